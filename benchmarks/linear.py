@@ -1,0 +1,156 @@
+"""The linear operator against stock F.linear: frozen and not, forward and forward + backward.
+
+r = stock time / our time. Contenders take turns within each round; the ratio of medians is printed, with the
+digest of our result. `strict` is stock under MKL_CBWR=AVX512,STRICT, in a child process (fp32 only).
+"""
+
+import math
+import statistics
+import time
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+import isobit
+from benchmarks.strict import Strict
+from isobit import bits
+from isobit.contracts.linear_sweep import QWEN3_06B, QWEN3_8B
+from isobit.contracts.relations import OURS, RELATIONS, Problem, judge
+from isobit.contracts.transforms import thread_count
+
+ROWS = (1, 8, 64, 512, 2048)
+TRAINING_ROWS = (512, 2048)
+
+
+def run(quick, threads, dtypes):
+    console = Console(highlight=False, width=118)
+    shapes = {k: v for k, v in (QWEN3_06B | ({} if quick else QWEN3_8B)).items() if "head" not in k}
+    if not is_green(console, dtypes):
+        return 1
+    strict = Strict()
+    ratios = {}
+    cases = [(count, dtype, name, rows) for count in threads for dtype in dtypes for name in shapes for rows in ROWS]
+    table = Table(
+        "threads", "dtype", "layer", "M", "stock ms", "frozen", "not frozen", "strict", "fwd+bwd", "digest of y"
+    )
+    for count, dtype, name, rows in track(cases, "timing", console=Console(stderr=True), transient=True):
+        with thread_count(count):
+            found = time_case(getattr(torch, dtype), shapes[name], rows, count, strict, quick)
+        for what in ("frozen", "plain", "step"):
+            ratios.setdefault((dtype, count, what), []).append((rows, found[what]))
+        cells = [f"{found[w]:.2f}" if found[w] else "" for w in ("frozen", "plain", "strict", "step")]
+        table.add_row(str(count), dtype, name, str(rows), f"{found['stock'] * 1e3:.3f}", *cells, found["digest"])
+    strict.close()
+    console.print(table)
+    summarise(console, ratios, threads, dtypes)
+    return 0
+
+
+def is_green(console, dtypes):
+    """Times nothing whose relations are not kept."""
+    for dtype in dtypes:
+        problem = Problem("benchmark", 1024, 1024, getattr(torch, dtype))
+        for relation in RELATIONS:
+            verdict = judge(relation, OURS, problem)
+            console.print(f"{verdict.subject}, {relation}: {verdict.differing} of {verdict.compared:,} differ")
+            if not verdict.kept:
+                console.print(f"red, so not timed: {verdict.first}")
+                return False
+    return True
+
+
+def time_case(dtype, shape, rows, threads, strict, quick):
+    k, n = shape
+    torch.manual_seed(0)
+    layer = isobit.nn.Linear(k, n, bias=False, dtype=dtype)
+    # A copy each: a weight that two contenders touch would be warmer for both than a packed one for itself.
+    x, weight, stock_weight = torch.randn(rows, k).to(dtype), layer.weight.clone(), layer.weight.clone()
+    work = rows * k * n
+    rounds = max(5, min(15 if quick else 31, int(3e10 / (work + 2e8))))
+    with torch.inference_mode():
+        frozen = isobit.freeze(layer)
+        times = take_turns(
+            {
+                "frozen": lambda: layer(x),
+                "plain": lambda: isobit.linear(x, weight),
+                "stock": lambda: torch.nn.functional.linear(x, stock_weight),
+            },
+            rounds,
+            (lambda: strict.seconds(threads, rows, k, n, 1)) if dtype == torch.float32 else None,
+        )
+        digest = bits.digest(isobit.linear(x, weight))[:12]
+        assert digest == bits.digest(layer(x))[:12]
+    frozen.thaw()
+    found = {name: times["stock"] / times[name] for name in ("frozen", "plain", "strict") if name in times}
+    step = None
+    if rows in TRAINING_ROWS:
+        steps = take_turns(
+            {
+                "ours": training_step(isobit.linear, x, weight),
+                "stock": training_step(torch.nn.functional.linear, x, weight),
+            },
+            max(3, rounds // 3),
+        )
+        step = steps["stock"] / steps["ours"]
+    return {"stock": times["stock"], "digest": digest, "strict": None, "step": step} | found
+
+
+def training_step(function, x, weight):
+    x = x.detach().requires_grad_()
+    grad = torch.randn(x.shape[0], weight.shape[0]).to(x.dtype)
+
+    def step():
+        x.grad = weight.grad = None
+        function(x, weight).backward(grad)
+
+    return step
+
+
+def take_turns(contenders, rounds, strict=None):
+    """Median seconds of each; every round times each once."""
+    times = {name: [] for name in contenders} | ({"strict": []} if strict else {})
+    for contender in contenders.values():
+        contender()
+    for turn in range(rounds):
+        if strict:
+            times["strict"].append(strict())
+        # Whoever comes first finds the caches as the last left them: the order rotates.
+        names = list(contenders)
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            start = time.perf_counter()
+            contenders[name]()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def geomean(values):
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else float("nan")
+
+
+def summarise(console, ratios, threads, dtypes):
+    """Geometric means per dtype and thread count, then the last line, over frozen cases."""
+    table = Table(
+        "dtype", "threads", "frozen: geomean", "least", "not frozen M≥64", "M=8", "M=1", "fwd+bwd M≥512", "least"
+    )
+    for dtype in dtypes:
+        for count in threads:
+            frozen, plain, step = (
+                [(m, r) for m, r in ratios[dtype, count, what] if r] for what in ("frozen", "plain", "step")
+            )
+            table.add_row(
+                dtype,
+                str(count),
+                f"{geomean([r for _, r in frozen]):.3f}",
+                f"{min(r for _, r in frozen):.2f}",
+                f"{geomean([r for m, r in plain if m >= 64]):.3f}",
+                *[f"{geomean([r for m, r in plain if m == rows]):.3f}" for rows in (8, 1)],
+                f"{geomean([r for _, r in step]):.3f}",
+                f"{min(r for _, r in step):.2f}",
+            )
+    console.print(table)
+    frozen = {d: [r for c in threads for _, r in ratios[d, c, "frozen"]] for d in dtypes}
+    short = {"float32": "fp32", "bfloat16": "bf16"}
+    means = " ".join(f"{short[d]} {geomean(frozen[d]):.3f}" for d in dtypes)
+    print(f"geomean {means} min {min(min(v) for v in frozen.values()):.3f}")

@@ -1,0 +1,156 @@
+// Registers the kernels with torch's dispatcher. The library is loaded, and attested, by src/isobit/native.py.
+#include <ATen/Context.h>
+#include <ATen/Functions.h>
+#include <ATen/native/CPUBlas.h>
+#include <c10/core/impl/COW.h>
+#include <torch/library.h>
+#include <atomic>
+
+#include "linear.h"
+
+#ifndef ISOBIT_FLAGS
+#define ISOBIT_FLAGS "unknown"
+#endif
+
+namespace isobit {
+
+namespace {
+
+using Optional = std::optional<Tensor>;
+
+std::atomic<bool> attested{false};
+
+// With oneDNN switched off, torch's tile engine silently becomes a stock GEMM, with a stock order.
+void check_engine() {
+  TORCH_CHECK(at::globalContext().userEnabledMkldnn(),
+              "isobit: expected oneDNN to be enabled, received torch.backends.mkldnn.flags(enabled=False); "
+              "remedy: call isobit outside that context");
+  TORCH_CHECK(attested.load(std::memory_order_relaxed),
+              "isobit: expected attested kernels, received a call before attestation; remedy: isobit.native.load()");
+}
+
+Tensor whole_samples(const Optional& spans, const Tensor& rows) {
+  if (spans) return *spans;
+  const int64_t length = rows.dim() > 1 ? rows.size(-2) : 1;
+  int64_t count = 1;
+  for (int64_t axis = 0; axis + 2 < rows.dim(); axis++) count *= rows.size(axis);
+  if (length == 0) count = 0;
+  Tensor out = at::empty({count, 2}, at::TensorOptions().dtype(at::kLong));
+  int64_t* data = out.mutable_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; i++) data[2 * i] = i * length, data[2 * i + 1] = length;
+  return out;
+}
+
+// A weight is clean while nothing has asked for its memory to write: copy-on-write storage says so, whoever asks.
+bool has_clean_memory(const Tensor& weight) { return c10::impl::cow::is_cow_data_ptr(weight.storage().data_ptr()); }
+
+bool is_clean(const Tensor& weight, const Tensor& watched) {
+  return weight.storage().unsafeGetStorageImpl() == watched.storage().unsafeGetStorageImpl() && has_clean_memory(weight);
+}
+
+// False where the memory is not torch's own (shared, mapped, foreign): its writes could not be seen.
+bool watch(const Tensor& weight) {
+  return c10::impl::cow::lazy_clone_storage(*weight.storage().unsafeGetStorageImpl()) != nullptr;
+}
+
+Tensor linear_op(const Tensor& x, const Tensor& weight, const Optional& bias, const Optional& spans, const Optional& packed) {
+  (void)spans;
+  check_engine();
+  return linear(x, weight, bias, packed && has_clean_memory(weight) ? packed : Optional(), {x.size(-1), 0, false});
+}
+
+Tensor linear_roots_op(const Tensor& x, const Tensor& weight, int64_t extent, int64_t first) {
+  check_engine();
+  return linear(x, weight, {}, {}, {extent, first, true});
+}
+
+Tensor input_grad_op(const Tensor& grad, const Tensor& weight) {
+  check_engine();
+  return input_grad(grad, weight, {weight.size(0), 0, false});
+}
+
+Tensor input_grad_roots_op(const Tensor& grad, const Tensor& weight, int64_t extent, int64_t first) {
+  check_engine();
+  return input_grad(grad, weight, {extent, first, true});
+}
+
+Tensor weight_grad_op(const Tensor& grad, const Tensor& x, const Optional& spans) {
+  check_engine();
+  const Tensor whole = whole_samples(spans, grad);
+  return weight_grad(grad, x, whole, {whole.size(0), 0, false});
+}
+
+Tensor weight_grad_roots_op(const Tensor& grad, const Tensor& x, const Tensor& spans, int64_t first, int64_t of) {
+  check_engine();
+  return weight_grad(grad, x, spans, {of, first, true});
+}
+
+Tensor bias_grad_op(const Tensor& grad, const Optional& spans) {
+  check_engine();
+  const Tensor whole = whole_samples(spans, grad);
+  return bias_grad(grad, whole, {whole.size(0), 0, false});
+}
+
+Tensor bias_grad_roots_op(const Tensor& grad, const Tensor& spans, int64_t first, int64_t of) {
+  check_engine();
+  return bias_grad(grad, spans, {of, first, true});
+}
+
+Tensor pack_op(const Tensor& weight) {
+  check_engine();
+  return pack_weight(weight);
+}
+
+// Rows (start, length, fold, segment), for the tests that hold this plan equal to order/.
+Tensor table(const Schedule& schedule) {
+  Tensor out = at::empty({static_cast<int64_t>(schedule.leaves.size()), 4}, at::TensorOptions().dtype(at::kLong));
+  int64_t* row = out.mutable_data_ptr<int64_t>();
+  size_t segment = 0;
+  for (size_t i = 0; i < schedule.leaves.size(); i++, row += 4) {
+    while (static_cast<int64_t>(i) >= schedule.segment_end[segment]) segment++;
+    const Leaf& leaf = schedule.leaves[i];
+    row[0] = leaf.start, row[1] = leaf.length, row[2] = leaf.fold;
+    row[3] = schedule.first + static_cast<int64_t>(segment);
+  }
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(isobit, m) {
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? spans, Tensor? packed) -> Tensor");
+  m.def("linear_input_grad(Tensor grad, Tensor weight) -> Tensor");
+  m.def("linear_weight_grad(Tensor grad, Tensor x, Tensor? spans) -> Tensor");
+  m.def("linear_bias_grad(Tensor grad, Tensor? spans) -> Tensor");
+  m.def("linear_roots(Tensor x, Tensor weight, int extent, int first) -> Tensor");
+  m.def("linear_input_grad_roots(Tensor grad, Tensor weight, int extent, int first) -> Tensor");
+  m.def("linear_weight_grad_roots(Tensor grad, Tensor x, Tensor spans, int first, int of) -> Tensor");
+  m.def("linear_bias_grad_roots(Tensor grad, Tensor spans, int first, int of) -> Tensor");
+  m.def("pack_weight(Tensor weight) -> Tensor");
+  m.def("watch(Tensor weight) -> bool", &watch);
+  m.def("is_clean(Tensor weight, Tensor watched) -> bool", &is_clean);
+  m.def("count_owners(Tensor weight) -> int", [](const Tensor& weight) -> int64_t { return weight.storage().use_count(); });
+  m.def("attest(bool kept) -> ()", [](bool kept) { attested = kept; });
+  m.def("build_flags() -> str", [] { return std::string(ISOBIT_FLAGS); });
+  m.def("pairs_bf16() -> bool", [] { return tile_engine_pairs_bf16(); });
+  m.def("feature_schedule(int extent) -> Tensor", [](int64_t extent) {
+    return table(feature_schedule(extent, 0, count_segments(extent, feature_unit, feature_cap)));
+  });
+  m.def("sample_schedule(Tensor spans, int first, int of) -> Tensor", [](const Tensor& spans, int64_t first, int64_t of) {
+    return table(sample_schedule(spans.const_data_ptr<int64_t>(), spans.size(0), first, of));
+  });
+}
+
+TORCH_LIBRARY_IMPL(isobit, CPU, m) {
+  m.impl("linear", &linear_op);
+  m.impl("linear_input_grad", &input_grad_op);
+  m.impl("linear_weight_grad", &weight_grad_op);
+  m.impl("linear_bias_grad", &bias_grad_op);
+  m.impl("linear_roots", &linear_roots_op);
+  m.impl("linear_input_grad_roots", &input_grad_roots_op);
+  m.impl("linear_weight_grad_roots", &weight_grad_roots_op);
+  m.impl("linear_bias_grad_roots", &bias_grad_roots_op);
+  m.impl("pack_weight", &pack_op);
+}
+
+}  // namespace isobit

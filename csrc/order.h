@@ -1,0 +1,197 @@
+// The order of addition on the CPU: the plan of an extent, and the only loops here that add floats.
+//
+// The definition is src/isobit/order/, in Python; tests hold this file equal to it, extent by extent.
+// No loop may be contracted, reassociated or vectorised along the summed axis: the build passes
+// -ffp-contract=off and never -ffast-math, and every loop below runs across independent outputs.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "clones.h"
+#include "layout.h"
+
+namespace isobit {
+
+// Constants of version 1 of the order.
+constexpr int64_t feature_unit = 256, feature_cap = 16, sample_cap = 1024;
+constexpr int64_t panel_width = 64;  // columns of a packed panel: a tile size, no part of the order
+constexpr int64_t long_segment = 1024, feature_leaf = 512, token_leaf = 256, lane_count = 16;
+
+// A run of consecutive elements that the tile engine sums by one chain. `fold` adds it to the segment's
+// accumulator; the first leaf of a segment starts from zero instead.
+struct Leaf {
+  int64_t start, length;
+  bool fold;
+};
+
+// Consecutive segments of a larger extent, each a list of leaves; `first` is the index of the first one
+// in the whole problem, which decides who merges with whom.
+struct Schedule {
+  std::vector<Leaf> leaves;
+  std::vector<int64_t> segment_end;  // index into leaves, one past each segment
+  int64_t first = 0;
+};
+
+inline int64_t count_segments(int64_t extent, int64_t unit, int64_t cap) {
+  int64_t count = 1;
+  while (extent > 0 && count * 2 <= cap && extent % (count * 2) == 0 && extent / (count * 2) >= unit) count *= 2;
+  return count;
+}
+
+inline void push_run(Schedule& schedule, int64_t start, int64_t length, int64_t leaf, bool fold) {
+  if (length == 0) schedule.leaves.push_back({start, 0, fold});
+  for (int64_t at = 0; at < length; at += leaf)
+    schedule.leaves.push_back({start + at, std::min(leaf, length - at), fold || at > 0});
+}
+
+// `segments` of them from `first` on; positions are counted from the start of the share.
+inline Schedule feature_schedule(int64_t extent, int64_t first, int64_t segments) {
+  Schedule schedule;
+  schedule.first = first;
+  int64_t length = extent / count_segments(extent, feature_unit, feature_cap);
+  for (int64_t s = 0; s < segments; s++) {
+    push_run(schedule, s * length, length, length > long_segment ? feature_leaf : std::max<int64_t>(length, 1), false);
+    schedule.segment_end.push_back(schedule.leaves.size());
+  }
+  return schedule;
+}
+
+// `spans` holds (first row, rows) of each sample of this share; the share starts at sample `first` of `global`.
+inline Schedule sample_schedule(const int64_t* spans, int64_t count, int64_t first, int64_t global) {
+  Schedule schedule;
+  int64_t size = std::max<int64_t>(global / count_segments(global, 1, sample_cap), 1);
+  schedule.first = first / size;
+  for (int64_t i = 0; i < count; i++) {
+    push_run(schedule, spans[2 * i], spans[2 * i + 1], token_leaf, i % size != 0);
+    if (i % size == size - 1) schedule.segment_end.push_back(schedule.leaves.size());
+  }
+  return schedule;
+}
+
+// A finished subtree on the stack of partial tiles: which slot holds it, and which node of the tree it is.
+struct Node {
+  int64_t level, index;
+};
+
+// ---- the additions -------------------------------------------------------------------------------------
+
+ISOBIT_CLONES inline void merge2(float* __restrict a, const float* __restrict b, int64_t n) {
+  for (int64_t i = 0; i < n; i++) a[i] = a[i] + b[i];
+}
+
+// Two levels of the tree in one pass: a third of the traffic of three merges.
+ISOBIT_CLONES inline void merge4(
+    float* __restrict a, const float* __restrict b, const float* __restrict c, const float* __restrict d, int64_t n) {
+  for (int64_t i = 0; i < n; i++) a[i] = (a[i] + b[i]) + (c[i] + d[i]);
+}
+
+ISOBIT_CLONES inline void add_absent(float* a, int64_t n) {
+  for (int64_t i = 0; i < n; i++) a[i] = a[i] + 0.0f;
+}
+
+// One token into every column's lane.
+template <class T>
+inline void add_row(float* __restrict lane, const T* __restrict row, int64_t n) {
+  for (int64_t i = 0; i < n; i++) lane[i] = lane[i] + static_cast<float>(row[i]);
+}
+
+// The sum of `columns` columns over tokens (the bias gradient): a plain sum's leaf is striped over 16 lanes;
+// leaves are folded and segments merged as the products' are.
+class ColumnSum {
+ public:
+  ColumnSum(const Schedule& schedule, int64_t columns)
+      : schedule_(schedule), columns_(columns), stack_(depth_ * columns), lanes_(lane_count * columns) {}
+
+  template <class T>
+  void run(const T* rows, int64_t row_stride, float* out, int64_t root_stride) {
+    Node nodes[depth_];
+    int64_t top = 0, leaf = 0;
+    for (size_t s = 0; s < schedule_.segment_end.size(); s++) {
+      float* sum = stack_.data() + top * columns_;
+      for (; leaf < schedule_.segment_end[s]; leaf++) add_leaf(schedule_.leaves[leaf], rows, row_stride, sum);
+      nodes[top++] = {0, schedule_.first + static_cast<int64_t>(s)};
+      while (top > 1 && nodes[top - 1].index % 2 && nodes[top - 2].level == nodes[top - 1].level) {
+        float* left = stack_.data() + (top - 2) * columns_;
+        merge2(left, left + columns_, columns_);
+        top--;
+        nodes[top - 1] = {nodes[top].level + 1, nodes[top].index / 2};
+      }
+    }
+    for (int64_t root = 0; root < top; root++)
+      for (int64_t i = 0; i < columns_; i++) out[root * root_stride + i] = one_nan(stack_[root * columns_ + i]);
+  }
+
+ private:
+  static constexpr int64_t depth_ = 32;
+
+  // Token t of the leaf goes to lane t % 16, ascending; the lanes are merged by the tree.
+  template <class T>
+  void add_leaf(const Leaf& leaf, const T* rows, int64_t row_stride, float* sum) {
+    float* lanes = lanes_.data();
+    std::fill(lanes, lanes + lane_count * columns_, 0.0f);
+    for (int64_t t = 0; t < leaf.length; t++)
+      add_row(lanes + t % lane_count * columns_, rows + (leaf.start + t) * row_stride, columns_);
+    for (int64_t step = 1; step < lane_count; step *= 4)
+      for (int64_t lane = 0; lane < lane_count; lane += 4 * step) {
+        float* at = lanes + lane * columns_;
+        merge4(at, at + step * columns_, at + 2 * step * columns_, at + 3 * step * columns_, columns_);
+      }
+    if (leaf.fold) merge2(sum, lanes, columns_);
+    else std::copy(lanes, lanes + columns_, sum);
+  }
+
+  const Schedule& schedule_;
+  int64_t columns_;
+  std::vector<float> stack_, lanes_;
+};
+
+// The last merge of one, two or four subtrees, the bias and the rounding, in one pass over a tile.
+template <class Out, class Sum>
+ISOBIT_INLINE void finish_rows(
+    Sum sum, int64_t width, const float* bias, int64_t rows, int64_t cols, Out* out, int64_t stride) {
+  for (int64_t i = 0; i < rows; i++) {
+    if (bias)
+      for (int64_t j = 0; j < cols; j++) round_to(sum(i * width + j) + bias[j], out + i * stride + j);
+    else
+      for (int64_t j = 0; j < cols; j++) round_to(sum(i * width + j), out + i * stride + j);
+  }
+}
+#define ISOBIT_FINISH(Out)                                                                                      \
+  ISOBIT_CLONES inline void finish(                                                                             \
+      const float* __restrict a, const float* __restrict b, const float* __restrict c, const float* __restrict d, \
+      int64_t width, const float* __restrict bias, int64_t rows, int64_t cols, Out* __restrict out, int64_t stride) {                                                   \
+    if (c)                                                                                                      \
+      finish_rows([=](int64_t i) { return (a[i] + b[i]) + (c[i] + d[i]); }, width, bias, rows, cols, out, stride); \
+    else if (b)                                                                                                 \
+      finish_rows([=](int64_t i) { return a[i] + b[i]; }, width, bias, rows, cols, out, stride);                \
+    else                                                                                                        \
+      finish_rows([=](int64_t i) { return a[i]; }, width, bias, rows, cols, out, stride);                       \
+  }
+ISOBIT_FINISH(float)
+ISOBIT_FINISH(c10::BFloat16)
+ISOBIT_FINISH(c10::Half)
+
+// One row of x against four segments of a packed panel at once: each output's chain is the tile engine's
+// (ascending, fused), and four streams of weights keep memory busier than one.
+ISOBIT_CLONES inline void row_by_panel4(
+    const float* __restrict x, const float* __restrict panel, int64_t length, float* __restrict out) {
+  const int64_t step = length * panel_width, ahead = 16 * panel_width;
+  float a[panel_width] = {}, b[panel_width] = {}, c[panel_width] = {}, d[panel_width] = {};
+  for (int64_t k = 0; k < length; k++) {
+    const float* w = panel + k * panel_width;
+    for (int64_t i = 0; i < panel_width; i += 16)
+      for (int64_t s = 0; s < 4; s++) __builtin_prefetch(w + i + s * step + ahead, 0, 3);
+    for (int64_t i = 0; i < panel_width; i++) {
+      a[i] = std::fma(x[k], w[i], a[i]);
+      b[i] = std::fma(x[k + length], w[i + step], b[i]);
+      c[i] = std::fma(x[k + 2 * length], w[i + 2 * step], c[i]);
+      d[i] = std::fma(x[k + 3 * length], w[i + 3 * step], d[i]);
+    }
+  }
+  for (int64_t i = 0; i < panel_width; i++) out[i] = (a[i] + b[i]) + (c[i] + d[i]);
+}
+
+}  // namespace isobit

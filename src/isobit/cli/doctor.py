@@ -1,0 +1,98 @@
+"""`isobit doctor`: the machine, the engine of each dtype, and whether the loaded kernels keep the order."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from isobit import native
+from isobit.machine import fingerprint
+from isobit.ops import dispatch
+from isobit.order.plan import VERSION
+from isobit.records import Attestation, Fingerprint, to_json
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "doctor",
+        help="show the machine and its engines, and attest the kernels' order",
+        description="Shows the machine and the engine of each dtype, then reveals the order in which the loaded "
+        "kernels add and compares it with the defined one. Exit 0: kept; 1: not kept, so the portable executor "
+        "serves; 2: no native kernels to attest, so the portable executor serves.",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what was found; the exit code says whether it is good."""
+    missing = native.load()
+    found = dispatch.attestations()
+    machine = fingerprint(VERSION)
+    executor = "native" if dispatch.has_native() else "portable"
+    if options.json:
+        record = {
+            "machine": machine,
+            "executor": executor,
+            "native_missing": missing,
+            "engines": engine_names(),
+            "attestations": found,
+        }
+        print(to_json(record))
+    else:
+        show(Console(highlight=False, width=100), machine, executor, missing, found)
+    if missing is not None:
+        return 2
+    return 0 if executor == "native" else 1
+
+
+def engine_names() -> dict[str, str]:
+    """The engine of each dtype, as digests should name it."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    names = {}
+    for dtype in dispatch.NATIVE_DTYPES:
+        name = str(dtype).removeprefix("torch.")
+        if not dispatch.is_native(dtype):
+            names[name] = "portable, chain"
+        elif dispatch.engine_of(dtype) == "amx":
+            names[name] = "AMX, even and odd chains of 32"
+        else:
+            wide = "" if dtype == torch.float32 else ", widened to fp32"
+            names[name] = f"{capability}, chain{wide}"
+    return names
+
+
+def show(
+    console: Console,
+    machine: Fingerprint,
+    executor: str,
+    missing: str | None,
+    found: tuple[Attestation, ...],
+) -> None:
+    """For people."""
+    facts = Table(show_header=False, box=None)
+    facts.add_row("cpu", f"{machine.cpu}, {machine.capability}, {machine.cores} cores")
+    facts.add_row("torch", f"{machine.torch}, {machine.threads} threads, Python {machine.python}")
+    facts.add_row("kernels", machine.flags if missing is None else missing)
+    facts.add_row("order", f"version {machine.order_version}")
+    facts.add_row("executor", executor)
+    console.print(facts)
+    table = Table("dtype", "engine", "order", "checks", "detail")
+    by_dtype = {a.dtype: a for a in found}
+    for name, engine in engine_names().items():
+        seen = by_dtype.get(name)
+        if seen is None:
+            table.add_row(name, engine, "by definition", "0", "no native kernel to attest")
+        else:
+            word = "kept" if seen.kept else "BROKEN"
+            table.add_row(name, engine, word, str(seen.checks), seen.detail)
+    console.print(table)
+    if missing is not None:
+        console.print("remedy: pip install -e . --no-build-isolation, with a C++ compiler (g++ 12 or later)")
+    elif executor == "portable":
+        console.print("remedy: use the pinned torch; the native kernels refuse to serve until they attest")

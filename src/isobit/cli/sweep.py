@@ -1,0 +1,85 @@
+"""`isobit sweep`: the invariance sweep of the linear operator, its stock control, and its sabotage."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from isobit.contracts import linear_sweep
+from isobit.contracts.subject import OURS, STOCK
+from isobit.records import Verdict, to_json
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "sweep",
+        help="compare the linear operator's bits under everything that must not matter",
+        description="Runs every relation on every shape: for isobit, which must keep all; for stock F.linear, the "
+        "control, which must break some; and for planted wrong kernels, which must all be caught. Exit 0: so it "
+        "is; 1: it is not.",
+    )
+    parser.add_argument("--full", action="store_true", help="all shapes, every row count from 1 to 257 (about an hour)")
+    parser.add_argument("--json", action="store_true", help="print JSON records instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints verdicts with their denominators."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
+        ours, stock = (
+            list(progress.track(linear_sweep.sweep(who, options.full), size, description=who.name))
+            for who, size in ((w, linear_sweep.sweep_size(options.full)) for w in (OURS, STOCK))
+        )
+        planted = list(progress.track(linear_sweep.judge_sabotage(), description="sabotage"))
+    if options.json:
+        print(to_json({"isobit": ours, "stock": stock, "sabotage": [v for _, v in planted]}))
+    else:
+        show(ours, stock, planted)
+    caught = sum(not verdict.kept and verdict.compared > 0 for _, verdict in planted)
+    good = all(v.kept for v in ours) and any(v.differing for v in stock) and 0 < len(planted) == caught and bool(ours)
+    return 0 if good else 1
+
+
+def show(ours: list[Verdict], stock: list[Verdict], planted: list[tuple[str, Verdict]]) -> None:
+    """For people."""
+    console = Console(highlight=False, width=118)
+    table = Table("subject", "relation", "compared", "isobit differs", "stock differs")
+    for mine, control in zip(ours, stock, strict=True):
+        table.add_row(
+            mine.subject,
+            mine.check,
+            f"{mine.compared:,}",
+            f"{mine.differing:,}" if mine.compared else "nothing compared",
+            f"{control.differing:,}",
+        )
+    console.print(table)
+    for verdict in ours:
+        if not verdict.kept:
+            console.print(f"BROKEN {verdict.subject}, {verdict.check}: {verdict.first}")
+    first = next((v for v in stock if v.differing), None)
+    if first is not None:
+        console.print(f"stock, first: {first.subject}, {first.check}: {first.first}")
+    table = Table("planted wrong kernel", "caught by", "differs", "of")
+    for name, verdict in planted:
+        word = verdict.check if verdict.differing else f"NOT CAUGHT by {verdict.check}"
+        table.add_row(name, word, f"{verdict.differing:,}", f"{verdict.compared:,}")
+    console.print(table)
+    total = sum(v.compared for v in ours)
+    caught = sum(v.differing > 0 for _, v in planted)
+    console.print(
+        f"isobit: {sum(v.differing for v in ours):,} of {total:,} elements differ over {len(ours)} verdicts; "
+        f"stock breaks {sum(not v.kept for v in stock)} of {len(stock)}; "
+        f"sabotage caught {caught} of {len(planted)}"
+    )

@@ -1,0 +1,32 @@
+"""Every exception isobit raises; each says what was expected, what was received, and the remedy.
+
+IsobitError
+├── ArgumentError        a shape, dtype, device or layout that no kernel takes (also a ValueError)
+├── CutError             a split that does not fall on segment edges (also a ValueError)
+├── UnsupportedError     a transformation that has no bit-exact meaning here (also a RuntimeError)
+└── EngineError          kernels that are missing, disabled or not attested (also a RuntimeError)
+"""
+
+
+class IsobitError(Exception):
+    """A refusal, in three parts."""
+
+    def __init__(self, *, expected: str, received: str, remedy: str) -> None:
+        self.expected, self.received, self.remedy = expected, received, remedy
+        super().__init__(f"expected {expected}; received {received}; remedy: {remedy}")
+
+
+class ArgumentError(IsobitError, ValueError):
+    """A shape, dtype, device or layout that no kernel takes."""
+
+
+class CutError(IsobitError, ValueError):
+    """A split of a sum that does not fall on segment edges."""
+
+
+class UnsupportedError(IsobitError, RuntimeError):
+    """A transformation that has no bit-exact meaning here."""
+
+
+class EngineError(IsobitError, RuntimeError):
+    """Kernels that are missing, disabled or not attested."""

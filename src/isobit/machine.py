@@ -1,0 +1,36 @@
+"""The fingerprint of this machine: what decides which engine runs, and so which bits come out."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import torch
+
+from isobit import native
+from isobit.records import Fingerprint
+
+
+def fingerprint(order_version: int) -> Fingerprint:
+    """Read from the running process, never from configuration."""
+    return Fingerprint(
+        cpu=_cpu_name(),
+        capability=torch.backends.cpu.get_cpu_capability(),
+        cores=os.cpu_count() or 0,
+        threads=torch.get_num_threads(),
+        python=platform.python_version(),
+        torch=torch.__version__,
+        onednn=torch.backends.mkldnn.is_available(),  # type: ignore[no-untyped-call]
+        flags=native.build_flags(),
+        order_version=order_version,
+    )
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

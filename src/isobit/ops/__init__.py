@@ -1,0 +1,1 @@
+"""Operators that keep one order of addition."""

@@ -1,0 +1,69 @@
+"""Checks of what operators are called with, in one wording."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import torch
+
+from isobit.errors import ArgumentError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DEVICES = ("cpu", "meta")
+
+
+def check_tensors(**tensors: torch.Tensor | None) -> None:
+    """One device that has a kernel, one dtype that has an order."""
+    known = {name: t for name, t in tensors.items() if t is not None}
+    first = next(iter(known.values()))
+    # One pass decides; only a refusal looks closer. This runs before every call of every operator.
+    for tensor in known.values():
+        if not (
+            isinstance(tensor, torch.Tensor)
+            and tensor.layout is torch.strided
+            and tensor.dtype in DTYPES
+            and tensor.dtype is first.dtype
+            and tensor.device == first.device
+            and tensor.device.type in DEVICES
+        ):
+            refuse_tensors(known)
+
+
+def refuse_tensors(known: dict[str, torch.Tensor]) -> NoReturn:
+    """Finds the first thing wrong, and says it."""
+    for name, tensor in known.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentError(
+                expected=f"{name} to be a tensor",
+                received=type(tensor).__name__,
+                remedy="convert it with torch.as_tensor",
+            )
+        if tensor.layout != torch.strided:
+            raise ArgumentError(
+                expected=f"{name} with strided layout",
+                received=str(tensor.layout),
+                remedy=f"pass {name}.to_dense()",
+            )
+        if tensor.device.type not in DEVICES:
+            raise ArgumentError(
+                expected=f"{name} on the CPU, where this version has kernels",
+                received=f"device {tensor.device}",
+                remedy=f"pass {name}.cpu()",
+            )
+        if tensor.dtype not in DTYPES:
+            raise ArgumentError(
+                expected=f"{name} of {', '.join(str(d) for d in DTYPES)}",
+                received=str(tensor.dtype),
+                remedy=f"convert with {name}.to(torch.float32)",
+            )
+    what = "dtype" if len({t.dtype for t in known.values()}) > 1 else "device"
+    raise ArgumentError(
+        expected=f"one {what}",
+        received=", ".join(f"{name} {getattr(tensor, what)}" for name, tensor in known.items()),
+        remedy=f"bring them to one {what}; nothing is converted silently",
+    )
+
+
+def refuse_shape(name: str, tensor: torch.Tensor, expected: str, remedy: str) -> NoReturn:
+    """Refuses a shape, with both shapes in the message."""
+    raise ArgumentError(expected=f"{name} of shape {expected}", received=str(list(tensor.shape)), remedy=remedy)

@@ -1,0 +1,1 @@
+"""A linear layer, forward and backward, with one order of addition."""

@@ -1,0 +1,215 @@
+"""The linear operator: its sums as torch operators, their gradients, and the public function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.errors import UnsupportedError
+from isobit.ops import dispatch
+from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.linear import portable
+from isobit.order.plan import FeaturePlan
+from isobit.order.samples import Samples
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, samples: Samples | None = None) -> Tensor:
+    """x · weightᵀ + bias, with bits that depend on each row, its sample and the global batch alone.
+
+    x is [..., K], weight [N, K], bias [N]; fp32, bf16 and fp16, summed in fp32 and rounded once.
+    `samples` says which rows form which sample; by default [B, T, K] is B samples, [T, K] one.
+    """
+    return linear_with_packed(x, weight, bias, samples, None)
+
+
+def linear_with_packed(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    samples: Samples | None,
+    packed: Tensor | None,
+) -> Tensor:
+    """The same, with a packed form of the weight that is known to be current."""
+    x, weight, bias = cast_for_autocast(x, weight, bias)
+    check_tensors(x=x, weight=weight, bias=bias)
+    check_linear(x, weight, bias)
+    spans = None if samples is None else spans_of(samples, x)
+    if samples is not None and samples.is_share:
+        refuse_partial_gradient(weight, bias, samples)
+    if dispatch.is_native(x.dtype):
+        register_native()
+        return torch.ops.isobit.linear(x, weight, bias, spans, packed)  # type: ignore[no-any-return]
+    return torch.ops.isobit.portable_linear(x, weight, bias, spans)  # type: ignore[no-any-return]
+
+
+def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """The shapes of a linear layer, or a refusal."""
+    if weight.dim() != 2:
+        refuse_shape("weight", weight, "[N, K]", "pass a matrix, outputs first")
+    outputs, inputs = weight.shape
+    if x.dim() < 1 or x.shape[-1] != inputs:
+        expected = f"[..., {inputs}], as weight is {[outputs, inputs]}"
+        refuse_shape("x", x, expected, "make the last axis of x and of weight the same")
+    if bias is not None and (bias.dim() != 1 or bias.shape[0] != outputs):
+        refuse_shape("bias", bias, f"[{outputs}]", "pass one bias per row of weight")
+
+
+def spans_of(samples: Samples, x: Tensor) -> Tensor:
+    """(first row, rows) of each sample, as the operators take it."""
+    rows = 1
+    for size in x.shape[:-1]:
+        rows *= size
+    if rows != samples.rows:
+        expected = f"[..., K] with {samples.rows} rows, as samples say"
+        refuse_shape("x", x, expected, "describe all rows of this call, padding included")
+    return torch.tensor(samples.spans, dtype=torch.int64).reshape(-1, 2)
+
+
+def cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """What torch.autocast does to a linear layer's inputs."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+def refuse_partial_gradient(weight: Tensor, bias: Tensor | None, samples: Samples) -> None:
+    """Autograd would add the shares' gradients in call order, which is not the sample tree."""
+    wanted = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if torch.is_grad_enabled() and wanted:
+        raise UnsupportedError(
+            expected="parameter gradients over the whole global batch",
+            received=f"{len(samples.spans)} of {samples.of} samples",
+            remedy="take each share's partial with isobit.ops.linear.partial.weight_grad and merge them",
+        )
+
+
+# ---- gradients: one definition for both executors -------------------------------------------------------
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, spans = inputs[:4]
+    ctx.save_for_backward(x, weight, spans)
+    ctx.arity, ctx.has_bias = len(inputs), bias is not None
+
+
+def backward_with(prefix: str) -> Any:
+    """The gradient, by the operators `isobit::<prefix>_input_grad` and so on."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, spans = ctx.saved_tensors
+        ops, want = torch.ops.isobit, ctx.needs_input_grad
+        return (
+            getattr(ops, f"{prefix}_input_grad")(grad, weight) if want[0] else None,
+            getattr(ops, f"{prefix}_weight_grad")(grad, x, spans) if want[1] else None,
+            getattr(ops, f"{prefix}_bias_grad")(grad, spans) if ctx.has_bias and want[2] else None,
+            *[None] * (ctx.arity - 3),
+        )
+
+    return backward
+
+
+def refuse_second_order(*_: Any) -> None:
+    """A gradient's gradient has its own sums, which have no order yet."""
+    raise UnsupportedError(
+        expected="first-order gradients",
+        received="a gradient of isobit.linear's gradient",
+        remedy="use torch.nn.functional.linear where second-order gradients are needed",
+    )
+
+
+def refuse_vmap(*_: Any, **__: Any) -> None:
+    """vmap hides the batch from the sample tree."""
+    raise UnsupportedError(
+        expected="a plain call",
+        received="torch.func.vmap over isobit.linear",
+        remedy="put the mapped axis into x's leading axes, and say samples= if it is not the batch",
+    )
+
+
+def register_formulas(prefix: str) -> None:
+    """Shapes, gradients and refusals of one executor's operators."""
+    fakes: dict[str, Callable[..., Tensor]] = {
+        "": lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
+        "_input_grad": lambda grad, weight: grad.new_empty((*grad.shape[:-1], weight.shape[1])),
+        "_weight_grad": lambda grad, x, _: grad.new_empty((grad.shape[-1], x.shape[-1])),
+        "_bias_grad": lambda grad, _: grad.new_empty((grad.shape[-1],)),
+    }
+    for suffix, fake in fakes.items():
+        name = f"isobit::{prefix}{suffix}"
+        torch.library.register_fake(name, fake)
+        torch.library.register_vmap(name, refuse_vmap)
+        if suffix:
+            torch.library.register_autograd(name, refuse_second_order)
+    torch.library.register_autograd(f"isobit::{prefix}", backward_with(prefix), setup_context=setup_context)
+
+
+@lru_cache(maxsize=1)
+def _register_native() -> None:
+    register_formulas("linear")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def register_native() -> bool:
+    """Registers the native operators' formulas, once, after their library is loaded."""
+    _register_native()
+    return True
+
+
+# ---- the portable executor's operators ------------------------------------------------------------------
+
+
+@torch.library.custom_op("isobit::portable_linear", mutates_args=())
+def portable_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Tensor | None) -> Tensor:
+    """y over K."""
+    segments = FeaturePlan(x.shape[-1]).segments
+    total = portable.sum_products(segments, portable.widen(x), portable.widen(weight))[0]
+    if bias is not None:
+        total = portable.one_nan(total + bias.to(total.dtype))
+    return total.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("isobit::portable_linear_input_grad", mutates_args=())
+def portable_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
+    """dX over N."""
+    segments = FeaturePlan(grad.shape[-1]).segments
+    left, right = portable.widen(grad), portable.widen(weight).t()
+    total = portable.sum_products(segments, left, right)[0]
+    return total.to(grad.dtype).reshape(*grad.shape[:-1], weight.shape[1])
+
+
+@torch.library.custom_op("isobit::portable_linear_weight_grad", mutates_args=())
+def portable_weight_grad(grad: Tensor, x: Tensor, spans: Tensor | None) -> Tensor:
+    """dW over the samples."""
+    segments = whole_samples(grad, spans).segments
+    total = portable.sum_products(segments, portable.widen(grad).t(), portable.widen(x).t())
+    return only_root(total, x.dtype)
+
+
+@torch.library.custom_op("isobit::portable_linear_bias_grad", mutates_args=())
+def portable_bias_grad(grad: Tensor, spans: Tensor | None) -> Tensor:
+    """db over the samples."""
+    total = portable.sum_rows(whole_samples(grad, spans).segments, portable.widen(grad))
+    return only_root(total, grad.dtype)
+
+
+def only_root(roots: Tensor, dtype: torch.dtype) -> Tensor:
+    """The one root of a whole sum, rounded; zero where there is no sample."""
+    return (roots[0] if len(roots) else roots.sum(0)).to(dtype)
+
+
+def whole_samples(rows: Tensor, spans: Tensor | None) -> Samples:
+    """The samples of a call that holds the whole global batch."""
+    if spans is not None:
+        known = tuple((int(start), int(length)) for start, length in spans.tolist())
+        return Samples(known, rows.shape[:-1].numel(), 0, len(known))
+    length = rows.shape[-2] if rows.dim() > 1 else 1
+    total = rows.shape[:-1].numel()
+    return Samples.packed([length] * (total // length if length else 0))
+
+
+register_formulas("portable_linear")

@@ -1,0 +1,1 @@
+"""The order of addition: decided here once, in plain Python, for every executor."""

@@ -1,0 +1,61 @@
+"""The correctly rounded sum of scalars: exact, so it has no order at all."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable
+from fractions import Fraction
+
+
+def exact_sum(values: Iterable[float]) -> float:
+    """The sum rounded once to fp64, whatever the order of the values."""
+    known = list(values)
+    if any(math.isnan(v) for v in known):
+        return math.nan
+    infinite = {v for v in known if math.isinf(v)}
+    if infinite:
+        return infinite.pop() if len(infinite) == 1 else math.nan
+    return _sum_finite(known) + 0.0  # one zero
+
+
+def exact_sum_fp32(values: Iterable[float]) -> float:
+    """The sum rounded once to fp32, without passing through a rounded fp64."""
+    known = list(values)
+    total = exact_sum(known)
+    if not math.isfinite(total):
+        return total
+    # fp64 rounds to nearest; only where it landed on a tie of fp32 does what it dropped decide.
+    dropped = exact_sum([*known, -total])
+    if dropped and _is_fp32_tie(total):
+        total = math.nextafter(total, math.copysign(math.inf, dropped))
+    return round_fp32(total)
+
+
+def round_fp32(value: float) -> float:
+    """fp64 to fp32, ties to even, overflow to infinity."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+def _sum_finite(values: list[float]) -> float:
+    try:
+        return math.fsum(values)
+    except OverflowError:  # partial sums out of range: exact, slowly
+        total = sum(map(Fraction, values), Fraction(0))
+        try:
+            return float(total)
+        except OverflowError:
+            return math.inf if total > 0 else -math.inf
+
+
+def _is_fp32_tie(value: float) -> bool:
+    near = round_fp32(value)
+    if near == value or not math.isfinite(near):
+        return abs(value) == float.fromhex("0x1.ffffffp+127")
+    (bits,) = struct.unpack("<i", struct.pack("<f", near))
+    step = 1 if (value > near) == (value > 0) else -1
+    other = float(struct.unpack("<f", struct.pack("<i", bits + step))[0])
+    return abs(value - near) == abs(other - value)

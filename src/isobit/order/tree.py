@@ -1,0 +1,103 @@
+"""The balanced tree that merges segments, and what a share of it leaves for others to merge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar, Union
+
+from blake3 import blake3
+
+Value = TypeVar("Value")
+
+# The order of one sum: an element's index, or the tuple of what one node adds. Two children are an addition
+# of two numbers, more are one correctly rounded addition of all.
+Tree = Union[int, tuple["Tree", ...]]  # noqa: UP007 (a recursive alias, at run time)
+
+
+@dataclass(frozen=True, order=True)
+class Node:
+    """The subtree at `level` (0 is a segment), the `index`-th from the left on its level."""
+
+    level: int
+    index: int
+
+    @property
+    def first(self) -> int:
+        """The first segment under this node."""
+        return self.index << self.level
+
+    @property
+    def stop(self) -> int:
+        """One past the last segment under this node."""
+        return (self.index + 1) << self.level
+
+    @property
+    def parent(self) -> Node:
+        """The node that this one is merged into."""
+        return Node(self.level + 1, self.index // 2)
+
+    def is_left_sibling_of(self, other: Node) -> bool:
+        """Whether the tree adds these two, in this order."""
+        return self.level == other.level and self.index + 1 == other.index and self.index % 2 == 0
+
+
+def find_roots(first: int, stop: int) -> tuple[Node, ...]:
+    """The largest subtrees that tile segments [first, stop): all that a share can merge by itself."""
+    roots: list[Node] = []
+    for segment in range(first, stop):
+        roots.append(Node(0, segment))
+        while len(roots) > 1 and roots[-2].is_left_sibling_of(roots[-1]):
+            roots[-2:] = [roots[-1].parent]
+    return tuple(roots)
+
+
+class Counter(list[tuple[Node, Value]]):
+    """A binary counter of partial sums: takes subtrees from left to right, holds at most one per level."""
+
+    def __init__(self, add: Callable[[Value, Value], Value]) -> None:
+        super().__init__()
+        self._add = add
+
+    def push(self, node: Node, value: Value) -> None:
+        """Takes the next subtree, and merges all that it completes."""
+        self.append((node, value))
+        while len(self) > 1 and self[-2][0].is_left_sibling_of(self[-1][0]):
+            (_, left), (right_node, right) = self.pop(-2), self.pop()
+            self.append((right_node.parent, self._add(left, right)))
+
+
+def merge(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Value:
+    """All segments of a whole extent (a power of two of them) into one."""
+    counter: Counter[Value] = Counter(add)
+    for index, value in enumerate(values):
+        counter.push(Node(0, index), value)
+    ((_, total),) = counter
+    return total
+
+
+def chain(items: Iterable[Tree]) -> Tree:
+    """A left fold."""
+    iterator = iter(items)
+    tree = next(iterator)
+    for item in iterator:
+        tree = (tree, item)
+    return tree
+
+
+def digest(tree: Tree) -> str:
+    """BLAKE3 of a tree, whichever way round its additions were written (they commute)."""
+    done: list[tuple[int, bytes]] = []  # (smallest leaf, digest) of finished children
+    work: list[tuple[Tree, int]] = [(tree, -1)]
+    while work:
+        node, arity = work.pop()
+        if isinstance(node, int):
+            done.append((node, blake3(b"leaf" + node.to_bytes(8, "little")).digest()))
+        elif arity < 0:
+            work.append((node, len(node)))
+            work.extend((child, -1) for child in node)
+        else:
+            children = sorted(done[-arity:])
+            del done[-arity:]
+            done.append((children[0][0], blake3(b"node" + b"".join(d for _, d in children)).digest()))
+    return done[0][1].hex()[:32]

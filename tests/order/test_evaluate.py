@@ -1,0 +1,78 @@
+"""The evaluator's arithmetic equals IEEE fp32, and its engines differ where they should."""
+
+import math
+import struct
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isobit.order.evaluate import (
+    ENGINES,
+    add_fp32,
+    amx_engine,
+    chain_engine,
+    evaluate,
+    expected_tree,
+    fma_fp32,
+)
+from isobit.order.plan import FeaturePlan
+from isobit.order.reveal import reveal
+from isobit.order.tree import digest
+
+FP32 = st.floats(width=32, allow_nan=False)
+
+
+def bits(value):
+    return struct.pack("<f", value)
+
+
+@given(FP32, FP32)
+def test_addition_is_torch_addition(a, b):
+    want = (torch.tensor(a, dtype=torch.float32) + torch.tensor(b, dtype=torch.float32)).item()
+    got = add_fp32(a, b)
+    assert bits(got) == bits(want) or (math.isnan(got) and math.isnan(want))
+
+
+@given(FP32, FP32)
+def test_fused_multiply_add_with_zero_or_one_is_plain(a, b):
+    product = (torch.tensor(a, dtype=torch.float32) * torch.tensor(b, dtype=torch.float32)).item()
+    got = fma_fp32(a, b, 0.0)
+    assert got == product or (math.isnan(got) and math.isnan(product))
+    got = fma_fp32(a, 1.0, b)
+    assert bits(got) == bits(add_fp32(a, b)) or math.isnan(got)
+
+
+def test_a_fused_multiply_add_rounds_once():
+    a = 1.0 + 2.0**-12
+    assert fma_fp32(a, a, -1.0) == 2.0**-11 + 2.0**-24
+    assert struct.unpack("<f", bits(a * a))[0] - 1.0 != 2.0**-11 + 2.0**-24
+
+
+def test_engines_differ():
+    factors = [(1.0, 1.0)] + [(2.0**-24, 1.0)] * 63
+    assert chain_engine(None, factors) == 1.0
+    assert amx_engine(None, factors) > 1.0
+    assert chain_engine(1.0, [(2.0**-24, 1.0)] * 2) == 1.0 + 2.0**-23
+    assert amx_engine(1.0, [(2.0**-24, 1.0)] * 2) == 1.0 + 2.0**-23
+    assert amx_engine(1.0, ([(2.0**-24, 1.0)] + [(0.0, 0.0)] * 31) * 2) == 1.0  # it continues from 1.0
+    tiny = [(2.0**-70, 2.0**-70)]
+    assert chain_engine(None, tiny) == 2.0**-140
+    assert amx_engine(None, tiny) == 0.0
+
+
+def test_expected_tree_is_what_probing_the_evaluator_shows():
+    for engine in ("chain", "amx"):
+        for extent in (1, 33, 96):
+            segments = FeaturePlan(extent).segments
+
+            def probe(i, extent=extent, segments=segments, engine=engine):
+                sizes = []
+                for j in range(extent):
+                    terms = [1.0] * extent
+                    terms[i], terms[j] = 2.0**100, -(2.0**100)
+                    total = evaluate(segments, [(t, 1.0) for t in terms], ENGINES[engine])
+                    sizes.append(1 if i == j else int(extent - total))
+                return sizes
+
+            assert digest(reveal(probe, extent)) == digest(expected_tree(segments, engine))

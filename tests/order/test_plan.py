@@ -1,0 +1,69 @@
+"""The plan: segments tile the extent equally, in a power-of-two number; leaves tile each segment."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isobit import native
+from isobit.order.plan import FEATURE_CAP, FEATURE_UNIT, FeaturePlan, count_segments
+from isobit.order.samples import Samples
+
+
+@pytest.mark.parametrize(
+    ("extent", "count", "length"),
+    [(1024, 4, 256), (4096, 16, 256), (12288, 16, 768), (3072, 8, 384), (151936, 16, 9496), (511, 1, 511), (1, 1, 1)],
+)
+def test_known_extents(extent, count, length):
+    assert (FeaturePlan(extent).count, FeaturePlan(extent).length) == (count, length)
+
+
+@given(st.integers(0, 200_000))
+def test_segments_and_leaves_tile_the_extent(extent):
+    plan = FeaturePlan(extent)
+    assert plan.count * plan.length == extent
+    assert plan.count & (plan.count - 1) == 0
+    assert plan.count <= FEATURE_CAP
+    assert plan.count == 1 or plan.length >= FEATURE_UNIT
+    at = 0
+    for segment in plan.segments:
+        assert [leaf.fold for leaf in segment] == [False] + [True] * (len(segment) - 1)
+        for leaf in segment:
+            assert leaf.start == at
+            at += leaf.length
+            assert leaf.length <= 1024
+    assert at == extent
+
+
+@given(st.integers(1, 10_000), st.integers(1, 300), st.integers(1, 64))
+def test_count_is_the_largest_that_fits(extent, unit, cap):
+    count = count_segments(extent, unit, cap)
+    fits = [s for s in (1 << i for i in range(14)) if extent % s == 0 and extent // s >= unit and s <= cap]
+    assert count == max(fits, default=1)
+
+
+def rows(segments, first=0):
+    return [
+        [leaf.start, leaf.length, int(leaf.fold), first + index]
+        for index, segment in enumerate(segments)
+        for leaf in segment
+    ]
+
+
+@pytest.mark.skipif(native.load() is not None, reason="no native kernels")
+def test_native_plan_is_this_plan():
+    for extent in [*range(1, 3000), 3072, 4096, 6144, 12288, 24576, 151936, 151937]:
+        assert torch.ops.isobit.feature_schedule(extent).tolist() == rows(FeaturePlan(extent).segments), extent
+
+
+@pytest.mark.skipif(native.load() is not None, reason="no native kernels")
+@given(st.data())
+def test_native_sample_plan_is_this_plan(data):
+    lengths = data.draw(st.lists(st.integers(0, 600), min_size=1, max_size=24))
+    whole = Samples.packed(lengths)
+    size = len(lengths) // len(whole.segments)
+    first = size * data.draw(st.integers(0, len(whole.segments) - 1))
+    count = size * data.draw(st.integers(1, (len(lengths) - first) // size))
+    share = Samples.packed(lengths[first : first + count], first=first, of=len(lengths))
+    table = torch.ops.isobit.sample_schedule(torch.tensor(share.spans), first, len(lengths))
+    assert table.tolist() == rows(share.segments, first // size)

@@ -1,0 +1,63 @@
+"""Layers import downward only, never sideways: also inside functions and under TYPE_CHECKING."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "isobit"
+
+# Low to high; a module may import what stands before it, and its own package.
+LAYERS = [
+    "errors",
+    "records",
+    "bits",
+    "native",
+    "machine",
+    "order",
+    "ops",
+    "nn",
+    "contracts",
+    "cli",
+]
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def layer_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def imports_of(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return {name for name in found if name.split(".")[0] == "isobit"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
+def test_imports_point_downward(path):
+    here = path.relative_to(SOURCE).with_suffix("").parts[0]
+    if here in ("__init__", "__main__"):
+        return
+    rank = LAYERS.index(here)
+    for name in imports_of(path):
+        layer = layer_of(name)
+        if layer not in LAYERS:  # the package's own surface, which nn and above may use
+            assert rank > LAYERS.index("nn"), f"{path.name} imports {name}"
+            continue
+        assert layer == here or LAYERS.index(layer) < rank, f"{path.name} imports {name}"
+
+
+def test_order_is_plain_python():
+    for path in (SOURCE / "order").glob("*.py"):
+        assert "torch" not in path.read_text().replace("torch.distributed", ""), path.name
+
+
+def test_the_check_can_fail(tmp_path):
+    bad = tmp_path / "bad.py"
+    bad.write_text("def f():\n    from isobit.cli import main\n")
+    assert imports_of(bad) == {"isobit.cli.main"}

@@ -1,0 +1,62 @@
+"""Style that is worth enforcing: banned names, sizes, no environment variables, no words of elsewhere."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("src", "csrc", "tests", "benchmarks", "examples", "docs")
+FILES = sorted(
+    p
+    for folder in FOLDERS
+    for p in (ROOT / folder).rglob("*")
+    if p.suffix in (".py", ".cpp", ".h", ".md", ".yaml") and ".egg-info" not in str(p)
+) + [p for p in (ROOT / n for n in ("README.md", "CHANGELOG.md", "setup.py")) if p.exists()]
+PYTHON = [p for p in FILES if p.suffix == ".py"]
+
+BANNED_STEMS = {"utils", "util", "common", "helpers", "helper", "misc", "base", "core"}
+BANNED_TEXT = {
+    r"\bTODO\b": "file an issue",
+    r"-march=native": "pinned flags only",
+    r"/(work|root|home)/": "no machine's paths",
+    r"flaky|reruns": "a test passes or fails",
+}
+THIS = Path(__file__).name
+
+
+def test_file_names_explain_themselves():
+    assert [p for p in FILES if p.stem in BANNED_STEMS] == []
+
+
+@pytest.mark.parametrize("pattern", BANNED_TEXT)
+def test_banned_text(pattern):
+    allowed = {THIS, "setup.py", "test_cli.py"}
+    hits = [str(p.relative_to(ROOT)) for p in FILES if p.name not in allowed and re.search(pattern, p.read_text())]
+    if pattern == r"-march=native":
+        hits = [h for h in hits if not h.startswith("docs")]
+    assert hits == [], BANNED_TEXT[pattern]
+
+
+def test_no_environment_variable_is_read():
+    source = [p for p in PYTHON if (ROOT / "src") in p.parents]
+    assert [p.name for p in source if re.search(r"environ|getenv", p.read_text())] == []
+    native = [p for p in FILES if p.suffix in (".cpp", ".h")]
+    assert [p.name for p in native if "getenv" in p.read_text()] == []
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
+def test_sizes(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 330, f"{path.name}: one job a file"
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, f"{path.name}:{node.lineno} {node.name}"
+
+
+def test_additions_of_floats_stand_in_one_header():
+    """Outside order.h no C++ adds to, or accumulates into, a float."""
+    for path in (ROOT / "csrc").iterdir():
+        if path.name != "order.h":
+            assert not re.search(r"\b(float|double)\s+\w+\s*\+=|\]\s*\+=", path.read_text()), path.name

@@ -1,0 +1,41 @@
+"""Public names are frozen: a change of this list is a change of the product."""
+
+import inspect
+
+import isobit
+
+PUBLIC = [
+    "ArgumentError",
+    "Cut",
+    "CutError",
+    "EngineError",
+    "IsobitError",
+    "Samples",
+    "UnsupportedError",
+    "bits",
+    "freeze",
+    "linear",
+    "nn",
+]
+
+
+def test_public_names():
+    assert isobit.__all__ == PUBLIC
+    assert all(hasattr(isobit, name) for name in PUBLIC)
+
+
+def test_signatures():
+    assert str(inspect.signature(isobit.linear)) == (
+        "(x: 'Tensor', weight: 'Tensor', bias: 'Tensor | None' = None, *, samples: 'Samples | None' = None) -> 'Tensor'"
+    )
+    assert str(inspect.signature(isobit.freeze)) == "(module: 'torch.nn.Module') -> 'Frozen'"
+    assert list(inspect.signature(isobit.Samples.padded).parameters) == ["lengths", "width", "side", "first", "of"]
+
+
+def test_every_error_is_an_isobit_error_with_three_parts():
+    for name in PUBLIC:
+        error = getattr(isobit, name)
+        if inspect.isclass(error) and issubclass(error, Exception):
+            assert issubclass(error, isobit.IsobitError)
+            shown = str(error(expected="a", received="b", remedy="c"))
+            assert shown == "expected a; received b; remedy: c"
