@@ -93,9 +93,9 @@ std::vector<int64_t> shaped(const Tensor& like, int64_t last, const Tensor& out,
   return shape;
 }
 
-// Below and above these row counts a weight packed beforehand is the faster of two ways to the same bits.
+// Whether a weight packed beforehand is the faster of two ways to the same bits, by measurement.
 bool packed_is_faster(int64_t rows, at::ScalarType type) {
-  return type == at::kBFloat16 ? rows > 64 : rows <= 32 || rows >= 256;
+  return type == at::kBFloat16 ? rows > 64 : rows <= 32;
 }
 
 // Columns [begin, end) of the sum over tokens, into fp32 roots.

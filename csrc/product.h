@@ -33,9 +33,10 @@ struct Columns {
   const T* packed;
 };
 
-// Tiles are free in rows and columns; they are chosen by cache, never part of the order.
+// Tiles are free in rows and columns; they are chosen by measurement, never part of the order.
+template <class T>
 struct Tiling {
-  static constexpr int64_t rows = 128;
+  static constexpr int64_t rows = paired<T> ? 128 : 192;
   static constexpr int64_t group_bytes = 1 << 22;  // panels that a tile of rows is multiplied with in turn
 };
 
@@ -90,11 +91,11 @@ class Product {
   void run() {
     if (rows_ == 0 || cols_ == 0) return;
     const int64_t panels = (cols_ + width_ - 1) / width_;
-    const int64_t tiles = (rows_ + Tiling::rows - 1) / Tiling::rows;
+    const int64_t tiles = (rows_ + Tiling<T>::rows - 1) / Tiling<T>::rows;
     const int64_t threads = at::get_num_threads();
     const at::Tensor held = in_place_ ? at::Tensor() : pack_all_rows(tiles);
     const int64_t panel_bytes = std::max<int64_t>(packing_.length * width_ * sizeof(T), 1);
-    int64_t group = std::clamp<int64_t>(Tiling::group_bytes / panel_bytes, 1, 16);
+    int64_t group = std::clamp<int64_t>(Tiling<T>::group_bytes / panel_bytes, 1, 16);
     group = std::min(group, std::max<int64_t>((panels + threads - 1) / threads, 1));
     const int64_t groups = (panels + group - 1) / group;
     // Few columns: split the rows too, so that every thread has work.
@@ -110,7 +111,7 @@ class Product {
   }
 
  private:
-  static constexpr int64_t tile_size_ = Tiling::rows * panel_width;
+  static constexpr int64_t tile_size_ = Tiling<T>::rows * panel_width;
   static constexpr int64_t stack_depth_ = 32;
 
   void run_group(int64_t panel_begin, int64_t panel_end, int64_t tile_begin, int64_t tile_end) {
@@ -126,7 +127,7 @@ class Product {
     if (single_row_) return row_by_panels(panels, panel_begin, panel_end);
     float* stack = scratch(tile_size_ * (stack_depth_ + 1), stack_room);
     for (int64_t t = tile_begin; t < tile_end; t++) {
-      const int64_t row = t * Tiling::rows, count = std::min(Tiling::rows, rows_ - row);
+      const int64_t row = t * Tiling<T>::rows, count = std::min(Tiling<T>::rows, rows_ - row);
       const View<T> a = a_.shift(row, 0);
       for (int64_t p = panel_begin; p < panel_end; p++)
         tile(a, count, row, panels + (p - panel_begin) * panel_size, p, stack);
@@ -155,12 +156,12 @@ class Product {
     at::Tensor held = empty_tensor({rows_, stride}, c10::CppTypeToScalarType<T>::value);
     T* room = held.template mutable_data_ptr<T>();
     at::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
-      uint32_t* pairs = reinterpret_cast<uint32_t*>(scratch(long_segment * Tiling::rows, pairs_room));
+      uint32_t* pairs = reinterpret_cast<uint32_t*>(scratch(long_segment * Tiling<T>::rows, pairs_room));
       for (int64_t t = begin; t < end; t++)
         for (size_t i = 0; i < schedule_.leaves.size(); i++) {
-          const int64_t row = t * Tiling::rows;
+          const int64_t row = t * Tiling<T>::rows;
           const Leaf& leaf = schedule_.leaves[i];
-          pack_rows(a_.shift(row, leaf.start), leaf.length, std::min(Tiling::rows, rows_ - row),
+          pack_rows(a_.shift(row, leaf.start), leaf.length, std::min(Tiling<T>::rows, rows_ - row),
                     room + row * stride + packing_.at[i], stride, pairs);
         }
     });

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
 from isobit.contracts import transforms
 from isobit.contracts.relations import RELATIONS, Problem, judge
 from isobit.contracts.sabotage import SABOTAGE
-from isobit.contracts.subject import Subject
+from isobit.contracts.subject import STOCK, Subject
 from isobit.records import Verdict
 
 # (K, N) of the linear layers of two models; Q, K and V are one layer, gate and up another.
@@ -44,6 +45,13 @@ def sweep(subject: Subject, full: bool) -> Iterator[Verdict]:
     for problem in problems(full):
         for relation in RELATIONS:
             yield judge(relation, subject, problem)
+
+
+def control(full: bool) -> Iterator[Verdict]:
+    """The same relations and shapes for stock; the tile edges are row counts enough to see it fail."""
+    for problem in problems(full):
+        for relation in RELATIONS:
+            yield judge(relation, STOCK, replace(problem, row_counts=transforms.SOME_ROW_COUNTS))
 
 
 def sweep_size(full: bool) -> int:
