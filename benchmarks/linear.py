@@ -68,7 +68,7 @@ def time_case(dtype, shape, rows, threads, strict, quick):
     # A copy each: a weight that two contenders touch would be warmer for both than a packed one for itself.
     x, weight, stock_weight = torch.randn(rows, k).to(dtype), layer.weight.clone(), layer.weight.clone()
     work = rows * k * n
-    rounds = max(5, min(15 if quick else 31, int(3e10 / (work + 2e8))))
+    rounds = max(3 if work > 5e10 else 5, min(15 if quick else 31, int(3e10 / (work + 2e8))))
     with torch.inference_mode():
         frozen = isobit.freeze(layer)
         times = take_turns(

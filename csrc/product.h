@@ -52,12 +52,14 @@ template <class T>
 struct Packing {
   std::vector<int64_t> at;
   int64_t length = 0;  // elements of the summed axis, padded
+  int64_t reach = 1;   // one past the last element that a leaf holds
   bool even = true;
   explicit Packing(const Schedule& schedule) {
     for (const Leaf& leaf : schedule.leaves) {
       at.push_back(length);
       length += padded(leaf.length, static_cast<const T*>(nullptr));
       even = even && padded(leaf.length, static_cast<const T*>(nullptr)) == leaf.length;
+      reach = std::max(reach, leaf.start + leaf.length);
     }
   }
 };
@@ -80,7 +82,8 @@ class Product {
   Product(const Schedule& schedule, View<T> a, Columns<T> b, Target<Out> target, int64_t rows, int64_t cols)
       : schedule_(schedule), packing_(schedule), a_(a), b_(b), target_(target), rows_(rows), cols_(cols) {
     segments_ = static_cast<int64_t>(schedule.segment_end.size());
-    in_place_ = a.inner == 1 && packing_.even;
+    if (rows == 1) a_.outer = packing_.reach;  // a lone row's stride says nothing
+    in_place_ = a.inner == 1 && packing_.even && a_.outer >= packing_.reach;
     // A weight packed beforehand has full panels; others need no more columns than there are.
     width_ = b.packed ? panel_width : std::min(panel_width, (cols + 15) / 16 * 16);
     // Four or more whole segments of one leaf each, a count that is a power of two: quads are subtrees.
@@ -95,8 +98,10 @@ class Product {
     const int64_t threads = at::get_num_threads();
     const at::Tensor held = in_place_ ? at::Tensor() : pack_all_rows(tiles);
     const int64_t panel_bytes = std::max<int64_t>(packing_.length * width_ * sizeof(T), 1);
-    int64_t group = std::clamp<int64_t>(Tiling<T>::group_bytes / panel_bytes, 1, 16);
-    group = std::min(group, std::max<int64_t>((panels + threads - 1) / threads, 1));
+    // As many panels to a group as fit, and as many groups as share out evenly.
+    const int64_t most = std::clamp<int64_t>(Tiling<T>::group_bytes / panel_bytes, 1, 16);
+    const int64_t rounds = (panels + threads * most - 1) / (threads * most);
+    const int64_t group = (panels + threads * rounds - 1) / (threads * rounds);
     const int64_t groups = (panels + group - 1) / group;
     // Few columns: split the rows too, so that every thread has work.
     const int64_t splits = std::clamp<int64_t>((threads + groups - 1) / groups, 1, tiles);
@@ -128,9 +133,8 @@ class Product {
     float* stack = scratch(tile_size_ * (stack_depth_ + 1), stack_room);
     for (int64_t t = tile_begin; t < tile_end; t++) {
       const int64_t row = t * Tiling<T>::rows, count = std::min(Tiling<T>::rows, rows_ - row);
-      const View<T> a = a_.shift(row, 0);
       for (int64_t p = panel_begin; p < panel_end; p++)
-        tile(a, count, row, panels + (p - panel_begin) * panel_size, p, stack);
+        tile(count, row, panels + (p - panel_begin) * panel_size, p, stack);
     }
   }
 
@@ -150,10 +154,10 @@ class Product {
     }
   }
 
-  // Rows whose summed axis is not contiguous are copied once, for all panels.
+  // Rows whose summed axis is not contiguous are copied once, for all panels, leaf after leaf: the engine keeps
+  // the code it generates per stride, and a leaf's length takes few values where a batch's takes any.
   at::Tensor pack_all_rows(int64_t tiles) {
-    const int64_t stride = packing_.length;
-    at::Tensor held = empty_tensor({rows_, stride}, c10::CppTypeToScalarType<T>::value);
+    at::Tensor held = empty_tensor({rows_, packing_.length}, c10::CppTypeToScalarType<T>::value);
     T* room = held.template mutable_data_ptr<T>();
     at::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
       uint32_t* pairs = reinterpret_cast<uint32_t*>(scratch(long_segment * Tiling<T>::rows, pairs_room));
@@ -161,27 +165,28 @@ class Product {
         for (size_t i = 0; i < schedule_.leaves.size(); i++) {
           const int64_t row = t * Tiling<T>::rows;
           const Leaf& leaf = schedule_.leaves[i];
+          const int64_t stride = padded(leaf.length, room);
           pack_rows(a_.shift(row, leaf.start), leaf.length, std::min(Tiling<T>::rows, rows_ - row),
-                    room + row * stride + packing_.at[i], stride, pairs);
+                    room + packing_.at[i] * rows_ + row * stride, stride, pairs);
         }
     });
-    a_ = {room, stride, 1};
+    a_.data = room;
     return held;
   }
 
   // One tile of the result: leaves by the engine, subtrees on a stack, the last merge fused with the rounding.
-  void tile(View<T> a, int64_t count, int64_t row, const T* panel, int64_t p, float* stack) {
+  void tile(int64_t count, int64_t row, const T* panel, int64_t p, float* stack) {
     Node nodes[stack_depth_];
     int64_t top = 0, leaf = 0, pending = 1;
     for (int64_t s = 0; s < segments_; s++) {
       if (s == segments_ - 1) fetch_target(count, row, p);
       if (joins_left_sibling(s, leaf)) {
-        add_leaf(a, count, panel, leaf++, stack + (top - 1) * tile_size_, true);
+        add_leaf(row, count, panel, leaf++, stack + (top - 1) * tile_size_, true);
         nodes[top - 1] = {1, nodes[top - 1].index / 2};
       } else {
         float* sum = stack + top * tile_size_;
         for (; leaf < schedule_.segment_end[s]; leaf++)
-          add_leaf(a, count, panel, leaf, sum, schedule_.leaves[leaf].fold);
+          add_leaf(row, count, panel, leaf, sum, schedule_.leaves[leaf].fold);
         nodes[top++] = {0, schedule_.first + s};
       }
       pending = settle(nodes, top, stack, count * width_, s == segments_ - 1);
@@ -205,22 +210,23 @@ class Product {
       for (int64_t j = 0; j < length; j += 64 / sizeof(Out)) __builtin_prefetch(base + i * target_.stride + j, 1, 2);
   }
 
-  void add_leaf(View<T> a, int64_t count, const T* panel, int64_t i, float* sum, bool onto) {
+  void add_leaf(int64_t row, int64_t count, const T* panel, int64_t i, float* sum, bool onto) {
     const Leaf& leaf = schedule_.leaves[i];
     if (leaf.length == 0) {  // an absent sample is +0.0, and is added
       if (onto) add_absent(sum, count * width_);
       else std::fill(sum, sum + count * width_, 0.0f);
       return;
     }
-    const T* left = a.data + (in_place_ ? leaf.start : packing_.at[i]);
+    const int64_t length = padded(leaf.length, panel);
+    const int64_t stride = in_place_ ? a_.outer : length;
+    const T* left = a_.data + row * stride + (in_place_ ? leaf.start : packing_.at[i] * rows_);
     const T* right = panel + packing_.at[i] * width_;
-    const int64_t length = padded(leaf.length, static_cast<const T*>(nullptr));
     if (count <= 16) {  // few rows: bound by memory, so fetch the next leaf meanwhile
       const char* next = reinterpret_cast<const char*>(right + length * width_);
       for (int64_t at = 0; at < length * width_ * static_cast<int64_t>(sizeof(T)); at += 64)
         __builtin_prefetch(next + at, 0, 3);
     }
-    engine::brgemm(count, width_, length, a.outer, width_, width_, onto, left, right, sum, paired<T>);
+    engine::brgemm(count, width_, length, stride, width_, width_, onto, left, right, sum, paired<T>);
   }
 
   // Merges what is complete, two levels at a time where the share holds all four. The merge that would make

@@ -258,6 +258,20 @@ def test_tail_lanes_of_every_width_have_the_same_bits():
         assert bits.equal(isobit.linear(x[:n], w[:n]), whole[:n, :n])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_overlapping_and_repeated_storage(dtype):
+    row, weight = torch.randn(1, 64).to(dtype), torch.randn(40, 64).to(dtype)
+    run = torch.randn(200).to(dtype)
+    for x in (
+        row.expand(5, 64),
+        row[0].as_strided((3, 64), (0, 1)),
+        run.unfold(0, 64, 3),
+        run.as_strided((1, 64), (1, 1)),
+    ):
+        assert bits.equal(isobit.linear(x, weight), isobit.linear(x.contiguous(), weight))
+        assert bits.equal(isobit.linear(weight, x), isobit.linear(weight, x.contiguous()))
+
+
 def test_portable_and_native_agree_on_what_is_a_sample():
     x, grad = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 5)
     described = op.whole_samples(grad, None)
