@@ -17,7 +17,8 @@ import isobit
 from benchmarks.strict import Strict
 from isobit import bits
 from isobit.contracts.linear_sweep import QWEN3_06B, QWEN3_8B
-from isobit.contracts.relations import OURS, RELATIONS, Problem, judge
+from isobit.contracts.relations import RELATIONS, Problem, judge
+from isobit.contracts.subject import OURS
 from isobit.contracts.transforms import thread_count
 
 ROWS = (1, 8, 64, 512, 2048)

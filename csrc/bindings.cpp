@@ -29,8 +29,28 @@ void check_engine() {
               "isobit: expected attested kernels, received a call before attestation; remedy: isobit.native.load()");
 }
 
+// isobit.linear says this better, and first; here it guards memory against direct calls of the operators.
+void check_shapes(const Tensor& left, int64_t left_size, int64_t right_size) {
+  TORCH_CHECK(left.dim() >= 1 && left_size == right_size, "isobit: expected the summed axes to agree, received ", left_size,
+              " and ", right_size, "; remedy: call isobit.linear, which says which");
+}
+
+void check_spans(const Tensor& spans, const Tensor& grad) {
+  TORCH_CHECK(spans.dim() == 2 && spans.size(1) == 2 && spans.scalar_type() == at::kLong && spans.is_contiguous(),
+              "isobit: expected spans as contiguous int64 [samples, 2]; remedy: describe them by isobit.Samples");
+  int64_t rows = 1;
+  for (int64_t axis = 0; axis + 1 < grad.dim(); axis++) rows *= grad.size(axis);
+  const int64_t* span = spans.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < spans.size(0); i++, span += 2)
+    TORCH_CHECK(span[0] >= 0 && span[1] >= 0 && span[0] + span[1] <= rows, "isobit: expected spans inside ", rows,
+                " rows, received first ", span[0], " of ", span[1], "; remedy: describe them by isobit.Samples");
+}
+
 Tensor whole_samples(const Optional& spans, const Tensor& rows) {
-  if (spans) return *spans;
+  if (spans) {
+    check_spans(*spans, rows);
+    return *spans;
+  }
   const int64_t length = rows.dim() > 1 ? rows.size(-2) : 1;
   int64_t count = 1;
   for (int64_t axis = 0; axis + 2 < rows.dim(); axis++) count *= rows.size(axis);
@@ -54,34 +74,41 @@ bool watch(const Tensor& weight) {
 }
 
 Tensor linear_op(const Tensor& x, const Tensor& weight, const Optional& bias, const Optional& spans, const Optional& packed) {
-  (void)spans;
+  (void)spans;  // for the gradient
   check_engine();
+  check_shapes(x, x.size(-1), weight.size(-1));
   return linear(x, weight, bias, packed && has_clean_memory(weight) ? packed : Optional(), {x.size(-1), 0, false});
 }
 
 Tensor linear_roots_op(const Tensor& x, const Tensor& weight, int64_t extent, int64_t first) {
   check_engine();
+  check_shapes(x, x.size(-1), weight.size(-1));
   return linear(x, weight, {}, {}, {extent, first, true});
 }
 
 Tensor input_grad_op(const Tensor& grad, const Tensor& weight) {
   check_engine();
+  check_shapes(grad, grad.size(-1), weight.size(0));
   return input_grad(grad, weight, {weight.size(0), 0, false});
 }
 
 Tensor input_grad_roots_op(const Tensor& grad, const Tensor& weight, int64_t extent, int64_t first) {
   check_engine();
+  check_shapes(grad, grad.size(-1), weight.size(0));
   return input_grad(grad, weight, {extent, first, true});
 }
 
 Tensor weight_grad_op(const Tensor& grad, const Tensor& x, const Optional& spans) {
   check_engine();
   const Tensor whole = whole_samples(spans, grad);
+  check_spans(whole, x);
   return weight_grad(grad, x, whole, {whole.size(0), 0, false});
 }
 
 Tensor weight_grad_roots_op(const Tensor& grad, const Tensor& x, const Tensor& spans, int64_t first, int64_t of) {
   check_engine();
+  check_spans(spans, grad);
+  check_spans(spans, x);
   return weight_grad(grad, x, spans, {of, first, true});
 }
 
@@ -93,6 +120,7 @@ Tensor bias_grad_op(const Tensor& grad, const Optional& spans) {
 
 Tensor bias_grad_roots_op(const Tensor& grad, const Tensor& spans, int64_t first, int64_t of) {
   check_engine();
+  check_spans(spans, grad);
   return bias_grad(grad, spans, {of, first, true});
 }
 

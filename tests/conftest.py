@@ -1,7 +1,12 @@
 """Poisons memory: whatever torch allocates without values is NaN, in Python and in the kernels alike."""
 
+import hypothesis
 import pytest
 import torch
+
+# Machines are shared: how long an example takes says nothing of the code.
+hypothesis.settings.register_profile("isobit", deadline=None)
+hypothesis.settings.load_profile("isobit")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -83,7 +83,7 @@ def test_sweep_reports_with_denominators(capsys, monkeypatch):
     from isobit.contracts.relations import Problem
 
     small = [Problem("small", 512, 640, d, (1, 17)) for d in linear_sweep.DTYPES]
-    monkeypatch.setattr(linear_sweep, "problems", lambda full: small)
+    monkeypatch.setattr(linear_sweep, "problems", lambda layers, full: small)
     assert main.main(["sweep"]) == 0
     shown = capsys.readouterr().out
     assert "0 of " in shown
@@ -91,7 +91,7 @@ def test_sweep_reports_with_denominators(capsys, monkeypatch):
     assert main.main(["sweep", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert all(v["kept"] for v in record["isobit"])
-    monkeypatch.setattr(linear_sweep, "problems", lambda full: [])
+    monkeypatch.setattr(linear_sweep, "problems", lambda layers, full: [])
     assert main.main(["sweep"]) == 1  # nothing compared is not a pass
 
 

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from isobit.contracts import linear_sweep
-from isobit.contracts.relations import OURS, RELATIONS, STOCK, Problem, Tally, judge
+from isobit.contracts.relations import RELATIONS, Problem, Tally, judge
 from isobit.contracts.sabotage import SABOTAGE
+from isobit.contracts.subject import OURS, STOCK
 
-PROBLEMS = {p.subject_name: p for p in linear_sweep.problems(full=False)}
+PROBLEMS = {p.subject_name: p for p in linear_sweep.problems(linear_sweep.QUICK_LAYERS, False)}
 
 
 @pytest.mark.parametrize("relation", RELATIONS)
@@ -62,5 +63,5 @@ def test_an_error_of_nan_is_over_any_limit():
 
 @pytest.mark.full
 def test_full_sweep():
-    for verdict in linear_sweep.sweep(OURS, full=True):
+    for verdict in linear_sweep.sweep(OURS, linear_sweep.problems(linear_sweep.LAYERS, True)):
         assert verdict.kept, f"{verdict.subject}, {verdict.check}: {verdict.first}"

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from isobit import bits
-from isobit.contracts.relations import OURS, Problem
+from isobit.contracts.relations import Problem
+from isobit.contracts.subject import OURS
 from isobit.contracts.transforms import SAMPLE_LENGTHS
 from isobit.ops import dispatch
 from isobit.order.plan import VERSION

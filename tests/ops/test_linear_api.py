@@ -272,6 +272,26 @@ def test_overlapping_and_repeated_storage(dtype):
         assert bits.equal(isobit.linear(weight, x), isobit.linear(weight, x.contiguous()))
 
 
+@needs_native
+def test_direct_calls_cannot_read_outside_memory():
+    grad, x = torch.randn(4, 3), torch.randn(4, 5)
+    isobit.linear(x, x)
+    outside = Samples(((2, 50),), 4, 0, 1)
+    with pytest.raises(RuntimeError, match=r"inside 4 rows.*remedy"):
+        isobit.linear(x, torch.randn(3, 5, requires_grad=True), samples=outside).sum().backward()
+    for spans in (torch.tensor([[0, 5]]), torch.tensor([[-1, 2]]), torch.tensor([0, 4]), torch.tensor([[0.0, 4.0]])):
+        with pytest.raises(RuntimeError, match="remedy"):
+            torch.ops.isobit.linear_weight_grad(grad, x, spans)
+        with pytest.raises(RuntimeError, match="remedy"):
+            torch.ops.isobit.linear_bias_grad(grad, spans)
+    with pytest.raises(RuntimeError, match="remedy"):
+        torch.ops.isobit.linear_weight_grad(grad, x[:2], None)
+    with pytest.raises(RuntimeError, match="remedy"):
+        torch.ops.isobit.linear(x, grad, None, None, None)
+    with pytest.raises(RuntimeError, match="remedy"):
+        torch.ops.isobit.linear_input_grad(x, grad)
+
+
 def test_portable_and_native_agree_on_what_is_a_sample():
     x, grad = torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 5)
     described = op.whole_samples(grad, None)

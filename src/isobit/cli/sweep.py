@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from isobit.contracts import linear_sweep
+from isobit.contracts.relations import RELATIONS
 from isobit.contracts.subject import OURS
 from isobit.records import Verdict, to_json
 
@@ -23,7 +24,14 @@ def add_parser(commands: Any) -> None:
         "control, which must break some; and for planted wrong kernels, which must all be caught. Exit 0: so it "
         "is; 1: it is not.",
     )
-    parser.add_argument("--full", action="store_true", help="all shapes, every row count from 1 to 257 (half an hour)")
+    parser.add_argument(
+        "--layers",
+        nargs="+",
+        default=linear_sweep.QUICK_LAYERS,
+        metavar="NAME",
+        help=f"layers whose names start so, of: {', '.join(linear_sweep.LAYERS)} (default: the small ones)",
+    )
+    parser.add_argument("--full", action="store_true", help="every row count from 1 to 257, not only the tile edges")
     parser.add_argument("--json", action="store_true", help="print JSON records instead of tables")
     parser.set_defaults(run=run)
 
@@ -38,9 +46,10 @@ def run(options: argparse.Namespace) -> int:
         console=Console(stderr=True),
         transient=True,
     ) as progress:
-        size = linear_sweep.sweep_size(options.full)
-        ours = list(progress.track(linear_sweep.sweep(OURS, options.full), size, description="isobit"))
-        stock = list(progress.track(linear_sweep.control(options.full), size, description="stock"))
+        chosen = linear_sweep.problems(options.layers, options.full)
+        size = len(chosen) * len(RELATIONS)
+        ours = list(progress.track(linear_sweep.sweep(OURS, chosen), size, description="isobit"))
+        stock = list(progress.track(linear_sweep.control(chosen), size, description="stock"))
         planted = list(progress.track(linear_sweep.judge_sabotage(), description="sabotage"))
     if options.json:
         print(to_json({"isobit": ours, "stock": stock, "sabotage": [v for _, v in planted]}))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -33,30 +33,27 @@ DTYPES = (torch.float32, torch.bfloat16)
 SABOTAGE_SHAPE = (1032, 1032)
 
 
-def problems(full: bool) -> list[Problem]:
-    """Every shape, row count and thread count; or, quickly, the small shapes at the tile edges."""
-    counts = transforms.EVERY_ROW_COUNT if full else transforms.SOME_ROW_COUNTS
-    shapes = QWEN3_06B | QWEN3_8B if full else {k: v for k, v in QWEN3_06B.items() if k != "0.6B head"}
-    return [Problem(name, k, n, dtype, counts) for name, (k, n) in shapes.items() for dtype in DTYPES]
+LAYERS = QWEN3_06B | QWEN3_8B
+QUICK_LAYERS = tuple(name for name in QWEN3_06B if name != "0.6B head")
 
 
-def sweep(subject: Subject, full: bool) -> Iterator[Verdict]:
+def problems(layers: Sequence[str], every_row_count: bool) -> list[Problem]:
+    """The layers whose names start so, at every row count from 1 to 257 or at the tile edges."""
+    counts = transforms.EVERY_ROW_COUNT if every_row_count else transforms.SOME_ROW_COUNTS
+    chosen = {name: shape for name, shape in LAYERS.items() if name.startswith(tuple(layers))}
+    return [Problem(name, k, n, dtype, counts) for name, (k, n) in chosen.items() for dtype in DTYPES]
+
+
+def sweep(subject: Subject, chosen: Sequence[Problem]) -> Iterator[Verdict]:
     """A verdict per problem and relation, as each is reached."""
-    for problem in problems(full):
+    for problem in chosen:
         for relation in RELATIONS:
             yield judge(relation, subject, problem)
 
 
-def control(full: bool) -> Iterator[Verdict]:
+def control(chosen: Sequence[Problem]) -> Iterator[Verdict]:
     """The same relations and shapes for stock; the tile edges are row counts enough to see it fail."""
-    for problem in problems(full):
-        for relation in RELATIONS:
-            yield judge(relation, STOCK, replace(problem, row_counts=transforms.SOME_ROW_COUNTS))
-
-
-def sweep_size(full: bool) -> int:
-    """How many verdicts a sweep has."""
-    return len(problems(full)) * len(RELATIONS)
+    return sweep(STOCK, [replace(problem, row_counts=transforms.SOME_ROW_COUNTS) for problem in chosen])
 
 
 def judge_sabotage() -> Iterator[tuple[str, Verdict]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.contracts import transforms
-from isobit.contracts.subject import OURS, STOCK, Share, Subject
+from isobit.contracts.subject import STOCK, Share, Subject
 from isobit.ops.linear.attest import wide_values
 from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
@@ -267,6 +267,3 @@ def judge(relation: str, subject: Subject, problem: Problem) -> Verdict:
     tally = Tally()
     RELATIONS[relation](subject, problem, tally)
     return tally.verdict(problem, relation)
-
-
-__all__ = ["OURS", "RELATIONS", "STOCK", "Problem", "Tally", "judge"]
