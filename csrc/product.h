@@ -15,6 +15,7 @@ namespace engine = at::native::cpublas;
 
 template <class T>
 constexpr bool paired = sizeof(T) == 2;
+constexpr int64_t engine_block = 32;  // elements whose even and odd chains the paired engine adds at a time
 
 // Where finished tiles go: one matrix rounded to Out, or one fp32 matrix per root of the share's subtrees.
 template <class Out>
@@ -230,7 +231,13 @@ class Product {
       for (int64_t at = 0; at < length * width_ * static_cast<int64_t>(sizeof(T)); at += 64)
         __builtin_prefetch(next + at, 0, 3);
     }
-    engine::brgemm(count, width_, length, stride, width_, width_, onto, left, right, sum, paired<T>);
+    // Given a length that 32 does not divide, the paired engine takes its largest even divisor for a block, and so another
+    // order (docs/decisions/0006). Whole blocks first, and the rest onto them, is the defined one.
+    const int64_t whole = paired<T> ? length / engine_block * engine_block : 0;
+    if (whole > 0) engine::brgemm(count, width_, whole, stride, width_, width_, onto, left, right, sum, paired<T>);
+    if (whole < length)
+      engine::brgemm(count, width_, length - whole, stride, width_, width_, onto || whole > 0, left + whole,
+                     right + whole * width_, sum, paired<T>);
   }
 
   // Merges what is complete, two levels at a time where the share holds all four. The merge that would make

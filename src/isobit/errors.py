@@ -4,7 +4,8 @@ IsobitError
 ├── ArgumentError        a shape, dtype, device or layout that no kernel takes (also a ValueError)
 ├── CutError             a split that does not fall on segment edges (also a ValueError)
 ├── UnsupportedError     a transformation that has no bit-exact meaning here (also a RuntimeError)
-└── EngineError          kernels that are missing, disabled or not attested (also a RuntimeError)
+├── EngineError          kernels that are missing, disabled or not attested (also a RuntimeError)
+└── RevealError          a target whose order of addition cannot be shown (also a RuntimeError)
 """
 
 
@@ -30,3 +31,7 @@ class UnsupportedError(IsobitError, RuntimeError):
 
 class EngineError(IsobitError, RuntimeError):
     """Kernels that are missing, disabled or not attested."""
+
+
+class RevealError(IsobitError, RuntimeError):
+    """A target whose order of addition cannot be shown: not a sum, not repeatable, or not a plain tree."""

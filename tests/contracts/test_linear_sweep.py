@@ -5,6 +5,8 @@
 3. Every planted wrong kernel is caught by the relation named for it, so each relation can fail (sabotage).
 """
 
+from functools import lru_cache
+
 import pytest
 import torch
 
@@ -16,17 +18,22 @@ from isobit.contracts.subject import OURS, STOCK
 PROBLEMS = {p.subject_name: p for p in linear_sweep.problems(linear_sweep.QUICK_LAYERS, False)}
 
 
+@lru_cache
+def judge_ours(relation, problem):
+    return judge(relation, OURS, PROBLEMS[problem])
+
+
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_isobit_keeps(problem, relation):
-    verdict = judge(relation, OURS, PROBLEMS[problem])
+    verdict = judge_ours(relation, problem)
     assert verdict.kept, verdict.first
     assert verdict.compared >= 10_000
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_a_million_elements_are_compared_for_each_shape(problem):
-    verdicts = [judge(r, OURS, PROBLEMS[problem]) for r in ("rows", "layouts")]
+    verdicts = [judge_ours(r, problem) for r in ("rows", "layouts")]
     assert sum(v.compared for v in verdicts) >= 1_000_000
 
 

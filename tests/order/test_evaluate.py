@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from isobit.order.addition import digest
 from isobit.order.evaluate import (
     ENGINES,
     add_fp32,
@@ -17,8 +18,8 @@ from isobit.order.evaluate import (
     fma_fp32,
 )
 from isobit.order.plan import FeaturePlan
+from isobit.order.planted import Planted
 from isobit.order.reveal import reveal
-from isobit.order.tree import digest
 
 FP32 = st.floats(width=32, allow_nan=False)
 
@@ -62,17 +63,12 @@ def test_engines_differ():
 
 
 def test_expected_tree_is_what_probing_the_evaluator_shows():
-    for engine in ("chain", "amx"):
-        for extent in (1, 33, 96):
+    for engine in ("chain", "amx", "striped"):
+        for extent in (1, 5, 33, 96, 300):
             segments = FeaturePlan(extent).segments
 
-            def probe(i, extent=extent, segments=segments, engine=engine):
-                sizes = []
-                for j in range(extent):
-                    terms = [1.0] * extent
-                    terms[i], terms[j] = 2.0**100, -(2.0**100)
-                    total = evaluate(segments, [(t, 1.0) for t in terms], ENGINES[engine])
-                    sizes.append(1 if i == j else int(extent - total))
-                return sizes
+            def total(values, segments=segments, engine=engine):
+                return evaluate(segments, [(value, 1.0) for value in values], ENGINES[engine])
 
-            assert digest(reveal(probe, extent)) == digest(expected_tree(segments, engine))
+            tree = reveal(Planted("evaluator", extent, total))
+            assert tree.order_digest == digest(expected_tree(segments, engine))

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.order.evaluate import round_fraction
 from isobit.order.exact_sum import exact_sum, exact_sum_fp32, round_fp32
+from isobit.order.replay import round_to
 
 FP32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 
@@ -17,7 +17,7 @@ FP32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
 @given(st.lists(FP32, max_size=40))
 def test_fp32_sum_is_rounded_once(values):
     true = sum(map(Fraction, values), Fraction(0))
-    assert exact_sum_fp32(values) == (round_fraction(true) if true else 0.0)
+    assert exact_sum_fp32(values) == round_fp32(round_to(true, 24))
 
 
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False), max_size=20), st.randoms())

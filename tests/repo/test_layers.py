@@ -11,13 +11,16 @@ SOURCE = Path(__file__).parents[2] / "src" / "isobit"
 LAYERS = [
     "errors",
     "records",
+    "files",
     "bits",
     "native",
     "machine",
     "order",
+    "targets",
     "ops",
     "nn",
     "contracts",
+    "report",
     "cli",
 ]
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -55,6 +58,12 @@ def test_imports_point_downward(path):
 def test_order_is_plain_python():
     for path in (SOURCE / "order").glob("*.py"):
         assert "torch" not in path.read_text().replace("torch.distributed", ""), path.name
+
+
+def test_reports_draw_and_compute_nothing():
+    for path in (SOURCE / "report").glob("*.py"):
+        assert "import torch" not in path.read_text(), path.name
+        assert {layer_of(name) for name in imports_of(path)} <= {"order", "records", "report"}, path.name
 
 
 def test_the_check_can_fail(tmp_path):

@@ -6,16 +6,22 @@ import isobit
 
 PUBLIC = [
     "ArgumentError",
+    "Certificate",
     "Cut",
     "CutError",
     "EngineError",
     "IsobitError",
+    "RevealError",
     "Samples",
+    "Tree",
     "UnsupportedError",
     "bits",
+    "certify",
     "freeze",
     "linear",
     "nn",
+    "reveal",
+    "targets",
 ]
 
 
@@ -29,6 +35,8 @@ def test_signatures():
         "(x: 'Tensor', weight: 'Tensor', bias: 'Tensor | None' = None, *, samples: 'Samples | None' = None) -> 'Tensor'"
     )
     assert str(inspect.signature(isobit.freeze)) == "(module: 'torch.nn.Module') -> 'Frozen'"
+    assert list(inspect.signature(isobit.reveal).parameters) == ["target", "n", "dtype", "arithmetic", "progress"]
+    assert list(inspect.signature(isobit.certify).parameters)[:3] == ["target", "configurations", "n"]
     assert list(inspect.signature(isobit.Samples.padded).parameters) == ["lengths", "width", "side", "first", "of"]
 
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import isobit
-from isobit.cli import doctor, sweep
+from isobit.cli import doctor, reveal, sweep
 from isobit.errors import IsobitError
 
 KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
@@ -22,7 +22,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"isobit {isobit.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (doctor, sweep):
+    for command in (doctor, reveal, sweep):
         command.add_parser(commands)
     return parser
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Sequence
-from fractions import Fraction
 
+from isobit.order.addition import Branch, chain
 from isobit.order.exact_sum import round_fp32
 from isobit.order.plan import LANES, Segment
-from isobit.order.tree import Tree, chain, merge
+from isobit.order.tree import merge
 
 SMALLEST_NORMAL = 2.0**-126
 AMX_BLOCK = 32
@@ -19,23 +20,16 @@ Engine = Callable[["float | None", Sequence[tuple[float, float]]], float]
 
 def fma_fp32(a: float, b: float, c: float) -> float:
     """a*b + c rounded once to fp32; the three are fp32 values."""
-    if not (math.isfinite(a) and math.isfinite(b) and math.isfinite(c)):
-        return a * b + c
-    exact = Fraction(a) * Fraction(b) + Fraction(c)
-    if exact == 0:
-        return a * b + c  # the sign of an exact zero follows IEEE, as fp64 does
-    return round_fraction(exact)
-
-
-def round_fraction(exact: Fraction) -> float:
-    """An exact value to fp32, to nearest, ties to even, subnormals kept."""
-    size = abs(exact)
-    exponent = size.numerator.bit_length() - size.denominator.bit_length()
-    if Fraction(2) ** exponent > size:
-        exponent -= 1
-    unit = Fraction(2) ** (max(exponent, -126) - 23)
-    scaled = round(size / unit)  # Python rounds ties to even
-    return math.copysign(round_fp32(float(scaled * unit)), exact)
+    product = a * b  # exact: fp64 holds every product of two fp32 values
+    total = product + c
+    if not math.isfinite(total):
+        return total
+    # The fp64 sum is made odd where it was not exact, so that the rounding to fp32 sees what it dropped.
+    there = total - product
+    dropped = (product - (total - there)) + (c - there)
+    if dropped and not struct.unpack("<q", struct.pack("<d", total))[0] & 1:
+        total = math.nextafter(total, math.copysign(math.inf, dropped))
+    return round_fp32(total)
 
 
 def add_fp32(a: float, b: float) -> float:
@@ -99,17 +93,23 @@ def evaluate(segments: Sequence[Segment], factors: Sequence[tuple[float, float]]
     return merge([evaluate_segment(s, factors, engine) for s in segments], add_fp32)
 
 
-def leaf_tree(engine: str, indices: Sequence[int]) -> list[Tree]:
+def leaf_tree(engine: str, indices: Sequence[int]) -> list[Branch]:
     """What an engine adds to its accumulator for one run, in order."""
     if engine == "chain":
         return [chain(indices)]
+    if engine == "striped":
+        filled = min(LANES, len(indices))
+        lanes: list[Branch | None] = [chain(indices[lane::LANES]) for lane in range(filled)]
+        lanes += [None] * (LANES - filled)  # +0.0, which no probe can see
+        total = merge(lanes, lambda a, b: b if a is None else a if b is None else (a, b))
+        return [] if total is None else [total]
     blocks = [indices[at : at + AMX_BLOCK] for at in range(0, len(indices), AMX_BLOCK)]
     return [(chain(block[0::2]), chain(block[1::2])) if len(block) > 1 else block[0] for block in blocks]
 
 
-def expected_tree(segments: Sequence[Segment], engine: str) -> Tree:
+def expected_tree(segments: Sequence[Segment], engine: str) -> Branch:
     """The tree that a kernel must show when probed."""
-    sums: list[Tree] = []
+    sums: list[Branch] = []
     for segment in segments:
         terms = [
             term

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar, Union
-
-from blake3 import blake3
+from typing import TypeVar
 
 Value = TypeVar("Value")
-
-# The order of one sum: an element's index, or the tuple of what one node adds. Two children are an addition
-# of two numbers, more are one correctly rounded addition of all.
-Tree = Union[int, tuple["Tree", ...]]  # noqa: UP007 (a recursive alias, at run time)
 
 
 @dataclass(frozen=True, order=True)
@@ -74,30 +68,3 @@ def merge(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Valu
         counter.push(Node(0, index), value)
     ((_, total),) = counter
     return total
-
-
-def chain(items: Iterable[Tree]) -> Tree:
-    """A left fold."""
-    iterator = iter(items)
-    tree = next(iterator)
-    for item in iterator:
-        tree = (tree, item)
-    return tree
-
-
-def digest(tree: Tree) -> str:
-    """BLAKE3 of a tree, whichever way round its additions were written (they commute)."""
-    done: list[tuple[int, bytes]] = []  # (smallest leaf, digest) of finished children
-    work: list[tuple[Tree, int]] = [(tree, -1)]
-    while work:
-        node, arity = work.pop()
-        if isinstance(node, int):
-            done.append((node, blake3(b"leaf" + node.to_bytes(8, "little")).digest()))
-        elif arity < 0:
-            work.append((node, len(node)))
-            work.extend((child, -1) for child in node)
-        else:
-            children = sorted(done[-arity:])
-            del done[-arity:]
-            done.append((children[0][0], blake3(b"node" + b"".join(d for _, d in children)).digest()))
-    return done[0][1].hex()[:32]

@@ -1,0 +1,223 @@
+"""`isobit reveal`: the order in which a kernel adds, in each configuration, as text, picture or page."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from isobit import certify, files, targets
+from isobit.contracts import linear_orders
+from isobit.errors import ArgumentError
+from isobit.order.certify import Certificate
+from isobit.order.target import Progress as Told
+from isobit.records import to_json
+from isobit.report.order_page import draw_certificate, write_page
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+STOCK: dict[str, Callable[..., Any]] = {
+    "sum": targets.sum,
+    "mean": targets.mean,
+    "linear": targets.linear,
+    "matmul": targets.matmul,
+    "mm": partial(targets.matmul, function=torch.mm),
+    "bmm": partial(targets.matmul, function=torch.bmm, batch=2),
+    "input_grad": targets.input_grad,
+    "weight_grad": targets.weight_grad,
+    "bias_grad": targets.bias_grad,
+    "rms_norm": targets.rms_norm,
+    "layer_norm": targets.layer_norm,
+    "softmax": targets.softmax,
+    "log_softmax": targets.log_softmax,
+    "attention": targets.attention,
+    "embedding_grad": targets.embedding_grad,
+}
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "reveal",
+        help="show the order in which a kernel adds, and whether its configurations share it",
+        description="Reveals the order of addition of one sum in every configuration asked for, by probing, with what "
+        "each addition does; replays both on random terms, to the bit; compares. Exit 0: one order; 1: several; "
+        "2: some order could not be shown.",
+        epilog=f"targets: {', '.join(STOCK)}, all_reduce (gloo, a process a rank), or package.module:name, a callable "
+        "that sums a vector (or takes k, m, n, dtype and returns a target of isobit.targets)",
+    )
+    parser.add_argument("target", help="what to probe: a name below, or package.module:name")
+    parser.add_argument("--k", type=int, default=1024, help="terms of the sum (default 1024)")
+    parser.add_argument("--m", type=numbers, default=[], metavar="M,M…", help="row counts, each a configuration")
+    parser.add_argument("--n", type=int, help="columns of a product (default: as many as terms)")
+    parser.add_argument("--row", type=int, help="the row to read (default 0; of isobit's all are checked)")
+    parser.add_argument("--threads", type=numbers, default=[], metavar="T,T…", help="thread counts, likewise")
+    parser.add_argument("--ranks", type=int, default=4, help="processes of all_reduce (default 4)")
+    parser.add_argument("--elements", type=int, default=64, help="elements that all_reduce reduces (default 64)")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
+    whose = parser.add_mutually_exclusive_group()
+    whose.add_argument("--stock", action="store_true", help="PyTorch's own (default)")
+    whose.add_argument("--isobit", action="store_true", help=f"ours: {', '.join(linear_orders.TARGETS)}")
+    parser.add_argument("--order-only", action="store_true", help="do not probe and replay the arithmetic")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture alone")
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
+    parser.set_defaults(run=run)
+
+
+def numbers(text: str) -> list[int]:
+    """1,2,8"""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected whole numbers like 1,2,8; received {text!r}") from None
+    if any(number < 1 for number in found):
+        raise argparse.ArgumentTypeError(f"expected numbers from 1; received {text!r}")
+    return found
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what was found; the exit code says whether it is one order."""
+    with ExitStack() as stack:
+        target, configurations, title = choose(options, stack)
+        told = stack.enter_context(progress_bar(title))
+        certificate = certify(target, configurations, arithmetic=not options.order_only, progress=told)
+    expected = None
+    if options.isobit:
+        expected = linear_orders.expected_order(options.target, options.k, DTYPES[options.dtype])
+    defined = expected is None or certificate.matches(expected)
+    if options.html:
+        files.write_text(options.html, write_page(certificate, title))
+    if options.svg:
+        files.write_text(options.svg, draw_certificate(certificate, title))
+    if options.json:
+        print(to_json({"title": title, **certificate.summary(), "is_defined_order": expected and defined}))
+    else:
+        show(certificate, title, None if expected is None else defined)
+    if certificate.refused:
+        return 2
+    return 0 if certificate.kept and defined else 1
+
+
+def choose(options: argparse.Namespace, stack: ExitStack) -> tuple[Callable[..., Any], list[dict[str, Any]], str]:
+    """The target, its configurations, and a title."""
+    whose = "isobit" if options.isobit else "stock"
+    title = f"{whose} {options.target}, {options.dtype}, {options.k} terms"
+    if options.target == "all_reduce":
+        group = stack.enter_context(targets.Ranks(options.ranks, options.elements))
+        title = f"gloo all_reduce, {options.ranks} ranks, {options.elements} elements"
+        return group.element, [{"element": e} for e in range(options.elements)], title
+    factory = find(options)
+    known = inspect.signature(factory).parameters
+    shape = {"k": options.k, "n": options.n, "row": options.row, "dtype": DTYPES[options.dtype]}
+    fixed = {key: value for key, value in shape.items() if key in known and value is not None}
+    for name, asked in (("n", options.n), ("row", options.row), ("m", options.m or None)):
+        if asked is not None and name not in known:
+            raise ArgumentError(
+                expected=f"options that {options.target} has: {', '.join(k for k in known if k != 'function')}",
+                received=f"--{name}",
+                remedy=f"leave --{name} out",
+            )
+    made = partial(factory, **fixed)
+    rows: list[dict[str, Any]] = [{"m": m} for m in options.m] or [{}]
+    if not options.threads:
+        return made, rows, title
+
+    def threaded(threads: int, **shape: Any) -> Any:
+        return linear_orders.with_threads(made(**shape), threads)
+
+    return threaded, [{**row, "threads": count} for row in rows for count in options.threads], title
+
+
+def find(options: argparse.Namespace) -> Callable[..., Any]:
+    """The factory of the target that was named."""
+    if ":" in options.target:
+        return import_target(options.target, options.k, DTYPES[options.dtype])
+    table = linear_orders.TARGETS if options.isobit else STOCK
+    if options.target not in table:
+        raise ArgumentError(
+            expected=f"one of {', '.join(table)}" + ("" if options.isobit else ", all_reduce, or package.module:name"),
+            received=options.target,
+            remedy="isobit reveal --help",
+        )
+    return table[options.target]
+
+
+def import_target(name: str, k: int, dtype: torch.dtype) -> Callable[..., Any]:
+    """What the caller named, from the caller's folder or installed packages."""
+    module, _, attribute = name.partition(":")
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(
+            expected="package.module:name of something that can be imported",
+            received=f"{name} ({error})",
+            remedy="run where the package can be imported, or install it",
+        ) from error
+    finally:
+        sys.path.pop(0)
+    try:
+        takes_shape = "k" in inspect.signature(found).parameters
+    except (TypeError, ValueError):
+        takes_shape = False
+    if takes_shape:
+        return found  # type: ignore[no-any-return]
+    if hasattr(found, "sums"):
+        return lambda: found
+    return lambda: targets.of(found, k, dtype)
+
+
+@contextmanager
+def progress_bar(title: str) -> Iterator[Told]:
+    """A bar on the error stream, for what the current stage has done."""
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    ) as progress:
+        task = progress.add_task(title, total=None)
+
+        def told(stage: str, done: int, total: int) -> None:
+            progress.update(task, description=f"{title}: {stage}", completed=done, total=total)
+
+        yield told
+
+
+def show(certificate: Certificate, title: str, defined: bool | None) -> None:
+    """For people."""
+    console = Console(highlight=False, width=118)
+    table = Table("configurations", "order", "additions", "digest", "probes", title=title, title_justify="left")
+    for found in certificate.classes:
+        tree = found.tree
+        table.add_row(found.label, str(tree), str(tree.arithmetic or "not seen"), tree.digest[:8], str(tree.probes))
+    console.print(table)
+    first = certificate.classes[0] if certificate.classes else None
+    for found in certificate.classes[1:]:
+        assert first is not None
+        if found.parting:
+            console.print(f"{first.label} adds {found.parting[0]} where {found.label} adds {found.parting[1]}")
+        else:
+            console.print(f"{first.label} and {found.label} have one order, and additions that differ")
+    for name, reason in certificate.refused:
+        console.print(f"{name or 'it'} could not be shown: {reason}")
+    count = f"{certificate.count} configuration{'s' if certificate.count > 1 else ''}"
+    if certificate.kept:
+        replayed = certificate.classes[0].tree.replayed
+        console.print(f"{count}, one order: {certificate.claim}; replayed {replayed} times each")
+        if defined is not None:
+            console.print("it is the defined order" if defined else "it is NOT the defined order")
+    else:
+        console.print(f"{count}, {len(certificate.classes)} orders, {len(certificate.refused)} not shown")

@@ -1,0 +1,146 @@
+"""The order of one sum, as nested additions: its steps, its digest, and where two orders part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Union
+
+from blake3 import blake3
+
+# A term's index, or the tuple of what one addition adds: two numbers, or more in one fused addition.
+Branch = Union[int, tuple["Branch", ...]]  # noqa: UP007 (a recursive alias, at run time)
+
+# One addition of a flattened tree: what it adds, a term i as ~i, an earlier step as its place in the list.
+Step = tuple[int, ...]
+
+
+def chain(items: Iterable[Branch]) -> Branch:
+    """A left fold."""
+    iterator = iter(items)
+    branch = next(iterator)
+    for item in iterator:
+        branch = (branch, item)
+    return branch
+
+
+def steps_of(branch: Branch) -> list[Step]:
+    """Every addition, each after those it needs. Trees are deep, so nothing here recurses."""
+    steps: list[Step] = []
+    done: list[int] = []
+    work: list[tuple[Branch, bool]] = [(branch, False)]
+    while work:
+        node, ready = work.pop()
+        if isinstance(node, int):
+            done.append(~node)
+        elif ready:
+            children = tuple(done[-len(node) :])
+            del done[-len(node) :]
+            done.append(len(steps))
+            steps.append(children)
+        else:
+            work.append((node, True))
+            work.extend((child, False) for child in reversed(node))
+    return steps
+
+
+def first_terms(steps: list[Step]) -> list[int]:
+    """The smallest term under each step."""
+    first: list[int] = []
+    for step in steps:
+        first.append(min(~child if child < 0 else first[child] for child in step))
+    return first
+
+
+def sizes_of(steps: list[Step]) -> list[int]:
+    """How many terms stand under each step."""
+    sizes: list[int] = []
+    for step in steps:
+        sizes.append(sum(1 if child < 0 else sizes[child] for child in step))
+    return sizes
+
+
+def step_digests(steps: list[Step]) -> list[bytes]:
+    """A digest per step of all that stands under it, whichever way round its additions were written (they commute)."""
+    first, digests = first_terms(steps), list[bytes]()
+    for step in steps:
+        parts = sorted(
+            (~child, blake3(b"leaf" + (~child).to_bytes(8, "little")).digest())
+            if child < 0
+            else (first[child], digests[child])
+            for child in step
+        )
+        digests.append(blake3(b"node" + b"".join(part for _, part in parts)).digest())
+    return digests
+
+
+def digest(branch: Branch) -> str:
+    """BLAKE3 of an order."""
+    if isinstance(branch, int):
+        return blake3(b"leaf" + branch.to_bytes(8, "little")).hexdigest()[:32]
+    return step_digests(steps_of(branch))[-1].hex()[:32]
+
+
+def depth_of(branch: Branch) -> int:
+    """The most additions that one term goes through."""
+    heights: list[int] = []
+    for step in steps_of(branch):
+        heights.append(1 + max(0 if child < 0 else heights[child] for child in step))
+    return heights[-1] if heights else 0
+
+
+def write_formula(branch: Branch) -> str:
+    """`((0 + 3) + 2) + 1`: for a few terms."""
+    texts: list[str] = []
+    for step in steps_of(branch):
+        texts.append(" + ".join(str(~child) if child < 0 else f"({texts[child]})" for child in step))
+    return texts[-1] if texts else str(branch)
+
+
+def find_parting(left: Branch, right: Branch) -> tuple[str, str] | None:
+    """The first addition of `left` that `right` does not make, and what `right` does there instead; None if equal."""
+    ours, theirs = steps_of(left), steps_of(right)
+    if not ours or not theirs:
+        return None if left == right else (f"{left}", f"{right}")
+    mine, others = step_digests(ours), step_digests(theirs)
+    held = set(others)
+    at = next((i for i, made in enumerate(mine) if made not in held), None)
+    if at is None:
+        return None
+    # All under that addition is common, so its first operand stands in `right` too, added to something else.
+    operand, *rest = ours[at]
+    key = operand if operand < 0 else mine[operand]
+    there = next((s for s in theirs if any((c if c < 0 else others[c]) == key for c in s)), None)
+    joined = [c for c in there or () if (c if c < 0 else others[c]) != key]
+    name = _name(ours, operand)
+    here = " + ".join([name, *(_name(ours, child) for child in rest)])
+    return here, " + ".join([name, *(_name(theirs, child) for child in joined)])
+
+
+def terms_of(steps: list[Step], child: int) -> Iterator[int]:
+    """The terms under a child of a step, in no order."""
+    work = [child]
+    while work:
+        node = work.pop()
+        if node < 0:
+            yield ~node
+        else:
+            work.extend(steps[node])
+
+
+def name_terms(terms: list[int]) -> str:
+    """`terms 0–3 and 8`, `64 terms from 0, 16 apart`, or how many."""
+    terms = sorted(terms)
+    if len(terms) == 1:
+        return f"term {terms[0]}"
+    gaps = {b - a for a, b in pairwise(terms)}
+    if gaps == {1}:
+        return f"terms {terms[0]}–{terms[-1]}"
+    if len(gaps) == 1:
+        return f"{len(terms)} terms from {terms[0]}, {gaps.pop()} apart"
+    return f"{len(terms)} terms from {terms[0]} to {terms[-1]}"
+
+
+def _name(steps: list[Step], child: int) -> str:
+    terms = list(terms_of(steps, child))
+    return f"({name_terms(terms)})" if len(terms) > 1 else name_terms(terms)

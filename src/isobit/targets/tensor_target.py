@@ -1,0 +1,179 @@
+"""A sum inside a function of tensors: its terms stand in the rows of a matrix, one probe a row."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.errors import ArgumentError
+from isobit.order.target import BF16, FP16, FP16_DIVIDED, FP32, Scale, Terms
+
+SCALES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
+TRIALS = 4
+FEW_MARKS = 512
+BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11, torch.float64: 53}
+
+
+def scale_of(dtype: torch.dtype) -> Scale:
+    """What terms of this dtype can be."""
+    if dtype not in SCALES:
+        raise ArgumentError(
+            expected="fp32, bf16 or fp16 terms", received=str(dtype), remedy="probe one of these dtypes"
+        )
+    return SCALES[dtype]
+
+
+@dataclass
+class TensorTarget:
+    """Terms in the rows of `terms` (places × n, any strides); `run` gives the sum of each row.
+
+    Probes stand only in places that add like `place`: those that give its bits for the same random terms.
+    `factors` is the other factor of each term, where products are summed. `everywhere` reads all sums of a call
+    that must have the same bits when every place holds the same terms; without it, those of the places alike.
+    """
+
+    name: str
+    terms: Tensor
+    run: Callable[[], Tensor]
+    kind: str = "sum"
+    factors: Tensor | None = None
+    everywhere: Callable[[], Tensor] | None = None
+    encode: Callable[[float], float] = float
+    divided_by: int = 1  # the result is the sum over this
+    output_bits: int = 0
+    place: int = 0
+    calls: int = 0
+    _filled: tuple[float, range] = field(default=(0.0, range(0)), init=False)
+    _alike: Tensor | None = field(default=None, init=False)
+    _places: list[int] = field(default_factory=list, init=False)
+    _cells: Any = field(default=None, init=False)
+    _bits: dict[float, int] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.scale = scale_of(self.terms.dtype)
+        if self.divided_by != 1:
+            self.scale = FP16_DIVIDED if self.scale is FP16 else replace(self.scale, subnormal=0.0)
+        self.n = self.terms.shape[1]
+        self._zero = self.encode(0.0)
+        if self.terms.is_contiguous():
+            # The same memory as raw bits: a write takes a fiftieth of an assignment to a tensor's element.
+            kind = ctypes.c_uint32 if self.terms.dtype == torch.float32 else ctypes.c_uint16
+            self._cells = (kind * self.terms.numel()).from_address(self.terms.data_ptr())
+        self.terms.fill_(self._zero)
+        if not self.output_bits:
+            exact = self.divided_by & (self.divided_by - 1) == 0 and self.scale is not FP16_DIVIDED
+            self.output_bits = BITS[self.terms.dtype] if exact and self.kind != "positive" else 0
+
+    def alike(self) -> Tensor:
+        """The places that probes may use."""
+        if self._alike is None:
+            generator = torch.Generator().manual_seed(self.n)
+            alike = torch.ones(len(self.terms), dtype=torch.bool)
+            for _ in range(TRIALS if len(alike) > 1 else 0):
+                values = torch.rand(self.n, generator=generator, dtype=torch.float64) + 0.5
+                if self.kind != "positive":  # half negates the other half: what is left depends on the order most
+                    order = torch.randperm(self.n, generator=generator)
+                    values[order[1::2]] = -values[order[: self.n - 1 : 2]]
+                else:
+                    values = torch.tensor([self.encode(v) for v in values.tolist()], dtype=torch.float64)
+                self._write_all(values, torch.ones(self.n))
+                out = self.run()
+                alike &= out == out[self.place]
+            self._clear()
+            self._alike = alike.nonzero().flatten()
+            self._places = self._alike.tolist()
+            if len(self._alike) < len(alike):
+                self.name += f" (probed in the {len(self._alike)} of {len(alike)} places that add like {self.place})"
+        return self._alike
+
+    def sums(self, batch: Sequence[Terms]) -> list[float]:
+        """One call for as many probes as there are rows; those of one call share their fill and factor."""
+        found: list[float] = []
+        for (fill, over, factor), probes in groupby(batch, key=lambda p: (p.fill, p.over, p.factor)):
+            width = len(self.alike())
+            self._fill(fill, over)
+            if self.factors is not None:
+                self.factors.fill_(factor)
+            same = list(probes)
+            for at in range(0, len(same), width):
+                found += self._call(same[at : at + width], fill, over)
+        return found
+
+    def _call(self, probes: Sequence[Terms], fill: float, over: range) -> list[float]:
+        lengths = [len(p.indices) for p in probes]
+        columns = list(chain.from_iterable(p.indices for p in probes))
+        values = list(chain.from_iterable(p.values for p in probes))
+        if self._cells is not None and len(columns) <= FEW_MARKS:
+            cells, usual, zero = self._cells, self._bits_of(fill), self._bits_of(0.0)
+            places = zip(self._places, lengths, strict=False)
+            starts = [place * self.n for place, length in places for _ in range(length)]
+            for start, column, value in zip(starts, columns, values, strict=True):
+                cells[start + column] = self._bits_of(value)
+            read = self._run(len(probes))
+            for start, column in zip(starts, columns, strict=True):
+                cells[start + column] = usual if column in over else zero
+            return read
+        where = torch.tensor(columns, dtype=torch.long)
+        index = (self.alike()[: len(probes)].repeat_interleave(torch.tensor(lengths)), where)
+        if self.encode is not float:
+            values = [self.encode(value) for value in values]
+        self.terms[index] = torch.tensor(values, dtype=torch.float64).to(self.terms.dtype)
+        read = self._run(len(probes))
+        inside = (where >= over.start) & (where < over.stop) & ((where - over.start) % over.step == 0)
+        self.terms[index] = torch.where(inside, self.encode(fill), self._zero).to(self.terms.dtype)
+        return read
+
+    def _bits_of(self, value: float) -> int:
+        """The raw bits of a term, as its memory holds them."""
+        if value not in self._bits:
+            one = torch.tensor([self.encode(value)], dtype=torch.float64).to(self.terms.dtype)
+            wide = self.terms.dtype == torch.float32
+            signed = int(one.view(torch.int32 if wide else torch.int16).item())
+            self._bits[value] = signed % (2**32 if wide else 2**16)
+        return self._bits[value]
+
+    def _run(self, count: int) -> list[float]:
+        self.calls += 1
+        out = self.run().double()
+        if len(out) > 1:
+            out = out[self.alike()[:count]]
+        if self.divided_by != 1:
+            out = out * self.divided_by
+            if not self.output_bits:  # a division by n rounded it: what was divided is a whole number of units
+                out = (out / self.scale.unit).round() * self.scale.unit
+        values: list[float] = out.tolist()
+        return values
+
+    def _fill(self, fill: float, over: range) -> None:
+        if (fill, over) == self._filled:
+            return
+        before = self._filled[1]
+        self.terms[:, before.start : before.stop : before.step] = self._zero
+        self.terms[:, over.start : over.stop : over.step] = self.encode(fill)
+        self._filled = (fill, over)
+
+    def replay(self, values: Sequence[float], factors: Sequence[float]) -> list[float]:
+        """The same terms in every place; each different sum that comes of them once."""
+        self._write_all(torch.tensor(values, dtype=torch.float64), torch.tensor(factors, dtype=torch.float64))
+        self.calls += 1
+        out = self.run()[self.alike()] if self.everywhere is None else self.everywhere()
+        self._clear()
+        flat = out.flatten()
+        if bool((flat == flat[0]).all()):  # the usual case; and no list of a million equal numbers
+            flat = flat[:1]
+        return sorted(set((flat.double() * self.divided_by).tolist()))
+
+    def _write_all(self, values: Tensor, factors: Tensor) -> None:
+        self.terms.copy_(values.to(self.terms.dtype).expand(self.terms.shape))
+        if self.factors is not None:
+            self.factors.copy_(factors.to(self.factors.dtype).expand(self.factors.shape))
+
+    def _clear(self) -> None:
+        self.terms.fill_(self._zero)
+        self._filled = (0.0, range(0))
