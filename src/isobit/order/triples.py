@@ -15,6 +15,7 @@ from isobit.order.addition import Branch
 from isobit.order.target import Session, Terms
 
 CHECKED_TRIPLES = 64
+MOST_AHEAD = 64
 LAST_PLACE = 2.0**-23  # of fp32 numbers from 1 to 2
 # Numbers from 1 to 2: squares of short ones first, whose roots are exact.
 LARGE = tuple((1.0 + step / 64) ** 2 for step in range(22)) + tuple(1.0 + step / 32 for step in range(1, 27))
@@ -83,19 +84,67 @@ def find_tree(session: Session) -> Branch:
     if n < 3:
         return (0, 1) if n == 2 else 0  # there is but one order
     triples = _Triples(session)
-    leaves = [_Part(None, None, term) for term in range(n)]
-    root = _join(leaves[0], leaves[1])
-    strides: list[int] = [1]
-    for term in range(2, n):
-        at = _predicted(triples, leaves, strides, term) or _search(triples, root, term)
-        stride = term - at.last
-        strides = [stride, *(s for s in strides if s != stride)][:3]
-        root = _insert(root, at, leaves[term])
-        if session.progress is not None and term % 256 == 0:
+    tree = _Growing(n)
+    strides, ahead, term = [1], 1, 2
+    while term < n:
+        placed = _place_ahead(triples, tree, strides[0], range(term, min(term + ahead, n)))
+        term += placed
+        if placed == ahead:
+            ahead = min(2 * ahead, MOST_AHEAD)
+        elif term < n:
+            ahead = 1
+            at = _predicted(triples, tree, strides, term) or _search(triples, tree.root, term)
+            stride = term - at.last
+            strides = [stride, *(s for s in strides if s != stride)][:3]
+            tree.insert(at, term)
+            term += 1
+        if session.progress is not None:
             session.progress("order", term, n)
-    branch = _nest(root)
-    _check(triples, root, leaves)
+    branch = _nest(tree.root)
+    _check(triples, tree.leaves)
     return branch
+
+
+class _Growing:
+    """The tree so far; what was inserted last can be taken out again."""
+
+    def __init__(self, n: int) -> None:
+        self.leaves = [_Part(None, None, term) for term in range(n)]
+        self.root = _join(self.leaves[0], self.leaves[1])
+
+    def insert(self, at: _Part, term: int) -> list[tuple[_Part, int]]:
+        """Adds a term on the edge above `at`; returns the sums above with what ended them before."""
+        above = at.parent
+        part = _join(at, self.leaves[term])
+        part.parent = above
+        if above is None:
+            self.root = part
+        elif above.left is at:
+            above.left = part
+        else:
+            above.right = part
+        before = []
+        while above is not None:
+            before.append((above, above.last))
+            above.size += 1
+            above.last = max(above.last, term)
+            above = above.parent
+        return before
+
+    def remove(self, at: _Part, before: list[tuple[_Part, int]]) -> None:
+        """Undoes the last insertion above `at`."""
+        part = at.parent
+        assert part is not None
+        above = at.parent = part.parent
+        if above is None:
+            self.root = at
+        elif above.left is part:
+            above.left = at
+        else:
+            above.right = at
+        for node, last in before:
+            node.size -= 1
+            node.last = last
 
 
 def _join(left: _Part, right: _Part) -> _Part:
@@ -104,49 +153,52 @@ def _join(left: _Part, right: _Part) -> _Part:
     return part
 
 
-def _insert(root: _Part, at: _Part, leaf: _Part) -> _Part:
-    """Adds a term on the edge above `at`; returns the root."""
-    above = at.parent
-    part = _join(at, leaf)
-    part.parent = above
-    if above is None:
-        return part
-    if above.left is at:
-        above.left = part
-    else:
-        above.right = part
-    node: _Part | None = above
-    while node is not None:
-        node.size += 1
-        node.last = max(node.last, leaf.term)
-        node = node.parent
-    return root
+def _place_ahead(triples: _Triples, tree: _Growing, stride: int, terms: range) -> int:
+    """Inserts terms where the stride predicts, asks about all at once, takes out all from the first wrong one on."""
+    placed, asked = [], []
+    for term in terms:
+        at = _stride_back(tree, stride, term)
+        if at is None:
+            break
+        asked.append(_questions(at, term))
+        placed.append((at, tree.insert(at, term)))
+    answers = iter(triples.meet_before(*(question for group in asked for question in group)))
+    right = [[next(answers) for _ in group] for group in asked]
+    good = next((at for at, met in enumerate(right) if not all(met)), len(right))
+    for at, before in reversed(placed[good:]):
+        tree.remove(at, before)
+    return good
 
 
-def _predicted(triples: _Triples, leaves: list[_Part], strides: list[int], term: int) -> _Part | None:
-    """The topmost subtree that ends a stride back, if the triples confirm that the term is added to it."""
+def _stride_back(tree: _Growing, stride: int, term: int) -> _Part | None:
+    """The topmost sum that ends a stride before the term."""
+    if stride > term or stride < 1:
+        return None
+    at = tree.leaves[term - stride]
+    while at.parent is not None and at.parent.last == at.last:
+        at = at.parent
+    return at
+
+
+def _predicted(triples: _Triples, tree: _Growing, strides: list[int], term: int) -> _Part | None:
+    """The place that one of the last strides predicts, if the triples confirm it."""
     for stride in strides:
-        if stride > term:
-            continue
-        at = leaves[term - stride]
-        while at.parent is not None and at.parent.last == at.last:
-            at = at.parent
-        if _is_here(triples, at, term):
+        at = _stride_back(tree, stride, term)
+        if at is not None and all(triples.meet_before(*_questions(at, term))):
             return at
     return None
 
 
-def _is_here(triples: _Triples, at: _Part, term: int) -> bool:
-    asked, wanted = [], []
-    if at.left is not None and at.right is not None:  # outside what `at` adds ...
+def _questions(at: _Part, term: int) -> list[tuple[int, int, int]]:
+    """Triples that all meet only if the term is added to `at`: outside what it adds, inside what its parent adds."""
+    asked = []
+    if at.left is not None and at.right is not None:
         asked.append((at.left.term, at.right.term, term))
-        wanted.append(True)
-    if at.parent is not None:  # ... and inside what its parent adds
+    if at.parent is not None:
         other = at.parent.right if at.parent.left is at else at.parent.left
         assert other is not None
         asked.append((at.term, term, other.term))
-        wanted.append(True)
-    return triples.meet_before(*asked) == wanted
+    return asked
 
 
 def _search(triples: _Triples, root: _Part, term: int) -> _Part:
@@ -228,11 +280,9 @@ def _nest(root: _Part) -> Branch:
     return done[0]
 
 
-def _check(triples: _Triples, root: _Part, leaves: list[_Part]) -> None:
+def _check(triples: _Triples, leaves: list[_Part]) -> None:
     """Triples at random must meet as the found tree says."""
     random = Random(len(leaves))
-    if len(leaves) < 3:
-        return
     for _ in range(CHECKED_TRIPLES):
         a, b, c = random.sample(range(len(leaves)), 3)
         above = {id(part) for part in _ancestors(leaves[a])}

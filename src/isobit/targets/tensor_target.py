@@ -31,7 +31,8 @@ def scale_of(dtype: torch.dtype) -> Scale:
 
 @dataclass
 class TensorTarget:
-    """Terms in the rows of `terms` (places × n, any strides); `run` gives the sum of each row.
+    """Terms in the rows of `terms` (places × n, any strides); `run` gives the sum of each row, or a row of results for
+    each, of which the one at the first mark is read.
 
     Probes stand only in places that add like `place`: those that give its bits for the same random terms.
     `factors` is the other factor of each term, where products are summed. `everywhere` reads all sums of a call
@@ -83,8 +84,8 @@ class TensorTarget:
                 else:
                     values = torch.tensor([self.encode(v) for v in values.tolist()], dtype=torch.float64)
                 self._write_all(values, torch.ones(self.n))
-                out = self.run()
-                alike &= out == out[self.place]
+                out = self.run().reshape(len(alike), -1)
+                alike &= (out == out[self.place]).all(-1)
             self._clear()
             self._alike = alike.nonzero().flatten()
             self._places = self._alike.tolist()
@@ -115,7 +116,7 @@ class TensorTarget:
             starts = [place * self.n for place, length in places for _ in range(length)]
             for start, column, value in zip(starts, columns, values, strict=True):
                 cells[start + column] = self._bits_of(value)
-            read = self._run(len(probes))
+            read = self._run(probes)
             for start, column in zip(starts, columns, strict=True):
                 cells[start + column] = usual if column in over else zero
             return read
@@ -124,7 +125,7 @@ class TensorTarget:
         if self.encode is not float:
             values = [self.encode(value) for value in values]
         self.terms[index] = torch.tensor(values, dtype=torch.float64).to(self.terms.dtype)
-        read = self._run(len(probes))
+        read = self._run(probes)
         inside = (where >= over.start) & (where < over.stop) & ((where - over.start) % over.step == 0)
         self.terms[index] = torch.where(inside, self.encode(fill), self._zero).to(self.terms.dtype)
         return read
@@ -138,11 +139,14 @@ class TensorTarget:
             self._bits[value] = signed % (2**32 if wide else 2**16)
         return self._bits[value]
 
-    def _run(self, count: int) -> list[float]:
+    def _run(self, probes: Sequence[Terms]) -> list[float]:
         self.calls += 1
-        out = self.run().double()
-        if len(out) > 1:
-            out = out[self.alike()[:count]]
+        out = self.run()
+        if out.dim() == 2:
+            out = torch.stack([out[place, p.indices[0]] for place, p in zip(self._places, probes, strict=False)])
+        elif len(out) > 1:
+            out = out[self.alike()[: len(probes)]]
+        out = out.double()
         if self.divided_by != 1:
             out = out * self.divided_by
             if not self.output_bits:  # a division by n rounded it: what was divided is a whole number of units
