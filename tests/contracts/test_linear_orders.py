@@ -13,11 +13,19 @@ import torch
 import isobit
 from isobit import targets
 from isobit.contracts import linear_orders, linear_sweep, transforms
-from isobit.contracts.linear_orders import OrderVerdict, certify_problem, certify_tokens, expected_order
+from isobit.contracts.linear_orders import (
+    OrderVerdict,
+    certify_frozen,
+    certify_problem,
+    certify_tokens,
+    expected_order,
+)
+from isobit.order.target import Terms
 
 PROBLEMS = {p.subject_name: p for p in linear_sweep.problems(linear_sweep.QUICK_LAYERS, False)}
 # A row, few rows, a tail of the tile engine, a second tile, a last row alone: each takes another path.
 ROWS = (1, 5, 33, 130, 257)
+EXTENTS = (333, 1024, 1032)
 TOKENS = (2, 11, 44, 255, 256, 257, 300, 515, 1030)
 
 
@@ -37,6 +45,24 @@ def test_outputs_and_input_gradients(problem):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_parameter_gradients(dtype):
     check(certify_tokens(dtype, TOKENS, transforms.THREADS), len(TOKENS) * 2 * 2 * len(transforms.THREADS))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_outputs_of_frozen_layers(dtype):
+    """One row has a path of its own where the segments come in fours."""
+    check(certify_frozen(dtype, EXTENTS, ROWS), len(EXTENTS) * len(ROWS) * len(transforms.THREADS))
+
+
+@pytest.mark.parametrize(("dtype", "m"), [(torch.float32, 1), (torch.float32, 5), (torch.bfloat16, 130)])
+def test_the_frozen_target_runs_on_packed_weights(dtype, m, monkeypatch):
+    target = linear_orders.frozen(1024, m, dtype=dtype)
+    probe = [Terms((0,), (1.0,))]
+    assert target.sums(probe) == [1.0]
+    layer = target.everywhere.__closure__[0].cell_contents
+    packed = layer._packed.current(layer.weight)
+    assert packed is not None
+    packed.zero_()
+    assert target.sums(probe) == [0.0]
 
 
 @pytest.mark.full

@@ -23,7 +23,7 @@ def test_known_orders_come_back_at_4096(name):
     tree = reveal(target_of(branch, 4096, places=2048))
     assert tree.order_digest == digest(branch)
     assert tree.replayed == 8
-    assert str(tree.arithmetic) == "fp32 sums, subnormals kept"
+    assert str(tree.arithmetic) == "fp32 sums, subnormals kept, -0 kept"
 
 
 @settings(max_examples=60)
@@ -104,7 +104,7 @@ def test_narrowing_at_merges_is_seen():
 
     tree = reveal(TensorTarget("split", terms, run))
     assert tree.order_digest == digest(branch)
-    assert str(tree.arithmetic) == "fp32 sums, 4 additions rounded to bf16, subnormals kept"
+    assert str(tree.arithmetic) == "fp32 sums, 4 additions rounded to bf16, subnormals kept, -0 kept"
     assert tree.arithmetic.widths.count(8) == 4
     assert tree != reveal(target_of(branch, n))
     assert tree.order_digest == reveal(target_of(branch, n)).order_digest
@@ -153,6 +153,15 @@ def test_flushed_subnormals_are_seen():
 
     tree = reveal(target_of(branch, n, add=add))
     assert str(tree.arithmetic) == "fp32 sums, subnormals are zero"
+
+
+def test_an_accumulator_that_starts_from_zero_is_another_arithmetic():
+    branch = chain(range(20))
+    terms = torch.zeros(20, 8).t()
+    from_zero = reveal(TensorTarget("from zero", terms, lambda: add_by(branch, list(terms.t())) + 0.0))
+    plain = reveal(target_of(branch, 20))
+    assert from_zero.order_digest == plain.order_digest
+    assert from_zero != plain
 
 
 def exact(parts):

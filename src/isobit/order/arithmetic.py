@@ -1,10 +1,11 @@
 """Probes what one addition does, once the order is known: products fused or rounded first, widths, subnormals.
 
-Equal orders with equal arithmetic give equal bits for all inputs, of a kernel that does not branch on its data.
+Equal orders with equal arithmetic give equal bits for all inputs without NaN, if the kernel does not branch on them.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class Arithmetic:
     terms_cut_to: int | None  # significand bits of a term as it enters, if fewer than it was written with
     keeps_subnormal_terms: bool | None  # None: not seen
     keeps_subnormal_sums: bool | None
+    keeps_negative_zero: bool  # whether a sum of nothing but -0.0 is -0.0; not, where one starts from +0.0
 
     def __str__(self) -> str:
         count = Counter(self.widths[:-1] or self.widths)
@@ -54,13 +56,15 @@ class Arithmetic:
             (None, None): "subnormals not seen",
         }
         said.append(kept[self.keeps_subnormal_terms, self.keeps_subnormal_sums])
+        if self.keeps_negative_zero:
+            said.append("-0 kept")
         return ", ".join(said)
 
     @property
     def digest(self) -> bytes:
         """BLAKE3 of all of it."""
         text = repr((self.products, sorted(self.rounded), self.widths, self.terms_cut_to))
-        text += repr((self.keeps_subnormal_terms, self.keeps_subnormal_sums))
+        text += repr((self.keeps_subnormal_terms, self.keeps_subnormal_sums, self.keeps_negative_zero))
         return blake3(text.encode()).digest()
 
 
@@ -81,7 +85,8 @@ def find_arithmetic(session: Session, branch: Branch) -> Arithmetic:
     cut = _find_cut(session, steps)
     products, rounded = _find_fusion(session, steps)
     terms, sums = _find_subnormals(session, steps)
-    return Arithmetic(products, rounded, widths, cut, terms, sums)
+    (zero,) = session.ask([Terms((), (), -0.0, range(session.target.n))], "arithmetic")
+    return Arithmetic(products, rounded, widths, cut, terms, sums, zero == 0 and math.copysign(1, zero) < 0)
 
 
 def _find_subnormals(session: Session, steps: list[Step]) -> tuple[bool | None, bool | None]:

@@ -74,7 +74,7 @@ class Certificate:
             return "one order and one arithmetic in every configuration; not replayed"
         if self.count == 1:
             return "order and arithmetic foretell its bits; with one configuration there is nothing to compare"
-        return "equal bits in every configuration for all inputs, if the kernel does not branch on its data"
+        return "equal bits in every configuration for all inputs without NaN, if the kernel does not branch on its data"
 
     def matches(self, order_digest: str) -> bool:
         """Whether every configuration has this order."""

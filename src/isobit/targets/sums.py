@@ -18,7 +18,7 @@ def of(function: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype = torch.
 
     def run() -> Tensor:
         try:
-            return torch.as_tensor(function(terms[0])).reshape(1)
+            return torch.as_tensor(function(terms[0].clone())).reshape(1)  # it may write to what it is given
         except Exception as error:  # whatever a stranger's function raises
             raise RevealError(
                 expected=f"{name} to take a vector of {n} {dtype} terms and return their sum",

@@ -51,6 +51,7 @@ class TensorTarget:
     place: int = 0
     calls: int = 0
     _filled: tuple[float, range] = field(default=(0.0, range(0)), init=False)
+    _factor: float | None = field(default=None, init=False)
     _alike: Tensor | None = field(default=None, init=False)
     _places: list[int] = field(default_factory=list, init=False)
     _cells: Any = field(default=None, init=False)
@@ -99,8 +100,9 @@ class TensorTarget:
         for (fill, over, factor), probes in groupby(batch, key=lambda p: (p.fill, p.over, p.factor)):
             width = len(self.alike())
             self._fill(fill, over)
-            if self.factors is not None:
+            if self.factors is not None and factor != self._factor:
                 self.factors.fill_(factor)
+                self._factor = factor
             same = list(probes)
             for at in range(0, len(same), width):
                 found += self._call(same[at : at + width], fill, over)
@@ -177,6 +179,7 @@ class TensorTarget:
         self.terms.copy_(values.to(self.terms.dtype).expand(self.terms.shape))
         if self.factors is not None:
             self.factors.copy_(factors.to(self.factors.dtype).expand(self.factors.shape))
+            self._factor = None
 
     def _clear(self) -> None:
         self.terms.fill_(self._zero)
