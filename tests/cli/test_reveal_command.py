@@ -27,12 +27,43 @@ ready = targets.sum(24)
 
 def broken(x):
     raise OSError("no such device")
+
+def nothing(x):
+    return None
+
+def leaves(x):
+    raise SystemExit(7)
+
+def k_named(k):
+    print("hello")
+    return k.sum()
+
+number = 5
+
+def bad_factory(k, m):
+    raise OSError("factory")
+'''
+
+TAILED = '''
+import torch
+from isobit import targets
+
+def tailed(x, weight):
+    products = [x[:, k : k + 1] * weight[:, k] for k in range(64)]
+    there, back = products[0], products[-1]
+    for k in range(1, 64):
+        there, back = there + products[k], back + products[63 - k]
+    return torch.cat([there[:, :30], back[:, 30:]], 1)
+
+def target(k, m):
+    return targets.linear(k, m, 40, function=tailed)
 '''
 
 
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
     (tmp_path / "my_kernels.py").write_text(KERNELS)
+    (tmp_path / "raises.py").write_text("raise RuntimeError('at import')")
     monkeypatch.chdir(tmp_path)
     yield tmp_path
     import sys
@@ -62,7 +93,18 @@ def test_json(capsys):
     assert record["kept"] is True
     assert record["configurations"] == 2
     assert record["classes"][0]["configurations"] == ["threads=1", "threads=2"]
-    assert record["classes"][0]["replayed"] == 8
+    assert record["classes"][0]["replayed"] >= 8
+
+
+def test_what_a_kernel_prints_is_no_part_of_the_record(kernels, capsys):
+    assert main(["reveal", "my_kernels:k_named", "--k", "12", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kept"] is True
+
+
+def test_places_that_add_otherwise_are_told(kernels, capsys):
+    (kernels / "tailed.py").write_text(TAILED)
+    assert main(["reveal", "tailed:target", "--k", "64", "--m", "1,2"]) == 1
+    assert "10 places of a call add in another order still" in capsys.readouterr().out
 
 
 def test_order_only(capsys):
@@ -91,6 +133,19 @@ def test_a_users_factory(kernels, capsys):
         (["linear", "--k", "0"], "n >= 1"),
         (["my_kernels:largest", "--k", "8"], "could not be shown"),
         (["my_kernels:broken", "--k", "8"], "no such device"),
+        (["my_kernels:nothing", "--k", "8"], "returned NoneType"),
+        (["my_kernels:leaves", "--k", "8"], "SystemExit"),
+        (["my_kernels:number", "--k", "8"], "a int"),
+        (["my_kernels:bad_factory", "--m", "2"], "OSError: factory"),
+        (["my_kernels:mine", "--m", "2"], "leave --m out"),
+        (["raises:x"], "RuntimeError: at import"),
+        ([":x"], "can be imported"),
+        (["my_kernels:mine", "--isobit"], "isobit's own sums"),
+        (["all_reduce", "--dtype", "bf16"], "--ranks and --elements alone"),
+        (["linear", "--k", "-3"], "n >= 1"),
+        (["linear", "--n", "0"], "at least one column"),
+        (["linear", "--row", "5"], "a row from 0 to 0"),
+        (["sum", "--html", "/nonexistent/x.html"], "a folder that exists"),
     ],
 )
 def test_what_cannot_be_shown_exits_2(kernels, arguments, word, capsys):

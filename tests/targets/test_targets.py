@@ -20,7 +20,7 @@ def test_stock_linear_has_several_orders_and_ours_one():
     assert not stock.refused
     if HAS_AVX512:
         assert [c.label for c in stock.classes] == ["m=1", "m=2, 8", "m=16, 64", "m=256"]
-    assert all(c.tree.replayed == 8 for c in stock.classes)
+    assert all(c.tree.replayed >= 8 for c in stock.classes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -31,7 +31,7 @@ def test_ours_is_the_defined_order(name, dtype):
         configurations = [{**configurations[0], "m": m} for m in M]
     found = isobit.certify(TARGETS[name], configurations)
     assert found.matches(expected_order(name, 1024, dtype)), str(found)
-    assert found.classes[0].tree.replayed == 8
+    assert found.classes[0].tree.replayed >= 8
 
 
 @pytest.mark.parametrize("tokens", [2, 31, 33, 34, 44, 63, 65, 257, 290, 300, 515])
@@ -77,7 +77,7 @@ def test_stock_sums_are_shown(target, shape, dtype):
     assert tree.n == shape["k"]
     # What follows the sum is plain, except a division by what is no power of two (or, in fp16, any).
     divided = target in (targets.mean, targets.attention) and (shape["k"] == 100 or dtype == torch.float16)
-    assert (tree.replayed == 8) != divided
+    assert (tree.replayed >= 8) != divided
 
 
 def test_an_embedding_gradient_in_bf16_is_added_in_bf16():
@@ -140,7 +140,7 @@ def test_places_that_add_otherwise_are_not_mixed():
         target = targets.linear(64, 2, 40, column=column, function=tailed)
         tree = isobit.reveal(target)
         assert tree.order_digest == digest(order)
-        assert "places that add like" in target.name
+        assert tree.unlike == target.unlike == (10 if column == 0 else 30)
     with pytest.raises(RevealError, match="places may differ"):
         isobit.reveal(targets.linear(64, 2, 40, row=None, function=tailed))
 
@@ -155,5 +155,5 @@ def test_gloo_adds_each_chunk_in_another_order_of_ranks():
     with targets.Ranks(4, 64) as group:
         found = isobit.certify(group.element, [{"element": e} for e in range(64)])
     assert [c.label for c in found.classes] == ["element=0–15", "element=16–31", "element=32–47", "element=48–63"]
-    assert all(c.tree.replayed == 8 for c in found.classes)
+    assert all(c.tree.replayed >= 8 for c in found.classes)
     assert all(c.parting for c in found.classes[1:])

@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from isobit import certify, files, targets
 from isobit.contracts import linear_orders
-from isobit.errors import ArgumentError
+from isobit.errors import ArgumentError, IsobitError, RevealError
 from isobit.order.certify import Certificate
 from isobit.order.target import Progress as Told
 from isobit.records import to_json
@@ -43,6 +43,9 @@ STOCK: dict[str, Callable[..., Any]] = {
     "attention": targets.attention,
     "embedding_grad": targets.embedding_grad,
 }
+
+SHAPE = ("k", "m", "n", "row", "dtype")
+
 
 def add_parser(commands: Any) -> None:
     """Adds the command's options."""
@@ -87,10 +90,13 @@ def numbers(text: str) -> list[int]:
 
 def run(options: argparse.Namespace) -> int:
     """Prints what was found; the exit code says whether it is one order."""
+    check_options(options)
     with ExitStack() as stack:
         target, configurations, title = choose(options, stack)
         told = stack.enter_context(progress_bar(title))
-        certificate = certify(target, configurations, arithmetic=not options.order_only, progress=told)
+        stack.enter_context(redirect_stdout(sys.stderr))  # what a kernel prints is no part of the record
+        made = guarded(target, options.k, DTYPES[options.dtype])
+        certificate = certify(made, configurations, arithmetic=not options.order_only, progress=told)
     expected = None
     if options.isobit:
         expected = linear_orders.expected_order(options.target, options.k, DTYPES[options.dtype])
@@ -108,6 +114,44 @@ def run(options: argparse.Namespace) -> int:
     return 0 if certificate.kept and defined else 1
 
 
+def check_options(options: argparse.Namespace) -> None:
+    """Refuses what makes no sense before anything is probed."""
+    ours = options.isobit and (":" in options.target or options.target == "all_reduce")
+    ranks = options.target == "all_reduce" and (options.m or options.threads or options.n or options.dtype != "fp32")
+    rows = max(options.m, default=1)
+    wrong = [
+        (options.k < 1, "a sum of at least one term (n >= 1)", f"--k {options.k}"),
+        (options.n is not None and options.n < 1, "at least one column", f"--n {options.n}"),
+        (not 0 <= (options.row or 0) < rows, f"a row from 0 to {rows - 1}", f"--row {options.row}"),
+        (options.ranks < 2 or options.elements < 1, "two ranks or more, and an element", "fewer"),
+        (ours, "one of isobit's own sums with --isobit", options.target),
+        (bool(ranks), "all_reduce with --ranks and --elements alone", "options of other targets"),
+    ]
+    for path in (options.html, options.svg):
+        reachable = path is None or (path.parent.is_dir() and not path.is_dir())
+        wrong.append((not reachable, "a file in a folder that exists", str(path)))
+    for is_wrong, expected, received in wrong:
+        if is_wrong:
+            raise ArgumentError(expected=expected, received=received, remedy="isobit reveal --help")
+
+
+def guarded(target: Callable[..., Any], k: int, dtype: torch.dtype) -> Callable[..., Any]:
+    """A factory whose own failures are refusals, and which may return a callable that sums."""
+
+    def make(**shape: Any) -> Any:
+        try:
+            found = target(**shape)
+            return found if hasattr(found, "sums") or not callable(found) else targets.of(found, k, dtype)
+        except IsobitError:
+            raise
+        except (Exception, SystemExit) as error:
+            raise RevealError(
+                expected="a target", received=f"{type(error).__name__}: {error}", remedy="mend what was named"
+            ) from error
+
+    return make
+
+
 def choose(options: argparse.Namespace, stack: ExitStack) -> tuple[Callable[..., Any], list[dict[str, Any]], str]:
     """The target, its configurations, and a title."""
     whose = "isobit" if options.isobit else "stock"
@@ -123,7 +167,7 @@ def choose(options: argparse.Namespace, stack: ExitStack) -> tuple[Callable[...,
     for name, asked in (("n", options.n), ("row", options.row), ("m", options.m or None)):
         if asked is not None and name not in known:
             raise ArgumentError(
-                expected=f"options that {options.target} has: {', '.join(k for k in known if k != 'function')}",
+                expected=f"options that {options.target} has: {', '.join(k for k in known if k in SHAPE) or 'none'}",
                 received=f"--{name}",
                 remedy=f"leave --{name} out",
             )
@@ -158,22 +202,27 @@ def import_target(name: str, k: int, dtype: torch.dtype) -> Callable[..., Any]:
     sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except (Exception, SystemExit) as error:  # whatever a stranger's module does when imported
         raise ArgumentError(
             expected="package.module:name of something that can be imported",
-            received=f"{name} ({error})",
+            received=f"{name} ({type(error).__name__}: {error})",
             remedy="run where the package can be imported, or install it",
         ) from error
     finally:
         sys.path.pop(0)
     try:
-        takes_shape = "k" in inspect.signature(found).parameters
+        known = inspect.signature(found).parameters
+        takes_shape = "k" in known and bool(known.keys() & {"m", "n", "dtype"})
     except (TypeError, ValueError):
         takes_shape = False
-    if takes_shape:
-        return found  # type: ignore[no-any-return]
     if hasattr(found, "sums"):
         return lambda: found
+    if not callable(found):
+        raise ArgumentError(
+            expected="a callable or a target", received=f"{name}, a {type(found).__name__}", remedy="name a function"
+        )
+    if takes_shape:
+        return found  # type: ignore[no-any-return]
     return lambda: targets.of(found, k, dtype)
 
 
@@ -211,12 +260,15 @@ def show(certificate: Certificate, title: str, defined: bool | None) -> None:
             console.print(f"{first.label} adds {found.parting[0]} where {found.label} adds {found.parting[1]}")
         else:
             console.print(f"{first.label} and {found.label} have one order, and additions that differ")
+    for found in certificate.classes:
+        if found.tree.unlike:
+            console.print(f"{found.label or 'it'}: {found.tree.unlike} places of a call add in another order still")
     for name, reason in certificate.refused:
         console.print(f"{name or 'it'} could not be shown: {reason}")
     count = f"{certificate.count} configuration{'s' if certificate.count > 1 else ''}"
     if certificate.kept:
         replayed = certificate.classes[0].tree.replayed
-        console.print(f"{count}, one order: {certificate.claim}; replayed {replayed} times each")
+        console.print(f"{count}, one order: {certificate.claim}" + (f"; replayed {replayed} times" if replayed else ""))
         if defined is not None:
             console.print("it is the defined order" if defined else "it is NOT the defined order")
     else:

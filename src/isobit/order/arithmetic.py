@@ -13,6 +13,7 @@ from itertools import chain, pairwise
 
 from blake3 import blake3
 
+from isobit.errors import RevealError
 from isobit.order.addition import Branch, Step, steps_of
 from isobit.order.target import Session, Terms
 
@@ -29,6 +30,7 @@ class Arithmetic:
     rounded: frozenset[int]  # the terms whose product is rounded before it is added
     widths: tuple[int, ...]  # significand bits of each addition's result, in the order of steps_of
     terms_cut_to: int | None  # significand bits of a term as it enters, if fewer than it was written with
+    cut_how: str  # "", or how that is done: "truncated" or "rounded", with ", factors too" for both sides of a product
     keeps_subnormal_terms: bool | None  # None: not seen
     keeps_subnormal_sums: bool | None
     keeps_negative_zero: bool  # whether a sum of nothing but -0.0 is -0.0; not, where one starts from +0.0
@@ -47,7 +49,7 @@ class Arithmetic:
             }
             said.append(words[self.products])
         if self.terms_cut_to is not None:
-            said.append(f"terms cut to {self.terms_cut_to} bits")
+            said.append(f"terms cut to {self.terms_cut_to} bits, {self.cut_how}")
         kept = {
             (True, True): "subnormals kept",
             (False, False): "subnormals are zero",
@@ -63,7 +65,7 @@ class Arithmetic:
     @property
     def digest(self) -> bytes:
         """BLAKE3 of all of it."""
-        text = repr((self.products, sorted(self.rounded), self.widths, self.terms_cut_to))
+        text = repr((self.products, sorted(self.rounded), self.widths, self.terms_cut_to, self.cut_how))
         text += repr((self.keeps_subnormal_terms, self.keeps_subnormal_sums, self.keeps_negative_zero))
         return blake3(text.encode()).digest()
 
@@ -86,7 +88,7 @@ def find_arithmetic(session: Session, branch: Branch) -> Arithmetic:
     products, rounded = _find_fusion(session, steps)
     terms, sums = _find_subnormals(session, steps)
     (zero,) = session.ask([Terms((), (), -0.0, range(session.target.n))], "arithmetic")
-    return Arithmetic(products, rounded, widths, cut, terms, sums, zero == 0 and math.copysign(1, zero) < 0)
+    return Arithmetic(products, rounded, widths, cut, "", terms, sums, zero == 0 and math.copysign(1, zero) < 0)
 
 
 def _find_subnormals(session: Session, steps: list[Step]) -> tuple[bool | None, bool | None]:
@@ -94,10 +96,20 @@ def _find_subnormals(session: Session, steps: list[Step]) -> tuple[bool | None, 
     small = session.target.scale.subnormal
     if not small:
         return None, None
-    i, j = (~child for child in steps[0][:2])  # the first step adds two terms
-    asked = [Terms((i, j), (2 * small, small)), Terms((i, j), (3 * small, -2 * small))]
-    with_term, left_over = session.ask(asked, "arithmetic")
-    return with_term == 3 * small, left_over == small
+    groups = _leaf_places(session, steps)
+    terms = [Terms(tuple(chain.from_iterable(g)), (small, 2 * small) * len(g)) for g in groups]
+    sums = [Terms(tuple(chain.from_iterable(g)), (3 * small, -2 * small) * len(g)) for g in groups]
+    found = session.ask([*terms, *sums], "arithmetic")
+    with_terms = [value / (small * len(g)) for value, g in zip(found, groups, strict=False)]
+    left_over = [value / (small * len(g)) for value, g in zip(found[len(groups) :], groups, strict=True)]
+    for what, seen, flushed, kept in (("terms", with_terms, 2.0, 3.0), ("sums", left_over, 0.0, 1.0)):
+        if set(seen) not in ({flushed}, {kept}):
+            raise RevealError(
+                expected=f"subnormal {what} that are kept everywhere, or nowhere",
+                received=f"both, from {session.target.name}",
+                remedy="parts of the sum run in different modes; arithmetic=False shows the order alone",
+            )
+    return with_terms[0] == 3.0, left_over[0] == 1.0
 
 
 def _antichains(steps: list[Step], wanted: Callable[[int], bool]) -> list[list[tuple[int, int]]]:
@@ -143,6 +155,13 @@ def _find_widths(session: Session, steps: list[Step]) -> tuple[int, ...]:
         groups = [kept for places in groups if (kept := [p for p in places if survived[p.step] == narrow])]
         for step in _surviving(session, groups, 2.0**-narrow):
             survived[step] = wide
+    widest = [kept for places in groups if (kept := [p for p in places if survived[p.step] == WIDTHS[-1]])]
+    if _surviving(session, widest, 2.0 ** -WIDTHS[-1]):
+        raise RevealError(
+            expected="sums kept in at most fp64",
+            received=f"more than {WIDTHS[-1]} bits, from {session.target.name}",
+            remedy="it accumulates wider, or compensates; arithmetic=False shows the order alone",
+        )
     for step, width in survived.items():
         widths[step] = width
     usual = Counter(survived.values()).most_common(1)
@@ -165,29 +184,38 @@ def _surviving(session: Session, groups: list[list[_Place]], small: float) -> se
     return found
 
 
-def _leaf_places(steps: list[Step]) -> list[list[tuple[int, int]]]:
+def _leaf_places(session: Session, steps: list[Step]) -> list[list[tuple[int, int]]]:
     """(term, a term of what it is added to), in groups that one probe can test."""
     some = _some_terms(steps)
+    # A narrow accumulator must hold the sum of what a group leaves.
+    most = FUSED_BATCH if session.window >= session.target.n else max(session.window // 4, 1)
     groups = []
     for group in _antichains(steps, lambda child: child < 0):
         pairs = []
         for child, parent in group:
             other = next(c for c in steps[parent] if c != child)
             pairs.append((~child, ~other if other < 0 else some[other]))
-        groups += [pairs[at : at + FUSED_BATCH] for at in range(0, len(pairs), FUSED_BATCH)]
+        groups += [pairs[at : at + most] for at in range(0, len(pairs), most)]
     return groups
 
 
 def _find_cut(session: Session, steps: list[Step]) -> int | None:
-    """The last place of a term must be left when the rest of it cancels."""
+    """The last place of a term must be left when the rest of it cancels: of every term, or of none."""
     written = width = session.target.scale.bits
-    groups = _leaf_places(steps)
+    groups = _leaf_places(session, steps)
     while True:
         last = 2.0 ** (1 - width)
         batch = [Terms(tuple(chain.from_iterable(pairs)), (1.0 + last, -1.0) * len(pairs)) for pairs in groups]
         found = session.ask(batch, "arithmetic")
-        if all(value == last * len(pairs) for pairs, value in zip(groups, found, strict=True)) or width == 2:
+        kept = [value == last * len(pairs) for pairs, value in zip(groups, found, strict=True)]
+        if all(kept):
             return None if width == written else width
+        if any(kept) or any(found) or width == 2:
+            raise RevealError(
+                expected="terms that all enter with the same number of bits",
+                received=f"some cut below {width} bits and some not, from {session.target.name}",
+                remedy="it is not one arithmetic; arithmetic=False shows the order alone",
+            )
         width -= 1
 
 
@@ -199,7 +227,7 @@ def _find_fusion(session: Session, steps: list[Step]) -> tuple[str, frozenset[in
     if target.scale.bits < 24:
         return "exact", frozenset()
     u = 1.0 + 2.0**-12
-    groups, rounded, n = _leaf_places(steps), set[int](), target.n
+    groups, rounded, n = _leaf_places(session, steps), set[int](), target.n
     while groups:
         batch = [Terms(tuple(chain.from_iterable(g)), (u, -1.0) * len(g), factor=u) for g in groups]
         halves: list[list[tuple[int, int]]] = []

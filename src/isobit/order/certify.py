@@ -54,8 +54,8 @@ class Certificate:
 
     @property
     def kept(self) -> bool:
-        """One order for all, and none refused."""
-        return len(self.classes) == 1 and not self.refused
+        """One order for all, at every place, and none refused."""
+        return len(self.classes) == 1 and not self.refused and not any(c.tree.unlike for c in self.classes)
 
     @property
     def digest(self) -> str | None:
@@ -68,13 +68,14 @@ class Certificate:
         if not self.kept:
             return "no claim"
         tree = self.classes[0].tree
+        what = f"{tree.scope}: " if tree.scope else ""
         if tree.arithmetic is None:
-            return "one order in every configuration; what its additions do was not seen"
+            return f"{what}one order; what its additions do was not seen"
         if not tree.replayed:
-            return "one order and one arithmetic in every configuration; not replayed"
+            return f"{what}one order and one arithmetic; not replayed"
         if self.count == 1:
-            return "order and arithmetic foretell its bits; with one configuration there is nothing to compare"
-        return "equal bits in every configuration for all inputs without NaN, if the kernel does not branch on its data"
+            return f"{what}order and arithmetic foretell its bits; with one configuration there is nothing to compare"
+        return f"{what}equal bits in every configuration for all inputs without NaN, if it does not branch on them"
 
     def matches(self, order_digest: str) -> bool:
         """Whether every configuration has this order."""
@@ -109,6 +110,8 @@ def _summarise(found: OrderClass) -> dict[str, Any]:
         "depth": tree.depth,
         "probes": tree.probes,
         "replayed": tree.replayed,
+        "scope": tree.scope,
+        "places_that_add_otherwise": tree.unlike,
         "parts_from_first": found.parting,
     }
 
@@ -141,7 +144,8 @@ def certify(
         except RevealError as error:
             refused.append((name, str(error)))
             continue
-        found.setdefault(tree.digest, (tree, []))[1].append(name)
+        key = f"{tree.digest} {tree.unlike}"
+        found.setdefault(key, (tree, []))[1].append(name)
     classes: list[OrderClass] = []
     for tree, names in found.values():
         parting = find_parting(classes[0].tree.branch, tree.branch) if classes else None

@@ -13,7 +13,7 @@ from isobit.order.target import FP32, Terms
 class Planted:
     """A sum of plain numbers by a given function."""
 
-    kind, scale, output_bits = "sum", FP32, 24
+    kind, scale, output_bits, scope, unlike = "sum", FP32, 24, "", 0
 
     def __init__(self, name: str, n: int, function: Callable[[Sequence[float]], float]) -> None:
         self.name, self.n, self.function = name, n, function

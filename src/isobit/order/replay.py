@@ -27,11 +27,22 @@ def round_to(exact: Fraction, bits: int) -> float:
     return math.copysign(float(round(size / unit) * unit), exact)
 
 
+def cut(value: float, bits: int, how: str) -> float:
+    """A number to fewer significand bits."""
+    fraction, exponent = math.frexp(value)
+    scaled = math.ldexp(fraction, bits)
+    return math.ldexp(math.trunc(scaled) if how.startswith("truncated") else round(scaled), exponent - bits)
+
+
 def replay(
     steps: Sequence[Step], arithmetic: Arithmetic, values: Sequence[float], factors: Sequence[float], output_bits: int
 ) -> float:
     """The sum; values and factors are finite."""
     terms, others = list(values), list(factors)
+    if arithmetic.terms_cut_to is not None:
+        terms = [cut(v, arithmetic.terms_cut_to, arithmetic.cut_how) for v in terms]
+        if "factors" in arithmetic.cut_how:
+            others = [cut(v, arithmetic.terms_cut_to, arithmetic.cut_how) for v in others]
     if arithmetic.keeps_subnormal_terms is False:
         terms, others = [flush(v) for v in terms], [flush(v) for v in others]
     products = arithmetic.products not in ("none", "exact")

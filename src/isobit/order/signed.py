@@ -64,6 +64,13 @@ def _find_tree(session: Session) -> Branch:
             for following in _split(session, group, rest, found, random)
         ]
     branch = _freeze(whole[0])
+    scale = session.target.scale
+    if scale.big / scale.unit < 2.0**54 and any(len(step) > 2 for step in steps_of(branch)):
+        raise RevealError(
+            expected="an accumulator in which the largest fp16 number absorbs the smallest",
+            received=f"units that survive it, from {session.target.name}",
+            remedy="it adds exactly, or in fp64: probe it with fp32 or bf16 terms",
+        )
     _check_pairs(session, branch, random)
     return branch
 

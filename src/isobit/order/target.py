@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from struct import pack
 from typing import NamedTuple, Protocol
 
 from isobit.errors import RevealError
@@ -34,13 +33,14 @@ class Scale:
     absorbed: int
     bits: int  # significand bits of a term as it is written
     subnormal: float  # the smallest normal number is twice this; 0 where a result so small is not seen
+    lowest: int  # how far exponents of random terms may go below 1
 
 
 # 2^100 absorbs units in fp64 too. fp16 ends at 2^16, so its unit is its smallest number.
-FP32 = Scale(2.0**100, 1.0, 2**24, 24, 2.0**-127)
-BF16 = Scale(2.0**100, 1.0, 2**24, 8, 2.0**-127)
-FP16 = Scale(2.0**15, 2.0**-24, 2**14, 11, 2.0**-15)
-FP16_DIVIDED = Scale(2.0**15, 2.0**-14, 2**4, 11, 0.0)  # the smallest numbers would not survive a division
+FP32 = Scale(2.0**100, 1.0, 2**24, 24, 2.0**-127, 60)
+BF16 = Scale(2.0**100, 1.0, 2**24, 8, 2.0**-127, 60)
+FP16 = Scale(2.0**15, 2.0**-24, 2**14, 11, 2.0**-15, 13)
+FP16_DIVIDED = Scale(2.0**15, 2.0**-14, 2**4, 11, 0.0, 13)  # the smallest numbers would not survive a division
 
 
 class Target(Protocol):
@@ -65,6 +65,14 @@ class Target(Protocol):
     @property
     def output_bits(self) -> int:
         """Significand bits of the result as it is read; 0 where what follows the sum is not plain."""
+
+    @property
+    def scope(self) -> str:
+        """Which of its sums is probed, where a result needs others too, or has other places; else empty."""
+
+    @property
+    def unlike(self) -> int:
+        """How many places of a call were found to add otherwise than the one that is probed."""
 
     def sums(self, batch: Sequence[Terms]) -> Sequence[float]:
         """The sum of each."""
@@ -104,18 +112,6 @@ class Session:
                 self.progress(stage, len(found), len(batch))
         self.probes += len(batch)
         return found
-
-    def check_repeatable(self, batch: Sequence[Terms]) -> None:
-        """The same terms twice must give the same bits."""
-        first, second = (self.ask(batch, "repeat") for _ in range(2))
-        apart = [i for i, (a, b) in enumerate(zip(first, second, strict=True)) if pack("<d", a) != pack("<d", b)]
-        if apart:
-            at = apart[0]
-            raise RevealError(
-                expected="the same bits for the same terms",
-                received=f"{first[at]!r}, then {second[at]!r}, from {self.target.name}",
-                remedy="it is not repeatable, so it has no one order: fix threads, atomics or seeds first",
-            )
 
     def find_window(self) -> None:
         """How many units the target counts exactly: all n, or a power of two of them at a time."""

@@ -101,6 +101,7 @@ def find_tree(session: Session) -> Branch:
         if session.progress is not None:
             session.progress("order", term, n)
     branch = _nest(tree.root)
+    _check_additions(triples, tree.root)
     _check(triples, tree.leaves)
     return branch
 
@@ -278,6 +279,26 @@ def _nest(root: _Part) -> Branch:
         else:
             work += [(part, True), (part.right, False), (part.left, False)]
     return done[0]
+
+
+def _check_additions(triples: _Triples, root: _Part) -> None:
+    """At no addition may an operand seem to meet what comes after first: a fused or wider one would."""
+    asked, work = [], [root]
+    while work:
+        part = work.pop()
+        if part.left is None or part.right is None:
+            continue
+        work += [part.left, part.right]
+        if part.parent is not None:
+            other = part.parent.right if part.parent.left is part else part.parent.left
+            assert other is not None
+            asked.append((part.left.term, other.term, part.right.term))
+    if any(triples.meet_before(*asked)):
+        raise RevealError(
+            expected="additions of two numbers, each rounded to fp32",
+            received=f"{sum(triples.meet_before(*asked))} that keep more, from {triples.session.target.name}",
+            remedy="it is not a plain tree of additions of two of its terms in fp32; nothing is claimed of it",
+        )
 
 
 def _check(triples: _Triples, leaves: list[_Part]) -> None:

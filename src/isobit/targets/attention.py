@@ -29,6 +29,7 @@ def attention(
         value[0, -1].t(),
         lambda: function(q, key, value)[0, -1, row],
         divided_by=k,
+        scope=f"the sum over keys at equal weights, query {row}",
     )
 
 

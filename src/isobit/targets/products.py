@@ -34,6 +34,7 @@ def linear(
         x,
         everywhere=(lambda: function(x, weight)) if row is None else None,
         place=column,
+        scope="" if row is None else f"row {read}",
     )
 
 
@@ -57,7 +58,7 @@ def matmul(
     def run() -> Tensor:
         return function(x, other)[..., row, :].reshape(-1, n or k)[-1]
 
-    return TensorTarget(name, terms, run, "product", x, place=column)
+    return TensorTarget(name, terms, run, "product", x, place=column, scope=f"row {row}")
 
 
 def input_grad(
@@ -80,6 +81,7 @@ def input_grad(
         "product",
         grad,
         everywhere=run if row is None else None,
+        scope="" if row is None else f"row {read}",
     )
 
 

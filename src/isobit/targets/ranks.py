@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import FileStore
 from isobit.errors import EngineError
 from isobit.order.target import FP32, Scale, Terms
 
-SECONDS_TO_START = 120
+SECONDS_TO_START, SECONDS_TO_ADD = 120, 60
 
 
 class Ranks:
@@ -67,8 +67,18 @@ class Ranks:
         if new:
             for rank, line in enumerate(self._lines):
                 line.send([values[rank] for values in new])
+            if not self._lines[0].poll(SECONDS_TO_ADD):
+                raise EngineError(
+                    expected=f"an answer of {self.ranks} ranks within {SECONDS_TO_ADD} s",
+                    received="none",
+                    remedy="a rank has died or hangs: start again",
+                )
             self._known.update(zip(new, self._lines[0].recv(), strict=True))
         return [self._known[values] for values in batch]
+
+    def forget(self, values: tuple[float, ...]) -> None:
+        """So that the processes are asked again."""
+        self._known.pop(values, None)
 
     def element(self, element: int) -> RankTarget:
         """The sum that ends in one element."""
@@ -85,6 +95,8 @@ class RankTarget:
     kind: str = "sum"
     scale: Scale = FP32
     output_bits: int = 24
+    scope: str = ""
+    unlike: int = 0
 
     @property
     def n(self) -> int:
@@ -107,7 +119,8 @@ class RankTarget:
         return [found[self.element] for found in self.group.add(rows)]
 
     def replay(self, values: Sequence[float], factors: Sequence[float]) -> list[float]:
-        """One place: this element."""
+        """One place: this element; asked anew each time, so that a change would show."""
+        self.group.forget(tuple(values))
         return [self.group.add([tuple(values)])[0][self.element]]
 
 

@@ -18,8 +18,14 @@ def of(function: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype = torch.
 
     def run() -> Tensor:
         try:
-            return torch.as_tensor(function(terms[0].clone())).reshape(1)  # it may write to what it is given
-        except Exception as error:  # whatever a stranger's function raises
+            found = function(terms[0].clone())  # it may write to what it is given
+            if not isinstance(found, Tensor | float | int):
+                raise TypeError(f"it returned {type(found).__name__}")
+            out = torch.as_tensor(found).reshape(1)
+            if out.is_complex():
+                raise TypeError("it returned a complex number")
+            return out if out.is_floating_point() else out.to(torch.float64)
+        except (Exception, SystemExit) as error:  # whatever a stranger's function raises
             raise RevealError(
                 expected=f"{name} to take a vector of {n} {dtype} terms and return their sum",
                 received=f"{type(error).__name__}: {error}",

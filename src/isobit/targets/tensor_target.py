@@ -15,7 +15,7 @@ from isobit.errors import ArgumentError
 from isobit.order.target import BF16, FP16, FP16_DIVIDED, FP32, Scale, Terms
 
 SCALES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
-TRIALS = 4
+TRIALS = 8
 FEW_MARKS = 512
 BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11, torch.float64: 53}
 
@@ -49,7 +49,9 @@ class TensorTarget:
     divided_by: int = 1  # the result is the sum over this
     output_bits: int = 0
     place: int = 0
+    scope: str = ""
     calls: int = 0
+    unlike: int = field(default=0, init=False)
     _filled: tuple[float, range] = field(default=(0.0, range(0)), init=False)
     _factor: float | None = field(default=None, init=False)
     _alike: Tensor | None = field(default=None, init=False)
@@ -70,29 +72,38 @@ class TensorTarget:
         self.terms.fill_(self._zero)
         if not self.output_bits:
             exact = self.divided_by & (self.divided_by - 1) == 0 and self.scale is not FP16_DIVIDED
-            self.output_bits = BITS[self.terms.dtype] if exact and self.kind != "positive" else 0
+            self.output_bits = BITS[self.run().dtype] if exact and self.kind != "positive" else 0
 
     def alike(self) -> Tensor:
-        """The places that probes may use."""
+        """The places that probes may use, the asked one first."""
         if self._alike is None:
             generator = torch.Generator().manual_seed(self.n)
             alike = torch.ones(len(self.terms), dtype=torch.bool)
-            for _ in range(TRIALS if len(alike) > 1 else 0):
-                values = torch.rand(self.n, generator=generator, dtype=torch.float64) + 0.5
-                if self.kind != "positive":  # half negates the other half: what is left depends on the order most
-                    order = torch.randperm(self.n, generator=generator)
-                    values[order[1::2]] = -values[order[: self.n - 1 : 2]]
-                else:
-                    values = torch.tensor([self.encode(v) for v in values.tolist()], dtype=torch.float64)
-                self._write_all(values, torch.ones(self.n))
+            for trial in range(TRIALS if len(alike) > 1 else 0):
+                self._write_all(self._draw(generator, wide=trial % 2 == 1), torch.ones(self.n))
                 out = self.run().reshape(len(alike), -1)
                 alike &= (out == out[self.place]).all(-1)
             self._clear()
-            self._alike = alike.nonzero().flatten()
-            self._places = self._alike.tolist()
-            if len(self._alike) < len(alike):
-                self.name += f" (probed in the {len(self._alike)} of {len(alike)} places that add like {self.place})"
+            others = alike.nonzero().flatten()
+            self._places = [self.place, *(p for p in others.tolist() if p != self.place)]
+            self._alike = torch.tensor(self._places)
+            self.unlike = len(alike) - len(self._places)
         return self._alike
+
+    def _draw(self, generator: torch.Generator, wide: bool) -> Tensor:
+        """Random terms; half negates the other half, so that what is left depends on the order most.
+
+        Wide exponents make fp32 accumulators round terms of few bits, too.
+        """
+        values = torch.rand(self.n, generator=generator, dtype=torch.float64) + 0.5
+        if self.kind == "positive":
+            return torch.tensor([self.encode(v) for v in values.tolist()], dtype=torch.float64)
+        if wide:
+            low = min(self.scale.lowest, 30)
+            values = torch.ldexp(values, torch.randint(-low, 3, (self.n,), generator=generator))
+        order = torch.randperm(self.n, generator=generator)
+        values[order[1::2]] = -values[order[: self.n - 1 : 2]]
+        return values
 
     def sums(self, batch: Sequence[Terms]) -> list[float]:
         """One call for as many probes as there are rows; those of one call share their fill and factor."""
@@ -166,14 +177,16 @@ class TensorTarget:
 
     def replay(self, values: Sequence[float], factors: Sequence[float]) -> list[float]:
         """The same terms in every place; each different sum that comes of them once."""
+        self.alike()
         self._write_all(torch.tensor(values, dtype=torch.float64), torch.tensor(factors, dtype=torch.float64))
         self.calls += 1
         out = self.run()[self.alike()] if self.everywhere is None else self.everywhere()
-        self._clear()
         flat = out.flatten()
         if bool((flat == flat[0]).all()):  # the usual case; and no list of a million equal numbers
             flat = flat[:1]
-        return sorted(set((flat.double() * self.divided_by).tolist()))
+        found = sorted(set((flat.double() * self.divided_by).tolist()))
+        self._clear()
+        return found
 
     def _write_all(self, values: Tensor, factors: Tensor) -> None:
         self.terms.copy_(values.to(self.terms.dtype).expand(self.terms.shape))
