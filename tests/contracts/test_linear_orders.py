@@ -54,7 +54,7 @@ def test_outputs_of_frozen_layers(dtype):
 
 
 @pytest.mark.parametrize(("dtype", "m"), [(torch.float32, 1), (torch.float32, 5), (torch.bfloat16, 130)])
-def test_the_frozen_target_runs_on_packed_weights(dtype, m, monkeypatch):
+def test_the_frozen_target_runs_on_packed_weights(dtype, m):
     target = linear_orders.frozen(1024, m, dtype=dtype)
     probe = [Terms((0,), (1.0,))]
     assert target.sums(probe) == [1.0]

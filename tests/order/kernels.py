@@ -6,7 +6,6 @@ import torch
 
 from isobit.order.addition import chain, steps_of
 from isobit.order.evaluate import leaf_tree
-from isobit.order.tree import merge
 from isobit.targets.tensor_target import TensorTarget
 
 
@@ -83,11 +82,6 @@ def target_of(branch, n, places=512, add=torch.add, **given):
     terms = torch.zeros(n, min(places, n)).t()  # a column is contiguous
     columns = list(terms.t())
     return TensorTarget("synthetic", terms, lambda: add_by(branch, columns, add), **given)
-
-
-def balanced(items):
-    """As `merge` of the order does it: a power of two of items."""
-    return merge(list(items), lambda a, b: (a, b))
 
 
 def exact(parts):

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from isobit import certify, files, targets
+from isobit.cli.progress import make_progress
 from isobit.contracts import linear_orders
 from isobit.errors import ArgumentError, IsobitError, RevealError
 from isobit.order.certify import Certificate
@@ -229,14 +229,7 @@ def import_target(name: str, k: int, dtype: torch.dtype) -> Callable[..., Any]:
 @contextmanager
 def progress_bar(title: str) -> Iterator[Told]:
     """A bar on the error stream, for what the current stage has done."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as progress:
+    with make_progress() as progress:
         task = progress.add_task(title, total=None)
 
         def told(stage: str, done: int, total: int) -> None:

@@ -6,9 +6,9 @@ import argparse
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from isobit.cli.progress import make_progress
 from isobit.contracts import linear_sweep
 from isobit.contracts.relations import RELATIONS
 from isobit.contracts.subject import OURS
@@ -38,14 +38,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints verdicts with their denominators."""
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    ) as progress:
+    with make_progress() as progress:
         chosen = linear_sweep.problems(options.layers, options.full)
         size = len(chosen) * len(RELATIONS)
         ours = list(progress.track(linear_sweep.sweep(OURS, chosen), size, description="isobit"))

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from isobit.order.target import FEW, Session, as_range
+from isobit.order.target import Session, as_range
+
+FEW = 32  # so many terms are marked singly, and probes with others share a call
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 from isobit.errors import RevealError
 from isobit.order import narrow
-from isobit.order.addition import Branch, Step, steps_of
+from isobit.order.addition import Branch, Step, sizes_of, steps_of
 from isobit.order.target import Session
 
 CHECKED_PAIRS = 32
@@ -188,9 +188,8 @@ def _check_pairs(session: Session, branch: Branch, random: Random) -> None:
     n, steps = session.target.n, steps_of(branch)
     known = [(i, j) for i, j in (random.sample(range(n), 2) for _ in range(CHECKED_PAIRS))]
     parents = [0] * (n + len(steps))
-    sizes: list[int] = []
+    sizes = sizes_of(steps)
     for at, step in enumerate(steps):
-        sizes.append(sum(1 if c < 0 else sizes[c] for c in step))
         for child in step:
             parents[~child if child < 0 else n + child] = n + at
     for (i, j), absorbed in zip(known, session.sizes(known, range(n), "check"), strict=True):

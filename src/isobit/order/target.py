@@ -8,8 +8,6 @@ from typing import NamedTuple, Protocol
 
 from isobit.errors import RevealError
 
-FEW = 32
-
 # Told how far a stage has come: (stage, done, total).
 Progress = Callable[[str, int, int], None]
 

@@ -1,9 +1,9 @@
 """Finds the tree of a sum whose terms cannot be negative (squares, exponentials), one triple of terms at a time.
 
-With one big term at c and 3/8 of its last place at a and at b, each of the two
-alone is lost in it; together they round it up. So the result says
-whether a and b meet before c does, and such triples determine the tree. Terms are inserted one by one. Where the last
-ones went predicts the next (kernels are regular), and two triples then confirm it; else a descent by halves finds it.
+With one big term at c and 3/8 of its last place at a and at b, each of the two alone is lost in it; together they
+round it up. So the result says whether a and b meet before c does, and such triples determine the tree. Terms are
+inserted one by one. Where the last ones went predicts the next (kernels are regular), and two triples then confirm it;
+else a descent by halves finds it.
 """
 
 from __future__ import annotations
@@ -293,10 +293,11 @@ def _check_additions(triples: _Triples, root: _Part) -> None:
             other = part.parent.right if part.parent.left is part else part.parent.left
             assert other is not None
             asked.append((part.left.term, other.term, part.right.term))
-    if any(triples.meet_before(*asked)):
+    keep_more = sum(triples.meet_before(*asked))
+    if keep_more:
         raise RevealError(
             expected="additions of two numbers, each rounded to fp32",
-            received=f"{sum(triples.meet_before(*asked))} that keep more, from {triples.session.target.name}",
+            received=f"{keep_more} that keep more, from {triples.session.target.name}",
             remedy="it is not a plain tree of additions of two of its terms in fp32; nothing is claimed of it",
         )
 

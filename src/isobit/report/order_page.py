@@ -74,6 +74,11 @@ def write_page(certificate: Certificate, title: str) -> str:
     rows = "".join(_row(found) for found in certificate.classes)
     table = "<table><tr>" + "".join(f"<th>{name}" for name in COLUMNS) + f"</tr>{rows}</table>"
     refused = "".join(
+        f"<p><b>{escape(found.label)}</b>: {found.tree.unlike} places of a call add in another order still.</p>"
+        for found in certificate.classes
+        if found.tree.unlike
+    )
+    refused += "".join(
         f"<p><b>{escape(name)}</b> could not be shown: {escape(reason)}</p>" for name, reason in certificate.refused
     )
     picture = draw_certificate(certificate) if certificate.classes else ""
