@@ -16,11 +16,25 @@ from rich.table import Table
 import isobit
 from benchmarks.strict import Strict
 from isobit import bits
-from isobit.contracts.linear_sweep import QWEN3_06B, QWEN3_8B
-from isobit.contracts.relations import RELATIONS, Problem, judge
-from isobit.contracts.subject import OURS
-from isobit.contracts.transforms import thread_count
+from isobit.contracts.load import load_contract
+from isobit.contracts.tree import library
+from isobit.contracts.verify import Options, verify_contract
+from isobit.machine import thread_count
 
+# (K, N) of the linear layers of two models; Q, K and V are one layer, gate and up another.
+QWEN3_06B = {
+    "0.6B qkv": (1024, 4096),
+    "0.6B o": (2048, 1024),
+    "0.6B gate/up": (1024, 6144),
+    "0.6B down": (3072, 1024),
+    "0.6B head": (1024, 151936),
+}
+QWEN3_8B = {
+    "8B qkv": (4096, 6144),
+    "8B o": (4096, 4096),
+    "8B gate/up": (4096, 24576),
+    "8B down": (12288, 4096),
+}
 ROWS = (1, 8, 64, 512, 2048)
 TRAINING_ROWS = (512, 2048)
 
@@ -28,7 +42,7 @@ TRAINING_ROWS = (512, 2048)
 def run(quick, threads, dtypes):
     console = Console(highlight=False, width=118)
     shapes = {k: v for k, v in (QWEN3_06B | ({} if quick else QWEN3_8B)).items() if "head" not in k}
-    if not is_green(console, dtypes):
+    if not is_green(console):
         return 1
     strict = Strict()
     ratios = {}
@@ -49,16 +63,14 @@ def run(quick, threads, dtypes):
     return 0
 
 
-def is_green(console, dtypes):
-    """Times nothing whose relations are not kept."""
-    for dtype in dtypes:
-        problem = Problem("benchmark", 1024, 1024, getattr(torch, dtype))
-        for relation in RELATIONS:
-            verdict = judge(relation, OURS, problem)
-            console.print(f"{verdict.subject}, {relation}: {verdict.differing} of {verdict.compared:,} differ")
-            if not verdict.kept:
-                console.print(f"red, so not timed: {verdict.first}")
-                return False
+def is_green(console):
+    """Times nothing whose claims are not kept."""
+    contract = load_contract(library() / "ops" / "linear" / "contract.yaml")
+    for record in verify_contract(contract, Options(level=2)):
+        console.print(f"{record.claim}: {record.differing} of {record.compared:,} differ")
+        if record.verdict != "kept":
+            console.print(f"{record.verdict}, so not timed: {record.detail}")
+            return False
     return True
 
 

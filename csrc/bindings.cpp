@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "linear.h"
+#include "softmax.h"
 
 #ifndef ISOBIT_FLAGS
 #define ISOBIT_FLAGS "unknown"
@@ -20,13 +21,17 @@ using Optional = std::optional<Tensor>;
 
 std::atomic<bool> attested{false};
 
+void check_attested() {
+  TORCH_CHECK(attested.load(std::memory_order_relaxed),
+              "isobit: expected attested kernels, received a call before attestation; remedy: isobit.native.load()");
+}
+
 // With oneDNN switched off, torch's tile engine silently becomes a stock GEMM, with a stock order.
 void check_engine() {
   TORCH_CHECK(at::globalContext().userEnabledMkldnn(),
               "isobit: expected oneDNN to be enabled, received torch.backends.mkldnn.flags(enabled=False); "
               "remedy: call isobit outside that context");
-  TORCH_CHECK(attested.load(std::memory_order_relaxed),
-              "isobit: expected attested kernels, received a call before attestation; remedy: isobit.native.load()");
+  check_attested();
 }
 
 // isobit.linear says this better, and first; here it guards memory against direct calls of the operators.
@@ -129,6 +134,21 @@ Tensor pack_op(const Tensor& weight) {
   return pack_weight(weight);
 }
 
+// Softmax has no part in the tile engine, so oneDNN may be off.
+Tensor softmax_op(const Tensor& x) {
+  check_attested();
+  TORCH_CHECK(x.dim() >= 1, "isobit: expected an axis to sum over, received a scalar; remedy: call isobit.softmax");
+  return softmax(x);
+}
+
+Tensor softmax_backward_op(const Tensor& grad, const Tensor& y) {
+  check_attested();
+  TORCH_CHECK(y.dim() >= 1 && grad.sizes() == y.sizes() && grad.scalar_type() == y.scalar_type(),
+              "isobit: expected a gradient like the output, received ", grad.sizes(), " ", grad.scalar_type(), " and ",
+              y.sizes(), " ", y.scalar_type(), "; remedy: call isobit.softmax, and let autograd call this");
+  return softmax_backward(grad, y);
+}
+
 // Rows (start, length, fold, segment), for the tests that hold this plan equal to order/.
 Tensor table(const Schedule& schedule) {
   Tensor out = at::empty({static_cast<int64_t>(schedule.leaves.size()), 4}, at::TensorOptions().dtype(at::kLong));
@@ -155,6 +175,8 @@ TORCH_LIBRARY(isobit, m) {
   m.def("linear_weight_grad_roots(Tensor grad, Tensor x, Tensor spans, int first, int of) -> Tensor");
   m.def("linear_bias_grad_roots(Tensor grad, Tensor spans, int first, int of) -> Tensor");
   m.def("pack_weight(Tensor weight) -> Tensor");
+  m.def("softmax(Tensor x) -> Tensor");
+  m.def("softmax_backward(Tensor grad, Tensor y) -> Tensor");
   m.def("watch(Tensor weight) -> bool", &watch);
   m.def("is_clean(Tensor weight, Tensor watched) -> bool", &is_clean);
   m.def("count_owners(Tensor weight) -> int", [](const Tensor& weight) -> int64_t { return weight.storage().use_count(); });
@@ -179,6 +201,8 @@ TORCH_LIBRARY_IMPL(isobit, CPU, m) {
   m.impl("linear_weight_grad_roots", &weight_grad_roots_op);
   m.impl("linear_bias_grad_roots", &bias_grad_roots_op);
   m.impl("pack_weight", &pack_op);
+  m.impl("softmax", &softmax_op);
+  m.impl("softmax_backward", &softmax_backward_op);
 }
 
 }  // namespace isobit

@@ -16,6 +16,10 @@ namespace isobit {
 
 #define ISOBIT_INLINE inline __attribute__((always_inline))
 
+// Sixteen lanes, unaligned; passed by reference only, since without AVX-512 no register holds them.
+typedef float Floats __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint32_t Lanes __attribute__((vector_size(64), aligned(4), may_alias));
+
 // A matrix in memory, indexed (row, k) for A and (k, column) for B by its two strides.
 template <class T>
 struct View {
@@ -25,8 +29,6 @@ struct View {
 };
 
 // ---- 32-bit transposes: an fp32 value, or a bf16 pair --------------------------------------------------
-
-typedef uint32_t Lanes __attribute__((vector_size(64), aligned(4), may_alias));
 
 #define ISOBIT_BUTTERFLY(D, ...)                                                            \
   for (int i = 0; i < 16; i++)                                                              \
@@ -142,6 +144,24 @@ inline void pack_rows(
   transpose32(pairs_scratch, count, words(dst), stride / 2, (length + 1) / 2, count);
 }
 
+// ---- widening: sixteen elements to fp32 ----------------------------------------------------------------
+
+typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
+
+ISOBIT_INLINE void widen(const float* from, Floats& to) { to = *reinterpret_cast<const Floats*>(from); }
+ISOBIT_INLINE void widen(const c10::BFloat16* from, Floats& to) {
+  to = reinterpret_cast<Floats>(__builtin_convertvector(*reinterpret_cast<const Halves*>(from), Lanes) << 16);
+}
+// As c10's scalar conversion: a shift and an exact product; subnormals by an exact subtraction.
+ISOBIT_INLINE void widen(const c10::Half* from, Floats& to) {
+  const Lanes bits = __builtin_convertvector(*reinterpret_cast<const Halves*>(from), Lanes), sign = (bits & 0x8000) << 16;
+  const Lanes twice = (bits & 0x7fff) << 17;
+  const Floats normal = reinterpret_cast<Floats>((twice >> 4) + (0xe0u << 23)) * 0x1p-112f;
+  const Floats subnormal = reinterpret_cast<Floats>((twice >> 17) | (126u << 23)) - 0.5f;
+  const Lanes value = twice < (1u << 27) ? reinterpret_cast<Lanes>(subnormal) : reinterpret_cast<Lanes>(normal);
+  to = reinterpret_cast<Floats>(value | sign);
+}
+
 // ---- the one rounding ----------------------------------------------------------------------------------
 
 // Every NaN leaves as the same NaN: which payload survives an addition depends on operand order, which
@@ -157,6 +177,24 @@ ISOBIT_INLINE void round_to(float v, c10::BFloat16* out) {
 }
 ISOBIT_INLINE void round_to(float v, c10::Half* out) {
   out->x = v != v ? uint16_t(0x7e00) : c10::detail::fp16_ieee_from_fp32_value(v);
+}
+
+// The same, sixteen at once.
+ISOBIT_INLINE void round_to(const Floats& v, float* out) {
+  *reinterpret_cast<Floats*>(out) = v != v ? Floats{} + __builtin_nanf("") : v;
+}
+ISOBIT_INLINE void round_to(const Floats& v, c10::BFloat16* out) {
+  const Lanes bits = reinterpret_cast<Lanes>(v), rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  *reinterpret_cast<Halves*>(out) = __builtin_convertvector(v != v ? Lanes{} + 0x7fc0u : rounded, Halves);
+}
+// As c10's scalar conversion: a sum with a power of two rounds at the last place that fp16 keeps.
+ISOBIT_INLINE void round_to(const Floats& v, c10::Half* out) {
+  const Lanes bits = reinterpret_cast<Lanes>(v), size = (bits << 1) & 0xff000000u;
+  const Lanes power = ((size < 0x71000000u ? Lanes{} + 0x71000000u : size) >> 1) + 0x07800000u;
+  const Floats overflowed = reinterpret_cast<Floats>(bits & 0x7fffffffu) * 0x1p+112f * 0x1p-110f;
+  const Lanes sum = reinterpret_cast<Lanes>(reinterpret_cast<Floats>(power) + overflowed);
+  const Lanes rounded = ((bits >> 16) & 0x8000u) | (((sum >> 13) & 0x7c00u) + (sum & 0xfffu));
+  *reinterpret_cast<Halves*>(out) = __builtin_convertvector(v != v ? Lanes{} + 0x7e00u : rounded, Halves);
 }
 
 }  // namespace isobit

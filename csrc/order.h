@@ -148,6 +148,45 @@ class ColumnSum {
   std::vector<float> stack_, lanes_;
 };
 
+// The balanced tree over sixteen lanes; each lane meets its neighbour, then pairs meet, and lane 0 has it all.
+ISOBIT_INLINE float merge_lanes(const Floats& lanes) {
+  const Floats two = lanes + __builtin_shufflevector(lanes, lanes, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+  const Floats four = two + __builtin_shufflevector(two, two, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  const Floats eight = four + __builtin_shufflevector(four, four, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  return eight[0] + eight[8];
+}
+
+// The sum of one row of a feature axis. `term(at, count, values)` gives `count` terms from `at` on, one a lane, +0 in
+// the lanes after them: a lane starts from +0, so it is never -0, and adding +0 leaves its bits.
+template <class Term>
+ISOBIT_INLINE float sum_row(const Schedule& schedule, const Term& term) {
+  constexpr int64_t depth = 5;  // of at most 16 segments
+  static_assert(feature_cap == 1 << (depth - 1));
+  float stack[depth];
+  int64_t top = 0, leaf = 0;
+  for (int64_t s = 0; s < static_cast<int64_t>(schedule.segment_end.size()); s++) {
+    float sum = 0.0f;
+    for (; leaf < schedule.segment_end[s]; leaf++) {
+      const auto [start, length, fold] = schedule.leaves[leaf];
+      Floats lanes{}, values;
+      int64_t at = 0;
+      for (; at + lane_count <= length; at += lane_count) {
+        term(start + at, lane_count, values);
+        lanes = lanes + values;
+      }
+      if (at < length) {
+        term(start + at, length - at, values);
+        lanes = lanes + values;
+      }
+      const float run = merge_lanes(lanes);
+      sum = fold ? sum + run : run;
+    }
+    stack[top++] = sum;
+    for (int64_t done = s + 1; done % 2 == 0; done /= 2, top--) stack[top - 2] = stack[top - 2] + stack[top - 1];
+  }
+  return stack[0];
+}
+
 // The last merge of one, two or four subtrees, the bias and the rounding, in one pass over a tile.
 template <class Out, class Sum>
 ISOBIT_INLINE void finish_rows(

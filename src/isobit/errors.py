@@ -5,7 +5,8 @@ IsobitError
 ├── CutError             a split that does not fall on segment edges (also a ValueError)
 ├── UnsupportedError     a transformation that has no bit-exact meaning here (also a RuntimeError)
 ├── EngineError          kernels that are missing, disabled or not attested (also a RuntimeError)
-└── RevealError          a target whose order of addition cannot be shown (also a RuntimeError)
+├── RevealError          a target whose order of addition cannot be shown (also a RuntimeError)
+└── ContractError        a contract that says nothing checkable, or names what may not be named (also a ValueError)
 """
 
 
@@ -35,3 +36,16 @@ class EngineError(IsobitError, RuntimeError):
 
 class RevealError(IsobitError, RuntimeError):
     """A target whose order of addition cannot be shown: not a sum, not repeatable, or not a plain tree."""
+
+
+class ContractError(IsobitError, ValueError):
+    """A contract that is not well-formed, names code that is not trusted, or asks for what cannot be checked."""
+
+    def __init__(self, *, expected: str, received: str, remedy: str, where: str = "", line: int = 0) -> None:
+        super().__init__(expected=expected, received=received, remedy=remedy)
+        self.where, self.line = where, line
+
+    def __str__(self) -> str:
+        said = super().__str__()
+        place = f"{self.where}:{self.line}" if self.line else self.where
+        return f"{place}: {said}" if place else said

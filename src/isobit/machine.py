@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -25,6 +27,17 @@ def fingerprint(order_version: int) -> Fingerprint:
         flags=native.build_flags(),
         order_version=order_version,
     )
+
+
+@contextmanager
+def thread_count(count: int) -> Iterator[None]:
+    """Runs with so many threads, then as before."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _cpu_name() -> str:

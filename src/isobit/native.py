@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
+_loaded: set[str] = set()  # the loader maps a library once, however often it is asked
 
 
 @lru_cache(maxsize=1)
@@ -22,7 +23,13 @@ def load() -> str | None:
         torch.ops.load_library(str(found[0]))  # type: ignore[no-untyped-call]
     except OSError as error:
         return f"built, but not loadable: {error}"
+    _loaded.add(str(found[0]))
     return None
+
+
+def load_count() -> int:
+    """How many times the library was loaded in this process: 0 until a kernel is asked for, then 1."""
+    return len(_loaded)
 
 
 def build_flags() -> str:

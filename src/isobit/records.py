@@ -72,6 +72,79 @@ class Verdict:
         return self.compared > 0 and self.differing == 0
 
 
+@dataclass(frozen=True)
+class Proof:
+    """What an engine showed: of how many cases, covering what; `failure` is what it found instead."""
+
+    engine: str
+    covers: str
+    cases: int
+    failure: str = ""
+
+    @property
+    def kept(self) -> bool:
+        """Something was shown, and nothing was found against it."""
+        return self.cases > 0 and not self.failure
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A wrong subject under a claim: caught, or not."""
+
+    name: str
+    caught: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class ClaimRecord:
+    """What was found of one claim: kept, broken, void, vacuous, unbound, waived or could-not-run."""
+
+    claim: str
+    relation: str
+    verdict: str
+    level: int
+    required: int
+    cases: int = 0
+    inputs: int = 0
+    compared: int = 0
+    differing: int = 0
+    detail: str = ""
+    replay: str = ""
+    planted: tuple[Planted, ...] = ()
+    proof: Proof | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class ContractStatus:
+    """Where one contract stands by the evidence at its present digest."""
+
+    id: str
+    version: str
+    title: str
+    path: str
+    digest: str
+    verdict: str
+    level: int
+    required: int
+    depends_on: tuple[str, ...] = ()
+    obligations: int = 0
+    claims: tuple[ClaimRecord, ...] = ()
+    detail: str = ""
+    subject: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of a contract in words; `kind` is about, equation, obligation, claim, inputs or waiver, `name` its id."""
+
+    title: str
+    lines: tuple[str, ...] = ()
+    kind: str = ""
+    name: str = ""
+
+
 def to_json(value: Any) -> str:
     """A record, or a container of records, as JSON."""
     return json.dumps(value, default=_plain, indent=2, ensure_ascii=False)
@@ -80,5 +153,5 @@ def to_json(value: Any) -> str:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return plain | ({"kept": value.kept} if isinstance(value, Verdict) else {})
+        return plain | ({"kept": value.kept} if isinstance(value, (Verdict, Proof)) else {})
     raise TypeError(f"no JSON form for {type(value).__name__}")

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from isobit import bits
-from isobit.contracts.relations import Problem
-from isobit.contracts.subject import OURS
-from isobit.contracts.transforms import SAMPLE_LENGTHS
+from isobit.contracts.promises.linear import SAMPLE_LENGTHS
+from isobit.contracts.promises.linear_parts import OURS
+from isobit.contracts.recipes import mirror
 from isobit.ops import dispatch
+from isobit.ops.linear.attest import wide_values
 from isobit.order.plan import VERSION
 from isobit.order.samples import Samples
 
@@ -19,14 +20,20 @@ CASES = [(d, k, n) for d in ("float32", "bfloat16", "float16") for k, n in ((102
 
 
 def digests(dtype, k, n):
-    problem = Problem("golden", k, n, dtype)
-    x, grad = problem.x(5, seed=1), problem.grad(5, seed=2)
-    token_grad, token_x = problem.tokens(sum(SAMPLE_LENGTHS), seed=3)
+    def draw(*shape, seed):
+        return wide_values(shape, dtype, torch.Generator().manual_seed(seed))
+
+    # Every sum cancels: see docs/decisions/0004.
+    weight = mirror(mirror(draw(n, k, seed=1), 1, -1), 0, -1)
+    bias = draw(n, seed=2) * 2.0**-20
+    x, grad = mirror(draw(5, k, seed=1), 1, 1), mirror(draw(5, n, seed=2), 1, 1)
+    rows = sum(SAMPLE_LENGTHS)
+    token_grad, token_x = mirror(draw(rows, n, seed=3), 0, -1), mirror(draw(rows, k, seed=4), 0, 1)
     weight_grad, bias_grad = OURS.parameter_grads(token_grad, token_x, Samples.packed(SAMPLE_LENGTHS))
     return {
         "x": bits.digest(x),
-        "y": bits.digest(OURS.output(x, problem.weight, problem.bias)),
-        "dX": bits.digest(OURS.input_grad(grad, problem.weight)),
+        "y": bits.digest(OURS.output(x, weight, bias)),
+        "dX": bits.digest(OURS.input_grad(grad, weight)),
         "dW": bits.digest(weight_grad),
         "db": bits.digest(bias_grad),
     }

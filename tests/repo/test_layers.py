@@ -1,6 +1,8 @@
 """Layers import downward only, never sideways: also inside functions and under TYPE_CHECKING."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,9 +21,11 @@ LAYERS = [
     "targets",
     "ops",
     "nn",
+    "guards",
     "contracts",
     "report",
     "cli",
+    "pytest_plugin",
 ]
 FILES = sorted(SOURCE.rglob("*.py"))
 
@@ -64,6 +68,15 @@ def test_reports_draw_and_compute_nothing():
     for path in (SOURCE / "report").glob("*.py"):
         assert "import torch" not in path.read_text(), path.name
         assert {layer_of(name) for name in imports_of(path)} <= {"order", "records", "report"}, path.name
+
+
+def test_commands_that_only_read_import_neither_torch_nor_what_contracts_name(tmp_path):
+    code = (
+        "import sys; from isobit.cli.main import main; "
+        f"[main([*words, '--evidence', {str(tmp_path)!r}]) for words in (['status'], ['graph'], ['lint'], "
+        "['explain', 'softmax-kernel-v1'])]; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, cwd=tmp_path)
 
 
 def test_the_check_can_fail(tmp_path):

@@ -7,6 +7,7 @@ import isobit
 PUBLIC = [
     "ArgumentError",
     "Certificate",
+    "ContractError",
     "Cut",
     "CutError",
     "EngineError",
@@ -21,6 +22,7 @@ PUBLIC = [
     "linear",
     "nn",
     "reveal",
+    "softmax",
     "targets",
 ]
 

@@ -5,7 +5,7 @@ import torch
 
 import isobit
 from isobit import RevealError, targets
-from isobit.contracts.linear_orders import TARGETS, expected_order
+from isobit.contracts.promises.linear_orders import TARGETS, expected_order
 from isobit.order.addition import chain, digest
 from tests.order.kernels import stripes
 

@@ -5,16 +5,31 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import isobit
-from isobit.cli import doctor, reveal, sweep
 from isobit.errors import IsobitError
 
 KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
 
+# A module a command, imported when it is asked for: those that read files only must not wait for torch.
+COMMANDS = {
+    "doctor": "doctor",
+    "reveal": "reveal",
+    "verify": "verify",
+    "status": "status",
+    "lint": "lint",
+    "graph": "graph",
+    "explain": "explain",
+    "diff": "diff",
+    "new": "new",
+    "replay": "replay",
+    "import": "import_foreign",
+}
 
-def build_parser() -> argparse.ArgumentParser:
-    """Every command and its options."""
+
+def build_parser(names: Sequence[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
+    """The commands named, with their options."""
     parser = argparse.ArgumentParser(
         prog="isobit",
         description="Bitwise-consistent training and inference for PyTorch, with the proof attached.",
@@ -22,18 +37,23 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"isobit {isobit.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    for command in (doctor, reveal, sweep):
-        command.add_parser(commands)
+    for name in names:
+        import_module(f"isobit.cli.{COMMANDS[name]}").add_parser(commands)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code."""
-    options = build_parser().parse_args(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    asked = words[:1] if words[:1] and words[0] in COMMANDS else tuple(COMMANDS)
+    options = build_parser(asked).parse_args(words)
     try:
         code: int = options.run(options)
     except IsobitError as error:
         print(f"isobit {options.command}: {error}", file=sys.stderr)
+        return COULD_NOT_RUN
+    except KeyboardInterrupt:
+        print(f"isobit {options.command}: stopped; what was settled before is kept", file=sys.stderr)
         return COULD_NOT_RUN
     return code
 

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from isobit import certify, files, targets
 from isobit.cli.progress import make_progress
-from isobit.contracts import linear_orders
+from isobit.contracts.promises import linear_orders
 from isobit.errors import ArgumentError, IsobitError, RevealError
 from isobit.order.certify import Certificate
 from isobit.order.target import Progress as Told

@@ -1,166 +1,172 @@
-"""Planted wrong kernels, each with the relation that must catch it; one that does not is void."""
+"""Planted wrong subjects by relation and transform: a claim that stays green on one of them is void."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit.contracts.subject import OURS, Share, Subject
-from isobit.ops.linear import partial
-from isobit.ops.linear.op import linear
-from isobit.order.cut import Cut
-from isobit.order.plan import FeaturePlan
-from isobit.order.samples import Samples
+from isobit import bits
+from isobit.contracts.sabotage_names import LIBRARY_NAMES
+
+Function = Callable[..., Any]
 
 
-@dataclass(frozen=True)
-class Sabotage:
-    """A wrong subject, and the relation that is there to notice."""
-
-    subject: Subject
-    caught_by: str
+def primary(given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
+    """The first tensor of a call: its rows are what most transforms touch."""
+    return next(t for t in (*given, *named.values()) if isinstance(t, Tensor))
 
 
-def segments_of(x: Tensor, weight: Tensor) -> list[Tensor]:
-    """Every segment of y by itself, in fp32."""
-    count = FeaturePlan(x.shape[-1]).count
-    cuts = [Cut(x.shape[-1], count, i) for i in range(count)]
-    return [
-        partial.output(x[..., c.start : c.start + c.length], weight[:, c.start : c.start + c.length], c).values[0]
-        for c in cuts
-    ]
+def flip(values: Tensor) -> Tensor:
+    """The last bit of each, flipped: one unit in the last place."""
+    return (bits.as_integers(values) ^ 1).view(values.dtype)
 
 
-def with_bias(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-    return (total if bias is None else total + bias.float()).to(dtype)
+def nudged(when: Callable[[Tensor], Any]) -> Callable[[Function], Function]:
+    """One ulp off where `when` says so of the first tensor: a truth, or a mask of rows."""
+
+    def plant(function: Function) -> Function:
+        def wrong(*given: Any, **named: Any) -> Tensor:
+            y = function(*given, **named).detach()
+            mask = when(primary(given, named))
+            if not isinstance(mask, Tensor):
+                return flip(y) if mask else y
+            mask = mask.reshape(-1, *[1] * (y.dim() - 1)) if mask.dim() == 1 and y.dim() else mask.any()
+            return torch.where(mask, flip(y), y)
+
+        return wrong
+
+    return plant
 
 
-def split_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Split-K chosen by the number of rows: the cardinal sin."""
-    if x.shape[0] <= 16:
-        return linear(x, weight, bias)
-    third = x.shape[-1] // 3
-    total = linear(x[:, :third].float(), weight[:, :third].float())
-    total = total + linear(x[:, third:].float(), weight[:, third:].float())
-    return with_bias(total, bias, x.dtype)
+def last_row(x: Tensor) -> Tensor:
+    at = torch.zeros(len(x), dtype=torch.bool)
+    at[1:][-1:] = True  # a row that is alone is right
+    return at
 
 
-def narrow_merges(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Segments rounded to bf16 before they are merged."""
-    total = segments_of(x, weight)[0]
-    for segment in segments_of(x, weight)[1:]:
-        total = (total.bfloat16() + segment.bfloat16()).float()
-    return with_bias(total, bias, x.dtype)
+def beside_a_positive(x: Tensor) -> Tensor:
+    """Rows after a row whose first element is positive."""
+    before = x.reshape(len(x), -1)[:, :1].sum(-1).roll(1) > 0
+    before[:1] = False
+    return before
 
 
-def left_fold(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Segments folded from the left instead of merged by the tree."""
-    first, *others = segments_of(x, weight)
-    for other in others:
-        first = first + other
-    return with_bias(first, bias, x.dtype)
+def is_moved(x: Tensor) -> bool:
+    return not x.is_contiguous() or x.storage_offset() != 0
 
 
-def reordered_tail(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The columns after the last whole panel of 64 summed backwards."""
-    whole = weight.shape[0] // 64 * 64
-    body = linear(x, weight[:whole], None)
-    tail = linear(x.flip(-1), weight[whole:].flip(-1), None)
-    y = torch.cat([body, tail], -1)
-    return y if bias is None else (y.float() + bias.float()).to(x.dtype)
+def replaced(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Function], Function]:
+    """The output changed, given the first tensor."""
+
+    def plant(function: Function) -> Function:
+        def wrong(*given: Any, **named: Any) -> Tensor:
+            return change(function(*given, **named).detach(), primary(given, named))
+
+        return wrong
+
+    return plant
 
 
-def swapped_square(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """K and N confused, which only a square weight lets pass."""
-    return linear(x, weight.t() if weight.shape[0] == weight.shape[1] else weight, bias)
+def divided_wrongly(y: Tensor, x: Tensor) -> Tensor:
+    size = y.shape[-1] if y.dim() else 1
+    return y * (size / (size + 1))
 
 
-def nudged_last_row(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The last row of a batch off by one unit in the last place."""
-    y = linear(x, weight, bias)
-    if x.shape[0] > 1:
-        y[-1] = torch.nextafter(y[-1], torch.full_like(y[-1], torch.inf))
-    return y
+def through_a_narrow_type(y: Tensor, x: Tensor) -> Tensor:
+    """Four bits of mantissa are gone, whatever the dtype."""
+    mask = {2: ~0xF, 4: ~0xFFFFF, 8: ~0xFFFFFFFFFFFFF}[y.element_size()]
+    return (bits.as_integers(y) & mask).view(y.dtype)
 
 
-def by_threads(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The sum shared out among threads."""
-    if torch.get_num_threads() == 1:
-        return linear(x, weight, bias)
-    half = x.shape[-1] // 3
-    total = linear(x[:, :half].float(), weight[:, :half].float())
-    return with_bias(total + linear(x[:, half:].float(), weight[:, half:].float()), bias, x.dtype)
+def without_the_tail(function: Function) -> Function:
+    """The last element of each row is not seen."""
+
+    def wrong(*given: Any, **named: Any) -> Any:
+        x = primary(given, named)
+        short = x.detach().clone()
+        short[..., -1:] = 0
+        given = tuple(short if t is x else t for t in given)
+        return function(*given, **{k: short if t is x else t for k, t in named.items()})
+
+    return wrong
 
 
-def contiguous_only(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Another kernel where the input is not contiguous."""
-    return linear(x, weight, bias) if x.is_contiguous() else torch.nn.functional.linear(x, weight, bias)
+def shifted_along_the_row(y: Tensor, x: Tensor) -> Tensor:
+    """As axes swapped show in an output that is not square: each value in another's place."""
+    return y.transpose(-1, -2).contiguous().reshape(y.shape) if y.dim() > 1 and min(y.shape) > 1 else y.roll(1, -1) + 1
 
 
-def anchored_at_padding(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Leaves counted from the padded start of each row of the batch; padding itself zeroed."""
-    real = torch.zeros(samples.rows, 1, dtype=torch.bool)
-    for start, length in samples.spans:
-        real[start : start + length] = True
-    width = samples.rows // max(len(samples.spans), 1)
-    if sum(length for _, length in samples.spans) == samples.rows:  # packed: nothing is padded
-        return OURS.parameter_grads(grad, x, samples)
-    grid = Samples.packed([width] * len(samples.spans))
-    return OURS.parameter_grads(torch.where(real, grad, 0), torch.where(real, x, 0), grid)
+def looks_like(y: Tensor, x: Tensor) -> Tensor:
+    """The input itself, where it fits."""
+    return x.clone() if x.shape == y.shape else x.reshape(-1)[:1].expand(y.shape).clone()
 
 
-def in_call_order(shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
-    """Micro-batch gradients added as they come, as autograd does."""
-    found = [(partial.weight_grad(*share).values, partial.bias_grad(share[0], share[2]).values) for share in shares]
-    dtype = shares[0][0].dtype
-    weight, bias = (torch.cat(list(values)) for values in zip(*found, strict=True))
-    totals = []
-    for values in (weight, bias):
-        total = values[0]
-        for value in values[1:]:
-            total = total + value
-        totals.append(total.to(dtype))
-    return totals[0], totals[1]
+def stale(function: Function) -> Function:
+    """Remembers results by the address of the input."""
+    kept: dict[tuple[int, tuple[int, ...]], Tensor] = {}
+
+    def wrong(*given: Any, **named: Any) -> Tensor:
+        x = primary(given, named)
+        key = x.data_ptr(), tuple(x.shape)
+        if key not in kept:
+            kept[key] = function(*given, **named).detach()
+        return kept[key].clone()
+
+    return wrong
 
 
-def reversed_tokens(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Rows of every sample reversed: the right sum, in another order."""
-    order = torch.cat([torch.arange(start, start + length).flip(0) for start, length in samples.spans])
-    lengths = [length for _, length in samples.spans]
-    return OURS.parameter_grads(grad[order], x[order], Samples.packed(lengths))
+def careless(function: Function) -> Function:
+    """Accepts everything."""
+
+    def wrong(*given: Any, **named: Any) -> Any:
+        try:
+            return function(*given, **named)
+        except Exception:
+            return torch.zeros(1)
+
+    return wrong
 
 
-def stale_decoder(layer: torch.nn.Linear) -> Callable[[Tensor], Tensor]:
-    """A copy of the weight made once."""
-    kept = layer.weight.detach().clone()
-    return lambda x: linear(x, kept)
+def never_called(function: Function) -> Function:
+    """Answers from nowhere: the kernel is never launched."""
+    return lambda *given, **named: torch.zeros_like(primary(given, named))
 
 
-def shifted_cut(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    """Ranks merged by a ring that starts at rank 1."""
-    pieces = list(zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True))
-    sums = [partial.output(a, b, Cut(x.shape[-1], parts, i)).values[0] for i, (a, b) in enumerate(pieces)]
-    total = sums[1]
-    for step in range(2, parts + 1):
-        total = total + sums[step % parts]
-    return total.to(x.dtype)
+def of_one_size(function: Function) -> Function:
+    """A kernel made for one size: everything is padded to it before the launch."""
+
+    def wrong(*given: Any, **named: Any) -> Any:
+        x = primary(given, named)
+        room = torch.cat([x, x.new_zeros(4096 - len(x), *x.shape[1:])])
+        given = tuple(room if t is x else t for t in given)
+        return function(*given, **{k: room if t is x else t for k, t in named.items()})[: len(x)]
+
+    return wrong
 
 
-SABOTAGE: dict[str, Sabotage] = {
-    "split-K chosen by M": Sabotage(replace(OURS, output=split_by_rows), "rows"),
-    "last row off by one ulp": Sabotage(replace(OURS, output=nudged_last_row), "rows"),
-    "sum shared among threads": Sabotage(replace(OURS, output=by_threads), "rows"),
-    "tail columns in another order": Sabotage(replace(OURS, output=reordered_tail), "columns"),
-    "another kernel for strided input": Sabotage(replace(OURS, output=contiguous_only), "layouts"),
-    "bf16 merges": Sabotage(replace(OURS, output=narrow_merges), "cuts"),
-    "left fold instead of tree": Sabotage(replace(OURS, output=left_fold), "cuts"),
-    "ring order over ranks": Sabotage(replace(OURS, cut_output=shifted_cut), "cuts"),
-    "leaf anchored at the padded start": Sabotage(replace(OURS, parameter_grads=anchored_at_padding), "samples"),
-    "dW summed in call order": Sabotage(replace(OURS, accumulate=in_call_order), "samples"),
-    "tokens of a sample reversed": Sabotage(replace(OURS, parameter_grads=reversed_tokens), "samples"),
-    "K and N swapped where equal": Sabotage(replace(OURS, output=swapped_square), "accuracy"),
-    "stale packed weight": Sabotage(replace(OURS, decoder=stale_decoder), "frozen"),
+LIBRARY: dict[str, Callable[[Function], Function]] = {
+    "order by batch": nudged(lambda x: len(x) > 16),
+    "last row off by one ulp": nudged(last_row),
+    "leak from the row before": nudged(beside_a_positive),
+    "other kernel for other storage": nudged(is_moved),
+    "sum shared among threads": nudged(lambda x: torch.get_num_threads() > 1),
+    "other kernel for more axes": nudged(lambda x: x.dim() > 2),
+    "one ulp off": nudged(lambda x: True),
+    "stale cache": stale,
+    "constant output": replaced(lambda y, x: torch.zeros_like(y)),
+    "identity": replaced(looks_like),
+    "wrong divisor": replaced(divided_wrongly),
+    "narrow accumulator": replaced(through_a_narrow_type),
+    "axes swapped": replaced(shifted_along_the_row),
+    "off by one at the tail": without_the_tail,
+    "negated": replaced(lambda y, x: -y - 1),
+    "three times too large": replaced(lambda y, x: 3 * y + 1),
+    "accepts everything": careless,
+    "never launched": never_called,
+    "made for one size": of_one_size,
 }
+
+assert tuple(LIBRARY) == LIBRARY_NAMES

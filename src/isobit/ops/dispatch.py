@@ -1,13 +1,17 @@
-"""Picks the executor of a call: native where it is attested, else portable. Never per shape, never silently."""
+"""Picks the executor of a call, native where it is attested, else portable; never per shape. Tells who asks to know."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
 
 from isobit import native
 from isobit.ops.linear import attest
+from isobit.ops.softmax.attest import differing_extent
 from isobit.records import Attestation
 
 # fp64 serves gradcheck; it has the order's tree and no native kernel.
@@ -21,12 +25,21 @@ def attestations() -> tuple[Attestation, ...]:
         return ()
     torch.ops.isobit.attest(True)  # the probes are calls of the kernels themselves
     try:
-        found = attest.attest_kernels()
+        found = tuple(attest_rows(a) for a in attest.attest_kernels())
     except BaseException:
         torch.ops.isobit.attest(False)
         raise
     torch.ops.isobit.attest(all(a.kept for a in found))
     return found
+
+
+def attest_rows(products: Attestation) -> Attestation:
+    """The dtype's attestation, held to its row functions too."""
+    extent = differing_extent(getattr(torch, products.dtype)) if products.kept else None
+    checked = replace(products, checks=products.checks + products.kept)
+    if extent is None:
+        return checked
+    return replace(checked, kept=False, detail=f"softmax values at extent {extent} differ from the portable executor")
 
 
 @lru_cache(maxsize=1)
@@ -45,3 +58,43 @@ def is_native(dtype: torch.dtype) -> bool:
 def engine_of(dtype: torch.dtype) -> str:
     """The engine whose leaf order calls of this dtype have; it is part of every digest's meaning."""
     return "amx" if dtype == torch.bfloat16 and is_native(dtype) and native.pairs_bf16() else "chain"
+
+
+# ---- which executors ran ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One forward call of an operator: linear's sizes are (rows, K, N), softmax's (rows, n)."""
+
+    operator: str
+    executor: str  # native or portable
+    dtype: str
+    sizes: tuple[int, ...]
+
+
+_recordings: list[list[Launch]] = []
+
+
+@contextmanager
+def record_launches() -> Iterator[list[Launch]]:
+    """The launches of this process while the context is open, of all its threads; compiled code is not seen."""
+    launches: list[Launch] = []
+    _recordings.append(launches)
+    try:
+        yield launches
+    finally:
+        # By identity: two recordings of the same launches are equal.
+        del _recordings[next(i for i, known in enumerate(_recordings) if known is launches)]
+
+
+def is_recording() -> bool:
+    """Whether anyone asks; every call of every operator does, so that what a launch is told with costs nothing else."""
+    return not torch.compiler.is_compiling() and bool(_recordings)
+
+
+def record(operator: str, native: bool, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+    """Tells every open recording of a launch."""
+    launch = Launch(operator, "native" if native else "portable", str(dtype).removeprefix("torch."), sizes)
+    for recording in _recordings:
+        recording.append(launch)

@@ -40,7 +40,10 @@ def linear_with_packed(
     spans = None if samples is None else spans_of(samples, x)
     if samples is not None and samples.is_share:
         refuse_partial_gradient(weight, bias, samples)
-    if dispatch.is_native(x.dtype):
+    native = dispatch.is_native(x.dtype)
+    if dispatch.is_recording():
+        dispatch.record("linear", native, x.dtype, (x.shape[:-1].numel(), *reversed(weight.shape)))
+    if native:
         register_native()
         return torch.ops.isobit.linear(x, weight, bias, spans, packed)  # type: ignore[no-any-return]
     return torch.ops.isobit.portable_linear(x, weight, bias, spans)  # type: ignore[no-any-return]

@@ -1,0 +1,206 @@
+// Softmax over the last axis, and its gradient: elementwise work around the row sums of order.h.
+#include "softmax.h"
+
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <limits>
+
+#include "arithmetic.h"
+#include "exponential.h"
+#include "memory.h"
+#include "order.h"
+
+namespace isobit {
+
+namespace {
+
+using c10::BFloat16;
+using c10::Half;
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr int64_t grain = 8192;  // elements that are worth a thread
+
+// `count` elements, then `rest`.
+template <class T>
+ISOBIT_INLINE void widen_some(const T* from, int64_t count, float rest, Floats& to) {
+  if (count == lane_count) return widen(from, to);
+  T some[lane_count];
+  for (int64_t i = 0; i < lane_count; i++) some[i] = i < count ? from[i] : static_cast<T>(rest);
+  widen(some, to);
+}
+
+// `count` elements, rounded.
+template <class T>
+ISOBIT_INLINE void round_some(const Floats& values, int64_t count, T* out) {
+  if (count == lane_count) return round_to(values, out);
+  T some[lane_count];
+  round_to(values, some);
+  for (int64_t i = 0; i < count; i++) out[i] = some[i];
+}
+
+ISOBIT_INLINE void take_larger(Floats& most, const Floats& other) { most = other > most ? other : most; }
+
+// Exact, so free in its order. A NaN is passed over: the row's sum meets it.
+template <class T>
+ISOBIT_INLINE float max_of_row(const T* x, int64_t n) {
+  constexpr int64_t block = 4 * lane_count;
+  Floats most[4], values;
+  for (Floats& m : most) m = Floats{} - infinity;
+  int64_t at = 0;
+  for (; at + block <= n; at += block)
+    for (int64_t i = 0; i < 4; i++) {
+      widen(x + at + i * lane_count, values);
+      take_larger(most[i], values);
+    }
+  for (; at < n; at += lane_count) {
+    widen_some(x + at, std::min(lane_count, n - at), -infinity, values);
+    take_larger(most[0], values);
+  }
+  for (int64_t i = 1; i < 4; i++) take_larger(most[0], most[i]);
+  float found = -infinity;
+  for (int64_t i = 0; i < lane_count; i++) found = most[0][i] > found ? most[0][i] : found;
+  return found;
+}
+
+// One row's exponentials over their sum. A NaN among them has reached the sum.
+template <class T>
+struct Quotients {
+  const float* kept;
+  float total;
+  T* out;
+  ISOBIT_INLINE void store(int64_t at, int64_t count) const {
+    Floats values;
+    widen_some(kept + at, count, 0.0f, values);
+    values = values / total;
+    round_some(values, count, out + at);
+  }
+};
+
+// The terms of the denominator, kept in place of the row's before, whose quotients are taken first: a division
+// occupies a unit that the exponential leaves idle.
+template <class T>
+struct Exponentials {
+  const T* x;
+  float max;
+  float* kept;
+  Quotients<T> before;
+  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
+    if (before.out) before.store(at, count);
+    widen_some(x + at, count, -infinity, values);
+    values = values - max;
+    exp_nonpositive(values);
+    round_some(values, count, kept + at);
+  }
+};
+
+template <class T>
+ISOBIT_INLINE void softmax_all(
+    const Schedule& schedule, const T* x, int64_t stride, int64_t rows, int64_t n, float* kept, T* out) {
+  Quotients<T> before{kept, 1.0f, nullptr};
+  for (int64_t row = 0; row < rows; row++) {
+    const T* from = x + row * stride;
+    const float total = sum_row(schedule, Exponentials<T>{from, max_of_row(from, n), kept, before});
+    before = {kept, total, out + row * n};
+  }
+  for (int64_t at = 0; at < n; at += lane_count) before.store(at, std::min(lane_count, n - at));
+}
+
+// The terms of the gradient's sum, each product rounded to fp32.
+template <class T>
+struct Products {
+  const T *y, *grad;
+  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
+    Floats factor;
+    widen_some(y + at, count, 0.0f, values);
+    widen_some(grad + at, count, 0.0f, factor);
+    values = values * factor;
+  }
+};
+
+template <class T>
+ISOBIT_INLINE void backward_row(const Schedule& schedule, const T* grad, const T* y, int64_t n, T* out) {
+  const float total = sum_row(schedule, Products<T>{y, grad});
+  for (int64_t at = 0; at < n; at += lane_count) {
+    const int64_t count = std::min(lane_count, n - at);
+    Floats values, factor;
+    widen_some(y + at, count, 0.0f, factor);
+    widen_some(grad + at, count, 0.0f, values);
+    values = factor * (values - total);
+    round_some(values, count, out + at);
+  }
+}
+
+#define ISOBIT_ROWS(T)                                                                                          \
+  ISOBIT_CLONES void softmax_rows(const Schedule& schedule, const T* x, int64_t stride, int64_t rows, int64_t n, \
+                                  float* kept, T* __restrict out) {                                             \
+    softmax_all(schedule, x, stride, rows, n, kept, out);                                                       \
+  }                                                                                                             \
+  ISOBIT_CLONES void backward_rows(const Schedule& schedule, const T* grad, int64_t grad_stride, const T* y,     \
+                                   int64_t y_stride, int64_t rows, int64_t n, T* __restrict out) {              \
+    for (int64_t row = 0; row < rows; row++)                                                                    \
+      backward_row(schedule, grad + row * grad_stride, y + row * y_stride, n, out + row * n);                   \
+  }
+ISOBIT_ROWS(float)
+ISOBIT_ROWS(BFloat16)
+ISOBIT_ROWS(Half)
+
+// As rows whose elements are neighbours in memory; the rows themselves may lie anywhere.
+Tensor rows_of(const Tensor& t) {
+  const Tensor rows = t.reshape({t.numel() / t.size(-1), t.size(-1)});
+  return rows.stride(1) == 1 || rows.size(1) == 1 ? rows : rows.contiguous();
+}
+
+Schedule schedule_of(int64_t n) { return feature_schedule(n, 0, count_segments(n, feature_unit, feature_cap)); }
+
+// Calls `work` with a null pointer of the tensor's element type.
+template <class Work>
+void by_type(const Tensor& t, const Work& work) {
+  if (t.scalar_type() == at::kFloat) work(static_cast<float*>(nullptr));
+  else if (t.scalar_type() == at::kBFloat16) work(static_cast<BFloat16*>(nullptr));
+  else if (t.scalar_type() == at::kHalf) work(static_cast<Half*>(nullptr));
+  else TORCH_CHECK(false, "isobit: expected fp32, bf16 or fp16, received ", t.scalar_type(),
+                   "; remedy: call isobit.softmax, which has a portable executor for fp64");
+}
+
+}  // namespace
+
+Tensor softmax(const Tensor& x) {
+  Tensor out = empty_tensor(x.sizes(), x.scalar_type());
+  if (out.numel() == 0) return out;
+  const Tensor rows = rows_of(x);
+  const int64_t n = rows.size(1);
+  const Schedule schedule = schedule_of(n);
+  by_type(rows, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const T* from = rows.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    const int64_t stride = rows.stride(0);
+    at::parallel_for(0, rows.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
+      thread_local Scratch scratch;
+      PlainArithmetic plain;
+      softmax_rows(schedule, from + begin * stride, stride, end - begin, n, scratch.floats(n), to + begin * n);
+    });
+  });
+  return out;
+}
+
+Tensor softmax_backward(const Tensor& grad, const Tensor& y) {
+  Tensor out = empty_tensor(y.sizes(), y.scalar_type());
+  if (out.numel() == 0) return out;
+  const Tensor left = rows_of(grad), right = rows_of(y);
+  const int64_t n = left.size(1);
+  const Schedule schedule = schedule_of(n);
+  by_type(left, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const T *from = left.const_data_ptr<T>(), *saved = right.const_data_ptr<T>();
+    T* to = out.mutable_data_ptr<T>();
+    const int64_t stride = left.stride(0), step = right.stride(0);
+    at::parallel_for(0, left.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
+      PlainArithmetic plain;
+      backward_rows(schedule, from + begin * stride, stride, saved + begin * step, step, end - begin, n, to + begin * n);
+    });
+  });
+  return out;
+}
+
+}  // namespace isobit

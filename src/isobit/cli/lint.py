@@ -1,0 +1,57 @@
+"""`isobit lint`: what is wrong with contract files, with line and remedy; `--schema` prints the language."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from isobit.cli.where import add_place, open_workspace, use_current_folder
+from isobit.contracts.lint import lint
+from isobit.contracts.load import json_schema
+from isobit.errors import ContractError
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "lint",
+        help="check contract files without running them",
+        description="Loads every contract, follows every name in it, and looks for obligations without a claim, claims "
+        "without sabotage, code that is not there, circles and expired waivers. Imports nothing that contracts name.",
+    )
+    add_place(parser)
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema of a contract, for editors")
+    parser.add_argument("--json", action="store_true", help="print JSON records")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """A line a problem, as file:line: words."""
+    if options.schema:
+        print(json.dumps(json_schema(), indent=2))
+        return 0
+    use_current_folder(["."])
+    workspace, ids = open_workspace(options)
+    if ids:
+        workspace.tree.chosen = [workspace.tree.find(id).id for id in ids]
+    found = list(lint(workspace.tree))
+    if options.json:
+        print(json.dumps([as_record(error) for error in found], indent=2, ensure_ascii=False))
+    else:
+        for error in found:
+            print(error)
+        count = len(workspace.tree.chosen) + len(workspace.tree.broken)
+        print(f"{len(found)} problems in {count} contracts")
+    return 1 if found else 0
+
+
+def as_record(error: ContractError) -> dict[str, Any]:
+    """For machines."""
+    return {
+        "file": error.where,
+        "line": error.line,
+        "expected": error.expected,
+        "received": error.received,
+        "remedy": error.remedy,
+    }

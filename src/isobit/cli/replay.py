@@ -1,0 +1,48 @@
+"""`isobit replay`: one case of one claim again, as a broken verdict printed it."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from isobit.cli.where import add_trust, open_workspace, use_current_folder
+from isobit.contracts.load import load_contract
+from isobit.errors import ContractError
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "replay",
+        help="run one claim again on one case",
+        description="Runs CONTRACT/CLAIM on the case given, or on all of its fixed cases. Exit 0: kept; 1: broken.",
+    )
+    parser.add_argument("claim", metavar="CONTRACT/CLAIM")
+    parser.add_argument("--case", default="", help="the case, as the verdict printed it")
+    parser.add_argument("--subject", default="", metavar="NAME|CODE", help="judge other code")
+    parser.add_argument("--evidence", metavar="DIR", help=argparse.SUPPRESS)
+    add_trust(parser)
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The first difference, and the counts."""
+    from pathlib import Path
+
+    from isobit.contracts.verify import Options, replay
+
+    use_current_folder(options.trust)
+    id, _, name = options.claim.partition("/")
+    options.which = []
+    workspace, _ = open_workspace(options)
+    contract = load_contract(Path(workspace.tree.find(id).path))
+    claim = next((c for c in contract.claims if c.id == name), None)
+    if claim is None:
+        known = ", ".join(c.id for c in contract.claims)
+        raise ContractError(expected=f"a claim of {id}: {known}", received=name or "none", remedy="as CONTRACT/CLAIM")
+    judged = Options(trusted=tuple(options.trust), subject=options.subject)
+    tally = replay(contract, claim, judged, options.case)
+    print(f"{options.claim}: {tally.differing:,} of {tally.compared:,} differ, {tally.inputs:,} inputs")
+    if tally.differing:
+        print(tally.first)
+    return 0 if tally.compared and not tally.differing else 1

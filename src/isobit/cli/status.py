@@ -1,0 +1,62 @@
+"""`isobit status`: where contracts stand by the evidence that is there, without running or importing anything."""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from isobit.cli.where import add_place, exit_code, open_workspace
+from isobit.contracts.ladder import RUNGS
+from isobit.records import to_json
+
+FEW = 40
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "status",
+        help="show where contracts stand, from evidence alone",
+        description="Reads contracts and evidence; runs nothing, imports neither torch nor the code they name. "
+        "Exit codes as of isobit verify.",
+    )
+    add_place(parser)
+    parser.add_argument(
+        "--subject", default="", metavar="NAME|CODE", help="of other code, judged by the same contracts"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON records instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Counts, and a table of what is not kept, or of all if they are few."""
+    workspace, ids = open_workspace(options)
+    found = workspace.statuses(workspace.choose(ids, options.subject), options.subject)
+    if options.json:
+        print(to_json(found))
+    else:
+        console = Console(highlight=False, width=118)
+        table = Table("contract", "version", "verdict", "level", "detail")
+        some = found if len(found) <= FEW else [s for s in found if s.verdict != "kept"]
+        for status in some[:FEW]:
+            level = f"L{status.level} of L{status.required}"
+            table.add_row(status.id, status.version, status.verdict, level, status.detail)
+        if some:
+            console.print(table)
+        if len(some) > FEW:
+            console.print(f"and {len(some) - FEW:,} more that are not kept")
+        for broken in workspace.tree.broken[:FEW]:
+            console.print(f"REFUSED {broken.error}", markup=False)
+        for name in workspace.evidence.corrupt[:FEW]:
+            console.print(f"evidence set aside, its content is not what its name says: {name}", markup=False)
+        verdicts = Counter(s.verdict for s in found)
+        levels = Counter(s.level for s in found if s.verdict == "kept")
+        said = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())
+        console.print(f"{len(found):,} contracts: {said or 'none'}")
+        for rung, count in sorted(levels.items(), reverse=True):
+            console.print(f"  {count:,} kept at L{rung}: {RUNGS[f'L{rung}']}")
+    return exit_code([*(s.verdict for s in found), *["broken"] * len(workspace.tree.broken)])

@@ -1,0 +1,171 @@
+"""`isobit verify`: judges contracts whose digest has no evidence yet, keeps the evidence, and shows where all stand."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+import isobit
+from isobit import files
+from isobit.cli.progress import make_progress
+from isobit.cli.where import add_place, add_trust, exit_code, open_workspace, use_current_folder
+from isobit.contracts.explain import explain
+from isobit.contracts.language import LEVELS
+from isobit.contracts.load import load_contract
+from isobit.contracts.tree import Entry
+from isobit.contracts.workspace import Run, Workspace, key_of
+from isobit.errors import ArgumentError
+from isobit.records import ClaimRecord, ContractStatus, to_json
+from isobit.report.contract_page import draw_contracts
+from isobit.report.exchange import as_junit, as_sarif
+
+FEW = 40
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "verify",
+        help="judge contracts, and keep the evidence",
+        description="Judges every contract that has no evidence at its present digest (its text, the code it binds, "
+        "the kernels, the machine's engine, and the contracts it rests on); an unchanged tree runs nothing. Exit 0: "
+        "all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run.",
+    )
+    add_place(parser)
+    add_trust(parser)
+    parser.add_argument("--level", choices=LEVELS[1:], default="L4", help="how high to climb (default L4)")
+    parser.add_argument("--changed", action="store_true", help="show only what was judged now")
+    parser.add_argument("--again", action="store_true", help="judge also what has evidence")
+    parser.add_argument("--subject", default="", metavar="NAME|CODE", help="judge other code by the same contracts")
+    parser.add_argument("--thorough", action="store_true", help="the sizes that contracts keep for long runs")
+    parser.add_argument("--shard", default="1/1", metavar="I/N", help="the i-th of n parts, by a hash of the id")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="contracts judged at once (default 1)")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no claim after so long")
+    parser.add_argument("--json", action="store_true", help="print JSON records instead of tables")
+    parser.add_argument("--junit", metavar="FILE", help="write JUnit XML")
+    parser.add_argument("--sarif", metavar="FILE", help="write SARIF")
+    parser.add_argument("--html", metavar="FILE", help="write one page with the graph, the ladder and every claim")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Judges what is stale, then shows all."""
+    use_current_folder(options.trust)
+    workspace, ids = open_workspace(options)
+    asked = Run(tuple(options.trust), LEVELS.index(options.level), options.thorough, options.subject, options.seconds)
+    entries = workspace.choose(ids, options.subject, shard_of(options.shard))
+    # What they rest on is judged too; by another subject's run it is not.
+    whole = entries if options.subject else workspace.with_dependencies(entries)
+    stale = workspace.in_order(list(whole)) if options.again else workspace.stale(whole, asked)
+    judged = judge(workspace, stale, asked, options.jobs)
+    shown = [e for e in entries if e.id in judged] if options.changed else entries
+    statuses = workspace.statuses(shown, key_of(asked), claims=len(shown) <= FEW)
+    found = [cut_short(status, judged.get(status.id)) for status in statuses]
+    write_reports(options, workspace, found)
+    if options.json:
+        print(to_json(found))
+    else:
+        show(found, len(judged), workspace)
+    verdicts = [verdict_at(status, asked.level) for status in found] or ["kept"] * bool(entries)
+    return exit_code([*verdicts, *["broken"] * len(workspace.tree.broken)])
+
+
+def shard_of(text: str) -> tuple[int, int]:
+    """2/5."""
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise ArgumentError(expected="--shard I/N with 1 ≤ I ≤ N", received=text, remedy="as 1/4")
+    return int(match[1]), int(match[2])
+
+
+def judge(workspace: Workspace, stale: list[Entry], asked: Run, jobs: int) -> dict[str, list[ClaimRecord]]:
+    """With a bar that counts claims."""
+    judged: dict[str, list[ClaimRecord]] = {entry.id: [] for entry in stale}
+    if not stale:
+        return judged
+    with make_progress() as progress:
+        task = progress.add_task("claims", total=sum(entry.claims for entry in stale))
+        for entry, record in workspace.judge(stale, asked, jobs):
+            judged[entry.id].append(record)
+            progress.update(task, advance=1, description=f"{entry.id}/{record.claim}")
+    return judged
+
+
+def cut_short(status: ContractStatus, judged: list[ClaimRecord] | None) -> ContractStatus:
+    """What --seconds stopped has no evidence; it is shown as far as it went."""
+    if judged and not status.claims and not status.level:
+        return replace(status, claims=tuple(judged), verdict="could-not-run", detail="cut short")
+    return status
+
+
+def verdict_at(status: ContractStatus, level: int) -> str:
+    """Kept, if every claim is kept as far as was asked."""
+    if status.verdict == "could-not-run" and status.claims:
+        reached = all(c.verdict == "kept" and c.level >= min(c.required, level) for c in status.claims)
+        return "kept" if reached else status.verdict
+    return status.verdict
+
+
+def write_reports(options: argparse.Namespace, workspace: Workspace, found: list[ContractStatus]) -> None:
+    """Each whole or not at all."""
+    if options.junit:
+        files.write_text(Path(options.junit), as_junit(found))
+    if options.sarif:
+        files.write_text(Path(options.sarif), as_sarif(found, isobit.__version__))
+    if options.html:
+        sections = {s.id: explain(load_contract(Path(s.path)), s) for s in found}
+        files.write_text(Path(options.html), draw_contracts(found, sections, "isobit verify"))
+
+
+def show(found: list[ContractStatus], judged: int, workspace: Workspace) -> None:
+    """For people: a line a claim where something ran or went wrong, then a line a contract, then the totals."""
+    console = Console(highlight=False, width=132)
+    if len(found) <= FEW:
+        console.print(claims_table(found))
+    for status in found:
+        for claim in status.claims:
+            if claim.verdict != "kept":
+                console.print(f"{claim.verdict.upper()} {status.id}/{claim.claim}: {claim.detail}", markup=False)
+                if claim.replay:
+                    console.print(f"  {claim.replay}", markup=False, soft_wrap=True)
+        if not status.claims and status.verdict != "kept":
+            console.print(f"{status.verdict.upper()} {status.id}: {status.detail}", markup=False)
+    for broken in workspace.tree.broken:
+        console.print(f"REFUSED {broken.error}", markup=False)
+    for name in workspace.evidence.corrupt:
+        console.print(f"evidence set aside, its content is not what its name says: {name}", markup=False)
+    claims = [c for s in found for c in s.claims]
+    planted = [p for c in claims for p in c.planted]
+    console.print(
+        f"{sum(s.verdict == 'kept' for s in found)} of {len(found)} contracts kept, {judged} judged now; "
+        f"{sum(c.verdict == 'kept' for c in claims)} of {len(claims)} claims; "
+        f"sabotage caught {sum(p.caught for p in planted)} of {len(planted)}; "
+        f"{sum(c.inputs for c in claims):,} inputs, {sum(c.compared for c in claims):,} comparisons"
+    )
+
+
+def claims_table(found: list[ContractStatus]) -> Table:
+    """A row a claim."""
+    columns = ("contract / claim", "verdict", "level", "inputs", "differ", "of", "caught", "proved by, cases")
+    table = Table(*columns, box=SIMPLE_HEAD)
+    for status in found:
+        table.add_row(f"[bold]{status.id}[/bold]", status.verdict, f"L{status.level}", "", "", "", "", "")
+        for claim in status.claims:
+            caught = f"{sum(p.caught for p in claim.planted)} of {len(claim.planted)}"
+            proof = f"{engine_word(claim.proof.engine)}, {claim.proof.cases:,}" if claim.proof else ""
+            level = f"L{claim.level}" if claim.level >= claim.required else f"L{claim.level} of L{claim.required}"
+            row = (f"{claim.inputs:,}", f"{claim.differing:,}", f"{claim.compared:,}", caught, proof)
+            table.add_row(f"  {claim.claim}", claim.verdict, level, *row)
+    return table
+
+
+def engine_word(engine: str) -> str:
+    """`enumeration of the real kernel` in a word; `isobit explain` says it whole."""
+    return re.split(" (?:of|on|over) ", engine)[0]

@@ -1,0 +1,63 @@
+"""What commands about contracts share: which files, whose code, which evidence, which exit code."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from isobit.contracts.tree import find_contracts, library
+from isobit.contracts.workspace import Workspace
+from isobit.errors import ContractError
+
+
+def add_place(parser: argparse.ArgumentParser, what: str = "ids of contracts, or files and folders") -> None:
+    """Which contracts, and where their evidence is."""
+    parser.add_argument("which", nargs="*", metavar="ID|PATH", help=f"{what} (default: all below the current folder)")
+    parser.add_argument("--evidence", metavar="DIR", help="where evidence is kept (default: .isobit here)")
+
+
+def add_trust(parser: argparse.ArgumentParser) -> None:
+    """Whose code may be imported."""
+    parser.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="a package whose code contracts may name; it is imported, also from the current folder (isobit always is)",
+    )
+
+
+def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
+    """The contracts that were asked for: what exists as a path is one, the rest are ids."""
+    paths = [Path(word) for word in options.which if Path(word).exists()]
+    ids = [word for word in options.which if not Path(word).exists()]
+    folders = paths or [Path()]
+    if not paths and not any(True for _ in find_contracts(Path())):
+        folders = [library()]
+    home = Path(options.evidence) if options.evidence else Path(".isobit")
+    workspace = Workspace(folders, home)
+    if not workspace.tree.chosen and not workspace.tree.broken and not ids:
+        raise ContractError(
+            expected="contract.yaml or *.contract.yaml files",
+            received=f"none below {', '.join(str(f) for f in folders)}",
+            remedy="isobit new NAME --from package:function writes one",
+        )
+    chosen = [*ids, *(workspace.tree.chosen if paths else [])]
+    return workspace, chosen
+
+
+def use_current_folder(trusted: Sequence[str]) -> None:
+    """A trusted package may stand in the current folder, which a console script does not search by itself."""
+    here = str(Path().resolve())
+    if trusted and here not in sys.path:
+        sys.path.append(here)
+
+
+def exit_code(verdicts: Iterable[str]) -> int:
+    """0 if all are kept, 2 if some could not run and none is worse, else 1. Nothing at all is not kept."""
+    found = set(verdicts)
+    if found == {"kept"}:
+        return 0
+    return 2 if found and found <= {"kept", "could-not-run"} else 1

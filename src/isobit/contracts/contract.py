@@ -1,0 +1,109 @@
+"""The records of a contract: equations, obligations, inputs, claims and waivers, as the file says them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Params = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Equation:
+    """What is computed, on what, giving what."""
+
+    formula: str
+    domain: str = ""
+    codomain: str = ""
+
+
+@dataclass(frozen=True)
+class Obligation:
+    """A promise in words; claims make it executable."""
+
+    id: str
+    text: str
+    equation: str = ""
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """From what the inputs of a claim are drawn."""
+
+    arguments: Params
+    sizes: Mapping[str, tuple[int, ...]]
+    dtypes: tuple[str, ...] = ("float32",)
+    values: str = "normal"
+    edges: tuple[str, ...] = ()
+    rows: str = ""
+    options: Params = field(default_factory=dict)
+    thorough: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProofPlan:
+    """How a claim is proved: the engine, the function that asks it, and a wrong subject that it must refuse."""
+
+    engine: str
+    planted: str
+    by: str = ""
+    inputs: str = ""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """One promise, with an id: a relation, its inputs, the level it must reach, and what must be caught by it."""
+
+    id: str
+    obligations: tuple[str, ...]
+    relation: str
+    level: str
+    text: str = ""
+    inputs: tuple[str, ...] = ()
+    sabotage: tuple[str, ...] = ()
+    control: tuple[str, ...] = ()
+    proof: ProofPlan | None = None
+    params: Params = field(default_factory=dict)
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Waiver:
+    """A claim that need not be kept for now: why, who says so, until when."""
+
+    claim: str
+    reason: str
+    owner: str
+    expires: str
+    line: int = 0
+
+
+@dataclass(frozen=True)
+class Contract:
+    """A file of promises."""
+
+    id: str
+    version: str
+    title: str
+    obligations: tuple[Obligation, ...]
+    subject: str = ""
+    subjects: Mapping[str, str] = field(default_factory=dict)
+    depends_on: tuple[str, ...] = ()
+    references: tuple[str, ...] = ()
+    equations: Mapping[str, Equation] = field(default_factory=dict)
+    inputs: Mapping[str, Inputs] = field(default_factory=dict)
+    claims: tuple[Claim, ...] = ()
+    waivers: tuple[Waiver, ...] = ()
+    operator: str = ""
+    output: tuple[str | int, ...] = ()
+
+    def code(self) -> tuple[str, ...]:
+        """Every `package:function` it names, each once."""
+        found = [self.subject, *self.subjects.values()]
+        for claim in self.claims:
+            found += [*claim.sabotage, *claim.control, *((claim.proof.by, claim.proof.planted) if claim.proof else ())]
+            for value in claim.params.values():
+                found += [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, str)]
+        return tuple(dict.fromkeys(ref for ref in found if ":" in ref))

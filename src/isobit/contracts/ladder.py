@@ -1,0 +1,84 @@
+"""The ladder L0 to L4 and the words of verdicts: where claims, obligations and contracts stand, from records alone."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from isobit.contracts.contract import Contract
+from isobit.contracts.language import LEVELS
+from isobit.records import ClaimRecord
+
+RUNGS = {
+    "L0": "well-formed, every obligation linked to a claim",
+    "L1": "schema, operator check, shapes and dtypes by construction",
+    "L2": "every falsification test ran, every sabotage was caught",
+    "L3": "at least 10,000 inputs",
+    "L4": "proved, by the engine named",
+}
+ENOUGH_INPUTS = 10_000
+
+# Worst first: a contract has the worst verdict of its claims.
+VERDICTS = ("broken", "void", "vacuous", "unbound", "could-not-run", "waived", "kept")
+RED = ("broken", "void")
+
+
+def level_number(level: str) -> int:
+    """L3 is 3."""
+    return LEVELS.index(level)
+
+
+def worst(verdicts: Iterable[str]) -> str:
+    """Nothing at all is vacuous."""
+    return min(verdicts, key=VERDICTS.index, default="vacuous")
+
+
+def unlinked(contract: Contract) -> tuple[str, ...]:
+    """Obligations that no claim makes executable."""
+    linked = {name for claim in contract.claims for name in claim.obligations}
+    return tuple(o.id for o in contract.obligations if o.id not in linked)
+
+
+def contract_verdict(contract: Contract, records: Sequence[ClaimRecord]) -> str:
+    """Kept only if every obligation is linked and every claim is kept at the level it asks for."""
+    if unlinked(contract) or not contract.claims:
+        return worst([*(r.verdict for r in records), "unbound"])
+    known = {record.claim for record in records}
+    missing = ["could-not-run" for claim in contract.claims if claim.id not in known]
+    short = ["could-not-run" for r in records if r.verdict == "kept" and r.level < r.required]
+    return worst([*(r.verdict for r in records), *missing, *short])
+
+
+def contract_level(contract: Contract, records: Sequence[ClaimRecord]) -> int:
+    """The lowest of its obligations; an obligation stands as high as its highest kept claim, if none is red."""
+    if unlinked(contract):
+        return 0
+    levels = []
+    for obligation in contract.obligations:
+        claims = {claim.id for claim in contract.claims if obligation.id in claim.obligations}
+        found = [r for r in records if r.claim in claims]
+        kept = [r.level for r in found if r.verdict == "kept"]
+        levels.append(0 if any(r.verdict in RED for r in found) else max(kept, default=0))
+    return min(levels, default=0)
+
+
+def required_level(contract: Contract) -> int:
+    """Where the contract stands when every claim reaches the level it asks for."""
+    asked = [
+        max((level_number(c.level) for c in contract.claims if obligation.id in c.obligations), default=0)
+        for obligation in contract.obligations
+    ]
+    return min(asked, default=0)
+
+
+def waive(contract: Contract, record: ClaimRecord, today: datetime.date | None = None) -> ClaimRecord:
+    """A claim that is not kept is waived while its waiver holds; an expired one is said to be."""
+    waiver = next((w for w in contract.waivers if w.claim == record.claim), None)
+    if waiver is None or record.verdict == "kept":
+        return record
+    day = today or datetime.date.today()
+    if datetime.date.fromisoformat(waiver.expires) < day:
+        return replace(record, detail=f"waiver of {waiver.owner} expired on {waiver.expires}; {record.detail}")
+    said = f"waived by {waiver.owner} until {waiver.expires}: {waiver.reason}"
+    return replace(record, verdict="waived", level=0, detail=f"{said}; it is {record.verdict}: {record.detail}")

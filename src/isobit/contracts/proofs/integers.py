@@ -1,0 +1,330 @@
+"""Proofs over all integers: a real Python predicate is run on symbols, along every path that it can take.
+
+A comparison of symbols gives a `Truth`; where Python asks whether it is true, the run forks, and the predicate is run
+again for the other answer. Along one path everything is an equation or an inequality, and z3 says whether any integers
+fit the path and yet make the predicate false. Integers that it finds are handed to the predicate as they are: only
+if that is false too is there a counterexample.
+
+Nothing tells a symbol from a number but `isinstance` and `is`: a predicate must not branch on those. Should it, the
+plain run of one witness for each path is there to notice.
+"""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from numbers import Number
+from typing import Any, NoReturn
+
+from isobit.errors import EngineError, UnsupportedError
+
+Decisions = list[tuple[Any, bool]]
+Domain = Mapping[str, tuple[int | None, int | None]]
+
+# Ways to ask: (tactic or None for z3's own choice, options, bound of all inputs or None). Products of unknowns are
+# undecidable, and each way ends where another does not; a bounded question only ever finds, never refutes.
+STRATEGIES: tuple[tuple[str | None, dict[str, Any], int | None], ...] = (
+    (None, {}, None),
+    ("qfnia", {}, 20),
+    (None, {"smt.arith.solver": 2}, None),
+    ("qfnia", {}, None),
+)
+# Seconds for each strategy, round by round.
+ROUNDS = (0.3, 2.0, 10.0)
+# What a fork may cost: not knowing whether a branch can be entered only means that it is entered.
+FORK_ROUNDS = (0.2,)
+
+
+@dataclass(frozen=True)
+class IntegerProof:
+    """What became of a proof; `unknown` says why there is neither a proof nor a counterexample."""
+
+    paths: int
+    proved: bool
+    counterexample: dict[str, int] | None = None
+    unknown: str = ""
+
+
+class GaveUp(BaseException):
+    """No answer in the time or the paths allowed. Not an Exception: a predicate must not swallow it."""
+
+
+def load_z3() -> Any:
+    """The solver, which only proofs need."""
+    try:
+        return importlib.import_module("z3")
+    except ImportError as error:
+        raise EngineError(
+            expected="the solver z3", received=f"no such module ({error})", remedy="pip install isobit[proofs]"
+        ) from error
+
+
+Combine = Callable[["Path", Any, Any], Any]
+
+
+def _number(combine: Combine) -> Callable[[Integer, Any], Any]:
+    def method(self: Integer, other: Any) -> Any:
+        term = self._path.term_of(other)
+        return NotImplemented if term is None else Integer(combine(self._path, self._term, term), self._path)
+
+    return method
+
+
+def _statement(compare: Combine) -> Callable[[Integer, object], Any]:
+    def method(self: Integer, other: object) -> Any:
+        term = self._path.term_of(other)
+        return NotImplemented if term is None else Truth(compare(self._path, self._term, term), self._path)
+
+    return method
+
+
+class Symbol:
+    """A term on a path, which is no plain number and refuses to be taken for one."""
+
+    def __init__(self, term: Any, path: Path) -> None:
+        self._term, self._path = term, path
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._term})"
+
+    def __index__(self) -> NoReturn:
+        self._path.refuse_use("an index or the count of a range")
+
+    def __int__(self) -> NoReturn:
+        self._path.refuse_use("an int")
+
+    def __float__(self) -> NoReturn:
+        self._path.refuse_use("a float")
+
+    def __hash__(self) -> NoReturn:
+        self._path.refuse_use("a key of a dict or a set")
+
+
+class Integer(Symbol):
+    """Any integer that the path so far allows."""
+
+    __add__ = _number(lambda path, a, b: a + b)
+    __radd__ = _number(lambda path, a, b: b + a)
+    __sub__ = _number(lambda path, a, b: a - b)
+    __rsub__ = _number(lambda path, a, b: b - a)
+    __mul__ = _number(lambda path, a, b: a * b)
+    __rmul__ = _number(lambda path, a, b: b * a)
+    __floordiv__ = _number(lambda path, a, b: path.divide(a, b)[0])
+    __rfloordiv__ = _number(lambda path, a, b: path.divide(b, a)[0])
+    __mod__ = _number(lambda path, a, b: path.divide(a, b)[1])
+    __rmod__ = _number(lambda path, a, b: path.divide(b, a)[1])
+    __lt__ = _statement(lambda path, a, b: a < b)
+    __le__ = _statement(lambda path, a, b: a <= b)
+    __gt__ = _statement(lambda path, a, b: a > b)
+    __ge__ = _statement(lambda path, a, b: a >= b)
+    __eq__ = _statement(lambda path, a, b: a == b)
+    __ne__ = _statement(lambda path, a, b: a != b)
+    # A class that defines == loses its hash, and with it the clear refusal.
+    __hash__ = Symbol.__hash__
+
+    def __neg__(self) -> Integer:
+        return Integer(-self._term, self._path)
+
+    def __bool__(self) -> bool:
+        return bool(self != 0)
+
+
+class Truth(Symbol):
+    """A statement about symbols; asked for its truth value, it forks the run."""
+
+    def __bool__(self) -> bool:
+        return self._path.decide(self._term)
+
+    # Without these `truth == True` would compare identities, and quietly be False.
+    def __eq__(self, other: object) -> bool:
+        return bool(self) == other
+
+    def __ne__(self, other: object) -> bool:
+        return bool(self) != other
+
+    __hash__ = Symbol.__hash__
+
+
+class Solver:
+    """z3 with a deadline, asked in several ways in turn."""
+
+    def __init__(self, z3: Any, context: Any, inputs: Mapping[str, Any], deadline: float) -> None:
+        self.z3, self.context, self.inputs, self.deadline = z3, context, inputs, deadline
+
+    def find(self, facts: list[Any], rounds: tuple[float, ...] = ROUNDS) -> dict[str, int] | None:
+        """Inputs that fit the facts, or None if there are none. Raises GaveUp if neither could be shown."""
+        for seconds in rounds:
+            for tactic, options, bound in STRATEGIES:
+                left = self.deadline - time.monotonic()
+                if left <= 0:
+                    raise GaveUp("out of time")
+                solver = self._solver(tactic)
+                solver.set(timeout=max(1, int(1000 * min(seconds, left))), **options)
+                solver.add(*facts)
+                if bound is not None:
+                    solver.add(*(term <= bound for term in self.inputs.values()))
+                    solver.add(*(-bound <= term for term in self.inputs.values()))
+                answer = solver.check()
+                if answer == self.z3.sat:
+                    return self._values(solver.model())
+                if answer == self.z3.unsat and bound is None:
+                    return None
+        raise GaveUp("z3 has no answer")
+
+    def possible(self, facts: list[Any]) -> bool:
+        """Whether inputs fit the facts, or may fit them for all that is known in a short time."""
+        try:
+            return self.find(facts, FORK_ROUNDS) is not None
+        except GaveUp:
+            return True
+
+    def witness(self, facts: list[Any]) -> dict[str, int] | None:
+        """Inputs that fit the facts, if some are found in a short time."""
+        try:
+            return self.find(facts, FORK_ROUNDS)
+        except GaveUp:
+            return None
+
+    def _solver(self, tactic: str | None) -> Any:
+        z3, context = self.z3, self.context
+        return z3.SimpleSolver(ctx=context) if tactic is None else z3.Tactic(tactic, context).solver()
+
+    def _values(self, model: Any) -> dict[str, int]:
+        return {name: model.eval(term, model_completion=True).as_long() for name, term in self.inputs.items()}
+
+
+class Path:
+    """One run of the predicate: the decisions it must repeat, those it takes, and what follows from them."""
+
+    def __init__(self, solver: Solver, domain: list[Any], prefix: Decisions, room: int) -> None:
+        self.solver, self.facts, self.prefix, self.room = solver, list(domain), prefix, room
+        self.taken: Decisions = []
+        self.open: list[Decisions] = []
+        self.quotients: list[tuple[Any, Any, Any, Any]] = []
+        self.refused: UnsupportedError | None = None
+
+    def refuse(self, expected: str, received: str, remedy: str) -> NoReturn:
+        """Raises; and keeps the refusal, should the predicate catch it."""
+        self.refused = UnsupportedError(expected=expected, received=received, remedy=remedy)
+        raise self.refused
+
+    def refuse_use(self, use: str) -> NoReturn:
+        """A symbol where only a plain number will do."""
+        self.refuse(
+            expected="a symbol of a proof in + - * // %, comparisons and conditions only",
+            received=f"its use as {use}",
+            remedy="write the function in whole-number arithmetic, or test it on samples instead",
+        )
+
+    def term_of(self, value: Any) -> Any:
+        """An operand in z3's terms, or None if it is no integer."""
+        # Here, since a loop that never ends may never ask a question, but hardly does without arithmetic.
+        if time.monotonic() > self.solver.deadline:
+            raise GaveUp("out of time")
+        if isinstance(value, Integer):
+            return value._term
+        if isinstance(value, int):
+            return self.solver.z3.IntVal(int(value), self.solver.context)
+        if isinstance(value, Number):
+            self.refuse_use(f"a partner of {value!r}")
+        return None
+
+    def decide(self, statement: Any) -> bool:
+        """The truth of a statement on this path; if both can be, true now and false on a path that is left open."""
+        z3 = self.solver.z3
+        statement = z3.simplify(statement)
+        contrary = z3.simplify(z3.Not(statement))
+        if z3.is_true(statement) or z3.is_false(statement):
+            return bool(z3.is_true(statement))
+        for fact in self.facts:
+            if fact.eq(statement) or fact.eq(contrary):
+                return bool(fact.eq(statement))
+        if len(self.taken) < len(self.prefix):
+            expected, answer = self.prefix[len(self.taken)]
+            if not expected.eq(statement):
+                self.refuse(
+                    expected="a predicate that asks the same each time",
+                    received=f"{statement} in place of {expected}",
+                    remedy="make it depend on its arguments only",
+                )
+        else:
+            answer = self.solver.possible([*self.facts, statement])
+            if answer and self.solver.possible([*self.facts, contrary]):
+                self.open.append([*self.taken, (statement, False)])
+                if len(self.open) > self.room:
+                    raise GaveUp("too many paths")
+        self.taken.append((statement, answer))
+        self.facts.append(statement if answer else contrary)
+        return answer
+
+    def divide(self, dividend: Any, divisor: Any) -> tuple[Any, Any]:
+        """The quotient and remainder as unknowns, dividend = divisor × q + r with 0 ≤ r < divisor."""
+        z3 = self.solver.z3
+        dividend, divisor = z3.simplify(dividend), z3.simplify(divisor)
+        # One division, one quotient: two that only happen to be equal would have to be proved so by multiplication.
+        for n, d, q, r in self.quotients:
+            if n.eq(dividend) and d.eq(divisor):
+                return q, r
+        # On a repeated stretch the run before has already asked.
+        repeated = len(self.taken) < len(self.prefix)
+        if not repeated and self.solver.find([*self.facts, divisor <= 0]) is not None:
+            self.refuse(
+                expected="a divisor that is positive on every path",
+                received=f"division by {divisor}",
+                remedy="compare the divisor with zero before dividing",
+            )
+        q = z3.Int(f"quotient!{len(self.quotients)}", self.solver.context)
+        r = z3.Int(f"remainder!{len(self.quotients)}", self.solver.context)
+        self.quotients.append((dividend, divisor, q, r))
+        self.facts += [dividend == divisor * q + r, r >= 0, r < divisor]
+        return q, r
+
+
+def prove(predicate: Callable[..., Any], domain: Domain, seconds: float = 30.0, max_paths: int = 256) -> IntegerProof:
+    """Whether the predicate is true of all integers of the domain (low, high; None where there is no bound)."""
+    z3 = load_z3()
+    # A context of its own: terms are numbered by it, and z3's search follows the numbers.
+    context = z3.Context()
+    inputs = {name: z3.Int(name, context) for name in domain}
+    bounds = [inputs[name] >= low for name, (low, _) in domain.items() if low is not None]
+    bounds += [inputs[name] <= high for name, (_, high) in domain.items() if high is not None]
+    solver = Solver(z3, context, inputs, time.monotonic() + seconds)
+    waiting: list[Decisions] = [[]]
+    paths = walked = 0
+    try:
+        while waiting:
+            path = Path(solver, bounds, waiting.pop(), max_paths - paths - len(waiting) - 1)
+            outcome = predicate(**{name: Integer(term, path) for name, term in inputs.items()})
+            if path.refused:
+                raise path.refused
+            found = _refute(path, outcome)
+            paths += 1
+            if len(path.taken) < len(path.prefix):
+                raise GaveUp("the predicate did not ask the same each time")
+            if found is not None:
+                return _judge(predicate, found, paths)
+            witness = solver.witness(path.facts)
+            walked += witness is not None
+            if witness is not None and not predicate(**witness):
+                return IntegerProof(paths, False, unknown=f"model mismatch: the predicate is false of {witness}")
+            waiting += path.open
+    except GaveUp as reason:
+        return IntegerProof(paths, False, unknown=str(reason))
+    # What nothing is known to reach would be proved of nothing.
+    return IntegerProof(paths, walked > 0, unknown="" if walked else "no integers were found in the domain")
+
+
+def _refute(path: Path, outcome: Any) -> dict[str, int] | None:
+    """Inputs that take this path to an outcome that is false."""
+    if isinstance(outcome, Truth):
+        return path.solver.find([*path.facts, path.solver.z3.Not(outcome._term)])
+    return None if bool(outcome) else path.solver.find(path.facts)
+
+
+def _judge(predicate: Callable[..., Any], found: dict[str, int], paths: int) -> IntegerProof:
+    """z3's word alone refutes nothing: the real predicate must be false of the plain integers."""
+    if predicate(**found):
+        return IntegerProof(paths, False, unknown=f"model mismatch: the predicate is true of {found}")
+    return IntegerProof(paths, False, found)

@@ -1,0 +1,149 @@
+"""The source of what contracts bind, found and hashed without importing it: a module and all own code it imports."""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.metadata
+import platform
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+from blake3 import blake3
+
+ROOT = Path(__file__).parents[1]  # of isobit itself
+FLAGS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "amx_int8", "avx512_fp16")
+
+
+class Sources:
+    """Digests of code by reference; each file is read once."""
+
+    def __init__(self) -> None:
+        self._read: dict[Path, tuple[str, frozenset[str]]] = {}
+        self._closures: dict[str, str] = {}
+
+    def digest_of(self, reference: str) -> str:
+        """Of `package.module:name`: every file being worked on that it leads to; installed packages by version."""
+        module = reference.partition(":")[0]
+        if module not in self._closures:
+            self._closures[module] = self._closure(module)
+        return self._closures[module]
+
+    def _closure(self, module: str) -> str:
+        package = module.partition(".")[0]
+        if package != "isobit" and (version := installed_version(package)):
+            return f"{package} {version}"
+        found: dict[str, str] = {}
+        queue = [module]
+        while queue:
+            name = queue.pop()
+            path = find_file(name)
+            if name in found or path is None:
+                continue
+            found[name], imports = self._file(path, name)
+            parent = name.rpartition(".")[0]
+            queue += [parent] * bool(parent) + [i for i in imports if worked_on(i.partition(".")[0], package)]
+        if not found:
+            return f"{module} is missing"
+        return hash_text(*(f"{name} {digest}" for name, digest in sorted(found.items())))
+
+    def _file(self, path: Path, name: str) -> tuple[str, frozenset[str]]:
+        if path not in self._read:
+            text = path.read_bytes()
+            self._read[path] = blake3(text).hexdigest(), imports_of(text, name, path.name == "__init__.py")
+        return self._read[path]
+
+
+def imports_of(text: bytes, name: str, is_package: bool) -> frozenset[str]:
+    """Every module that a file may import; `from a import b` may mean a.b."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return frozenset()
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            origin = node.module or ""
+            if node.level:
+                parts = name.split(".")
+                parts = parts[: len(parts) - node.level + is_package]
+                origin = ".".join([*parts, *([node.module] if node.module else [])])
+            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    return frozenset(found)
+
+
+@lru_cache(maxsize=10_000)
+def find_file(module: str) -> Path | None:
+    """Where a module's source stands, by the import path; nothing is imported."""
+    package, *rest = module.split(".")
+    if package == "isobit":
+        folders = [ROOT]
+    else:
+        spec = importlib.machinery.PathFinder.find_spec(package)
+        if spec is None:
+            return None
+        if not rest:
+            return Path(spec.origin) if spec.origin and Path(spec.origin).is_file() else None
+        # A folder without __init__.py may stand in several places.
+        folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    for folder in folders:
+        stem = folder.joinpath(*rest)
+        names = (f"{stem.name}{suffix}" for suffix in (".py", *importlib.machinery.EXTENSION_SUFFIXES))
+        for candidate in (stem / "__init__.py", *(stem.with_name(name) for name in names)):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+@lru_cache(maxsize=1000)
+def worked_on(package: str, home: str) -> bool:
+    """Whether a package's source may change under us: the home package itself, or one that nobody installed."""
+    if package in ("isobit", home):
+        return True
+    if not package or package in sys.stdlib_module_names:
+        return False
+    spec = importlib.machinery.PathFinder.find_spec(package)
+    places = [] if spec is None else [str(spec.origin), *(spec.submodule_search_locations or ())]
+    return bool(places) and not any("site-packages" in place for place in places)
+
+
+@lru_cache(maxsize=1000)
+def installed_version(package: str) -> str:
+    """The version of a package that stands where pip puts packages; empty for code that is being worked on."""
+    spec = importlib.machinery.PathFinder.find_spec(package)
+    if spec is None or "site-packages" not in str(spec.origin):
+        return ""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+@lru_cache(maxsize=1)
+def executor_digest() -> str:
+    """What carries kernels out here: the native library's bytes, torch's version, the processor's features."""
+    library = [blake3(path.read_bytes()).hexdigest() for path in sorted(ROOT.glob("_native*.so"))]
+    return hash_text(*library, f"torch {installed_version('torch')}", engine())
+
+
+@lru_cache(maxsize=1)
+def engine() -> str:
+    """The features of this processor that decide which engine runs."""
+    info = Path("/proc/cpuinfo")
+    words: set[str] = set()
+    if info.exists():
+        line = next((row for row in info.read_text().splitlines() if row.startswith("flags")), "")
+        words = set(line.split())
+    return f"{platform.machine()} {sys.platform} {' '.join(flag for flag in FLAGS if flag in words)}".strip()
+
+
+def hash_text(*parts: str) -> str:
+    """BLAKE3 of several texts, each with its length."""
+    hasher = blake3()
+    for part in parts:
+        data = part.encode()
+        hasher.update(len(data).to_bytes(8, "little") + data)
+    return hasher.hexdigest()

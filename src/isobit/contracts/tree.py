@@ -1,0 +1,246 @@
+"""The contracts of a tree of files: found, known by facts cached by content, digested with all they rest on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from isobit import files
+from isobit.contracts.ladder import level_number, required_level, unlinked
+from isobit.contracts.load import load_contract, parse_contract
+from isobit.contracts.sources import ROOT, Sources, executor_digest, hash_text
+from isobit.errors import ContractError
+
+SKIPPED = frozenset({"node_modules", "__pycache__", "build", "dist", "site-packages"})
+HOME = ".isobit"
+MACHINERY = "isobit.contracts.verify:verify_contract"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What is known of a contract without judging it."""
+
+    path: str
+    text_digest: str
+    id: str
+    version: str
+    title: str
+    depends_on: tuple[str, ...]
+    code: tuple[str, ...]
+    required: int  # the level of the contract when every claim reaches its own
+    highest: int  # the highest that a claim asks for
+    obligations: int
+    claims: int
+    unlinked: tuple[str, ...]
+    subject: str
+    subjects: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A file that is no contract, and why."""
+
+    path: str
+    error: ContractError
+
+
+def find_contracts(folder: Path) -> Iterator[Path]:
+    """contract.yaml and *.contract.yaml below a folder, in order; hidden folders are not looked into."""
+    if folder.is_file():
+        yield folder
+        return
+    for top, folders, names in os.walk(folder):
+        folders[:] = sorted(name for name in folders if name not in SKIPPED and not name.startswith("."))
+        for name in sorted(names):
+            if name == "contract.yaml" or name.endswith(".contract.yaml"):
+                yield Path(top, name)
+
+
+def library() -> Path:
+    """The contracts of isobit's own operators, wherever it is installed."""
+    return ROOT
+
+
+class Tree:
+    """Every contract in reach, by id; dependencies resolve against the library too."""
+
+    def __init__(self, folders: Sequence[Path], home: Path) -> None:
+        self.home = home
+        self.entries: dict[str, Entry] = {}
+        self.broken: list[Broken] = []
+        self.chosen: list[str] = []
+        self._seen: set[str] = set()
+        self._sources = Sources()
+        self._digests: dict[tuple[str, str], str] = {}
+        facts = self._read_facts()
+        kept: dict[str, Any] = {}
+        for folder in folders:
+            self._add(folder, facts, kept, chosen=True)
+        if not any(library() == f or library() in f.parents for f in folders):
+            self._add(library(), facts, kept, chosen=False)
+        if set(kept) - set(facts):
+            self._write_facts(facts | kept)
+
+    def _add(self, folder: Path, facts: dict[str, Any], kept: dict[str, Any], chosen: bool) -> None:
+        for path in find_contracts(folder):
+            name = str(path)
+            try:
+                data = path.read_bytes()
+                digest = blake3(data).hexdigest()[:32]
+                found = facts.get(digest) or kept.get(digest) or read_facts(data, name)
+                kept[digest] = found
+                entry = entry_from(name, digest, found)
+            except OSError as error:
+                said = ContractError(expected="a readable file", received=str(error), remedy="mend it", where=name)
+                self.broken.append(Broken(name, said))
+                continue
+            except ContractError as error:
+                self.broken.append(Broken(name, error))
+                continue
+            other = self.entries.get(entry.id)
+            if other is not None and Path(other.path).resolve() != path.resolve():
+                said = ContractError(
+                    expected="each id once",
+                    received=f"{entry.id} here and in {other.path}",
+                    remedy="rename one",
+                    where=name,
+                )
+                self.broken.append(Broken(name, said))
+                continue
+            if other is None:
+                self.entries[entry.id] = entry
+            if chosen and entry.id not in self._seen:
+                self._seen.add(entry.id)
+                self.chosen.append(entry.id)
+
+    def load(self, id: str) -> Any:
+        """The whole contract."""
+        return load_contract(Path(self.entries[id].path))
+
+    def find(self, id: str) -> Entry:
+        """By id, or a refusal that knows the nearest."""
+        if id not in self.entries:
+            from isobit.contracts.grammar import suggest
+
+            raise ContractError(
+                expected="the id of a contract in reach",
+                received=id,
+                remedy=suggest(id, list(self.entries) or ["(there are none)"]),
+            )
+        return self.entries[id]
+
+    def digest(self, id: str, subject: str = "") -> str:
+        """BLAKE3 over text, bound source, executor, engine, the judging code, and the dependencies' digests."""
+        if (id, subject) not in self._digests:
+            for name in self._below(id):
+                self._digests[name, ""] = self._digest(name, "")
+            self._digests[id, subject] = self._digest(id, subject)
+        return self._digests[id, subject]
+
+    def _digest(self, id: str, subject: str) -> str:
+        entry = self.entries[id]
+        parts = [entry.text_digest, subject, executor_digest(), self._sources.digest_of(MACHINERY)]
+        code = (*entry.code, subject) if ":" in subject else entry.code
+        parts += [self._sources.digest_of(reference) for reference in code]
+        return hash_text(*parts, *(self._digests[name, ""] for name in entry.depends_on))[:32]
+
+    def _below(self, id: str) -> list[str]:
+        """What it rests on at any remove and has no digest yet, lowest first; no recursion: chains may be long."""
+        found: dict[str, None] = {}
+        path: dict[str, None] = {id: None}
+        stack = [(id, iter(self.entries[id].depends_on))]
+        while stack:
+            above, rest = stack[-1]
+            for name in rest:
+                if name in path:
+                    circle = list(path)[list(path).index(name) :]
+                    raise ContractError(
+                        expected="dependencies without a circle",
+                        received=" → ".join((*circle, name)),
+                        remedy="remove one depends_on",
+                        where=self.entries[above].path,
+                    )
+                if name not in self.entries:
+                    raise missing(self.entries[above], name, self.entries)
+                if name not in found and (name, "") not in self._digests:
+                    path[name] = None
+                    stack.append((name, iter(self.entries[name].depends_on)))
+                    break
+            else:
+                stack.pop()
+                del path[above]
+                found[above] = None
+        return [name for name in found if name != id]
+
+    def dependents(self, id: str) -> set[str]:
+        """Every contract that rests on this one, at any remove."""
+        users: dict[str, list[str]] = {}
+        for entry in self.entries.values():
+            for name in entry.depends_on:
+                users.setdefault(name, []).append(entry.id)
+        found: set[str] = set()
+        queue = [id]
+        while queue:
+            for user in users.get(queue.pop(), []):
+                if user not in found:
+                    found.add(user)
+                    queue.append(user)
+        return found
+
+    def _read_facts(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self.home / "facts.json").read_text())
+            return found["facts"] if found.get("form") == FORM else {}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            return {}
+
+    def _write_facts(self, facts: dict[str, Any]) -> None:
+        self.home.mkdir(parents=True, exist_ok=True)
+        files.write_text(self.home / "facts.json", json.dumps({"form": FORM, "facts": facts}))
+
+
+def entry_from(path: str, digest: str, facts: dict[str, Any]) -> Entry:
+    """Facts as they come from JSON."""
+    found: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
+    return Entry(path, digest, **found)
+
+
+FORM = ",".join(Entry.__dataclass_fields__)
+
+
+def read_facts(data: bytes, where: str) -> dict[str, Any]:
+    """From the text; a function of its bytes alone, so it may be cached by their digest."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ContractError(expected="UTF-8", received=str(error), remedy="save it as UTF-8", where=where) from None
+    contract = parse_contract(text, where)
+    return {
+        "id": contract.id,
+        "version": contract.version,
+        "title": contract.title,
+        "depends_on": list(contract.depends_on),
+        "code": list(contract.code()),
+        "required": required_level(contract),
+        "highest": max((level_number(c.level) for c in contract.claims), default=0),
+        "obligations": len(contract.obligations),
+        "claims": len(contract.claims),
+        "unlinked": list(unlinked(contract)),
+        "subject": contract.subject,
+        "subjects": dict(contract.subjects),
+    }
+
+
+def missing(entry: Entry, name: str, known: Any) -> ContractError:
+    """A dependency that is not in reach."""
+    from isobit.contracts.grammar import suggest
+
+    return ContractError(
+        expected="dependencies in reach", received=name, remedy=suggest(name, list(known)), where=entry.path
+    )

@@ -1,0 +1,55 @@
+"""Finds the code that contracts name: only in packages that the caller trusts."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from isobit.errors import ContractError
+
+OURS = ("isobit",)
+
+
+def check_trusted(reference: str, trusted: Sequence[str]) -> None:
+    """Refuses before anything is imported."""
+    package = reference.partition(":")[0].partition(".")[0]
+    if package not in (*OURS, *trusted):
+        raise ContractError(
+            expected=f"code from a trusted package ({', '.join((*OURS, *trusted))})",
+            received=reference,
+            remedy=f"--trust {package}, if its import may run here",
+        )
+
+
+def check_origin(found: Any, reference: str, trusted: Sequence[str]) -> None:
+    """What a trusted module imports from elsewhere is not trusted for that."""
+    origin = None
+    if isinstance(found, ModuleType):
+        origin = found.__name__
+    elif inspect.isroutine(found) or inspect.isclass(found):
+        origin = getattr(found, "__module__", None) or reference
+    if origin is not None:
+        check_trusted(f"{origin}:{reference.partition(':')[2]}", trusted)
+
+
+def resolve(reference: str, trusted: Sequence[str]) -> Any:
+    """The object that `package.module:name` names."""
+    check_trusted(reference, trusted)
+    module, _, path = reference.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in path.split("."):
+            if name.startswith("_"):
+                raise AttributeError(f"{name} is private")
+            found = getattr(found, name)
+            check_origin(found, reference, trusted)
+    except (ImportError, AttributeError) as error:
+        raise ContractError(
+            expected=f"{reference} to exist",
+            received=str(error),
+            remedy="mend the name, or install what it needs",
+        ) from None
+    return found

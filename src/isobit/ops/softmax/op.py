@@ -1,0 +1,120 @@
+"""The softmax operator: its torch operators, their gradient, and the public function."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.errors import ArgumentError, UnsupportedError
+from isobit.ops import dispatch
+from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.softmax import portable
+
+
+def softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """exp(x - max) / Σ exp(x - max) along `dim`, with bits that depend on that row of x alone.
+
+    fp32, bf16 and fp16, summed in fp32 and rounded once. A row that holds a NaN or +inf, or only -inf, is NaN.
+    """
+    check_tensors(x=x)
+    check_softmax(x, dim)
+    last = dim in (-1, x.dim() - 1)
+    rows = x if last else x.movedim(dim, -1)
+    native = dispatch.is_native(x.dtype)
+    if dispatch.is_recording():
+        sizes = (rows.shape[:-1].numel(), rows.shape[-1])
+        dispatch.record("softmax", native, x.dtype, sizes)
+    if native:
+        register_native()
+        y = torch.ops.isobit.softmax(rows)
+    else:
+        y = torch.ops.isobit.portable_softmax(rows)
+    return y if last else y.movedim(-1, dim)  # type: ignore[no-any-return]
+
+
+def check_softmax(x: Tensor, dim: int) -> None:
+    """An axis of x, or a refusal."""
+    if x.dim() < 1:
+        refuse_shape("x", x, "[..., n]", "pass x.reshape(1)")
+    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
+        raise ArgumentError(
+            expected=f"dim from {-x.dim()} to {x.dim() - 1}, as x is {list(x.shape)}",
+            received=f"dim = {dim!r}",
+            remedy="name an axis of x",
+        )
+
+
+# ---- gradients: one definition for both executors -------------------------------------------------------
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def backward_with(prefix: str) -> Any:
+    """The gradient, by the operator `isobit::<prefix>_backward`."""
+
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        return getattr(torch.ops.isobit, f"{prefix}_backward")(grad, y)  # type: ignore[no-any-return]
+
+    return backward
+
+
+def refuse_second_order(*_: Any) -> None:
+    """A gradient's gradient has its own sums, which have no order yet."""
+    raise UnsupportedError(
+        expected="first-order gradients",
+        received="a gradient of isobit.softmax's gradient",
+        remedy="use torch.softmax where second-order gradients are needed",
+    )
+
+
+def refuse_vmap(*_: Any, **__: Any) -> None:
+    """Rows are independent, so a mapped axis is a leading axis like any other."""
+    raise UnsupportedError(
+        expected="a plain call",
+        received="torch.func.vmap over isobit.softmax",
+        remedy="put the mapped axis into x's leading axes",
+    )
+
+
+def register_formulas(prefix: str) -> None:
+    """Shapes, gradients and refusals of one executor's operators."""
+    names = forward, backward = f"isobit::{prefix}", f"isobit::{prefix}_backward"
+    torch.library.register_fake(forward, lambda x: x.new_empty(x.shape))
+    torch.library.register_fake(backward, lambda grad, y: y.new_empty(y.shape))
+    for name in names:
+        torch.library.register_vmap(name, refuse_vmap)
+    torch.library.register_autograd(forward, backward_with(prefix), setup_context=setup_context)
+    torch.library.register_autograd(backward, refuse_second_order)
+
+
+@lru_cache(maxsize=1)
+def _register_native() -> None:
+    register_formulas("softmax")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def register_native() -> bool:
+    """Registers the native operators' formulas, once, after their library is loaded."""
+    _register_native()
+    return True
+
+
+@torch.library.custom_op("isobit::portable_softmax", mutates_args=())
+def portable_softmax(x: Tensor) -> Tensor:
+    """y over the last axis."""
+    return portable.softmax(x)
+
+
+@torch.library.custom_op("isobit::portable_softmax_backward", mutates_args=())
+def portable_softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
+    """dx over the last axis."""
+    return portable.softmax_backward(grad, y)
+
+
+register_formulas("portable_softmax")

@@ -1,0 +1,96 @@
+"""A pytest plugin: `pytest --isobit` collects contract files, a test a claim."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from isobit.contracts.load import load_contract
+from isobit.contracts.workspace import Run, judge_file
+from isobit.errors import ContractError
+from isobit.records import ClaimRecord
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Off unless asked for."""
+    group = parser.getgroup("isobit")
+    group.addoption("--isobit", action="store_true", help="collect contract.yaml and *.contract.yaml: a test a claim")
+    group.addoption("--isobit-trust", action="append", default=[], metavar="PACKAGE", help="whose code may be named")
+    group.addoption("--isobit-level", default="L4", choices=("L2", "L3", "L4"), help="how high to climb (default L4)")
+
+
+def pytest_collect_file(parent: pytest.Collector, file_path: Path) -> pytest.Collector | None:
+    """Contract files, by name."""
+    if not parent.config.getoption("--isobit"):
+        return None
+    if file_path.name == "contract.yaml" or file_path.name.endswith(".contract.yaml"):
+        found: pytest.Collector = ContractFile.from_parent(parent, path=file_path)
+        return found
+    return None
+
+
+class ContractFile(pytest.File):
+    """One contract; its claims are judged when the first of them is run."""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        """A test a claim; a file that is no contract, or that promises what no claim checks, is a failing test."""
+        try:
+            contract = load_contract(self.path)
+        except ContractError as error:
+            yield ClaimItem.from_parent(self, name="contract", claim="", problem=str(error))
+            return
+        linked = {name for claim in contract.claims for name in claim.obligations}
+        for obligation in contract.obligations:
+            if obligation.id not in linked:
+                said = f"unbound: no claim makes {obligation.id} executable"
+                yield ClaimItem.from_parent(self, name=obligation.id, claim="", problem=said)
+        for claim in contract.claims:
+            yield ClaimItem.from_parent(self, name=claim.id, claim=claim.id, problem="")
+
+    @cached_property
+    def records(self) -> dict[str, ClaimRecord]:
+        """By claim."""
+        config = self.config
+        level = int(str(config.getoption("--isobit-level"))[1:])
+        run = Run(tuple(config.getoption("--isobit-trust")), level)
+        here = str(config.invocation_params.dir)
+        if run.trusted and here not in sys.path:  # a trusted package may stand where pytest was called
+            sys.path.append(here)
+        return {record.claim: record for record in judge_file(str(self.path), run, float("inf"))}
+
+
+class ClaimItem(pytest.Item):
+    """Fails unless its claim is kept, at the level asked for."""
+
+    def __init__(self, *, claim: str, problem: str, **rest: Any) -> None:
+        super().__init__(**rest)
+        self.claim, self.problem = claim, problem
+
+    def runtest(self) -> None:
+        """Everything but kept is a failure."""
+        if self.problem:
+            raise NotKept(self.problem)
+        assert isinstance(self.parent, ContractFile)
+        record = self.parent.records[self.claim]
+        wanted = min(record.required, int(str(self.config.getoption("--isobit-level"))[1:]))
+        if record.verdict != "kept" or record.level < wanted:
+            counts = f"{record.differing:,} of {record.compared:,} differ, {record.inputs:,} inputs, L{record.level}"
+            raise NotKept(f"{record.verdict}: {counts}: {record.detail}\n{record.replay}".rstrip())
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        """The verdict alone, without a traceback through the judge."""
+        return str(excinfo.value) if isinstance(excinfo.value, NotKept) else super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Path, int | None, str]:
+        """As pytest lists it."""
+        return self.path, None, f"contract claim {self.name}"
+
+
+class NotKept(AssertionError):
+    """A claim that is not kept."""
+

@@ -1,0 +1,229 @@
+"""The commands about contracts: what they print, what they write, and their exit codes."""
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+from isobit.cli import main
+
+CONTRACT = """
+id: doubled-v1
+version: 1.0.0
+title: Twice the input
+subject: doubling:{subject}
+output: [rows, n]
+equations:
+  double: {{formula: y = 2x}}
+obligations:
+  - {{id: D-1, text: twice, equation: double}}
+inputs:
+  rows:
+    arguments: {{x: [rows, n]}}
+    sizes: {{rows: [3, 20], n: [4]}}
+    rows: rows
+claims:
+  - id: exact
+    obligations: [D-1]
+    relation: parity
+    against: doubling:reference
+    inputs: rows
+    level: L2
+  - id: rows
+    obligations: [D-1]
+    relation: invariant
+    under: [batch]
+    inputs: rows
+    level: L3
+"""
+SECOND = """
+id: second-v1
+version: 1.0.0
+title: Rests on the first
+subject: doubling:double
+depends_on: [doubled-v1]
+obligations:
+  - {id: S-1, text: even}
+inputs:
+  rows: {arguments: {x: [rows, n]}, sizes: {rows: [3], n: [4]}, rows: rows}
+claims:
+  - {id: even, obligations: [S-1], relation: invariant, under: [threads], inputs: rows, level: L2}
+"""
+CODE = """
+def double(x):
+    return 2 * x
+
+def by_batch(x):
+    return 2 * x if len(x) < 10 else 2 * x + x * 2.0 ** -20
+
+def reference(x):
+    return x + x
+"""
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    (tmp_path / "doubling.py").write_text(CODE)
+    (tmp_path / "doubled.contract.yaml").write_text(CONTRACT.format(subject="double"))
+    (tmp_path / "second.contract.yaml").write_text(SECOND)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "doubling", raising=False)
+    yield tmp_path
+    sys.modules.pop("doubling", None)
+
+
+def run(*words):
+    return main.main(list(words))
+
+
+def test_verify_then_nothing_then_exactly_the_dependents(place, capsys):
+    assert run("verify", "--trust", "doubling") == 0
+    assert "2 of 2 contracts kept, 2 judged now; 3 of 3 claims; sabotage caught" in capsys.readouterr().out
+    assert run("verify", "--trust", "doubling") == 0
+    assert "2 of 2 contracts kept, 0 judged now" in capsys.readouterr().out
+    text = (place / "second.contract.yaml").read_text()
+    (place / "second.contract.yaml").write_text(text.replace("text: even", "text: still even"))
+    assert run("verify", "--trust", "doubling", "--changed", "--json") == 0
+    assert [s["id"] for s in json.loads(capsys.readouterr().out)] == ["second-v1"]
+    text = (place / "doubled.contract.yaml").read_text()
+    (place / "doubled.contract.yaml").write_text(text.replace("Twice the", "Two times the"))
+    assert run("verify", "--trust", "doubling", "--changed", "--json") == 0
+    assert {s["id"] for s in json.loads(capsys.readouterr().out)} == {"doubled-v1", "second-v1"}
+
+
+def test_broken_code_is_broken_and_so_is_what_rests_on_it(place, capsys):
+    (place / "doubled.contract.yaml").write_text(CONTRACT.format(subject="by_batch"))
+    words = ("--junit", "j.xml", "--sarif", "s.json", "--html", "p.html")
+    assert run("verify", "--trust", "doubling", *words) == 1
+    shown = capsys.readouterr().out
+    assert "BROKEN doubled-v1/rows: " in shown
+    assert "isobit replay doubled-v1/rows --case '{" in shown
+    suites = ElementTree.parse("j.xml").getroot()
+    assert [s.get("failures") for s in suites] == ["2", "0"]
+    results = json.loads(Path("s.json").read_text())["runs"][0]["results"]
+    assert {r["ruleId"] for r in results} >= {"doubled-v1/exact", "doubled-v1/rows"}
+    assert "doubled-v1" in Path("p.html").read_text()
+    assert run("status") == 1
+    assert "rests on doubled-v1, which is broken" in " ".join(capsys.readouterr().out.split())
+    assert run("replay", "doubled-v1/exact", "--trust", "doubling") == 1
+    assert "differ" in capsys.readouterr().out
+    assert run("replay", "second-v1/even", "--trust", "doubling") == 0
+
+
+def test_untrusted_code_could_not_run(place, capsys):
+    assert run("verify") == 2
+    assert "--trust doubling" in capsys.readouterr().out
+    assert "doubling" not in sys.modules
+
+
+def test_a_budget_of_no_time_settles_nothing(place, capsys):
+    assert run("verify", "--trust", "doubling", "--seconds", "0") == 2
+    assert run("verify", "--trust", "doubling") == 0
+    assert "2 judged now" in capsys.readouterr().out
+
+
+def test_shards_share_out_everything_once(place, capsys):
+    seen = []
+    for i in (1, 2, 3):
+        run("verify", "--trust", "doubling", "--shard", f"{i}/3", "--json", "--level", "L2")
+        seen += [s["id"] for s in json.loads(capsys.readouterr().out)]
+    assert sorted(seen) == ["doubled-v1", "second-v1"]
+    assert run("verify", "--shard", "4/3") == 2
+
+
+def test_jobs(place, capsys):
+    assert run("verify", "--trust", "doubling", "--jobs", "2") == 0
+    assert "2 judged now" in capsys.readouterr().out
+
+
+def test_status_graph_explain_lint(place, capsys):
+    assert run("status") == 2  # nothing is known yet
+    assert run("verify", "--trust", "doubling") == 0
+    assert run("status", "--json") == 0
+    assert run("lint") == 0
+    capsys.readouterr()
+    assert run("graph") == 0
+    assert "second-v1  L2 kept  ← doubled-v1" in capsys.readouterr().out
+    for format in ("mermaid", "dot", "json", "svg"):
+        assert run("graph", "--format", format) == 0
+        assert "doubled-v1" in capsys.readouterr().out
+    assert run("explain", "doubled-v1") == 0
+    shown = capsys.readouterr().out
+    assert "y = 2x" in shown
+    assert "caught" in shown
+
+
+def test_lint_says_file_line_and_remedy(place, capsys):
+    text = CONTRACT.format(subject="double").replace("relation: parity", "relation: parrity")
+    (place / "doubled.contract.yaml").write_text(text)
+    assert run("lint") == 1
+    shown = capsys.readouterr().out
+    assert "doubled.contract.yaml:19: expected contract.claims[0].relation" in shown
+    assert "did you mean 'parity'?" in shown
+    assert "expected dependencies in reach; received doubled-v1" in shown
+    assert run("lint", "--json") == 1
+    assert json.loads(capsys.readouterr().out)[0]["line"] == 19
+    assert run("verify", "--trust", "doubling") == 1
+
+
+def test_schema_is_json(capsys):
+    assert run("lint", "--schema") == 0
+    schema = json.loads(capsys.readouterr().out)
+    assert schema["additionalProperties"] is False
+    assert {"id", "obligations"} <= set(schema["required"])
+
+
+def test_diff(place, capsys):
+    old = place / "doubled.contract.yaml"
+    new = place / "new.yaml"
+    new.write_text(old.read_text().replace("level: L3", "level: L2"))
+    assert run("diff", str(old), str(new)) == 1
+    assert "major" in capsys.readouterr().out
+    new.write_text(new.read_text().replace("version: 1.0.0", "version: 2.0.0"))
+    assert run("diff", str(old), str(new)) == 0
+
+
+def test_new_fails_until_filled(place, capsys):
+    assert run("new", "mine-v1", "--from", "doubling:double") == 0
+    assert run("new", "mine-v1", "--from", "doubling:double") == 2  # it is there
+    assert run("verify", "mine-v1", "--trust", "doubling", "--level", "L2") in (1, 2)
+    assert "doubling:reference_of_double" in capsys.readouterr().out
+
+
+def test_import_is_never_a_pass(place, capsys):
+    foreign = place / "prose-kernel-v1.yaml"
+    foreign.write_text(
+        "metadata: {version: 1.0.0, description: Some kernel}\n"
+        "equations: {f: {formula: y = x, domain: reals, codomain: reals}}\n"
+        "proof_obligations: [{type: invariant, property: it is right, formal: always}]\n"
+        "falsification_tests: [{id: F-1, rule: right, prediction: it is, test: try a few, if_fails: who knows}]\n"
+    )
+    assert run("import", str(foreign), "--to", str(place / "ours")) == 0
+    assert "0 of 1 obligations executable" in capsys.readouterr().out
+    assert run("verify", str(place / "ours")) == 1
+    assert "UNBOUND prose-kernel-v1" in capsys.readouterr().out
+
+
+def test_the_pytest_plugin(place):
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--isobit", "--isobit-level", "L2"]
+    done = subprocess.run([*words, "--isobit-trust", "doubling"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 passed" in done.stdout
+    (place / "doubled.contract.yaml").write_text(CONTRACT.format(subject="by_batch"))
+    done = subprocess.run([*words, "--isobit-trust", "doubling"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "isobit replay doubled-v1/rows" in done.stdout
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert "--trust doubling" in done.stdout
+
+
+def test_unknown_ids_and_empty_places(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run("explain", "softmax-kernel-v2") == 2
+    assert "did you mean 'softmax-kernel-v1'?" in capsys.readouterr().err
+    assert run("replay", "softmax-kernel-v1/nothing") == 2
+    assert run("status", str(tmp_path)) == 2

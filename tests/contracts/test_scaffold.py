@@ -1,0 +1,100 @@
+"""A contract to start from: it loads and lints, names what the source says, and cannot pass."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from isobit.contracts import sources
+from isobit.contracts.ladder import contract_verdict
+from isobit.contracts.lint import lint_contract
+from isobit.contracts.load import parse_contract
+from isobit.contracts.scaffold import scaffold
+from isobit.contracts.verify import Options, verify_contract
+from isobit.errors import ContractError
+
+SOURCE = '''
+raise RuntimeError("imported")
+
+def norm(x: "torch.Tensor", weight: Tensor | None = None, *, eps: float = 1e-6, groups: int, mode="a\\nb"):
+    """Norms "rows": it's {braces} # and hashes: yes.
+
+    More.
+    """
+
+def bare(x, null, dim=-1): ...
+def integers(k: int): ...
+def positional(x, /): ...
+
+class Holder:
+    def method(self, x): ...
+'''
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    folder = tmp_path / "drafted"
+    folder.mkdir()
+    (folder / "ops.py").write_text(SOURCE)
+    (folder / "__init__.py").write_text("from .ops import norm as renamed\nfrom drafted import loop\n")
+    (folder / "loop.py").write_text("from drafted.loop import around\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    sources.find_file.cache_clear()
+    yield "drafted"
+    sources.find_file.cache_clear()
+
+
+def test_the_source_is_read_and_not_imported(package):
+    text = scaffold("my-norm-v1", "drafted.ops:norm")
+    contract = parse_contract(text, "x")
+    plain = contract.inputs["plain"]
+    assert contract.title == 'Norms "rows": it\'s {braces} # and hashes: yes.'
+    assert plain.arguments == {"x": ("rows", "k"), "weight": ("k",)}
+    assert plain.options == {"groups": None}
+    assert "left at their defaults: eps=1e-06, mode='a\\nb'" in text
+    assert contract.claims[0].params["under"] == ("batch", "position", "neighbours", "layout", "threads")
+    assert contract.claims[1].params["against"] == "drafted.ops:reference_of_norm"
+    assert list(lint_contract(contract, "x")) == []
+    assert "drafted" not in sys.modules
+
+
+def test_names_are_followed_to_where_they_are_defined(package):
+    contract = parse_contract(scaffold("a", "drafted:renamed"), "x")
+    assert contract.subject == "drafted:renamed"
+    assert list(contract.inputs["plain"].arguments) == ["x", "weight"]
+    assert list(parse_contract(scaffold("a", "drafted.ops:Holder.method"), "x").inputs["plain"].arguments) == ["x"]
+
+
+def test_without_annotations_what_must_be_given_is_a_tensor(package):
+    assert list(parse_contract(scaffold("a", "drafted.ops:bare"), "x").inputs["plain"].arguments) == ["x", "null"]
+
+
+@pytest.mark.parametrize("reference", ["isobit:linear", "isobit:softmax", "torch.nn.functional:layer_norm"])
+def test_it_cannot_pass(reference):
+    contract = parse_contract(scaffold("my-v1", reference), "x")
+    assert list(lint_contract(contract, "x")) == []
+    records = {r.claim: r for r in verify_contract(contract, Options(trusted=("torch",), level=1))}
+    assert records["accuracy"].verdict == "could-not-run"
+    assert "reference_of_" in records["accuracy"].detail
+    # Whatever the other claim comes to.
+    rows = replace(records["rows"], verdict="kept", level=4)
+    assert contract_verdict(contract, [rows, records["accuracy"]]) == "could-not-run"
+
+
+@pytest.mark.parametrize(
+    ("name", "reference", "why"),
+    [
+        ("1 bad\nname", "isobit:linear", "a name of letters"),
+        ("a", "no-colon", "package:function"),
+        ("a", "drafted.ops:_private", "package:function"),
+        ("a", "drafted.absent:f", "no source of drafted.absent"),
+        ("a", "drafted.ops:absent", "no def of absent"),
+        ("a", "drafted.loop:around", "no def of around"),
+        ("a", "drafted.ops:integers", "a tensor among the parameters"),
+        ("a", "drafted.ops:positional", "passed by name"),
+        ("a", "torch.nn.functional:linear", "written in Python"),
+    ],
+)
+def test_what_cannot_be_written_is_refused(package, name, reference, why):
+    with pytest.raises(ContractError, match=why):
+        scaffold(name, reference)

@@ -1,0 +1,62 @@
+"""A recording holds every forward call made while it is open, with the executor that served it, and nothing else."""
+
+import pytest
+import torch
+
+import isobit
+from isobit import native
+from isobit.ops import dispatch
+from isobit.ops.dispatch import Launch, record_launches
+from isobit.ops.softmax.op import softmax
+
+X, W = torch.randn(2, 3, 8), torch.randn(5, 8)
+EXECUTOR = "native" if dispatch.has_native() else "portable"
+
+
+def test_launches_say_operator_executor_dtype_and_sizes():
+    softmax(X)
+    with record_launches() as seen:
+        isobit.linear(X, W)
+        softmax(X.bfloat16(), 1)
+        softmax(X[0, 0].double())
+    softmax(X)
+    assert seen == [
+        Launch("linear", EXECUTOR, "float32", (6, 8, 5)),
+        Launch("softmax", EXECUTOR, "bfloat16", (16, 3)),
+        Launch("softmax", "portable", "float64", (1, 8)),
+    ]
+
+
+def test_recordings_nest_and_survive_errors():
+    def fail(seen):
+        with record_launches() as inner:
+            softmax(X)
+            assert inner == seen  # equal, so that the one to close cannot be found by value
+            raise KeyError
+
+    with record_launches() as outer:
+        with pytest.raises(KeyError):
+            fail(outer)
+        softmax(X)
+    assert len(outer) == 2
+    assert not dispatch.is_recording()
+
+
+def test_a_refused_call_is_no_launch():
+    with record_launches() as seen, pytest.raises(isobit.ArgumentError):
+        softmax(X.int())
+    assert seen == []
+
+
+def test_compiled_code_is_not_seen():
+    with record_launches() as seen:
+        torch.compile(lambda x: softmax(isobit.linear(x, W)), fullgraph=True, backend="eager")(X)
+    assert seen == []
+
+
+@pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
+def test_the_library_is_loaded_once():
+    assert native.load_count() == 1
+    native.load.cache_clear()
+    assert native.load() is None
+    assert native.load_count() == 1

@@ -1,0 +1,50 @@
+"""The tutorial, followed to the letter: its files are written, its commands run, their exit codes as it says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "tutorial" / "contract-for-your-kernel.md").read_text()
+pytest.importorskip("triton")
+
+
+def test_the_tutorial_works(tmp_path):
+    files = dict(re.findall(r"```(?:python|yaml) (\S+)\n(.*?)```", PAGE, re.DOTALL))
+    assert set(files) == {"my_kernels.py", "rms-norm-v1.contract.yaml"}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    commands = [
+        line
+        for block in re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
+        for line in block.splitlines()
+        if "isobit" in line and not line.startswith("pip")
+    ]
+    assert len(commands) == 7
+    bin_folder = str(Path(sys.executable).parent)
+    environment = os.environ | {"PATH": f"{bin_folder}:{os.environ['PATH']}"}
+    seen = []
+    for command in commands:
+        if "isobit new" in command:
+            command += " --force"
+        if seen and "exit 1" in seen[-1]:  # section 4
+            text = (tmp_path / "my_kernels.py").read_text()
+            mended = re.sub(r"block = 64 if .*", "block = 256", text)
+            assert mended != text
+            (tmp_path / "my_kernels.py").write_text(mended)
+        words = command.partition("  #")[0]
+        done = subprocess.run(words, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        wanted = re.search(r"# exit (\d)", command)
+        assert done.returncode == int(wanted[1] if wanted else 0), f"{command}\n{done.stdout}\n{done.stderr}"
+        if "exit 1" in command:
+            assert '"rows":256,"n":65' in done.stdout
+            assert "BROKEN rms-norm-v1/rows: rows 1 to 3 of 256" in done.stdout
+        if "isobit new" in command:
+            assert "FILL IN" in (tmp_path / "rms-norm-v1.contract.yaml").read_text()
+            (tmp_path / "rms-norm-v1.contract.yaml").write_text(files["rms-norm-v1.contract.yaml"])
+        seen.append(command)
+    assert (tmp_path / "verdicts.html").read_text().startswith("<!doctype html>")
