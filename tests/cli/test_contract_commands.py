@@ -118,6 +118,15 @@ def test_untrusted_code_could_not_run(place, capsys):
     assert run("verify") == 2
     assert "--trust doubling" in capsys.readouterr().out
     assert "doubling" not in sys.modules
+    assert run("verify", "--trust", "doubling") == 0  # what could not run is tried again
+    assert run("verify", "--trust", "doubling", "--changed") == 0
+
+
+def test_changed_shows_less_but_forgets_nothing(place, capsys):
+    (place / "doubled.contract.yaml").write_text(CONTRACT.format(subject="by_batch"))
+    assert run("verify", "--trust", "doubling") == 1
+    assert run("verify", "--trust", "doubling", "--changed") == 1
+    assert "0 judged now" in capsys.readouterr().out
 
 
 def test_a_budget_of_no_time_settles_nothing(place, capsys):

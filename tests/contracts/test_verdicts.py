@@ -117,6 +117,16 @@ def test_a_subject_that_raises_or_returns_no_tensor_is_broken():
     assert "expected the subject to return a tensor" in record.detail
 
 
+def writes_to_its_input(x):
+    return x.mul_(2)
+
+
+def test_a_subject_that_writes_to_its_inputs_is_broken():
+    record = judge(subject=f"{HERE}:writes_to_its_input")
+    assert record.verdict == "broken"
+    assert "writes to its inputs" in record.detail
+
+
 def test_could_not_run():
     record = judge(subject=f"{HERE}:not_there")
     assert record.verdict == "could-not-run"

@@ -118,3 +118,16 @@ def test_the_portable_fused_multiply_add_is_exact():
     found = portable.multiply_add(a, b, c).tolist()
     wanted = [fma_fp32(*t) for t in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
     assert bits.equal(torch.tensor(found), torch.tensor(wanted))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_one_nan_in_every_executor_and_share(dtype):
+    """torch's own rounding to bf16 makes another NaN than the kernels do."""
+    x, weight = torch.randn(3, 512).to(dtype), torch.randn(40, 512).to(dtype)
+    x[1, 3] = torch.nan
+    whole = isobit.linear(x, weight)
+    cuts = [isobit.Cut(512, 2, i) for i in range(2)]
+    parts = [partial.output(x[:, c.start : c.start + 256], weight[:, c.start : c.start + 256], c) for c in cuts]
+    assert whole[1].isnan().all()
+    for other in (partial.merge(parts, dtype=dtype), op.portable_linear(x, weight, None, None)):
+        assert isobit.bits.equal(other[1], whole[1])

@@ -20,6 +20,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("claim", metavar="CONTRACT/CLAIM")
     parser.add_argument("--case", default="", help="the case, as the verdict printed it")
     parser.add_argument("--subject", default="", metavar="NAME|CODE", help="judge other code")
+    parser.add_argument("--file", metavar="PATH", help="the contract's file (default: found by its id)")
     parser.add_argument("--evidence", metavar="DIR", help=argparse.SUPPRESS)
     add_trust(parser)
     parser.set_defaults(run=run)
@@ -33,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
     use_current_folder(options.trust)
     id, _, name = options.claim.partition("/")
-    options.which = []
+    options.which = [options.file] if options.file else []
     workspace, _ = open_workspace(options)
     contract = load_contract(Path(workspace.tree.find(id).path))
     claim = next((c for c in contract.claims if c.id == name), None)

@@ -65,15 +65,15 @@ def run(options: argparse.Namespace) -> int:
     whole = entries if options.subject else workspace.with_dependencies(entries)
     stale = workspace.in_order(list(whole)) if options.again else workspace.stale(whole, asked)
     judged = judge(workspace, stale, asked, options.jobs)
-    shown = [e for e in entries if e.id in judged] if options.changed else entries
-    statuses = workspace.statuses(shown, key_of(asked), claims=len(shown) <= FEW)
-    found = [cut_short(status, judged.get(status.id)) for status in statuses]
+    statuses = workspace.statuses(entries, key_of(asked), claims=len(entries) <= FEW)
+    every = [cut_short(status, judged.get(status.id)) for status in statuses]
+    found = [status for status in every if status.id in judged] if options.changed else every
     write_reports(options, workspace, found)
     if options.json:
         print(to_json(found))
     else:
         show(found, len(judged), workspace)
-    verdicts = [verdict_at(status, asked.level) for status in found] or ["kept"] * bool(entries)
+    verdicts = [verdict_at(status, asked.level) for status in every]
     return exit_code([*verdicts, *["broken"] * len(workspace.tree.broken)])
 
 

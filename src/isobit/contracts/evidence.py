@@ -35,6 +35,7 @@ class Finding:
         default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     )
     engine: str = field(default_factory=engine)
+    ran: bool = True  # no claim could not run
 
 
 class Evidence:

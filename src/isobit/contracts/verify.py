@@ -38,6 +38,7 @@ class Options:
     subject: str = ""
     deadline: float = float("inf")
     seconds: float = SECONDS_A_CLAIM
+    file: str = ""  # of the contract, where it is not one of the library's
 
 
 def verify_contract(contract: Contract, options: Options) -> Iterator[ClaimRecord]:
@@ -238,6 +239,8 @@ def told(contract: Contract, claim: Claim, options: Options, tally: Tally, small
         words += ["--subject", options.subject]
     for package in options.trusted:
         words += ["--trust", package]
+    if options.file:
+        words += ["--file", options.file]
     return {"detail": detail, "replay": " ".join(words)}
 
 

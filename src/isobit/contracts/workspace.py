@@ -15,7 +15,7 @@ from isobit.contracts import ladder
 from isobit.contracts.contract import Contract
 from isobit.contracts.evidence import Evidence, Finding, merge_records
 from isobit.contracts.load import load_contract
-from isobit.contracts.tree import HOME, Entry, Tree
+from isobit.contracts.tree import HOME, Entry, Tree, library
 from isobit.errors import ContractError, IsobitError
 from isobit.records import ClaimRecord, ContractStatus
 
@@ -132,7 +132,7 @@ class Workspace:
                 found.append(entry)
                 continue
             enough = min(run.level, entry.highest)
-            settled = [h for h in headers if h["verdict"] in ladder.RED or int(h["asked"]) >= enough]
+            settled = [h for h in headers if h["verdict"] in ladder.RED or (h["ran"] and int(h["asked"]) >= enough)]
             if not settled:
                 found.append(entry)
         return self.in_order(found)
@@ -200,7 +200,8 @@ class Workspace:
             return  # cut short by --seconds: nothing was settled
         digest = self.tree.digest(entry.id, key_of(run))
         asked = min(run.level, entry.highest)
-        self.evidence.write(Finding(entry.id, digest, run.subject, asked, level, verdict, tuple(records)))
+        ran = all(record.verdict != "could-not-run" for record in records)
+        self.evidence.write(Finding(entry.id, digest, run.subject, asked, level, verdict, tuple(records), ran=ran))
 
 
 def key_of(run: Run) -> str:
@@ -212,7 +213,8 @@ def judge_file(path: str, run: Run, deadline: float) -> Iterator[ClaimRecord]:
     """Imports torch only now."""
     from isobit.contracts.verify import Options, verify_contract
 
-    options = Options(run.trusted, run.level, run.thorough, run.subject, deadline)
+    file = "" if library() in Path(path).resolve().parents else path
+    options = Options(run.trusted, run.level, run.thorough, run.subject, deadline, file=file)
     yield from verify_contract(load_contract(Path(path)), options)
 
 

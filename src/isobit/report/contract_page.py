@@ -33,7 +33,7 @@ h3{{font-size:.8rem;margin:1.4rem 0 .4rem;color:var(--quiet);text-transform:uppe
 a{{color:var(--link);text-decoration:none}}a:hover{{text-decoration:underline}}p{{margin:.3rem 0}}
 .numbers{{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:.6rem;margin:0}}
 .numbers div{{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:.6rem .8rem}}
-.numbers dt{{color:var(--quiet);font-size:.82rem}}.numbers dd{{margin:0;font-size:1.25rem;font-weight:600}}
+.numbers dt{{color:var(--quiet);font-size:.82rem}}.numbers dd{{margin:0;font-size:1.1rem;font-weight:600}}
 .numbers small{{font-weight:400;color:var(--quiet);font-size:.85rem}}
 table{{border-collapse:collapse;width:100%}}td,th{{text-align:left;padding:.4rem .7rem .4rem 0;vertical-align:middle}}
 tr{{border-bottom:1px solid var(--line)}}th{{color:var(--quiet);font-weight:500;font-size:.82rem}}

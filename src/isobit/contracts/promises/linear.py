@@ -107,6 +107,7 @@ def ranks(subject: Subject, case: Case, tally: Tally) -> None:
     """K cut over ranks and merged equals the uncut y; N likewise for dX; for every cut that the plan allows."""
     parts, weight = parts_of(subject), case.arguments["weight"]
     x, grad = x_rows(case, 64, 11), grad_rows(case, 64, 12)
+    x[-1, 0], grad[-1, 0] = torch.nan, torch.inf
     tally.count(len(x))
     whole = parts.output(x, weight, None), parts.input_grad(grad, weight)
     for count in CUTS:

@@ -172,8 +172,8 @@ def portable_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Tenso
     segments = FeaturePlan(x.shape[-1]).segments
     total = portable.sum_products(segments, portable.widen(x), portable.widen(weight))[0]
     if bias is not None:
-        total = portable.one_nan(total + bias.to(total.dtype))
-    return total.to(x.dtype).reshape(*x.shape[:-1], weight.shape[0])
+        total = total + bias.to(total.dtype)
+    return portable.round_once(total, x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
 @torch.library.custom_op("isobit::portable_linear_input_grad", mutates_args=())
@@ -182,7 +182,7 @@ def portable_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     segments = FeaturePlan(grad.shape[-1]).segments
     left, right = portable.widen(grad), portable.widen(weight).t()
     total = portable.sum_products(segments, left, right)[0]
-    return total.to(grad.dtype).reshape(*grad.shape[:-1], weight.shape[1])
+    return portable.round_once(total, grad.dtype).reshape(*grad.shape[:-1], weight.shape[1])
 
 
 @torch.library.custom_op("isobit::portable_linear_weight_grad", mutates_args=())
@@ -202,7 +202,7 @@ def portable_bias_grad(grad: Tensor, spans: Tensor | None) -> Tensor:
 
 def only_root(roots: Tensor, dtype: torch.dtype) -> Tensor:
     """The one root of a whole sum, rounded; zero where there is no sample."""
-    return (roots[0] if len(roots) else roots.sum(0)).to(dtype)
+    return portable.round_once(roots[0] if len(roots) else roots.sum(0), dtype)
 
 
 def whole_samples(rows: Tensor, spans: Tensor | None) -> Samples:

@@ -99,7 +99,7 @@ def merge(partials: Iterable[Partial], *, dtype: torch.dtype, bias: Tensor | Non
     total = counter[0][1]
     if bias is not None:
         total = total + bias.to(total.dtype)
-    return portable.one_nan(total).to(dtype)
+    return portable.round_once(total, dtype)
 
 
 def check_share(name: str, tensor: Tensor, cut: Cut) -> None:

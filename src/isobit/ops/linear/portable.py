@@ -77,6 +77,11 @@ def widen(tensor: Tensor) -> Tensor:
     return rows if tensor.dtype == torch.float64 else rows.float()
 
 
+def round_once(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """In the result's dtype. NaNs after the rounding, since torch's own to bf16 makes another NaN than the kernels'."""
+    return one_nan(total.to(dtype))
+
+
 def one_nan(tensor: Tensor) -> Tensor:
     """Every NaN as the same NaN: which payload survives depends on operand order, which is free."""
     return torch.where(tensor.isnan(), torch.nan, tensor)

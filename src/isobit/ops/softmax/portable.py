@@ -8,7 +8,7 @@ from math import factorial
 import torch
 from torch import Tensor
 
-from isobit.ops.linear.portable import one_nan, sum_rows, widen
+from isobit.ops.linear.portable import round_once, sum_rows, widen
 from isobit.order.plan import FeaturePlan
 
 
@@ -74,7 +74,7 @@ def softmax(x: Tensor) -> Tensor:
         return torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = widen(x).contiguous()
     terms = exp_nonpositive(rows - rows.amax(1, keepdim=True))
-    return round_once(terms / sum_last(terms), x)
+    return round_once(terms / sum_last(terms), x.dtype).reshape(x.shape)
 
 
 def softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
@@ -82,9 +82,4 @@ def softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
     if not y.numel():
         return torch.empty_like(y, memory_format=torch.contiguous_format)
     rows, weights = widen(grad), widen(y)
-    return round_once(weights * (rows - sum_last(weights * rows)), y)
-
-
-def round_once(values: Tensor, like: Tensor) -> Tensor:
-    """In the dtype and shape of `like`; NaNs last, since the conversion's differ between body and tail."""
-    return one_nan(values.to(like.dtype)).reshape(like.shape)
+    return round_once(weights * (rows - sum_last(weights * rows)), y.dtype).reshape(y.shape)
