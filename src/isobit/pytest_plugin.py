@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from isobit.contracts.load import load_contract
-from isobit.contracts.workspace import Run, judge_file
+from isobit.contracts.workspace import Run, Workspace, judge_file
 from isobit.errors import ContractError
 from isobit.records import ClaimRecord
 
@@ -44,6 +44,10 @@ class ContractFile(pytest.File):
         except ContractError as error:
             yield ClaimItem.from_parent(self, name="contract", claim="", problem=str(error))
             return
+        reach = Workspace([Path(self.config.rootpath)]).tree.entries if contract.depends_on else {}
+        for name in contract.depends_on:
+            if name not in reach:  # where it is in reach, its own file is judged
+                yield ClaimItem.from_parent(self, name=f"rests on {name}", claim="", problem=f"{name} is not in reach")
         linked = {name for claim in contract.claims for name in claim.obligations}
         for obligation in contract.obligations:
             if obligation.id not in linked:

@@ -133,6 +133,7 @@ class ContractStatus:
     claims: tuple[ClaimRecord, ...] = ()
     detail: str = ""
     subject: str = ""
+    weak: str = ""  # what it rests on, where that is not kept
 
 
 @dataclass(frozen=True)

@@ -18,14 +18,14 @@ from isobit.records import ClaimRecord
 RUN = Run(level=2)
 
 
-def text_of(id: str, depends_on=(), subject="absent_code:f", title="t") -> str:
+def text_of(id: str, depends_on=(), subject="json:f", title="t") -> str:
     return f"""id: {id}
 version: 1.0.0
 title: {title}
 subject: {subject}
 depends_on: [{", ".join(depends_on)}]
 obligations: [{{id: O-1, text: holds}}]
-claims: [{{id: c, obligations: [O-1], relation: refuses, error: "absent_code:E", calls: "absent_code:c", level: L2}}]
+claims: [{{id: c, obligations: [O-1], relation: refuses, error: "json:E", calls: "json:c", level: L2}}]
 """
 
 
@@ -48,7 +48,7 @@ def changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
 @pytest.fixture
 def steady(monkeypatch):
     """Without the code that judges, which is part of every digest, and which someone may be editing."""
-    monkeypatch.setattr(tree_module, "MACHINERY", "absent_code:judge")
+    monkeypatch.setattr(tree_module, "MACHINERY", "json:judge")
 
 
 # e rests on c and d, both on b, b on a; z stands alone.

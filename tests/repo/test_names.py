@@ -41,7 +41,10 @@ def test_banned_text(pattern):
 
 def test_no_environment_variable_is_read():
     source = [p for p in PYTHON if (ROOT / "src") in p.parents]
-    assert [p.name for p in source if re.search(r"environ|getenv", p.read_text())] == []
+    # sources.py notes one, whether Triton interprets: evidence of one executor says nothing of the other.
+    readers = [p.name for p in source if re.search(r"environ|getenv", p.read_text())]
+    assert readers == ["sources.py"]
+    assert len(re.findall(r"environ|getenv", (ROOT / "src/isobit/contracts/sources.py").read_text())) == 1
     native = [p for p in FILES if p.suffix in (".cpp", ".h")]
     assert [p.name for p in native if "getenv" in p.read_text()] == []
 

@@ -52,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except IsobitError as error:
         print(f"isobit {options.command}: {error}", file=sys.stderr)
         return COULD_NOT_RUN
+    except OSError as error:
+        print(f"isobit {options.command}: {error}", file=sys.stderr)
+        return COULD_NOT_RUN
     except KeyboardInterrupt:
         print(f"isobit {options.command}: stopped; what was settled before is kept", file=sys.stderr)
         return COULD_NOT_RUN

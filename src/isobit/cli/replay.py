@@ -7,7 +7,7 @@ from typing import Any
 
 from isobit.cli.where import add_trust, open_workspace, use_current_folder
 from isobit.contracts.load import load_contract
-from isobit.errors import ContractError
+from isobit.errors import ContractError, IsobitError
 
 
 def add_parser(commands: Any) -> None:
@@ -42,7 +42,13 @@ def run(options: argparse.Namespace) -> int:
         known = ", ".join(c.id for c in contract.claims)
         raise ContractError(expected=f"a claim of {id}: {known}", received=name or "none", remedy="as CONTRACT/CLAIM")
     judged = Options(trusted=tuple(options.trust), subject=options.subject)
-    tally = replay(contract, claim, judged, options.case)
+    try:
+        tally = replay(contract, claim, judged, options.case)
+    except IsobitError:
+        raise
+    except (Exception, SystemExit) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise ContractError(expected="code that runs", received=said, remedy="mend what the claim names") from None
     print(f"{options.claim}: {tally.differing:,} of {tally.compared:,} differ, {tally.inputs:,} inputs")
     if tally.differing:
         print(tally.first)

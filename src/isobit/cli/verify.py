@@ -16,11 +16,12 @@ import isobit
 from isobit import files
 from isobit.cli.progress import make_progress
 from isobit.cli.where import add_place, add_trust, exit_code, open_workspace, use_current_folder
+from isobit.contracts import ladder
 from isobit.contracts.explain import explain
 from isobit.contracts.language import LEVELS
 from isobit.contracts.load import load_contract
 from isobit.contracts.tree import Entry
-from isobit.contracts.workspace import Run, Workspace, key_of
+from isobit.contracts.workspace import Run, Workspace, key_of, verdict_at
 from isobit.errors import ArgumentError
 from isobit.records import ClaimRecord, ContractStatus, to_json
 from isobit.report.contract_page import draw_contracts
@@ -40,7 +41,7 @@ def add_parser(commands: Any) -> None:
     )
     add_place(parser)
     add_trust(parser)
-    parser.add_argument("--level", choices=LEVELS[1:], default="L4", help="how high to climb (default L4)")
+    parser.add_argument("--level", choices=LEVELS[2:], default="L4", help="how high to climb (default L4)")
     parser.add_argument("--changed", action="store_true", help="show only what was judged now")
     parser.add_argument("--again", action="store_true", help="judge also what has evidence")
     parser.add_argument("--subject", default="", metavar="NAME|CODE", help="judge other code by the same contracts")
@@ -65,14 +66,15 @@ def run(options: argparse.Namespace) -> int:
     whole = entries if options.subject else workspace.with_dependencies(entries)
     stale = workspace.in_order(list(whole)) if options.again else workspace.stale(whole, asked)
     judged = judge(workspace, stale, asked, options.jobs)
-    statuses = workspace.statuses(entries, key_of(asked), claims=len(entries) <= FEW)
+    claims = len(entries) <= FEW or bool(options.json or options.junit or options.sarif or options.html)
+    statuses = workspace.statuses(entries, key_of(asked), claims, asked.level)
     every = [cut_short(status, judged.get(status.id)) for status in statuses]
     found = [status for status in every if status.id in judged] if options.changed else every
     write_reports(options, workspace, found)
     if options.json:
         print(to_json(found))
     else:
-        show(found, len(judged), workspace)
+        show(found, judged, workspace, asked.level)
     verdicts = [verdict_at(status, asked.level) for status in every]
     return exit_code([*verdicts, *["broken"] * len(workspace.tree.broken)])
 
@@ -99,18 +101,11 @@ def judge(workspace: Workspace, stale: list[Entry], asked: Run, jobs: int) -> di
 
 
 def cut_short(status: ContractStatus, judged: list[ClaimRecord] | None) -> ContractStatus:
-    """What --seconds stopped has no evidence; it is shown as far as it went."""
-    if judged and not status.claims and not status.level:
-        return replace(status, claims=tuple(judged), verdict="could-not-run", detail="cut short")
+    """What was found just now counts, also where it is worse than evidence, or --seconds left it without any."""
+    found = ladder.worst(record.verdict for record in judged) if judged else "kept"
+    if judged and ladder.worst([found, status.verdict]) != status.verdict and status.verdict != "waived":
+        return replace(status, claims=tuple(judged), verdict=found, level=0)
     return status
-
-
-def verdict_at(status: ContractStatus, level: int) -> str:
-    """Kept, if every claim is kept as far as was asked."""
-    if status.verdict == "could-not-run" and status.claims:
-        reached = all(c.verdict == "kept" and c.level >= min(c.required, level) for c in status.claims)
-        return "kept" if reached else status.verdict
-    return status.verdict
 
 
 def write_reports(options: argparse.Namespace, workspace: Workspace, found: list[ContractStatus]) -> None:
@@ -124,19 +119,26 @@ def write_reports(options: argparse.Namespace, workspace: Workspace, found: list
         files.write_text(Path(options.html), draw_contracts(found, sections, "isobit verify"))
 
 
-def show(found: list[ContractStatus], judged: int, workspace: Workspace) -> None:
+def show(
+    found: list[ContractStatus], judged: dict[str, list[ClaimRecord]], workspace: Workspace, level: int
+) -> None:
     """For people: a line a claim where something ran or went wrong, then a line a contract, then the totals."""
     console = Console(highlight=False, width=132)
-    if len(found) <= FEW:
-        console.print(claims_table(found))
+    if found and len(found) <= FEW:
+        console.print(claims_table(found, level))
     for status in found:
         for claim in status.claims:
             if claim.verdict != "kept":
                 console.print(f"{claim.verdict.upper()} {status.id}/{claim.claim}: {claim.detail}", markup=False)
                 if claim.replay:
                     console.print(f"  {claim.replay}", markup=False, soft_wrap=True)
-        if not status.claims and status.verdict != "kept":
+        if (not status.claims and status.verdict != "kept") or status.weak:
             console.print(f"{status.verdict.upper()} {status.id}: {status.detail}", markup=False)
+        now = judged.get(status.id)
+        if status.verdict in ladder.RED and now and all(record.verdict == "kept" for record in now):
+            there = ", ".join(workspace.evidence.names().get(status.digest, []))
+            console.print(f"  kept just now, but red before at the same digest, and red wins: {there}", markup=False)
+            console.print("  delete what was written in other surroundings", markup=False)
     for broken in workspace.tree.broken:
         console.print(f"REFUSED {broken.error}", markup=False)
     for name in workspace.evidence.corrupt:
@@ -144,25 +146,27 @@ def show(found: list[ContractStatus], judged: int, workspace: Workspace) -> None
     claims = [c for s in found for c in s.claims]
     planted = [p for c in claims for p in c.planted]
     console.print(
-        f"{sum(s.verdict == 'kept' for s in found)} of {len(found)} contracts kept, {judged} judged now; "
+        f"{sum(verdict_at(s, level) == 'kept' for s in found)} of {len(found)} contracts kept"
+        f"{f' as far as L{level}' if level < 4 else ''}, {len(judged)} judged now; "
         f"{sum(c.verdict == 'kept' for c in claims)} of {len(claims)} claims; "
         f"sabotage caught {sum(p.caught for p in planted)} of {len(planted)}; "
         f"{sum(c.inputs for c in claims):,} inputs, {sum(c.compared for c in claims):,} comparisons"
     )
 
 
-def claims_table(found: list[ContractStatus]) -> Table:
+def claims_table(found: list[ContractStatus], level: int) -> Table:
     """A row a claim."""
     columns = ("contract / claim", "verdict", "level", "inputs", "differ", "of", "caught", "proved by, cases")
     table = Table(*columns, box=SIMPLE_HEAD)
     for status in found:
-        table.add_row(f"[bold]{status.id}[/bold]", status.verdict, f"L{status.level}", "", "", "", "", "")
+        short = f"L{status.level}" + (f" of L{status.required}" if status.level < status.required else "")
+        table.add_row(f"[bold]{status.id}[/bold]", verdict_at(status, level), short, "", "", "", "", "")
         for claim in status.claims:
             caught = f"{sum(p.caught for p in claim.planted)} of {len(claim.planted)}"
             proof = f"{engine_word(claim.proof.engine)}, {claim.proof.cases:,}" if claim.proof else ""
-            level = f"L{claim.level}" if claim.level >= claim.required else f"L{claim.level} of L{claim.required}"
+            rung = f"L{claim.level}" if claim.level >= claim.required else f"L{claim.level} of L{claim.required}"
             row = (f"{claim.inputs:,}", f"{claim.differing:,}", f"{claim.compared:,}", caught, proof)
-            table.add_row(f"  {claim.claim}", claim.verdict, level, *row)
+            table.add_row(f"  {claim.claim}", claim.verdict, rung, *row)
     return table
 
 

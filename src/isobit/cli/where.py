@@ -7,14 +7,17 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from isobit.contracts.tree import find_contracts, library
+from isobit.contracts.tree import library
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError
+
+LIBRARY = "isobit"  # among ids and paths: the contracts of isobit's own operators
 
 
 def add_place(parser: argparse.ArgumentParser, what: str = "ids of contracts, or files and folders") -> None:
     """Which contracts, and where their evidence is."""
-    parser.add_argument("which", nargs="*", metavar="ID|PATH", help=f"{what} (default: all below the current folder)")
+    said = f"{what}; isobit for its own (default: all below here)"
+    parser.add_argument("which", nargs="*", metavar="ID|PATH", help=said)
     parser.add_argument("--evidence", metavar="DIR", help="where evidence is kept (default: .isobit here)")
 
 
@@ -29,20 +32,27 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def is_place(word: str) -> bool:
+    """A file or folder, and not the word that means the library."""
+    return word != LIBRARY and Path(word).exists()
+
+
 def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
     """The contracts that were asked for: what exists as a path is one, the rest are ids."""
-    paths = [Path(word) for word in options.which if Path(word).exists()]
-    ids = [word for word in options.which if not Path(word).exists()]
+    use_current_folder(["."])  # to find the source of what contracts name; nothing is imported
+    paths = [Path(word) for word in options.which if is_place(word)]
+    ids = [word for word in options.which if not is_place(word)]
+    if LIBRARY in ids:
+        ids.remove(LIBRARY)
+        paths.append(library())
     folders = paths or [Path()]
-    if not paths and not any(True for _ in find_contracts(Path())):
-        folders = [library()]
     home = Path(options.evidence) if options.evidence else Path(".isobit")
     workspace = Workspace(folders, home)
     if not workspace.tree.chosen and not workspace.tree.broken and not ids:
         raise ContractError(
             expected="contract.yaml or *.contract.yaml files",
             received=f"none below {', '.join(str(f) for f in folders)}",
-            remedy="isobit new NAME --from package:function writes one",
+            remedy="isobit new NAME --from package:function writes one; for isobit's own: isobit verify isobit",
         )
     chosen = [*ids, *(workspace.tree.chosen if paths else [])]
     return workspace, chosen

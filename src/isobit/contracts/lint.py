@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import datetime
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,10 @@ def lint(tree: Tree) -> Iterator[ContractError]:
             yield error
             continue
         yield from lint_contract(contract, entry.path)
+        for number, line in enumerate(Path(entry.path).read_text(encoding="utf-8").splitlines(), 1):
+            if "FILL IN" in line and not line.startswith("# Made by"):
+                yield problem("what is marked FILL IN to be filled in", line.strip()[:80], "say it", entry.path, number)
+                break
 
 
 def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
@@ -47,6 +52,8 @@ def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
             yield problem(
                 f"{module} to be found", "no such module", "mend the name, or run where it can be imported", where
             )
+        elif (name := missing_name(reference)) is not None:
+            yield problem(f"{reference} to be there", "no such name in that module", name, where)
     for claim in contract.claims:
         planted = (*claim.sabotage, *((claim.proof.planted,) if claim.proof else ()))
         for name in planted:
@@ -69,6 +76,24 @@ def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
                 where,
                 waiver.line,
             )
+
+
+def missing_name(reference: str) -> str | None:
+    """A suggestion, if a module that is being worked on has no such name; its source is read, not run."""
+    module, _, path = reference.partition(":")
+    file = find_file(module)
+    if file is None or file.suffix != ".py":
+        return None
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    word = path.partition(".")[0]
+    return None if word in names or "*" in names else suggest(word, sorted(names) or ["(it has none)"])
 
 
 def problem(expected: str, received: str, remedy: str, where: str, line: int = 0) -> ContractError:

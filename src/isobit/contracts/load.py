@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from isobit.contracts.contract import Claim, Contract
 from isobit.contracts.grammar import Key, RecordOf
-from isobit.contracts.language import CLAIM, CLAIM_KEYS, CONTRACT, PROOF, RELATIONS, nearest
+from isobit.contracts.language import CLAIM, CLAIM_KEYS, CONTRACT, NAME, PROOF, RELATIONS, nearest
 from isobit.contracts.yaml_text import read_yaml
 from isobit.errors import ContractError
 
@@ -61,6 +62,9 @@ class _Names:
             self.known(waiver.claim, dict.fromkeys(claims), "claim", waiver.line)
         for name, inputs in contract.inputs.items():
             self.check_inputs(name, inputs)
+        for name in contract.subjects:
+            if not re.fullmatch(NAME.pattern, name):
+                self.refuse(0, "names of subjects of letters, digits, dots, dashes", repr(name), "rename it")
         if contract.id in contract.depends_on:
             self.refuse(0, "contracts other than itself in depends_on", contract.id, "remove it")
 
@@ -77,6 +81,11 @@ class _Names:
             self.refuse(claim.line, f"low of claim {claim.id} to be at most high", "more", "swap them")
         if claim.relation == "parity" and ("limit" in claim.params) != ("unit" in claim.params):
             self.refuse(claim.line, f"limit and unit of claim {claim.id}, or neither", "one of them", "add the other")
+        if claim.relation in ("refuses", "launches") and claim.level != "L2":
+            self.refuse(claim.line, f"L2 in {claim.id}: {claim.relation} draws nothing", claim.level, "ask for L2")
+        for name, pair in claim.params.get("integers", {}).items():
+            if len(pair) != 2:
+                self.refuse(claim.line, f"integers.{name}: [low, high]", f"{len(pair)} values", "null is no limit")
         if claim.level == "L4" and claim.proof is None:
             self.refuse(claim.line, f"a proof for L4 of claim {claim.id}", "none", "add proof:, or ask for L3")
         proof = claim.proof
@@ -99,6 +108,13 @@ class _Names:
                     self.known(axis, inputs.sizes, f"size in inputs.{name}.{argument}", 0)
                 elif not isinstance(axis, int) or isinstance(axis, bool) or axis < 0:
                     self.refuse(0, f"axes of {argument} as sizes or whole numbers", repr(axis), "name a size")
+        first = next(iter(inputs.arguments.values()), ())
+        if "empty" in inputs.edges and not inputs.rows:
+            self.refuse(0, f"rows: in inputs.{name}, which the edge empty makes none", "none", "name the size")
+        if "single" in inputs.edges and not (first and isinstance(first[-1], str)):
+            self.refuse(0, f"a size as last axis in inputs.{name}, for the edge single", repr(first), "name it")
+        if "output" in inputs.arguments:
+            self.refuse(0, f"another name for an argument in inputs.{name}", "output", "call it x")
         for size in (inputs.rows, *inputs.thorough):
             if size:
                 self.known(size, inputs.sizes, f"size in inputs.{name}", 0)

@@ -12,7 +12,7 @@ from isobit.contracts.integers_search import domain_of
 from isobit.contracts.recipes import Case, Recipe
 from isobit.contracts.relations import RELATIONS, Bound
 from isobit.contracts.tally import Tally
-from isobit.errors import ContractError, EngineError, IsobitError
+from isobit.errors import ContractError, EngineError, RevealError
 from isobit.records import Planted, Proof
 
 PATTERNS = 2**16
@@ -28,7 +28,7 @@ def prove(contract: Contract, bound: Bound, plant: Callable[[Bound, str], Bound]
     planted = plant(bound, plan.planted)
     try:
         wrong = ask(contract, planted)
-    except IsobitError as error:  # an engine that cannot even judge the wrong subject does not pass it
+    except RevealError as error:  # it has no order at all
         return proof, Planted(f"proof: {plan.planted}", True, f"refused: {str(error)[:200]}")
     except Exception as error:  # a fault of the plant, not a catch
         return proof, Planted(f"proof: {plan.planted}", False, f"raised {type(error).__name__}: {str(error)[:200]}")
@@ -98,5 +98,6 @@ def enumerate_values(bound: Bound, name: str, inputs: Inputs) -> Proof:
         with torch.no_grad():
             RELATIONS[bound.claim.relation](bound, case, tally)
         cases += case.rows
-    covers = f"every {'' if 'nans' in inputs.edges else 'finite '}value of {' and '.join(inputs.dtypes)}"
+    finite = "" if "nans" in inputs.edges else "finite "
+    covers = f"every {finite}value of {' and '.join(inputs.dtypes)}, one at a time (every size but the rows is 1)"
     return Proof("enumeration of the real kernel", covers, cases if tally.compared else 0, tally.first)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from isobit.contracts.contract import Inputs
+from isobit.contracts.language import EDGES, VALUES
 from isobit.errors import ContractError
 
 MINIMUM = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14, "float64": 2.0**-1022}
@@ -40,8 +41,10 @@ class Recipe:
             found = json.loads(text)
             sizes = tuple((str(k), int(v)) for k, v in found.pop("sizes").items())
             recipe = Recipe(sizes=sizes, **found)
-            if recipe.dtype not in MINIMUM or not isinstance(recipe.seed, int):
-                raise ValueError("dtype or seed")
+            if recipe.dtype not in MINIMUM or not isinstance(recipe.seed, int) or min(dict(sizes).values()) < 0:
+                raise ValueError("dtype, seed or sizes")
+            if recipe.values not in VALUES or recipe.edge not in ("", *EDGES):
+                raise ValueError("values or edge")
             if set(known[recipe.inputs].sizes) != set(dict(sizes)):
                 raise ValueError(f"sizes of inputs {recipe.inputs}")
             return recipe
@@ -59,7 +62,8 @@ def fixed_recipes(name: str, inputs: Inputs, thorough: bool = False) -> Iterator
     for grid in grids:
         for dtype in inputs.dtypes:
             yield Recipe(name, dtype, tuple(zip(sizes, grid, strict=True)), inputs.values)
-    least = tuple((size, min(v for v in (*values, 8) if v >= 1)) for size, values in inputs.sizes.items())
+    # Where a pattern has room: the smallest listed size of at least 8, else the largest.
+    least = tuple((n, min((v for v in values if v >= 8), default=max(values))) for n, values in inputs.sizes.items())
     for edge in inputs.edges:
         for dtype in inputs.dtypes:
             yield edged(Recipe(name, dtype, least, inputs.values, seed=1), edge, inputs)

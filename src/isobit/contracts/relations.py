@@ -40,13 +40,13 @@ class Bound:
 
     def judged(self, case: Case) -> tuple[Run, Arguments]:
         """The function from tensors to one tensor that is judged: the output, or the gradient of an argument."""
-        of = str(self.claim.params.get("of", "output"))
-        if of not in case.inputs.arguments:
+        of = self.claim.params.get("of")
+        if of not in case.inputs.arguments or of == "output":
             call = self.wrap(self.subject)
             return lambda arguments: only_tensor(call(*arguments.values(), **case.options)), case.arguments
         arguments = with_upstream(self.subject, case)
         names = tuple(arguments)
-        call = self.wrap(lambda *given: gradient(self.subject, of, dict(zip(names, given, strict=True)), case))
+        call = self.wrap(lambda *given: gradient(self.subject, str(of), dict(zip(names, given, strict=True)), case))
         return lambda arguments: call(*arguments.values()), arguments
 
 
@@ -54,7 +54,7 @@ def only_tensor(value: Any) -> Tensor:
     """Refuses what cannot be compared."""
     if not isinstance(value, Tensor):
         raise TypeError(f"expected the subject to return a tensor, received {type(value).__name__}")
-    return value.detach()
+    return value.detach().clone()  # a subject may hand out one buffer again and again
 
 
 def gradient(function: Callable[..., Any], of: str, given: Arguments, case: Case) -> Tensor:
@@ -80,11 +80,13 @@ def invariant(bound: Bound, case: Case, tally: Tally) -> None:
     whole: Tensor | None = None
     rowed = case if UPSTREAM not in arguments else with_rows(case)
     for name in bound.claim.params["under"]:
+        before = tally.compared
         if name in TRANSFORMS:
             whole = run(arguments) if whole is None else whole
             TRANSFORMS[name](run, rowed, arguments, whole, tally)
         else:
             bound.code[name](bound.wrap(bound.subject), case, tally)
+        tally.shares[name] = tally.shares.get(name, 0) + tally.compared - before
 
 
 def with_rows(case: Case) -> Case:
@@ -98,7 +100,7 @@ def accurate(bound: Bound, case: Case, tally: Tally) -> None:
     """The error against the reference in fp64 is within the limit."""
     run, arguments = bound.judged(case)
     found, exact = run(arguments), reference(bound, case, arguments)
-    compare_within(found, exact, bound, tally, "against fp64")
+    compare_within(found, exact, bound, case, tally, "against fp64")
 
 
 def reference(bound: Bound, case: Case, arguments: Arguments) -> Tensor:
@@ -109,10 +111,11 @@ def reference(bound: Bound, case: Case, arguments: Arguments) -> Tensor:
     return gradient(bound.named("against"), str(bound.claim.params["of"]), wide, case)
 
 
-def compare_within(found: Tensor, exact: Tensor, bound: Bound, tally: Tally, where: str) -> None:
+def compare_within(found: Tensor, exact: Tensor, bound: Bound, case: Case, tally: Tally, where: str) -> None:
     """The limit in its unit; NaN where the reference has NaN and nowhere else; infinities must be equal."""
-    if found.shape != exact.shape:
-        tally.fail(f"{where}: shape {list(found.shape)}, expected {list(exact.shape)}")
+    if found.shape != exact.shape or found.dtype != case.dtype:  # a unit in the last place is one of the inputs' dtype
+        expected = f"{list(exact.shape)} {case.dtype}"
+        tally.fail(f"{where}: {list(found.shape)} {found.dtype}, expected {expected}")
         return
     limit, unit = float(bound.claim.params["limit"]), bound.claim.params["unit"]
     rounded = exact.to(found.dtype)
@@ -151,13 +154,13 @@ def parity(bound: Bound, case: Case, tally: Tally) -> None:
     found = run(arguments)
     other = only_tensor(bound.named("against")(*arguments.values(), **case.options))
     if "limit" in bound.claim.params:
-        compare_within(found, other, bound, tally, "against the other executor")
+        compare_within(found, other, bound, case, tally, "against the other executor")
     else:
         tally.same(found, other, "against the other executor")
 
 
 def bound_by(bound: Bound, case: Case, tally: Tally) -> None:
-    """Outputs stand in [low, high]; NaN stands nowhere, unless the input has no finite answer."""
+    """Outputs stand in [low, high]; NaN stands nowhere."""
     run, arguments = bound.judged(case)
     found = run(arguments)
     low, high = bound.claim.params.get("low"), bound.claim.params.get("high")
@@ -180,11 +183,13 @@ def sums_to(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def monotone(bound: Bound, case: Case, tally: Tally) -> None:
-    """Where the argument does not decrease along the last axis, the output does not."""
+    """A larger element of the argument has no smaller output, and an equal one an equal output."""
     run, arguments = bound.judged(case)
-    name = str(bound.claim.params["argument"])
-    found = run({**arguments, name: arguments[name].sort(-1).values})
-    tally.true(found[..., 1:] >= found[..., :-1], "decreases along the last axis", found[..., 1:])
+    values, order = arguments[str(bound.claim.params["argument"])].sort(-1)
+    found = run(arguments).gather(-1, order)
+    tally.true(found[..., 1:] >= found[..., :-1], "a larger input has a smaller output", found[..., 1:])
+    tied = values[..., 1:] == values[..., :-1]
+    tally.true(~tied | (found[..., 1:] == found[..., :-1]), "equal inputs have unequal outputs", found[..., 1:])
 
 
 def roundtrip(bound: Bound, case: Case, tally: Tally) -> None:
@@ -210,8 +215,8 @@ def launches(bound: Bound, case: Case, tally: Tally) -> None:
         tally.fail(f"the binary was loaded {loads} times, expected {bound.claim.params['loads']}")
 
 
-def refuses(bound: Bound, tally: Tally) -> None:
-    """Each call raises the named error, and it says what was expected, what was received, and what to do."""
+def refuses(bound: Bound, tally: Tally, raising: bool = False) -> None:
+    """Each call raises the named error, with words; a planted subject must be caught by what it accepts."""
     call, error = bound.wrap(bound.subject), bound.named("error")
     for what, positional, keyword in bound.named("calls")():
         tally.count(1)
@@ -222,6 +227,8 @@ def refuses(bound: Bound, tally: Tally) -> None:
             if not str(refusal).strip():
                 tally.fail(f"{what}: refused without a word")
         except Exception as other:
+            if raising:
+                raise
             tally.fail(f"{what}: {type(other).__name__} instead of {error.__name__}")
         else:
             tally.fail(f"{what}: accepted")

@@ -13,6 +13,7 @@ LIBRARY_NAMES = (
     "other kernel for more axes",
     "one ulp off",
     "stale cache",
+    "stale weights",
     "constant output",
     "identity",
     "wrong divisor",
@@ -33,7 +34,7 @@ BY_TRANSFORM = {
     "padding": ("last row off by one ulp", "leak from the row before"),
     "chunking": ("last row off by one ulp",),
     "packing": ("other kernel for more axes",),
-    "cache": ("stale cache",),
+    "cache": ("stale cache", "stale weights"),
     "layout": ("other kernel for other storage",),
     "threads": ("sum shared among threads",),
 }

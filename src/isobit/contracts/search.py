@@ -101,7 +101,7 @@ def _strategy(inputs_name: str, inputs: Inputs) -> tuple[Any, Any]:
         raise EngineError(
             expected="Hypothesis, which draws and shrinks inputs for L3",
             received=str(error),
-            remedy="pip install isobit[proofs], or ask for --level L2",
+            remedy="pip install hypothesis z3-solver bitwuzla python-flint, or ask for --level L2",
         ) from None
 
     def size(name: str) -> Any:

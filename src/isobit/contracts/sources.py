@@ -5,15 +5,21 @@ from __future__ import annotations
 import ast
 import importlib.machinery
 import importlib.metadata
+import importlib.util
+import os
 import platform
 import sys
 from functools import lru_cache
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 from blake3 import blake3
 
+from isobit.errors import ContractError
+
 ROOT = Path(__file__).parents[1]  # of isobit itself
 FLAGS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "amx_int8", "avx512_fp16")
+INTERPRETED = "triton-interpreter"
 
 
 class Sources:
@@ -43,9 +49,17 @@ class Sources:
                 continue
             found[name], imports = self._file(path, name)
             parent = name.rpartition(".")[0]
-            queue += [parent] * bool(parent) + [i for i in imports if worked_on(i.partition(".")[0], package)]
-        if not found:
-            return f"{module} is missing"
+            queue += [parent] * bool(parent)
+            for name in imports:
+                top = name.partition(".")[0]
+                if worked_on(top, package):
+                    queue.append(name)
+                elif top not in sys.stdlib_module_names and top not in found:
+                    found[top] = f"version {installed_version(top)}"
+        if module not in found:
+            raise ContractError(
+                expected=f"the source of {module}", received="none on the import path", remedy="mend the name"
+            )
         return hash_text(*(f"{name} {digest}" for name, digest in sorted(found.items())))
 
     def _file(self, path: Path, name: str) -> tuple[str, frozenset[str]]:
@@ -75,6 +89,15 @@ def imports_of(text: bytes, name: str, is_package: bool) -> frozenset[str]:
     return frozenset(found)
 
 
+@lru_cache(maxsize=1000)
+def find_package(package: str) -> ModuleSpec | None:
+    """By every finder there is, editable installs and archives included; a top-level name imports nothing."""
+    try:
+        return importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+
+
 @lru_cache(maxsize=10_000)
 def find_file(module: str) -> Path | None:
     """Where a module's source stands, by the import path; nothing is imported."""
@@ -82,7 +105,7 @@ def find_file(module: str) -> Path | None:
     if package == "isobit":
         folders = [ROOT]
     else:
-        spec = importlib.machinery.PathFinder.find_spec(package)
+        spec = find_package(package)
         if spec is None:
             return None
         if not rest:
@@ -105,7 +128,7 @@ def worked_on(package: str, home: str) -> bool:
         return True
     if not package or package in sys.stdlib_module_names:
         return False
-    spec = importlib.machinery.PathFinder.find_spec(package)
+    spec = find_package(package)
     places = [] if spec is None else [str(spec.origin), *(spec.submodule_search_locations or ())]
     return bool(places) and not any("site-packages" in place for place in places)
 
@@ -113,13 +136,13 @@ def worked_on(package: str, home: str) -> bool:
 @lru_cache(maxsize=1000)
 def installed_version(package: str) -> str:
     """The version of a package that stands where pip puts packages; empty for code that is being worked on."""
-    spec = importlib.machinery.PathFinder.find_spec(package)
+    spec = find_package(package)
     if spec is None or "site-packages" not in str(spec.origin):
         return ""
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    except importlib.metadata.PackageNotFoundError:  # pip calls it otherwise (yaml, flint): its own words will do
+        return blake3(Path(str(spec.origin)).read_bytes()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=1)
@@ -137,7 +160,13 @@ def engine() -> str:
     if info.exists():
         line = next((row for row in info.read_text().splitlines() if row.startswith("flags")), "")
         words = set(line.split())
-    return f"{platform.machine()} {sys.platform} {' '.join(flag for flag in FLAGS if flag in words)}".strip()
+    features = " ".join(flag for flag in FLAGS if flag in words)
+    return f"{platform.machine()} {sys.platform} {features}{' ' + INTERPRETED if is_interpreted() else ''}".strip()
+
+
+def is_interpreted() -> bool:
+    """Whether Triton interprets: another executor, so that evidence of one says nothing of the other."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def hash_text(*parts: str) -> str:

@@ -14,6 +14,7 @@ class Tally:
     def __init__(self) -> None:
         self.cases = self.inputs = self.compared = self.differing = 0
         self.first = ""
+        self.shares: dict[str, int] = {}  # of `compared`, by what a claim names
 
     def count(self, inputs: int) -> None:
         """A case of so many inputs (rows, or integers) begins."""
@@ -25,6 +26,8 @@ class Tally:
         self.cases, self.inputs = self.cases + other.cases, self.inputs + other.inputs
         self.compared, self.differing = self.compared + other.compared, self.differing + other.differing
         self.first = self.first or other.first
+        for name, count in other.shares.items():
+            self.shares[name] = self.shares.get(name, 0) + count
 
     def same(self, left: Tensor, right: Tensor, where: str) -> None:
         """Bit equality."""

@@ -69,16 +69,17 @@ def position(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: T
 
 
 def neighbours(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
-    """Every second row replaced by another."""
-    for first in (0, 1):
-        kept = torch.arange(case.rows) % 2 == first
+    """All rows but some replaced by others: but every second one, but a third of them, but one."""
+    at, drawn = torch.arange(case.rows), torch.rand(case.rows, generator=case.generator(35))
+    keeps = {"even": at % 2 == 0, "odd": at % 2 == 1, "some": drawn < 0.3, "one": at == case.rows // 2}
+    for name, kept in keeps.items():
 
         def replaced(t: Tensor, kept: Tensor = kept) -> Tensor:
             other = case.draw(tuple(t.shape), 32, "wide")
             return torch.where(kept.reshape(-1, *[1] * (t.dim() - 1)), t, other)
 
         found = run(changed_rows(case, arguments, replaced))
-        tally.same(found[kept], whole[kept], f"{'odd' if first else 'even'} rows beside others")
+        tally.same(found[kept], whole[kept], f"{name} of {case.rows} rows beside others")
 
 
 def padding(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
@@ -105,9 +106,9 @@ def cache(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tall
     kept = {name: t.clone() for name, t in arguments.items()}
     run(kept)
     tally.same(run(kept), whole, "called again")
-    for name in case.row_names:
+    for name in kept:
         kept[name].copy_(case.draw(tuple(kept[name].shape), 34, "wide"))
-    tally.same(run(kept), run({name: t.clone() for name, t in kept.items()}), "after a write to its inputs")
+        tally.same(run(kept), run({k: t.clone() for k, t in kept.items()}), f"after a write to {name}")
 
 
 def layout(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
@@ -115,6 +116,8 @@ def layout(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tal
     for name, store in LAYOUTS.items():
         stored = {k: store(t) if t.dim() else t for k, t in arguments.items()}
         tally.same(run(stored), whole, f"stored {name}")
+        for alone in arguments if len(arguments) > 1 else ():
+            tally.same(run({**arguments, alone: stored[alone]}), whole, f"{alone} stored {name}")
 
 
 def threads(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:

@@ -20,7 +20,7 @@ def check_trusted(reference: str, trusted: Sequence[str]) -> None:
         raise ContractError(
             expected=f"code from a trusted package ({', '.join((*OURS, *trusted))})",
             received=reference,
-            remedy=f"--trust {package}, if its import may run here",
+            remedy=f"--trust {package}, if its import may run here (pytest: --isobit-trust)",
         )
 
 
@@ -44,12 +44,16 @@ def resolve(reference: str, trusted: Sequence[str]) -> Any:
         for name in path.split("."):
             if name.startswith("_"):
                 raise AttributeError(f"{name} is private")
+            if not isinstance(found, (ModuleType, type)):  # a method of a table could change the judge
+                raise AttributeError(f"{name} is of an instance; name a function of the module")
             found = getattr(found, name)
             check_origin(found, reference, trusted)
-    except (ImportError, AttributeError) as error:
+    except ContractError:
+        raise
+    except (Exception, SystemExit) as error:
         raise ContractError(
             expected=f"{reference} to exist",
-            received=str(error),
+            received=f"{type(error).__name__}: {error}",
             remedy="mend the name, or install what it needs",
         ) from None
     return found

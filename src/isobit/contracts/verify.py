@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
+from isobit import bits
 from isobit.contracts import construction, ladder, proving
 from isobit.contracts.contract import Claim, Contract
 from isobit.contracts.integers_search import examine_integers, search_integers
 from isobit.contracts.recipes import Case, Recipe, fixed_recipes
 from isobit.contracts.relations import RELATIONS, Bound, refuses
 from isobit.contracts.sabotage import LIBRARY
-from isobit.contracts.sabotage_names import default_sabotage
+from isobit.contracts.sabotage_names import BY_TRANSFORM, default_sabotage
 from isobit.contracts.search import reduce, search
+from isobit.contracts.sources import is_interpreted
 from isobit.contracts.tally import Tally
 from isobit.contracts.trust import resolve
 from isobit.errors import ContractError, IsobitError
@@ -58,10 +60,9 @@ def verify_contract(contract: Contract, options: Options) -> Iterator[ClaimRecor
                 record = judge(contract, claim, options, empty, constructed)
         except IsobitError as error:
             record = replace(empty, detail=str(error))
-        except Exception as error:  # a predicate, a proof or an import of somebody's code
+        except (Exception, SystemExit) as error:  # a predicate, a proof or an import of somebody's code
             record = replace(empty, detail=f"raised {type(error).__name__}: {str(error)[:300]}")
-        record = replace(record, seconds=round(time.monotonic() - started, 3))
-        yield ladder.waive(contract, record)
+        yield replace(record, seconds=round(time.monotonic() - started, 3))
 
 
 def subject_name(contract: Contract, options: Options) -> str:
@@ -102,8 +103,10 @@ def judge(contract: Contract, claim: Claim, options: Options, empty: ClaimRecord
     if tally.differing:
         smallest = shrink(contract, bound, options, failing)
         return replace(record, verdict="broken", **told(contract, claim, options, tally, smallest))
-    if not tally.compared or not tally.cases:
-        return replace(record, verdict="vacuous", detail="nothing was compared")
+    idle = [name for name in claim.params.get("under", ()) if not tally.shares.get(name)]
+    if not tally.compared or not tally.cases or idle:
+        detail = f"nothing was compared under {idle[0]}" if idle else "nothing was compared"
+        return replace(record, verdict="vacuous", detail=detail)
     planted = tuple(try_planted(contract, bound, options))
     record = replace(record, planted=planted)
     missed = [p for p in planted if not p.caught]
@@ -130,7 +133,7 @@ def climb(
         if drawn.inputs >= ladder.ENOUGH_INPUTS:
             record = replace(record, level=3)
         else:
-            record = replace(record, detail=f"{drawn.inputs:,} inputs in {options.seconds:.0f} s; L3 asks for 10,000")
+            return replace(record, detail=f"{drawn.inputs:,} inputs in {options.seconds:.0f} s; L3 asks for 10,000")
     if claim.proof is None or options.level < 4:
         return record
     proof, wrongly = proving.prove(contract, bound, partial(plant, options=options))
@@ -159,9 +162,9 @@ def examine(
     """L2: the fixed inputs of the claim; the first failing recipe, if any."""
     tally, failing, claim = Tally(), None, bound.claim
     if claim.relation == "refuses":
-        refuses(bound, tally)
+        refuses(bound, tally, raising=first_only)
     elif claim.relation == "algebra":
-        examine_integers(bound, tally)
+        examine_integers(bound, tally, raising=first_only)
     else:
         for recipe in recipes_of(contract, claim, options.thorough, first_only):
             run_case(contract, bound, recipe, tally, raising=first_only)
@@ -181,16 +184,18 @@ def recipes_of(contract: Contract, claim: Claim, thorough: bool, first_only: boo
 def run_case(contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False) -> None:
     """One case; a subject that raises breaks its promise, but a planted one that raises was not caught by the claim."""
     case = Case(recipe, contract.inputs[recipe.inputs])
-    counted = tally.cases
+    counted, before = tally.cases, {name: t.clone() for name, t in case.arguments.items()}
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # edges overflow on purpose
             RELATIONS[bound.claim.relation](bound, case, tally)
         if tally.cases == counted:  # a predicate of the contract's own may count for itself
             tally.count(case.rows if bound.claim.relation != "holds" else 1)
-    except (ContractError, AssertionError):
+        if not all(bits.equal(t, before[name]) for name, t in case.arguments.items()):
+            tally.fail("the subject writes to its inputs, so that nothing can be compared")
+    except ContractError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if raising:
             raise
         tally.count(1)
@@ -232,7 +237,8 @@ def told(contract: Contract, claim: Claim, options: Options, tally: Tally, small
         detail = again.first or detail
     elif smallest:
         detail = f"{smallest}"
-    words = ["isobit", "replay", f"{contract.id}/{claim.id}"]
+    words = ["TRITON_INTERPRET=1"] if is_interpreted() else []
+    words += ["isobit", "replay", f"{contract.id}/{claim.id}"]
     if smallest:
         words += ["--case", f"'{smallest}'"]
     if options.subject:
@@ -247,7 +253,7 @@ def told(contract: Contract, claim: Claim, options: Options, tally: Tally, small
 def replay(contract: Contract, claim: Claim, options: Options, recipe: str) -> Tally:
     """One case again, or all fixed ones."""
     bound, tally = bind(contract, claim, options), Tally()
-    if not recipe:
+    if not recipe or claim.relation == "refuses":
         return examine(contract, bound, options)[0]
     if claim.relation == "algebra":
         examine_integers(bound, tally, recipe)
@@ -275,9 +281,18 @@ def plant(bound: Bound, name: str, options: Options) -> Bound:
 def try_planted(contract: Contract, bound: Bound, options: Options) -> Iterable[Planted]:
     """Each wrong subject, and each control, must break the claim on its fixed inputs."""
     claim = bound.claim
-    names = claim.sabotage or default_sabotage(claim.relation, claim.params)
-    for name in names:
-        yield try_one(contract, plant(bound, name, options), name, options)
+    if claim.relation != "invariant" or claim.sabotage:
+        for name in claim.sabotage or default_sabotage(claim.relation, claim.params):
+            yield try_one(contract, plant(bound, name, options), name, options)
+    else:
+        # Each transform must catch by itself what is planted for it.
+        for transform in claim.params["under"]:
+            alone = replace(bound, claim=replace(claim, params={**claim.params, "under": (transform,)}))
+            names = BY_TRANSFORM.get(transform, ())
+            if not names:
+                yield Planted(transform, False, "the library plants nothing for it: name its sabotage")
+            for name in names:
+                yield try_one(contract, plant(alone, name, options), f"{name}, under {transform}", options)
     for name in claim.control:
         yield try_one(contract, plant(bound, name, options), f"control {name}", options)
 
@@ -286,7 +301,7 @@ def try_one(contract: Contract, bound: Bound, name: str, options: Options) -> Pl
     """Caught by a difference; an exception is a fault of the plant, not a catch."""
     try:
         tally, _ = examine(contract, bound, options, first_only=True)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Planted(name, False, f"raised {type(error).__name__}: {str(error)[:200]}")
     if not tally.differing and bound.claim.relation == "algebra" and bound.claim.proof is not None:
         wrong = proving.ask(contract, bound)  # integers that are rare to draw, a solver finds

@@ -77,7 +77,7 @@ class Workspace:
         if not claims:
             headers = self.evidence.headers(digest)
             words = {str(h["verdict"]) for h in headers}
-            if headers and "waived" not in words:
+            if headers and not entry.waivers:
                 red = sorted(words & set(ladder.RED), key=ladder.VERDICTS.index)
                 best = max(headers, key=lambda h: (h["verdict"] == "kept", int(h["level"]), str(h["date"])))
                 return stands(red[0] if red else str(best["verdict"]), 0 if red else int(best["level"]), digest)
@@ -89,26 +89,26 @@ class Workspace:
                 "unbound" if entry.unlinked or not entry.claims else "could-not-run", 0, digest, changed + lacking
             )
         contract = load_contract(Path(entry.path))
-        records = [ladder.waive(contract, unwaived(r)) for r in merge_records(findings)]
+        records = [ladder.waive(contract, r) for r in merge_records(findings)]
         verdict, level = ladder.contract_verdict(contract, records), ladder.contract_level(contract, records)
         return stands(verdict, level, digest, records=records)
 
-    def statuses(self, entries: Sequence[Entry], subject: str = "", claims: bool = False) -> list[ContractStatus]:
-        """Of each; a contract that rests on one that is not kept is not kept either."""
+    def statuses(
+        self, entries: Sequence[Entry], subject: str = "", claims: bool = False, level: int = 4
+    ) -> list[ContractStatus]:
+        """Of each; a contract that rests on one that is not kept, as far as `level`, is not kept either."""
         known: dict[str, ContractStatus] = {}
         chosen = {entry.id for entry in entries}
         for entry in self.with_dependencies(entries):
             own = subject if entry.id in chosen else ""
-            known[entry.id] = self.rest(self.status(entry, own, claims and entry.id in chosen), known)
+            status = self.status(entry, own, claims or level < 4)
+            weak = [known[d] for d in status.depends_on if d in known and verdict_at(known[d], level) != "kept"]
+            if weak:
+                detail = f"rests on {weak[0].id}, which is {weak[0].verdict}"
+                word = ladder.worst([status.verdict, "could-not-run"])
+                status = replace(status, verdict=word, level=0, weak=weak[0].id, detail=status.detail or detail)
+            known[entry.id] = status
         return [known[entry.id] for entry in entries]
-
-    def rest(self, status: ContractStatus, known: dict[str, ContractStatus]) -> ContractStatus:
-        """The status in the light of what the contract rests on."""
-        weak = [known[d] for d in status.depends_on if d in known and known[d].verdict != "kept"]
-        if status.verdict != "kept" or not weak:
-            return status
-        detail = f"rests on {weak[0].id}, which is {weak[0].verdict}"
-        return replace(status, verdict="could-not-run", level=0, detail=detail)
 
     def with_dependencies(self, entries: Sequence[Entry]) -> list[Entry]:
         """And all that they rest on, that first."""
@@ -132,7 +132,7 @@ class Workspace:
                 found.append(entry)
                 continue
             enough = min(run.level, entry.highest)
-            settled = [h for h in headers if h["verdict"] in ladder.RED or (h["ran"] and int(h["asked"]) >= enough)]
+            settled = [h for h in headers if h["verdict"] in ladder.RED or (h.get("ran") and int(h["asked"]) >= enough)]
             if not settled:
                 found.append(entry)
         return self.in_order(found)
@@ -194,10 +194,12 @@ class Workspace:
                     yield entry, record
 
     def _keep(self, entry: Entry, run: Run, records: Sequence[ClaimRecord]) -> None:
+        reached = [record for record in records if not record.detail.startswith("not reached")]
+        if len(reached) < len(records) and not any(record.verdict in ladder.RED for record in reached):
+            return  # cut short by --seconds, and nothing was settled
+        records = reached
         contract: Contract = load_contract(Path(entry.path))
         verdict, level = ladder.contract_verdict(contract, records), ladder.contract_level(contract, records)
-        if any(record.detail.startswith("not reached") for record in records):
-            return  # cut short by --seconds: nothing was settled
         digest = self.tree.digest(entry.id, key_of(run))
         asked = min(run.level, entry.highest)
         ran = all(record.verdict != "could-not-run" for record in records)
@@ -223,10 +225,9 @@ def judge_whole(path: str, run: Run, seconds: float) -> list[ClaimRecord]:
     return list(judge_file(path, run, time.monotonic() + seconds))
 
 
-def unwaived(record: ClaimRecord) -> ClaimRecord:
-    """As it was before a waiver, which may have expired since."""
-    if record.verdict != "waived":
-        return record
-    _, _, rest = record.detail.partition("; it is ")
-    verdict, _, detail = rest.partition(": ")
-    return replace(record, verdict=verdict if verdict in ladder.VERDICTS else "broken", detail=detail)
+def verdict_at(status: ContractStatus, level: int) -> str:
+    """Kept, if every claim is kept as far as was asked, and so is what it rests on."""
+    if status.verdict == "could-not-run" and status.claims and not status.weak:
+        reached = all(c.verdict == "kept" and c.level >= min(c.required, level) for c in status.claims)
+        return "kept" if reached else status.verdict
+    return status.verdict

@@ -122,7 +122,7 @@ def error_factor(extent: int, dtype: torch.dtype) -> float:
         raise EngineError(
             expected="python-flint, which bounds the error rigorously",
             received=str(error),
-            remedy="pip install isobit[proofs]",
+            remedy="pip install hypothesis z3-solver bitwuzla python-flint",
         ) from None
     bound = (arb(1) + arb(2) ** -24) ** longest_way(extent, dtype) - 1
     return float(bound.abs_upper())

@@ -73,7 +73,7 @@ def bounds_of(width: int) -> tuple[float, float]:
         raise EngineError(
             expected="python-flint, which bounds the error rigorously",
             received=str(missing),
-            remedy="pip install isobit[proofs]",
+            remedy="pip install hypothesis z3-solver bitwuzla python-flint",
         ) from None
     u, exp = arb(U), arb(EXP_ERROR) * 2 * arb(U)
     grown = (1 + u) ** depth_of(width)

@@ -56,9 +56,8 @@ def load_z3() -> Any:
     try:
         return importlib.import_module("z3")
     except ImportError as error:
-        raise EngineError(
-            expected="the solver z3", received=f"no such module ({error})", remedy="pip install isobit[proofs]"
-        ) from error
+        said = f"no such module ({error})"
+        raise EngineError(expected="the solver z3", received=said, remedy="pip install z3-solver") from error
 
 
 Combine = Callable[["Path", Any, Any], Any]

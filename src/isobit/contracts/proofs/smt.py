@@ -18,7 +18,7 @@ def bitwuzla() -> Any:
         raise EngineError(
             expected="Bitwuzla, which proves claims about IEEE arithmetic",
             received=str(error),
-            remedy="pip install isobit[proofs]",
+            remedy="pip install hypothesis z3-solver bitwuzla python-flint",
         ) from None
 
 
