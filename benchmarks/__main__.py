@@ -1,14 +1,16 @@
-"""`python -m benchmarks linear`."""
+"""`python -m benchmarks linear` or `softmax`."""
 
 import argparse
 import sys
 
-from benchmarks import linear
+from benchmarks import linear, softmax
+
+CASES = {"linear": linear, "softmax": softmax}
 
 parser = argparse.ArgumentParser(prog="python -m benchmarks", description=linear.__doc__)
-parser.add_argument("case", choices=["linear"])
+parser.add_argument("case", choices=CASES)
 parser.add_argument("--quick", action="store_true", help="the 0.6B shapes only, fewer repetitions")
 parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
 parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"])
 options = parser.parse_args()
-sys.exit(linear.run(options.quick, options.threads, options.dtypes))
+sys.exit(CASES[options.case].run(options.quick, options.threads, options.dtypes))

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+import isobit
 from isobit.cli import main
 from isobit.contracts.load import load_contract
+from isobit.contracts.promises import linear_orders
 from isobit.contracts.tally import Tally
 from isobit.contracts.tree import library
 from isobit.contracts.verify import Options, bind, find_breach, verify_contract
@@ -149,3 +151,11 @@ def test_thorough(tmp_path):
     """The linear layer at every row count from 1 to 257."""
     words = ["verify", "matmul-kernel-v1", "--thorough", "--level", "L2", "--evidence", str(tmp_path)]
     assert main.main(words) == 0
+
+
+@pytest.mark.full
+def test_every_layer_is_proved_at_every_tile_edge():
+    edges = (1, 2, 5, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 200, 255, 256, 257)
+    proof = linear_orders.prove_rows(isobit.linear, linear_orders.LAYERS, edges)
+    assert proof.kept, proof.failure
+    assert proof.cases == 4 * 2 * 2 * len(edges) * 2
