@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from isobit.contracts.ladder import unlinked
 from isobit.contracts.load import load_contract
 from isobit.contracts.workspace import Run, Workspace, judge_file
 from isobit.errors import ContractError
@@ -48,11 +49,9 @@ class ContractFile(pytest.File):
         for name in contract.depends_on:
             if name not in reach:  # where it is in reach, its own file is judged
                 yield ClaimItem.from_parent(self, name=f"rests on {name}", claim="", problem=f"{name} is not in reach")
-        linked = {name for claim in contract.claims for name in claim.obligations}
-        for obligation in contract.obligations:
-            if obligation.id not in linked:
-                said = f"unbound: no claim makes {obligation.id} executable"
-                yield ClaimItem.from_parent(self, name=obligation.id, claim="", problem=said)
+        for name in unlinked(contract):
+            said = f"unbound: no claim makes {name} executable"
+            yield ClaimItem.from_parent(self, name=name, claim="", problem=said)
         for claim in contract.claims:
             yield ClaimItem.from_parent(self, name=claim.id, claim=claim.id, problem="")
 

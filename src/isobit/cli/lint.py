@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from isobit.cli.where import add_place, open_workspace, use_current_folder
+from isobit.cli.where import add_place, open_workspace
 from isobit.contracts.lint import lint
 from isobit.contracts.load import json_schema
 from isobit.errors import ContractError
@@ -31,7 +31,6 @@ def run(options: argparse.Namespace) -> int:
     if options.schema:
         print(json.dumps(json_schema(), indent=2))
         return 0
-    use_current_folder(["."])
     workspace, ids = open_workspace(options)
     if ids:
         workspace.tree.chosen = [workspace.tree.find(id).id for id in ids]

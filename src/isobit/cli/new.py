@@ -27,7 +27,7 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Refuses to replace what somebody wrote."""
-    use_current_folder(["."])
+    use_current_folder()
     path = Path(f"{options.name}.contract.yaml")
     text = scaffold(options.name, options.reference)
     if path.exists() and not options.force:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from isobit.cli.where import add_trust, open_workspace, use_current_folder
+from isobit.cli.where import add_trust, open_workspace
 from isobit.contracts.load import load_contract
 from isobit.errors import ContractError, IsobitError
 
@@ -32,7 +32,6 @@ def run(options: argparse.Namespace) -> int:
 
     from isobit.contracts.verify import Options, replay
 
-    use_current_folder(options.trust)
     id, _, name = options.claim.partition("/")
     options.which = [options.file] if options.file else []
     workspace, _ = open_workspace(options)

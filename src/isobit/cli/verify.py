@@ -15,7 +15,7 @@ from rich.table import Table
 import isobit
 from isobit import files
 from isobit.cli.progress import make_progress
-from isobit.cli.where import add_place, add_trust, exit_code, open_workspace, use_current_folder
+from isobit.cli.where import add_place, add_trust, exit_code, open_workspace
 from isobit.contracts import ladder
 from isobit.contracts.explain import explain
 from isobit.contracts.language import LEVELS
@@ -58,7 +58,6 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Judges what is stale, then shows all."""
-    use_current_folder(options.trust)
     workspace, ids = open_workspace(options)
     asked = Run(tuple(options.trust), LEVELS.index(options.level), options.thorough, options.subject, options.seconds)
     entries = workspace.choose(ids, options.subject, shard_of(options.shard))
@@ -119,9 +118,7 @@ def write_reports(options: argparse.Namespace, workspace: Workspace, found: list
         files.write_text(Path(options.html), draw_contracts(found, sections, "isobit verify"))
 
 
-def show(
-    found: list[ContractStatus], judged: dict[str, list[ClaimRecord]], workspace: Workspace, level: int
-) -> None:
+def show(found: list[ContractStatus], judged: dict[str, list[ClaimRecord]], workspace: Workspace, level: int) -> None:
     """For people: a line a claim where something ran or went wrong, then a line a contract, then the totals."""
     console = Console(highlight=False, width=132)
     if found and len(found) <= FEW:

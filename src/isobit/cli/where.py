@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 from isobit.contracts.tree import library
@@ -39,7 +39,7 @@ def is_place(word: str) -> bool:
 
 def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
     """The contracts that were asked for: what exists as a path is one, the rest are ids."""
-    use_current_folder(["."])  # to find the source of what contracts name; nothing is imported
+    use_current_folder()  # to find the source of what contracts name; only what is trusted is imported
     paths = [Path(word) for word in options.which if is_place(word)]
     ids = [word for word in options.which if not is_place(word)]
     if LIBRARY in ids:
@@ -58,10 +58,10 @@ def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
     return workspace, chosen
 
 
-def use_current_folder(trusted: Sequence[str]) -> None:
-    """A trusted package may stand in the current folder, which a console script does not search by itself."""
+def use_current_folder() -> None:
+    """A package may stand in the current folder, which a console script does not search by itself."""
     here = str(Path().resolve())
-    if trusted and here not in sys.path:
+    if here not in sys.path:
         sys.path.append(here)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from blake3 import blake3
 
 from isobit import files
+from isobit.contracts.ladder import RED
 from isobit.contracts.sources import engine
 from isobit.records import ClaimRecord, Planted, Proof
 
@@ -141,7 +142,7 @@ def merge_records(findings: Sequence[Finding]) -> tuple[ClaimRecord, ...]:
     best: dict[str, tuple[tuple[bool, bool, int, str], ClaimRecord]] = {}
     for finding in findings:
         for record in finding.records:
-            red = record.verdict in ("broken", "void")
+            red = record.verdict in RED
             rank = (red, record.verdict == "kept", record.level, finding.date)
             if record.claim not in best or rank > best[record.claim][0]:
                 best[record.claim] = rank, record

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from isobit.contracts.contract import Contract
 from isobit.contracts.grammar import suggest
+from isobit.contracts.ladder import unlinked
 from isobit.contracts.load import load_contract
 from isobit.contracts.sabotage_names import LIBRARY_NAMES, has_default
 from isobit.contracts.sources import find_file, installed_version
@@ -40,9 +41,9 @@ def lint(tree: Tree) -> Iterator[ContractError]:
 
 def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
     """One contract by itself."""
-    linked = {name for claim in contract.claims for name in claim.obligations}
+    missing_claims = unlinked(contract)
     for obligation in contract.obligations:
-        if obligation.id not in linked:
+        if obligation.id in missing_claims:
             yield problem(
                 "a claim for every obligation", f"none for {obligation.id}", "add a claim", where, obligation.line
             )

@@ -252,10 +252,3 @@ RELATIONS: dict[str, Relation] = {
     "launches": launches,
     "holds": holds,
 }
-
-
-def same_kind(found: Tensor, like: Tensor, tally: Tally) -> None:
-    """L1: shape and dtype by construction."""
-    tally.compared += 1
-    if found.shape != like.shape or found.dtype != like.dtype:
-        tally.fail(f"{list(found.shape)} {found.dtype}, expected {list(like.shape)} {like.dtype}")

@@ -12,6 +12,7 @@ from typing import Any
 from blake3 import blake3
 
 from isobit import files
+from isobit.contracts.grammar import suggest
 from isobit.contracts.ladder import level_number, required_level, unlinked
 from isobit.contracts.load import load_contract, parse_contract
 from isobit.contracts.sources import ROOT, Sources, executor_digest, hash_text
@@ -127,8 +128,6 @@ class Tree:
     def find(self, id: str) -> Entry:
         """By id, or a refusal that knows the nearest."""
         if id not in self.entries:
-            from isobit.contracts.grammar import suggest
-
             raise ContractError(
                 expected="the id of a contract in reach",
                 received=id,
@@ -243,8 +242,6 @@ def read_facts(data: bytes, where: str) -> dict[str, Any]:
 
 def missing(entry: Entry, name: str, known: Any) -> ContractError:
     """A dependency that is not in reach."""
-    from isobit.contracts.grammar import suggest
-
     return ContractError(
         expected="dependencies in reach", received=name, remedy=suggest(name, list(known)), where=entry.path
     )

@@ -19,6 +19,8 @@ from isobit.contracts.tree import HOME, Entry, Tree, library
 from isobit.errors import ContractError, IsobitError
 from isobit.records import ClaimRecord, ContractStatus
 
+THOROUGH = " thorough"  # no name of a subject holds a space
+
 
 @dataclass(frozen=True)
 class Run:
@@ -51,6 +53,8 @@ class Workspace:
     def status(self, entry: Entry, subject: str = "", claims: bool = False) -> ContractStatus:
         """From evidence at the present digest alone; with `claims`, each claim's record too."""
 
+        named = subject.removesuffix(THOROUGH)
+
         def stands(
             verdict: str, level: int, digest: str, detail: str = "", records: Iterable[ClaimRecord] = ()
         ) -> ContractStatus:
@@ -67,7 +71,7 @@ class Workspace:
                 entry.obligations,
                 tuple(records),
                 detail,
-                entry.subjects.get(subject, subject) or entry.subject,
+                entry.subjects.get(named, named) or entry.subject,
             )
 
         try:
@@ -208,7 +212,7 @@ class Workspace:
 
 def key_of(run: Run) -> str:
     """What distinguishes evidence beyond the contract: another subject, or thorough sizes."""
-    return run.subject + (" thorough" if run.thorough else "")
+    return run.subject + (THOROUGH if run.thorough else "")
 
 
 def judge_file(path: str, run: Run, deadline: float) -> Iterator[ClaimRecord]:

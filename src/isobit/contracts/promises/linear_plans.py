@@ -11,10 +11,9 @@ from torch import Tensor
 
 from isobit.contracts.promises.linear_orders import DTYPES, prove_orders
 from isobit.contracts.promises.linear_parts import parts_of
+from isobit.contracts.proofs.intervals import depth_of, load_arb
 from isobit.contracts.recipes import cancel, draw_values
-from isobit.errors import EngineError
 from isobit.ops import dispatch
-from isobit.order.addition import steps_of
 from isobit.order.evaluate import expected_tree
 from isobit.order.plan import FEATURE_CAP, FeaturePlan
 from isobit.order.tree import Counter, Node, merge
@@ -108,22 +107,12 @@ def prove_shapes(subject: Callable[..., Any]) -> Proof:
 
 def longest_way(extent: int, dtype: torch.dtype) -> int:
     """Roundings that a product passes on its way to the result, at most."""
-    depth: list[int] = []
-    for step in steps_of(expected_tree(FeaturePlan(extent).segments, dispatch.engine_of(dtype))):
-        depth.append(1 + max((depth[child] if child >= 0 else 0) for child in step))
-    return 1 + (depth[-1] if depth else 0)
+    return 1 + depth_of(expected_tree(FeaturePlan(extent).segments, dispatch.engine_of(dtype)))
 
 
 def error_factor(extent: int, dtype: torch.dtype) -> float:
     """(1 + u)^d − 1, from above: the error of a sum in this order is at most this times the sum of magnitudes."""
-    try:
-        from flint import arb  # type: ignore[attr-defined, unused-ignore]
-    except ImportError as error:
-        raise EngineError(
-            expected="python-flint, which bounds the error rigorously",
-            received=str(error),
-            remedy="pip install hypothesis z3-solver bitwuzla python-flint",
-        ) from None
+    arb = load_arb()
     bound = (arb(1) + arb(2) ** -24) ** longest_way(extent, dtype) - 1
     return float(bound.abs_upper())
 

@@ -12,11 +12,11 @@ from isobit import bits, targets
 from isobit.contracts.promises.linear_orders import with_threads
 from isobit.contracts.promises.softmax import portable_softmax
 from isobit.contracts.proofs import smt
+from isobit.contracts.proofs.intervals import depth_of, load_arb
 from isobit.contracts.recipes import draw_values
 from isobit.contracts.transforms import THREADS
-from isobit.errors import EngineError
 from isobit.ops.softmax import portable
-from isobit.order.addition import digest, steps_of
+from isobit.order.addition import digest
 from isobit.order.certify import certify
 from isobit.order.evaluate import expected_tree
 from isobit.order.plan import FeaturePlan
@@ -57,26 +57,11 @@ def prove_order(subject: Subject) -> Proof:
     return Proof("order certificate", covers, count)
 
 
-def depth_of(width: int) -> int:
-    """Additions that a term passes, at most."""
-    depth: list[int] = []
-    for step in steps_of(expected_tree(FeaturePlan(width).segments, "striped")):
-        depth.append(1 + max((depth[child] if child >= 0 else 0) for child in step))
-    return depth[-1] if depth else 0
-
-
 def bounds_of(width: int) -> tuple[float, float]:
     """(|Σy − 1|, relative error of y), from above, for rows whose results do not underflow."""
-    try:
-        from flint import arb  # type: ignore[attr-defined, unused-ignore]
-    except ImportError as missing:
-        raise EngineError(
-            expected="python-flint, which bounds the error rigorously",
-            received=str(missing),
-            remedy="pip install hypothesis z3-solver bitwuzla python-flint",
-        ) from None
+    arb = load_arb()
     u, exp = arb(U), arb(EXP_ERROR) * 2 * arb(U)
-    grown = (1 + u) ** depth_of(width)
+    grown = (1 + u) ** depth_of(expected_tree(FeaturePlan(width).segments, "striped"))
     # Terms are positive, so the computed sum is the sum of terms each off by at most the depth's roundings.
     total = (1 + u) / (2 - grown) - 1
     # A difference x − max rounded to fp32 moves its exponential by u·|x − max|, at most 88·u where it counts.
