@@ -28,7 +28,7 @@ setup(
     ext_modules=[
         CppExtension(
             "isobit._native",
-            ["csrc/bindings.cpp", "csrc/linear.cpp", "csrc/softmax.cpp"],
+            [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").glob("*.cpp"))],
             depends=[str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").glob("*.h"))],
             extra_compile_args=[*FLAGS, f'-DISOBIT_FLAGS="{" ".join(FLAGS)}"'],
             extra_link_args=["-fopenmp"],

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 #include <atomic>
 
+#include "attested.h"
 #include "linear.h"
 #include "softmax.h"
 
@@ -15,11 +16,7 @@
 
 namespace isobit {
 
-namespace {
-
-using Optional = std::optional<Tensor>;
-
-std::atomic<bool> attested{false};
+static std::atomic<bool> attested{false};
 
 void check_attested() {
   TORCH_CHECK(attested.load(std::memory_order_relaxed),
@@ -33,6 +30,10 @@ void check_engine() {
               "remedy: call isobit outside that context");
   check_attested();
 }
+
+namespace {
+
+using Optional = std::optional<Tensor>;
 
 // isobit.linear says this better, and first; here it guards memory against direct calls of the operators.
 void check_shapes(const Tensor& left, int64_t left_size, int64_t right_size) {

@@ -13,6 +13,7 @@ from isobit.errors import UnsupportedError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear import portable
+from isobit.ops.registration import register_operator
 from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
 
@@ -116,24 +117,6 @@ def backward_with(prefix: str) -> Any:
     return backward
 
 
-def refuse_second_order(*_: Any) -> None:
-    """A gradient's gradient has its own sums, which have no order yet."""
-    raise UnsupportedError(
-        expected="first-order gradients",
-        received="a gradient of isobit.linear's gradient",
-        remedy="use torch.nn.functional.linear where second-order gradients are needed",
-    )
-
-
-def refuse_vmap(*_: Any, **__: Any) -> None:
-    """vmap hides the batch from the sample tree."""
-    raise UnsupportedError(
-        expected="a plain call",
-        received="torch.func.vmap over isobit.linear",
-        remedy="put the mapped axis into x's leading axes, and say samples= if it is not the batch",
-    )
-
-
 def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators."""
     fakes: dict[str, Callable[..., Tensor]] = {
@@ -143,12 +126,8 @@ def register_formulas(prefix: str) -> None:
         "_bias_grad": lambda grad, _: grad.new_empty((grad.shape[-1],)),
     }
     for suffix, fake in fakes.items():
-        name = f"isobit::{prefix}{suffix}"
-        torch.library.register_fake(name, fake)
-        torch.library.register_vmap(name, refuse_vmap)
-        if suffix:
-            torch.library.register_autograd(name, refuse_second_order)
-    torch.library.register_autograd(f"isobit::{prefix}", backward_with(prefix), setup_context=setup_context)
+        formulas = () if suffix else (backward_with(prefix), setup_context)
+        register_operator("linear", f"{prefix}{suffix}", fake, *formulas)
 
 
 @lru_cache(maxsize=1)

@@ -13,13 +13,13 @@ from isobit.ops.softmax import portable
 EXTENTS = (7, 512, 1025, 1050)
 
 
-def differing_extent(dtype: torch.dtype) -> int | None:
-    """The first extent at which outputs or gradients differ, or None."""
+def difference(dtype: torch.dtype) -> str | None:
+    """Where outputs or gradients differ first, or None."""
     for extent in EXTENTS:
         generator = torch.Generator().manual_seed(extent)
         x, grad = (wide_values((3, extent), dtype, generator) for _ in range(2))
         y = torch.ops.isobit.softmax(x)
         given = torch.ops.isobit.softmax_backward(grad, y)
         if not (bits.equal(y, portable.softmax(x)) and bits.equal(given, portable.softmax_backward(grad, y))):
-            return extent
+            return f"softmax at extent {extent}"
     return None

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.errors import ArgumentError, UnsupportedError
+from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.registration import register_operator
 from isobit.ops.softmax import portable
 
 
@@ -64,33 +65,10 @@ def backward_with(prefix: str) -> Any:
     return backward
 
 
-def refuse_second_order(*_: Any) -> None:
-    """A gradient's gradient has its own sums, which have no order yet."""
-    raise UnsupportedError(
-        expected="first-order gradients",
-        received="a gradient of isobit.softmax's gradient",
-        remedy="use torch.softmax where second-order gradients are needed",
-    )
-
-
-def refuse_vmap(*_: Any, **__: Any) -> None:
-    """Rows are independent, so a mapped axis is a leading axis like any other."""
-    raise UnsupportedError(
-        expected="a plain call",
-        received="torch.func.vmap over isobit.softmax",
-        remedy="put the mapped axis into x's leading axes",
-    )
-
-
 def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators."""
-    names = forward, backward = f"isobit::{prefix}", f"isobit::{prefix}_backward"
-    torch.library.register_fake(forward, lambda x: x.new_empty(x.shape))
-    torch.library.register_fake(backward, lambda grad, y: y.new_empty(y.shape))
-    for name in names:
-        torch.library.register_vmap(name, refuse_vmap)
-    torch.library.register_autograd(forward, backward_with(prefix), setup_context=setup_context)
-    torch.library.register_autograd(backward, refuse_second_order)
+    register_operator("softmax", prefix, lambda x: x.new_empty(x.shape), backward_with(prefix), setup_context)
+    register_operator("softmax", f"{prefix}_backward", lambda grad, y: y.new_empty(y.shape))
 
 
 @lru_cache(maxsize=1)

@@ -1,0 +1,56 @@
+// What row and element kernels share: sixteen elements at a time with any tail, rows of any tensor, a call per type.
+#pragma once
+
+#include <ATen/Functions.h>
+#include <limits>
+
+#include "arithmetic.h"
+#include "memory.h"
+#include "order.h"
+
+namespace isobit {
+
+using at::Tensor;
+using c10::BFloat16;
+using c10::Half;
+
+constexpr float infinity = std::numeric_limits<float>::infinity();
+constexpr int64_t grain = 8192;  // elements that are worth a thread
+
+// `count` elements, then `rest`.
+template <class T>
+ISOBIT_INLINE void widen_some(const T* from, int64_t count, float rest, Floats& to) {
+  if (count == lane_count) return widen(from, to);
+  T some[lane_count];
+  for (int64_t i = 0; i < lane_count; i++) some[i] = i < count ? from[i] : static_cast<T>(rest);
+  widen(some, to);
+}
+
+// `count` elements, rounded.
+template <class T>
+ISOBIT_INLINE void round_some(const Floats& values, int64_t count, T* out) {
+  if (count == lane_count) return round_to(values, out);
+  T some[lane_count];
+  round_to(values, some);
+  for (int64_t i = 0; i < count; i++) out[i] = some[i];
+}
+
+// As rows whose elements are neighbours in memory; the rows themselves may lie anywhere.
+inline Tensor rows_of(const Tensor& t) {
+  const Tensor rows = t.reshape({t.numel() / t.size(-1), t.size(-1)});
+  return rows.stride(1) == 1 || rows.size(1) == 1 ? rows : rows.contiguous();
+}
+
+inline Schedule schedule_of(int64_t n) { return feature_schedule(n, 0, count_segments(n, feature_unit, feature_cap)); }
+
+// Calls `work` with a null pointer of the tensor's element type.
+template <class Work>
+void by_type(const Tensor& t, const Work& work) {
+  if (t.scalar_type() == at::kFloat) work(static_cast<float*>(nullptr));
+  else if (t.scalar_type() == at::kBFloat16) work(static_cast<BFloat16*>(nullptr));
+  else if (t.scalar_type() == at::kHalf) work(static_cast<Half*>(nullptr));
+  else TORCH_CHECK(false, "isobit: expected fp32, bf16 or fp16, received ", t.scalar_type(),
+                   "; remedy: call the function of the package, which has a portable executor for fp64");
+}
+
+}  // namespace isobit
