@@ -10,6 +10,7 @@ from torch import Tensor
 import isobit
 from isobit.adapters.layout import IGNORED, Layout
 from isobit.errors import UnsupportedError
+from isobit.ops import dispatch
 from isobit.ops.linear.op import linear_fp32, spans_of
 from isobit.order.samples import Samples
 
@@ -27,13 +28,14 @@ class Logits(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
         hidden, weight = ctx.saved_tensors
         spans = None if ctx.samples is None else spans_of(ctx.samples, hidden)
-        with torch.no_grad():
-            rounded = grad.to(hidden.dtype)
-            into_hidden = torch.ops.isobit.linear_input_grad(rounded, weight) if ctx.needs_input_grad[0] else None
-            into_weight = (
-                torch.ops.isobit.linear_weight_grad(rounded, hidden, spans) if ctx.needs_input_grad[1] else None
-            )
-        return into_hidden, into_weight, None
+        prefix = "linear" if dispatch.is_native(hidden.dtype) else "portable_linear"
+        rounded, want = grad.to(hidden.dtype), ctx.needs_input_grad
+        into_hidden, into_weight = (getattr(torch.ops.isobit, f"{prefix}_{part}_grad") for part in ("input", "weight"))
+        return (
+            into_hidden(rounded, weight) if want[0] else None,
+            into_weight(rounded, hidden, spans) if want[1] else None,
+            None,
+        )
 
 
 def logits_of(hidden: Tensor, weight: Tensor, samples: Samples | None) -> Tensor:

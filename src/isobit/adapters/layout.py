@@ -150,7 +150,7 @@ def read_mask(mask: Tensor, batch: int, total: int) -> Tensor:
     if not isinstance(mask, Tensor) or mask.dim() != 2 or tuple(mask.shape) != (batch, total):
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ArgumentError(
-            expected=f"an attention_mask of shape [{batch}, {total}]: 1 for tokens, cached ones included, 0 for padding",
+            expected=f"an attention_mask of shape [{batch}, {total}]: 1 for tokens, also cached ones, 0 for padding",
             received=str(shape),
             remedy="pass the two-dimensional mask; samples packed into one row are told apart by position_ids",
         )

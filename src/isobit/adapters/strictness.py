@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from isobit.adapters.coverage import refuse_uncovered, observe
+from isobit.adapters.coverage import observe, refuse_uncovered
 
 Output = TypeVar("Output")
 

@@ -1,4 +1,4 @@
-"""`enable(model)`: Qwen3, Qwen2 and Llama of transformers with one order of addition; and `logprobs` of such a model."""
+"""`enable(model)`: transformers' Qwen3, Qwen2 and Llama with one order of addition; `logprobs` of such a model."""
 
 from __future__ import annotations
 
