@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 from torch import nn
 
 from isobit.adapters import modules
+from isobit.adapters.library import library
 from isobit.errors import UnsupportedError
 
 NAMES = ("Qwen3", "Qwen2", "Llama")
@@ -29,7 +29,7 @@ class Family:
 
 def load_family(name: str) -> Family:
     """One architecture's classes, and which function computes each."""
-    home = import_module(f"transformers.models.{name.lower()}.modeling_{name.lower()}")
+    home = library(f"models.{name.lower()}.modeling_{name.lower()}")
     forwards: dict[str, Forward] = {
         "RMSNorm": modules.forward_norm,
         "MLP": modules.forward_mlp,
@@ -102,7 +102,7 @@ def refuse(expected: str, received: str, remedy: str) -> None:
 def plan(model: nn.Module, family: Family, whole: dict[type[nn.Module], Forward]) -> list[tuple[nn.Module, Forward]]:
     """Each module with the function that computes it; `whole` are those of the model and of its bare part."""
     table = {**family.forwards, **whole}
-    found = []
+    found: list[tuple[nn.Module, Forward]] = []
     for name, module in model.named_modules():
         if name.endswith((".q_norm", ".k_norm")):
             found.append((module, modules.forward_head_norm))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import isobit
 from isobit.adapters.layout import IGNORED, Layout
+from isobit.adapters.library import library
 from isobit.errors import UnsupportedError
 from isobit.ops import dispatch
 from isobit.ops.linear.op import linear_fp32, spans_of
@@ -47,8 +48,6 @@ def logits_of(hidden: Tensor, weight: Tensor, samples: Samples | None) -> Tensor
 
 def keep_rows(hidden: Tensor, layout: Layout, keep: int | Tensor) -> tuple[Tensor, Samples | None]:
     """The rows that logits are wanted of, as transformers slices them, and their samples."""
-    from transformers.modeling_utils import slice_logits_to_keep
-
     if isinstance(keep, int):
         if keep == 0:
             return hidden, layout.samples
@@ -59,14 +58,14 @@ def keep_rows(hidden: Tensor, layout: Layout, keep: int | Tensor) -> tuple[Tenso
             received="a tensor of places",
             remedy="pass labels, which need no logits; or keep the last n",
         )
-    return slice_logits_to_keep(hidden, keep), None
+    return library("modeling_utils").slice_logits_to_keep(hidden, keep), None
 
 
-def loss_of(hidden: Tensor, weight: Tensor, layout: Layout, labels: Tensor, inputs: dict[str, Any]) -> Tensor:
+def loss_of(hidden: Tensor, weight: Tensor, layout: Layout, labels: Tensor | None, inputs: dict[str, Any]) -> Tensor:
     """The mean, or the sum over `num_items_in_batch`, of −log p of each label that follows in its own sample."""
     ignored = inputs.get("ignore_index", IGNORED)
     targets = inputs.get("shift_labels")
-    if targets is None:
+    if targets is None and labels is not None:
         targets = layout.next_of(labels if ignored == IGNORED else labels.masked_fill(labels == ignored, IGNORED))
         ignored = IGNORED
     count = inputs.get("num_items_in_batch")

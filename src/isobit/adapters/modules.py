@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import isobit
 from isobit.adapters.head import logits_of
 from isobit.adapters.layout import Layout, current_layout, in_force
+from isobit.adapters.library import library
 from isobit.errors import UnsupportedError
 from isobit.order.samples import Samples
 
@@ -145,8 +146,6 @@ def no_mask(*_: Any, **__: Any) -> None:
 
 def registered_attention(module: Any) -> Any:
     """Our attention function as transformers finds it, or a refusal where another was set meanwhile."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     chosen = module.config._attn_implementation
     if chosen != ATTENTION:
         raise UnsupportedError(
@@ -154,7 +153,7 @@ def registered_attention(module: Any) -> Any:
             received=repr(chosen),
             remedy="disable isobit before setting another, and give each enabled model a config of its own",
         )
-    return ALL_ATTENTION_FUNCTIONS[chosen]
+    return library("modeling_utils").ALL_ATTENTION_FUNCTIONS[chosen]
 
 
 @torch.no_grad()

@@ -14,6 +14,7 @@ from isobit.adapters import modules
 from isobit.adapters.families import Family, find_family, plan
 from isobit.adapters.head import keep_rows, logprobs_of, loss_of
 from isobit.adapters.layout import Layout, in_force, read_layout
+from isobit.adapters.library import library
 from isobit.adapters.strictness import Strictness
 from isobit.errors import ArgumentError, UnsupportedError
 
@@ -72,15 +73,12 @@ def enable(model: nn.Module, *, strict: bool = True) -> Enabled:
     return Enabled(model)
 
 
-def install(model: nn.Module, state: State) -> None:
+def install(model: Any, state: State) -> None:
     """Replaces forward on each instance, all or none."""
-    from transformers.masking_utils import AttentionMaskInterface
-    from transformers.modeling_utils import AttentionInterface
-
     whole = {state.family.model: forward_base, state.family.causal: forward_causal}
     chosen = plan(model, state.family, whole)
-    AttentionInterface.register(modules.ATTENTION, modules.attend)
-    AttentionMaskInterface.register(modules.ATTENTION, modules.no_mask)
+    library("modeling_utils").AttentionInterface.register(modules.ATTENTION, modules.attend)
+    library("masking_utils").AttentionMaskInterface.register(modules.ATTENTION, modules.no_mask)
     state.attention = model.config._attn_implementation
     model.__dict__[_STATE] = state
     try:
@@ -96,7 +94,7 @@ def install(model: nn.Module, state: State) -> None:
         raise
 
 
-def restore(model: nn.Module, state: State) -> None:
+def restore(model: Any, state: State) -> None:
     """Puts back what was there."""
     for module, forward in state.replaced:
         module.__dict__.pop("_isobit_angles", None)
@@ -118,7 +116,8 @@ def find_state(model: nn.Module) -> State | None:
 # ---- the two outer forwards --------------------------------------------------------------------------------
 
 
-@torch.compiler.disable  # torch.compile runs the model eagerly: the same bits, and no silent change of them
+# torch.compile runs an enabled model eagerly: the same bits, and no silent change of them.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def forward_base(
     module: Any,
     input_ids: Tensor | None = None,
@@ -156,7 +155,7 @@ def forward_base(
     return run()
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def forward_causal(
     module: Any,
     input_ids: Tensor | None = None,
@@ -171,8 +170,6 @@ def forward_causal(
     **inputs: Any,
 ) -> Any:
     """With labels the loss, and no logits; without, logits in fp32 that were never rounded."""
-    from transformers.modeling_outputs import CausalLMOutputWithPast
-
     layout = layout_of(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, inputs)
     inputs[modules.LAYOUT] = layout
 
@@ -191,7 +188,7 @@ def forward_causal(
         else:
             hidden, samples = keep_rows(hidden, layout, logits_to_keep)
             logits = module.lm_head(hidden, samples)
-        return CausalLMOutputWithPast(
+        return library("modeling_outputs").CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
             past_key_values=found.past_key_values,

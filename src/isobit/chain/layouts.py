@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from isobit.adapters.library import library
 from isobit.chain.fixture import CHUNK, LENGTHS, PERMUTATION, PROMPT, WIDTH, Batch, alone, packed, padded
 from isobit.chain.scorers import Scorer
 
@@ -60,10 +61,9 @@ def score(batches: Sequence[Batch], scorer: Scorer) -> Tensor:
 @torch.no_grad()
 def score_cached(batches: Sequence[Batch], chunks: Sequence[int], scorer: Scorer) -> Tensor:
     """Chunk by chunk, behind a cache."""
-    from transformers import DynamicCache
 
     def run(batch: Batch) -> Tensor:
-        cache, at, parts = DynamicCache(), 0, []
+        cache, at, parts = library("cache_utils").DynamicCache(), 0, []
         for chunk in chunks:
             stop = min(at + chunk, batch.ids.shape[1])
             if stop > at:

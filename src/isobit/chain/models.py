@@ -5,12 +5,12 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any
 
 import torch
 
-from isobit.errors import ArgumentError, UnsupportedError
+from isobit.adapters.library import library
+from isobit.errors import ArgumentError
 
 SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
 WHOLE = {"num_hidden_layers": 28, "vocab_size": 151936}
@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def build_model(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
     """The model as `from_pretrained` reads it from a local folder."""
-    transformers = load_transformers()
+    transformers = library()
     if name not in MODELS:
         raise ArgumentError(expected=f"one of {', '.join(MODELS)}", received=repr(name), remedy="name a known model")
     family, sizes = MODELS[name]
@@ -48,16 +48,6 @@ def build_model(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
         model.save_pretrained(folder)
         del model
         return made.from_pretrained(folder, dtype=dtype).eval()
-
-
-def load_transformers() -> Any:
-    """The library, or a refusal that says what to install."""
-    try:
-        return import_module("transformers")
-    except ImportError as error:
-        raise UnsupportedError(
-            expected="transformers to be installed", received=str(error), remedy="pip install transformers"
-        ) from error
 
 
 @contextmanager
