@@ -1,1 +1,1 @@
-"""Models of other libraries, run by the operators of this one."""
+"""isobit in other people's programs."""

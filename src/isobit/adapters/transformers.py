@@ -151,7 +151,7 @@ def forward_base(
 
     state = find_state(module)
     if outermost and state is not None:
-        return state.strictness.run(kind_of(module, layout, past_key_values, use_cache), run)
+        return state.strictness.run(module, kind_of(module, layout, past_key_values, use_cache), run)
     return run()
 
 
@@ -197,7 +197,7 @@ def forward_causal(
         )
 
     kind = (*kind_of(module, layout, past_key_values, use_cache), labels is not None)
-    output = require_state(module).strictness.run(kind, run)
+    output = require_state(module).strictness.run(module, kind, run)
     wanted = module.config.return_dict if return_dict is None else return_dict
     return output if wanted else output.to_tuple()
 
@@ -235,7 +235,7 @@ def logprobs(
         hidden = causal.model(input_ids=input_ids, return_dict=True, **inputs).last_hidden_state
         return logprobs_of(hidden, causal.lm_head.weight, layout, wanted, temperature)
 
-    return state.strictness.run((*kind_of(model, layout, past, cached), "logprobs"), run)
+    return state.strictness.run(model, (*kind_of(model, layout, past, cached), "logprobs"), run)
 
 
 def layout_of(
