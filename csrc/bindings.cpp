@@ -31,16 +31,6 @@ void check_engine() {
   check_attested();
 }
 
-namespace {
-
-using Optional = std::optional<Tensor>;
-
-// isobit.linear says this better, and first; here it guards memory against direct calls of the operators.
-void check_shapes(const Tensor& left, int64_t left_size, int64_t right_size) {
-  TORCH_CHECK(left.dim() >= 1 && left_size == right_size, "isobit: expected the summed axes to agree, received ", left_size,
-              " and ", right_size, "; remedy: call isobit.linear, which says which");
-}
-
 void check_spans(const Tensor& spans, const Tensor& grad) {
   TORCH_CHECK(spans.dim() == 2 && spans.size(1) == 2 && spans.scalar_type() == at::kLong && spans.is_contiguous(),
               "isobit: expected spans as contiguous int64 [samples, 2]; remedy: describe them by isobit.Samples");
@@ -50,6 +40,16 @@ void check_spans(const Tensor& spans, const Tensor& grad) {
   for (int64_t i = 0; i < spans.size(0); i++, span += 2)
     TORCH_CHECK(span[0] >= 0 && span[1] >= 0 && span[0] + span[1] <= rows, "isobit: expected spans inside ", rows,
                 " rows, received first ", span[0], " of ", span[1], "; remedy: describe them by isobit.Samples");
+}
+
+namespace {
+
+using Optional = std::optional<Tensor>;
+
+// isobit.linear says this better, and first; here it guards memory against direct calls of the operators.
+void check_shapes(const Tensor& left, int64_t left_size, int64_t right_size) {
+  TORCH_CHECK(left.dim() >= 1 && left_size == right_size, "isobit: expected the summed axes to agree, received ", left_size,
+              " and ", right_size, "; remedy: call isobit.linear, which says which");
 }
 
 Tensor whole_samples(const Optional& spans, const Tensor& rows) {
@@ -102,6 +102,17 @@ Tensor input_grad_roots_op(const Tensor& grad, const Tensor& weight, int64_t ext
   check_engine();
   check_shapes(grad, grad.size(-1), weight.size(0));
   return input_grad(grad, weight, {extent, first, true});
+}
+
+Tensor group_input_grad_op(at::TensorList grads, at::TensorList weights, int64_t groups) {
+  check_engine();
+  bool good = grads.size() == weights.size() && !grads.empty() && groups > 0;
+  for (size_t i = 0; good && i < grads.size(); i++)
+    good = grads[i].dim() >= 1 && weights[i].dim() == 2 && grads[i].size(-1) == weights[i].size(0) &&
+        weights[i].size(0) % groups == 0 && weights[i].size(0) > 0 && weights[i].size(1) == weights[0].size(1) &&
+        grads[i].sizes().slice(0, grads[i].dim() - 1) == grads[0].sizes().slice(0, grads[0].dim() - 1);
+  TORCH_CHECK(good, "isobit: expected gradients and weights that belong together; remedy: call isobit.linear_group");
+  return group_input_grad(grads, weights, groups);
 }
 
 Tensor weight_grad_op(const Tensor& grad, const Tensor& x, const Optional& spans) {
@@ -169,6 +180,7 @@ Tensor table(const Schedule& schedule) {
 TORCH_LIBRARY(isobit, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? spans, Tensor? packed) -> Tensor");
   m.def("linear_input_grad(Tensor grad, Tensor weight) -> Tensor");
+  m.def("linear_group_input_grad(Tensor[] grads, Tensor[] weights, int groups) -> Tensor");
   m.def("linear_weight_grad(Tensor grad, Tensor x, Tensor? spans) -> Tensor");
   m.def("linear_bias_grad(Tensor grad, Tensor? spans) -> Tensor");
   m.def("linear_roots(Tensor x, Tensor weight, int extent, int first) -> Tensor");
@@ -195,6 +207,7 @@ TORCH_LIBRARY(isobit, m) {
 TORCH_LIBRARY_IMPL(isobit, CPU, m) {
   m.impl("linear", &linear_op);
   m.impl("linear_input_grad", &input_grad_op);
+  m.impl("linear_group_input_grad", &group_input_grad_op);
   m.impl("linear_weight_grad", &weight_grad_op);
   m.impl("linear_bias_grad", &bias_grad_op);
   m.impl("linear_roots", &linear_roots_op);

@@ -12,10 +12,6 @@ namespace {
 
 using c10::BFloat16;
 
-at::ScalarType engine_type(at::ScalarType type) {
-  return type == at::kBFloat16 && tile_engine_pairs_bf16() ? at::kBFloat16 : at::kFloat;
-}
-
 Tensor rows_of(const Tensor& t, at::ScalarType type) {
   int64_t rows = 1;
   for (int64_t axis = 0; axis + 1 < t.dim(); axis++) rows *= t.size(axis);
@@ -59,7 +55,7 @@ struct Request {
 
 // left is indexed (row, k) by its strides, right (column, k).
 template <class T>
-Tensor multiply(View<T> left, View<T> right, const Request& ask) {
+Tensor multiply(const Operand<T>& left, const Operand<T>& right, const Request& ask) {
   const int64_t segments = ask.schedule.segment_end.size();
   std::vector<int64_t> shape{ask.rows, ask.cols};
   if (ask.roots) shape.insert(shape.begin(), count_roots(ask.schedule.first, segments));
@@ -116,6 +112,10 @@ bool tile_engine_pairs_bf16() {
   return pairs;
 }
 
+at::ScalarType engine_type(at::ScalarType type) {
+  return type == at::kBFloat16 && tile_engine_pairs_bf16() ? at::kBFloat16 : at::kFloat;
+}
+
 Tensor pack_weight(const Tensor& weight) {
   const Tensor w = weight.to(engine_type(weight.scalar_type()));
   const Schedule schedule = features({w.size(1), 0, false}, w.size(1));
@@ -126,7 +126,7 @@ Tensor pack_weight(const Tensor& weight) {
     Tensor out = empty_tensor({panels, packing.length, panel_width}, w.scalar_type());
     T* data = out.mutable_data_ptr<T>();
     at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-      pack_panels(view<T>(w, 0, 1), schedule, packing, begin, end, panel_width, w.size(0),
+      pack_panels(Operand<T>(view<T>(w, 0, 1)), schedule, packing, begin, end, panel_width, w.size(0),
                   data + begin * packing.length * panel_width);
     });
     return out;
@@ -159,6 +159,43 @@ Tensor input_grad(const Tensor& grad, const Tensor& weight, Share share) {
   Request ask{schedule, left.size(0), right.size(1), share.roots ? at::kFloat : grad.scalar_type(), share.roots};
   const Tensor out = multiply(left, 1, right, 0, ask);
   return out.view(shaped(grad, right.size(1), out, share.roots));
+}
+
+// The axis runs group by group: the first of `groups` equal shares of each weight's rows, then the second of each. Where
+// every leaf lies inside one share nothing is copied; else the shares are joined first.
+Tensor group_input_grad(at::TensorList grads, at::TensorList weights, int64_t groups) {
+  const at::ScalarType type = engine_type(grads[0].scalar_type());
+  std::vector<Tensor> left, right;
+  int64_t extent = 0;
+  for (size_t i = 0; i < grads.size(); i++) {
+    left.push_back(rows_of(grads[i], type)), right.push_back(weights[i].to(type));
+    extent += grads[i].size(-1);
+  }
+  const Schedule schedule = features({extent, 0, false}, extent);
+  std::vector<std::pair<Tensor, Tensor>> shares;  // of the gradients' columns and the weights' rows
+  for (int64_t g = 0; g < groups; g++)
+    for (size_t i = 0; i < left.size(); i++) {
+      const int64_t rows = right[i].size(0) / groups;
+      shares.emplace_back(left[i].narrow(1, g * rows, rows), right[i].narrow(0, g * rows, rows));
+    }
+  const Request ask{schedule, left[0].size(0), right[0].size(1), grads[0].scalar_type(), false};
+  auto go = [&](auto zero) {
+    using T = decltype(zero);
+    std::vector<View<T>> a, b;
+    int64_t share = 0, begin = 0;
+    for (const Leaf& leaf : schedule.leaves) {
+      while (leaf.start >= begin + shares[share].second.size(0)) begin += shares[share++].second.size(0);
+      if (leaf.start + leaf.length > begin + shares[share].second.size(0)) break;
+      a.push_back(view<T>(shares[share].first, 0, 1).shift(0, leaf.start - begin));
+      b.push_back(view<T>(shares[share].second, 1, 0).shift(0, leaf.start - begin));
+    }
+    if (a.size() == schedule.leaves.size()) return multiply<T>(Operand<T>(a), Operand<T>(b), ask);
+    std::vector<Tensor> columns, rows;
+    for (const auto& [gradient, weight] : shares) columns.push_back(gradient), rows.push_back(weight);
+    return multiply(at::cat(columns, 1), 1, at::cat(rows, 0), 0, ask);
+  };
+  const Tensor out = type == at::kFloat ? go(float()) : go(BFloat16());
+  return out.view(shaped(grads[0], right[0].size(1), out, false));
 }
 
 Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& spans, Share share) {

@@ -18,12 +18,17 @@ struct Share {
 
 bool tile_engine_pairs_bf16();  // AMX: bf16 enters the engine as pairs; elsewhere bf16 is widened to fp32
 
+at::ScalarType engine_type(at::ScalarType type);  // in which the engine takes it
+
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               const std::optional<Tensor>& packed, Share share);
 Tensor input_grad(const Tensor& grad, const Tensor& weight, Share share);
+Tensor group_input_grad(at::TensorList grads, at::TensorList weights, int64_t groups);
 Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& spans, Share share);
 Tensor bias_grad(const Tensor& grad, const Tensor& spans, Share share);
 
 Tensor pack_weight(const Tensor& weight);
+
+void check_spans(const Tensor& spans, const Tensor& rows);  // int64 [samples, 2], inside the rows
 
 }  // namespace isobit

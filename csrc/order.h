@@ -156,6 +156,22 @@ ISOBIT_INLINE float merge_lanes(const Floats& lanes) {
   return eight[0] + eight[8];
 }
 
+// A row sum's leaf: striped over the lanes, which are merged.
+template <class Term>
+ISOBIT_INLINE float sum_leaf(int64_t start, int64_t length, const Term& term) {
+  Floats lanes{}, values;
+  int64_t at = 0;
+  for (; at + lane_count <= length; at += lane_count) {
+    term(start + at, lane_count, values);
+    lanes = lanes + values;
+  }
+  if (at < length) {
+    term(start + at, length - at, values);
+    lanes = lanes + values;
+  }
+  return merge_lanes(lanes);
+}
+
 // The sum of one row of a feature axis. `term(at, count, values)` gives `count` terms from `at` on, one a lane, +0 in
 // the lanes after them: a lane starts from +0, so it is never -0, and adding +0 leaves its bits.
 template <class Term>
@@ -168,17 +184,7 @@ ISOBIT_INLINE float sum_row(const Schedule& schedule, const Term& term) {
     float sum = 0.0f;
     for (; leaf < schedule.segment_end[s]; leaf++) {
       const auto [start, length, fold] = schedule.leaves[leaf];
-      Floats lanes{}, values;
-      int64_t at = 0;
-      for (; at + lane_count <= length; at += lane_count) {
-        term(start + at, lane_count, values);
-        lanes = lanes + values;
-      }
-      if (at < length) {
-        term(start + at, length - at, values);
-        lanes = lanes + values;
-      }
-      const float run = merge_lanes(lanes);
+      const float run = sum_leaf(start, length, term);
       sum = fold ? sum + run : run;
     }
     stack[top++] = sum;

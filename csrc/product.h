@@ -17,6 +17,21 @@ template <class T>
 constexpr bool paired = sizeof(T) == 2;
 constexpr int64_t engine_block = 32;  // elements whose even and odd chains the paired engine adds at a time
 
+// sum = left [count, length] · right [length, width], each output one chain; `onto` what stands there, or from zero.
+//
+// Given a length that 32 does not divide, the paired engine takes its largest even divisor for a block, and so another
+// order (docs/decisions/0006). Whole blocks first, and the rest onto them, is the defined one.
+template <class T>
+void multiply_leaf(int64_t count, int64_t width, int64_t length, const T* left, int64_t left_stride, const T* right,
+                   int64_t right_stride, float* sum, int64_t sum_stride, bool onto) {
+  const int64_t whole = paired<T> ? length / engine_block * engine_block : 0;
+  if (whole > 0)
+    engine::brgemm(count, width, whole, left_stride, right_stride, sum_stride, onto, left, right, sum, paired<T>);
+  if (whole < length)
+    engine::brgemm(count, width, length - whole, left_stride, right_stride, sum_stride, onto || whole > 0, left + whole,
+                   right + whole * right_stride, sum, paired<T>);
+}
+
 // Where finished tiles go: one matrix rounded to Out, or one fp32 matrix per root of the share's subtrees.
 template <class Out>
 struct Target {
@@ -27,10 +42,20 @@ struct Target {
   bool transposed;      // the product's rows are the target's columns
 };
 
-// B as the engine wants it: packed panels made beforehand, or a view to be packed panel by panel.
+// An operand in memory: one matrix, or for each leaf the place where its part begins.
+template <class T>
+struct Operand {
+  Operand(View<T> whole) : whole(whole) {}
+  explicit Operand(std::vector<View<T>> leaves) : whole(leaves[0]), leaves(std::move(leaves)) {}
+  View<T> at(size_t i, const Leaf& leaf) const { return leaves.empty() ? whole.shift(0, leaf.start) : leaves[i]; }
+  View<T> whole;
+  std::vector<View<T>> leaves;
+};
+
+// B as the engine wants it: packed panels made beforehand, or an operand to be packed panel by panel.
 template <class T>
 struct Columns {
-  View<T> view;
+  Operand<T> operand;
   const T* packed;
 };
 
@@ -56,26 +81,24 @@ template <class T>
 struct Packing {
   std::vector<int64_t> at;
   int64_t length = 0;  // elements of the summed axis, padded
-  int64_t reach = 1;   // one past the last element that a leaf holds
   bool even = true;
   explicit Packing(const Schedule& schedule) {
     for (const Leaf& leaf : schedule.leaves) {
       at.push_back(length);
       length += padded(leaf.length, static_cast<const T*>(nullptr));
       even = even && padded(leaf.length, static_cast<const T*>(nullptr)) == leaf.length;
-      reach = std::max(reach, leaf.start + leaf.length);
     }
   }
 };
 
 // Panels [begin, end) of `width` columns, leaf by leaf: neighbours share the pages that a leaf's rows lie in.
 template <class T>
-void pack_panels(View<T> columns, const Schedule& schedule, const Packing<T>& packing, int64_t begin, int64_t end,
+void pack_panels(const Operand<T>& columns, const Schedule& schedule, const Packing<T>& packing, int64_t begin, int64_t end,
                  int64_t width, int64_t cols, T* panels) {
   for (size_t i = 0; i < schedule.leaves.size(); i++) {
     const Leaf& leaf = schedule.leaves[i];
     for (int64_t p = begin; p < end; p++)
-      pack_columns(columns.shift(p * width, leaf.start), leaf.length, std::min(width, cols - p * width), width,
+      pack_columns(columns.at(i, leaf).shift(p * width, 0), leaf.length, std::min(width, cols - p * width), width,
                    panels + ((p - begin) * packing.length + packing.at[i]) * width);
   }
 }
@@ -83,16 +106,19 @@ void pack_panels(View<T> columns, const Schedule& schedule, const Packing<T>& pa
 template <class T, class Out>
 class Product {
  public:
-  Product(const Schedule& schedule, View<T> a, Columns<T> b, Target<Out> target, int64_t rows, int64_t cols)
+  Product(const Schedule& schedule, Operand<T> a, Columns<T> b, Target<Out> target, int64_t rows, int64_t cols)
       : schedule_(schedule), packing_(schedule), a_(a), b_(b), target_(target), rows_(rows), cols_(cols) {
     segments_ = static_cast<int64_t>(schedule.segment_end.size());
-    if (rows == 1) a_.outer = packing_.reach;  // a lone row's stride says nothing
-    in_place_ = a.inner == 1 && packing_.even && a_.outer >= packing_.reach;
+    in_place_ = packing_.even;
+    for (size_t i = 0; i < schedule.leaves.size(); i++) {
+      const View<T> part = a_.at(i, schedule.leaves[i]);
+      in_place_ = in_place_ && part.inner == 1 && (rows == 1 || part.outer >= schedule.leaves[i].length);
+    }
     // A weight packed beforehand has full panels; others need no more columns than there are.
     width_ = b.packed ? panel_width : std::min(panel_width, (cols + 15) / 16 * 16);
     tile_rows_ = width_ <= Tiling<T>::narrow ? Tiling<T>::narrow_rows : Tiling<T>::rows;
     // Four or more whole segments of one leaf each, a count that is a power of two: quads are subtrees.
-    single_row_ = !paired<T> && rows == 1 && b.packed && in_place_ && segments_ % 4 == 0 && schedule.first == 0 &&
+    single_row_ = !paired<T> && rows == 1 && b.packed && !target.transposed && a_.leaves.empty() && in_place_ && segments_ % 4 == 0 && schedule.first == 0 &&
         static_cast<int64_t>(schedule.leaves.size()) == segments_;
   }
 
@@ -131,7 +157,7 @@ class Product {
       panels = b_.packed + panel_begin * panel_size;
     } else {
       T* room = reinterpret_cast<T*>(scratch((panel_end - panel_begin) * panel_size * sizeof(T) / 4 + 1, panels_room));
-      pack_panels(b_.view, schedule_, packing_, panel_begin, panel_end, width_, cols_, room);
+      pack_panels(b_.operand, schedule_, packing_, panel_begin, panel_end, width_, cols_, room);
       panels = room;
     }
     if (single_row_) return row_by_panels(panels, panel_begin, panel_end);
@@ -151,7 +177,7 @@ class Product {
       for (int64_t p = panel_begin; p < panel_end; p++) {
         const T* panel = panels + (p - panel_begin) * packing_.length * panel_width;
         for (int64_t q = 0; q < quads; q++)
-          row_by_panel4(a_.data + 4 * q * length, panel + 4 * q * length * panel_width, length, sums + q * panel_width);
+          row_by_panel4(a_.whole.data + 4 * q * length, panel + 4 * q * length * panel_width, length, sums + q * panel_width);
         float *a = sums, *b = quads > 1 ? a + panel_width : nullptr, *c = quads > 2 ? b + panel_width : nullptr,
               *d = quads > 2 ? c + panel_width : nullptr;
         write(a, b, c, d, 1, std::min(panel_width, cols_ - p * panel_width), 0, p * panel_width, 0, nullptr);
@@ -171,11 +197,11 @@ class Product {
           const int64_t row = t * tile_rows_;
           const Leaf& leaf = schedule_.leaves[i];
           const int64_t stride = padded(leaf.length, room);
-          pack_rows(a_.shift(row, leaf.start), leaf.length, std::min(tile_rows_, rows_ - row),
+          pack_rows(a_.at(i, leaf).shift(row, 0), leaf.length, std::min(tile_rows_, rows_ - row),
                     room + packing_.at[i] * rows_ + row * stride, stride, pairs);
         }
     });
-    a_.data = room;
+    held_rows_ = room;
     return held;
   }
 
@@ -190,6 +216,7 @@ class Product {
         nodes[top - 1] = {1, nodes[top - 1].index / 2};
       } else {
         float* sum = stack + top * tile_size_;
+        if (s == 0 && schedule_.leaves[0].fold) take_target(count, row, p, sum);
         for (; leaf < schedule_.segment_end[s]; leaf++)
           add_leaf(row, count, panel, leaf, sum, schedule_.leaves[leaf].fold);
         nodes[top++] = {0, schedule_.first + s};
@@ -197,6 +224,17 @@ class Product {
       pending = settle(nodes, top, stack, count * width_, s == segments_ - 1);
     }
     emit(stack, nodes, top, pending, count, row, p);
+  }
+
+  // A share that begins inside a segment goes on from what the target holds.
+  void take_target(int64_t count, int64_t row, int64_t p, float* sum) const {
+    if constexpr (std::is_same_v<Out, float>) {
+      const int64_t col = p * width_, cols = std::min(width_, cols_ - col);
+      for (int64_t i = 0; i < count; i++) {
+        std::copy_n(target_.data + (row + i) * target_.stride + col, cols, sum + i * width_);
+        std::fill(sum + i * width_ + cols, sum + (i + 1) * width_, 0.0f);
+      }
+    }
   }
 
   // The fp32 engine adds a finished chain to what stands in the tile. For the right one of two sibling segments
@@ -223,21 +261,16 @@ class Product {
       return;
     }
     const int64_t length = padded(leaf.length, panel);
-    const int64_t stride = in_place_ ? a_.outer : length;
-    const T* left = a_.data + row * stride + (in_place_ ? leaf.start : packing_.at[i] * rows_);
+    const View<T> part = in_place_ ? a_.at(i, leaf) : View<T>{held_rows_ + packing_.at[i] * rows_, length, 1};
+    const int64_t stride = rows_ == 1 ? std::max(part.outer, length) : part.outer;  // a lone row's says nothing
+    const T* left = part.data + row * part.outer;
     const T* right = panel + packing_.at[i] * width_;
     if (count <= 16) {  // few rows: bound by memory, so fetch the next leaf meanwhile
       const char* next = reinterpret_cast<const char*>(right + length * width_);
       for (int64_t at = 0; at < length * width_ * static_cast<int64_t>(sizeof(T)); at += 64)
         __builtin_prefetch(next + at, 0, 3);
     }
-    // Given a length that 32 does not divide, the paired engine takes its largest even divisor for a block, and so another
-    // order (docs/decisions/0006). Whole blocks first, and the rest onto them, is the defined one.
-    const int64_t whole = paired<T> ? length / engine_block * engine_block : 0;
-    if (whole > 0) engine::brgemm(count, width_, whole, stride, width_, width_, onto, left, right, sum, paired<T>);
-    if (whole < length)
-      engine::brgemm(count, width_, length - whole, stride, width_, width_, onto || whole > 0, left + whole,
-                     right + whole * width_, sum, paired<T>);
+    multiply_leaf(count, width_, length, left, stride, right, width_, sum, width_, onto);
   }
 
   // Merges what is complete, two levels at a time where the share holds all four. The merge that would make
@@ -300,7 +333,8 @@ class Product {
 
   const Schedule& schedule_;
   Packing<T> packing_;
-  View<T> a_;
+  Operand<T> a_;
+  const T* held_rows_ = nullptr;
   Columns<T> b_;
   Target<Out> target_;
   int64_t rows_, cols_, segments_, width_, tile_rows_;

@@ -35,6 +35,30 @@ ISOBIT_INLINE void round_some(const Floats& values, int64_t count, T* out) {
   for (int64_t i = 0; i < count; i++) out[i] = some[i];
 }
 
+ISOBIT_INLINE void take_larger(Floats& most, const Floats& other) { most = other > most ? other : most; }
+
+// Exact, so free in its order. A NaN is passed over: the row's sum meets it.
+template <class T>
+ISOBIT_INLINE float max_of_row(const T* x, int64_t n) {
+  constexpr int64_t block = 4 * lane_count;
+  Floats most[4], values;
+  for (Floats& m : most) m = Floats{} - infinity;
+  int64_t at = 0;
+  for (; at + block <= n; at += block)
+    for (int64_t i = 0; i < 4; i++) {
+      widen(x + at + i * lane_count, values);
+      take_larger(most[i], values);
+    }
+  for (; at < n; at += lane_count) {
+    widen_some(x + at, std::min(lane_count, n - at), -infinity, values);
+    take_larger(most[0], values);
+  }
+  for (int64_t i = 1; i < 4; i++) take_larger(most[0], most[i]);
+  float found = -infinity;
+  for (int64_t i = 0; i < lane_count; i++) found = most[0][i] > found ? most[0][i] : found;
+  return found;
+}
+
 // As rows whose elements are neighbours in memory; the rows themselves may lie anywhere.
 inline Tensor rows_of(const Tensor& t) {
   const Tensor rows = t.reshape({t.numel() / t.size(-1), t.size(-1)});
@@ -51,6 +75,19 @@ void by_type(const Tensor& t, const Work& work) {
   else if (t.scalar_type() == at::kHalf) work(static_cast<Half*>(nullptr));
   else TORCH_CHECK(false, "isobit: expected fp32, bf16 or fp16, received ", t.scalar_type(),
                    "; remedy: call the function of the package, which has a portable executor for fp64");
+}
+
+// An fp32 result in the dtype it was asked for, rounded once.
+inline Tensor round_all(const Tensor& t, at::ScalarType type) {
+  if (t.scalar_type() == type) return t;
+  Tensor out = empty_tensor(t.sizes(), type);
+  const float* from = t.const_data_ptr<float>();
+  by_type(out, [&](auto* kind) {
+    using T = std::remove_pointer_t<decltype(kind)>;
+    T* to = out.mutable_data_ptr<T>();
+    for (int64_t i = 0; i < t.numel(); i++) round_to(from[i], to + i);
+  });
+  return out;
 }
 
 }  // namespace isobit

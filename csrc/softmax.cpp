@@ -10,30 +10,6 @@ namespace isobit {
 
 namespace {
 
-ISOBIT_INLINE void take_larger(Floats& most, const Floats& other) { most = other > most ? other : most; }
-
-// Exact, so free in its order. A NaN is passed over: the row's sum meets it.
-template <class T>
-ISOBIT_INLINE float max_of_row(const T* x, int64_t n) {
-  constexpr int64_t block = 4 * lane_count;
-  Floats most[4], values;
-  for (Floats& m : most) m = Floats{} - infinity;
-  int64_t at = 0;
-  for (; at + block <= n; at += block)
-    for (int64_t i = 0; i < 4; i++) {
-      widen(x + at + i * lane_count, values);
-      take_larger(most[i], values);
-    }
-  for (; at < n; at += lane_count) {
-    widen_some(x + at, std::min(lane_count, n - at), -infinity, values);
-    take_larger(most[0], values);
-  }
-  for (int64_t i = 1; i < 4; i++) take_larger(most[0], most[i]);
-  float found = -infinity;
-  for (int64_t i = 0; i < lane_count; i++) found = most[0][i] > found ? most[0][i] : found;
-  return found;
-}
-
 // One row's exponentials over their sum. A NaN among them has reached the sum.
 template <class T>
 struct Quotients {

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from isobit.nn import freeze
+    from isobit.ops.attention.op import attention
+    from isobit.ops.linear.group import linear_group
     from isobit.ops.linear.op import linear
+    from isobit.ops.log_softmax.op import log_softmax
+    from isobit.ops.logprob.op import linear_logprob
     from isobit.ops.softmax.op import softmax
     from isobit.order.certify import Certificate
     from isobit.order.cut import Cut
@@ -37,10 +41,14 @@ __all__ = [
     "Samples",
     "Tree",
     "UnsupportedError",
+    "attention",
     "bits",
     "certify",
     "freeze",
     "linear",
+    "linear_group",
+    "linear_logprob",
+    "log_softmax",
     "nn",
     "reveal",
     "softmax",
@@ -49,6 +57,10 @@ __all__ = [
 
 # Imported when first asked for: `isobit status` and `isobit lint` answer without loading torch.
 _HOMES = {
+    "log_softmax": "ops.log_softmax.op",
+    "linear_logprob": "ops.logprob.op",
+    "linear_group": "ops.linear.group",
+    "attention": "ops.attention.op",
     "Certificate": "order.certify",
     "Cut": "order.cut",
     "Samples": "order.samples",

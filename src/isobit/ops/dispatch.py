@@ -10,12 +10,20 @@ from functools import lru_cache
 import torch
 
 from isobit import native
+from isobit.ops.attention import attest as attention_attest
 from isobit.ops.linear import attest
+from isobit.ops.log_softmax import attest as log_softmax_attest
+from isobit.ops.logprob import attest as logprob_attest
 from isobit.ops.softmax import attest as softmax_attest
 from isobit.records import Attestation
 
 # Each says where its native results differ from its portable ones at hard inputs of a dtype, or None.
-OPERATORS = (softmax_attest.difference,)
+OPERATORS = (
+    softmax_attest.difference,
+    log_softmax_attest.difference,
+    attention_attest.difference,
+    logprob_attest.difference,
+)
 # fp64 serves gradcheck; it has the order's tree and no native kernel.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

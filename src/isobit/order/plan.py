@@ -11,6 +11,7 @@ VERSION = 1
 FEATURE_UNIT, FEATURE_CAP = 256, 16
 SAMPLE_UNIT, SAMPLE_CAP = 1, 1024
 LONG_SEGMENT, FEATURE_LEAF, TOKEN_LEAF, LANES = 1024, 512, 256, 16
+ATTENTION_BLOCK = 64  # keys that a query folds at a time, cut at absolute positions of their sample; queries, backward
 
 
 @dataclass(frozen=True)

@@ -50,6 +50,16 @@ def linear_with_packed(
     return torch.ops.isobit.portable_linear(x, weight, bias, spans)  # type: ignore[no-any-return]
 
 
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """x · weightᵀ before it is rounded to x's dtype, without a gradient: the logits that log-probabilities are of."""
+    check_tensors(x=x, weight=weight)
+    check_linear(x, weight, None)
+    if dispatch.is_native(x.dtype):
+        return torch.ops.isobit.linear_roots(x.detach(), weight.detach(), x.shape[-1], 0)[0]  # type: ignore[no-any-return]
+    total = portable.sum_products(FeaturePlan(x.shape[-1]).segments, portable.widen(x), portable.widen(weight))[0]
+    return total.reshape(*x.shape[:-1], weight.shape[0])
+
+
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """The shapes of a linear layer, or a refusal."""
     if weight.dim() != 2:

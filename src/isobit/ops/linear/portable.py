@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,11 +48,11 @@ def sum_striped(leaf: Leaf, rows: Tensor) -> Tensor:
     return merge(list(lanes.unbind(0)), torch.add)
 
 
-def merge_segments(segments: Sequence[Segment], sum_run: Callable[[Leaf], Tensor], first: int) -> list[Tensor]:
+def merge_segments(segments: Sequence[Segment], sum_run: Callable[[Leaf], Any], first: int) -> list[Any]:
     """The roots of a share whose first segment is `first`: leaves folded left, segments merged by the tree."""
-    counter: Counter[Tensor] = Counter(torch.add)
+    counter: Counter[Any] = Counter(operator.add)
     for index, segment in enumerate(segments):
-        total: Tensor | None = None
+        total: Any = None
         for leaf in segment:
             run = sum_run(leaf)
             total = total + run if leaf.fold and total is not None else run

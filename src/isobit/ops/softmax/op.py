@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -20,23 +21,25 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     fp32, bf16 and fp16, summed in fp32 and rounded once. A row that holds a NaN or +inf, or only -inf, is NaN.
     """
+    return along_axis("softmax", x, dim, register_native)
+
+
+def along_axis(name: str, x: Tensor, dim: int, register: Callable[[], bool]) -> Tensor:
+    """A function of rows, `isobit::<name>` or its portable form, with `dim` as the rows' axis."""
     check_tensors(x=x)
-    check_softmax(x, dim)
+    check_axis(x, dim)
     last = dim in (-1, x.dim() - 1)
     rows = x if last else x.movedim(dim, -1)
     native = dispatch.is_native(x.dtype)
     if dispatch.is_recording():
-        sizes = (rows.shape[:-1].numel(), rows.shape[-1])
-        dispatch.record("softmax", native, x.dtype, sizes)
+        dispatch.record(name, native, x.dtype, (rows.shape[:-1].numel(), rows.shape[-1]))
     if native:
-        register_native()
-        y = torch.ops.isobit.softmax(rows)
-    else:
-        y = torch.ops.isobit.portable_softmax(rows)
+        register()
+    y = getattr(torch.ops.isobit, name if native else f"portable_{name}")(rows)
     return y if last else y.movedim(-1, dim)  # type: ignore[no-any-return]
 
 
-def check_softmax(x: Tensor, dim: int) -> None:
+def check_axis(x: Tensor, dim: int) -> None:
     """An axis of x, or a refusal."""
     if x.dim() < 1:
         refuse_shape("x", x, "[..., n]", "pass x.reshape(1)")
@@ -65,15 +68,15 @@ def backward_with(prefix: str) -> Any:
     return backward
 
 
-def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators."""
-    register_operator("softmax", prefix, lambda x: x.new_empty(x.shape), backward_with(prefix), setup_context)
-    register_operator("softmax", f"{prefix}_backward", lambda grad, y: y.new_empty(y.shape))
+def register_formulas(public: str, prefix: str) -> None:
+    """Shapes, gradients and refusals of one executor's operators, whose gradient needs the output alone."""
+    register_operator(public, prefix, lambda x: x.new_empty(x.shape), backward_with(prefix), setup_context)
+    register_operator(public, f"{prefix}_backward", lambda grad, y: y.new_empty(y.shape))
 
 
 @lru_cache(maxsize=1)
 def _register_native() -> None:
-    register_formulas("softmax")
+    register_formulas("softmax", "softmax")
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -95,4 +98,4 @@ def portable_softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
     return portable.softmax_backward(grad, y)
 
 
-register_formulas("portable_softmax")
+register_formulas("softmax", "portable_softmax")

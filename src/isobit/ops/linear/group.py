@@ -1,0 +1,114 @@
+"""Linears that share an input: outputs of their own, and one sum for the input's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.errors import ArgumentError
+from isobit.ops import dispatch
+from isobit.ops.arguments import check_tensors
+from isobit.ops.linear.op import (
+    cast_for_autocast,
+    check_linear,
+    refuse_partial_gradient,
+    register_native,
+    spans_of,
+)
+from isobit.ops.registration import refuse_second_order
+from isobit.order.samples import Samples
+
+
+def linear_group(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    *,
+    groups: int = 1,
+    samples: Samples | None = None,
+) -> tuple[Tensor, ...]:
+    """x · weightᵀ + bias for each weight, as isobit.linear; dX is one sum over all of their rows.
+
+    Three linears of their own would have dX added by autograd, in graph order. Here its axis runs group by group: the
+    first of `groups` equal shares of each weight's rows, then the second of each, so that a tensor-parallel rank, which
+    holds whole groups (a key head with its queries), holds whole segments.
+    """
+    given = tuple(biases) if biases is not None else (None,) * len(weights)
+    if len(given) != len(weights) or not weights:
+        raise ArgumentError(
+            expected="one or more weights, and a bias or None for each",
+            received=f"{len(weights)} weights and {len(given)} biases",
+            remedy="leave biases out where no layer has one",
+        )
+    x, *cast = cast_for_autocast(x, *weights, *given)
+    weights, given = cast[: len(weights)], tuple(cast[len(weights) :])
+    for weight, bias in zip(weights, given, strict=True):
+        check_tensors(x=x, weight=weight, bias=bias)
+        check_linear(x, weight, bias)
+        check_groups(weight, groups)
+        if samples is not None and samples.is_share:
+            refuse_partial_gradient(weight, bias, samples)
+    spans = None if samples is None else spans_of(samples, x)
+    native = dispatch.is_native(x.dtype)
+    if native:
+        register_native()
+    if dispatch.is_recording():
+        for weight in weights:
+            dispatch.record("linear", native, x.dtype, (x.shape[:-1].numel(), *reversed(weight.shape)))
+    outputs: tuple[Tensor, ...] = _Group.apply(x, spans, groups, native, len(weights), *weights, *given)  # type: ignore
+    return outputs
+
+
+def check_groups(weight: Tensor, groups: int) -> None:
+    """Equal shares of the weight's rows."""
+    if groups < 1 or weight.shape[0] % groups:
+        raise ArgumentError(
+            expected="a number of groups that divides the rows of every weight",
+            received=f"{groups} groups of {weight.shape[0]} rows",
+            remedy="use the number of key heads for queries, keys and values, or 1",
+        )
+
+
+def interleave(tensors: Sequence[Tensor], axis: int, groups: int) -> Tensor:
+    """Group by group: the first share of each along the axis, then the second of each."""
+    shares = [t.chunk(groups, axis) for t in tensors]
+    return torch.cat([share[g] for g in range(groups) for share in shares], axis)
+
+
+class _Group(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, spans: Any, groups: int, native: bool, count: int, *parameters: Any) -> Any:
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.save_for_backward(x, spans, *weights)
+        ctx.groups, ctx.prefix = groups, "linear" if native else "portable_linear"
+        ctx.has_bias = [bias is not None for bias in biases]
+        extra = (None,) if native else ()  # no packed form: these are weights in training, or decoded a few times
+        operator = getattr(torch.ops.isobit, ctx.prefix)
+        return tuple(operator(x, w, b, spans, *extra) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        x, spans, *weights = ctx.saved_tensors
+        if any(grad.requires_grad for grad in grads) and torch.is_grad_enabled():
+            refuse_second_order("linear_group")()
+        want = ctx.needs_input_grad
+        count, ops = len(weights), torch.ops.isobit
+        input_grad = None
+        if want[0] and ctx.prefix == "linear":
+            input_grad = ops.linear_group_input_grad(list(grads), weights, ctx.groups)
+        elif want[0]:
+            joined = interleave(grads, -1, ctx.groups), interleave(weights, 0, ctx.groups)
+            input_grad = ops.portable_linear_input_grad(*joined)
+        weight_grad, bias_grad = (getattr(ops, f"{ctx.prefix}_{kind}_grad") for kind in ("weight", "bias"))
+        return (
+            input_grad,
+            *[None] * 4,
+            *[weight_grad(g, x, spans) if want[5 + i] else None for i, g in enumerate(grads)],
+            *[
+                bias_grad(g, spans) if has and want[5 + count + i] else None
+                for i, (g, has) in enumerate(zip(grads, ctx.has_bias, strict=True))
+            ],
+        )

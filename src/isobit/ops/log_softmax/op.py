@@ -1,0 +1,46 @@
+"""The log-softmax operator: its torch operators, their gradient, and the public function."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from isobit.ops.log_softmax import portable
+from isobit.ops.softmax.op import along_axis, register_formulas
+
+
+def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
+    """(x − max) − log Σ exp(x − max) along `dim`, with bits that depend on that row of x alone.
+
+    The sum is over pairs (max, sum), as isobit.linear_logprob's is: the two agree to the bit on fp32 logits.
+    """
+    return along_axis("log_softmax", x, dim, register_native)
+
+
+@lru_cache(maxsize=1)
+def _register_native() -> None:
+    register_formulas("log_softmax", "log_softmax")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def register_native() -> bool:
+    """Registers the native operators' formulas, once, after their library is loaded."""
+    _register_native()
+    return True
+
+
+@torch.library.custom_op("isobit::portable_log_softmax", mutates_args=())
+def portable_log_softmax(x: Tensor) -> Tensor:
+    """y over the last axis."""
+    return portable.log_softmax(x)
+
+
+@torch.library.custom_op("isobit::portable_log_softmax_backward", mutates_args=())
+def portable_log_softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
+    """dx over the last axis."""
+    return portable.log_softmax_backward(grad, y)
+
+
+register_formulas("log_softmax", "portable_log_softmax")

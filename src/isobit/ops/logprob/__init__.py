@@ -1,0 +1,1 @@
+"""Log-probabilities of chosen tokens from hidden states, without the logits; and the loss made of them."""

@@ -1,0 +1,32 @@
+"""Holds the loaded log-probabilities against the portable executor, bit for bit."""
+
+from __future__ import annotations
+
+import torch
+
+from isobit import bits
+from isobit.ops.linear.attest import wide_values
+from isobit.ops.logprob import portable
+from isobit.order.samples import Samples
+
+VOCABULARY, WIDTH, ROWS = 1026, 16, 3  # three folded leaves, the last of two
+
+
+def difference(dtype: torch.dtype) -> str | None:
+    """Where values or gradients differ first, or None. Other dtypes are widened, or share the code but for the engine."""
+    if dtype != torch.float32:
+        return None
+    generator = torch.Generator().manual_seed(WIDTH)
+    hidden, weight = (wide_values((n, WIDTH), dtype, generator) for n in (ROWS, VOCABULARY))
+    targets, grad = torch.tensor([0, VOCABULARY - 1, -100]), torch.tensor([1.0, -0.3, 2.0])
+    samples = Samples.packed([ROWS])
+    spans = torch.tensor(samples.spans)
+    found, stats = torch.ops.isobit.linear_logprob(hidden, weight, targets, 0.7, spans)
+    given = torch.ops.isobit.linear_logprob_backward(grad, hidden, weight, targets, stats, spans, 0.7, True, True)
+    known = portable.linear_logprob(hidden, weight, targets, 0.7)
+    grads = portable.linear_logprob_backward(grad, hidden, weight, targets, stats, samples, 0.7)
+    pairs = [(found, known[0]), (stats, known[1]), *zip(given, grads, strict=True)]
+    for name, (left, right) in zip(("values", "sums", "dhidden", "dweight"), pairs, strict=True):
+        if not bits.equal(left, right):
+            return f"linear_logprob's {name}"
+    return None

@@ -1,0 +1,160 @@
+"""Log-probabilities from hidden states: the torch operators, their gradient, and the public functions."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.errors import ArgumentError
+from isobit.ops import dispatch
+from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.linear.op import check_linear, refuse_partial_gradient, spans_of, whole_samples
+from isobit.ops.logprob import portable
+from isobit.ops.registration import register_operator
+from isobit.order.samples import Samples
+
+IGNORED = -100  # as torch's cross_entropy
+
+
+def linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    samples: Samples | None = None,
+) -> Tensor:
+    """log softmax(hidden · weightᵀ / temperature) at each target, in fp32, without ever holding the logits.
+
+    hidden is [..., K], weight [V, K], targets [...] of token ids; a target of −100 has the value 0 and no gradient.
+    The one function that rollout and training both call: the bits depend on the row of hidden and its target alone.
+    """
+    check_tensors(hidden=hidden, weight=weight)
+    check_linear(hidden, weight, None)
+    check_targets(hidden, weight, targets)
+    check_temperature(temperature)
+    spans = None if samples is None else spans_of(samples, hidden)
+    if samples is not None and samples.is_share:
+        refuse_partial_gradient(weight, None, samples)
+    native = dispatch.is_native(hidden.dtype)
+    if dispatch.is_recording():
+        dispatch.record("linear_logprob", native, hidden.dtype, (targets.numel(), *reversed(weight.shape)))
+    if native:
+        register_native()
+    if spans is None:
+        spans = torch.tensor(whole_samples(hidden, None).spans, dtype=torch.int64).reshape(-1, 2)
+    name = "linear_logprob" if native else "portable_linear_logprob"
+    rows, chosen = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(torch.int64).contiguous()
+    found, _ = getattr(torch.ops.isobit, name)(rows, weight, chosen, float(temperature), spans)
+    return found.reshape(targets.shape)  # type: ignore[no-any-return]
+
+
+def check_targets(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    """One id a row, each a row of the weight or −100."""
+    if targets.dtype not in (torch.int64, torch.int32) or targets.device != hidden.device:
+        raise ArgumentError(
+            expected=f"int64 or int32 targets on {hidden.device}",
+            received=f"{targets.dtype} on {targets.device}",
+            remedy="pass token ids",
+        )
+    if targets.shape != hidden.shape[:-1]:
+        refuse_shape("targets", targets, f"{list(hidden.shape[:-1])}, as the rows of hidden", "pass one id a row")
+    if targets.numel() and not targets.is_meta:
+        wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= weight.shape[0])
+        if bool(wrong.any()):
+            raise ArgumentError(
+                expected=f"targets from 0 to {weight.shape[0] - 1}, or {IGNORED} for none",
+                received=f"{int(targets[wrong][0])}",
+                remedy="check the tokenizer against the model's vocabulary",
+            )
+
+
+def check_temperature(temperature: float) -> None:
+    """A positive, finite number."""
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise ArgumentError(
+            expected="a positive temperature",
+            received=f"{temperature}",
+            remedy="use 1.0, or take the argmax instead of a temperature of 0",
+        )
+
+
+# ---- gradients: one definition for both executors -------------------------------------------------------
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    hidden, weight, targets, ctx.temperature, spans = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(hidden, weight, targets, output[1], spans)
+
+
+def backward_with(prefix: str) -> Any:
+    """The gradient, by the operator `isobit::<prefix>_backward`."""
+
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        want = ctx.needs_input_grad[:2]
+        operator = getattr(torch.ops.isobit, f"{prefix}_backward")
+        grads = operator(grad, *ctx.saved_tensors, ctx.temperature, *want)
+        return (*[g if wanted else None for g, wanted in zip(grads, want, strict=True)], None, None, None)
+
+    return backward
+
+
+def register_formulas(prefix: str) -> None:
+    """Shapes, gradients and refusals of one executor's operators."""
+
+    def fake(hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        rows = hidden.shape[0]
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        return hidden.new_empty(rows, dtype=wide), hidden.new_empty((rows, 2), dtype=wide)
+
+    register_operator("linear_logprob", prefix, fake, backward_with(prefix), setup_context)
+    register_operator(
+        "linear_logprob",
+        f"{prefix}_backward",
+        lambda grad, hidden, weight, *_: (hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)),
+    )
+
+
+@lru_cache(maxsize=1)
+def _register_native() -> None:
+    register_formulas("linear_logprob")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def register_native() -> bool:
+    """Registers the native operators' formulas, once, after their library is loaded."""
+    _register_native()
+    return True
+
+
+@torch.library.custom_op("isobit::portable_linear_logprob", mutates_args=())
+def portable_linear_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, spans: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The log-probabilities, and each row's maximum and logarithm of its sum."""
+    return portable.linear_logprob(hidden, weight, targets, temperature)
+
+
+@torch.library.custom_op("isobit::portable_linear_logprob_backward", mutates_args=())
+def portable_linear_logprob_backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    stats: Tensor,
+    spans: Tensor,
+    temperature: float,
+    want_hidden: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """dhidden and dweight."""
+    samples = whole_samples(hidden, spans)
+    return portable.linear_logprob_backward(grad, hidden, weight, targets, stats, samples, temperature)
+
+
+register_formulas("portable_linear_logprob")
