@@ -10,12 +10,13 @@ from functools import lru_cache
 import torch
 
 from isobit import native
+from isobit.ops.exact_sum import attest as exact_sum_attest
 from isobit.ops.linear import attest
 from isobit.ops.softmax import attest as softmax_attest
 from isobit.records import Attestation
 
 # Each says where its native results differ from its portable ones at hard inputs of a dtype, or None.
-OPERATORS = (softmax_attest.difference,)
+OPERATORS = (softmax_attest.difference, exact_sum_attest.difference)
 # fp64 serves gradcheck; it has the order's tree and no native kernel.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
