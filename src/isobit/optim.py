@@ -15,7 +15,7 @@ MARGIN = 1e-6  # as torch's, added to the norm before the division
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all elements, fp32: the square root of their exact sum of squares. However they are cut, the same bits."""
+    """The 2-norm of all elements, fp32: the root of their exact sum of squares, the same bits however they are cut."""
     return norm_of(exact_state(tensors, squared=True))
 
 
@@ -24,7 +24,7 @@ def norm_of(state: Tensor) -> Tensor:
     return round_state(state, torch.float64).sqrt().float()
 
 
-@torch.no_grad()  # type: ignore[untyped-decorator]
+@torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
 ) -> Tensor:

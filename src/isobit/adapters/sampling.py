@@ -22,7 +22,7 @@ GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECC
 MASS = 2**40  # probabilities as whole numbers, whose sums are exact
 
 
-class KeyedSampling(LogitsProcessor):  # type: ignore[misc]
+class KeyedSampling(LogitsProcessor):
     """Perturbs the logits, so that the largest is the draw; for do_sample=False and one beam.
 
     `samples` names the rows (default 0, 1, …): a sample keeps its draws in any batch under its own name.
@@ -117,7 +117,7 @@ def as_int64(value: int) -> int:
 
 
 def log(x: Tensor) -> Tensor:
-    """Of positive fp64, within 1e-9: the series of artanh in rounded products and sums, alike in every lane and tail."""
+    """Of positive fp64, within 1e-9: artanh's series in plain products and sums, alike in every lane and tail."""
     mantissa, exponent = torch.frexp(x)
     low = mantissa < math.sqrt(0.5)
     mantissa = torch.where(low, 2 * mantissa, mantissa)

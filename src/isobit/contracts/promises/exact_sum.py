@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -65,7 +66,7 @@ def merged(subject: Subject, case: Case, tally: Tally) -> None:
     places = (0, x.shape[1] // 3, x.shape[1] // 2, x.shape[1])
 
     def of_pieces(row: Tensor) -> Tensor:
-        cuts = zip(places, places[1:], strict=False)
+        cuts = pairwise(places)
         return round_state(sum((exact_state([row[a:b]]) for a, b in cuts), exact_state([])))
 
     tally.same(sums(subject, x), sums(of_pieces, x), "the pieces' digits added")
@@ -134,8 +135,9 @@ def halves_rounded(x: Tensor) -> Tensor:
 
 def skipping_the_small(x: Tensor) -> Tensor:
     """What is far below the largest is dropped, as a kernel with two levels would."""
-    size = x.detach().abs()
-    return exact_sum(torch.where(size < size.nan_to_num(0, 0, 0).amax() * 2.0**-20, 0.0, x)) if x.numel() else exact_sum(x)
+    size = x.detach().abs().nan_to_num(torch.inf)
+    most = torch.where(size < torch.inf, size, 0.0).amax() if x.numel() else 0.0
+    return exact_sum(torch.where(size < most * 2.0**-20, 0.0, x))
 
 
 def with_one_infinity(x: Tensor) -> Tensor:

@@ -40,8 +40,10 @@ def whole_sum(values: Tensor) -> int:
     bins = torch.zeros(2, 2200, dtype=torch.int64)
     bins[0].index_add_(0, shift, high)
     bins[1].index_add_(0, shift, low)
-    pairs = zip(bins[0].tolist(), bins[1].tolist(), strict=True)
-    return sum(((h << HALF_MANTISSA) + l) << at for at, (h, l) in enumerate(pairs) if h or l) >> 53
+    total = 0
+    for at, (high_sum, low_sum) in enumerate(bins.t().tolist()):
+        total += ((high_sum << HALF_MANTISSA) + low_sum) << at
+    return total >> 53
 
 
 def to_digits(total: int) -> list[int]:
@@ -62,7 +64,7 @@ def round_state(state: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_whole(total: int, dtype: torch.dtype) -> float:
-    """total · 2^LOWEST, rounded once: Python divides integers so; fp32 has 52 bits first, the last odd if any was lost."""
+    """total · 2^LOWEST, rounded once, as Python divides; for fp32 to 52 bits first, the last one odd if any was lost."""
     if dtype == torch.float64:
         return total / (1 << -LOWEST)
     size = abs(total)
@@ -76,4 +78,3 @@ def exact_sum(x: Tensor) -> Tensor:
     if x.dtype == torch.float64:
         return torch.tensor(sum_fp64(x.detach().reshape(-1).tolist()), dtype=torch.float64)
     return round_state(state([x], squared=False), torch.float32)
-
