@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from isobit.ops.exact_sum.op import exact_state, round_state
 MARGIN = 1e-6  # as torch's, added to the norm before the division
 
 
-def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+def total_norm(tensors: Tensor | Iterable[Tensor]) -> Tensor:
     """The 2-norm of all elements, fp32: the root of their exact sum of squares, the same bits however they are cut."""
-    return norm_of(exact_state(tensors, squared=True))
+    return norm_of(exact_state([tensors] if isinstance(tensors, Tensor) else list(tensors), squared=True))
 
 
 def norm_of(state: Tensor) -> Tensor:

@@ -41,7 +41,8 @@ def whole_sum(values: Tensor) -> int:
     bins[0].index_add_(0, shift, high)
     bins[1].index_add_(0, shift, low)
     total = 0
-    for at, (high_sum, low_sum) in enumerate(bins.t().tolist()):
+    for at in bins.any(0).nonzero().flatten().tolist():
+        high_sum, low_sum = bins[:, at].tolist()
         total += ((high_sum << HALF_MANTISSA) + low_sum) << at
     return total >> 53
 
@@ -64,7 +65,7 @@ def round_state(state: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_whole(total: int, dtype: torch.dtype) -> float:
-    """total · 2^LOWEST, rounded once, as Python divides; for fp32 to 52 bits first, the last one odd if any was lost."""
+    """total · 2^LOWEST, rounded once, as Python divides; for fp32 to 52 bits first, the last odd if any was lost."""
     if dtype == torch.float64:
         return total / (1 << -LOWEST)
     size = abs(total)
