@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -71,7 +72,7 @@ def cut_anywhere(subject: Step, case: Case, tally: Tally) -> None:
     whole = subject(*flat).reshape(3, size)
     drawn = torch.randint(0, size + 1, (5,), generator=case.generator(41)).tolist()
     places = [0, *sorted({min(1, size), min(8, size), *drawn}), size]
-    parts = [subject(*(t[a:b] for t in flat)).reshape(3, b - a) for a, b in zip(places, places[1:], strict=False)]
+    parts = [subject(*(t[a:b] for t in flat)).reshape(3, b - a) for a, b in pairwise(places)]
     tally.same(torch.cat(parts, 1), whole, f"cut at {places[1:-1]}")
 
 
