@@ -19,6 +19,7 @@ from isobit.errors import ArgumentError
 from isobit.ops.softmax.op import softmax
 
 GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64's, as int64
+IN_CACHE = 2**17  # elements worked on at once
 MASS = 2**40  # probabilities as whole numbers, whose sums are exact
 
 
@@ -94,21 +95,25 @@ def gumbel_noise(seed: int, samples: Tensor, positions: Tensor, vocabulary: int)
     for part in (samples, positions):
         key = mix((key ^ part) + GOLDEN)
     tokens = torch.arange(1, vocabulary + 1) * GOLDEN
-    bits = mix(key.unsqueeze(1) + tokens)
-    uniform = (shift_right(bits, 12).double() + 0.5) * 2.0**-52  # exact, and never 0 or 1
-    return -log(-log(uniform))
+    out = torch.empty(len(key), vocabulary, dtype=torch.float64)
+    rows = max(IN_CACHE // vocabulary, 1)
+    for some, to in zip(key.split(rows), out.split(rows), strict=True):
+        bits = mix(some.unsqueeze(1) + tokens)
+        uniform = shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)  # exact, and never 0 or 1
+        to.copy_(log(log(uniform).neg_())).neg_()
+    return out
 
 
 def mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64, whose products wrap around."""
-    x = (x ^ shift_right(x, 30)) * FIRST
-    x = (x ^ shift_right(x, 27)) * SECOND
-    return x ^ shift_right(x, 31)
+    """splitmix64's finaliser on int64, whose products wrap around; x may be written."""
+    x = x.bitwise_xor_(shift_right(x, 30)).mul_(FIRST)
+    x = x.bitwise_xor_(shift_right(x, 27)).mul_(SECOND)
+    return x.bitwise_xor_(shift_right(x, 31))
 
 
 def shift_right(x: Tensor, count: int) -> Tensor:
     """Without the sign."""
-    return (x >> count) & ((1 << (64 - count)) - 1)
+    return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def as_int64(value: int) -> int:
@@ -119,14 +124,14 @@ def as_int64(value: int) -> int:
 def log(x: Tensor) -> Tensor:
     """Of positive fp64, within 1e-9: artanh's series in plain products and sums, alike in every lane and tail."""
     mantissa, exponent = torch.frexp(x)
-    low = mantissa < math.sqrt(0.5)
-    mantissa = torch.where(low, 2 * mantissa, mantissa)
-    s = (mantissa - 1) / (mantissa + 1)
+    low = (mantissa < math.sqrt(0.5)).int()
+    mantissa.mul_(low + 1)
+    s = (mantissa - 1).div_(mantissa.add_(1))
     square = s * s
-    series = torch.full_like(s, 1 / 13)
-    for odd in (11, 9, 7, 5, 3, 1):
-        series = series * square + 1 / odd
-    return (exponent - low.to(exponent.dtype)).double() * math.log(2) + 2 * s * series
+    series = torch.full_like(s, 1 / 11)
+    for odd in (9, 7, 5, 3, 1):
+        series.mul_(square).add_(1 / odd)
+    return exponent.sub_(low).double().mul_(math.log(2)).add_(s.mul_(2).mul_(series))
 
 
 # ---- which tokens may be drawn ---------------------------------------------------------------------------
