@@ -1,6 +1,6 @@
 """One norm however gradients are cut, and a step that is each element's own.
 
-1. The norm of pieces is the norm of the whole, to the bit; stock's, as a control, is not. Clipping scales as torch does.
+1. The norm of pieces is the norm of the whole, to the bit; stock's is not. Clipping scales as torch does.
 2. AdamW is torch's, to the bit; the fused form, whose tails have other bits, is refused, also from a state dict.
 """
 

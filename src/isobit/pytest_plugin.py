@@ -96,4 +96,3 @@ class ClaimItem(pytest.Item):
 
 class NotKept(AssertionError):
     """A claim that is not kept."""
-

@@ -20,10 +20,13 @@ MEETING = Carrier(
 # Backward nodes, as autograd names them without "Backward0", that move or scale gradients and add nothing.
 FREE = words(
     "View UnsafeView ReshapeAlias Reshape Transpose T Permute Slice Select Unsqueeze Squeeze Split SplitWithSizes "
-    "Unbind Narrow AsStrided Alias Clone Copy ToCopy Contiguous Cat Stack Flip Roll Detach MaskedSelect Sum Mean Neg "
+    "Unbind Narrow Alias Clone Copy ToCopy Contiguous Cat Stack Flip Roll Detach MaskedSelect Sum Mean Neg "
     "Sqrt Rsqrt Exp Log Tanh Sin Cos Relu Abs Add Sub Rsub Mul Div Where MaskedFill Clamp ClampMin ClampMax Maximum "
     "Minimum Square Reciprocal Amax Amin Max Min Topk Sort Logsumexp CopyBackwards Diagonal Tril Triu ConstantPadNd "
     "Fill Zero Lerp Addcmul Addcdiv"
+)
+BROADCASTING = words(
+    "Add Sub Rsub Mul Div Where MaskedFill Maximum Minimum Clamp ClampMin ClampMax Addcmul Addcdiv Lerp Pow"
 )
 # Whose gradient adds, though the operator itself does not.
 ADDING = {
@@ -72,7 +75,7 @@ def carriers_of(node: Any) -> Iterator[Carrier]:
     carrier = None if plain else find_carrier(name)
     if carrier is not None:
         yield carrier
-    elif name in words("Add Sub Rsub Mul Div Where MaskedFill Maximum Minimum Addcmul Addcdiv Lerp Pow"):
+    elif name in BROADCASTING:
         size = size_of(node, 0)
         if any(below is not None and size_of(below, at) < size for below, at in node.next_functions):
             yield BROADCAST

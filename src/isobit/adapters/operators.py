@@ -58,11 +58,11 @@ COMPARISONS = words(
 )
 CHOICES = words(
     "max min amax amin argmax argmin aminmax topk sort argsort kthvalue cummax cummin nonzero unique_consecutive "
-    "_unique2 searchsorted bucketize count_nonzero bincount max_pool2d"
+    "_unique2 searchsorted bucketize count_nonzero"
 )
 FREE = MOVES | CREATIONS | ELEMENTWISE | COMPARISONS | CHOICES
 INTEGER_SUMS = words(
-    "sum cumsum prod cumprod dot mm bmm addmm trace diff floor_divide remainder fmod pow index_add scatter_add"
+    "sum cumsum prod cumprod dot mm bmm addmm trace diff floor_divide remainder fmod pow index_add scatter_add bincount"
 )
 EXACT_POWERS = (0.5, 1, 2, 3, -0.5, -1, -2)  # done by products, roots and reciprocals
 
@@ -95,7 +95,9 @@ CARRIERS: dict[str, Carrier] = {
     **dict.fromkeys(words("silu silu_backward sigmoid sigmoid_backward gelu gelu_backward softplus"), TAILS),
     **dict.fromkeys(words("mish hardswish erf tanh_backward log_sigmoid_forward log_sigmoid_backward elu"), TAILS),
     **dict.fromkeys(words("embedding_dense_backward embedding_backward _embedding_bag index_add scatter_add"), SCATTER),
-    **dict.fromkeys(words("scatter_reduce index_reduce index_put _index_put_impl _unsafe_index_put put"), SCATTER),
+    **dict.fromkeys(
+        words("bincount scatter_reduce index_reduce index_put _index_put_impl _unsafe_index_put put"), SCATTER
+    ),
     **dict.fromkeys(
         words("nll_loss nll_loss_forward nll_loss_backward mse_loss mse_loss_backward l1_loss kl_div"), LOSS
     ),

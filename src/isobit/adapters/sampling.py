@@ -97,7 +97,7 @@ def gumbel_noise(seed: int, samples: Tensor, positions: Tensor, vocabulary: int)
     tokens = torch.arange(1, vocabulary + 1) * GOLDEN
     out = torch.empty(len(key), vocabulary, dtype=torch.float64)
     rows = max(IN_CACHE // vocabulary, 1)
-    for some, to in zip(key.split(rows), out.split(rows), strict=True):
+    for some, to in zip(torch.split(key, rows), torch.split(out, rows), strict=True):
         bits = mix(some.unsqueeze(1) + tokens)
         uniform = shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)  # exact, and never 0 or 1
         to.copy_(log(log(uniform).neg_())).neg_()
