@@ -96,3 +96,4 @@ class ClaimItem(pytest.Item):
 
 class NotKept(AssertionError):
     """A claim that is not kept."""
+

@@ -35,7 +35,9 @@ def of(function: Callable[[Tensor], Tensor], n: int, dtype: torch.dtype = torch.
     return TensorTarget(f"{name} of {n}", terms, run)
 
 
-def sum(k: int, m: int = 1, dtype: torch.dtype = torch.float32, axis: int = -1, mean: bool = False) -> TensorTarget:
+def sum(
+    k: int, m: int = 1, dtype: torch.dtype = torch.float32, axis: int = -1, mean: bool = False
+) -> TensorTarget:
     """`torch.sum` (or `mean`) over `k` terms, `m` of them side by side; axis 0 sums down the columns of [k, m]."""
     if axis in (-1, 1):
         whole = torch.zeros(m, k, dtype=dtype)
