@@ -1,0 +1,1 @@
+"""isobit in other people's programs."""
