@@ -10,12 +10,13 @@ from functools import lru_cache
 import torch
 
 from isobit import native
+from isobit.ops import elements_attest
 from isobit.ops.linear import attest
 from isobit.ops.softmax import attest as softmax_attest
 from isobit.records import Attestation
 
 # Each says where its native results differ from its portable ones at hard inputs of a dtype, or None.
-OPERATORS = (softmax_attest.difference,)
+OPERATORS = (softmax_attest.difference, elements_attest.difference)
 # fp64 serves gradcheck; it has the order's tree and no native kernel.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -68,7 +69,7 @@ def engine_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """One forward call of an operator: linear's sizes are (rows, K, N), softmax's (rows, n)."""
+    """One forward call of an operator: linear's sizes are (rows, K, N), the rotary's (tokens, heads, D), others' (rows, n)."""
 
     operator: str
     executor: str  # native or portable
