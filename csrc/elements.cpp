@@ -54,23 +54,26 @@ struct GeluBackward {
   }
 };
 
-// The argument of the logistic function, x (k + k' x²), and its slope; x bounded, so that no power overflows.
-ISOBIT_INLINE void tanh_argument(const Floats& x, Floats& argument, Floats& slope) {
-  constexpr float bound = 32.0f;  // beyond it the logistic function is 0 or 1
-  constexpr float linear = 0x1.988454p+0f, cubic = 0x1.2444f2p-4f, cubic_slope = 0x1.b6676cp-3f;
-  Floats near = x > bound ? Floats{} + bound : x;
-  near = near < -bound ? Floats{} - bound : near;
-  const Floats square = near * near;
-  argument = near * (square * cubic + linear);
-  slope = square * cubic_slope + linear;
-}
+// tanh's GELU is x times the logistic function of x (k + k' x²): that argument and its slope, of an x bounded so that no
+// power overflows.
+struct TanhArgument {
+  Floats near, value, slope;
+  ISOBIT_INLINE explicit TanhArgument(const Floats& x) {
+    constexpr float bound = 32.0f;  // beyond it the logistic function is 0 or 1
+    constexpr float linear = 0x1.988454p+0f, cubic = 0x1.2444f2p-4f, cubic_slope = 0x1.b6676cp-3f;
+    near = x > bound ? Floats{} + bound : x;
+    near = near < -bound ? Floats{} - bound : near;
+    const Floats square = near * near;
+    value = near * (square * cubic + linear);
+    slope = square * cubic_slope + linear;
+  }
+};
 
 struct TanhGelu {
   static constexpr int64_t inputs = 1, outputs = 1;
   static ISOBIT_INLINE void apply(const Floats* x, Floats* y) {
-    Floats argument, slope, e, total;
-    tanh_argument(x[0], argument, slope);
-    logistic(argument, e, total);
+    Floats e, total;
+    logistic(TanhArgument(x[0]).value, e, total);
     y[0] = x[0] / total;
   }
 };
@@ -78,10 +81,10 @@ struct TanhGelu {
 struct TanhGeluBackward {
   static constexpr int64_t inputs = 2, outputs = 1;
   static ISOBIT_INLINE void apply(const Floats* in, Floats* dx) {
-    Floats argument, slope, s, rest;
-    tanh_argument(in[1], argument, slope);
-    sigmoid(argument, s, rest);
-    dx[0] = in[0] * (s * (in[1] * (rest * slope) + 1.0f));
+    const TanhArgument argument(in[1]);
+    Floats s, rest;
+    sigmoid(argument.value, s, rest);
+    dx[0] = in[0] * (s * (argument.near * (rest * argument.slope) + 1.0f));
   }
 };
 

@@ -10,7 +10,7 @@ from isobit.ops.silu.op import silu
 from isobit.ops.swiglu.op import swiglu
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-UP = 1.37109375  # in every dtype
+UP = 1.3671875  # in every dtype
 
 FUNCTIONS = {
     "silu": silu,

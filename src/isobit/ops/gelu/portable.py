@@ -15,19 +15,19 @@ LINEAR = 2 * math.sqrt(2 / math.pi)
 CUBIC = LINEAR * 0.044715
 
 
-def tanh_argument(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Of the logistic function, and its slope: (1 + tanh z) / 2 is the logistic function of 2z."""
+def tanh_argument(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x bounded; the logistic function's argument, as (1 + tanh z) / 2 is that function of 2z; and its slope."""
     near = torch.where(x > BOUND, BOUND, x)
     near = torch.where(near < -BOUND, -BOUND, near)
     square = near * near
-    return near * (square * CUBIC + LINEAR), square * (3 * CUBIC) + LINEAR
+    return near, near * (square * CUBIC + LINEAR), square * (3 * CUBIC) + LINEAR
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:
     """x times the share of the normal distribution below x."""
     wide = widen(x).contiguous()
     if tanh:
-        y = wide / logistic(tanh_argument(wide)[0])[1]
+        y = wide / logistic(tanh_argument(wide)[1])[1]
     else:
         y = wide * normal_share(wide)[0]
     return round_once(y, x.dtype)
@@ -37,9 +37,9 @@ def gelu_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
     """dx."""
     wide = widen(x).contiguous()
     if tanh:
-        argument, inner = tanh_argument(wide)
+        near, argument, inner = tanh_argument(wide)
         s, rest = sigmoid(argument)
-        slope = s * (wide * (rest * inner) + 1.0)
+        slope = s * (near * (rest * inner) + 1.0)
     else:
         share, density = normal_share(wide)
         slope = wide * density + share
