@@ -1,7 +1,7 @@
 """SiLU, GELU and SwiGLU are functions of one element: a value has one result wherever it stands.
 
-1. All 16-bit inputs, and ten million fp32 ones, have the same bits at every lane, stride and tail, forward and backward;
-   stock, and kernels planted with another tail, do not.
+1. All 16-bit inputs, and ten million fp32 ones, have the same bits at every lane, stride and tail, forward and
+   backward; stock, and kernels planted with another tail, do not.
 2. Native equals portable, bit for bit.
 """
 

@@ -1,4 +1,4 @@
-"""SiLU, GELU and SwiGLU have errors against fp64 that are stock's or less, forward and backward; fp64 passes gradcheck."""
+"""SiLU, GELU and SwiGLU have errors against fp64 within stock's, forward and backward; fp64 passes gradcheck."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One call of an operator: the executor is picked, the launch is told, and native formulas are there before the call."""
+"""One call of an operator: its executor is picked, the launch is told, native formulas are registered first."""
 
 from __future__ import annotations
 

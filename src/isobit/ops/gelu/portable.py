@@ -26,10 +26,7 @@ def tanh_argument(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def gelu(x: Tensor, tanh: bool) -> Tensor:
     """x times the share of the normal distribution below x."""
     wide = widen(x).contiguous()
-    if tanh:
-        y = wide / logistic(tanh_argument(wide)[1])[1]
-    else:
-        y = wide * normal_share(wide)[0]
+    y = wide / logistic(tanh_argument(wide)[1])[1] if tanh else wide * normal_share(wide)[0]
     return round_once(y, x.dtype)
 
 

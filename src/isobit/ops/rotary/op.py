@@ -17,9 +17,9 @@ from isobit.ops.rotary import portable
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [..., heads, D] with each head's halves turned by its token's angles; cos and sin [..., D] have both halves.
 
-    low · cos - high · sin and high · cos + low · sin, each product rounded, in fp32, then rounded once. cos and sin may be
-    fp32 whatever x is, as a bf16 cosine loses the position; their leading axes may be fewer, or of size 1, as in torch.
-    They have no gradient.
+    low · cos - high · sin and high · cos + low · sin, each product rounded to fp32, and the result once to x's dtype.
+    cos and sin may be fp32 whatever x is, as a bf16 cosine loses the position; their leading axes may be fewer than
+    x's, or of size 1, as in torch. They have no gradient.
     """
     check_tensors(x=x)
     check_angles(x, cos, sin)
@@ -32,7 +32,7 @@ def check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     check_tensors(cos=cos, sin=sin)
     if x.dim() < 2 or x.shape[-1] % 2:
         refuse_shape("x", x, "[..., heads, D], D even", "pass one head as x.unsqueeze(-2)")
-    if cos.dtype != x.dtype and cos.dtype != torch.float32 or cos.device != x.device:
+    if cos.dtype not in (x.dtype, torch.float32) or cos.device != x.device:
         raise ArgumentError(
             expected=f"cos and sin of float32 or {x.dtype}, on {x.device}",
             received=f"{cos.dtype} on {cos.device}",
@@ -47,7 +47,9 @@ def check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         refuse_shape("cos", cos, f"{list(shape)}, as x is {list(x.shape)}", "pass both halves, an angle a token")
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ArgumentError(
-            expected="cos and sin that need no gradient", received="requires_grad", remedy="pass cos.detach(), sin.detach()"
+            expected="cos and sin that need no gradient",
+            received="requires_grad = True",
+            remedy="pass cos.detach(), sin.detach()",
         )
 
 
