@@ -22,8 +22,8 @@ struct Silu {
   }
 };
 
-ISOBIT_INLINE void silu_slope(const Floats& x, Floats& slope) {
-  Floats s, rest;
+ISOBIT_INLINE void silu_slope(const Floats& x, Floats& s, Floats& slope) {
+  Floats rest;
   sigmoid(x, s, rest);
   slope = s * (x * rest + 1.0f);
 }
@@ -31,8 +31,9 @@ ISOBIT_INLINE void silu_slope(const Floats& x, Floats& slope) {
 struct SiluBackward {  // of (gradient, x)
   static constexpr int64_t inputs = 2, outputs = 1;
   static ISOBIT_INLINE void apply(const Floats* in, Floats* dx) {
-    silu_slope(in[1], dx[0]);
-    dx[0] = in[0] * dx[0];
+    Floats s, slope;
+    silu_slope(in[1], s, slope);
+    dx[0] = in[0] * slope;
   }
 };
 
@@ -99,9 +100,9 @@ struct Swiglu {  // of (gate, up)
 struct SwigluBackward {  // of (gradient, gate, up)
   static constexpr int64_t inputs = 3, outputs = 2;
   static ISOBIT_INLINE void apply(const Floats* in, Floats* out) {
-    Floats s, rest;
-    sigmoid(in[1], s, rest);
-    out[0] = in[0] * in[2] * (s * (in[1] * rest + 1.0f));
+    Floats s, slope;
+    silu_slope(in[1], s, slope);
+    out[0] = in[0] * in[2] * slope;
     out[1] = in[0] * (in[1] * s);
   }
 };

@@ -7,6 +7,7 @@ from torch import Tensor
 from isobit import ArgumentError, UnsupportedError, bits
 from isobit.ops import dispatch
 from isobit.ops.gelu.op import gelu
+from isobit.ops.rotary.op import rotary
 from isobit.ops.silu.op import silu
 from isobit.ops.swiglu.op import swiglu
 from tests.ops.elements import FUNCTIONS, STOCK, gradient, of_each
@@ -33,6 +34,22 @@ def test_opcheck(prefix):
         torch.library.opcheck(getattr(ops, prefix + name), given)
         known = (x.detach(), *(t.detach() if isinstance(t, Tensor) else t for t in given))
         torch.library.opcheck(getattr(ops, f"{prefix}{name}_backward"), known, test_utils=tests)
+
+
+@needs_native
+def test_launches_are_told_with_their_sizes():
+    x = torch.randn(2, 3, 8)
+    with dispatch.record_launches() as seen:
+        silu(x), gelu(x.bfloat16()), swiglu(x[0, 0], x[0, 1]), rotary(x, x[:, 0], x[:, 1])
+        silu(x.double()), silu(x[0, 0, 0])
+    assert [(launch.operator, launch.executor, launch.sizes) for launch in seen] == [
+        ("silu", "native", (6, 8)),
+        ("gelu", "native", (6, 8)),
+        ("swiglu", "native", (1, 8)),
+        ("rotary", "native", (2, 3, 8)),
+        ("silu", "portable", (6, 8)),
+        ("silu", "native", (1, 1)),
+    ]
 
 
 @of_each

@@ -14,12 +14,13 @@ def silu(x: Tensor) -> Tensor:
     return round_once(wide / logistic(wide)[1], x.dtype)
 
 
-def slope(x: Tensor) -> Tensor:
-    """dy/dx of a value in the dtype of arithmetic."""
+def sigmoid_and_slope(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The logistic function, and dy/dx, in the dtype of arithmetic."""
     s, rest = sigmoid(x)
-    return s * (x * rest + 1.0)
+    return s, s * (x * rest + 1.0)
 
 
 def silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     """dx."""
-    return round_once(widen(grad) * slope(widen(x).contiguous()), x.dtype).contiguous()
+    slope = sigmoid_and_slope(widen(x).contiguous())[1]
+    return round_once(widen(grad) * slope, x.dtype).contiguous()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from isobit.ops.elementary import logistic, sigmoid, widen
+from isobit.ops.elementary import logistic, widen
 from isobit.ops.linear.portable import round_once
+from isobit.ops.silu.portable import sigmoid_and_slope
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -17,7 +18,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and of up."""
     upstream, wide = widen(grad), widen(gate).contiguous()
-    s, rest = sigmoid(wide)
-    dgate = upstream * widen(up) * (s * (wide * rest + 1.0))
+    s, slope = sigmoid_and_slope(wide)
+    dgate = upstream * widen(up) * slope
     dup = upstream * (wide * s)
     return round_once(dgate, gate.dtype).contiguous(), round_once(dup, up.dtype).contiguous()
