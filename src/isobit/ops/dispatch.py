@@ -69,7 +69,7 @@ def engine_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """A forward call of an operator: linear's sizes are (rows, K, N), rotary's (tokens, heads, D), others' (rows, n)."""
+    """A forward call of an operator: linear's sizes are (rows, K, N), rotary's (tokens, heads, D), others (rows, n)."""
 
     operator: str
     executor: str  # native or portable
