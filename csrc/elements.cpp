@@ -163,8 +163,8 @@ std::vector<Tensor> compute(Formula formula, std::vector<Tensor> in, int64_t out
   check_attested();
   for (const Tensor& t : in)
     TORCH_CHECK(t.sizes() == in[0].sizes() && t.scalar_type() == in[0].scalar_type() && t.device() == in[0].device(),
-                "isobit: expected tensors alike, received ", in[0].sizes(), " ", in[0].scalar_type(), " and ", t.sizes(),
-                " ", t.scalar_type(), "; remedy: call the function of the package, which says which");
+                "isobit: expected tensors alike, received ", in[0].sizes(), " ", in[0].scalar_type(), " and ",
+                t.sizes(), " ", t.scalar_type(), "; remedy: call the function of the package, which says which");
   std::vector<Tensor> out;
   for (int64_t i = 0; i < outputs; i++) out.push_back(empty_tensor(in[0].sizes(), in[0].scalar_type()));
   if (out[0].numel() == 0) return out;

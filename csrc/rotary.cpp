@@ -51,7 +51,8 @@ ISOBIT_TURN(Half)
 // Where token `index` of the leading axes begins.
 int64_t offset_of(const Tensor& t, at::IntArrayRef leading, int64_t index) {
   int64_t offset = 0;
-  for (int64_t axis = leading.size(); axis-- > 0; index /= leading[axis]) offset += index % leading[axis] * t.stride(axis);
+  for (int64_t axis = leading.size(); axis-- > 0; index /= leading[axis])
+    offset += index % leading[axis] * t.stride(axis);
   return offset;
 }
 
@@ -67,7 +68,8 @@ void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin, at::Int
 
 Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool back) {
   check_attested();
-  TORCH_CHECK(x.dim() >= 2, "isobit: expected x of [..., heads, D], received ", x.sizes(), "; remedy: call isobit.rotary");
+  TORCH_CHECK(x.dim() >= 2, "isobit: expected x of [..., heads, D], received ", x.sizes(),
+              "; remedy: call isobit.rotary, which says more");
   const at::IntArrayRef leading = x.sizes().slice(0, x.dim() - 2);
   std::vector<int64_t> shape = leading.vec();
   shape.push_back(x.size(-1));
@@ -76,7 +78,8 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool back) 
   if (out.numel() == 0) return out;
   const Tensor from = last_together(x);
   // To fp32 and together before they are expanded, so that what is shared is not copied.
-  const Tensor cosines = last_together(cos.to(at::kFloat)).expand(shape), sines = last_together(sin.to(at::kFloat)).expand(shape);
+  const Tensor cosines = last_together(cos.to(at::kFloat)).expand(shape);
+  const Tensor sines = last_together(sin.to(at::kFloat)).expand(shape);
   const int64_t heads = x.size(-2), half = x.size(-1) / 2, size = heads * 2 * half;
   by_type(x, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
@@ -88,7 +91,9 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool back) 
       for (int64_t token = begin; token < end; token++) {
         const float* cosine = c + offset_of(cosines, leading, token);
         const float* sine = s + offset_of(sines, leading, token);
-        const Turn turn{cosine, cosine + half, back ? sine + half : sine, back ? sine : sine + half, back ? -1.0f : 1.0f};
+        const Turn there{cosine, cosine + half, sine, sine + half, 1.0f};
+        const Turn way_back{cosine, cosine + half, sine + half, sine, -1.0f};
+        const Turn& turn = back ? way_back : there;
         turn_heads(turn, data + offset_of(from, leading, token), from.stride(-2), heads, half, to + token * size);
       }
     });
@@ -97,7 +102,9 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool back) 
 }
 
 Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin) { return rotate(x, cos, sin, false); }
-Tensor rotary_backward(const Tensor& grad, const Tensor& cos, const Tensor& sin) { return rotate(grad, cos, sin, true); }
+Tensor rotary_backward(const Tensor& grad, const Tensor& cos, const Tensor& sin) {
+  return rotate(grad, cos, sin, true);
+}
 
 }  // namespace
 
