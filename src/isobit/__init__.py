@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from isobit.nn import freeze
+    from isobit.ops.attention.cache import KVCache
     from isobit.ops.attention.op import attention
     from isobit.ops.linear.group import linear_group
     from isobit.ops.linear.op import linear
@@ -37,6 +38,7 @@ __all__ = [
     "CutError",
     "EngineError",
     "IsobitError",
+    "KVCache",
     "RevealError",
     "Samples",
     "Tree",
@@ -57,6 +59,7 @@ __all__ = [
 
 # Imported when first asked for: `isobit status` and `isobit lint` answer without loading torch.
 _HOMES = {
+    "KVCache": "ops.attention.cache",
     "log_softmax": "ops.log_softmax.op",
     "linear_logprob": "ops.logprob.op",
     "linear_group": "ops.linear.group",

@@ -12,6 +12,7 @@ PUBLIC = [
     "CutError",
     "EngineError",
     "IsobitError",
+    "KVCache",
     "RevealError",
     "Samples",
     "Tree",

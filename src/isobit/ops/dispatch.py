@@ -10,7 +10,9 @@ from functools import lru_cache
 import torch
 
 from isobit import native
+from isobit.ops import elements_attest
 from isobit.ops.attention import attest as attention_attest
+from isobit.ops.exact_sum import attest as exact_sum_attest
 from isobit.ops.linear import attest
 from isobit.ops.log_softmax import attest as log_softmax_attest
 from isobit.ops.logprob import attest as logprob_attest
@@ -23,6 +25,8 @@ OPERATORS = (
     log_softmax_attest.difference,
     attention_attest.difference,
     logprob_attest.difference,
+    exact_sum_attest.difference,
+    elements_attest.difference,
 )
 # fp64 serves gradcheck; it has the order's tree and no native kernel.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -12,7 +12,7 @@ KEYS, DEPTH = 66, 16  # a whole block and a part of one
 
 
 def difference(dtype: torch.dtype) -> str | None:
-    """Where outputs or gradients differ first, or None. Other dtypes are widened, or share the code but for the engine."""
+    """Where outputs or gradients differ first, or None; other dtypes share the code."""
     if dtype != torch.float32:
         return None
     generator = torch.Generator().manual_seed(KEYS)

@@ -13,7 +13,7 @@ VOCABULARY, WIDTH, ROWS = 1026, 16, 3  # three folded leaves, the last of two
 
 
 def difference(dtype: torch.dtype) -> str | None:
-    """Where values or gradients differ first, or None. Other dtypes are widened, or share the code but for the engine."""
+    """Where values or gradients differ first, or None; other dtypes share the code."""
     if dtype != torch.float32:
         return None
     generator = torch.Generator().manual_seed(WIDTH)

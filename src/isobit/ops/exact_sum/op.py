@@ -1,0 +1,98 @@
+"""The exact sum: its torch operators, their gradient, states that ranks can merge, and the public function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.errors import ArgumentError
+from isobit.ops import dispatch
+from isobit.ops.arguments import check_tensors
+from isobit.ops.exact_sum import portable
+from isobit.ops.registration import register_operator
+
+
+def exact_sum(x: Tensor) -> Tensor:
+    """The sum of all elements, rounded once: fp32, or fp64 for fp64. It has no order, so nothing can change its bits.
+
+    A NaN, or infinities of both signs, give NaN; infinities of one sign give that one. An empty sum is +0.
+    """
+    check_tensors(x=x)
+    native = dispatch.is_native(x.dtype)
+    if dispatch.is_recording():
+        dispatch.record("exact_sum", native, x.dtype, (x.numel(),))
+    if native:
+        register_native()
+        return torch.ops.isobit.exact_sum(x)  # type: ignore[no-any-return]
+    return torch.ops.isobit.portable_exact_sum(x)  # type: ignore[no-any-return]
+
+
+def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
+    """The exact sum over several tensors as int64 digits. Added to another rank's, entry by entry, it is their sum."""
+    for tensor in tensors:
+        check_tensors(tensor=tensor)
+        if tensor.dtype == torch.float64:
+            raise ArgumentError(
+                expected="fp32, bf16 or fp16, whose squares fit the digits",
+                received="torch.float64",
+                remedy="convert with .to(torch.float32)",
+            )
+    if not tensors:
+        return torch.zeros(portable.STATE_SIZE, dtype=torch.int64)
+    plain = [t.detach() for t in tensors]
+    if dispatch.has_native():
+        register_native()
+        return torch.ops.isobit.exact_state(plain, squared)  # type: ignore[no-any-return]
+    return portable.state(plain, squared)
+
+
+def round_state(state: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The value of a state, or of a sum of states, rounded once to fp32 or fp64."""
+    if dispatch.has_native():
+        register_native()
+        return torch.ops.isobit.exact_round(state, dtype)  # type: ignore[no-any-return]
+    return portable.round_state(state, dtype)
+
+
+def fake_sum(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    (x,) = inputs
+    ctx.shape, ctx.dtype = x.shape, x.dtype
+
+
+def backward(ctx: Any, grad: Tensor) -> Tensor:
+    """Every element has the sum's gradient, rounded once."""
+    return grad.to(ctx.dtype).expand(ctx.shape)
+
+
+@lru_cache(maxsize=1)
+def _register_native() -> None:
+    register_operator("exact_sum", "exact_sum", fake_sum, backward, setup_context)
+    state_size = portable.STATE_SIZE
+    torch.library.register_fake(
+        "isobit::exact_state", lambda tensors, squared: tensors[0].new_empty(state_size, dtype=torch.int64)
+    )
+    torch.library.register_fake("isobit::exact_round", lambda state, dtype: state.new_empty((), dtype=dtype))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def register_native() -> bool:
+    """Registers the native operators' formulas, once, after their library is loaded."""
+    _register_native()
+    return True
+
+
+@torch.library.custom_op("isobit::portable_exact_sum", mutates_args=())
+def portable_exact_sum(x: Tensor) -> Tensor:
+    """The sum of all elements."""
+    return portable.exact_sum(x)
+
+
+register_operator("exact_sum", "portable_exact_sum", fake_sum, backward, setup_context)

@@ -1,0 +1,81 @@
+"""The exact sum's portable executor: whole numbers gathered by exponent, and Python's integers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isobit.order.exact_sum import exact_sum as sum_fp64
+from isobit.order.exact_sum import round_fp32
+
+DIGITS = 20  # of 32 bits, as csrc/exact.cpp
+LOWEST = -320  # the weight of digit i is 2^(32 i + LOWEST)
+STATE_SIZE = DIGITS + 3  # then how many NaN, +inf, -inf
+LEAST_EXPONENT = -1074  # of an fp64
+HALF_MANTISSA = 27
+
+
+def state(tensors: Sequence[Tensor], squared: bool) -> Tensor:
+    """int64 of STATE_SIZE; states are merged by adding them."""
+    total, specials = 0, [0, 0, 0]
+    for tensor in tensors:
+        values = tensor.detach().reshape(-1).double()
+        values = values * values if squared else values  # exact: twice 24 bits
+        finite = values.isfinite()
+        total += whole_sum(values[finite])
+        others = (values.isnan(), values == torch.inf, values == -torch.inf)
+        specials = [n + int(mask.sum()) for n, mask in zip(specials, others, strict=True)]
+    return torch.tensor([*to_digits(total >> (LOWEST - LEAST_EXPONENT)), *specials], dtype=torch.int64)
+
+
+def whole_sum(values: Tensor) -> int:
+    """The exact sum of finite fp64 values, in units of 2^LEAST_EXPONENT: integers, so free in their order."""
+    mantissa, exponent = torch.frexp(values)
+    whole = torch.ldexp(mantissa, torch.tensor(53)).long()  # times 2^(exponent - 53)
+    shift = exponent.long() - LEAST_EXPONENT  # 53 too many, since a subnormal's whole ends in zeros
+    high, low = whole >> HALF_MANTISSA, whole & ((1 << HALF_MANTISSA) - 1)
+    bins = torch.zeros(2, 2200, dtype=torch.int64)
+    bins[0].index_add_(0, shift, high)
+    bins[1].index_add_(0, shift, low)
+    total = 0
+    for at in bins.any(0).nonzero().flatten().tolist():
+        high_sum, low_sum = bins[:, at].tolist()
+        total += ((high_sum << HALF_MANTISSA) + low_sum) << at
+    return total >> 53
+
+
+def to_digits(total: int) -> list[int]:
+    """All but the last in [0, 2^32)."""
+    return [total >> 32 * i & 0xFFFFFFFF for i in range(DIGITS - 1)] + [total >> 32 * (DIGITS - 1)]
+
+
+def round_state(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """The value of a state, rounded once to fp32 or fp64."""
+    *digits, nans, plus, minus = state.tolist()
+    if nans or (plus and minus):
+        value = math.nan
+    elif plus or minus:
+        value = math.inf if plus else -math.inf
+    else:
+        value = round_whole(sum(d << 32 * i for i, d in enumerate(digits)), dtype)
+    return torch.tensor(value, dtype=dtype)
+
+
+def round_whole(total: int, dtype: torch.dtype) -> float:
+    """total · 2^LOWEST, rounded once, as Python divides; for fp32 to 52 bits first, the last odd if any was lost."""
+    if dtype == torch.float64:
+        return total / (1 << -LOWEST)
+    size = abs(total)
+    spare = max(size.bit_length() - 52, 0)
+    odd = size >> spare | bool(size & ((1 << spare) - 1))
+    return round_fp32(math.copysign(math.ldexp(odd, spare + LOWEST), total))
+
+
+def exact_sum(x: Tensor) -> Tensor:
+    """fp64 of fp64, else fp32."""
+    if x.dtype == torch.float64:
+        return torch.tensor(sum_fp64(x.detach().reshape(-1).tolist()), dtype=torch.float64)
+    return round_state(state([x], squared=False), torch.float32)

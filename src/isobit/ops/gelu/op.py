@@ -1,0 +1,60 @@
+"""The GELU operator: its torch operators, their gradient, and the public function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.errors import ArgumentError
+from isobit.ops.arguments import check_tensors
+from isobit.ops.gelu import portable
+from isobit.ops.launch import declare, launch, rows_and_columns
+from isobit.ops.registration import register_operator
+
+
+def gelu(x: Tensor, approximate: str = "none") -> Tensor:
+    """x times the share of the standard normal distribution below x, or ("tanh") its approximation by tanh.
+
+    A value has one result at every position, stride and tail. fp32 inside, rounded once.
+    """
+    check_tensors(x=x)
+    if approximate not in ("none", "tanh"):
+        raise ArgumentError(
+            expected='approximate = "none" or "tanh"',
+            received=repr(approximate),
+            remedy='pass "tanh" for what models call gelu_new or gelu_pytorch_tanh',
+        )
+    return launch("gelu", rows_and_columns(x), x, approximate == "tanh")  # type: ignore[no-any-return]
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.tanh = inputs[1]
+
+
+def register_formulas(prefix: str) -> None:
+    """Shapes, gradients and refusals of one executor's operators."""
+
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (x,) = ctx.saved_tensors
+        return getattr(torch.ops.isobit, f"{prefix}_backward")(grad, x, ctx.tanh), None
+
+    register_operator("gelu", prefix, lambda x, tanh: x.new_empty(x.shape), backward, setup_context)
+    register_operator("gelu", f"{prefix}_backward", lambda grad, x, tanh: x.new_empty(x.shape))
+
+
+@torch.library.custom_op("isobit::portable_gelu", mutates_args=())
+def portable_gelu(x: Tensor, tanh: bool) -> Tensor:
+    """y, element by element."""
+    return portable.gelu(x, tanh)
+
+
+@torch.library.custom_op("isobit::portable_gelu_backward", mutates_args=())
+def portable_gelu_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
+    """dx."""
+    return portable.gelu_backward(grad, x, tanh)
+
+
+declare("gelu", register_formulas)

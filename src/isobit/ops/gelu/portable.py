@@ -1,0 +1,43 @@
+"""GELU's portable executor, by the error function and by tanh: the native chains in plain torch operations."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from isobit.ops.elementary import logistic, normal_share, sigmoid, widen
+from isobit.ops.linear.portable import round_once
+
+BOUND = 32.0  # beyond it the logistic function is 0 or 1
+LINEAR = 2 * math.sqrt(2 / math.pi)
+CUBIC = LINEAR * 0.044715
+
+
+def tanh_argument(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """x bounded; the logistic function's argument, as (1 + tanh z) / 2 is that function of 2z; and its slope."""
+    near = torch.where(x > BOUND, BOUND, x)
+    near = torch.where(near < -BOUND, -BOUND, near)
+    square = near * near
+    return near, near * (square * CUBIC + LINEAR), square * (3 * CUBIC) + LINEAR
+
+
+def gelu(x: Tensor, tanh: bool) -> Tensor:
+    """x times the share of the normal distribution below x."""
+    wide = widen(x).contiguous()
+    y = wide / logistic(tanh_argument(wide)[1])[1] if tanh else wide * normal_share(wide)[0]
+    return round_once(y, x.dtype)
+
+
+def gelu_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
+    """dx."""
+    wide = widen(x).contiguous()
+    if tanh:
+        near, argument, inner = tanh_argument(wide)
+        s, rest = sigmoid(argument)
+        slope = s * (near * (rest * inner) + 1.0)
+    else:
+        share, density = normal_share(wide)
+        slope = wide * density + share
+    return round_once(widen(grad) * slope, x.dtype).contiguous()

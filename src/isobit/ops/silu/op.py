@@ -1,0 +1,49 @@
+"""The SiLU operator: its torch operators, their gradient, and the public function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.ops.arguments import check_tensors
+from isobit.ops.launch import declare, launch, rows_and_columns
+from isobit.ops.registration import register_operator
+from isobit.ops.silu import portable
+
+
+def silu(x: Tensor) -> Tensor:
+    """x / (1 + e^-x): a value has one result at every position, stride and tail. fp32 inside, rounded once."""
+    check_tensors(x=x)
+    return launch("silu", rows_and_columns(x), x)  # type: ignore[no-any-return]
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+
+
+def register_formulas(prefix: str) -> None:
+    """Shapes, gradients and refusals of one executor's operators."""
+
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return getattr(torch.ops.isobit, f"{prefix}_backward")(grad, x)  # type: ignore[no-any-return]
+
+    register_operator("silu", prefix, lambda x: x.new_empty(x.shape), backward, setup_context)
+    register_operator("silu", f"{prefix}_backward", lambda grad, x: x.new_empty(x.shape))
+
+
+@torch.library.custom_op("isobit::portable_silu", mutates_args=())
+def portable_silu(x: Tensor) -> Tensor:
+    """y, element by element."""
+    return portable.silu(x)
+
+
+@torch.library.custom_op("isobit::portable_silu_backward", mutates_args=())
+def portable_silu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """dx."""
+    return portable.silu_backward(grad, x)
+
+
+declare("silu", register_formulas)

@@ -1,0 +1,1 @@
+"""SwiGLU, silu(gate) times up with one rounding, forward and backward."""

@@ -1,0 +1,79 @@
+"""Clipping by the exact global norm, and AdamW in the form whose elements do not see each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.errors import ArgumentError, UnsupportedError
+from isobit.ops.exact_sum.op import exact_state, round_state
+
+MARGIN = 1e-6  # as torch's, added to the norm before the division
+
+
+def total_norm(tensors: Tensor | Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all elements, fp32: the root of their exact sum of squares, the same bits however they are cut."""
+    return norm_of(exact_state([tensors] if isinstance(tensors, Tensor) else list(tensors), squared=True))
+
+
+def norm_of(state: Tensor) -> Tensor:
+    """From the digits of a sum of squares; those of several ranks are added before."""
+    return round_state(state, torch.float64).sqrt().float()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
+) -> Tensor:
+    """Scales gradients in place by min(1, max_norm / (norm + 1e-6)); returns the norm before, fp32.
+
+    As torch.nn.utils.clip_grad_norm_ with the 2-norm, but with one value for the norm, however gradients are cut.
+    """
+    given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [p.grad for p in given if p.grad is not None]
+    norm = total_norm(grads)
+    if error_if_nonfinite and not norm.isfinite():
+        raise UnsupportedError(
+            expected="gradients of finite norm",
+            received=f"a norm of {norm.item()}",
+            remedy="find the gradient that is not finite, or pass error_if_nonfinite=False",
+        )
+    scale_by_norm(grads, norm, max_norm)
+    return norm
+
+
+def scale_by_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """In place; each product is rounded once to its dtype."""
+    scale = (max_norm / (norm + MARGIN)).clamp(max=1.0)
+    for grad in grads:
+        grad.mul_(scale)
+
+
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW without `fused`, whose tails have other bits than its vectors: shards would differ.
+
+    The plain and the foreach form give the same bits to an element, wherever it stands and however it is cut.
+    """
+
+    def __init__(self, params: Any, *args: Any, fused: bool | None = None, **options: Any) -> None:
+        refuse_fused(fused)
+        super().__init__(params, *args, fused=None, **options)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One step; a state dict may have brought `fused` back."""
+        for group in self.param_groups:
+            refuse_fused(group["fused"])
+        return super().step(closure)  # type: ignore[no-any-return]
+
+
+def refuse_fused(fused: bool | None) -> None:
+    """Fails closed."""
+    if fused:
+        raise ArgumentError(
+            expected="fused=None or False",
+            received=f"fused={fused}",
+            remedy="leave fused out, or pass foreach=True; both give every element the same bits however it is cut",
+        )
