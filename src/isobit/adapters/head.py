@@ -26,7 +26,7 @@ class Logits(torch.autograd.Function):
         return linear_fp32(hidden, weight)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
         spans = None if ctx.samples is None else spans_of(ctx.samples, hidden)
         prefix = "linear" if dispatch.is_native(hidden.dtype) else "portable_linear"

@@ -37,7 +37,7 @@ class Strictness:
         return output
 
 
-class Placing(Observer):
+class Placing(Observer):  # type: ignore[no-untyped-call]
     """An observer that knows in which module an operator ran."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -54,7 +54,7 @@ class Placing(Observer):
 
     def __exit__(self, *error: Any) -> None:
         self._hooks.close()
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Notes where an operator that carries an order ran first."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import isobit
+from isobit.adapters.transformers import logprobs
 from isobit.chain.fixture import IGNORED, Batch
 
 
@@ -37,7 +38,7 @@ class Ordered:
 
     def logprobs(self, batch: Batch, columns: slice, cache: Any = None) -> Tensor:
         """By `isobit.logprobs`."""
-        return isobit.logprobs(
+        return logprobs(
             self.model,
             batch.ids[:, columns],
             None if batch.mask is None else batch.mask[:, : columns.stop],
