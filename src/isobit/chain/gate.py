@@ -71,7 +71,7 @@ def run_gate(scorer: Scorer, samples: list[Tensor], tell: Tell = lambda _: None)
 
 def judge_selected(scorer: Scorer, samples: list[Tensor], tell: Tell) -> Iterator[Row]:
     """Selected log-probabilities, each layout against the samples by themselves."""
-    reference, name_of_reference = None, ""
+    reference, name_of_reference, module = None, "", ""
     for name, run in selected_layouts(samples).items():
         found = run(scorer)
         tell(name)
@@ -79,15 +79,11 @@ def judge_selected(scorer: Scorer, samples: list[Tensor], tell: Tell) -> Iterato
             reference, name_of_reference = found, name
             continue
         row = compare("log-probability", f"{name} = {name_of_reference}", [("", reference, found)])
-        yield locate(row, scorer, samples)
-
-
-def locate(row: Row, scorer: Scorer, samples: list[Tensor]) -> Row:
-    """The row, with the first module that differs where it is broken by batch or padding."""
-    if row.kept:
-        return row
-    found = first_module(scorer, [alone(samples, i) for i in range(len(samples))], padded(samples, "right"))
-    return replace(row, where=found or f"{row.where}; no module differs in a forward of the padded batch")
+        if not row.kept:
+            # Once is enough: what differs first in one batch is what is wrong in all.
+            module = module or first_module(scorer, [alone(samples, i) for i in range(4)], padded(samples, "right"))
+            row = replace(row, where=f"{row.where}; first in {module or 'no module of the padded batch'}")
+        yield row
 
 
 def judge_generated(scorer: Scorer, samples: list[Tensor], tell: Tell) -> Row:
@@ -102,6 +98,7 @@ def judge_trained(scorer: Scorer, samples: list[Tensor], tell: Tell) -> Iterator
     parameters = dict(scorer.model.named_parameters())
     losses: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
+    digests: dict[str, str] = {}
     reference = ""
     for name, run in trained_layouts(samples).items():
         loss = run(scorer)
@@ -113,12 +110,20 @@ def judge_trained(scorer: Scorer, samples: list[Tensor], tell: Tell) -> Iterator
         layout = f"{name} = {reference}"
         yield compare("loss", layout, [("loss", losses[0], loss)])
         yield compare("gradient", layout, ((n, gradients[n], found[n]) for n in gradients))
-        yield compare(
-            "weight after AdamW",
-            layout,
-            ((n, step(parameters[n], gradients[n]), step(parameters[n], found[n])) for n in gradients),
-        )
+        yield compare("weight after AdamW", layout, stepped_pairs(parameters, gradients, found, digests))
         tell(f"backward, {name}")
+
+
+def stepped_pairs(
+    parameters: dict[str, Tensor], left: dict[str, Tensor], right: dict[str, Tensor], digests: dict[str, str]
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each weight after a step with either gradient; the reference's are remembered as digests, to save memory."""
+    for name, parameter in parameters.items():
+        if name not in digests:
+            digests[name] = bits.digest(step(parameter, left[name]))
+        found = step(parameter, right[name])
+        same = bits.digest(found) == digests[name]
+        yield name, found if same else step(parameter, left[name]), found
 
 
 def step(parameter: Tensor, gradient: Tensor) -> Tensor:
@@ -134,7 +139,7 @@ def compare(quantity: str, layout: str, pairs: Iterable[tuple[str, Tensor, Tenso
     numbers = differ = tensors = wrong = idle = 0
     where, aggregates = "", None
     for name, left, right in pairs:
-        apart = bits.first_difference(left, right)
+        apart = None if bits.equal(left, right) else bits.first_difference(left, right)
         numbers += left.numel()
         tensors += 1
         idle += not bool(right.isfinite().all()) or not bool(right.any())
