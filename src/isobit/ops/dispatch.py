@@ -10,12 +10,20 @@ from functools import lru_cache
 import torch
 
 from isobit import native
+from isobit.ops.embedding import attest as embedding_attest
+from isobit.ops.layer_norm import attest as layer_norm_attest
 from isobit.ops.linear import attest
+from isobit.ops.rms_norm import attest as rms_norm_attest
 from isobit.ops.softmax import attest as softmax_attest
 from isobit.records import Attestation
 
 # Each says where its native results differ from its portable ones at hard inputs of a dtype, or None.
-OPERATORS = (softmax_attest.difference,)
+OPERATORS = (
+    softmax_attest.difference,
+    rms_norm_attest.difference,
+    layer_norm_attest.difference,
+    embedding_attest.difference,
+)
 # fp64 serves gradcheck; it has the order's tree and no native kernel.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
