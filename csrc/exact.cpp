@@ -78,19 +78,23 @@ ISOBIT_INLINE uint32_t widen_block(const T* x, int64_t count, double* values) {
   return found;
 }
 
-// One level: how many u the values hold; each keeps what it holds beyond. Says whether any does.
-ISOBIT_INLINE bool take_level(double* values, int64_t count, int exponent, int64_t& whole) {
+// One level: how many u the values hold; each keeps what it holds beyond. Says whether any does. Meanwhile the next
+// block is fetched, or memory would wait for arithmetic.
+template <class T>
+ISOBIT_INLINE bool take_level(double* values, int64_t count, int exponent, const T* next, int64_t& whole) {
   const Doubles base = Doubles{} + std::ldexp(1.5, exponent + 52);
   Doubles sum[chains];
   for (Doubles& chain : sum) chain = base;
   Wholes left{}, steps{};
-  for (int64_t at = 0; at < count; at += chains * width)
+  for (int64_t at = 0; at < count; at += chains * width) {
+    for (int64_t i = 0; i < chains * width; i += 64 / sizeof(T)) __builtin_prefetch(next + at + i);
     for (int64_t c = 0; c < chains; c++) {
       Doubles& value = *reinterpret_cast<Doubles*>(values + at + c * width);
       const Doubles next = sum[c] + value, rest = value - (next - sum[c]);
       sum[c] = next, value = rest;
       left = left | reinterpret_cast<Wholes>(rest);
     }
+  }
   for (const Doubles& chain : sum) steps = steps + (reinterpret_cast<Wholes>(chain) - reinterpret_cast<Wholes>(base));
   int64_t any = 0;
   whole = 0;
@@ -119,7 +123,7 @@ ISOBIT_INLINE void add_all(const T* x, int64_t count, State& state) {
     for (bool left = true; left;) {
       const int exponent = std::max(above + room - 52, lowest);
       int64_t whole;
-      left = take_level(values, padded, exponent, whole);
+      left = take_level(values, padded, exponent, x + at + block, whole);
       state.add(whole, exponent);
       above = exponent;  // what is left is at most half a u
     }
