@@ -19,11 +19,13 @@ namespace {
 typedef double Doubles __attribute__((vector_size(64), aligned(8), may_alias));
 typedef int64_t Wholes __attribute__((vector_size(64), aligned(8), may_alias));
 
-constexpr int64_t block = 2048, chains = 2, width = 8;
+constexpr int64_t block = 2048, chains = 4, width = 8;  // chains hide the latency of an addition
 constexpr int64_t per_lane = block / (chains * width);  // additions to one accumulator
 constexpr int room = std::bit_width(uint64_t(per_lane)) + 1;  // |sum| < 2^(k - 1) if |values| < 2^(k - room)
 constexpr int64_t digits = 20;
 constexpr int lowest = -320;  // the weight of digit i is 2^(32 i + lowest): below the least square, above 2^40 of the largest
+
+constexpr int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
 // What is exchanged and merged: states are added, entry by entry, and carried.
 struct State {
@@ -56,7 +58,7 @@ struct State {
 };
 constexpr int64_t state_size = sizeof(State) / sizeof(int64_t);
 
-// `count` elements as fp64, zeros up to whole vectors; the largest magnitude's fp32 bits.
+// `count` elements as fp64, zeros up to whole rounds of the chains; the largest magnitude's fp32 bits.
 template <bool squared, class T>
 ISOBIT_INLINE uint32_t widen_block(const T* x, int64_t count, double* values) {
   Lanes most{};
@@ -70,25 +72,30 @@ ISOBIT_INLINE uint32_t widen_block(const T* x, int64_t count, double* values) {
     *reinterpret_cast<Doubles*>(values + at) = squared ? low * low : low;
     *reinterpret_cast<Doubles*>(values + at + width) = squared ? high * high : high;
   }
+  std::fill(values + round_up(count, lane_count), values + round_up(count, chains * width), 0.0);
   uint32_t found = 0;
   for (int64_t i = 0; i < lane_count; i++) found = std::max(found, most[i]);
   return found;
 }
 
-// One level: how many u the values hold; each keeps what it holds beyond. Says whether any does.
-ISOBIT_INLINE bool take_level(double* values, int64_t count, int exponent, int64_t& whole) {
+// One level: how many u the values hold; each keeps what it holds beyond. Says whether any does. Meanwhile the next
+// block is fetched, or memory would wait for arithmetic.
+template <class T>
+ISOBIT_INLINE bool take_level(double* values, int64_t count, int exponent, const T* next, int64_t& whole) {
   const Doubles base = Doubles{} + std::ldexp(1.5, exponent + 52);
-  Doubles sum[chains] = {base, base};
-  Wholes left{};
-  for (int64_t at = 0; at < count; at += chains * width)
+  Doubles sum[chains];
+  for (Doubles& chain : sum) chain = base;
+  Wholes left{}, steps{};
+  for (int64_t at = 0; at < count; at += chains * width) {
+    for (int64_t i = 0; i < chains * width; i += 64 / sizeof(T)) __builtin_prefetch(next + at + i);
     for (int64_t c = 0; c < chains; c++) {
       Doubles& value = *reinterpret_cast<Doubles*>(values + at + c * width);
       const Doubles next = sum[c] + value, rest = value - (next - sum[c]);
       sum[c] = next, value = rest;
       left = left | reinterpret_cast<Wholes>(rest);
     }
-  const Wholes steps = reinterpret_cast<Wholes>(sum[0]) - reinterpret_cast<Wholes>(base) +
-                       (reinterpret_cast<Wholes>(sum[1]) - reinterpret_cast<Wholes>(base));
+  }
+  for (const Doubles& chain : sum) steps = steps + (reinterpret_cast<Wholes>(chain) - reinterpret_cast<Wholes>(base));
   int64_t any = 0;
   whole = 0;
   for (int64_t i = 0; i < width; i++) whole += steps[i], any |= left[i];
@@ -107,7 +114,7 @@ template <bool squared, class T>
 ISOBIT_INLINE void add_all(const T* x, int64_t count, State& state) {
   double values[block];
   for (int64_t at = 0; at < count; at += block) {
-    const int64_t size = std::min(block, count - at), padded = (size + lane_count - 1) / lane_count * lane_count;
+    const int64_t size = std::min(block, count - at), padded = round_up(size, chains * width);
     const uint32_t most = widen_block<squared>(x + at, size, values);
     if (most == 0) continue;
     if (most >= 0x7f800000u) take_nonfinite(values, size, state);
@@ -116,7 +123,7 @@ ISOBIT_INLINE void add_all(const T* x, int64_t count, State& state) {
     for (bool left = true; left;) {
       const int exponent = std::max(above + room - 52, lowest);
       int64_t whole;
-      left = take_level(values, padded, exponent, whole);
+      left = take_level(values, padded, exponent, x + at + block, whole);
       state.add(whole, exponent);
       above = exponent;  // what is left is at most half a u
     }

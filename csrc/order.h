@@ -71,6 +71,17 @@ inline Schedule sample_schedule(const int64_t* spans, int64_t count, int64_t fir
   return schedule;
 }
 
+// Items that are each a sum of their own (heads, samples with heads): one a leaf, folded left in a segment.
+inline Schedule item_schedule(int64_t count, int64_t cap) {
+  Schedule schedule;
+  const int64_t size = std::max<int64_t>(count / count_segments(count, 1, cap), 1);
+  for (int64_t i = 0; i < count; i++) {
+    schedule.leaves.push_back({i, 1, i % size != 0});
+    if (i % size == size - 1) schedule.segment_end.push_back(schedule.leaves.size());
+  }
+  return schedule;
+}
+
 // A finished subtree on the stack of partial tiles: which slot holds it, and which node of the tree it is.
 struct Node {
   int64_t level, index;
@@ -98,20 +109,24 @@ inline void add_row(float* __restrict lane, const T* __restrict row, int64_t n) 
   for (int64_t i = 0; i < n; i++) lane[i] = lane[i] + static_cast<float>(row[i]);
 }
 
-// The sum of `columns` columns over tokens (the bias gradient): a plain sum's leaf is striped over 16 lanes;
-// leaves are folded and segments merged as the products' are.
+// The sum of `columns` columns over a schedule: leaves are folded and segments merged as the products' are.
 class ColumnSum {
  public:
   ColumnSum(const Schedule& schedule, int64_t columns)
-      : schedule_(schedule), columns_(columns), stack_(depth_ * columns), lanes_(lane_count * columns) {}
+      : schedule_(schedule), columns_(columns), stack_(depth_of(schedule) * columns), leaf_(columns) {}
 
-  template <class T>
-  void run(const T* rows, int64_t row_stride, float* out, int64_t root_stride) {
-    Node nodes[depth_];
+  // `sum_leaf(index, to)` writes the sum of the schedule's leaf of that index.
+  template <class SumLeaf>
+  void run(const SumLeaf& sum_leaf, float* out, int64_t root_stride) {
+    Node nodes[64];
     int64_t top = 0, leaf = 0;
     for (size_t s = 0; s < schedule_.segment_end.size(); s++) {
       float* sum = stack_.data() + top * columns_;
-      for (; leaf < schedule_.segment_end[s]; leaf++) add_leaf(schedule_.leaves[leaf], rows, row_stride, sum);
+      for (; leaf < schedule_.segment_end[s]; leaf++) {
+        const bool fold = schedule_.leaves[leaf].fold;
+        sum_leaf(leaf, fold ? leaf_.data() : sum);
+        if (fold) merge2(sum, leaf_.data(), columns_);
+      }
       nodes[top++] = {0, schedule_.first + static_cast<int64_t>(s)};
       while (top > 1 && nodes[top - 1].index % 2 && nodes[top - 2].level == nodes[top - 1].level) {
         float* left = stack_.data() + (top - 2) * columns_;
@@ -124,12 +139,24 @@ class ColumnSum {
       for (int64_t i = 0; i < columns_; i++) out[root * root_stride + i] = one_nan(stack_[root * columns_ + i]);
   }
 
+  // Of rows in memory (the bias gradient): a plain sum's leaf is striped over 16 lanes.
+  template <class T>
+  void run(const T* rows, int64_t row_stride, float* out, int64_t root_stride) {
+    lanes_.resize(lane_count * columns_);
+    run([&](int64_t leaf, float* to) { stripe(schedule_.leaves[leaf], rows, row_stride, to); }, out, root_stride);
+  }
+
  private:
-  static constexpr int64_t depth_ = 32;
+  // A share may begin and end anywhere: a node waits on each level to its left, and on each to its right.
+  static int64_t depth_of(const Schedule& schedule) {
+    int64_t depth = 2;
+    for (size_t segments = schedule.segment_end.size(); segments > 1; segments /= 2) depth += 2;
+    return depth;
+  }
 
   // Token t of the leaf goes to lane t % 16, ascending; the lanes are merged by the tree.
   template <class T>
-  void add_leaf(const Leaf& leaf, const T* rows, int64_t row_stride, float* sum) {
+  void stripe(const Leaf& leaf, const T* rows, int64_t row_stride, float* to) {
     float* lanes = lanes_.data();
     std::fill(lanes, lanes + lane_count * columns_, 0.0f);
     for (int64_t t = 0; t < leaf.length; t++)
@@ -139,13 +166,12 @@ class ColumnSum {
         float* at = lanes + lane * columns_;
         merge4(at, at + step * columns_, at + 2 * step * columns_, at + 3 * step * columns_, columns_);
       }
-    if (leaf.fold) merge2(sum, lanes, columns_);
-    else std::copy(lanes, lanes + columns_, sum);
+    std::copy(lanes, lanes + columns_, to);
   }
 
   const Schedule& schedule_;
   int64_t columns_;
-  std::vector<float> stack_, lanes_;
+  std::vector<float> stack_, leaf_, lanes_;
 };
 
 // The balanced tree over sixteen lanes; each lane meets its neighbour, then pairs meet, and lane 0 has it all.
@@ -156,41 +182,63 @@ ISOBIT_INLINE float merge_lanes(const Floats& lanes) {
   return eight[0] + eight[8];
 }
 
-// A row sum's leaf: striped over the lanes, which are merged.
-template <class Term>
-ISOBIT_INLINE float sum_leaf(int64_t start, int64_t length, const Term& term) {
-  Floats lanes{}, values;
+// A row sum's leaf, of several sums side by side: striped over the lanes, which are merged.
+template <int64_t sums, class Term>
+ISOBIT_INLINE void sum_leaf_into(int64_t start, int64_t length, const Term& term, float (&runs)[sums]) {
+  Floats lanes[sums] = {}, values[sums];
   int64_t at = 0;
   for (; at + lane_count <= length; at += lane_count) {
     term(start + at, lane_count, values);
-    lanes = lanes + values;
+    for (int64_t i = 0; i < sums; i++) lanes[i] = lanes[i] + values[i];
   }
   if (at < length) {
     term(start + at, length - at, values);
-    lanes = lanes + values;
+    for (int64_t i = 0; i < sums; i++) lanes[i] = lanes[i] + values[i];
   }
-  return merge_lanes(lanes);
+  for (int64_t i = 0; i < sums; i++) runs[i] = merge_lanes(lanes[i]);
 }
 
-// The sum of one row of a feature axis. `term(at, count, values)` gives `count` terms from `at` on, one a lane, +0 in
-// the lanes after them: a lane starts from +0, so it is never -0, and adding +0 leaves its bits.
-template <class Term>
-ISOBIT_INLINE float sum_row(const Schedule& schedule, const Term& term) {
+// Sums of one row of a feature axis, side by side. `term(at, count, values)` gives `count` terms of each from `at` on,
+// one a lane, +0 in the lanes after them: a lane starts from +0, so it is never -0, and adding +0 leaves its bits.
+template <int64_t sums, class Term>
+ISOBIT_INLINE void sum_row_into(const Schedule& schedule, const Term& term, float (&totals)[sums]) {
   constexpr int64_t depth = 5;  // of at most 16 segments
   static_assert(feature_cap == 1 << (depth - 1));
-  float stack[depth];
+  float stack[sums][depth];
   int64_t top = 0, leaf = 0;
   for (int64_t s = 0; s < static_cast<int64_t>(schedule.segment_end.size()); s++) {
-    float sum = 0.0f;
+    float sum[sums] = {};
     for (; leaf < schedule.segment_end[s]; leaf++) {
       const auto [start, length, fold] = schedule.leaves[leaf];
-      const float run = sum_leaf(start, length, term);
-      sum = fold ? sum + run : run;
+      float runs[sums];
+      sum_leaf_into(start, length, term, runs);
+      for (int64_t i = 0; i < sums; i++) sum[i] = fold ? sum[i] + runs[i] : runs[i];
     }
-    stack[top++] = sum;
-    for (int64_t done = s + 1; done % 2 == 0; done /= 2, top--) stack[top - 2] = stack[top - 2] + stack[top - 1];
+    for (int64_t i = 0; i < sums; i++) stack[i][top] = sum[i];
+    top++;
+    for (int64_t done = s + 1; done % 2 == 0; done /= 2, top--)
+      for (int64_t i = 0; i < sums; i++) stack[i][top - 2] = stack[i][top - 2] + stack[i][top - 1];
   }
-  return stack[0];
+  for (int64_t i = 0; i < sums; i++) totals[i] = stack[i][0];
+}
+
+// One sum of a row or a leaf, whose term takes one vector.
+template <class Term>
+struct OneSum {
+  const Term& term;
+  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats (&values)[1]) const { term(at, count, values[0]); }
+};
+template <class Term>
+ISOBIT_INLINE float sum_row(const Schedule& schedule, const Term& term) {
+  float total[1];
+  sum_row_into(schedule, OneSum<Term>{term}, total);
+  return total[0];
+}
+template <class Term>
+ISOBIT_INLINE float sum_leaf(int64_t start, int64_t length, const Term& term) {
+  float total[1];
+  sum_leaf_into(start, length, OneSum<Term>{term}, total);
+  return total[0];
 }
 
 // The last merge of one, two or four subtrees, the bias and the rounding, in one pass over a tile.

@@ -67,7 +67,7 @@ def check_operator(contract: Contract, tally: Tally) -> None:
         raise EngineError(
             expected=f"the operator {contract.operator}", received=str(error), remedy="isobit doctor says why"
         ) from None
-    schema = [argument.name for argument in operator._schema.arguments]
+    schema = {argument.name: argument.default_value for argument in operator._schema.arguments}
     fitting = {name: inputs for name, inputs in contract.inputs.items() if set(inputs.arguments) <= set(schema)}
     if not fitting:
         tally.fail(f"opcheck of {contract.operator}: no inputs have its arguments, {', '.join(schema)}")
@@ -75,6 +75,6 @@ def check_operator(contract: Contract, tally: Tally) -> None:
         case = Case(next(fixed_recipes(inputs_name, inputs)), inputs)
         tally.compared += len(TESTS)
         try:
-            torch.library.opcheck(operator, tuple(case.arguments.get(n) for n in schema), test_utils=TESTS)
+            torch.library.opcheck(operator, tuple({**schema, **case.arguments}.values()), test_utils=TESTS)
         except Exception as error:
             tally.fail(f"opcheck of {contract.operator}: {type(error).__name__}: {str(error)[:300]}")

@@ -12,10 +12,13 @@ import torch
 from isobit import native
 from isobit.ops import elements_attest
 from isobit.ops.attention import attest as attention_attest
+from isobit.ops.embedding import attest as embedding_attest
 from isobit.ops.exact_sum import attest as exact_sum_attest
+from isobit.ops.layer_norm import attest as layer_norm_attest
 from isobit.ops.linear import attest
 from isobit.ops.log_softmax import attest as log_softmax_attest
 from isobit.ops.logprob import attest as logprob_attest
+from isobit.ops.rms_norm import attest as rms_norm_attest
 from isobit.ops.softmax import attest as softmax_attest
 from isobit.records import Attestation
 
@@ -26,6 +29,9 @@ OPERATORS = (
     attention_attest.difference,
     logprob_attest.difference,
     exact_sum_attest.difference,
+    rms_norm_attest.difference,
+    layer_norm_attest.difference,
+    embedding_attest.difference,
     elements_attest.difference,
 )
 # fp64 serves gradcheck; it has the order's tree and no native kernel.

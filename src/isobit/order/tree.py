@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import TypeVar
+
+from isobit.order.plan import count_segments
 
 Value = TypeVar("Value")
 
@@ -68,3 +71,9 @@ def merge(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Valu
         counter.push(Node(0, index), value)
     ((_, total),) = counter
     return total
+
+
+def merge_items(items: Sequence[Value], cap: int, add: Callable[[Value, Value], Value]) -> Value:
+    """Items that are each a sum of their own (heads, samples with heads): folded left in a segment, then merged."""
+    size = len(items) // count_segments(len(items), 1, cap)
+    return merge([reduce(add, items[at : at + size]) for at in range(0, len(items), size)], add)

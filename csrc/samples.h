@@ -1,0 +1,35 @@
+// Which rows form which sample, as the operators are told: (first row, rows) of each, or the usual [samples, tokens].
+#pragma once
+
+#include <ATen/Functions.h>
+#include <optional>
+
+namespace isobit {
+
+// The package's functions say this better, and first; here it guards memory against direct calls of the operators.
+inline void check_spans(const at::Tensor& spans, int64_t rows) {
+  TORCH_CHECK(spans.dim() == 2 && spans.size(1) == 2 && spans.scalar_type() == at::kLong && spans.is_contiguous(),
+              "isobit: expected spans as contiguous int64 [samples, 2]; remedy: describe them by isobit.Samples");
+  const int64_t* span = spans.const_data_ptr<int64_t>();
+  for (int64_t i = 0; i < spans.size(0); i++, span += 2)
+    TORCH_CHECK(span[0] >= 0 && span[1] >= 0 && span[0] + span[1] <= rows, "isobit: expected spans inside ", rows,
+                " rows, received first ", span[0], " of ", span[1], "; remedy: describe them by isobit.Samples");
+}
+
+// Of tokens in these leading axes: the given spans, or a sample per row of all axes but the last.
+inline at::Tensor spans_of(const std::optional<at::Tensor>& spans, at::IntArrayRef leading) {
+  const int64_t length = leading.empty() ? 1 : leading.back();
+  int64_t count = 1;
+  for (size_t axis = 0; axis + 1 < leading.size(); axis++) count *= leading[axis];
+  if (spans) {
+    check_spans(*spans, count * length);
+    return *spans;
+  }
+  if (length == 0) count = 0;
+  at::Tensor out = at::empty({count, 2}, at::TensorOptions().dtype(at::kLong));
+  int64_t* data = out.mutable_data_ptr<int64_t>();
+  for (int64_t i = 0; i < count; i++) data[2 * i] = i * length, data[2 * i + 1] = length;
+  return out;
+}
+
+}  // namespace isobit

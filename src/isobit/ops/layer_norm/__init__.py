@@ -1,0 +1,1 @@
+"""The layer norm, forward and backward, with one order of addition."""

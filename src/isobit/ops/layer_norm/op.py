@@ -1,0 +1,103 @@
+"""The layer norm: its torch operators, their gradients, and the public function."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.layer_norm import portable
+from isobit.ops.linear.op import whole_samples
+from isobit.ops.registration import register_operator
+from isobit.ops.rms_norm.op import check_norm, empty_statistics, record_norm, token_spans, widen_for_autocast
+from isobit.order.samples import Samples
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *, samples: Samples | None = None
+) -> Tensor:
+    """((x − mean) / sqrt(variance + eps)) · weight + bias over the last axis; a row's bits depend on nothing else.
+
+    x is [..., n], weight and bias [n]; fp32, bf16 and fp16, computed in fp32 and rounded once. Mean first, then the
+    variance of what is left. Gradients of weight and bias sum over the samples; by default [B, T, n] is B samples.
+    """
+    x, weight, bias = widen_for_autocast(x, weight, bias)
+    check_tensors(x=x, weight=weight, bias=bias)
+    check_norm(x, weight, eps, 1)
+    if bias is not None and bias.shape != weight.shape:
+        refuse_shape("bias", bias, f"{list(weight.shape)}", "pass one bias per feature")
+    spans = None if samples is None else token_spans(samples, x, weight, bias)
+    native = record_norm("layer_norm", x)
+    if native:
+        register_native()
+        return torch.ops.isobit.layer_norm(x, weight, bias, eps, spans)[0]  # type: ignore[no-any-return]
+    return torch.ops.isobit.portable_layer_norm(x, weight, bias, eps, spans)[0]  # type: ignore[no-any-return]
+
+
+# ---- gradients: one definition for both executors -------------------------------------------------------
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, _, spans = inputs
+    ctx.has_bias = bias is not None
+    ctx.save_for_backward(x, weight, *output[1:], spans)
+
+
+def backward_with(prefix: str) -> Any:
+    """The gradient, by the operator `isobit::<prefix>_backward`."""
+
+    def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
+        dx, dweight, dbias = getattr(torch.ops.isobit, f"{prefix}_backward")(grad, *ctx.saved_tensors)
+        return dx, dweight, dbias if ctx.has_bias else None, None, None
+
+    return backward
+
+
+def register_formulas(prefix: str) -> None:
+    """Shapes, gradients and refusals of one executor's operators."""
+    register_operator(
+        "layer_norm",
+        prefix,
+        lambda x, *_: (x.new_empty(x.shape), empty_statistics(x), empty_statistics(x)),
+        backward_with(prefix),
+        setup_context,
+    )
+    register_operator(
+        "layer_norm",
+        f"{prefix}_backward",
+        lambda grad, x, weight, *_: (x.new_empty(x.shape), *(weight.new_empty(weight.shape) for _ in range(2))),
+    )
+
+
+@lru_cache(maxsize=1)
+def _register_native() -> None:
+    register_formulas("layer_norm")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def register_native() -> bool:
+    """Registers the native operators' formulas, once, after their library is loaded."""
+    _register_native()
+    return True
+
+
+@torch.library.custom_op("isobit::portable_layer_norm", mutates_args=())
+def portable_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, spans: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(y, means, scales) over the last axis."""
+    return portable.layer_norm(x, weight, bias, eps)
+
+
+@torch.library.custom_op("isobit::portable_layer_norm_backward", mutates_args=())
+def portable_layer_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor, spans: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dx, dweight, dbias)."""
+    return portable.layer_norm_backward(grad, x, weight, means, scales, whole_samples(grad, spans))
+
+
+register_formulas("portable_layer_norm")

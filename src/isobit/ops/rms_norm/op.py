@@ -1,0 +1,144 @@
+"""The root-mean-square norm: its torch operators, their gradients, and the public function."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.errors import ArgumentError
+from isobit.ops import dispatch
+from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.linear.op import refuse_partial_gradient, spans_of, whole_samples
+from isobit.ops.registration import register_operator
+from isobit.ops.rms_norm import portable
+from isobit.order.samples import Samples
+
+
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, samples: Samples | None = None, heads: bool = False
+) -> Tensor:
+    """(x / sqrt(mean of x² + eps)) · weight over the last axis, with bits that depend on that row and weight alone.
+
+    x is [..., n], weight [n]; fp32, bf16 and fp16, computed in fp32 and rounded once. The weight's gradient sums over
+    the samples; by default [B, T, n] is B samples. With `heads`, x is [..., T, H, n], `samples` speak of tokens, and
+    within each sample every head's tokens are summed by themselves, then the heads (those of a segment folded left).
+    """
+    x, weight = widen_for_autocast(x, weight)
+    check_tensors(x=x, weight=weight)
+    check_norm(x, weight, eps, 2 if heads else 1)
+    spans = None if samples is None else token_spans(samples, x.select(-2, 0) if heads else x, weight, None)
+    native = record_norm("rms_norm", x)
+    if native:
+        register_native()
+        return torch.ops.isobit.rms_norm(x, weight, eps, spans, heads)[0]  # type: ignore[no-any-return]
+    return torch.ops.isobit.portable_rms_norm(x, weight, eps, spans, heads)[0]  # type: ignore[no-any-return]
+
+
+def widen_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
+    """fp32 under torch.autocast, which leaves a norm's weight in fp32 and its rows in 16 bits."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    return tuple(None if t is None else t.float() for t in tensors)
+
+
+def check_norm(x: Tensor, weight: Tensor, eps: float, axes: int) -> None:
+    """The shapes of a norm, or a refusal."""
+    if weight.dim() != 1 or not len(weight):
+        refuse_shape("weight", weight, "[n], n ≥ 1", "pass one factor per feature")
+    n = len(weight)
+    if x.dim() < axes or x.shape[-1] != n or (axes == 2 and not x.shape[-2]):
+        expected = f"[..., {'T, H, ' if axes == 2 else ''}{n}], as weight is [{n}]"
+        refuse_shape("x", x, expected, "make the last axis of x as long as weight")
+    if not isinstance(eps, float | int) or not (eps >= 0 and math.isfinite(eps)):
+        raise ArgumentError(expected="eps of 0 or more", received=f"{eps!r}", remedy="pass a small number, as 1e-6")
+
+
+def token_spans(samples: Samples, tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The samples as the operators take them; a share of them has no gradient of its own."""
+    if samples.is_share:
+        refuse_partial_gradient(weight, bias, samples)
+    return spans_of(samples, tokens)
+
+
+def record_norm(name: str, x: Tensor) -> bool:
+    """Whether the call is native; tells who asks."""
+    native = bool(dispatch.is_native(x.dtype))
+    if dispatch.is_recording():
+        dispatch.record(name, native, x.dtype, (x.shape[:-1].numel(), x.shape[-1]))
+    return native
+
+
+# ---- gradients: one definition for both executors -------------------------------------------------------
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, _, spans, ctx.heads = inputs
+    ctx.save_for_backward(x, weight, output[1], spans)
+
+
+def backward_with(prefix: str) -> Any:
+    """The gradient, by the operator `isobit::<prefix>_backward`."""
+
+    def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, scales, spans = ctx.saved_tensors
+        found = getattr(torch.ops.isobit, f"{prefix}_backward")(grad, x, weight, scales, spans, ctx.heads)
+        return *found, None, None, None
+
+    return backward
+
+
+def empty_statistics(x: Tensor) -> Tensor:
+    """A number per row, in the dtype that sums have."""
+    return x.new_empty(x.shape[:-1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def register_formulas(prefix: str) -> None:
+    """Shapes, gradients and refusals of one executor's operators."""
+    register_operator(
+        "rms_norm",
+        prefix,
+        lambda x, *_: (x.new_empty(x.shape), empty_statistics(x)),
+        backward_with(prefix),
+        setup_context,
+    )
+    register_operator(
+        "rms_norm",
+        f"{prefix}_backward",
+        lambda grad, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    )
+
+
+@lru_cache(maxsize=1)
+def _register_native() -> None:
+    register_formulas("rms_norm")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def register_native() -> bool:
+    """Registers the native operators' formulas, once, after their library is loaded."""
+    _register_native()
+    return True
+
+
+@torch.library.custom_op("isobit::portable_rms_norm", mutates_args=())
+def portable_rms_norm(
+    x: Tensor, weight: Tensor, eps: float, spans: Tensor | None, heads: bool
+) -> tuple[Tensor, Tensor]:
+    """(y, scales) over the last axis."""
+    return portable.rms_norm(x, weight, eps)
+
+
+@torch.library.custom_op("isobit::portable_rms_norm_backward", mutates_args=())
+def portable_rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, spans: Tensor | None, heads: bool
+) -> tuple[Tensor, Tensor]:
+    """(dx, dweight)."""
+    samples = whole_samples(grad.select(-2, 0) if heads else grad, spans)
+    return portable.rms_norm_backward(grad, x, weight, scales, samples, x.shape[-2] if heads else 0)
+
+
+register_formulas("portable_rms_norm")

@@ -1,0 +1,303 @@
+"""Norms have one order: a row's bits depend on that row alone, the weights' gradients on the samples alone.
+
+1. Native equals portable, bit for bit, for every kind of extent, dtype, sample and special value.
+2. The revealed orders of the sums over features, tokens and heads are the defined ones.
+3. Padding, packing, storage and threads change no bit of the weights' gradients.
+4. Errors are those of stock or less; gradients are right in fp64.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import isobit
+from isobit import ArgumentError, UnsupportedError, bits, targets
+from isobit.contracts.promises.norm_orders import head_order, tokens_target
+from isobit.machine import thread_count
+from isobit.ops import dispatch
+from isobit.ops.layer_norm import portable as layer_portable
+from isobit.ops.layer_norm.op import layer_norm
+from isobit.ops.linear.attest import wide_values
+from isobit.ops.rms_norm import portable as rms_portable
+from isobit.ops.rms_norm.op import rms_norm
+from isobit.order.addition import digest
+from isobit.order.evaluate import ENGINES, evaluate, expected_tree
+from isobit.order.plan import FeaturePlan
+from isobit.order.samples import Samples
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# (lengths, width): equal samples, three in a segment with one empty, a sample beyond a leaf, padding in every one.
+BATCHES = [((4, 4), 4), ((11, 0, 16), 20), ((300,), 300), ((13, 1, 515, 19), 520)]
+needs_native = pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
+
+
+def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return wide_values(shape, dtype, torch.Generator().manual_seed(seed))
+
+
+def gradients(function, leaves: list[Tensor], grad: Tensor, **options) -> tuple[Tensor, ...]:
+    """The output, then the gradient of each."""
+    leaves = [leaf.detach().requires_grad_() for leaf in leaves]
+    y = function(*leaves, **options)
+    return y.detach(), *torch.autograd.grad(y, leaves, grad)
+
+
+def same(found, expected) -> bool:
+    return all(bits.first_difference(a, b) is None for a, b in zip(found, expected, strict=True))
+
+
+def by_portable(x, parameters, grad, samples, heads=0, eps=1e-5):
+    if len(parameters) == 1:
+        y, scales = rms_portable.rms_norm(x, *parameters, eps)
+        return y, *rms_portable.rms_norm_backward(grad, x, *parameters, scales, samples, heads)
+    y, means, scales = layer_portable.layer_norm(x, *parameters, eps)
+    return y, *layer_portable.layer_norm_backward(grad, x, parameters[0], means, scales, samples)
+
+
+def norm(count: int, **fixed):
+    """The norm that has so many parameters, with one eps."""
+    function = rms_norm if count == 1 else layer_norm
+    return lambda *given, **options: function(*given, eps=1e-5, **fixed, **options)
+
+
+# ---- 1. one executor's bits are the other's --------------------------------------------------------------
+
+
+@needs_native
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 2, 15, 16, 17, 257, 512, 1025, 2050])
+def test_native_equals_portable_over_features(n, dtype, count):
+    x, grad = drawn((6, n), n, dtype), drawn((6, n), n + 1, dtype)
+    parameters = [drawn((n,), n + 2 + i, dtype) for i in range(count)]
+    expected = by_portable(x, parameters, grad, Samples.packed([6]))
+    assert same(gradients(norm(count), [x, *parameters], grad), expected)
+
+
+@needs_native
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("lengths", "width"), BATCHES)
+@pytest.mark.parametrize("heads", [0, 1, 4, 6, 24])
+def test_native_equals_portable_over_samples(heads, lengths, width, dtype, side):
+    samples = Samples.padded(lengths, width=width, side=side)
+    shape = (samples.rows, heads, 5) if heads else (samples.rows, 5)
+    x, grad, weight = drawn(shape, 1, dtype), drawn(shape, 2, dtype), drawn((5,), 3, dtype)
+    expected = by_portable(x, [weight], grad, samples, heads)
+    assert same(gradients(norm(1, heads=bool(heads), samples=samples), [x, weight], grad), expected)
+    if not heads:
+        bias = drawn((5,), 4, dtype)
+        expected = by_portable(x, [weight, bias], grad, samples)
+        assert same(gradients(norm(2, samples=samples), [x, weight, bias], grad), expected)
+
+
+@needs_native
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [5, 16, 40])
+def test_special_values_and_statistics_that_overflow(n, dtype, count):
+    x = drawn((9, n), n, dtype)
+    x[0, n - 1], x[1, 0], x[2], x[3] = torch.nan, torch.inf, 0.0, torch.finfo(dtype).max
+    x[4], x[5], x[6, 0] = torch.finfo(dtype).smallest_normal, -0.0, -torch.inf
+    grad, parameters = drawn((9, n), 1, dtype), [drawn((n,), 2 + i, dtype) for i in range(count)]
+    function = rms_norm if count == 1 else layer_norm
+    for eps in (0.0, 1e-6):
+        found = gradients(lambda *t, eps=eps: function(*t, eps=eps), [x, *parameters], grad)
+        assert same(found, by_portable(x, parameters, grad, Samples.packed([9]), 0, eps))
+
+
+def test_sums_are_the_exact_evaluators():
+    n, tokens = 1040, 300
+    x, weight = drawn((3, n), 1), torch.ones(n)
+    squares = (x * x).double().tolist()
+    exact = [evaluate(FeaturePlan(n).segments, [(t, 1.0) for t in row], ENGINES["striped"]) for row in squares]
+    scale = 1 / (torch.tensor(exact).unsqueeze(1) / n + 1e-6).sqrt()
+    assert bits.equal(rms_norm(x, weight), x * scale)
+    x, grad, samples = drawn((tokens, 4), 2), drawn((tokens, 4), 3), Samples.packed([7, 280, 13])
+    _, _, found = gradients(norm(1, samples=samples), [x, torch.ones(4)], grad)
+    scales = rms_portable.rms_norm(x, torch.ones(4), 1e-5)[1].unsqueeze(1)
+    terms = (grad * (x * scales)).double().t().tolist()
+    want = [evaluate(samples.segments, [(t, 1.0) for t in row], ENGINES["striped"]) for row in terms]
+    assert bits.equal(found, torch.tensor(want))
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0, 4), (4,), (2, 3, 4), (2, 1, 3, 4)])
+def test_shapes_are_stocks(shape):
+    leaves = [drawn(s, i).requires_grad_() for i, s in enumerate((shape, (4,), (4,)))]
+    grad = drawn(shape, 3)
+    for ours, stock in (
+        (layer_norm(*leaves), F.layer_norm(leaves[0], (4,), *leaves[1:])),
+        (rms_norm(*leaves[:2]), F.rms_norm(leaves[0], (4,), leaves[1], 1e-6)),
+    ):
+        torch.testing.assert_close(ours, stock)
+        used = leaves if ours is not stock and ours.grad_fn and "layer" in ours.grad_fn.name() else leaves[:2]
+        found, expected = (torch.autograd.grad(y, used, grad, allow_unused=True) for y in (ours, stock))
+        for a, b in zip(found, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+# ---- 2. the orders ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [64, 300, 1024])
+def test_the_revealed_order_over_features_is_the_defined_one(k):
+    expected = digest(expected_tree(FeaturePlan(k).segments, "striped"))
+    target = targets.rms_norm(k, 3, function=lambda x, shape, _, eps: rms_norm(x, torch.ones(shape), eps))
+    assert isobit.reveal(target).order_digest == expected
+    assert isobit.reveal(targets.rms_norm(k, 3)).order_digest != expected  # the control: stock's is another
+
+
+@pytest.mark.parametrize("function", [rms_norm, layer_norm], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("tokens", [17, 256, 515])
+def test_the_revealed_order_over_tokens_is_the_defined_one(tokens, function):
+    expected = digest(expected_tree(Samples.packed([tokens]).segments, "striped"))
+    assert isobit.reveal(tokens_target(tokens, function=function)).order_digest == expected
+
+
+@pytest.mark.parametrize("heads", [2, 6, 24])
+@pytest.mark.parametrize("lengths", [(5,), (4, 3), (3, 2, 4)])
+def test_the_revealed_order_over_heads_is_the_defined_one(lengths, heads):
+    samples = Samples.packed(lengths)
+    target = tokens_target(samples.rows, heads, samples)
+    assert isobit.reveal(target).order_digest == digest(head_order(samples, heads))
+
+
+# ---- 3. what must not matter -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [0, 6])
+@pytest.mark.parametrize("count", [1, 2])
+def test_padding_packing_threads_and_storage_change_no_weight_gradient(count, heads, dtype):
+    if count == 2 and heads:
+        pytest.skip("a layer norm has no heads")
+    lengths, more = (11, 300, 13, 1), {"heads": True} if heads else {}
+    packed = Samples.packed(lengths)
+    inner = (heads, 33) if heads else (33,)
+    x, grad = drawn((packed.rows, *inner), 1, dtype), drawn((packed.rows, *inner), 2, dtype)
+    parameters = [drawn((33,), 3 + i, dtype) for i in range(count)]
+    whole = gradients(norm(count, samples=packed, **more), [x, *parameters], grad)[2:]
+    for side in ("left", "right"):
+        padded = Samples.padded(lengths, width=310, side=side)
+        spread = [drawn((padded.rows, *inner), 5, dtype) for _ in range(2)]
+        at = 0
+        for start, length in padded.spans:
+            for room, rows in zip(spread, (x, grad), strict=True):
+                room[start : start + length] = rows[at : at + length]
+            at += length
+        found = gradients(norm(count, samples=padded, **more), [spread[0], *parameters], spread[1])[2:]
+        assert same(found, whole), side
+    strided = torch.stack([x, x], -1)[..., 0]
+    assert same(gradients(norm(count, samples=packed, **more), [strided, *parameters], grad)[2:], whole)
+    for threads in (1, 2, 3):
+        with thread_count(threads):
+            assert same(gradients(norm(count, samples=packed, **more), [x, *parameters], grad)[2:], whole)
+
+
+def test_a_share_of_the_samples_is_refused_under_autograd():
+    x, weight = torch.randn(4, 8), torch.ones(8, requires_grad=True)
+    share = Samples.packed([2, 2], first=0, of=4)
+    for function in (rms_norm, layer_norm):
+        with pytest.raises(UnsupportedError, match="2 of 4 samples"):
+            function(x, weight, samples=share)
+        with torch.no_grad():
+            assert function(x, weight, samples=share).shape == x.shape
+
+
+# ---- 4. accuracy -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 1024), (500, 96)])
+@pytest.mark.parametrize("count", [1, 2])
+def test_errors_are_at_most_stocks(count, shape, dtype):
+    x, grad = drawn(shape, 1, dtype), torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    parameters = [drawn((shape[1],), 3 + i, dtype) for i in range(count)]
+
+    def stock(x, weight, bias=None):
+        n = (shape[1],)
+        return F.rms_norm(x, n, weight, 1e-5) if bias is None else F.layer_norm(x, n, weight, bias, 1e-5)
+
+    exact = gradients(stock, [t.double() for t in (x, *parameters)], grad.double())
+    ours = gradients(norm(count), [x, *parameters], grad)
+    theirs = gradients(stock, [x, *parameters], grad)
+    for name, true, mine, other in zip(("y", "dx", "dw", "db")[: len(exact)], exact, ours, theirs, strict=True):
+        error, limit = ((t.double() - true).abs().max().item() for t in (mine, other))
+        assert error <= 1.25 * limit, (name, error, limit)
+
+
+def test_gradcheck_in_fp64():
+    x, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 2, 5), (5,), (5,)))
+    assert torch.autograd.gradcheck(rms_norm, (x, weight))
+    assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, heads=True), (x, weight))
+    assert torch.autograd.gradcheck(layer_norm, (x, weight, bias))
+    assert torch.autograd.gradcheck(layer_norm, (x, weight))
+
+
+# ---- in torch's world ------------------------------------------------------------------------------------
+
+
+@needs_native
+def test_opcheck():
+    rms_norm(torch.ones(1, 1), torch.ones(1)), layer_norm(torch.ones(1, 1), torch.ones(1))
+    x, weight, bias = (torch.randn(s, requires_grad=True) for s in ((2, 5, 3, 7), (7,), (7,)))
+    for prefix in ("", "portable_"):
+        torch.library.opcheck(getattr(torch.ops.isobit, f"{prefix}rms_norm"), (x, weight, 1e-6, None, True))
+        torch.library.opcheck(getattr(torch.ops.isobit, f"{prefix}layer_norm"), (x, weight, bias, 1e-6, None))
+
+
+@pytest.mark.parametrize("function", [rms_norm, layer_norm], ids=lambda f: f.__name__)
+def test_compiles_whole_with_the_same_bits(function):
+    x, weight = torch.randn(3, 5, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+    compiled = torch.compile(lambda *t: function(*t).square().sum(), fullgraph=True, backend="aot_eager")
+    plain = torch.autograd.grad(function(x, weight).square().sum(), (x, weight))
+    assert same(torch.autograd.grad(compiled(x, weight), (x, weight)), plain)
+
+
+def test_autocast_computes_and_answers_in_fp32():
+    x, weight = torch.randn(4, 8).bfloat16(), torch.randn(8)
+    for function in (rms_norm, layer_norm):
+        with torch.autocast("cpu", torch.bfloat16):
+            found = function(x, weight)
+        assert bits.equal(found, function(x.float(), weight))
+
+
+def test_second_order_is_refused():
+    x, weight = torch.randn(3, 8, requires_grad=True), torch.ones(8)
+    (first,) = torch.autograd.grad(rms_norm(x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="first-order"):
+        first.sum().backward()
+
+
+REFUSED = {
+    "dtype": lambda x, w: rms_norm(x.int(), w),
+    "two dtypes": lambda x, w: layer_norm(x, w.bfloat16()),
+    "weight's size": lambda x, w: rms_norm(x, w[:4]),
+    "weight's shape": lambda x, w: layer_norm(x, x),
+    "bias's size": lambda x, w: layer_norm(x, w, w[:4]),
+    "no heads": lambda x, w: rms_norm(x[0], w, heads=True),
+    "eps": lambda x, w: rms_norm(x, w, -1.0),
+    "eps that is a tensor": lambda x, w: layer_norm(x, w, eps=w),
+    "samples": lambda x, w: rms_norm(x, w, samples=Samples.packed([3])),
+    "samples that count heads": lambda x, w: rms_norm(x.view(2, 2, 8), w, samples=Samples.packed([4]), heads=True),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_say_expected_received_and_remedy(case):
+    with pytest.raises(ArgumentError, match=r"expected .*; received .*; remedy: "):
+        REFUSED[case](torch.randn(4, 8), torch.ones(8))
+
+
+@needs_native
+def test_direct_calls_are_guarded():
+    x, weight = torch.randn(2, 8), torch.ones(8)
+    y, scales = torch.ops.isobit.rms_norm(x, weight, 1e-6, None, False)
+    for wrong in (x[:1], x.bfloat16()):
+        with pytest.raises(RuntimeError, match="remedy"):
+            torch.ops.isobit.rms_norm_backward(wrong, x, weight, scales, None, False)
+    with pytest.raises(RuntimeError, match="remedy"):
+        torch.ops.isobit.rms_norm_backward(y, x, weight, scales, torch.tensor([[0, 3]]), False)
+    with pytest.raises(RuntimeError, match="remedy"):
+        torch.ops.isobit.layer_norm(x, weight[:4], None, 1e-6, None)
