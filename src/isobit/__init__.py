@@ -4,7 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from isobit import bits, nn, targets
+    from isobit import bits, nn, optim, targets
     from isobit.errors import (
         ArgumentError,
         ContractError,
@@ -17,11 +17,20 @@ if TYPE_CHECKING:
     from isobit.nn import freeze
     from isobit.ops.attention.cache import KVCache
     from isobit.ops.attention.op import attention
+    from isobit.ops.embedding.op import embedding
+    from isobit.ops.exact_sum.op import exact_sum
+    from isobit.ops.gelu.op import gelu
+    from isobit.ops.layer_norm.op import layer_norm
     from isobit.ops.linear.group import linear_group
     from isobit.ops.linear.op import linear
     from isobit.ops.log_softmax.op import log_softmax
+    from isobit.ops.logprob.loss import linear_cross_entropy
     from isobit.ops.logprob.op import linear_logprob
+    from isobit.ops.rms_norm.op import rms_norm
+    from isobit.ops.rotary.op import rotary
+    from isobit.ops.silu.op import silu
     from isobit.ops.softmax.op import softmax
+    from isobit.ops.swiglu.op import swiglu
     from isobit.order.certify import Certificate
     from isobit.order.cut import Cut
     from isobit.order.reveal import Tree
@@ -46,40 +55,59 @@ __all__ = [
     "attention",
     "bits",
     "certify",
+    "embedding",
+    "exact_sum",
     "freeze",
+    "gelu",
+    "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "linear_group",
     "linear_logprob",
     "log_softmax",
     "nn",
+    "optim",
     "reveal",
+    "rms_norm",
+    "rotary",
+    "silu",
     "softmax",
+    "swiglu",
     "targets",
 ]
 
 # Imported when first asked for: `isobit status` and `isobit lint` answer without loading torch.
 _HOMES = {
-    "KVCache": "ops.attention.cache",
-    "log_softmax": "ops.log_softmax.op",
-    "linear_logprob": "ops.logprob.op",
-    "linear_group": "ops.linear.group",
-    "attention": "ops.attention.op",
     "Certificate": "order.certify",
     "Cut": "order.cut",
+    "KVCache": "ops.attention.cache",
     "Samples": "order.samples",
     "Tree": "order.reveal",
+    "attention": "ops.attention.op",
     "certify": "targets.accept",
+    "embedding": "ops.embedding.op",
+    "exact_sum": "ops.exact_sum.op",
     "freeze": "nn",
+    "gelu": "ops.gelu.op",
+    "layer_norm": "ops.layer_norm.op",
     "linear": "ops.linear.op",
+    "linear_cross_entropy": "ops.logprob.loss",
+    "linear_group": "ops.linear.group",
+    "linear_logprob": "ops.logprob.op",
+    "log_softmax": "ops.log_softmax.op",
     "reveal": "targets.accept",
+    "rms_norm": "ops.rms_norm.op",
+    "rotary": "ops.rotary.op",
+    "silu": "ops.silu.op",
     "softmax": "ops.softmax.op",
+    "swiglu": "ops.swiglu.op",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'isobit' has no attribute {name!r}")
-    if name in ("bits", "nn", "targets"):
+    if name in ("bits", "nn", "optim", "targets"):
         return import_module(f"isobit.{name}")
     home = import_module(f"isobit.{_HOMES.get(name, 'errors')}")
     value = globals()[name] = getattr(home, name)

@@ -21,9 +21,12 @@ LAYERS = [
     "targets",
     "ops",
     "nn",
+    "optim",
+    "adapters",
     "guards",
     "contracts",
     "report",
+    "chain",
     "cli",
     "pytest_plugin",
 ]
