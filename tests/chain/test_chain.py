@@ -67,8 +67,8 @@ def keys_of_the_whole_row(attention):
     return wrong
 
 
-def stock_embedding(ids, weight, *, samples=None, padding_idx=None):
-    return F.embedding(ids, weight, padding_idx)
+def stock_norm(x, weight, eps=1e-6, *, samples=None, heads=False):
+    return F.rms_norm(x, weight.shape, weight, eps)
 
 
 def mean_by_stock(hidden, weight, targets, *, ignore_index=-100, count=None, samples=None):
@@ -78,11 +78,11 @@ def mean_by_stock(hidden, weight, targets, *, ignore_index=-100, count=None, sam
 
 # The operator, what stands in its place, the quantity that must go red, and what the gate must name.
 PLANTED = {
-    "stock linear": ("linear", lambda _: stock_linear, "log-probability", "o_proj"),
+    "stock linear": ("linear", lambda _: stock_linear, "log-probability", "_proj"),
     "keys of the padding": ("attention", keys_of_the_whole_row, "log-probability", "self_attn"),
     "dgamma over the padded batch": ("rms_norm", whole_batch_norm, "gradient", "norm"),
-    "stock embedding": ("embedding", lambda _: stock_embedding, "gradient", "embed_tokens"),
-    "stock loss": ("linear_cross_entropy", lambda _: mean_by_stock, "gradient", ""),
+    "stock norm": ("rms_norm", lambda _: stock_norm, "gradient", "norm"),
+    "stock loss": ("linear_cross_entropy", lambda _: mean_by_stock, "loss", "loss"),
 }
 
 
@@ -108,7 +108,10 @@ def test_positions_counted_with_padding_turn_the_gate_red(tiny, monkeypatch):
 
 def test_strict_mode_names_a_stock_operator(tiny, monkeypatch):
     monkeypatch.setattr(isobit, "linear", stock_linear)
-    with isobit.enable(tiny), pytest.raises(isobit.UnsupportedError, match="mm"):
+    with (
+        isobit.enable(tiny),
+        pytest.raises(isobit.UnsupportedError, match=r"aten::mm in model\.layers\.0\.self_attn\.o_proj"),
+    ):
         tiny(torch.arange(12)[None])
 
 

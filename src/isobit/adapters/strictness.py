@@ -89,7 +89,7 @@ def refuse(found: Coverage, seen: Placing) -> None:
         raise UnsupportedError(
             expected="operators that run", received="none was seen", remedy="enable(model, strict=False) to go on"
         )
-    first = found.carriers[0]
+    first = next((use for use in found.carriers if use.operator in seen.places), found.carriers[0])
     place = seen.places.get(first.operator)
     where = f" in {place or type(seen._model).__name__}" if place is not None else " in the gradient's graph"
     more = f", and {len(found.carriers) - 1} more" if len(found.carriers) > 1 else ""

@@ -14,15 +14,16 @@ from isobit.chain.fixture import Batch
 from isobit.chain.scorers import Scorer
 
 
-def first_module(scorer: Scorer, single: Sequence[Batch], together: Batch) -> str:
-    """The name of the first module, in order of execution, whose rows differ; empty where none does."""
+def first_module(scorer: Scorer, single: Sequence[Batch], together: Sequence[Batch]) -> str:
+    """The first module, in order of execution, whose rows differ in the first batch that shows any; else empty."""
     apart: dict[str, dict[int, Tensor]] = {}
     for batch in single:
         for name, rows in watch(scorer, batch).items():
             apart.setdefault(name, {}).update(rows)
-    for name, rows in watch(scorer, together).items():
-        if any(not bits.equal(rows[sample], apart[name][sample]) for sample in rows):
-            return name
+    for batch in together:
+        for name, rows in watch(scorer, batch).items():
+            if any(not bits.equal(rows[sample], apart[name][sample]) for sample in rows):
+                return name
     return ""
 
 
