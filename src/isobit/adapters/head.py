@@ -63,10 +63,10 @@ def keep_rows(hidden: Tensor, layout: Layout, keep: int | Tensor) -> tuple[Tenso
 
 def loss_of(hidden: Tensor, weight: Tensor, layout: Layout, labels: Tensor | None, inputs: dict[str, Any]) -> Tensor:
     """The mean, or the sum over `num_items_in_batch`, of −log p of each label that follows in its own sample."""
-    ignored = inputs.get("ignore_index", IGNORED)
-    targets = inputs.get("shift_labels")
-    if targets is None and labels is not None:
-        targets = layout.next_of(labels if ignored == IGNORED else labels.masked_fill(labels == ignored, IGNORED))
+    ignored, targets = inputs.get("ignore_index", IGNORED), inputs.get("shift_labels")
+    if targets is None:
+        assert labels is not None
+        targets = layout.next_of(labels.masked_fill(labels == ignored, IGNORED))
         ignored = IGNORED
     count = inputs.get("num_items_in_batch")
     return isobit.linear_cross_entropy(

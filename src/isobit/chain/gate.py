@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from isobit import bits
-from isobit.chain.fixture import alone, packed, padded
 from isobit.chain.layouts import generate_and_score, selected_layouts, trained_layouts
 from isobit.chain.locate import first_module
 from isobit.chain.scorers import Scorer
@@ -80,16 +79,9 @@ def judge_selected(scorer: Scorer, samples: list[Tensor], tell: Tell) -> Iterato
             continue
         row = compare("log-probability", f"{name} = {name_of_reference}", [("", reference, found)])
         if not row.kept:
-            module = module or blame(scorer, samples)  # once: what differs first is what is wrong in all
+            module = module or first_module(scorer, samples)  # once: what differs first is what is wrong in all
             row = replace(row, where=f"{row.where}; first in {module}")
         yield row
-
-
-def blame(scorer: Scorer, samples: list[Tensor]) -> str:
-    """The first module whose rows differ when samples share a batch."""
-    single = [alone(samples, i) for i in range(len(samples))]
-    together = [padded(samples, "right"), padded(samples, "left"), packed(samples)]
-    return first_module(scorer, single, together) or "no module without a cache"
 
 
 def judge_generated(scorer: Scorer, samples: list[Tensor], tell: Tell) -> Row:

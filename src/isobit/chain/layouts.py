@@ -61,17 +61,18 @@ def score(batches: Sequence[Batch], scorer: Scorer) -> Tensor:
 @torch.no_grad()
 def score_cached(batches: Sequence[Batch], chunks: Sequence[int], scorer: Scorer) -> Tensor:
     """Chunk by chunk, behind a cache."""
+    return in_order((batch, through_cache(scorer, batch, chunks)) for batch in batches)
 
-    def run(batch: Batch) -> Tensor:
-        cache, at, parts = library("cache_utils").DynamicCache(), 0, []
-        for chunk in chunks:
-            stop = min(at + chunk, batch.ids.shape[1])
-            if stop > at:
-                parts.append(scorer.logprobs(batch, slice(at, stop), cache))
-            at = stop
-        return torch.cat(parts, dim=1)
 
-    return in_order((batch, run(batch)) for batch in batches)
+def through_cache(scorer: Scorer, batch: Batch, chunks: Sequence[int]) -> Tensor:
+    """[B, T] as `logprobs` gives it, of columns taken by these chunks."""
+    cache, at, parts = library("cache_utils").DynamicCache(), 0, []
+    for chunk in chunks:
+        stop = min(at + chunk, batch.ids.shape[1])
+        if stop > at:
+            parts.append(scorer.logprobs(batch, slice(at, stop), cache))
+        at = stop
+    return torch.cat(parts, dim=1)
 
 
 def in_order(found: Iterator[tuple[Batch, Tensor]]) -> Tensor:
