@@ -43,7 +43,6 @@ def test_values_are_stock_s_to_rounding(name):
     model = build_model(name, torch.float32)
     stock = model(IDS).logits.detach()
     stock_gradients = gradients(model)
-    model.zero_grad(set_to_none=True)
     with isobit.enable(model):
         torch.testing.assert_close(model(IDS).logits, stock, atol=1e-5, rtol=1e-5)
         for name, gradient in gradients(model).items():
@@ -258,3 +257,22 @@ def test_the_bare_model(model):
         together = model.model(IDS, attention_mask=MASK).last_hidden_state
         alone = model.model(IDS[:1, 3:]).last_hidden_state
     assert bits.equal(together[:1, 3:], alone)
+
+
+def test_coverage_lists_what_ran(model):
+    gradients(model)
+    held = [p.grad for p in model.parameters()]
+    batch = {"input_ids": IDS, "attention_mask": MASK}
+    stock = isobit.coverage(model, batch)
+    with isobit.enable(model):
+        ours = isobit.coverage(model, batch)
+    assert not stock.kept
+    assert ours.kept
+    assert any(use.operator.startswith("isobit::") for use in ours.operators)
+    assert all(p.grad is was for p, was in zip(model.parameters(), held, strict=True))
+
+
+def test_torch_compile_runs_it_eagerly(model):
+    with isobit.enable(model), torch.no_grad():
+        expected = model(IDS).logits
+        assert bits.equal(torch.compile(model)(IDS).logits, expected)

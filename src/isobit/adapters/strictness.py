@@ -30,7 +30,9 @@ class Strictness:
             return call()
         with Placing(model) as seen:
             output = call()
-        found = seen.coverage(walk_gradients([t for t in tensors_of(output) if t.grad_fn is not None]))
+        # A gradient of before is added to the sum of this call's, not among them: it is not looked at.
+        with without_gradients(model):
+            found = seen.coverage(walk_gradients([t for t in tensors_of(output) if t.grad_fn is not None]))
         if not found.kept:
             refuse(found, seen)
         self.watched.add(kind)
@@ -119,14 +121,20 @@ def coverage(model: nn.Module, batch: Mapping[str, Any]) -> Coverage:
     """
     inputs = {"use_cache": False, **batch}
     inputs.setdefault("labels", inputs.get("input_ids"))
+    with without_gradients(model), torch.enable_grad(), observe() as seen:
+        loss = model(**inputs).loss
+        gradients = walk_gradients(loss)
+        loss.backward()
+    return seen.coverage(gradients)
+
+
+@contextmanager
+def without_gradients(model: nn.Module) -> Iterator[None]:
+    """Parameters as if they had no gradient yet; those held before come back."""
     held = [(parameter, parameter.grad) for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     try:
-        with torch.enable_grad(), observe() as seen:
-            loss = model(**inputs).loss
-            gradients = walk_gradients(loss)
-            loss.backward()
+        yield
     finally:
         for parameter, gradient in held:
             parameter.grad = gradient
-    return seen.coverage(gradients)
