@@ -116,6 +116,7 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--picture", default="zero_kl.svg")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # the model is tiny: threads would wait for one another
     histories = {}
     for name in ("stock", "isobit"):
         torch.manual_seed(0)
