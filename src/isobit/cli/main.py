@@ -17,6 +17,7 @@ COMMANDS = {
     "doctor": "doctor",
     "reveal": "reveal",
     "verify": "verify",
+    "chain": "chain",
     "status": "status",
     "lint": "lint",
     "graph": "graph",

@@ -1,0 +1,207 @@
+"""Which rows of a batch form which sample, where its keys lie and at which positions: read from a model's inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from isobit.errors import ArgumentError, UnsupportedError
+from isobit.order.samples import Samples
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One call's rows. Samples of None mean the operators' default: each row of the batch is one whole sample."""
+
+    kind: str  # plain, padded or packed
+    positions: Tensor  # [B, T], counted inside each sample unless the caller gave them
+    samples: Samples | None  # spans of the B·T rows of this call
+    keys: Samples | None  # spans of the B·S rows of cache and call
+    key_rows: int  # S
+
+    def next_of(self, tokens: Tensor) -> Tensor:
+        """[B, T]: the token that follows in the same sample, -100 where none does."""
+        following = torch.full_like(tokens, IGNORED)
+        if self.samples is None:
+            following[:, :-1] = tokens[:, 1:]
+            return following
+        flat, out = tokens.reshape(-1), following.view(-1)
+        for start, length in self.samples.spans:
+            if length > 1:
+                out[start : start + length - 1] = flat[start + 1 : start + length]
+        return following
+
+    def last(self, rows: int) -> Samples | None:
+        """The samples where only the last `rows` of each row of the batch are kept."""
+        if self.samples is None:
+            return None
+        width = self.positions.shape[1]
+        rows = min(rows, width)
+        kept = []
+        for start, length in self.samples.spans:
+            batch, at = divmod(start, width)
+            first = max(at, width - rows)
+            # A sample of no row may stand at the end of its row of the batch: its place is of no matter.
+            count = max(at + length - first, 0)
+            kept.append((batch * rows + min(first - (width - rows), rows - 1), count))
+        return of_whole_batch(kept, len(self.positions) * rows)
+
+
+def read_layout(
+    rows: tuple[int, int],
+    *,
+    past: int = 0,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> Layout:
+    """The layout of [B, T] new rows behind `past` cached ones, or a refusal of what cannot be read."""
+    batch, width = rows
+    total = past + width
+    real = None if attention_mask is None else read_mask(attention_mask, batch, total)
+    if real is not None and bool(real.all()):
+        real = None
+    given = None if position_ids is None else read_positions(position_ids, batch, width)
+    if given is not None and has_restart(given, real, past):
+        return read_packed(given, real, past)
+    if real is None:
+        if given is None:
+            given = torch.arange(past, total).expand(batch, width)
+        return Layout("plain", given, None, None, total)
+    return read_padded(real, given, past)
+
+
+def read_padded(real: Tensor, given: Tensor | None, past: int) -> Layout:
+    """One sample in each row of the batch, padding on either side of it."""
+    batch, total = real.shape
+    width = total - past
+    count = real.sum(-1)
+    start = real.to(torch.uint8).argmax(-1)
+    place = torch.arange(total)
+    if not torch.equal(real, (place >= start[:, None]) & (place < (start + count)[:, None])):
+        raise ArgumentError(
+            expected="an attention_mask whose ones stand together in each row",
+            received="a row with zeros between ones",
+            remedy="pad prompts on the left before generating; or pack, with position_ids that restart at 0",
+        )
+    if given is None:
+        given = (place[past:] - start[:, None]).masked_fill(~real[:, past:], 0)
+    spans, keys = [], []
+    for row, (first, length) in enumerate(zip(start.tolist(), count.tolist(), strict=True)):
+        here = max(first, past)
+        held = max(first + length - here, 0)
+        spans.append((row * width + (here - past if held else 0), held))
+        keys.append((row * total + first, length))
+    return Layout("padded", given, of_whole_batch(spans, batch * width), of_whole_batch(keys, batch * total), total)
+
+
+def read_packed(given: Tensor, real: Tensor | None, past: int) -> Layout:
+    """Several samples in a row of the batch, each starting at position 0; zeros of the mask belong to none."""
+    if past:
+        raise ArgumentError(
+            expected="positions that count on, behind a cache",
+            received="position_ids that restart",
+            remedy="give each sample its own row of the batch when a cache is used",
+        )
+    batch, width = given.shape
+    held = torch.ones_like(given, dtype=torch.bool) if real is None else real
+    starts = held.clone()
+    starts[:, 1:] &= ~held[:, :-1] | (given[:, 1:] != given[:, :-1] + 1)
+    flat = starts.reshape(-1).nonzero().reshape(-1).tolist()
+    places = given.reshape(-1)
+    seen: set[int] = set()
+    for start in flat:
+        if start // width in seen and int(places[start]) != 0:
+            raise ArgumentError(
+                expected="position_ids that count on, or restart at 0 for the next sample",
+                received=f"position {int(places[start])} after a gap, at row {start // width}, column {start % width}",
+                remedy="count positions inside each packed sample from 0",
+            )
+        seen.add(start // width)
+    # A sample ends before the next start, the end of its row or its first padding.
+    ends = [min(b, (a // width + 1) * width) for a, b in zip(flat, [*flat[1:], batch * width], strict=True)]
+    rows = held.reshape(-1)
+    spans = of_whole_batch([(a, int(rows[a:b].sum())) for a, b in zip(flat, ends, strict=True)], batch * width)
+    return Layout("packed", given.masked_fill(~held, 0), spans, spans, width)
+
+
+def has_restart(given: Tensor, real: Tensor | None, past: int) -> bool:
+    """Whether positions do not count on within the real tokens of a row."""
+    if given.shape[1] < 2:
+        return False
+    jumps = given[:, 1:] != given[:, :-1] + 1
+    if real is not None:
+        held = real[:, past:]
+        jumps = jumps & held[:, 1:]
+        # Real tokens after padding restart only where real ones stood before it in the row.
+        earlier = held.to(torch.uint8).cummax(-1).values.bool()
+        jumps = jumps & earlier[:, :-1]
+    return bool(jumps.any())
+
+
+def read_mask(mask: Tensor, batch: int, total: int) -> Tensor:
+    """[B, past + T] of ones and zeros as booleans, or a refusal."""
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or tuple(mask.shape) != (batch, total):
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise ArgumentError(
+            expected=f"an attention_mask of shape [{batch}, {total}]: 1 for tokens, also cached ones, 0 for padding",
+            received=str(shape),
+            remedy="pass the two-dimensional mask; samples packed into one row are told apart by position_ids",
+        )
+    real = mask.bool()
+    if mask.dtype != torch.bool and not torch.equal(real.to(mask.dtype), mask):
+        raise ArgumentError(
+            expected="an attention_mask of ones and zeros",
+            received=f"values up to {mask.max().item()}",
+            remedy="tell packed samples apart by position_ids that restart at 0",
+        )
+    return real
+
+
+def read_positions(position_ids: Tensor, batch: int, width: int) -> Tensor:
+    """[B, T], or one row for all, or a refusal."""
+    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != width:
+        raise ArgumentError(
+            expected=f"position_ids of shape [{batch}, {width}] or [1, {width}]",
+            received=str(list(position_ids.shape)),
+            remedy="pass one position for each token of this call",
+        )
+    return position_ids.expand(batch, width)
+
+
+def of_whole_batch(spans: list[tuple[int, int]], rows: int) -> Samples:
+    """Samples that are the whole global batch."""
+    return Samples(tuple(spans), rows, 0, len(spans))
+
+
+# ---- the layout in force -----------------------------------------------------------------------------------
+
+_current: ContextVar[Layout | None] = ContextVar("isobit_layout", default=None)
+
+
+@contextmanager
+def in_force(layout: Layout) -> Iterator[Layout]:
+    """Hands the layout to the modules that run inside, in this thread and context only."""
+    token = _current.set(layout)
+    try:
+        yield layout
+    finally:
+        _current.reset(token)
+
+
+def current_layout() -> Layout:
+    """The layout of the running model, or a refusal."""
+    layout = _current.get()
+    if layout is None:
+        raise UnsupportedError(
+            expected="a module of an enabled model to run inside that model",
+            received="a call of the module by itself",
+            remedy="call the model, or disable it first",
+        )
+    return layout

@@ -1,0 +1,120 @@
+"""`isobit chain`: a whole model under every layout of one batch, isobit's and stock's, bit for bit."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from isobit.adapters.transformers import enable
+from isobit.chain.fixture import draw_samples
+from isobit.chain.gate import Report, Row, count_steps, run_gate
+from isobit.chain.models import MODELS, build_model
+from isobit.chain.scorers import Ordered, Scorer, Stock
+from isobit.cli.progress import make_progress
+from isobit.machine import fingerprint
+from isobit.order.plan import VERSION
+from isobit.records import to_json
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "chain",
+        help="put a whole model through every batch, padding, chunk and cache layout",
+        description="Builds a model from transformers' configuration with random weights, saves it, loads it with "
+        "from_pretrained, and compares raw bits across layouts: every selected log-probability, the loss, every "
+        "parameter's gradient and every weight after one AdamW step. Stock goes through the same gate beside it; "
+        "only isobit's result decides. Exit 0: kept; 1: broken; 2: could not run.",
+    )
+    parser.add_argument("--model", default="qwen3-small", choices=MODELS, help="default: %(default)s")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="default: %(default)s")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default: %(default)s)")
+    parser.add_argument(
+        "--stock", action=argparse.BooleanOptionalAction, default=True, help="run stock through the same gate"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the gate and prints it; the exit code is isobit's."""
+    ours, stock = go(options)
+    if options.json:
+        record = {
+            "machine": fingerprint(VERSION),
+            "model": options.model,
+            "dtype": options.dtype,
+            "seed": options.seed,
+            "kept": ours.kept,
+            "isobit": ours,
+            "stock": stock,
+        }
+        print(to_json(record))
+    else:
+        show(Console(highlight=False, width=140), options, ours, stock)
+    return 0 if ours.kept else 1
+
+
+def go(options: argparse.Namespace) -> tuple[Report, Report | None]:
+    """Both sides, with a bar."""
+    with make_progress() as progress:
+        task = progress.add_task(f"building {options.model}", total=None)
+        model = build_model(options.model, getattr(torch, options.dtype), options.seed)
+        samples = draw_samples(model.config.vocab_size, options.seed)
+        progress.update(task, total=count_steps(samples) * (2 if options.stock else 1))
+
+        def judge(scorer: Scorer) -> Report:
+            def tell(layout: str) -> None:
+                progress.update(task, advance=1, description=f"{scorer.name}: {layout}")
+
+            return run_gate(scorer, samples, tell)
+
+        with enable(model):
+            ours = judge(Ordered(model))
+        return ours, judge(Stock(model)) if options.stock else None
+
+
+def show(console: Console, options: argparse.Namespace, ours: Report, stock: Report | None) -> None:
+    """For people: every row with its denominator, then what it comes to."""
+    sides = ["isobit: differ", *(["stock: differ"] if stock else [])]
+    table = Table("quantity", "layout = the layout it is held to", *sides)
+    others: tuple[Row | None, ...] = stock.rows if stock else (None,) * len(ours.rows)
+    for row, other in zip(ours.rows, others, strict=True):
+        table.add_row(row.quantity, row.layout, say(row), *([say(other)] if other else []))
+    console.print(table)
+    for row in ours.rows:
+        if not row.kept:
+            console.print(f"BROKEN: {row.quantity}, {row.layout}: {row.where}")
+    for report in (ours, *([stock] if stock else [])):
+        console.print(f"{report.side}: {summary(report)}")
+    trained = f"{ours.trained} of {ours.parameters} parameters with gradients"
+    console.print(f"{options.model}, {options.dtype}, {trained}: {'kept' if ours.kept else 'BROKEN'}")
+
+
+def say(row: Row) -> str:
+    """How many of how many differ."""
+    if row.kept:
+        return f"0 of {row.numbers:,}"
+    share = f"{row.differ:,} of {row.numbers:,} ({row.differ / max(row.numbers, 1):.1%})"
+    if row.idle:
+        share += f", {row.idle} of {row.tensors} tensors zero or not finite"
+    if row.aggregates is not None:
+        return f"{share}, max |d| {row.aggregates[0]:.2g}"
+    return share if row.tensors == 1 else f"{share}, {row.tensors_differ} of {row.tensors} tensors"
+
+
+def summary(report: Report) -> str:
+    """The aggregates over all layouts, and the worst share of gradients that differ."""
+    found = [row.aggregates for row in report.rows if row.aggregates is not None]
+    largest, divergence, clipped = (max((a[i] for a in found), default=float("nan"), key=abs) for i in range(3))
+    gradients = [row for row in report.rows if row.quantity == "gradient"]
+    worst = max(gradients, key=lambda row: row.differ)
+    return (
+        f"max |Δlogp| {largest:.3g}, mean(e^d−1−d) {divergence:.3g}, clip share {clipped:.3g}; gradients that differ "
+        f"{worst.differ:,} of {worst.numbers:,} ({worst.differ / worst.numbers:.1%}), "
+        f"in {worst.tensors_differ} of {worst.tensors} tensors"
+    )
