@@ -9,7 +9,7 @@ ROOT = Path(__file__).parent
 REASON = ROOT / "src" / "isobit" / "native_build_failure.txt"
 
 # Pinned: nothing of the build machine (-march=native) and nothing that reorders or fuses additions.
-FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-fast-math", "-Wall"]
+FLAGS = ["-O3", "-g0", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-fast-math", "-Wall"]
 
 
 class Build(BuildExtension):

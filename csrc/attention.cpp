@@ -255,7 +255,7 @@ std::tuple<Tensor, Tensor> attention_op(const Tensor& q, const Tensor& k, const 
   check_attention(q, k, v, spans, blocks, lengths);
   const at::ScalarType type = engine_type(q.scalar_type());
   Tensor out = empty_tensor(q.sizes(), type).zero_();
-  Tensor sums = at::full({q.size(0), q.size(1)}, infinity, at::TensorOptions().dtype(at::kFloat));
+  Tensor sums = empty_tensor({q.size(0), q.size(1)}, at::kFloat).fill_(infinity);
   const Tensor from = with_neighbours(q, type), keys = with_neighbours(k, type), values = with_neighbours(v, type);
   const Mask mask{causal, window};
   if (type == at::kFloat) attend<float>(from, keys, values, spans, blocks, lengths, scale, mask, out, sums);

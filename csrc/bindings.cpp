@@ -8,6 +8,7 @@
 
 #include "attested.h"
 #include "linear.h"
+#include "samples.h"
 #include "softmax.h"
 
 #ifndef ISOBIT_FLAGS
@@ -31,17 +32,6 @@ void check_engine() {
   check_attested();
 }
 
-void check_spans(const Tensor& spans, const Tensor& grad) {
-  TORCH_CHECK(spans.dim() == 2 && spans.size(1) == 2 && spans.scalar_type() == at::kLong && spans.is_contiguous(),
-              "isobit: expected spans as contiguous int64 [samples, 2]; remedy: describe them by isobit.Samples");
-  int64_t rows = 1;
-  for (int64_t axis = 0; axis + 1 < grad.dim(); axis++) rows *= grad.size(axis);
-  const int64_t* span = spans.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < spans.size(0); i++, span += 2)
-    TORCH_CHECK(span[0] >= 0 && span[1] >= 0 && span[0] + span[1] <= rows, "isobit: expected spans inside ", rows,
-                " rows, received first ", span[0], " of ", span[1], "; remedy: describe them by isobit.Samples");
-}
-
 namespace {
 
 using Optional = std::optional<Tensor>;
@@ -52,20 +42,7 @@ void check_shapes(const Tensor& left, int64_t left_size, int64_t right_size) {
               " and ", right_size, "; remedy: call isobit.linear, which says which");
 }
 
-Tensor whole_samples(const Optional& spans, const Tensor& rows) {
-  if (spans) {
-    check_spans(*spans, rows);
-    return *spans;
-  }
-  const int64_t length = rows.dim() > 1 ? rows.size(-2) : 1;
-  int64_t count = 1;
-  for (int64_t axis = 0; axis + 2 < rows.dim(); axis++) count *= rows.size(axis);
-  if (length == 0) count = 0;
-  Tensor out = at::empty({count, 2}, at::TensorOptions().dtype(at::kLong));
-  int64_t* data = out.mutable_data_ptr<int64_t>();
-  for (int64_t i = 0; i < count; i++) data[2 * i] = i * length, data[2 * i + 1] = length;
-  return out;
-}
+at::IntArrayRef leading(const Tensor& t) { return t.sizes().slice(0, t.dim() - 1); }
 
 // A weight is clean while nothing has asked for its memory to write: copy-on-write storage says so, whoever asks.
 bool has_clean_memory(const Tensor& weight) { return c10::impl::cow::is_cow_data_ptr(weight.storage().data_ptr()); }
@@ -117,27 +94,27 @@ Tensor group_input_grad_op(at::TensorList grads, at::TensorList weights, int64_t
 
 Tensor weight_grad_op(const Tensor& grad, const Tensor& x, const Optional& spans) {
   check_engine();
-  const Tensor whole = whole_samples(spans, grad);
-  check_spans(whole, x);
+  const Tensor whole = spans_of(spans, leading(grad));
+  check_spans(whole, c10::multiply_integers(leading(x)));
   return weight_grad(grad, x, whole, {whole.size(0), 0, false});
 }
 
 Tensor weight_grad_roots_op(const Tensor& grad, const Tensor& x, const Tensor& spans, int64_t first, int64_t of) {
   check_engine();
-  check_spans(spans, grad);
-  check_spans(spans, x);
+  check_spans(spans, c10::multiply_integers(leading(grad)));
+  check_spans(spans, c10::multiply_integers(leading(x)));
   return weight_grad(grad, x, spans, {of, first, true});
 }
 
 Tensor bias_grad_op(const Tensor& grad, const Optional& spans) {
   check_engine();
-  const Tensor whole = whole_samples(spans, grad);
+  const Tensor whole = spans_of(spans, leading(grad));
   return bias_grad(grad, whole, {whole.size(0), 0, false});
 }
 
 Tensor bias_grad_roots_op(const Tensor& grad, const Tensor& spans, int64_t first, int64_t of) {
   check_engine();
-  check_spans(spans, grad);
+  check_spans(spans, c10::multiply_integers(leading(grad)));
   return bias_grad(grad, spans, {of, first, true});
 }
 

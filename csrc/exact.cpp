@@ -194,7 +194,7 @@ Tensor exact_state(at::TensorList tensors, bool squared) {
   check_attested();
   State state;
   for (const Tensor& x : tensors) add_tensor(x, squared, state);
-  Tensor out = at::empty({state_size}, at::TensorOptions().dtype(at::kLong));
+  Tensor out = empty_tensor({state_size}, at::kLong);
   std::memcpy(out.mutable_data_ptr<int64_t>(), &state, sizeof(State));
   return out;
 }
@@ -210,7 +210,7 @@ Tensor exact_round(const Tensor& given, at::ScalarType type) {
   PlainArithmetic plain;
   const bool narrow = type == at::kFloat;
   const double value = round_state(state, narrow ? 24 : 53, narrow ? -149 : -1074);
-  Tensor out = at::empty({}, at::TensorOptions().dtype(type));
+  Tensor out = empty_tensor({}, type);
   if (narrow) *out.mutable_data_ptr<float>() = static_cast<float>(value);  // exact, or beyond the largest
   else *out.mutable_data_ptr<double>() = value;
   return out;

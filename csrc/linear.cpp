@@ -2,7 +2,7 @@
 #include "linear.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/Functions.h>
+#include <ATen/ops/cat.h>
 
 #include "product.h"
 
@@ -221,7 +221,7 @@ Tensor bias_grad(const Tensor& grad, const Tensor& spans, Share share) {
     else sum_tokens<c10::Half>(rows, schedule, begin, end, data, cols);
   });
   if (share.roots) return out;
-  if (roots == 0) return at::zeros({cols}, grad.options());
+  if (roots == 0) return empty_tensor({cols}, grad.scalar_type()).zero_();
   Tensor rounded = empty_tensor({cols}, grad.scalar_type());
   auto go = [&](auto* to) { finish(data, nullptr, nullptr, nullptr, cols, nullptr, 1, cols, to, cols); };
   if (grad.scalar_type() == at::kFloat) go(rounded.mutable_data_ptr<float>());

@@ -29,6 +29,4 @@ Tensor bias_grad(const Tensor& grad, const Tensor& spans, Share share);
 
 Tensor pack_weight(const Tensor& weight);
 
-void check_spans(const Tensor& spans, const Tensor& rows);  // int64 [samples, 2], inside the rows
-
 }  // namespace isobit

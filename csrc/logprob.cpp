@@ -7,6 +7,7 @@
 #include "linear.h"
 #include "log_sum_exp.h"
 #include "product.h"
+#include "samples.h"
 
 namespace isobit {
 
@@ -252,12 +253,12 @@ std::tuple<Tensor, Tensor> logprob_backward_op(
     const Tensor& spans, double temperature, bool want_hidden, bool want_weight) {
   check_engine();
   check_logprob(hidden, weight, targets);
-  check_spans(spans, hidden);
+  check_spans(spans, hidden.size(0));
   TORCH_CHECK(grad.sizes() == targets.sizes() && grad.scalar_type() == at::kFloat && stats.is_contiguous(),
               "isobit: expected an fp32 gradient [T]; remedy: call isobit.linear_logprob, and let autograd call this");
   const Tensor rows = hidden.to(engine_type(hidden.scalar_type())).contiguous(), given = grad.contiguous();
   Counter hidden_grad(rows.size(0), rows.size(1));
-  Tensor weight_grad = want_weight ? empty_tensor(weight.sizes(), weight.scalar_type()) : at::empty({0}, weight.options());
+  Tensor weight_grad = empty_tensor(want_weight ? weight.sizes() : at::IntArrayRef{0}, weight.scalar_type());
   if (want_weight && spans.size(0) == 0) weight_grad.zero_();
   const float inverse = 1.0f / static_cast<float>(temperature);
   const Wanted wanted{want_hidden && rows.size(0) > 0, want_weight};
@@ -265,7 +266,7 @@ std::tuple<Tensor, Tensor> logprob_backward_op(
     backward<float>(given, rows, weight, targets, stats, spans, inverse, wanted, hidden_grad, weight_grad);
   else
     backward<BFloat16>(given, rows, weight, targets, stats, spans, inverse, wanted, hidden_grad, weight_grad);
-  if (!wanted.hidden) return {at::empty({0, hidden.size(1)}, hidden.options()), weight_grad};
+  if (!wanted.hidden) return {empty_tensor({0, hidden.size(1)}, hidden.scalar_type()), weight_grad};
   Tensor out = empty_tensor(hidden.sizes(), hidden.scalar_type());
   by_type(out, [&](auto* type) {
     using Out = std::remove_pointer_t<decltype(type)>;

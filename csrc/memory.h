@@ -4,7 +4,7 @@
 // more than the merges do; the kernel is asked for 2 MiB pages instead, as THP_MEM_ALLOC_ENABLE does for torch.
 #pragma once
 
-#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
 #include <cstdint>
 #include <cstdlib>
 #include <new>
@@ -25,11 +25,7 @@ inline void prefer_huge_pages(void* data, size_t bytes) {
 #endif
 }
 
-inline at::Tensor empty_tensor(at::IntArrayRef shape, at::ScalarType type) {
-  at::Tensor out = at::empty(shape, at::TensorOptions().dtype(type));
-  prefer_huge_pages(out.mutable_data_ptr(), out.nbytes());
-  return out;
-}
+at::Tensor empty_tensor(at::IntArrayRef shape, at::ScalarType type);  // in memory.cpp: torch's headers compile slowly
 
 // Per thread, grown and kept: a fresh allocation per call would be paid in page faults.
 class Scratch {

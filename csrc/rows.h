@@ -1,7 +1,6 @@
 // What row and element kernels share: sixteen elements at a time with any tail, rows of any tensor, a call per type.
 #pragma once
 
-#include <ATen/Functions.h>
 #include <limits>
 
 #include "arithmetic.h"

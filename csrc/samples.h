@@ -1,8 +1,10 @@
 // Which rows form which sample, as the operators are told: (first row, rows) of each, or the usual [samples, tokens].
 #pragma once
 
-#include <ATen/Functions.h>
+#include <ATen/core/Tensor.h>
 #include <optional>
+
+#include "memory.h"
 
 namespace isobit {
 
@@ -26,7 +28,7 @@ inline at::Tensor spans_of(const std::optional<at::Tensor>& spans, at::IntArrayR
     return *spans;
   }
   if (length == 0) count = 0;
-  at::Tensor out = at::empty({count, 2}, at::TensorOptions().dtype(at::kLong));
+  at::Tensor out = empty_tensor({count, 2}, at::kLong);
   int64_t* data = out.mutable_data_ptr<int64_t>();
   for (int64_t i = 0; i < count; i++) data[2 * i] = i * length, data[2 * i + 1] = length;
   return out;

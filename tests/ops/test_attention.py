@@ -129,7 +129,8 @@ def test_error_is_within_stocks(depth, dtype):
     def errors(function, exact):
         y = function(*tensors)
         found = (y, *torch.autograd.grad(y, tensors, grad))
-        return [float((a.detach().double() - b.detach()).square().mean().sqrt()) for a, b in zip(found, exact, strict=True)]
+        gaps = [a.detach().double() - b.detach() for a, b in zip(found, exact, strict=True)]
+        return [float(gap.square().mean().sqrt()) for gap in gaps]
 
     wide = [t.detach().double().requires_grad_() for t in tensors]
     y = stock(*wide)

@@ -22,7 +22,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """−Σ log-probability of the targets / count, in fp32, without ever holding the logits.
 
-    `count` is the number of targets of the *global* batch; by default that of the targets given. The sum is exact, so it
+    `count` is the number of targets of the *global* batch; by default that of the targets given. The sum is exact: it
     has no order.
     """
     chosen = targets if ignore_index == IGNORED else targets.masked_fill(targets == ignore_index, IGNORED)
