@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from isobit import bits, nn, optim, targets
+    from isobit.adapters.sampling import KeyedSampling
+    from isobit.adapters.strictness import coverage
+    from isobit.adapters.transformers import enable, logprobs
     from isobit.errors import (
         ArgumentError,
         ContractError,
@@ -48,6 +51,7 @@ __all__ = [
     "EngineError",
     "IsobitError",
     "KVCache",
+    "KeyedSampling",
     "RevealError",
     "Samples",
     "Tree",
@@ -55,7 +59,9 @@ __all__ = [
     "attention",
     "bits",
     "certify",
+    "coverage",
     "embedding",
+    "enable",
     "exact_sum",
     "freeze",
     "gelu",
@@ -65,6 +71,7 @@ __all__ = [
     "linear_group",
     "linear_logprob",
     "log_softmax",
+    "logprobs",
     "nn",
     "optim",
     "reveal",
@@ -81,11 +88,14 @@ _HOMES = {
     "Certificate": "order.certify",
     "Cut": "order.cut",
     "KVCache": "ops.attention.cache",
+    "KeyedSampling": "adapters.sampling",
     "Samples": "order.samples",
     "Tree": "order.reveal",
     "attention": "ops.attention.op",
     "certify": "targets.accept",
+    "coverage": "adapters.strictness",
     "embedding": "ops.embedding.op",
+    "enable": "adapters.transformers",
     "exact_sum": "ops.exact_sum.op",
     "freeze": "nn",
     "gelu": "ops.gelu.op",
@@ -95,6 +105,7 @@ _HOMES = {
     "linear_group": "ops.linear.group",
     "linear_logprob": "ops.logprob.op",
     "log_softmax": "ops.log_softmax.op",
+    "logprobs": "adapters.transformers",
     "reveal": "targets.accept",
     "rms_norm": "ops.rms_norm.op",
     "rotary": "ops.rotary.op",
