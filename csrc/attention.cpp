@@ -208,7 +208,7 @@ class Fold {
 template <class T>
 void attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& spans, const Tensor& blocks,
             const Tensor& lengths, float scale, Mask mask, Tensor& out, Tensor& sums) {
-  const Heads heads{q.size(1), k.size(1), q.size(2)};
+  const Heads heads{q.size(-2), k.size(-2), q.size(-1)};
   const auto from = head_rows<T>(q), keys = head_rows<T>(k), values = head_rows<T>(v);
   T* to = out.mutable_data_ptr<T>();
   float* lse = sums.mutable_data_ptr<float>();
@@ -255,7 +255,7 @@ std::tuple<Tensor, Tensor> attention_op(const Tensor& q, const Tensor& k, const 
   check_attention(q, k, v, spans, blocks, lengths);
   const at::ScalarType type = engine_type(q.scalar_type());
   Tensor out = empty_tensor(q.sizes(), type).zero_();
-  Tensor sums = empty_tensor({q.size(0), q.size(1)}, at::kFloat).fill_(infinity);
+  Tensor sums = empty_tensor(q.sizes().slice(0, q.dim() - 1), at::kFloat).fill_(infinity);
   const Tensor from = with_neighbours(q, type), keys = with_neighbours(k, type), values = with_neighbours(v, type);
   const Mask mask{causal, window};
   if (type == at::kFloat) attend<float>(from, keys, values, spans, blocks, lengths, scale, mask, out, sums);

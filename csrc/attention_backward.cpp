@@ -177,11 +177,6 @@ class Unfold {
   float *key_grads_, *value_grads_, *query_grads_, *scores_, *grads_, *lse_, *dots_, *begin_, *end_;
 };
 
-template <class T>
-HeadRows<T> writable_rows(Tensor& t) {
-  return {t.mutable_data_ptr<T>(), t.stride(0), t.stride(1)};
-}
-
 std::tuple<Tensor, Tensor, Tensor> attention_backward_op(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const Tensor& spans, const Tensor& blocks, const Tensor& lengths, double scale, bool causal, int64_t window) {
@@ -195,13 +190,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward_op(
               "isobit: expected a gradient like the output; remedy: call isobit.attention, and let autograd call this");
   Tensor grads[3] = {empty_tensor(q.sizes(), type).zero_(), empty_tensor(k.sizes(), type).zero_(),
                      empty_tensor(v.sizes(), type).zero_()};
-  const Heads heads{q.size(1), k.size(1), q.size(2)};
+  const Heads heads{q.size(-2), k.size(-2), q.size(-1)};
   auto go = [&](auto zero) {
     using T = decltype(zero);
     const Given<T> given{head_rows<T>(inputs[0]), head_rows<T>(inputs[1]),
                          head_rows<T>(inputs[2]), head_rows<T>(inputs[3]),
                          head_rows<T>(inputs[4]), lse.const_data_ptr<float>()};
-    const Asked<T> asked{writable_rows<T>(grads[0]), writable_rows<T>(grads[1]), writable_rows<T>(grads[2])};
+    const Asked<T> asked{head_rows(grads[0], grads[0].mutable_data_ptr<T>()), head_rows(grads[1], grads[1].mutable_data_ptr<T>()), head_rows(grads[2], grads[2].mutable_data_ptr<T>())};
     at::parallel_for(0, spans.size(0) * heads.keys, 1, [&](int64_t begin, int64_t end) {
       thread_local Scratch scratch;
       PlainArithmetic plain;

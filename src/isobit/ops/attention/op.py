@@ -40,15 +40,18 @@ def attention(
     known = keys or default_samples(k)
     check_samples(q, k, asked, known)
     blocks = [[start + at for at in range(0, rows, ATTENTION_BLOCK)] for start, rows in known.spans]
-    y = attend(
-        q.flatten(0, -3),
-        k.flatten(0, -3),
-        v.flatten(0, -3),
-        asked,
-        BlockTable(blocks, [rows for _, rows in known.spans]),
-        Masking(check_scale(scale, q.shape[-1]), causal, check_window(window, causal)),
-    )
-    return y.view(q.shape)
+    if not keeps_batches(known, k.shape[-3]) or not keeps_batches(asked, q.shape[-3]):
+        shape, q, k, v = q.shape, q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3)
+    else:
+        shape = q.shape
+    table = BlockTable(blocks, [rows for _, rows in known.spans])
+    masking = Masking(check_scale(scale, q.shape[-1]), causal, check_window(window, causal))
+    return attend(q, k, v, asked, table, masking).view(shape)
+
+
+def keeps_batches(samples: Samples, rows: int) -> bool:
+    """Whether no sample crosses from one row of the batch into the next: then its rows are evenly spaced."""
+    return all(not length or start // rows == (start + length - 1) // rows for start, length in samples.spans)
 
 
 class BlockTable:
@@ -69,11 +72,11 @@ class Masking:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, queries: Samples, keys: BlockTable, masking: Masking) -> Tensor:
-    """Over rows [R, H, D]: the one call that contiguous and paged keys share."""
+    """Over rows [R, H, D] or [B, T, H, D]: the one call that contiguous, cached and paged keys share."""
     spans = torch.tensor(queries.spans, dtype=torch.int64).reshape(-1, 2)
     native = dispatch.is_native(q.dtype)
     if dispatch.is_recording():
-        dispatch.record("attention", native, q.dtype, (*q.shape, k.shape[0], k.shape[1]))
+        dispatch.record("attention", native, q.dtype, (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2]))
     if native:
         register_native()
     operator = torch.ops.isobit.attention if native else torch.ops.isobit.portable_attention
@@ -175,7 +178,7 @@ def register_formulas(prefix: str) -> None:
     register_operator(
         "attention",
         prefix,
-        lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)),
+        lambda q, *_: (q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=torch.float32)),
         backward_with(prefix),
         setup_context,
     )
@@ -211,7 +214,9 @@ def portable_attention(
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """y and the log-sum-exp of each query's scores."""
-    return portable.attention(q, k, v, spans, blocks, lengths, portable.Mask(scale, causal, window))
+    rows = [t.flatten(0, -3) for t in (q, k, v)]
+    y, lse = portable.attention(*rows, spans, blocks, lengths, portable.Mask(scale, causal, window))
+    return y.view(q.shape), lse.view(q.shape[:-1])
 
 
 @torch.library.custom_op("isobit::portable_attention_backward", mutates_args=())
@@ -230,8 +235,9 @@ def portable_attention_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
-    given = portable.Given(grad, q, k, v, out, lse)
-    return portable.attention_backward(given, spans, portable.Mask(scale, causal, window))
+    given = portable.Given(*[t.flatten(0, -3) for t in (grad, q, k, v, out)], lse.flatten(0, -2))
+    dq, dk, dv = portable.attention_backward(given, spans, portable.Mask(scale, causal, window))
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
 register_formulas("portable_attention")
