@@ -1,13 +1,13 @@
-"""`python -m benchmarks linear` or `softmax`."""
+"""`python -m benchmarks linear`, `softmax`, `model` or `logprob`."""
 
 import argparse
 import sys
 
-from benchmarks import linear, softmax
+from benchmarks import linear, logprob, model, softmax
 
-CASES = {"linear": linear, "softmax": softmax}
+CASES = {"linear": linear, "softmax": softmax, "model": model, "logprob": logprob}
 
-parser = argparse.ArgumentParser(prog="python -m benchmarks", description=linear.__doc__)
+parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Each against stock, in one run, by turns.")
 parser.add_argument("case", choices=CASES)
 parser.add_argument("--quick", action="store_true", help="the 0.6B shapes only, fewer repetitions")
 parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])

@@ -1,6 +1,6 @@
 // The logistic function and the normal distribution, sixteen lanes at a time, over the chain of exponential.h.
 //
-// As there, IEEE operations and none fused, so a value has one result wherever it stands; ops/elementary.py is the same
+// As there, IEEE operations and none fused, so a value has one result wherever it stands; ops/elements/elementary.py is the same
 // in torch.
 #pragma once
 

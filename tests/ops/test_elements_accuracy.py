@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isobit.ops.elementary import logistic, normal_share
+from isobit.ops.elements.elementary import logistic, normal_share
 from isobit.ops.gelu.op import gelu
 from isobit.ops.silu.op import silu
 from isobit.ops.swiglu.op import swiglu

@@ -24,9 +24,9 @@ LAYERS = [
     "optim",
     "adapters",
     "guards",
+    "chain",
     "contracts",
     "report",
-    "chain",
     "cli",
     "pytest_plugin",
 ]

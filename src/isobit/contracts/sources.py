@@ -9,9 +9,11 @@ import importlib.util
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import TypeGuard
 
 from blake3 import blake3
 
@@ -27,24 +29,38 @@ class Sources:
 
     def __init__(self) -> None:
         self._read: dict[Path, tuple[str, frozenset[str]]] = {}
-        self._closures: dict[str, str] = {}
+        self._closures: dict[tuple[str, str], str] = {}
+        self._lazies: dict[Path, dict[str, str]] = {}
 
     def digest_of(self, reference: str) -> str:
         """Of `package.module:name`: every file being worked on that it leads to; installed packages by version."""
-        module = reference.partition(":")[0]
-        if module not in self._closures:
-            self._closures[module] = self._closure(module)
-        return self._closures[module]
+        module, _, name = reference.partition(":")
+        home = self._lazy(module).get(name.partition(".")[0], "")
+        if (module, home) not in self._closures:
+            self._closures[module, home] = self._closure(module, home)
+        return self._closures[module, home]
 
-    def _closure(self, module: str) -> str:
+    def _lazy(self, package: str) -> dict[str, str]:
+        """Names that a package imports when they are first asked for, as it tells type checkers: name -> module."""
+        path = find_file(package)
+        if path is None or path.name != "__init__.py":
+            return {}
+        if path not in self._lazies:
+            self._lazies[path] = lazy_names(path.read_bytes())
+        return self._lazies[path]
+
+    def _closure(self, module: str, home: str) -> str:
         package = module.partition(".")[0]
         if package != "isobit" and (version := installed_version(package)):
             return f"{package} {version}"
         found: dict[str, str] = {}
-        queue = [module]
+        queue = [module, *[home] * bool(home)]
         while queue:
             name = queue.pop()
             path = find_file(name)
+            if path is None:  # not a module: perhaps a name that its package imports when asked
+                parent, _, last = name.rpartition(".")
+                queue += [target] if (target := self._lazy(parent).get(last)) else []
             if name in found or path is None:
                 continue
             found[name], imports = self._file(path, name)
@@ -76,9 +92,12 @@ def imports_of(text: bytes, name: str, is_package: bool) -> frozenset[str]:
     except (SyntaxError, ValueError, RecursionError):
         return frozenset()
     found: set[str] = set()
-    for node in ast.walk(tree):
+    modules: dict[str, str] = {}  # what a file calls them
+    nodes = list(run_nodes(tree))
+    for node in nodes:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             origin = node.module or ""
             if node.level:
@@ -86,7 +105,35 @@ def imports_of(text: bytes, name: str, is_package: bool) -> frozenset[str]:
                 parts = parts[: len(parts) - node.level + is_package]
                 origin = ".".join([*parts, *([node.module] if node.module else [])])
             found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    for node in nodes:  # `import a`, then `a.b`: b may be what a imports when asked
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+            found.add(f"{modules[node.value.id]}.{node.attr}")
     return frozenset(found)
+
+
+def run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes that can run: what stands under TYPE_CHECKING is for type checkers."""
+    queue = [tree]
+    while queue:
+        node = queue.pop()
+        yield node
+        queue += node.orelse if is_for_checkers(node) else ast.iter_child_nodes(node)
+
+
+def is_for_checkers(node: ast.AST) -> TypeGuard[ast.If]:
+    """`if TYPE_CHECKING:`"""
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def lazy_names(text: bytes) -> dict[str, str]:
+    """Of a package's __init__: what it imports for type checkers, and by __getattr__ when asked."""
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return {}
+    blocks = [node for node in ast.walk(tree) if is_for_checkers(node)]
+    lines = [line for block in blocks for line in ast.walk(block) if isinstance(line, ast.ImportFrom) and line.module]
+    return {alias.asname or alias.name: str(line.module) for line in lines for alias in line.names}
 
 
 @lru_cache(maxsize=1000)

@@ -76,7 +76,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, queries: Samples, keys: BlockTable, 
     spans = torch.tensor(queries.spans, dtype=torch.int64).reshape(-1, 2)
     native = dispatch.is_native(q.dtype)
     if dispatch.is_recording():
-        dispatch.record("attention", native, q.dtype, (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2]))
+        sizes = (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2])
+        dispatch.record("attention", native, q.dtype, sizes)
     if native:
         register_native()
     operator = torch.ops.isobit.attention if native else torch.ops.isobit.portable_attention
@@ -214,8 +215,10 @@ def portable_attention(
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """y and the log-sum-exp of each query's scores."""
-    rows = [t.flatten(0, -3) for t in (q, k, v)]
-    y, lse = portable.attention(*rows, spans, blocks, lengths, portable.Mask(scale, causal, window))
+    mask = portable.Mask(scale, causal, window)
+    y, lse = portable.attention(
+        q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3), spans, blocks, lengths, mask
+    )
     return y.view(q.shape), lse.view(q.shape[:-1])
 
 
@@ -235,7 +238,8 @@ def portable_attention_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv."""
-    given = portable.Given(*[t.flatten(0, -3) for t in (grad, q, k, v, out)], lse.flatten(0, -2))
+    rows = [t.flatten(0, -3) for t in (grad, q, k, v, out)]
+    given = portable.Given(rows[0], rows[1], rows[2], rows[3], rows[4], lse.flatten(0, -2))
     dq, dk, dv = portable.attention_backward(given, spans, portable.Mask(scale, causal, window))
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from isobit.ops.elementary import logistic, normal_share, sigmoid, widen
+from isobit.ops.elements.elementary import logistic, normal_share, sigmoid, widen
 from isobit.ops.linear.portable import round_once
 
 BOUND = 32.0  # beyond it the logistic function is 0 or 1

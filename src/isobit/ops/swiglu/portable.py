@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from isobit.ops.elementary import logistic, widen
+from isobit.ops.elements.elementary import logistic, widen
 from isobit.ops.linear.portable import round_once
 from isobit.ops.silu.portable import sigmoid_and_slope
 

@@ -1,0 +1,79 @@
+"""Log-probabilities from hidden states against stock's logits: time, and the peak of memory beside the inputs."""
+
+import json
+import statistics
+import subprocess
+import sys
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from benchmarks.linear import is_green
+
+TOKENS, WIDTH, VOCABULARY = 2048, 1024, 151936
+
+# One contender in a process of its own: the peak of resident memory is the process's.
+PROBE = """
+import json, resource, sys, time
+import torch, isobit
+side, dtype, what, threads, tokens, width, words = sys.argv[1:4] + [int(a) for a in sys.argv[4:]]
+torch.set_num_threads(threads)
+torch.manual_seed(0)
+hidden = torch.randn(tokens, width).to(getattr(torch, dtype)).requires_grad_()
+weight = (torch.randn(words, width) * 0.02).to(getattr(torch, dtype)).requires_grad_()
+targets = torch.randint(0, words, (tokens,))
+
+def stock(hidden, targets):
+    logits = torch.nn.functional.linear(hidden, weight).float()
+    return torch.log_softmax(logits, -1).gather(-1, targets[:, None])[:, 0]
+
+def ours(hidden, targets):
+    return isobit.linear_logprob(hidden, weight, targets)
+
+run = {"stock": stock, "ours": ours}[side]
+results = 0
+with torch.set_grad_enabled(what == "step"):
+    found = run(hidden[:8], targets[:8])  # loads, attests
+    if what == "step":
+        hidden.grad, weight.grad = torch.zeros_like(hidden), torch.zeros_like(weight)  # results, on both sides
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+started = time.perf_counter()
+with torch.set_grad_enabled(what == "step"):
+    found = run(hidden, targets)
+    if what == "step":
+        found.sum().backward()
+taken = time.perf_counter() - started
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(json.dumps({"seconds": taken, "extra": (peak - before) * 1024}))
+"""
+
+
+def run(quick, threads, dtypes):
+    console = Console(highlight=False, width=118)
+    if not is_green(console, "linear"):
+        return 1
+    table = Table("threads", "dtype", "what", "stock s", "ours s", "ratio", "stock MiB", "ours MiB", "share")
+    cases = [(t, d, what) for t in threads for d in dtypes for what in ("forward", "step")]
+    for count, dtype, what in track(cases, "timing", console=Console(stderr=True), transient=True):
+        found = {"stock": [], "ours": []}
+        for _ in range(1 if quick else 3):
+            for side in found:
+                words = [sys.executable, "-c", PROBE, side, dtype, what, count, TOKENS, WIDTH, VOCABULARY]
+                done = subprocess.run([str(w) for w in words], capture_output=True, text=True, check=True)
+                found[side].append(json.loads(done.stdout))
+        seconds, extra = (
+            {side: statistics.median(f[key] for f in found[side]) for side in found} for key in ("seconds", "extra")
+        )
+        table.add_row(
+            str(count),
+            dtype,
+            what,
+            *(f"{seconds[side]:.2f}" for side in found),
+            f"{seconds['stock'] / seconds['ours']:.2f}",
+            *(f"{extra[side] / 2**20:,.0f}" for side in found),
+            f"{extra['ours'] / extra['stock']:.3f}",
+        )
+    console.print(f"{TOKENS} tokens, hidden {WIDTH}, vocabulary {VOCABULARY:,}; memory beside inputs")
+    console.print(table)
+    return 0

@@ -1,0 +1,99 @@
+"""A whole model against stock: prefill, decode and a training step of Qwen3-0.6B; ratios are stock time / our time."""
+
+import copy
+import statistics
+import time
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import isobit
+from benchmarks.linear import is_green
+from isobit.chain.models import build_model
+from isobit.machine import thread_count
+
+PREFILL, BATCH, CONTEXT, DECODED, TRAINED = 512, 8, 64, 8, (4, 256)
+
+
+def run(quick, threads, dtypes):
+    console = Console(highlight=False, width=118)
+    if not is_green(console, "linear"):
+        return 1
+    table = Table("threads", "dtype", "case", "stock s", "ours s", "ratio", "each round")
+    rounds = 3 if quick else 5
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("timing", total=len(threads) * len(dtypes) * len(CASES) * (rounds + 1))
+        for count in threads:
+            for dtype in dtypes:
+                stock = build_model("qwen3-0.6b", getattr(torch, dtype))
+                # A second model over the very same parameters.
+                ours = copy.deepcopy(stock, {id(p): p for p in stock.parameters()})
+                isobit.enable(ours)
+                for name, case in CASES.items():
+                    with thread_count(count):
+                        times = take_turns({"stock": stock, "ours": ours}, case, rounds, lambda: progress.advance(bar))
+                    each = [s / o for s, o in zip(times["stock"], times["ours"], strict=True)]
+                    middle = {side: statistics.median(found) for side, found in times.items()}
+                    cells = [f"{middle[side]:.3f}" for side in ("stock", "ours")]
+                    ratio = f"{middle['stock'] / middle['ours']:.2f}"
+                    table.add_row(str(count), dtype, name, *cells, ratio, " ".join(f"{r:.2f}" for r in each))
+    console.print(table)
+    return 0
+
+
+def take_turns(models, case, rounds, advance):
+    """Seconds of each model, interleaved; the first round warms up, and is where strict mode watches."""
+    times = {side: [] for side in models}
+    for turn in range(rounds + 1):
+        for side, model in models.items():
+            taken = case(model)
+            if turn:
+                times[side].append(taken)
+        advance()
+    return times
+
+
+@torch.no_grad()
+def prefill(model):
+    ids = draw(1, PREFILL)
+    model.eval()
+    started = time.perf_counter()
+    model(ids, logits_to_keep=1)
+    return time.perf_counter() - started
+
+
+@torch.no_grad()
+def decode(model):
+    from transformers import DynamicCache
+
+    ids, cache = draw(BATCH, CONTEXT), DynamicCache(config=model.config)
+    model.eval()
+    model(ids, past_key_values=cache, logits_to_keep=1)
+    started = time.perf_counter()
+    for t in range(DECODED):
+        model(ids[:, t : t + 1], past_key_values=cache, logits_to_keep=1)
+    return time.perf_counter() - started
+
+
+def train(model):
+    ids = draw(*TRAINED)
+    model.train()
+    model.zero_grad(set_to_none=True)
+    started = time.perf_counter()
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    taken = time.perf_counter() - started
+    model.zero_grad(set_to_none=True)
+    return taken
+
+
+def draw(*shape):
+    return torch.randint(0, 151936, shape, generator=torch.Generator().manual_seed(0))
+
+
+CASES = {
+    f"prefill of {PREFILL} tokens": prefill,
+    f"decode, batch {BATCH}, {DECODED} steps after {CONTEXT} tokens": decode,
+    f"training step, {TRAINED[0]} × {TRAINED[1]} tokens": train,
+}

@@ -1,0 +1,1 @@
+"""What silu, gelu, swiglu and rotary share."""
