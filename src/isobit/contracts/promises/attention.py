@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.contracts.promises.attention_planted import stock
+from isobit.contracts.promises.attention_planted import portable_attention, stock
 from isobit.contracts.promises.attention_proofs import error_bound, share_bound
 from isobit.contracts.promises.norms import moved
 from isobit.contracts.recipes import Case
@@ -21,7 +21,7 @@ from isobit.order.samples import Samples
 
 Subject = Callable[..., Tensor]
 
-CHUNKS = (1, 7, 64, 100)
+CHUNKS, DECODED = (7, 64, 100), 150
 LENGTHS, WIDTH = (11, 16, 13, 66, 19), 70
 DEPTH = 16
 NARROW = 2.0**-8 + 2.0**-16  # a weight and an output rounded to 8 bits
@@ -31,8 +31,11 @@ def decode_is_prefill(subject: Subject, case: Case, tally: Tally) -> None:
     """Queries one by one, and in chunks, over the keys so far, are the queries of a prefill."""
     q, k, v = case.arguments.values()
     whole = subject(q, k, v, **case.options)
-    tally.count(len(q))
+    tally.count(len(q) * q.shape[1])
     with thread_count(1):
+        for at in sorted(torch.randperm(len(q), generator=case.generator(60))[:DECODED].tolist()):
+            one = subject(q[at : at + 1], k[: at + 1], v[: at + 1], **case.options)
+            tally.same(one, whole[at : at + 1], f"query {at} decoded")
         for size in CHUNKS:
             ends = [(at, min(at + size, len(q))) for at in range(0, len(q), size)]
             parts = [subject(q[at:end], k[:end], v[:end], **case.options) for at, end in ends]
@@ -70,7 +73,7 @@ def samples_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
     """A sample's y, dq, dk and dv: alone, packed, padded, stored elsewhere and otherwise, by any number of threads."""
     heads, total = case.sizes["heads"], sum(LENGTHS)
     tensors = [case.draw((total, heads, DEPTH), 70 + i, "normal") for i in range(4)]
-    tally.count(total)
+    tally.count(total * heads)
     at, alone = 0, []
     for length in LENGTHS:
         alone.append(forward_and_gradients(subject, [t[at : at + length] for t in tensors], **case.options))
@@ -101,7 +104,9 @@ def unseen_is_nothing(subject: Subject, case: Case, tally: Tally) -> None:
     """Keys and values that a query does not see may be anything: later, before its window, of another sample."""
     q, k, v = case.arguments.values()
     half, window, tokens = len(q) // 2, 3, len(q)
-    tally.count(tokens)
+    tally.count(tokens * q.shape[1])
+    if not tokens:
+        return
     known = Samples.packed([tokens, tokens])
     clean, windowed = subject(q, k, v), subject(q, k, v, window=window)
     tally.same(subject(q, k, v, window=tokens), clean, "a window of all keys")
@@ -126,7 +131,7 @@ def slack_of(case: Case, keys: int) -> float:
 def in_the_hull(subject: Subject, case: Case, tally: Tally) -> None:
     """Each output is between the smallest and the largest of the values that its query sees, within rounding."""
     q, k, v = case.arguments.values()
-    tally.count(len(q))
+    tally.count(len(q) * q.shape[1])
     if not len(q):
         return
     y, values = subject(q, k, v).double(), v.double()
@@ -138,7 +143,7 @@ def in_the_hull(subject: Subject, case: Case, tally: Tally) -> None:
 def shares_sum_to_one(subject: Subject, case: Case, tally: Tally) -> None:
     """Values of 1 give 1, within the bound of the order; of one key, exactly."""
     q, k, v = case.arguments.values()
-    tally.count(len(q))
+    tally.count(len(q) * q.shape[1])
     for causal in (True, False):
         y = subject(q, k, torch.ones_like(v), causal=causal).double()
         limit = slack_of(case, len(k))
@@ -150,7 +155,7 @@ def shares_sum_to_one(subject: Subject, case: Case, tally: Tally) -> None:
 def within_the_bound(subject: Subject, case: Case, tally: Tally) -> None:
     """The error against fp64 is at most the bound of the order at these scores, in units of the largest value."""
     q, k, v = case.arguments.values()
-    tally.count(len(q))
+    tally.count(len(q) * q.shape[1])
     if not len(q):
         return
     exact = stock(q.double(), k.double(), v.double(), **case.options)
@@ -160,12 +165,19 @@ def within_the_bound(subject: Subject, case: Case, tally: Tally) -> None:
     tally.true(error <= limit, f"error over {limit:.3g}", error)
 
 
+def executors_agree(subject: Subject, case: Case, tally: Tally) -> None:
+    """Both executors have the same bits."""
+    q, k, v = case.arguments.values()
+    tally.count(len(q) * q.shape[1])
+    tally.same(subject(q, k, v, **case.options), portable_attention(q, k, v, **case.options), "the other executor")
+
+
 def gradients_agree(subject: Subject, case: Case, tally: Tally) -> None:
     """y, dq, dk and dv have the bits of the portable executor."""
     q, k, v = (t for t in case.arguments.values())
     grad, mask = case.draw(tuple(q.shape), 90), portable.Mask(DEPTH**-0.5, True, case.options.get("window") or 0)
     found = forward_and_gradients(subject, [q, k, v, grad], **case.options)
-    tally.count(len(q))
+    tally.count(len(q) * q.shape[1])
     spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([len(q)])
     blocks = torch.tensor([list(range(0, len(q), 64))])
     y, lse = portable.attention(q, k, v, spans, blocks, lengths, mask)
@@ -197,7 +209,7 @@ def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 def refuses_gradients_of_a_cache(subject: Subject, case: Case, tally: Tally) -> None:
     """A gradient through keys without queries is refused, with a remedy: their own gradient would be lost."""
     q, k, v = (t.detach().requires_grad_() for t in case.arguments.values())
-    tally.count(len(q))
+    tally.count(len(q) * q.shape[1])
     tally.compared += 1
     with torch.enable_grad():
         y = subject(q[1:], k, v)

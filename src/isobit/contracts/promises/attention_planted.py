@@ -54,6 +54,8 @@ def per_sample(kernel: Callable[[Sample], Tensor]) -> Callable[..., Tensor]:
         parts, at = [], 0
         spans = sorted(zip(queries.spans, keys.spans, strict=True))
         for (start, asked), (first, count) in spans:
+            if not asked:
+                continue
             here = slice(first, first + count)
             sample = Sample(rows[start : start + asked], known[here], values[here], options)
             parts += [torch.zeros_like(rows[at:start]), kernel(sample).to(q.dtype)]
@@ -177,7 +179,7 @@ def padding_counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 def batch_maximum(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """The largest score of the whole call is subtracted, not the query's own."""
-    most = max(float((q.float().abs().amax() * k.float().abs().amax()) * q.shape[-1]), 1.0) if q.numel() else 1.0
+    most = max(float((q.detach().float().abs().amax() * k.detach().float().abs().amax()) * q.shape[-1]), 1.0) if q.numel() else 1.0
 
     def kernel(sample: Sample) -> Tensor:
         group = sample.q.shape[1] // sample.k.shape[1]
@@ -191,7 +193,7 @@ def batch_maximum(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 def row_blocks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Blocks are cut at rows of the batch, not at positions of the sample."""
     keys = options.get("keys") or default_samples(k)
-    first = iter([start for start, _ in sorted(keys.spans)])
+    first = iter([start for start, count in sorted(keys.spans) if count])
 
     def kernel(sample: Sample) -> Tensor:
         edge = min(-next(first) % ATTENTION_BLOCK, len(sample.k))

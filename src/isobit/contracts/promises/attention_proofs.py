@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ SUM_LIMIT, ERROR_LIMIT, DEPTH, LARGEST = (1024, 1.0e-5), (1024, 2.0e-4), 16, 32.
 UNDERFLOW = 2.0**-120  # of what rescaling may lose below the smallest number, beside a denominator of at least 1
 
 
+@lru_cache
 def share_bound(keys: int) -> float:
     """How far Σ over the computed shares of a value may be from 1, relatively: both sums have the same weights."""
     arb = load_arb()
