@@ -25,8 +25,8 @@ from isobit.targets.tensor_target import TensorTarget
 
 Subject = Callable[..., Tensor]
 
-KEYS = (60, 64, 65, 130, 200)  # around and across the edges of blocks
-NARROW, WEIGHED = (65,), (130,)
+KEYS = (60, 64, 130, 200)  # around and across the edges of blocks
+NARROW, WEIGHED = (65,), (65,)
 PLACED, GRADIENTS = (65, 130), (130,)
 DEPTH, PLACES = 16, 4
 
