@@ -1,4 +1,4 @@
-"""What attention-kernel-v1 claims beyond the library: one fold for every caller, samples, blindness, hulls, refusals."""
+"""What attention-kernel-v1 claims beyond the library: one fold for all callers, samples, blindness, hulls, refusals."""
 
 from __future__ import annotations
 

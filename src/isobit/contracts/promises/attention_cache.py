@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence as Ordered
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,7 +127,7 @@ def refuses(subject: Cached, case: Case, tally: Tally) -> None:
     q, k, v = case.arguments.values()
     tally.count(1)
     cache, sequence = subject.holding(k, v)
-    for what, call in {
+    misuses: dict[str, Callable[[], Any]] = {
         "keys of another depth": lambda: cache.append(sequence, k[..., :8], v[..., :8]),
         "values of another length": lambda: cache.append(sequence, k, v[:-1]),
         "keys of another dtype": lambda: cache.append(sequence, k.double(), v.double()),
@@ -136,7 +137,8 @@ def refuses(subject: Cached, case: Case, tally: Tally) -> None:
         "queries without a count": lambda: cache.attend(torch.cat([q, q]), [sequence]),
         "a window of none": lambda: cache.attend(q, [sequence], [len(q)], window=0),
         "no heads": lambda: subject.make(0, 16, q.dtype, 1),
-    }.items():
+    }
+    for what, call in misuses.items():
         tally.compared += 1
         try:
             call()

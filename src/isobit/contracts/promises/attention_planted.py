@@ -1,4 +1,4 @@
-"""Stock attention, the portable executor as a subject, and planted wrong attentions that other projects have shipped."""
+"""Stock attention, the portable executor as a subject, and planted wrong attentions as others have shipped them."""
 
 from __future__ import annotations
 
@@ -179,7 +179,8 @@ def padding_counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 def batch_maximum(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """The largest score of the whole call is subtracted, not the query's own."""
-    most = max(float((q.detach().float().abs().amax() * k.detach().float().abs().amax()) * q.shape[-1]), 1.0) if q.numel() else 1.0
+    largest = [float(t.detach().abs().max()) if t.numel() else 0.0 for t in (q, k)]
+    most = max(largest[0] * largest[1] * q.shape[-1], 1.0)
 
     def kernel(sample: Sample) -> Tensor:
         group = sample.q.shape[1] // sample.k.shape[1]

@@ -101,7 +101,8 @@ def prove_range(subject: Subject) -> Proof:
 
 
 def by_model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """What the formula says, carried out: weights, a chain of fused multiply-adds, lanes merged by the tree, a division."""
+    """What the formula says, carried out: weights, a chain of multiply-adds, lanes merged by the tree, a division."""
+
     def dot(left: Tensor, right: Tensor) -> Tensor:
         total = torch.zeros(left.shape[:-1])
         for d in range(left.shape[-1]):
