@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
@@ -27,19 +28,34 @@ DEPTH = 16
 NARROW = 2.0**-8 + 2.0**-16  # a weight and an output rounded to 8 bits
 
 
+Predicate = Callable[[Any, Case, Tally], None]
+
+
+def on_one_thread(predicate: Predicate) -> Predicate:
+    """Calls this small only lose by a second thread; where threads are the question, the predicate asks for them."""
+
+    @wraps(predicate)
+    def held(subject: Any, case: Case, tally: Tally) -> None:
+        with thread_count(1):
+            predicate(subject, case, tally)
+
+    return held
+
+
+@on_one_thread
 def decode_is_prefill(subject: Subject, case: Case, tally: Tally) -> None:
     """Queries one by one, and in chunks, over the keys so far, are the queries of a prefill."""
     q, k, v = case.arguments.values()
-    whole = subject(q, k, v, **case.options)
+    with thread_count(2):
+        whole = subject(q, k, v, **case.options)
     tally.count(len(q) * q.shape[1])
-    with thread_count(1):
-        for at in sorted(torch.randperm(len(q), generator=case.generator(60))[:DECODED].tolist()):
-            one = subject(q[at : at + 1], k[: at + 1], v[: at + 1], **case.options)
-            tally.same(one, whole[at : at + 1], f"query {at} decoded")
-        for size in CHUNKS:
-            ends = [(at, min(at + size, len(q))) for at in range(0, len(q), size)]
-            parts = [subject(q[at:end], k[:end], v[:end], **case.options) for at, end in ends]
-            tally.same(torch.cat([whole[:0], *parts]), whole, f"in chunks of {size}")
+    for at in sorted(torch.randperm(len(q), generator=case.generator(60))[:DECODED].tolist()):
+        one = subject(q[at : at + 1], k[: at + 1], v[: at + 1], **case.options)
+        tally.same(one, whole[at : at + 1], f"query {at} decoded")
+    for size in CHUNKS:
+        ends = [(at, min(at + size, len(q))) for at in range(0, len(q), size)]
+        parts = [subject(q[at:end], k[:end], v[:end], **case.options) for at, end in ends]
+        tally.same(torch.cat([whole[:0], *parts]), whole, f"in chunks of {size}")
 
 
 # ---- samples --------------------------------------------------------------------------------------------
@@ -69,6 +85,7 @@ def taken(rows: Tensor, described: Samples) -> Tensor:
     return torch.cat([rows[start : start + length] for start, length in described.spans])
 
 
+@on_one_thread
 def samples_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
     """A sample's y, dq, dk and dv: alone, packed, padded, stored elsewhere and otherwise, by any number of threads."""
     heads, total = case.sizes["heads"], sum(LENGTHS)
@@ -100,6 +117,7 @@ def samples_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
             compare(tensors, described, f"by {threads} threads")
 
 
+@on_one_thread
 def unseen_is_nothing(subject: Subject, case: Case, tally: Tally) -> None:
     """Keys and values that a query does not see may be anything: later, before its window, of another sample."""
     q, k, v = case.arguments.values()
@@ -128,6 +146,7 @@ def slack_of(case: Case, keys: int) -> float:
     return share_bound(max(keys, 1)) + (0.0 if case.dtype == torch.float32 else NARROW)
 
 
+@on_one_thread
 def in_the_hull(subject: Subject, case: Case, tally: Tally) -> None:
     """Each output is between the smallest and the largest of the values that its query sees, within rounding."""
     q, k, v = case.arguments.values()
@@ -140,6 +159,7 @@ def in_the_hull(subject: Subject, case: Case, tally: Tally) -> None:
     tally.true(y <= values.cummax(0).values + most, "above the largest value seen", y)
 
 
+@on_one_thread
 def shares_sum_to_one(subject: Subject, case: Case, tally: Tally) -> None:
     """Values of 1 give 1, within the bound of the order; of one key, exactly."""
     q, k, v = case.arguments.values()
@@ -152,6 +172,7 @@ def shares_sum_to_one(subject: Subject, case: Case, tally: Tally) -> None:
     tally.same(alone, v[:1] + 0.0, "one key")
 
 
+@on_one_thread
 def within_the_bound(subject: Subject, case: Case, tally: Tally) -> None:
     """The error against fp64 is at most the bound of the order at these scores, in units of the largest value."""
     q, k, v = case.arguments.values()
@@ -165,6 +186,7 @@ def within_the_bound(subject: Subject, case: Case, tally: Tally) -> None:
     tally.true(error <= limit, f"error over {limit:.3g}", error)
 
 
+@on_one_thread
 def executors_agree(subject: Subject, case: Case, tally: Tally) -> None:
     """Both executors have the same bits."""
     q, k, v = case.arguments.values()
@@ -172,6 +194,7 @@ def executors_agree(subject: Subject, case: Case, tally: Tally) -> None:
     tally.same(subject(q, k, v, **case.options), portable_attention(q, k, v, **case.options), "the other executor")
 
 
+@on_one_thread
 def gradients_agree(subject: Subject, case: Case, tally: Tally) -> None:
     """y, dq, dk and dv have the bits of the portable executor."""
     q, k, v = (t for t in case.arguments.values())
@@ -206,6 +229,7 @@ def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "more samples of keys than of queries", (q, q, q), {"keys": Samples.packed([2, 2])}
 
 
+@on_one_thread
 def refuses_gradients_of_a_cache(subject: Subject, case: Case, tally: Tally) -> None:
     """A gradient through keys without queries is refused, with a remedy: their own gradient would be lost."""
     q, k, v = (t.detach().requires_grad_() for t in case.arguments.values())

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.contracts.promises.attention import on_one_thread
 from isobit.contracts.promises.attention_planted import stock as stock_attention
 from isobit.contracts.recipes import Case
 from isobit.contracts.tally import Tally
@@ -55,6 +56,7 @@ def pieces_of(tokens: int, first: int) -> Iterator[tuple[int, int]]:
         at, first = end, first + 1
 
 
+@on_one_thread
 def by_pieces(subject: Cached, case: Case, tally: Tally) -> None:
     """Appended in pieces of any size, and asked after each: the bits of attention over keys that lie in a row."""
     q, k, v = case.arguments.values()
@@ -68,6 +70,7 @@ def by_pieces(subject: Cached, case: Case, tally: Tally) -> None:
         tally.same(found, whole[at:end], f"appended and asked from {at} to {end}")
 
 
+@on_one_thread
 def forked_and_cut(subject: Cached, case: Case, tally: Tally) -> None:
     """A fork with another future, a cut and a new start: both sequences keep the bits of their own past."""
     q, k, v = case.arguments.values()
@@ -94,6 +97,7 @@ def forked_and_cut(subject: Cached, case: Case, tally: Tally) -> None:
     tally.same(cache.attend(q, [fork], [tokens]), beside, "a fork whose origin was grown again")
 
 
+@on_one_thread
 def scattered(subject: Cached, case: Case, tally: Tally) -> None:
     """Sequences that grow by turns, in pages others have left, asked together: each as if it were alone."""
     q, k, v = case.arguments.values()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.contracts.promises.attention import forward_and_gradients
+from isobit.contracts.promises.attention import forward_and_gradients, on_one_thread
 from isobit.contracts.recipes import Case
 from isobit.contracts.tally import Tally
 from isobit.machine import thread_count
@@ -17,6 +17,7 @@ from isobit.ops.attention.op import attention
 Subject = Callable[..., Tensor]
 
 
+@on_one_thread
 def heads_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
     """Each query head has the bits of attention with one head and its key head: in a prefill, in a chunk, decoded."""
     q, k, v = case.arguments.values()
@@ -33,6 +34,7 @@ def heads_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
         tally.same(found, whole[:, h : h + 1], f"head {h} with its key head")
 
 
+@on_one_thread
 def groups_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
     """dq is each head's own; dk and dv are each group's own, and a head without a gradient adds nothing to them."""
     q, k, v = case.arguments.values()
