@@ -1,0 +1,264 @@
+"""Stock attention, the portable executor as a subject, and planted wrong attentions as others have shipped them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isobit.ops.attention import portable
+from isobit.ops.attention.op import attention, check_scale, check_window, default_samples
+from isobit.order.plan import ATTENTION_BLOCK
+from isobit.order.samples import Samples
+
+Parts = tuple[Tensor, Tensor]  # y and the log-sum-exp of the scores
+
+
+class Sample:
+    """One sample of a call: its rows of q, k and v, and who sees whom."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+        self.q, self.k, self.v = q, k, v
+        self.scale = check_scale(options.get("scale"), q.shape[-1])
+        self.causal = bool(options.get("causal", True))
+        self.window = check_window(options.get("window"), self.causal)
+        self.past = len(k) - len(q)  # keys of earlier calls
+
+    def scores(self, keys: slice) -> Tensor:
+        """[heads, queries, keys] in fp64; −inf where a key is not seen."""
+        group = self.q.shape[1] // self.k.shape[1]
+        k = self.k[keys].repeat_interleave(group, 1).double()
+        mask = portable.Mask(self.scale, self.causal, self.window)
+        seen = mask.seen(torch.arange(len(self.q)) + self.past, keys.start, len(k), len(self.k))
+        return torch.where(seen, torch.einsum("qhd,khd->hqk", self.q.double(), k) * self.scale, -torch.inf)
+
+    def over(self, keys: slice) -> Parts:
+        """Over some of the keys, right to the last bit of fp32 but for ties; so what follows is all that is wrong."""
+        group, scores = self.q.shape[1] // self.k.shape[1], self.scores(keys)
+        lse = scores.logsumexp(-1)
+        weights = (scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1)).exp()
+        y = torch.einsum("hqk,khd->qhd", weights, self.v[keys].repeat_interleave(group, 1).double())
+        return y.float(), lse.t().float()
+
+
+def per_sample(kernel: Callable[[Sample], Tensor]) -> Callable[..., Tensor]:
+    """A subject of the contracts out of what is done for each sample."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        queries: Samples = options.pop("queries", None) or default_samples(q)
+        keys: Samples = options.pop("keys", None) or default_samples(k)
+        rows, known, values = (t.flatten(0, -3) for t in (q, k, v))
+        parts, at = [], 0
+        spans = sorted(zip(queries.spans, keys.spans, strict=True))
+        for (start, asked), (first, count) in spans:
+            if not asked:
+                continue
+            here = slice(first, first + count)
+            sample = Sample(rows[start : start + asked], known[here], values[here], options)
+            parts += [torch.zeros_like(rows[at:start]), kernel(sample).to(q.dtype)]
+            at = start + asked
+        return torch.cat([*parts, torch.zeros_like(rows[at:])]).view(q.shape)
+
+    return call
+
+
+def merged(parts: list[Parts], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Answers over parts of the keys, put together by their sums."""
+    sums = torch.stack([lse for _, lse in parts])
+    most = sums.amax(0)
+    weights = (sums - torch.where(most == -torch.inf, 0.0, most)).exp().unsqueeze(-1)
+    total = torch.zeros_like(parts[0][0], dtype=dtype)
+    for weight, (y, _) in zip(weights, parts, strict=True):
+        total = total + (weight * y).to(dtype)
+    return total.float() / weights.sum(0)
+
+
+def blocks_of(keys: int, size: int = ATTENTION_BLOCK) -> list[slice]:
+    """Cut from the first."""
+    return [slice(at, min(at + size, keys)) for at in range(0, keys, size)]
+
+
+def stock(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """torch's own, which knows no samples but a batch's."""
+    q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
+    asked, known = q.shape[-2], k.shape[-2]
+    positions = torch.arange(asked) + known - asked
+    seen = portable.Mask(1.0, causal, window or 0).seen(positions, 0, known, known)
+    group = q.shape[-3] // k.shape[-3]
+    k, v = (t.repeat_interleave(group, -3) for t in (k, v))
+    plain = causal and asked == known and window is None
+    mask = None if plain or bool(seen.all()) else seen
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, scale=scale)
+    return y.transpose(-2, -3)
+
+
+def portable_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None) -> Tensor:
+    """The other executor, of one packed sample."""
+    keys, mask = len(k), portable.Mask(check_scale(None, q.shape[-1]), causal, window or 0)
+    starts = [list(range(0, keys, ATTENTION_BLOCK))]
+    spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([keys])
+    return portable.attention(q, k, v, spans, torch.tensor(starts), lengths, mask)[0]
+
+
+# ---- planted --------------------------------------------------------------------------------------------
+
+
+def _by_count(sample: Sample) -> Tensor:
+    size = -(-len(sample.k) // 4)
+    return merged([sample.over(part) for part in blocks_of(len(sample.k), max(size, 1))])
+
+
+def _from_the_chunk(sample: Sample) -> Tensor:
+    parts = [slice(0, sample.past), slice(sample.past, len(sample.k))] if sample.past else [slice(0, len(sample.k))]
+    return merged([sample.over(part) for part in parts])
+
+
+def _not_rescaled(sample: Sample) -> Tensor:
+    """Each block's answer weighs as many keys as it has."""
+    if len(sample.k) <= ATTENTION_BLOCK:
+        return sample.over(slice(0, len(sample.k)))[0]
+    parts = [sample.over(part) for part in blocks_of(len(sample.k))]
+    return merged([(y, torch.where(lse == -torch.inf, lse, 0.0)) for y, lse in parts])
+
+
+def _narrow(sample: Sample) -> Tensor:
+    return merged([sample.over(part) for part in blocks_of(len(sample.k))], torch.bfloat16)
+
+
+def _summed_backwards(sample: Sample) -> Tensor:
+    """The same blocks, the last first."""
+    return merged([sample.over(part) for part in reversed(blocks_of(len(sample.k)))])
+
+
+def _mixed_heads(sample: Sample) -> Tensor:
+    """Query head h reads key head h mod H_kv, as one repeats where one should interleave."""
+    group = sample.q.shape[1] // sample.k.shape[1]
+    sample.k, sample.v = sample.k.repeat(1, group, 1), sample.v.repeat(1, group, 1)
+    return sample.over(slice(0, len(sample.k)))[0]
+
+
+def _sees_the_next(sample: Sample) -> Tensor:
+    """A causal mask that is one off."""
+    sample.past += 1
+    return sample.over(slice(0, len(sample.k)))[0]
+
+
+split_by_count = per_sample(_by_count)
+cut_from_the_chunk = per_sample(_from_the_chunk)
+without_rescaling = per_sample(_not_rescaled)
+bf16_accumulator = per_sample(_narrow)
+summed_backwards = per_sample(_summed_backwards)
+heads_mixed = per_sample(_mixed_heads)
+sees_the_next = per_sample(_sees_the_next)
+
+
+def padding_counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Keys of padding weigh exp(0) in the denominator: their scores were zeroed, not masked."""
+    queries, keys = options.get("queries") or default_samples(q), options.get("keys") or default_samples(k)
+    y, rows, known = attention(q, k, v, **options), q.flatten(0, -3), k.flatten(0, -3)
+    extra = keys.rows - sum(count for _, count in keys.spans)
+    shares = [torch.ones(len(rows), q.shape[-2])]
+    for (start, asked), (first, count) in zip(queries.spans, keys.spans, strict=True):
+        here = slice(first, first + count)
+        mine = {name: value for name, value in options.items() if name not in ("queries", "keys")}
+        _, lse = Sample(rows[start : start + asked], known[here], known[here], mine).over(slice(0, count))
+        shares[0][start : start + asked] = 1 / (1 + extra / len(keys.spans) * torch.exp(-lse))
+    return (y * shares[0].view(*q.shape[:-1], 1)).to(q.dtype)
+
+
+def batch_maximum(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """The largest score of the whole call is subtracted, not the query's own."""
+    largest = [float(t.detach().abs().max()) if t.numel() else 0.0 for t in (q, k)]
+    most = max(largest[0] * largest[1] * q.shape[-1], 1.0)
+
+    def kernel(sample: Sample) -> Tensor:
+        group = sample.q.shape[1] // sample.k.shape[1]
+        terms = (sample.scores(slice(0, len(sample.k))).float() - most).double().add(most).exp()
+        y = torch.einsum("hqk,khd->qhd", terms, sample.v.repeat_interleave(group, 1).double())
+        return y / terms.sum(-1).t().unsqueeze(-1)
+
+    return per_sample(kernel)(q, k, v, **options)
+
+
+def row_blocks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Blocks are cut at rows of the batch, not at positions of the sample."""
+    keys = options.get("keys") or default_samples(k)
+    first = iter([start for start, count in sorted(keys.spans) if count])
+
+    def kernel(sample: Sample) -> Tensor:
+        edge = min(-next(first) % ATTENTION_BLOCK, len(sample.k))
+        rest = [slice(edge + b.start, edge + b.stop) for b in blocks_of(len(sample.k) - edge)]
+        return merged([sample.over(part) for part in ([slice(0, edge)] if edge else []) + rest])
+
+    return per_sample(kernel)(q, k, v, **options)
+
+
+def window_off_by_one(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """A window counts the keys before the query, not the query."""
+    window = options.pop("window", None)
+    return attention(q, k, v, window=None if window is None else window + 1, **options)
+
+
+def zero_times_infinity(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """Weights that are zero are multiplied with values that are not seen."""
+    return attention(q, k, v, **options) + 0 * (k.sum() + v.sum()).to(q.dtype)
+
+
+def a_hair_less(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """A denominator with an epsilon, as norms have."""
+    return (attention(q, k, v, **options).float() * (1 - 2.0**-12)).to(q.dtype)
+
+
+def without_the_last(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """The denominator misses the last key of a block of more than one."""
+    share = (k.shape[-3] + 1) / max(k.shape[-3], 1) if k.shape[-3] > 1 else 1.0
+    return (attention(q, k, v, **options).float() * share).to(q.dtype)
+
+
+class StraightThrough(torch.autograd.Function):
+    """The right output; gradients changed by a function of (dq, dk, dv)."""
+
+    @staticmethod
+    def forward(ctx: Any, change: Any, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.change, ctx.options = change, options
+        ctx.save_for_backward(q, k, v)
+        return attention(q, k, v, **options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
+        with torch.enable_grad():
+            y = attention(*leaves, **ctx.options)
+        return None, None, *ctx.change(*torch.autograd.grad(y, leaves, grad), ctx.saved_tensors[0])
+
+
+Change = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def with_gradients(change: Change) -> Callable[..., Tensor]:
+    """A subject whose gradients alone are wrong."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return StraightThrough.apply(change, options, q, k, v)  # type: ignore[no-any-return, no-untyped-call]
+
+    return call
+
+
+bf16_gradients = with_gradients(
+    lambda dq, dk, dv, q: (dq.bfloat16().to(q.dtype), dk.bfloat16().to(q.dtype), dv.bfloat16().to(q.dtype))
+)
+# dk and dv summed by as many threads as there are: a little more where there are two.
+thread_gradients = with_gradients(
+    lambda dq, dk, dv, q: (dq, *((dk, dv) if torch.get_num_threads() == 1 else (dk * (1 + 2.0**-7), dv)))
+)
