@@ -23,7 +23,7 @@ from isobit.records import Proof
 Rows = Callable[[Tensor], Tensor]  # [R, n] logits to [R, n] log-probabilities
 
 LOG_ERROR = 1.0  # ulp of the result; `prove_logarithm` tries every mantissa
-CHUNK = 2**20
+CHUNK = 2**16  # what stays in the cache
 SWEPT = range(-126, 128)
 EQUAL = 600  # rows of up to so many equal logits, whose sum is their number
 BOUNDED = (1, 16, 64, 1024, 4096, 32000, 131072, 151936)
