@@ -142,6 +142,10 @@ def _by_threads(hidden: Tensor, weight: Tensor) -> Tensor:
     return linear_fp32(hidden, weight) if torch.get_num_threads() == 1 else _stock_logits(hidden.float(), weight.float())
 
 
+def _without_the_last_feature(hidden: Tensor, weight: Tensor) -> Tensor:
+    return linear_fp32(hidden[..., :-1], weight[:, :-1])
+
+
 def _careless_logits(hidden: Tensor, weight: Tensor) -> Tensor:
     return torch.zeros(1)
 
@@ -150,7 +154,7 @@ ours = Head(linear_fp32, linear_logprob)
 stock = Head(_stock_logits, logprob_planted.stock_score)
 bf16_logits, decoding_otherwise = replace(ours, logits=_rounded_logits), replace(ours, logits=_few_otherwise)
 widened_late, by_threads = replace(ours, logits=_widened_late), replace(ours, logits=_by_threads)
-careless = replace(ours, logits=_careless_logits)
+careless, without_the_last_feature = (replace(ours, logits=f) for f in (_careless_logits, _without_the_last_feature))
 temperature_after, neighbours_target, without_the_tail = (
     replace(ours, score=getattr(logprob_planted, name).score)
     for name in ("temperature_after", "neighbours_target", "without_the_tail")
