@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from isobit import bits
+from isobit.contracts.promises.log_sum_exp import bound_of, reach_of
 from isobit.contracts.promises.logprob import Score, drawn_targets, gradients, logits_error, refuses_each, targets_of
 from isobit.contracts.promises.logprob_orders import bounded, prove, words_question
-from isobit.contracts.promises.log_sum_exp import U, bound_of, reach_of
+from isobit.contracts.promises.softmax_proofs import U
 from isobit.contracts.recipes import Case, draw_values
 from isobit.contracts.tally import Tally
 from isobit.contracts.transforms import LAYOUTS, THREADS

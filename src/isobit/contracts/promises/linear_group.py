@@ -50,7 +50,7 @@ class Grouped:
 def thirds(rows: Tensor) -> list[Tensor]:
     """Queries, keys, values."""
     quarter = len(rows) // 4
-    return list(rows.split([2 * quarter, quarter, quarter]))
+    return [rows[: 2 * quarter], rows[2 * quarter : 3 * quarter], rows[3 * quarter :]]
 
 
 def drawn(case: Case) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]:
@@ -205,8 +205,8 @@ def group_target(group: Group, dims: Sequence[int], groups: int, m: int, dtype: 
     def run() -> Tensor:
         dealt = torch.empty_like(terms.t())
         dealt[axis] = terms.t()
-        for weight, part in zip(weights, dealt.split(list(dims)), strict=True):
-            weight.data.copy_(part)
+        for i, weight in enumerate(weights):
+            weight.data.copy_(dealt[sum(dims[:i]) : sum(dims[: i + 1])])
         return torch.autograd.grad(outputs, x, grads, retain_graph=True)[0]
 
     return TensorTarget(f"dX of {dims} in {groups} groups", terms, lambda: run()[-1], everywhere=run)

@@ -139,7 +139,9 @@ def _widened_late(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def _by_threads(hidden: Tensor, weight: Tensor) -> Tensor:
     """Words shared out with other sums."""
-    return linear_fp32(hidden, weight) if torch.get_num_threads() == 1 else _stock_logits(hidden.float(), weight.float())
+    return (
+        linear_fp32(hidden, weight) if torch.get_num_threads() == 1 else _stock_logits(hidden.float(), weight.float())
+    )
 
 
 def _without_the_last_feature(hidden: Tensor, weight: Tensor) -> Tensor:

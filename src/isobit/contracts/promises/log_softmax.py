@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from isobit.targets.tensor_target import TensorTarget
 Subject = Callable[..., Tensor]
 
 # (width, rows, threads): one leaf, four segments, three folded leaves.
-SUMS = ((64, 5, 1), (64, 33, 2), (300, 33, 1), (1024, 5, 1), (1101, 33, 1))
+SUMS = ((64, 5, 1), (300, 33, 1), (64, 33, 2), (1024, 5, 1), (1101, 33, 1))
 ERROR_LIMIT = (64, 2.5e-5)  # as the contract states it
 
 
@@ -91,10 +91,10 @@ def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 # ---- proofs ----------------------------------------------------------------------------------------------
 
 
-def prove_order(subject: Subject) -> Proof:
+def prove_order(subject: Subject, sums: Sequence[tuple[int, int, int]] = SUMS) -> Proof:
     """The sum's order is the defined one at every row count; and the bits are the portable definition's."""
     questions: list[Question] = []
-    for width, rows, threads in SUMS:
+    for width, rows, threads in sums:
 
         def make(m: int, width: int = width) -> TensorTarget:
             return targets.log_softmax(width, m, function=lambda x, _: subject(x, -1))
@@ -102,14 +102,14 @@ def prove_order(subject: Subject) -> Proof:
         questions.append((f"rows of {width}", make, [{"m": rows, "threads": threads}], words_order(width)))
     with thread_count(1):
         proof = prove(questions, "")
-    for width in {width for width, *_ in SUMS} if proof.kept else ():
+    for width in {width for width, *_ in sums} if proof.kept else ():
         x = draw_values((65, width), "logits", torch.Generator().manual_seed(width))
         for rows in (1, 5, 65):
             difference = bits.first_difference(subject(x[:rows], -1), portable.log_softmax(x[:rows]))
             if difference is not None:
                 return Proof(proof.engine, "", proof.cases, f"rows of {width} against the definition: {difference}")
     covers = (
-        f"fp32 rows at (width, rows, threads) of {list(SUMS)}: Σ exp, in pairs of maximum and sum, is in the defined "
+        f"fp32 rows at (width, rows, threads) of {list(sums)}: Σ exp, in pairs of maximum and sum, is in the defined "
         "order (shown by probing); bits are the definition's at 1, 5 and 65 rows; all else is elementwise"
     )
     return Proof(proof.engine, covers, proof.cases, proof.failure)
@@ -117,7 +117,7 @@ def prove_order(subject: Subject) -> Proof:
 
 def prove_error(subject: Subject) -> Proof:
     """The error against exact arithmetic is within the bound of the certified order."""
-    return bounded(prove_order(subject), *ERROR_LIMIT)
+    return bounded(prove_order(subject, SUMS[:2]), *ERROR_LIMIT)
 
 
 def prove_sign(subject: Subject) -> Proof:

@@ -33,7 +33,8 @@ FAR = 88.0  # beyond it an exponential is below 2^-126
 def log_error(x: Tensor) -> tuple[float, bool]:
     """The largest error of log_positive in ulp, and whether larger arguments have no smaller results."""
     found, true = log_positive(x), x.double().log()
-    ulp = torch.ldexp(torch.ones_like(true), torch.frexp(true).exponent - 24)
+    below = (found.view(torch.int32) - 1) & 0x7F800000  # the exponent of the next smaller number: an ulp at most
+    ulp = below.view(torch.float32).double() * 2.0**-23
     error = torch.where(true == 0, found.double().abs() * torch.inf, (found.double() - true).abs() / ulp)
     return float(error.nan_to_num(0.0).max()), bool((found[1:] >= found[:-1]).all())
 
@@ -57,7 +58,9 @@ def prove_logarithm(rows: Rows) -> Proof:
             return Proof(engine, "", cases, f"from {x[0]!r}: {error:.3g} ulp, monotone: {rises}")
     down = -torch.linspace(0, 20, 100_001)
     pair = torch.stack([torch.zeros_like(down), down], 1)
-    wanted = torch.stack([0.0 - log_positive(1 + exp_nonpositive(down)), down - log_positive(1 + exp_nonpositive(down))])
+    wanted = torch.stack(
+        [0.0 - log_positive(1 + exp_nonpositive(down)), down - log_positive(1 + exp_nonpositive(down))]
+    )
     found = bits.first_difference(rows(pair), wanted.t().contiguous())
     if found is not None:
         return Proof(engine, "", cases, f"rows of two against the definition: {found}")
@@ -192,7 +195,8 @@ def cut_by_threads(logits: Tensor) -> MaxSum:
 def not_rescaled(logits: Tensor) -> MaxSum:
     """Planted: a leaf's sum is added as it is, though the maximum has moved."""
     plan = FeaturePlan(logits.shape[1])
-    parts = [sum_pairs(part) for part in logits.split(max(min(plan.length, 512), 1), 1)]
+    size = max(min(plan.length, 512), 1)
+    parts = [sum_pairs(logits[:, at : at + size]) for at in range(0, logits.shape[1], size)]
     most = torch.stack([p.max for p in parts]).amax(0)
     return MaxSum(most, torch.stack([p.sum for p in parts]).sum(0))
 

@@ -12,8 +12,9 @@ from torch import Tensor
 from isobit import bits
 from isobit.contracts.promises.linear import SAMPLE_LENGTHS, spread
 from isobit.contracts.promises.linear_plans import error_factor, longest_way
-from isobit.contracts.promises.log_sum_exp import U, bound_of, reach_of
+from isobit.contracts.promises.log_sum_exp import bound_of, reach_of
 from isobit.contracts.promises.norms import moved
+from isobit.contracts.promises.softmax_proofs import U
 from isobit.contracts.recipes import Case
 from isobit.contracts.tally import Tally
 from isobit.contracts.transforms import LAYOUTS, THREADS
@@ -25,6 +26,7 @@ from isobit.ops.logprob.op import IGNORED, linear_logprob
 from isobit.order.samples import Samples
 
 Score = Callable[..., Tensor]
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # what it is, positional, keywords
 
 TEMPERATURE = 0.7
 FEW = 40  # rows of the portable executor's gradients
@@ -231,7 +233,9 @@ def refuses(subject: Scored, case: Case, tally: Tally) -> None:
     refuses_each(subject.score, refused_calls(), tally)
 
 
-def refuses_each(function: Score, calls: Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]], tally: Tally) -> None:
+def refuses_each(
+    function: Callable[..., Any], calls: Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]], tally: Tally
+) -> None:
     """An ArgumentError with a remedy for each call."""
     for what, given, named in calls:
         tally.count(1)
@@ -247,7 +251,7 @@ def refuses_each(function: Score, calls: Iterator[tuple[str, tuple[Any, ...], di
             tally.fail(f"{what}: accepted")
 
 
-def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+def refused_calls() -> Iterator[Call]:
     """Calls that have no log-probability."""
     hidden, weight, targets = torch.ones(2, 3), torch.ones(5, 3), torch.tensor([0, 4])
     yield "a target beyond the vocabulary", (hidden, weight, torch.tensor([0, 5])), {}

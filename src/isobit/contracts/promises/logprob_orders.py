@@ -122,7 +122,9 @@ def prove_words(subject: Scored) -> Proof:
     with thread_count(1):
         proof = prove([words_question(subject.score, *sizes) for sizes in SUMS], "")
         if proof.kept:
-            proof = also(proof, prove([dhidden_question(subject, k, dtype) for k in (300, 1024) for dtype in DTYPES], ""))
+            proof = also(
+                proof, prove([dhidden_question(subject, k, dtype) for k in (300, 1024) for dtype in DTYPES], "")
+            )
     for k in (64, 300, 1100) if proof.kept else ():
         logits = draw_values((33, k), "logits", torch.Generator().manual_seed(k))
         given = torch.eye(33), logits.t().contiguous(), torch.arange(33)
@@ -169,16 +171,17 @@ def prove_tokens(subject: Scored) -> Proof:
             shapes = [{"k": tokens, "threads": t} for t in threads]
             questions.append((f"{tokens} tokens, {dtype}", make, shapes, order))
     with thread_count(1):
-        return prove(questions, f"dweight over samples of {list(TOKENS)} tokens, fp32 and bf16; all else is elementwise")
+        return prove(
+            questions, f"dweight over samples of {list(TOKENS)} tokens, fp32 and bf16; all else is elementwise"
+        )
 
 
 def rows_of(subject: Scored) -> log_sum_exp.Rows:
     """The log-softmax that the log-probabilities are of: hidden states are unit vectors, each row with every target."""
 
     def rows(logits: Tensor) -> Tensor:
-        # Rows of one call are cut where the unit vectors grow long.
-        parts = [one_block(block) for block in logits.split(32)]
-        return torch.cat(parts)
+        # Few rows a call, so that the unit vectors stay short.
+        return torch.cat([one_block(logits[at : at + 32]) for at in range(0, len(logits), 32)])
 
     def one_block(block: Tensor) -> Tensor:
         (count, n), unit = block.shape, torch.eye(len(block))
@@ -209,14 +212,14 @@ def bounded(order: Proof, width: int, limit: float) -> Proof:
     if not 0 < found <= limit:
         return Proof(engine, "", order.cases, f"at {width}: {found:.3g}, limit {limit:.3g}")
     covers = (
-        f"fp32 logits that are at most {REACH:g} below the row's largest where they are read: the log-probability is off "
-        f"by at most {log_sum_exp.say_bounds(REACH)}"
+        f"fp32 logits that are at most {REACH:g} below the row's largest where they are read: the log-probability is "
+        f"off by at most {log_sum_exp.say_bounds(REACH)}"
     )
     return Proof(engine, covers, order.cases + len(log_sum_exp.BOUNDED))
 
 
 def prove_targets(subject: Scored) -> Proof:
-    """Every target of small vocabularies, and none, at every place of a batch: values and gradients are the definition's."""
+    """Every target of small vocabularies, and none, at every place: values and gradients are the definition's."""
     cases = 0
     for vocabulary, width in ((1, 3), (2, 5), (17, 16), (67, 8)):
         generator = torch.Generator().manual_seed(vocabulary)
@@ -238,5 +241,5 @@ def prove_targets(subject: Scored) -> Proof:
                 if not all(same):
                     failure = f"{vocabulary} words, targets moved by {shift}, temperature {temperature}: {same}"
                     return Proof("enumeration of the real kernel", "", cases, failure)
-    covers = "every target and none in every (of 67 words every thirteenth) place of a batch, vocabularies of 1, 2, 17, 67"
+    covers = "every target and none in every place (of 67 words, every thirteenth), of 1, 2, 17 and 67 words"
     return Proof("enumeration of the real kernel", covers, cases)

@@ -101,7 +101,7 @@ class WithGrads(torch.autograd.Function):
     def forward(ctx: Any, grads: Grads, temperature: float, samples: Samples, *given: Tensor) -> Tensor:
         ctx.grads, ctx.temperature, ctx.samples = grads, temperature, samples
         ctx.save_for_backward(*given)
-        return linear_logprob(*given, temperature=temperature)  # type: ignore[misc]
+        return linear_logprob(*given, temperature=temperature)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
