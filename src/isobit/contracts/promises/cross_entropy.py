@@ -13,7 +13,15 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.contracts.promises.log_sum_exp import bound_of, reach_of
-from isobit.contracts.promises.logprob import Score, drawn_targets, gradients, logits_error, refuses_each, targets_of
+from isobit.contracts.promises.logprob import (
+    Call,
+    Score,
+    drawn_targets,
+    gradients,
+    logits_error,
+    refuses_each,
+    targets_of,
+)
 from isobit.contracts.promises.logprob_orders import bounded, prove, words_question
 from isobit.contracts.promises.softmax_proofs import U
 from isobit.contracts.recipes import Case, draw_values
@@ -135,7 +143,7 @@ def refuses(subject: Loss, case: Case, tally: Tally) -> None:
     refuses_each(subject.loss, refused_calls(), tally)
 
 
-def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+def refused_calls() -> Iterator[Call]:
     """Calls that have no loss."""
     hidden, weight, targets = torch.ones(2, 3), torch.ones(5, 3), torch.tensor([0, 4])
     yield "no active target", (hidden, weight, torch.full((2,), IGNORED)), {}

@@ -1,4 +1,4 @@
-"""What linear-group-kernel-v1 claims: outputs are isobit.linear's, and dX is one sum over all weights, group by group."""
+"""What linear-group-kernel-v1 claims: outputs are isobit.linear's, and dX is one sum over all weights by groups."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from isobit.contracts.promises.linear import SAMPLE_LENGTHS, spread
 from isobit.contracts.promises.linear_orders import with_threads
 from isobit.contracts.promises.linear_plans import error_factor
-from isobit.contracts.promises.logprob import refuses_each
+from isobit.contracts.promises.logprob import Call, refuses_each
 from isobit.contracts.recipes import Case
 from isobit.contracts.tally import Tally
 from isobit.contracts.transforms import LAYOUTS, THREADS
@@ -217,7 +217,7 @@ def refuses(subject: Grouped, case: Case, tally: Tally) -> None:
     refuses_each(subject.group, refused_calls(), tally)
 
 
-def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+def refused_calls() -> Iterator[Call]:
     """Calls that no group takes."""
     x, weight = torch.ones(2, 3), torch.ones(4, 3)
     yield "no weights", (x, []), {}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from isobit.contracts.promises import logprob_planted
-from isobit.contracts.promises.logprob import Score, drawn_targets, refuses_each
+from isobit.contracts.promises.logprob import Call, Score, drawn_targets, refuses_each
 from isobit.contracts.recipes import Case
 from isobit.contracts.tally import Tally
 from isobit.contracts.transforms import LAYOUTS, THREADS
@@ -103,7 +102,7 @@ def refuses(subject: Head, case: Case, tally: Tally) -> None:
     refuses_each(subject.logits, refused_calls(), tally)
 
 
-def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+def refused_calls() -> Iterator[Call]:
     """Calls that have no logits."""
     hidden, weight = torch.ones(2, 3), torch.ones(5, 3)
     yield "widths that differ", (hidden[:, :2], weight), {}

@@ -70,8 +70,8 @@ def prove_logarithm(rows: Rows) -> Proof:
         if not bits.equal(rows(torch.full((1, n), 3.25)), wanted.contiguous()):
             return Proof(engine, "", cases, f"a row of {n} equal logits is not −log {n}")
     covers = (
-        f"log within {LOG_ERROR:g} ulp and monotone: every fp32 number from 1 to 4, and 65 of every exponent; the kernel "
-        f"has these bits on 100,001 rows of two, and on rows of 1 to {EQUAL - 1} equal logits"
+        f"log within {LOG_ERROR:g} ulp and monotone: every fp32 number from 1 to 4, and 65 of every exponent; the "
+        f"kernel has these bits on 100,001 rows of two, and on rows of 1 to {EQUAL - 1} equal logits"
     )
     return Proof(engine, covers, cases + len(down))
 

@@ -233,9 +233,7 @@ def refuses(subject: Scored, case: Case, tally: Tally) -> None:
     refuses_each(subject.score, refused_calls(), tally)
 
 
-def refuses_each(
-    function: Callable[..., Any], calls: Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]], tally: Tally
-) -> None:
+def refuses_each(function: Callable[..., Any], calls: Iterator[Call], tally: Tally) -> None:
     """An ArgumentError with a remedy for each call."""
     for what, given, named in calls:
         tally.count(1)
