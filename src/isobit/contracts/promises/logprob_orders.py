@@ -31,7 +31,7 @@ from isobit.targets.tensor_target import TensorTarget
 Picked = Callable[[Tensor, Tensor, Tensor], Tensor]  # hidden, weight, targets
 
 # (words, rows, threads): one leaf, four segments, three folded leaves; a second thread where a call has rows for it.
-SUMS = ((64, 5, 1), (300, 33, 1), (300, 33, 2), (1100, 33, 1), (1101, 33, 1))
+SUMS = ((64, 5, 1), (300, 33, 1), (64, 33, 2), (1100, 33, 1), (1101, 33, 1))
 TOKENS = (2, 11, 257)
 DTYPES = (torch.float32, torch.bfloat16)
 REACH = 100.0  # of the stated bound: logits from the largest to 100 below
