@@ -23,7 +23,7 @@ def softmax(
     """The denominator of a row of k, m rows in a call; the large element's result is read."""
     x = torch.zeros(m, k, dtype=dtype)
     name = f"{function.__name__} {m}×{k}, denominator"
-    return TensorTarget(name, x, lambda: function(x, -1), "positive", encode=_log)
+    return TensorTarget(name, x, lambda: function(x, -1), "positive", encode=log_or_nothing)
 
 
 def log_softmax(
@@ -79,7 +79,7 @@ def layer_norm(
     return TensorTarget(f"{function.__name__} {m}×{k + 10}, sum of squares", probed, run, "positive", encode=_root)
 
 
-def _log(value: float) -> float:
+def log_or_nothing(value: float) -> float:
     return math.log(value) if value else NOTHING
 
 
