@@ -1,6 +1,7 @@
 """Theorem: what isobit's own contracts promise is kept, at the levels stated; and their claims can fail.
 
-1. Every contract of the library is kept; matmul, softmax and training-config are proved (L4).
+1. Every contract of the library is kept at its level; matmul, softmax, attention, log-probabilities and the loss are
+   proved (L4).
 2. Every planted wrong subject is caught: at least sixty, all of them.
 3. Stock PyTorch, bound to the same files, breaks what it is known to break, each with a counter-example that replays.
 """
@@ -38,6 +39,15 @@ LEVELS = {
     "exact-sum-kernel-v1": 3,
     "grad-norm-kernel-v1": 3,
     "adamw-kernel-v1": 3,
+    "attention-kernel-v1": 4,
+    "gqa-kernel-v1": 3,
+    "kv-cache-kernel-v1": 3,
+    "log-softmax-kernel-v1": 4,
+    "logprob-kernel-v1": 4,
+    "cross-entropy-kernel-v1": 4,
+    "lm-head-kernel-v1": 3,
+    "linear-group-kernel-v1": 3,
+    "chain-v1": 2,
 }
 
 
