@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from isobit.adapters.library import library
 from isobit.chain.fixture import CHUNK, LENGTHS, PERMUTATION, PROMPT, WIDTH, Batch, alone, packed, padded
 from isobit.chain.scorers import Scorer
+from isobit.machine import thread_count
 
 GENERATED = 6
 
@@ -128,16 +128,5 @@ def train_checkpointed(batch: Batch, scorer: Scorer) -> Tensor:
 
 def on_threads(count: int, run: Callable[[Scorer], Tensor], scorer: Scorer) -> Tensor:
     """The same, on this many threads."""
-    with threads(count):
+    with thread_count(count):
         return run(scorer)
-
-
-@contextmanager
-def threads(count: int) -> Iterator[None]:
-    """torch on this many threads, for a while."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

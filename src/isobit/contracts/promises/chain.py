@@ -23,22 +23,26 @@ from isobit.contracts.tally import Tally
 
 FAMILIES = ("qwen3-tiny", "qwen2-tiny", "llama-tiny")
 SELECTED = "log-probability"
-Subject = Callable[[str, torch.dtype], Report]
+Subject = Callable[[Tensor, str], Report]
 
 
-@lru_cache(maxsize=4)  # two claims ask for the same gate
-def enabled(name: str, dtype: torch.dtype) -> Report:
-    """The gate on an enabled model."""
+def enabled(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
+    """The gate on an enabled model of the dtype that was drawn."""
+    return run_enabled(name, drawn.dtype)
+
+
+@lru_cache(maxsize=8)  # two claims ask for the same gate
+def run_enabled(name: str, dtype: torch.dtype) -> Report:
     model = build_model(name, dtype)
-    with enable(model, strict=False):
+    with enable(model, strict=False), torch.enable_grad():
         return run_gate(Ordered(model), fixture.draw_samples(model.config.vocab_size))
 
 
-@lru_cache(maxsize=4)
-def stock(name: str, dtype: torch.dtype) -> Report:
+def stock(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     """The same gate on the model as it is."""
-    model = build_model(name, dtype)
-    return run_gate(Stock(model), fixture.draw_samples(model.config.vocab_size))
+    model = build_model(name, drawn.dtype)
+    with torch.enable_grad():
+        return run_gate(Stock(model), fixture.draw_samples(model.config.vocab_size))
 
 
 def selected(subject: Subject, case: Case, tally: Tally) -> None:
@@ -56,7 +60,7 @@ def count(subject: Subject, case: Case, tally: Tally, wanted: Callable[[str], bo
     for name in FAMILIES:
         if tally.differing:
             return
-        report = subject(name, case.dtype)
+        report = subject(case.arguments["drawn"], name)
         rows = [row for row in report.rows if wanted(row.quantity)]
         tally.count(sum(fixture.LENGTHS))
         if not rows or report.trained != report.parameters:
@@ -81,61 +85,61 @@ def planted(home: Any, name: str, wrong: Callable[..., Any]) -> Iterator[None]:
         setattr(home, name, right)
 
 
-def with_stock_linear(name: str, dtype: torch.dtype) -> Report:
+def with_stock_linear(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     """Output and down projections by stock."""
 
     def wrong(_: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, **__: Any) -> Tensor:
         return F.linear(x, weight, bias)
 
     with planted(isobit, "linear", wrong):
-        return enabled.__wrapped__(name, dtype)
+        return run_enabled.__wrapped__(name, drawn.dtype)
 
 
-def with_keys_of_padding(name: str, dtype: torch.dtype) -> Report:
+def with_keys_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     """Attention over a whole row of the batch, padding included."""
 
     def wrong(right: Any, q: Tensor, k: Tensor, v: Tensor, *, queries: Any = None, keys: Any = None, **how: Any) -> Any:
         return right(q, k, v, **how)
 
     with planted(isobit, "attention", wrong):
-        return enabled.__wrapped__(name, dtype)
+        return run_enabled.__wrapped__(name, drawn.dtype)
 
 
-def with_positions_of_padding(name: str, dtype: torch.dtype) -> Report:
+def with_positions_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     """Rotary angles by the place in the row, padding counted."""
 
     def wrong(right: Any, module: Any, x: Tensor, places: Tensor) -> Any:
         return right(module, x, torch.arange(x.shape[1])[None])
 
     with planted(modules, "forward_rotary", wrong):
-        return enabled.__wrapped__(name, dtype)
+        return run_enabled.__wrapped__(name, drawn.dtype)
 
 
-def with_padded_dgamma(name: str, dtype: torch.dtype) -> Report:
+def with_padded_dgamma(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     """A norm's gradient over the padded batch."""
 
     def wrong(right: Any, x: Tensor, weight: Tensor, eps: float, *, samples: Any = None, heads: bool = False) -> Any:
         return right(x, weight, eps, heads=heads)
 
     with planted(isobit, "rms_norm", wrong):
-        return enabled.__wrapped__(name, dtype)
+        return run_enabled.__wrapped__(name, drawn.dtype)
 
 
-def with_stock_norm(name: str, dtype: torch.dtype) -> Report:
+def with_stock_norm(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     """A norm by stock."""
 
     def wrong(_: Any, x: Tensor, weight: Tensor, eps: float, **__: Any) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
     with planted(isobit, "rms_norm", wrong):
-        return enabled.__wrapped__(name, dtype)
+        return run_enabled.__wrapped__(name, drawn.dtype)
 
 
-def with_stock_loss(name: str, dtype: torch.dtype) -> Report:
+def with_stock_loss(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     """Logits, then a mean, by stock."""
 
     def wrong(_: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **__: Any) -> Tensor:
         return F.cross_entropy(F.linear(hidden, weight).float().flatten(0, -2), targets.flatten())
 
     with planted(isobit, "linear_cross_entropy", wrong):
-        return enabled.__wrapped__(name, dtype)
+        return run_enabled.__wrapped__(name, drawn.dtype)
