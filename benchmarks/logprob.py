@@ -51,7 +51,7 @@ print(json.dumps({"seconds": taken, "extra": (peak - before) * 1024}))
 
 def run(quick, threads, dtypes):
     console = Console(highlight=False, width=118)
-    if not is_green(console, "linear"):
+    if not is_green(console, "logprob"):
         return 1
     table = Table("threads", "dtype", "what", "stock s", "ours s", "ratio", "stock MiB", "ours MiB", "share")
     cases = [(t, d, what) for t in threads for d in dtypes for what in ("forward", "step")]

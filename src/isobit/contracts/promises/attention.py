@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isobit.contracts.promises.attention_planted import portable_attention, stock
 from isobit.contracts.promises.attention_proofs import error_bound, share_bound
-from isobit.contracts.promises.norms import moved
+from isobit.contracts.promises.linear import moved
 from isobit.contracts.recipes import Case
 from isobit.contracts.tally import Tally
 from isobit.contracts.transforms import LAYOUTS, THREADS

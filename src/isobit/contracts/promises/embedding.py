@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isobit import bits, targets
-from isobit.contracts.promises.linear import SAMPLE_LENGTHS, spread
-from isobit.contracts.promises.norm_orders import prove
-from isobit.contracts.promises.norms import moved
+from isobit.contracts.promises.linear import SAMPLE_LENGTHS, moved, spread
+from isobit.contracts.promises.order_questions import prove
 from isobit.contracts.recipes import Case
 from isobit.contracts.tally import Tally
 from isobit.contracts.transforms import LAYOUTS, THREADS

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isobit import bits, targets
-from isobit.contracts.promises.norm_orders import ROWS, feature_question, prove
+from isobit.contracts.promises.norm_orders import ROWS, feature_question
+from isobit.contracts.promises.order_questions import prove
 from isobit.contracts.recipes import Case, draw_values
 from isobit.contracts.tally import Tally
 from isobit.ops.layer_norm import portable

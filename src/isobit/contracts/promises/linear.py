@@ -93,6 +93,15 @@ def spread(case: Case, packed: Tensor, described: Samples, stream: int) -> Tenso
     return out
 
 
+def moved(described: Samples) -> tuple[tuple[tuple[int, int], ...], int, int, int]:
+    """The same samples in the same order, the last one first in memory, with a row of padding before each."""
+    spans, at = [], 1
+    for _, length in reversed(described.spans):
+        spans.append((at, length))
+        at += length + 1
+    return tuple(reversed(spans)), at, 0, len(spans)
+
+
 def split(grad: Tensor, x: Tensor, lengths: Sequence[int], size: int) -> list[Share]:
     """A packed batch as micro-batches of `size` samples."""
     shares, at = [], 0

@@ -12,7 +12,7 @@ from isobit import bits, targets
 from isobit.contracts.promises import log_sum_exp
 from isobit.contracts.promises.logprob_orders import bounded, prove, words_order
 from isobit.contracts.promises.logprob_planted import Replaced
-from isobit.contracts.promises.norm_orders import Question
+from isobit.contracts.promises.order_questions import Question
 from isobit.contracts.recipes import Case, draw_values
 from isobit.contracts.tally import Tally
 from isobit.machine import thread_count

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from isobit import bits
-from isobit.contracts.promises.linear import SAMPLE_LENGTHS, spread
+from isobit.contracts.promises.linear import SAMPLE_LENGTHS, moved, spread
 from isobit.contracts.promises.linear_plans import error_factor, longest_way
 from isobit.contracts.promises.log_sum_exp import bound_of, reach_of
-from isobit.contracts.promises.norms import moved
 from isobit.contracts.promises.softmax_proofs import U
 from isobit.contracts.recipes import Case
 from isobit.contracts.tally import Tally

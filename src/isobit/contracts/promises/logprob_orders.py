@@ -11,7 +11,7 @@ from isobit import bits
 from isobit.contracts.promises import log_sum_exp
 from isobit.contracts.promises.linear_orders import with_threads
 from isobit.contracts.promises.logprob import TEMPERATURE, Scored, gradients
-from isobit.contracts.promises.norm_orders import Question, pruned
+from isobit.contracts.promises.order_questions import Question, pruned
 from isobit.contracts.recipes import draw_values
 from isobit.machine import thread_count
 from isobit.ops import dispatch

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit import targets
-from isobit.contracts.promises.linear_orders import with_threads
-from isobit.contracts.transforms import THREADS
+from isobit.contracts.promises.order_questions import Question, prove, pruned
 from isobit.ops.rms_norm.op import rms_norm
 from isobit.order.addition import Branch, chain, digest
-from isobit.order.certify import certify
 from isobit.order.evaluate import expected_tree, leaf_tree
 from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, TOKEN_LEAF, FeaturePlan
 from isobit.order.samples import Samples
@@ -64,32 +62,6 @@ def head_order(samples: Samples, heads: int) -> Branch:
         merge_items([head(*span, h) for h in range(heads)], FEATURE_CAP, pair) for span in samples.spans if span[1]
     ]
     return merge_items(totals, SAMPLE_CAP, pair)
-
-
-Question = tuple[str, Callable[..., TensorTarget], Sequence[dict[str, int]], str]
-
-
-def prove(questions: Sequence[Question], covers: str) -> Proof:
-    """Every configuration has the defined order."""
-    count = 0
-    for what, target, shapes, expected in questions:
-
-        def bound(threads: int, target: Callable[..., TensorTarget] = target, **shape: int) -> TensorTarget:
-            return with_threads(target(**shape), threads)
-
-        found = certify(bound, [{**shape, "threads": t} for shape in shapes for t in THREADS])
-        count += found.count
-        if not found.matches(expected):
-            return Proof("order certificate", "", count, f"{what}: {found}")
-    return Proof("order certificate", f"{covers}, {list(THREADS)} threads; all else is elementwise", count)
-
-
-def pruned(branch: Branch, count: int) -> Branch | None:
-    """The order of the first `count` terms alone."""
-    if isinstance(branch, int):
-        return branch if branch < count else None
-    kept = tuple(b for b in (pruned(child, count) for child in branch) if b is not None)
-    return kept if len(kept) > 1 else next(iter(kept), None)
 
 
 def feature_question(subject: Subject, target: Callable[..., TensorTarget], width: int, more: int = 0) -> Question:

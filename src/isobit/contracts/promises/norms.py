@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isobit.contracts.promises.linear import SAMPLE_LENGTHS, spread
+from isobit.contracts.promises.linear import SAMPLE_LENGTHS, moved, spread
 from isobit.contracts.recipes import Case, mirror
 from isobit.contracts.tally import Tally
 from isobit.contracts.transforms import LAYOUTS, THREADS
@@ -84,15 +84,6 @@ def one_sum(subject: Subject, case: Case, tally: Tally, heads: int) -> None:
     for threads in THREADS:
         with thread_count(threads):
             compare(x, grad, described, f"{threads} threads")
-
-
-def moved(described: Samples) -> tuple[tuple[tuple[int, int], ...], int, int, int]:
-    """The same samples in the same order, the last one first in memory, with a row of padding before each."""
-    spans, at = [], 1
-    for _, length in reversed(described.spans):
-        spans.append((at, length))
-        at += length + 1
-    return tuple(reversed(spans)), at, 0, len(spans)
 
 
 def forward_of(x: Tensor, given: Sequence[Tensor], eps: float) -> tuple[Tensor, Tensor, Tensor]:
