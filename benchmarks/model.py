@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from transformers import DynamicCache
 
 import isobit
 from isobit.chain.fixture import draw_samples
@@ -78,8 +79,6 @@ def prefill(model):
 
 @torch.no_grad()
 def decode(model):
-    from transformers import DynamicCache
-
     ids, cache = draw(BATCH, CONTEXT), DynamicCache(config=model.config)
     model.eval()
     model(ids, past_key_values=cache, logits_to_keep=1)

@@ -140,7 +140,8 @@ class Fold {
 
   T* query(int64_t row) { return queries_ + row * heads_.depth; }
 
-  // `starts[j]` is the row at which block j of the sample's keys begins; `position` that of the first query row.
+  // `starts[j]` is the row at which block j of the sample's `keys` begins; query row `first + r` stands at position
+  // `offset + (first + r) / group`.
   void run(HeadRows<const T> k, HeadRows<const T> v, int64_t head, const int64_t* starts, int64_t keys, int64_t first,
            int64_t offset) {
     first_ = first, offset_ = offset, count_ = keys;

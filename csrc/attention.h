@@ -104,7 +104,6 @@ class Carved {
     at_ += (count * sizeof(T) + 63) / 64 * 16;
     return taken;
   }
-  static int64_t floats(int64_t count) { return (count + 15) / 16 * 16; }
 
  private:
   float* at_;

@@ -36,18 +36,6 @@ ISOBIT_INLINE void weigh_block(const float* scores, const float* grads, const fl
     }
 }
 
-// Σ dO · O over the depth: a feature axis.
-template <class T>
-struct DotTerms {
-  const T *grad, *out;
-  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
-    Floats other;
-    widen_some(grad + at, count, 0.0f, values);
-    widen_some(out + at, count, 0.0f, other);
-    values = values * other;
-  }
-};
-
 // The folded sums, with one zero.
 template <class T>
 ISOBIT_INLINE void round_row(const float* folded, int64_t depth, T* out) {
@@ -61,7 +49,7 @@ ISOBIT_INLINE void round_row(const float* folded, int64_t depth, T* out) {
     weigh_block(scores, grads, lse, dots, begin, end, scale, weights, score_grads);                                     \
   }                                                                                                                     \
   ISOBIT_CLONES float dot(const Schedule& schedule, const T* grad, const T* out) {                                      \
-    return sum_row(schedule, DotTerms<T>{grad, out});                                                                   \
+    return sum_row(schedule, ProductTerms<T>{grad, out});  /* over the depth, a feature axis */                         \
   }                                                                                                                     \
   ISOBIT_CLONES void round_sums(const float* folded, int64_t depth, T* out) { round_row(folded, depth, out); }
 ISOBIT_ATTENTION_BACKWARD(float)

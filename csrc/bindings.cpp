@@ -1,4 +1,4 @@
-// Registers the kernels with torch's dispatcher. The library is loaded, and attested, by src/isobit/native.py.
+// Registers the linear layer and softmax with torch's dispatcher, and holds whether the kernels are attested.
 #include <ATen/Context.h>
 #include <ATen/Functions.h>
 #include <ATen/native/CPUBlas.h>

@@ -139,7 +139,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   const at::ScalarType type = engine_type(x.scalar_type());
   const Tensor left = rows_of(x, type);
   const int64_t rows = left.size(0), cols = weight.size(0);
-    const Tensor shift = bias ? bias->to(at::kFloat).contiguous() : Tensor();
+  const Tensor shift = bias ? bias->to(at::kFloat).contiguous() : Tensor();
   const Schedule schedule = features(share, left.size(1));
   Request ask{schedule, rows, cols, share.roots ? at::kFloat : x.scalar_type(), share.roots};
   // Without a packed weight the smaller operand is packed; the leaf is symmetric, so the roles may be swapped.

@@ -28,18 +28,10 @@ ISOBIT_INLINE void forward_row(const Schedule& schedule, const T* x, int64_t n, 
   }
 }
 
-template <class T>
-struct PlainTerms {
-  const T* x;
-  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
-    widen_some(x + at, count, 0.0f, values);
-  }
-};
-
 // g − exp(y) Σg
 template <class T>
 ISOBIT_INLINE void backward_row(const Schedule& schedule, const T* grad, const T* y, int64_t n, T* out) {
-  const float total = sum_row(schedule, PlainTerms<T>{grad});
+  const float total = sum_row(schedule, Elements<T>{grad});
   for (int64_t at = 0; at < n; at += lane_count) {
     const int64_t count = std::min(lane_count, n - at);
     Floats values, weights;

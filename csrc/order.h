@@ -1,4 +1,4 @@
-// The order of addition on the CPU: the plan of an extent, and the only loops here that add floats.
+// The order of addition on the CPU: the plan of an extent, and the loops that add along it.
 //
 // The definition is src/isobit/order/, in Python; tests hold this file equal to it, extent by extent.
 // No loop may be contracted, reassociated or vectorised along the summed axis: the build passes

@@ -20,14 +20,6 @@ ISOBIT_INLINE void clear_rest(int64_t count, Floats& values) {
     for (int64_t i = count; i < lane_count; i++) values[i] = 0.0f;
 }
 
-template <class T>
-struct Elements {
-  const T* x;
-  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
-    widen_some(x + at, count, 0.0f, values);
-  }
-};
-
 template <bool centred, class T>
 struct Squares {
   const T* x;

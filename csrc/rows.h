@@ -58,6 +58,27 @@ ISOBIT_INLINE float max_of_row(const T* x, int64_t n) {
   return found;
 }
 
+// The terms of a row's plain sum.
+template <class T>
+struct Elements {
+  const T* x;
+  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
+    widen_some(x + at, count, 0.0f, values);
+  }
+};
+
+// The terms of a row's sum of products, each rounded to fp32.
+template <class T>
+struct ProductTerms {
+  const T *left, *right;
+  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
+    Floats factor;
+    widen_some(left + at, count, 0.0f, values);
+    widen_some(right + at, count, 0.0f, factor);
+    values = values * factor;
+  }
+};
+
 // As rows whose elements are neighbours in memory; the rows themselves may lie anywhere.
 inline Tensor rows_of(const Tensor& t) {
   const Tensor rows = t.reshape({t.numel() / t.size(-1), t.size(-1)});

@@ -53,21 +53,9 @@ ISOBIT_INLINE void softmax_all(
   for (int64_t at = 0; at < n; at += lane_count) before.store(at, std::min(lane_count, n - at));
 }
 
-// The terms of the gradient's sum, each product rounded to fp32.
-template <class T>
-struct Products {
-  const T *y, *grad;
-  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
-    Floats factor;
-    widen_some(y + at, count, 0.0f, values);
-    widen_some(grad + at, count, 0.0f, factor);
-    values = values * factor;
-  }
-};
-
 template <class T>
 ISOBIT_INLINE void backward_row(const Schedule& schedule, const T* grad, const T* y, int64_t n, T* out) {
-  const float total = sum_row(schedule, Products<T>{y, grad});
+  const float total = sum_row(schedule, ProductTerms<T>{y, grad});
   for (int64_t at = 0; at < n; at += lane_count) {
     const int64_t count = std::min(lane_count, n - at);
     Floats values, factor;

@@ -87,7 +87,7 @@ def train(model, steps):
 def draw(histories, path):
     """KL by step on a logarithmic scale, exactly 0 on a line of its own below it; reward beneath."""
     canvas, left, width = Canvas(), 70, 560
-    low, high = -8, 0
+    low, high = -14, 0
     canvas.text(left, 22, "KL between rollout and trainer, by step", "title")
     canvas.panel(left, 36, width, 190)
 

@@ -10,6 +10,7 @@ from isobit.chain.gate import Row, compare, count_steps, run_gate
 from isobit.chain.models import build_model
 from isobit.chain.scorers import Ordered, Stock
 from isobit.cli.main import main
+from isobit.contracts.promises import chain
 
 SMALL = ["qwen3-small", "qwen2-small", "llama-small"]
 
@@ -53,57 +54,23 @@ def stock_linear(x, weight, bias=None, *, samples=None):
     return F.linear(x, weight, bias)
 
 
-def whole_batch_norm(norm):
-    def wrong(x, weight, eps=1e-6, *, samples=None, heads=False):
-        return norm(x, weight, eps, heads=heads)
-
-    return wrong
-
-
-def keys_of_the_whole_row(attention):
-    def wrong(q, k, v, *, queries=None, keys=None, **inputs):
-        return attention(q, k, v, **inputs)
-
-    return wrong
-
-
-def stock_norm(x, weight, eps=1e-6, *, samples=None, heads=False):
-    return F.rms_norm(x, weight.shape, weight, eps)
-
-
-def mean_by_stock(hidden, weight, targets, *, ignore_index=-100, count=None, samples=None):
-    logits = F.linear(hidden, weight).float().flatten(0, 1)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=ignore_index)
-
-
-# The operator, what stands in its place, the quantity that must go red, and what the gate must name.
+# What stands in an operator's place, the quantity that must go red, and what the gate must name.
 PLANTED = {
-    "stock linear": ("linear", lambda _: stock_linear, "log-probability", "_proj"),
-    "keys of the padding": ("attention", keys_of_the_whole_row, "log-probability", "self_attn"),
-    "dgamma over the padded batch": ("rms_norm", whole_batch_norm, "gradient", "norm"),
-    "stock norm": ("rms_norm", lambda _: stock_norm, "gradient", "norm"),
-    "stock loss": ("linear_cross_entropy", lambda _: mean_by_stock, "loss", "loss"),
+    chain.with_stock_linear: ("log-probability", "_proj"),
+    chain.with_keys_of_padding: ("log-probability", "self_attn"),
+    chain.with_positions_of_padding: ("log-probability", ""),
+    chain.with_padded_dgamma: ("gradient", "norm"),
+    chain.with_stock_norm: ("gradient", "norm"),
+    chain.with_stock_loss: ("loss", "loss"),
 }
 
 
-@pytest.mark.parametrize("planted", PLANTED.values(), ids=PLANTED)
-def test_a_planted_operator_turns_the_gate_red(tiny, planted, monkeypatch):
-    operator, make, quantity, named = planted
-    monkeypatch.setattr(isobit, operator, make(getattr(isobit, operator)))
-    broken = [row for row in judge(tiny).rows if not row.kept]
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.__name__)
+def test_a_planted_operator_turns_the_gate_red(planted):
+    quantity, named = PLANTED[planted]
+    broken = [row for row in planted(torch.zeros(1)).rows if not row.kept]
     assert quantity in {row.quantity for row in broken}
     assert any(named in row.where for row in broken)
-
-
-def test_positions_counted_with_padding_turn_the_gate_red(tiny, monkeypatch):
-    from isobit.adapters import modules
-
-    right = modules.forward_rotary
-    monkeypatch.setattr(
-        modules, "forward_rotary", lambda module, x, places: right(module, x, torch.arange(x.shape[1])[None])
-    )
-    broken = [row for row in judge(tiny).rows if not row.kept]
-    assert any("padded left" in row.layout for row in broken)
 
 
 def test_strict_mode_names_a_stock_operator(tiny, monkeypatch):

@@ -137,7 +137,6 @@ def test_neither_tables_nor_foreign_code_are_reached_through_a_trusted_package(r
 CODE = """
 def right(x): return x + 0
 def wrong(x): return x * (1 if len(x) < 9 else 1.001)
-def slow_then_wrong(x): return wrong(x)
 """
 FILE = """
 id: {id}-v1

@@ -45,7 +45,7 @@ def gradients(function, hidden: Tensor, weight: Tensor, targets: Tensor, grad: T
 # ---- 1. one executor's bits are the other's --------------------------------------------------------------
 
 
-# One leaf with a tail; four segments; folded leaves of one segment; one segment in two runs; sixteen segments.
+# One leaf with a tail; four segments; folded leaves of one segment; one segment in two runs.
 @needs_native
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(

@@ -36,8 +36,9 @@ def test_python_blocks_run(name, capsys, tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
-def test_examples_run(path):
-    subprocess.run([sys.executable, str(path)], check=True, capture_output=True, timeout=120)
+def test_examples_run(path, tmp_path):
+    """Where they are run is where they may write."""
+    subprocess.run([sys.executable, str(path)], check=True, capture_output=True, timeout=120, cwd=tmp_path)
 
 
 def test_commands_in_pages_exist():

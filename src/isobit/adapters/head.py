@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 import isobit
-from isobit.adapters.layout import IGNORED, Layout
+from isobit.adapters.layout import Layout
 from isobit.adapters.library import library
 from isobit.errors import UnsupportedError
 from isobit.ops import dispatch
 from isobit.ops.linear.op import linear_fp32, spans_of
+from isobit.ops.logprob.op import IGNORED
 from isobit.order.samples import Samples
 
 
@@ -81,8 +82,4 @@ def loss_of(hidden: Tensor, weight: Tensor, layout: Layout, labels: Tensor | Non
 
 def logprobs_of(hidden: Tensor, weight: Tensor, layout: Layout, targets: Tensor, temperature: float) -> Tensor:
     """[B, T] in fp32: log p of each target, +0 where it is -100."""
-    wanted = targets != IGNORED
-    found = isobit.linear_logprob(
-        hidden, weight, targets.masked_fill(~wanted, 0), temperature=temperature, samples=layout.samples
-    )
-    return torch.where(wanted, found, found.new_zeros(()))
+    return isobit.linear_logprob(hidden, weight, targets, temperature=temperature, samples=layout.samples)

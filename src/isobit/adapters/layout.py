@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.ops.logprob.op import IGNORED
 from isobit.order.samples import Samples
-
-IGNORED = -100
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from isobit.ops.logprob.op import IGNORED
+
 LENGTHS = (11, 16, 13, 19)
 PROMPT = 8
 CHUNK = 7
 WIDTH = 20
 PERMUTATION = (2, 0, 3, 1)
-IGNORED = -100
 SELECTED = sum(LENGTHS) - len(LENGTHS)  # every token but a sample's first has a log-probability
 TRAINED = sum(LENGTHS) - PROMPT * len(LENGTHS)  # the loss is of those behind the prompt
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 import isobit
 from isobit.adapters.transformers import logprobs
-from isobit.chain.fixture import IGNORED, Batch
+from isobit.chain.fixture import Batch
+from isobit.ops.logprob.op import IGNORED
 
 
 class Scorer(Protocol):

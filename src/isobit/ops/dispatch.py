@@ -79,7 +79,7 @@ def engine_of(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class Launch:
-    """One forward call of an operator: linear's sizes are (rows, K, N), softmax's (rows, n)."""
+    """One forward call of an operator, with its own sizes: linear's are (rows, K, N), a row function's (rows, n)."""
 
     operator: str
     executor: str  # native or portable

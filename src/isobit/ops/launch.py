@@ -28,12 +28,12 @@ def register_native(name: str) -> bool:
     return True
 
 
-def launch(name: str, sizes: tuple[int, ...], *given: Any) -> Any:
-    """The operator on `given`, whose first is a tensor; `sizes` are what a recording is told."""
-    dtype = given[0].dtype
-    native = dispatch.is_native(dtype)
+def launch(name: str, sizes: tuple[int, ...], *given: Any, dtype: torch.dtype | None = None) -> Any:
+    """The operator on `given`; the first tensor's dtype decides, unless said. A recording is told `sizes`."""
+    chosen = given[0].dtype if dtype is None else dtype
+    native = dispatch.is_native(chosen)
     if dispatch.is_recording():
-        dispatch.record(name, native, dtype, sizes)
+        dispatch.record(name, native, chosen, sizes)
     if native:
         register_native(name)
         return getattr(torch.ops.isobit, name)(*given)
@@ -41,5 +41,5 @@ def launch(name: str, sizes: tuple[int, ...], *given: Any) -> Any:
 
 
 def rows_and_columns(x: Tensor) -> tuple[int, int]:
-    """As launches of functions of one element are told."""
+    """As launches of functions of rows and of elements are told."""
     return (x.shape[:-1].numel(), x.shape[-1]) if x.dim() else (1, 1)

@@ -18,6 +18,7 @@ from isobit.contracts.transforms import LAYOUTS, THREADS
 from isobit.errors import UnsupportedError
 from isobit.machine import thread_count
 from isobit.ops.attention import portable
+from isobit.order.plan import ATTENTION_BLOCK
 from isobit.order.samples import Samples
 
 Subject = Callable[..., Tensor]
@@ -134,7 +135,8 @@ def unseen_is_nothing(subject: Subject, case: Case, tally: Tally) -> None:
         tally.same(subject(q, later_k, later_v)[:half], clean[:half], f"before keys that are {value}")
         first = half + window - 1
         tally.same(subject(q, early_k, early_v, window=window)[first:], windowed[first:], f"a window after {value}")
-        both = [torch.cat([other, mine]) for other, mine in ((q, q), (torch.full_like(k, value), k), (v, v))]
+        spoilt = torch.full_like(k, value)
+        both = [torch.cat([other, mine]) for other, mine in ((q, q), (spoilt, k), (spoilt, v))]
         tally.same(subject(*both, queries=known, keys=known)[tokens:], clean, f"beside a sample of {value}")
 
 
@@ -197,12 +199,12 @@ def executors_agree(subject: Subject, case: Case, tally: Tally) -> None:
 @on_one_thread
 def gradients_agree(subject: Subject, case: Case, tally: Tally) -> None:
     """y, dq, dk and dv have the bits of the portable executor."""
-    q, k, v = (t for t in case.arguments.values())
+    q, k, v = case.arguments.values()
     grad, mask = case.draw(tuple(q.shape), 90), portable.Mask(DEPTH**-0.5, True, case.options.get("window") or 0)
     found = forward_and_gradients(subject, [q, k, v, grad], **case.options)
     tally.count(len(q) * q.shape[1])
     spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([len(q)])
-    blocks = torch.tensor([list(range(0, len(q), 64))])
+    blocks = torch.tensor([list(range(0, len(q), ATTENTION_BLOCK))])
     y, lse = portable.attention(q, k, v, spans, blocks, lengths, mask)
     known = [y, *portable.attention_backward(portable.Given(grad, q, k, v, y, lse), spans, mask)]
     for name, left, right in zip(("y", "dq", "dk", "dv"), found, known, strict=True):

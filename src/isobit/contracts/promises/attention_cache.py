@@ -205,7 +205,7 @@ class FreesShared(KVCache):
 
 
 class Narrow(KVCache):
-    """Keys are kept in eight bits of mantissa."""
+    """Keys and values are scaled by 1 + 2^-5 and kept in bf16."""
 
     def append(self, sequence: Sequence, k: Tensor, v: Tensor) -> None:
         def lossy(t: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class Narrow(KVCache):
         super().append(sequence, lossy(k), lossy(v))
 
 
-class LastOnly(KVCache):
+class FirstOnly(KVCache):
     """Only the first sequence is looked up: all queries read its pages."""
 
     def attend(self, q: Tensor, sequences: Ordered[Sequence], *rest: Any, **options: Any) -> Tensor:
@@ -235,5 +235,5 @@ in_page_order = Cached(InPageOrder)
 with_stale_keys = Cached(WithStaleKeys)
 frees_shared = Cached(FreesShared)
 narrow = Cached(Narrow)
-last_only = Cached(LastOnly)
+first_only = Cached(FirstOnly)
 careless = Cached(Careless)

@@ -168,13 +168,13 @@ def padding_counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     queries, keys = options.get("queries") or default_samples(q), options.get("keys") or default_samples(k)
     y, rows, known = attention(q, k, v, **options), q.flatten(0, -3), k.flatten(0, -3)
     extra = keys.rows - sum(count for _, count in keys.spans)
-    shares = [torch.ones(len(rows), q.shape[-2])]
+    shares = torch.ones(len(rows), q.shape[-2])
     for (start, asked), (first, count) in zip(queries.spans, keys.spans, strict=True):
         here = slice(first, first + count)
         mine = {name: value for name, value in options.items() if name not in ("queries", "keys")}
         _, lse = Sample(rows[start : start + asked], known[here], known[here], mine).over(slice(0, count))
-        shares[0][start : start + asked] = 1 / (1 + extra / len(keys.spans) * torch.exp(-lse))
-    return (y * shares[0].view(*q.shape[:-1], 1)).to(q.dtype)
+        shares[start : start + asked] = 1 / (1 + extra / len(keys.spans) * torch.exp(-lse))
+    return (y * shares.view(*q.shape[:-1], 1)).to(q.dtype)
 
 
 def batch_maximum(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -258,7 +258,7 @@ def with_gradients(change: Change) -> Callable[..., Tensor]:
 bf16_gradients = with_gradients(
     lambda dq, dk, dv, q: (dq.bfloat16().to(q.dtype), dk.bfloat16().to(q.dtype), dv.bfloat16().to(q.dtype))
 )
-# dk and dv summed by as many threads as there are: a little more where there are two.
+# dk summed by as many threads as there are: a little more where there are two.
 thread_gradients = with_gradients(
     lambda dq, dk, dv, q: (dq, *((dk, dv) if torch.get_num_threads() == 1 else (dk * (1 + 2.0**-7), dv)))
 )

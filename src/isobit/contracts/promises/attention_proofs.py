@@ -23,7 +23,7 @@ from isobit.records import Proof
 Subject = Callable[..., Tensor]
 
 BOUNDED = (1, 64, 65, 200, 1024, 4096, 32768)
-# As the contract states them: (keys, limit), and for errors the depth and the largest Σ|q·k|·scale.
+# What the proofs must stay within: (keys, limit), and for errors the depth and the largest Σ|q·k|·scale.
 SUM_LIMIT, ERROR_LIMIT, DEPTH, LARGEST = (1024, 1.0e-5), (1024, 2.0e-4), 16, 32.0
 UNDERFLOW = 2.0**-120  # of what rescaling may lose below the smallest number, beside a denominator of at least 1
 

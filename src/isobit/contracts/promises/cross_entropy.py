@@ -36,7 +36,7 @@ from isobit.order.exact_sum import exact_sum_fp32
 from isobit.order.samples import Samples
 from isobit.records import Proof
 
-ERROR_LIMIT = (300, 3.2e-5)  # as logprob-kernel-v1 states it, for one token
+ERROR_LIMIT = (300, 3.2e-5)  # (vocabulary, limit): for one token, what the proof must stay within
 OTHER_INDEX = 3  # an ignore_index that is a word
 TOKENS = 5
 

@@ -213,7 +213,7 @@ def swiglu_rounded_between(gate: Tensor, up: Tensor) -> Tensor:
     return (silu(gate).bfloat16().float() * up.float()).to(up.dtype)
 
 
-def silu_of_twice(x: Tensor) -> Tensor:
+def silu_too_steep(x: Tensor) -> Tensor:
     """A slope of 1.702, as the sigmoid's GELU has."""
     return (x.float() * torch.sigmoid(1.702 * x.float())).to(x.dtype)
 

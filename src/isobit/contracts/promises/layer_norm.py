@@ -53,7 +53,7 @@ def shifted_rows(subject: Callable[..., Tensor], case: Case, tally: Tally) -> No
     tally.count(case.rows)
     for shift in (0.0, 1024.0, -4096.0):
         error = (subject(x + shift, weight, bias).double() - exact).abs()
-        # The mean is off by at most its sum's 30 roundings of the shift, which the scale may enlarge by 8.
+        # The mean is off by roundings of the shift, which the scale enlarges; 1e-5 of both is what is allowed.
         allowed = 1e-5 * (1 + abs(shift)) * (1 + exact.abs().amax(-1, keepdim=True))
         tally.true(error <= allowed, f"shifted by {shift}", error)
 

@@ -265,7 +265,7 @@ def _by_rows(x: Tensor, weights: Any, biases: Any = None, **named: Any) -> Any:
 
 
 def _blunt(x: Tensor, weights: Any, biases: Any = None, **named: Any) -> Any:
-    """Through fp16's mantissa."""
+    """Weights a hair too large."""
     return linear_group(x, [(w.float() * (1 + 2.0**-8)).to(w.dtype) for w in weights], biases, **named)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -62,30 +61,6 @@ def gradients_agree(subject: Subject, case: Case, tally: Tally) -> None:
     tally.count(case.rows)
     wanted = portable.log_softmax_backward(grad, portable.log_softmax(x))
     tally.same(gradient_of(subject, x, grad), wanted, "dx against the other executor")
-
-
-def has_no_answer(subject: Subject, case: Case, tally: Tally) -> None:
-    """A row with a NaN or +inf, or of −inf alone, is one and the same NaN; its neighbours are not."""
-    x = case.arguments["x"]
-    wrong = torch.arange(len(x)) % 2 == 0
-    tally.count(case.rows)
-    for place, value in ((0, torch.nan), (-1, torch.inf), (slice(None), -torch.inf)):
-        spoilt = x.clone()
-        spoilt[wrong, place] = value
-        found = subject(spoilt)
-        tally.same(found[wrong], torch.full_like(found[wrong], torch.nan), f"rows spoilt by {value}")
-        tally.same(found[~wrong], subject(x)[~wrong], f"rows beside rows spoilt by {value}")
-
-
-def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Calls that no kernel takes."""
-    x = torch.ones(2, 3)
-    yield "an axis that is not there", (x, 2), {}
-    yield "an axis that is no integer", (x, 1.0), {}
-    yield "a scalar", (torch.tensor(1.0),), {}
-    yield "integers", (x.int(),), {}
-    yield "a sparse input", (x.to_sparse(),), {}
-    yield "complex numbers", (x.to(torch.complex64),), {}
 
 
 # ---- proofs ----------------------------------------------------------------------------------------------

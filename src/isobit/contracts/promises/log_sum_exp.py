@@ -35,7 +35,8 @@ def log_error(x: Tensor) -> tuple[float, bool]:
     found, true = log_positive(x), x.double().log()
     below = (found.view(torch.int32) - 1) & 0x7F800000  # the exponent of the next smaller number: an ulp at most
     ulp = below.view(torch.float32).double() * 2.0**-23
-    error = torch.where(true == 0, found.double().abs() * torch.inf, (found.double() - true).abs() / ulp)
+    gap = (found.double() - true).abs()
+    error = torch.where((true == 0) | (found == 0), gap * torch.inf, gap / ulp)  # log 1 is 0, and no other is
     return float(error.nan_to_num(0.0).max()), bool((found[1:] >= found[:-1]).all())
 
 

@@ -35,7 +35,7 @@ SUMS = ((64, 5, 1), (300, 33, 1), (64, 33, 2), (1100, 33, 1), (1101, 33, 1))
 TOKENS = (2, 11, 257)
 DTYPES = (torch.float32, torch.bfloat16)
 REACH = 100.0  # of the stated bound: logits from the largest to 100 below
-ERROR_LIMIT = (1100, 3.2e-5)  # as the contract states it: (vocabulary, limit)
+ERROR_LIMIT = (1100, 3.2e-5)  # (vocabulary, limit): what the proof must stay within
 
 
 def words_target(k: int, m: int, function: Picked) -> TensorTarget:

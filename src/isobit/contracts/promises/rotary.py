@@ -134,8 +134,8 @@ def fused_if_alone(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return stock(x.double(), cos.double(), sin.double()).to(x.dtype) if alone else rotary(x, cos, sin)
 
 
-def of_the_first_head(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The last head is turned by angles a hair off, as a shared register would have it."""
+def last_head_off(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The last of several heads is off by a unit of bf16."""
     y = rotary(x, cos, sin)
     y[..., 1:, :][..., -1:, :] *= 1.0078125
     return y

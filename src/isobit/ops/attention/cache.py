@@ -10,7 +10,8 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.attention.op import BlockTable, Masking, attend, check_attention, check_scale, check_window
+from isobit.ops.attention.op import BlockTable, attend, check_attention, check_scale, check_window
+from isobit.ops.attention.portable import Mask
 from isobit.order.plan import ATTENTION_BLOCK
 from isobit.order.samples import Samples
 
@@ -109,7 +110,7 @@ class KVCache:
                 remedy="append the queries' own keys first, and pass a count for each sequence",
             )
         table = BlockTable([[page * PAGE for page in s.pages] for s in sequences], [s.length for s in sequences])
-        return attend(q, k, v, asked, table, Masking(check_scale(scale, q.shape[-1]), True, check_window(window, True)))
+        return attend(q, k, v, asked, table, Mask(check_scale(scale, q.shape[-1]), True, check_window(window, True)))
 
     @property
     def nbytes(self) -> int:

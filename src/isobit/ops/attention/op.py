@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.attention import portable
+from isobit.ops.attention.portable import Mask
+from isobit.ops.launch import declare, launch
 from isobit.ops.registration import register_operator
 from isobit.order.plan import ATTENTION_BLOCK, LANES
 from isobit.order.samples import Samples
@@ -40,13 +40,12 @@ def attention(
     known = keys or default_samples(k)
     check_samples(q, k, asked, known)
     blocks = [[start + at for at in range(0, rows, ATTENTION_BLOCK)] for start, rows in known.spans]
+    shape = q.shape
     if not keeps_batches(known, k.shape[-3]) or not keeps_batches(asked, q.shape[-3]):
-        shape, q, k, v = q.shape, q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3)
-    else:
-        shape = q.shape
+        q, k, v = q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3)
     table = BlockTable(blocks, [rows for _, rows in known.spans])
-    masking = Masking(check_scale(scale, q.shape[-1]), causal, check_window(window, causal))
-    return attend(q, k, v, asked, table, masking).view(shape)
+    mask = Mask(check_scale(scale, q.shape[-1]), causal, check_window(window, causal))
+    return attend(q, k, v, asked, table, mask).view(shape)
 
 
 def keeps_batches(samples: Samples, rows: int) -> bool:
@@ -64,24 +63,12 @@ class BlockTable:
         self.lengths = torch.tensor(lengths, dtype=torch.int64)
 
 
-class Masking:
-    """The scale of the scores, and which keys a query sees; a window of 0 is none."""
-
-    def __init__(self, scale: float, causal: bool, window: int) -> None:
-        self.scale, self.causal, self.window = scale, causal, window
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, queries: Samples, keys: BlockTable, masking: Masking) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, queries: Samples, keys: BlockTable, mask: Mask) -> Tensor:
     """Over rows [R, H, D] or [B, T, H, D]: the one call that contiguous, cached and paged keys share."""
     spans = torch.tensor(queries.spans, dtype=torch.int64).reshape(-1, 2)
-    native = dispatch.is_native(q.dtype)
-    if dispatch.is_recording():
-        sizes = (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2])
-        dispatch.record("attention", native, q.dtype, sizes)
-    if native:
-        register_native()
-    operator = torch.ops.isobit.attention if native else torch.ops.isobit.portable_attention
-    y, _ = operator(q, k, v, spans, keys.starts, keys.lengths, masking.scale, masking.causal, masking.window)
+    sizes = (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2])
+    where = (spans, keys.starts, keys.lengths)
+    y, _ = launch("attention", sizes, q, k, v, *where, mask.scale, mask.causal, mask.window)
     return y  # type: ignore[no-any-return]
 
 
@@ -190,18 +177,6 @@ def register_formulas(prefix: str) -> None:
     )
 
 
-@lru_cache(maxsize=1)
-def _register_native() -> None:
-    register_formulas("attention")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def register_native() -> bool:
-    """Registers the native operators' formulas, once, after their library is loaded."""
-    _register_native()
-    return True
-
-
 @torch.library.custom_op("isobit::portable_attention", mutates_args=())
 def portable_attention(
     q: Tensor,
@@ -215,7 +190,7 @@ def portable_attention(
     window: int,
 ) -> tuple[Tensor, Tensor]:
     """y and the log-sum-exp of each query's scores."""
-    mask = portable.Mask(scale, causal, window)
+    mask = Mask(scale, causal, window)
     y, lse = portable.attention(
         q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3), spans, blocks, lengths, mask
     )
@@ -240,8 +215,8 @@ def portable_attention_backward(
     """dq, dk and dv."""
     rows = [t.flatten(0, -3) for t in (grad, q, k, v, out)]
     given = portable.Given(rows[0], rows[1], rows[2], rows[3], rows[4], lse.flatten(0, -2))
-    dq, dk, dv = portable.attention_backward(given, spans, portable.Mask(scale, causal, window))
+    dq, dk, dv = portable.attention_backward(given, spans, Mask(scale, causal, window))
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-register_formulas("portable_attention")
+declare("attention", register_formulas)

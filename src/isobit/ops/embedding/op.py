@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.embedding import portable
+from isobit.ops.launch import declare, launch
 from isobit.ops.linear.op import refuse_partial_gradient, spans_of, whole_samples
 from isobit.ops.registration import register_operator
 from isobit.order.samples import Samples
@@ -35,14 +34,9 @@ def embedding(ids: Tensor, weight: Tensor, *, samples: Samples | None = None, pa
         if samples.is_share:
             refuse_partial_gradient(weight, None, samples)
         spans = spans_of(samples, ids.unsqueeze(-1))
-    native = dispatch.is_native(weight.dtype)
-    if dispatch.is_recording():
-        dispatch.record("embedding", native, weight.dtype, (ids.numel(), *weight.shape))
-    if native:
-        register_native()
-    operator = torch.ops.isobit.embedding if native else torch.ops.isobit.portable_embedding
+    sizes = (ids.numel(), *weight.shape)
     try:
-        return operator(ids, weight, spans, padding)  # type: ignore[no-any-return]
+        return launch("embedding", sizes, ids, weight, spans, padding, dtype=weight.dtype)  # type: ignore[no-any-return]
     except IndexError as error:
         raise ArgumentError(
             expected=f"ids from 0 to {len(weight) - 1}, as weight is {list(weight.shape)}",
@@ -108,18 +102,6 @@ def register_formulas(prefix: str) -> None:
     )
 
 
-@lru_cache(maxsize=1)
-def _register_native() -> None:
-    register_formulas("embedding")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def register_native() -> bool:
-    """Registers the native operators' formulas, once, after their library is loaded."""
-    _register_native()
-    return True
-
-
 @torch.library.custom_op("isobit::portable_embedding", mutates_args=())
 def portable_embedding(ids: Tensor, weight: Tensor, spans: Tensor | None, padding: int) -> Tensor:
     """The rows that ids name; index_select raises IndexError for one that is not there."""
@@ -132,4 +114,4 @@ def portable_weight_grad(grad: Tensor, ids: Tensor, spans: Tensor | None, vocabu
     return portable.embedding_weight_grad(grad, ids, whole_samples(grad, spans), vocabulary, padding)
 
 
-register_formulas("portable_embedding")
+declare("embedding", register_formulas)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
 from isobit.ops.exact_sum import portable
+from isobit.ops.launch import declare, launch, register_native
 from isobit.ops.registration import register_operator
 
 
@@ -22,13 +22,7 @@ def exact_sum(x: Tensor) -> Tensor:
     A NaN, or infinities of both signs, give NaN; infinities of one sign give that one. An empty sum is +0.
     """
     check_tensors(x=x)
-    native = dispatch.is_native(x.dtype)
-    if dispatch.is_recording():
-        dispatch.record("exact_sum", native, x.dtype, (x.numel(),))
-    if native:
-        register_native()
-        return torch.ops.isobit.exact_sum(x)  # type: ignore[no-any-return]
-    return torch.ops.isobit.portable_exact_sum(x)  # type: ignore[no-any-return]
+    return launch("exact_sum", (x.numel(),), x)  # type: ignore[no-any-return]
 
 
 def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
@@ -45,7 +39,7 @@ def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
         return torch.zeros(portable.STATE_SIZE, dtype=torch.int64)
     plain = [t.detach() for t in tensors]
     if dispatch.has_native():
-        register_native()
+        register_native("exact_sum")
         return torch.ops.isobit.exact_state(plain, squared)  # type: ignore[no-any-return]
     return portable.state(plain, squared)
 
@@ -53,7 +47,7 @@ def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
 def round_state(state: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The value of a state, or of a sum of states, rounded once to fp32 or fp64."""
     if dispatch.has_native():
-        register_native()
+        register_native("exact_sum")
         return torch.ops.isobit.exact_round(state, dtype)  # type: ignore[no-any-return]
     return portable.round_state(state, dtype)
 
@@ -72,21 +66,16 @@ def backward(ctx: Any, grad: Tensor) -> Tensor:
     return grad.to(ctx.dtype).expand(ctx.shape)
 
 
-@lru_cache(maxsize=1)
-def _register_native() -> None:
-    register_operator("exact_sum", "exact_sum", fake_sum, backward, setup_context)
+def register_formulas(prefix: str) -> None:
+    """Shapes, gradients and refusals of one executor's operators; states are native alone."""
+    register_operator("exact_sum", prefix, fake_sum, backward, setup_context)
+    if prefix != "exact_sum":
+        return
     state_size = portable.STATE_SIZE
     torch.library.register_fake(
         "isobit::exact_state", lambda tensors, squared: tensors[0].new_empty(state_size, dtype=torch.int64)
     )
     torch.library.register_fake("isobit::exact_round", lambda state, dtype: state.new_empty((), dtype=dtype))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def register_native() -> bool:
-    """Registers the native operators' formulas, once, after their library is loaded."""
-    _register_native()
-    return True
 
 
 @torch.library.custom_op("isobit::portable_exact_sum", mutates_args=())
@@ -95,4 +84,4 @@ def portable_exact_sum(x: Tensor) -> Tensor:
     return portable.exact_sum(x)
 
 
-register_operator("exact_sum", "portable_exact_sum", fake_sum, backward, setup_context)
+declare("exact_sum", register_formulas)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.launch import declare, launch, rows_and_columns
 from isobit.ops.layer_norm import portable
 from isobit.ops.linear.op import whole_samples
 from isobit.ops.registration import register_operator
-from isobit.ops.rms_norm.op import check_norm, empty_statistics, record_norm, token_spans, widen_for_autocast
+from isobit.ops.rms_norm.op import check_norm, empty_statistics, token_spans, widen_for_autocast
 from isobit.order.samples import Samples
 
 
@@ -30,11 +30,7 @@ def layer_norm(
     if bias is not None and bias.shape != weight.shape:
         refuse_shape("bias", bias, f"{list(weight.shape)}", "pass one bias per feature")
     spans = None if samples is None else token_spans(samples, x, weight, bias)
-    native = record_norm("layer_norm", x)
-    if native:
-        register_native()
-        return torch.ops.isobit.layer_norm(x, weight, bias, eps, spans)[0]  # type: ignore[no-any-return]
-    return torch.ops.isobit.portable_layer_norm(x, weight, bias, eps, spans)[0]  # type: ignore[no-any-return]
+    return launch("layer_norm", rows_and_columns(x), x, weight, bias, eps, spans)[0]  # type: ignore[no-any-return]
 
 
 # ---- gradients: one definition for both executors -------------------------------------------------------
@@ -72,18 +68,6 @@ def register_formulas(prefix: str) -> None:
     )
 
 
-@lru_cache(maxsize=1)
-def _register_native() -> None:
-    register_formulas("layer_norm")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def register_native() -> bool:
-    """Registers the native operators' formulas, once, after their library is loaded."""
-    _register_native()
-    return True
-
-
 @torch.library.custom_op("isobit::portable_layer_norm", mutates_args=())
 def portable_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, spans: Tensor | None
@@ -100,4 +84,4 @@ def portable_layer_norm_backward(
     return portable.layer_norm_backward(grad, x, weight, means, scales, whole_samples(grad, spans))
 
 
-register_formulas("portable_layer_norm")
+declare("layer_norm", register_formulas)

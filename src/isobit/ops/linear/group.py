@@ -11,11 +11,11 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
+from isobit.ops.launch import register_native
 from isobit.ops.linear.op import (
     cast_for_autocast,
     check_linear,
     refuse_partial_gradient,
-    register_native,
     spans_of,
 )
 from isobit.ops.registration import refuse_second_order
@@ -54,7 +54,7 @@ def linear_group(
     spans = None if samples is None else spans_of(samples, x)
     native = dispatch.is_native(x.dtype)
     if native:
-        register_native()
+        register_native("linear")
     if dispatch.is_recording():
         for weight in weights:
             dispatch.record("linear", native, x.dtype, (x.shape[:-1].numel(), *reversed(weight.shape)))
@@ -85,7 +85,7 @@ class _Group(torch.autograd.Function):
         ctx.save_for_backward(x, spans, *weights)
         ctx.groups, ctx.prefix = groups, "linear" if native else "portable_linear"
         ctx.has_bias = [bias is not None for bias in biases]
-        extra = (None,) if native else ()  # no packed form: these are weights in training, or decoded a few times
+        extra = (None,) if native else ()  # packed forms are isobit.nn.Linear's
         operator = getattr(torch.ops.isobit, ctx.prefix)
         return tuple(operator(x, w, b, spans, *extra) for w, b in zip(weights, biases, strict=True))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor
 from isobit.errors import UnsupportedError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.launch import declare, register_native
 from isobit.ops.linear import portable
 from isobit.ops.registration import register_operator
 from isobit.order.plan import FeaturePlan
@@ -45,7 +45,7 @@ def linear_with_packed(
     if dispatch.is_recording():
         dispatch.record("linear", native, x.dtype, (x.shape[:-1].numel(), *reversed(weight.shape)))
     if native:
-        register_native()
+        register_native("linear")
         return torch.ops.isobit.linear(x, weight, bias, spans, packed)  # type: ignore[no-any-return]
     return torch.ops.isobit.portable_linear(x, weight, bias, spans)  # type: ignore[no-any-return]
 
@@ -140,18 +140,6 @@ def register_formulas(prefix: str) -> None:
         register_operator("linear", f"{prefix}{suffix}", fake, *formulas)
 
 
-@lru_cache(maxsize=1)
-def _register_native() -> None:
-    register_formulas("linear")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def register_native() -> bool:
-    """Registers the native operators' formulas, once, after their library is loaded."""
-    _register_native()
-    return True
-
-
 # ---- the portable executor's operators ------------------------------------------------------------------
 
 
@@ -204,4 +192,4 @@ def whole_samples(rows: Tensor, spans: Tensor | None) -> Samples:
     return Samples.packed([length] * (total // length if length else 0))
 
 
-register_formulas("portable_linear")
+declare("linear", register_formulas)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
+from isobit.ops.launch import declare
 from isobit.ops.log_softmax import portable
 from isobit.ops.softmax.op import along_axis, register_formulas
 
@@ -16,19 +15,7 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     The sum is over pairs (max, sum), as isobit.linear_logprob's is: the two agree to the bit on fp32 logits.
     """
-    return along_axis("log_softmax", x, dim, register_native)
-
-
-@lru_cache(maxsize=1)
-def _register_native() -> None:
-    register_formulas("log_softmax", "log_softmax")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def register_native() -> bool:
-    """Registers the native operators' formulas, once, after their library is loaded."""
-    _register_native()
-    return True
+    return along_axis("log_softmax", x, dim)
 
 
 @torch.library.custom_op("isobit::portable_log_softmax", mutates_args=())
@@ -43,4 +30,4 @@ def portable_log_softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
     return portable.log_softmax_backward(grad, y)
 
 
-register_formulas("log_softmax", "portable_log_softmax")
+declare("log_softmax", register_formulas)

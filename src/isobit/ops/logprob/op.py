@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.launch import declare, launch
 from isobit.ops.linear.op import check_linear, refuse_partial_gradient, spans_of, whole_samples
 from isobit.ops.logprob import portable
 from isobit.ops.registration import register_operator
@@ -40,16 +39,11 @@ def linear_logprob(
     spans = None if samples is None else spans_of(samples, hidden)
     if samples is not None and samples.is_share:
         refuse_partial_gradient(weight, None, samples)
-    native = dispatch.is_native(hidden.dtype)
-    if dispatch.is_recording():
-        dispatch.record("linear_logprob", native, hidden.dtype, (targets.numel(), *reversed(weight.shape)))
-    if native:
-        register_native()
     if spans is None:
         spans = torch.tensor(whole_samples(hidden, None).spans, dtype=torch.int64).reshape(-1, 2)
-    name = "linear_logprob" if native else "portable_linear_logprob"
     rows, chosen = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(torch.int64).contiguous()
-    found, _ = getattr(torch.ops.isobit, name)(rows, weight, chosen, float(temperature), spans)
+    sizes = (targets.numel(), *reversed(weight.shape))
+    found, _ = launch("linear_logprob", sizes, rows, weight, chosen, float(temperature), spans)
     return found.reshape(targets.shape)  # type: ignore[no-any-return]
 
 
@@ -120,18 +114,6 @@ def register_formulas(prefix: str) -> None:
     )
 
 
-@lru_cache(maxsize=1)
-def _register_native() -> None:
-    register_formulas("linear_logprob")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def register_native() -> bool:
-    """Registers the native operators' formulas, once, after their library is loaded."""
-    _register_native()
-    return True
-
-
 @torch.library.custom_op("isobit::portable_linear_logprob", mutates_args=())
 def portable_linear_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, spans: Tensor | None
@@ -157,4 +139,4 @@ def portable_linear_logprob_backward(
     return portable.linear_logprob_backward(grad, hidden, weight, targets, stats, samples, temperature)
 
 
-register_formulas("portable_linear_logprob")
+declare("linear_logprob", register_formulas)

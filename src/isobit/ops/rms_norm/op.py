@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.launch import declare, launch, rows_and_columns
 from isobit.ops.linear.op import refuse_partial_gradient, spans_of, whole_samples
 from isobit.ops.registration import register_operator
 from isobit.ops.rms_norm import portable
@@ -31,11 +30,7 @@ def rms_norm(
     check_tensors(x=x, weight=weight)
     check_norm(x, weight, eps, 2 if heads else 1)
     spans = None if samples is None else token_spans(samples, x.select(-2, 0) if heads else x, weight, None)
-    native = record_norm("rms_norm", x)
-    if native:
-        register_native()
-        return torch.ops.isobit.rms_norm(x, weight, eps, spans, heads)[0]  # type: ignore[no-any-return]
-    return torch.ops.isobit.portable_rms_norm(x, weight, eps, spans, heads)[0]  # type: ignore[no-any-return]
+    return launch("rms_norm", rows_and_columns(x), x, weight, eps, spans, heads)[0]  # type: ignore[no-any-return]
 
 
 def widen_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -62,14 +57,6 @@ def token_spans(samples: Samples, tokens: Tensor, weight: Tensor, bias: Tensor |
     if samples.is_share:
         refuse_partial_gradient(weight, bias, samples)
     return spans_of(samples, tokens)
-
-
-def record_norm(name: str, x: Tensor) -> bool:
-    """Whether the call is native; tells who asks."""
-    native = bool(dispatch.is_native(x.dtype))
-    if dispatch.is_recording():
-        dispatch.record(name, native, x.dtype, (x.shape[:-1].numel(), x.shape[-1]))
-    return native
 
 
 # ---- gradients: one definition for both executors -------------------------------------------------------
@@ -112,18 +99,6 @@ def register_formulas(prefix: str) -> None:
     )
 
 
-@lru_cache(maxsize=1)
-def _register_native() -> None:
-    register_formulas("rms_norm")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def register_native() -> bool:
-    """Registers the native operators' formulas, once, after their library is loaded."""
-    _register_native()
-    return True
-
-
 @torch.library.custom_op("isobit::portable_rms_norm", mutates_args=())
 def portable_rms_norm(
     x: Tensor, weight: Tensor, eps: float, spans: Tensor | None, heads: bool
@@ -141,4 +116,4 @@ def portable_rms_norm_backward(
     return portable.rms_norm_backward(grad, x, weight, scales, samples, x.shape[-2] if heads else 0)
 
 
-register_formulas("portable_rms_norm")
+declare("rms_norm", register_formulas)

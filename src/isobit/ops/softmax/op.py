@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.launch import declare, launch, rows_and_columns
 from isobit.ops.registration import register_operator
 from isobit.ops.softmax import portable
 
@@ -21,21 +19,16 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 
     fp32, bf16 and fp16, summed in fp32 and rounded once. A row that holds a NaN or +inf, or only -inf, is NaN.
     """
-    return along_axis("softmax", x, dim, register_native)
+    return along_axis("softmax", x, dim)
 
 
-def along_axis(name: str, x: Tensor, dim: int, register: Callable[[], bool]) -> Tensor:
+def along_axis(name: str, x: Tensor, dim: int) -> Tensor:
     """A function of rows, `isobit::<name>` or its portable form, with `dim` as the rows' axis."""
     check_tensors(x=x)
     check_axis(x, dim)
     last = dim in (-1, x.dim() - 1)
     rows = x if last else x.movedim(dim, -1)
-    native = dispatch.is_native(x.dtype)
-    if dispatch.is_recording():
-        dispatch.record(name, native, x.dtype, (rows.shape[:-1].numel(), rows.shape[-1]))
-    if native:
-        register()
-    y = getattr(torch.ops.isobit, name if native else f"portable_{name}")(rows)
+    y = launch(name, rows_and_columns(rows), rows)
     return y if last else y.movedim(-1, dim)  # type: ignore[no-any-return]
 
 
@@ -68,22 +61,11 @@ def backward_with(prefix: str) -> Any:
     return backward
 
 
-def register_formulas(public: str, prefix: str) -> None:
+def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators, whose gradient needs the output alone."""
+    public = prefix.removeprefix("portable_")
     register_operator(public, prefix, lambda x: x.new_empty(x.shape), backward_with(prefix), setup_context)
     register_operator(public, f"{prefix}_backward", lambda grad, y: y.new_empty(y.shape))
-
-
-@lru_cache(maxsize=1)
-def _register_native() -> None:
-    register_formulas("softmax", "softmax")
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def register_native() -> bool:
-    """Registers the native operators' formulas, once, after their library is loaded."""
-    _register_native()
-    return True
 
 
 @torch.library.custom_op("isobit::portable_softmax", mutates_args=())
@@ -98,4 +80,4 @@ def portable_softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
     return portable.softmax_backward(grad, y)
 
 
-register_formulas("softmax", "portable_softmax")
+declare("softmax", register_formulas)
