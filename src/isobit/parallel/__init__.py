@@ -1,0 +1,1 @@
+"""One sum over ranks: the order of addition carried out over torch.distributed."""
