@@ -9,7 +9,7 @@ from isobit.curve.layouts import Layout
 from isobit.curve.stock import train_stock
 from isobit.curve.train import train
 from isobit.curve.workload import find_dtype, find_workload, make_model
-from isobit.guards.rank_agreement import rank_agreement
+from isobit.guards.agreement import rank_agreement
 
 
 def run_rank(

@@ -92,17 +92,22 @@ def make_run(workload: Workload, layout: Layout, dtype: torch.dtype) -> Run:
 def take_step(run: Run, step: int) -> None:
     """One optimizer step over the global batch of this step."""
     samples = draw_samples(run.workload, step)
-    active, meter = active_tokens(samples), LossMeter()
+    active, meter, batch = active_tokens(samples), LossMeter(), run.gradients.batch
     for micro in range(run.layout.micro):
-        with run.gradients.micro_batch(micro) as share:
-            size = run.gradients.batch.size
-            found = run.scorer(lay_out(samples[share.first : share.first + size]))
-            (isobit.exact_sum(found) / -active).backward()
-        meter.add(found.detach())
-    run.losses.append(-float(meter.value(active, group=run.data_group)))
-    norm = clip_grad_norm_(run.scorer.parameters(), run.workload.clip, group=shard_group(run))
-    run.norms.append(float(norm))
+        held = batch.samples(run.gradients.rank, micro)
+        rows = lay_out(samples[held.start : held.stop])
+        with run.gradients.micro_batch(micro):
+            found = run.scorer(rows)
+            share_loss(found, rows, active, batch.shares).backward()
+        meter.add(-found.detach(), rows.active)
+    run.losses.append(float(meter.value(run.data_group, dtype=torch.float32)))
+    run.norms.append(float(clip_grad_norm_(run.model, run.workload.clip, group=shard_group(run))))
     run.optimizer.step()
+
+
+def share_loss(found: Tensor, rows: Rows, active: int, shares: int) -> Tensor:
+    """A micro-batch's part of the mean over the global batch's active tokens, whatever else the step holds."""
+    return isobit.exact_sum(found) / -active
 
 
 def shard_group(run: Run) -> dist.ProcessGroup | None:

@@ -57,6 +57,7 @@ class Workload:
 
 
 WORKLOADS = {
+    "tiny": Workload("tiny", 512, 512, 8, 4, 1, 512, samples=8, steps=2),
     "whole": Workload("whole", 1024, 4096, 16, 8, 4, 8192, samples=16, steps=10),
     "small": Workload("small", 1024, 1024, 16, 8, 1, 1024, samples=8, steps=3),
 }
@@ -98,6 +99,11 @@ class Rows:
     ids: Tensor
     mask: Tensor
     targets: Tensor  # the token that follows in the sample, -100 where none does
+
+    @property
+    def active(self) -> int:
+        """Tokens that have a loss."""
+        return int((self.targets != IGNORED).sum())
 
 
 def draw_samples(workload: Workload, step: int) -> list[Tensor]:

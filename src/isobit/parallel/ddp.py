@@ -23,6 +23,12 @@ class DdpCarrier:
 
     def __init__(self, model: DistributedDataParallel, batch: GlobalBatch) -> None:
         refuse_tied(model)
+        if model.find_unused_parameters or model.gradient_as_bucket_view:
+            raise UnsupportedError(
+                expected="DistributedDataParallel(find_unused_parameters=False, gradient_as_bucket_view=False)",
+                received="one of them True",
+                remedy="pass the model itself to Gradients: absent gradients are zeros there, and buckets its own",
+            )
         self._model, self._batch = model, batch
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._partials = Partials(self._parameters)
@@ -55,8 +61,7 @@ class DdpCarrier:
 
     def exchange(self, parameters: list[Tensor], buffer: Tensor) -> torch.futures.Future[Tensor]:
         """The roots of a bucket's parameters, added over the ranks, rounded once into the bucket."""
-        roots = [self._roots.pop(p) for p in parameters]
-        flat = torch.cat([root.reshape(-1) for root in roots])
+        flat = torch.cat([self._roots.pop(p).reshape(-1) for p in parameters])
         work = exchange.all_reduce(flat, self._model.process_group, async_op=True)
 
         def round_once(_: Any) -> Tensor:
