@@ -133,7 +133,8 @@ void check_shard(const Shard& shard, int64_t words) {
 int64_t check_global(int64_t spans, int64_t of) {
   const int64_t global = of == 0 ? spans : of;
   const int64_t size = std::max<int64_t>(global / count_segments(global, 1, sample_cap), 1), segments = spans / size;
-  TORCH_CHECK(global == spans || (global > spans && segments * size == spans && segments > 0 && !(segments & (segments - 1))),
+  const bool subtree = segments > 0 && segments * size == spans && !(segments & (segments - 1));
+  TORCH_CHECK(global == spans || (global > spans && subtree),
               "isobit: expected one subtree of the tree of ", of, " samples, received ", spans,
               "; remedy: take a power of two of its segments");
   return global;
@@ -286,18 +287,19 @@ void backward(const Tensor& grad, const Tensor& hidden, const Tensor& weight, co
   }
 }
 
-// dhidden is the shard's root, and fp32, where the shard is not all of the vocabulary; dweight likewise of the samples.
-std::tuple<Tensor, Tensor> shard_backward_op(
+// dhidden is the shard's root, rounded to the type named; dweight is fp32 where the spans are a share of more samples.
+std::tuple<Tensor, Tensor> gradients(
     const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& stats,
-    const Tensor& spans, double temperature, bool want_hidden, bool want_weight, int64_t of, int64_t extent, int64_t first) {
+    const Tensor& spans, double temperature, bool want_hidden, bool want_weight, int64_t of, Shard shard,
+    at::ScalarType hidden_type) {
   check_engine();
   check_logprob(hidden, weight, targets);
   check_spans(spans, hidden.size(0));
-  check_shard({extent, first}, weight.size(0));
-  const int64_t global = check_global(spans.size(0), of);
+  check_shard(shard, weight.size(0));
+  const int64_t global = want_weight ? check_global(spans.size(0), of) : spans.size(0);
   TORCH_CHECK(grad.sizes() == targets.sizes() && grad.scalar_type() == at::kFloat && stats.is_contiguous() &&
                   stats.numel() == 2 * grad.numel() && stats.scalar_type() == at::kFloat,
-              "isobit: expected fp32 gradients [T] and sums [T, 2]; remedy: let autograd of isobit.linear_logprob call this");
+              "isobit: expected fp32 gradients [T] and sums [T, 2]; remedy: let autograd call this");
   const Tensor rows = hidden.to(engine_type(hidden.scalar_type())).contiguous(), given = grad.contiguous();
   Counter hidden_grad(rows.size(0), rows.size(1));
   const at::ScalarType type = global > spans.size(0) ? at::kFloat : weight.scalar_type();
@@ -306,14 +308,13 @@ std::tuple<Tensor, Tensor> shard_backward_op(
   const float inverse = 1.0f / static_cast<float>(temperature);
   const Wanted wanted{want_hidden && rows.size(0) > 0, want_weight};
   auto go = [&](auto zero) {
-    backward<decltype(zero)>(given, rows, weight, targets, stats, spans, inverse, global, {extent, first}, wanted,
+    backward<decltype(zero)>(given, rows, weight, targets, stats, spans, inverse, global, shard, wanted,
                              hidden_grad, weight_grad);
   };
   if (rows.scalar_type() == at::kFloat) go(float());
   else go(BFloat16());
-  const at::ScalarType out_type = extent > weight.size(0) ? at::kFloat : hidden.scalar_type();
-  if (!wanted.hidden) return {empty_tensor({0, hidden.size(1)}, out_type), weight_grad};
-  Tensor out = empty_tensor(hidden.sizes(), out_type);
+  if (!wanted.hidden) return {empty_tensor({0, hidden.size(1)}, hidden_type), weight_grad};
+  Tensor out = empty_tensor(hidden.sizes(), hidden_type);
   by_type(out, [&](auto* type) {
     using Out = std::remove_pointer_t<decltype(type)>;
     const int64_t n = hidden.numel();
@@ -326,8 +327,16 @@ std::tuple<Tensor, Tensor> shard_backward_op(
 std::tuple<Tensor, Tensor> logprob_backward_op(
     const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& stats,
     const Tensor& spans, double temperature, bool want_hidden, bool want_weight, int64_t of) {
-  const int64_t words = weight.dim() ? weight.size(0) : 0;
-  return shard_backward_op(grad, hidden, weight, targets, stats, spans, temperature, want_hidden, want_weight, of, words, 0);
+  const Shard whole{weight.dim() ? weight.size(0) : 0, 0};
+  return gradients(grad, hidden, weight, targets, stats, spans, temperature, want_hidden, want_weight, of, whole,
+                   hidden.scalar_type());
+}
+
+std::tuple<Tensor, Tensor> shard_backward_op(
+    const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& stats,
+    const Tensor& spans, double temperature, bool want_hidden, bool want_weight, int64_t of, int64_t extent, int64_t first) {
+  return gradients(grad, hidden, weight, targets, stats, spans, temperature, want_hidden, want_weight, of, {extent, first},
+                   at::kFloat);
 }
 
 }  // namespace

@@ -92,7 +92,7 @@ def shard_backward(
     temperature: float,
     cut: Cut,
 ) -> tuple[Tensor, Tensor]:
-    """dhidden over the share's words, not rounded; dweight of its words, rounded where the samples are the whole batch."""
+    """dhidden over the share's words, not rounded; dweight of its words, rounded unless the samples are a share."""
     logits = logits_of(hidden, weight, temperature)
     weights = exp_nonpositive((logits - stats[:, :1]) - stats[:, 1:])
     chosen = torch.arange(cut.start, cut.start + cut.length) == targets.unsqueeze(1)
