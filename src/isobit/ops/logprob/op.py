@@ -11,9 +11,10 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.launch import declare, launch
-from isobit.ops.linear.op import check_linear, refuse_partial_gradient, spans_of, whole_samples
+from isobit.ops.linear.op import check_linear, spans_of, whole_samples
 from isobit.ops.logprob import portable
 from isobit.ops.registration import register_operator
+from isobit.ops.share import check_share
 from isobit.order.samples import Samples
 
 IGNORED = -100  # as torch's cross_entropy
@@ -37,8 +38,8 @@ def linear_logprob(
     check_targets(hidden, weight, targets)
     check_temperature(temperature)
     spans = None if samples is None else spans_of(samples, hidden)
-    if samples is not None and samples.is_share:
-        refuse_partial_gradient(weight, None, samples)
+    if samples is not None:
+        check_share(samples, weight)
     if spans is None:
         spans = torch.tensor(whole_samples(hidden, None).spans, dtype=torch.int64).reshape(-1, 2)
     rows, chosen = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(torch.int64).contiguous()
