@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from isobit.errors import ArgumentError, CutError
 from isobit.ops.arguments import check_tensors
 from isobit.ops.linear import partial
-from isobit.ops.linear.group import check_groups, interleave
+from isobit.ops.linear.group import check_groups
 from isobit.ops.linear.op import cast_for_autocast, check_linear, linear, spans_of
 from isobit.ops.linear.portable import round_once
 from isobit.ops.registration import refuse_second_order
@@ -116,8 +116,7 @@ class Column(torch.autograd.Function):
 
 def sum_input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor], call: Call) -> Tensor:
     """dX: this rank's subtree of the sum, the ranks' subtrees merged, one rounding."""
-    joined = interleave(grads, -1, call.groups), interleave(weights, 0, call.groups)
-    total = partial.input_grad(*joined, call.cut).values[0]
+    total = partial.group_input_grad(grads, weights, call.groups, call.cut).values[0]
     call.ranks.merge(total)
     return round_once(total, grads[0].dtype)
 

@@ -50,6 +50,19 @@ class Ranks:
         if self.parts > 1:
             exchange.all_reduce(total, self.group)
 
+    def combine(self, held: Tensor) -> Tensor:
+        """The ranks' tensors of which one has each element and all others +0, with its raw bits, so that −0 survives.
+
+        Bits are added as whole numbers, which has no order. Two 16-bit ones are one word: transports lack such integers.
+        """
+        if self.parts == 1:
+            return held
+        flat = held.reshape(-1)
+        if flat.element_size() == 2 and flat.numel() % 2:
+            flat = torch.cat([flat, flat.new_zeros(1)])
+        dist.all_reduce(flat.view(torch.int64 if flat.element_size() == 8 else torch.int32), group=self.group)
+        return flat[: held.numel()].view(held.shape)
+
     def gather(self, local: Tensor) -> Tensor:
         """[P, ...] of all ranks' tensors of one shape: bytes are moved, nothing is added."""
         mine = local.detach().contiguous()
