@@ -9,10 +9,12 @@ from torch import Tensor
 
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
+from isobit.ops.exact_sum.op import exact_sum
 from isobit.ops.linear.op import check_linear, spans_of
 from isobit.ops.linear.portable import round_once
 from isobit.ops.logprob import partial
-from isobit.ops.logprob.op import check_targets
+from isobit.ops.logprob.loss import count_active
+from isobit.ops.logprob.op import IGNORED, check_targets
 from isobit.ops.registration import refuse_second_order
 from isobit.ops.share import check_share
 from isobit.order.cut import Cut
@@ -86,3 +88,20 @@ class Logprob(torch.autograd.Function):
             ctx.ranks.merge(total)
             into_hidden = round_once(total, ctx.saved_tensors[0].dtype)
         return into_hidden, into_weight if want[1] else None, *[None] * 6
+
+
+def vocab_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ranks: Ranks,
+    temperature: float = 1.0,
+    ignore_index: int = IGNORED,
+    count: float | None = None,
+    samples: Samples | None = None,
+) -> Tensor:
+    """isobit.linear_cross_entropy of a weight [V/P, K] that is this rank's rows; every rank has the loss."""
+    chosen, active = count_active(targets, ignore_index, count)
+    found = vocab_logprob(hidden, weight, chosen, ranks=ranks, temperature=temperature, samples=samples)
+    return exact_sum(found) / -active
