@@ -13,14 +13,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from isobit.errors import ArgumentError, CutError
 from isobit.ops.arguments import check_tensors
 from isobit.ops.linear import partial
-from isobit.ops.linear.group import check_groups, interleave
+from isobit.ops.linear.group import check_groups
 from isobit.ops.linear.op import cast_for_autocast, check_linear, linear, spans_of
 from isobit.ops.linear.portable import round_once
 from isobit.ops.registration import refuse_second_order
 from isobit.ops.share import check_share
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
-from isobit.parallel import exchange
 from isobit.parallel.parameter_grads import bias_grad, samples_of, weight_grad
 from isobit.parallel.shard import Ranks, ranks_of, split_module
 
@@ -117,9 +116,8 @@ class Column(torch.autograd.Function):
 
 def sum_input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor], call: Call) -> Tensor:
     """dX: this rank's subtree of the sum, the ranks' subtrees merged, one rounding."""
-    joined = interleave(grads, -1, call.groups), interleave(weights, 0, call.groups)
-    total = partial.input_grad(*joined, call.cut).values[0]
-    exchange.all_reduce(total, call.ranks.group)
+    total = partial.group_input_grad(grads, weights, call.groups, call.cut).values[0]
+    call.ranks.merge(total)
     return round_once(total, grads[0].dtype)
 
 
@@ -150,11 +148,10 @@ class ColumnParallelLinear(nn.Linear):
         return made.train(module.training)
 
     def split(self, ranks: Ranks) -> None:
-        """Keeps this rank's rows."""
+        """Keeps this rank's rows; `out_features` stays that of the whole layer."""
         Cut(self.out_features, ranks.parts, ranks.coordinate)
         axes = {name: 0 for name in ("weight", "bias") if getattr(self, name) is not None}
         split_module(self, axes, ranks)
-        self.out_features = len(self.weight)
 
     def forward(self, input: Tensor, samples: Samples | None = None) -> Tensor:
         """This rank's outputs; see column_linear."""

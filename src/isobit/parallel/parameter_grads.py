@@ -1,14 +1,12 @@
-"""Gradients of a parameter that a rank holds: unrounded roots of a share, rounded once of the whole batch."""
+"""Gradients of parameters that a rank holds: unrounded of a share of the batch, rounded once of the whole."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from isobit.ops.linear import partial
-from isobit.ops.linear.op import whole_samples
-from isobit.ops.linear.partial import Partial
-from isobit.ops.linear.portable import round_once
+from isobit.ops import dispatch
+from isobit.ops.linear.op import spans_of, whole_samples
 from isobit.order.samples import Samples
 
 
@@ -19,15 +17,13 @@ def samples_of(samples: Samples | None, rows: Tensor) -> Samples:
 
 def weight_grad(grad: Tensor, x: Tensor, samples: Samples) -> Tensor:
     """dW [N, K] of these samples."""
-    return deliver(partial.weight_grad(grad, x, samples), samples, x.dtype)
+    prefix = "linear" if dispatch.is_native(x.dtype) else "portable_linear"
+    found = getattr(torch.ops.isobit, f"{prefix}_weight_grad")(grad, x, spans_of(samples, x), samples.of)
+    return found  # type: ignore[no-any-return]
 
 
 def bias_grad(grad: Tensor, samples: Samples) -> Tensor:
     """db [N] of these samples."""
-    return deliver(partial.bias_grad(grad, samples), samples, grad.dtype)
-
-
-def deliver(found: Partial, samples: Samples, dtype: torch.dtype) -> Tensor:
-    """What autograd takes to the parameter; zero where there is no sample."""
-    total = found.values[0] if len(found.values) else found.values.sum(0)
-    return total if samples.is_share else round_once(total, dtype)
+    prefix = "linear" if dispatch.is_native(grad.dtype) else "portable_linear"
+    found = getattr(torch.ops.isobit, f"{prefix}_bias_grad")(grad, spans_of(samples, grad), samples.of)
+    return found  # type: ignore[no-any-return]

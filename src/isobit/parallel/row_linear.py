@@ -17,7 +17,6 @@ from isobit.ops.registration import refuse_second_order
 from isobit.ops.share import check_share
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
-from isobit.parallel import exchange
 from isobit.parallel.parameter_grads import bias_grad, samples_of, weight_grad
 from isobit.parallel.shard import Ranks, ranks_of, split_module
 
@@ -53,7 +52,7 @@ class Row(torch.autograd.Function):
         if dispatch.is_recording():
             sizes = (x.shape[:-1].numel(), *reversed(weight.shape))
             dispatch.record("linear", dispatch.is_native(x.dtype), x.dtype, sizes)
-        exchange.all_reduce(total, ranks.group)
+        ranks.merge(total)
         if bias is not None:
             total += bias.to(total.dtype)
         return round_once(total, x.dtype)
@@ -101,10 +100,9 @@ class RowParallelLinear(nn.Linear):
         return made.train(module.training)
 
     def split(self, ranks: Ranks) -> None:
-        """Keeps this rank's columns; the bias is on every rank."""
+        """Keeps this rank's columns, and all of the bias; `in_features` stays that of the whole layer."""
         Cut(self.in_features, ranks.parts, ranks.coordinate)
         split_module(self, {"weight": 1}, ranks)
-        self.in_features = self.weight.shape[1]
 
     def forward(self, input: Tensor, samples: Samples | None = None) -> Tensor:
         """The whole output; see row_linear."""

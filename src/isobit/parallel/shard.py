@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from isobit.errors import ArgumentError, CutError, UnsupportedError
+from isobit.parallel import exchange
 
 _RANKS, _SHARDS = "_isobit_ranks", "_isobit_shards"
 
@@ -43,6 +44,33 @@ class Ranks:
             name = where.mesh_dim_names[0] if where.mesh_dim_names else "tp"
             return cls(name, where.get_group(), where.get_local_rank(), where.size(), where)
         return cls("tp", where, dist.get_rank(where), dist.get_world_size(where))
+
+    def merge(self, total: Tensor) -> None:
+        """All ranks' subtrees of one sum, in place: rank r's is leaf r of the balanced tree over ranks."""
+        if self.parts > 1:
+            exchange.all_reduce(total, self.group)
+
+    def combine(self, held: Tensor) -> Tensor:
+        """The ranks' tensors of which one has each element and all others +0, with its raw bits, so that −0 survives.
+
+        Bits are added as whole numbers, which has no order. Two 16-bit ones are one word: transports lack such integers.
+        """
+        if self.parts == 1:
+            return held
+        flat = held.reshape(-1)
+        if flat.element_size() == 2 and flat.numel() % 2:
+            flat = torch.cat([flat, flat.new_zeros(1)])
+        dist.all_reduce(flat.view(torch.int64 if flat.element_size() == 8 else torch.int32), group=self.group)
+        return flat[: held.numel()].view(held.shape)
+
+    def gather(self, local: Tensor) -> Tensor:
+        """[P, ...] of all ranks' tensors of one shape: bytes are moved, nothing is added."""
+        mine = local.detach().contiguous()
+        if self.parts == 1:
+            return mine.unsqueeze(0)
+        held = mine.new_empty((self.parts, *mine.shape))
+        dist.all_gather(list(held.unbind(0)), mine, group=self.group)
+        return held
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """A copied module stands among the same ranks."""
@@ -98,13 +126,8 @@ def take(full: Tensor, shard: Shard) -> Tensor:
 
 
 def gather(local: Tensor, shard: Shard, ranks: Ranks) -> Tensor:
-    """The full tensor, on every rank: bytes are moved, nothing is added."""
-    if shard.parts == 1:
-        return local.detach().clone()
-    mine = local.detach().contiguous()
-    held = [torch.empty_like(mine) for _ in range(shard.parts)]
-    dist.all_gather(held, mine, group=ranks.group)
-    return torch.cat(held, shard.axis)
+    """The full tensor, on every rank."""
+    return torch.cat(list(ranks.gather(local).unbind(0)), shard.axis)
 
 
 # ---- the table of a module, and of a model ------------------------------------------------------------------

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
-from isobit.ops.embedding.op import check_embedding
+from isobit.ops.embedding import partial
+from isobit.ops.embedding.op import NO_PADDING, check_embedding
 from isobit.ops.linear.op import spans_of
 from isobit.ops.registration import refuse_second_order
 from isobit.ops.share import check_share
@@ -66,33 +66,16 @@ class Embedding(torch.autograd.Function):
         if dispatch.is_recording():
             sizes = (ids.numel(), *weight.shape)
             dispatch.record("embedding", dispatch.is_native(weight.dtype), weight.dtype, sizes)
-        mine = (ids >= shard.offset) & (ids < shard.stop)
-        shape = (*ids.shape, weight.shape[1])
-        size = ids.numel() * weight.shape[1]
-        # Two 16-bit numbers are one word, so that transports need no 16-bit integers: hence an even number of them.
-        held = weight.new_zeros(size + size % 2)
-        held[:size].view(shape)[mine] = weight[ids[mine] - shard.offset]
-        if ranks.parts > 1:
-            # One rank has the row's bits and all others zeros: a sum of whole numbers, which has no order.
-            words = held.view(torch.int64 if weight.dtype == torch.float64 else torch.int32)
-            dist.all_reduce(words, group=ranks.group)
-        return held[:size].view(shape)
+        return ranks.combine(partial.lookup(ids, weight, shard.offset))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
         if torch.is_grad_enabled() and grad.requires_grad:
             refuse_second_order("parallel.vocab_embedding")()
-        shard: Shard = ctx.shard
-        # What other ranks hold, and padding, go to one row too many, which takes no gradient.
-        elsewhere = (ids < shard.offset) | (ids >= shard.stop) | (ids == ctx.padding)
-        local = torch.where(elsewhere, shard.length, ids - shard.offset)
-        prefix = "embedding" if dispatch.is_native(grad.dtype) else "portable_embedding"
-        samples: Samples = ctx.samples
-        found = getattr(torch.ops.isobit, f"{prefix}_weight_grad")(
-            grad, local, spans_of(samples, grad), shard.length + 1, shard.length, samples.of
-        )
-        return found[:-1], *[None] * 5
+        shard, padding = ctx.shard, None if ctx.padding == NO_PADDING else ctx.padding
+        found = partial.weight_grad(grad, ids, ctx.samples, shard.offset, shard.length, padding_idx=padding)
+        return found, *[None] * 5
 
 
 class VocabParallelEmbedding(nn.Embedding):
