@@ -22,6 +22,7 @@ LAYERS = [
     "ops",
     "nn",
     "optim",
+    "parallel",
     "adapters",
     "guards",
     "chain",
