@@ -17,6 +17,7 @@ from isobit.guards.replica import Finding, Findings, compare_copies
 Copy = Mapping[str, Tensor]
 Subject = Callable[[Sequence[Copy]], Findings]
 RANKS, FLIPS = 3, 4
+SPECIAL = {0: 0.0, 2: float("nan")}
 
 
 def copies_of(case: Case) -> list[dict[str, Tensor]]:
@@ -50,8 +51,10 @@ def names_a_flipped_bit(subject: Subject, case: Case, tally: Tally) -> None:
         first, other = copies[0][name], copies[rank][name]
         place = draw(other.numel())
         width = 8 * other.element_size()
-        # The sign first: of a zero, in the pattern of zeros.
-        flip_bit(other, place, width - 1 if flip == 0 else draw(width))
+        if flip in SPECIAL:  # the sign of a zero, the payload of a NaN
+            for copy in copies:
+                copy[name].view(-1)[place] = SPECIAL[flip]
+        flip_bit(other, place, {0: width - 1, 2: 0}.get(flip, draw(width)))
         if flip % 2:
             flip_bit(other, other.numel() - 1, draw(width - 1))
         found = bits.first_difference(other, first)
