@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -78,9 +78,10 @@ class Replica:
             piece = piece_of(given, shards)
             tensor = piece.local.detach()
             if tensor.layout != torch.strided or tensor.is_meta or name in tensors:
+                received = "named twice" if name in tensors else f"{tensor.layout} on {tensor.device}"
                 raise ArgumentError(
                     expected="dense tensors with memory, each under a name of its own",
-                    received=f"{name}: {'twice' if name in tensors else tensor.layout if not tensor.is_meta else 'meta'}",
+                    received=f"{name!r}, {received}",
                     remedy="leave it out",
                 )
             tensors[name] = tensor
@@ -88,7 +89,9 @@ class Replica:
         if not tensors:
             raise ArgumentError(expected="a parameter", received="none", remedy="pass a model, or named tensors")
         nonfinite = tuple(name for name, tensor in tensors.items() if not is_finite(tensor))
-        return cls(tensors, table, nonfinite, blake3(json.dumps(table).encode()).hexdigest(length=DIGEST))
+        return cls(
+            tensors, table, nonfinite, blake3(json.dumps(table, sort_keys=True).encode()).hexdigest(length=DIGEST)
+        )
 
     def wholes(self, name: str) -> Tensor:
         """The raw bits of a parameter, one whole number an element."""
@@ -247,3 +250,24 @@ def _value(wholes: Tensor, at: int) -> bytes:
 
 def _hex(value: bytes, size: int) -> str:
     return f"0x{value[-size:].hex()}"
+
+
+def compare_copies(copies: Sequence[Mapping[str, Tensor]] | Tensor, most: int = 8) -> Findings:
+    """The same of copies (or of a tensor's rows) in one process: every rank's program, message by message."""
+    named = [{"": copy} if isinstance(copy, Tensor) else copy for copy in copies]
+    programs = [compare(Replica.of(copy.items()), at, False, most) for at, copy in enumerate(named)]
+    messages = [next(program) for program in programs]
+    while True:
+        first = messages[0]
+        answer = [first.data] if isinstance(first, Publish) else [message.data for message in messages]
+        ended: list[Findings] = []
+        messages = []
+        for program in programs:
+            try:
+                messages.append(program.send(answer))
+            except StopIteration as end:
+                ended.append(end.value)
+        if ended:
+            assert len(ended) == len(programs), "ranks end together"
+            assert len(set(ended)) == 1, "and find the same"
+            return ended[0]

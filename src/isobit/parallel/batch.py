@@ -137,7 +137,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             return list(range(self.length))
         drawn = blake3(f"{self.seed}, {self.epoch}".encode()).digest(length=8)
         generator = torch.Generator().manual_seed(int.from_bytes(drawn, "little") >> 1)
-        return torch.randperm(self.length, generator=generator).tolist()  # type: ignore[no-any-return]
+        return torch.randperm(self.length, generator=generator).tolist()
 
     def set_epoch(self, epoch: int) -> None:
         """Another epoch begins at its first batch; the one that a state was loaded for goes on where it stood."""

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from isobit.errors import ArgumentError
+
 
 @dataclass(frozen=True)
 class Members:
@@ -22,6 +24,12 @@ class Members:
         """Of a group; None is the world."""
         if not (dist.is_available() and dist.is_initialized()):
             return cls((0,), 0, None, torch.device("cpu"))
+        if dist.get_rank(group) < 0:
+            raise ArgumentError(
+                expected="a group that this rank belongs to",
+                received=f"rank {dist.get_rank()}, outside it",
+                remedy="call this on the ranks of the group alone",
+            )
         ranks = tuple(dist.get_process_group_ranks(group))
         on_gpu = dist.get_backend(group) == "nccl"
         device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
@@ -62,4 +70,4 @@ class Members:
             return numbers
         held = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         dist.all_reduce(held, group=self.group)
-        return held.tolist()  # type: ignore[no-any-return]
+        return held.tolist()

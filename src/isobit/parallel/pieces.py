@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from isobit.errors import ArgumentError, UnsupportedError
@@ -105,8 +104,8 @@ def is_first_holder(tensor: Any, members: Members) -> bool:
             remedy="pass the group of all sharded mesh axes, or none for the world",
         )
     order = {rank: at for at, rank in enumerate(members.ranks)}
-    mine = next(row for row, whole in zip(holders, pieces, strict=True) if dist.get_rank() in whole)
-    return min(mine, key=order.__getitem__) == dist.get_rank()
+    mine = next(row for row, whole in zip(holders, pieces, strict=True) if members.rank in whole)
+    return bool(min(mine, key=order.__getitem__) == members.rank)
 
 
 def _product(numbers: Iterable[int]) -> int:
