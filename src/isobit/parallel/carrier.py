@@ -13,7 +13,7 @@ from isobit.errors import ArgumentError
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Node
 from isobit.parallel.batch import GlobalBatch
-from isobit.parallel.exchange import BucketedExchange
+from isobit.parallel.buckets import BucketedExchange
 from isobit.parallel.partials import Partials
 
 
