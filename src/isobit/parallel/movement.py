@@ -20,6 +20,7 @@ PIECES_IN_FLIGHT = 3  # one is added, one is on the wire, one waits for it
 COLUMNS_AT_ONCE = 32768
 # Each exchange has tags of its own, so that those in flight together are never mixed up; far from what users take.
 FIRST_TAG, TAGS = 1 << 24, 1 << 22
+SECONDS_TO_END = 5
 
 
 def add_rows(rows: Sequence[Tensor], total: Tensor, own: int) -> None:
@@ -69,14 +70,23 @@ class Line:
         """Runs a task after those before it, beside the caller; in the same order on all ranks."""
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self._tasks,), daemon=True, name="isobit exchange").start()
-            weakref.finalize(self, self._tasks.put, None)
+            worker = threading.Thread(target=_serve, args=(self._tasks,), daemon=True, name="isobit exchange")
+            worker.start()
+            weakref.finalize(self, _end, self._tasks, worker)
         self._tasks.put(task)
 
 
 def _serve(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
+        del task  # or the last exchange would live until the next
+
+
+def _end(tasks: queue.SimpleQueue[Callable[[], None] | None], worker: threading.Thread) -> None:
+    """A thread that is inside torch while the interpreter ends would abort the process; one that hangs is left."""
+    tasks.put(None)
+    if worker is not threading.current_thread():
+        worker.join(SECONDS_TO_END)
 
 
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDictionary()
