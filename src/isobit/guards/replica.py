@@ -45,7 +45,7 @@ class Publish:
 
 T = TypeVar("T")
 Talk = Generator[Gather | Publish, list[bytes], T]
-Entry = tuple[str, list[int], str, str]  # dtype, shape, where of the whole, digest
+Entry = tuple[str, str, list[int], str]  # which of the whole, dtype, shape, digest
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Replica:
                     remedy="leave it out",
                 )
             tensors[name] = tensor
-            table[name] = (str(tensor.dtype), list(tensor.shape), piece.where, bits.digest(tensor))
+            table[name] = (piece.where, str(tensor.dtype), list(tensor.shape), bits.digest(tensor))
         if not tensors:
             raise ArgumentError(expected="a parameter", received="none", remedy="pass a model, or named tensors")
         nonfinite = tuple(name for name, tensor in tensors.items() if not is_finite(tensor))
@@ -176,7 +176,7 @@ def _against(table: Mapping[str, Entry], first: Mapping[str, Entry], names: list
         if name not in table:
             yield [name, "missing", "absent", "present"]
             continue
-        for what, here, there in zip(("dtype", "shape", "shard"), table[name][:3], first[name][:3], strict=True):
+        for what, here, there in zip(("shard", "dtype", "shape"), table[name][:3], first[name][:3], strict=True):
             if here != there:
                 yield [name, what, str(here), str(there)]
                 break
@@ -222,8 +222,8 @@ def _locate(own: Replica, member: int, name: str, entry: Entry, parted: list[int
 
 def layout_of(entry: Entry) -> tuple[list[int], int]:
     """The shape of a parameter's whole numbers, and their bytes: a complex number is two."""
-    dtype: torch.dtype = getattr(torch, entry[0].removeprefix("torch."))
-    return ([*entry[1], 2], dtype.itemsize // 2) if dtype.is_complex else (entry[1], dtype.itemsize)
+    dtype: torch.dtype = getattr(torch, entry[1].removeprefix("torch."))
+    return ([*entry[2], 2], dtype.itemsize // 2) if dtype.is_complex else (entry[2], dtype.itemsize)
 
 
 def unravel(place: int, shape: list[int]) -> tuple[int, ...]:

@@ -23,7 +23,8 @@ SPECIAL = {0: 0.0, 2: float("nan")}
 def copies_of(case: Case) -> list[dict[str, Tensor]]:
     """Three ranks of two parameters and a counter."""
     x = case.arguments["x"]
-    return [{"a": x.clone(), "b": x.T.clone(memory_format=torch.contiguous_format), "steps": torch.arange(3)} for _ in range(RANKS)]
+    turned = x.T.contiguous()
+    return [{"a": x.clone(), "b": turned.clone(), "steps": torch.arange(3)} for _ in range(RANKS)]
 
 
 def equal_bits_agree(subject: Subject, case: Case, tally: Tally) -> None:
