@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import UnsupportedError
-from isobit.order.samples import Samples
+from isobit.order.samples import Samples, segment_size
 
 REMEDY = "train through isobit.parallel.Gradients"
 
@@ -49,21 +49,30 @@ def check_share(samples: Samples, *parameters: Tensor | None) -> None:
     wanted = [p for p in parameters if p is not None and p.requires_grad]
     if not wanted:
         return
-    received = f"samples {samples.first} to {samples.first + len(samples.spans)} of {samples.of}"
-    if len(samples.roots) != 1:
-        raise UnsupportedError(
-            expected="a share that is one subtree of the samples' tree",
-            received=f"{received}, which are {len(samples.roots)} subtrees",
-            remedy="take a power of two of segments, from a multiple of it; or take each subtree by itself",
-        )
+    check_subtree(samples)
     if share_in_force() != Share(samples.first, samples.of):
         raise UnsupportedError(
             expected="parameter gradients over the whole global batch, or a collector of this share",
-            received=f"{received}, while {share_in_force() or 'no share'} is collected",
+            received=f"{name_share(samples)}, while {share_in_force() or 'no share'} is collected",
             remedy=REMEDY,
         )
     for parameter in wanted:
         check_unrounded(parameter)
+
+
+def check_subtree(samples: Samples) -> None:
+    """A share is merged by others as one value, so it must be one."""
+    if len(samples.roots) != 1 or len(samples.spans) % segment_size(samples.of) or len(samples.spans) > samples.of:
+        raise UnsupportedError(
+            expected="a share that is one subtree of the samples' tree",
+            received=f"{name_share(samples)}, which are {len(samples.roots)} subtrees of whole segments",
+            remedy="take a power of two of segments, from a multiple of it; or take each subtree by itself",
+        )
+
+
+def name_share(samples: Samples) -> str:
+    """For a refusal."""
+    return f"samples {samples.first} to {samples.first + len(samples.spans)} of {samples.of}"
 
 
 def check_unrounded(parameter: Tensor) -> None:
@@ -79,5 +88,15 @@ def check_unrounded(parameter: Tensor) -> None:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of `dtype` have, and the unrounded gradient of a share."""
+    """The dtype that sums of `dtype` have."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def gradient_dtype(dtype: torch.dtype, samples: int, of: int) -> torch.dtype:
+    """A parameter's gradient over `samples` of the `of` (0: just these) in the global batch: a share's is unrounded."""
+    return dtype if of in (0, samples) else accumulation_dtype(dtype)
+
+
+def described_dtype(dtype: torch.dtype, spans: Tensor | None, of: int) -> torch.dtype:
+    """The same of samples as the operators are told them: without spans, the tensors hold the whole batch."""
+    return dtype if spans is None else gradient_dtype(dtype, spans.shape[0], of)

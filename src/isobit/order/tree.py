@@ -73,7 +73,11 @@ def merge(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Valu
     return total
 
 
-def merge_items(items: Sequence[Value], cap: int, add: Callable[[Value, Value], Value]) -> Value:
-    """Items that are each a sum of their own (heads, samples with heads): folded left in a segment, then merged."""
-    size = len(items) // count_segments(len(items), 1, cap)
+def merge_items(items: Sequence[Value], cap: int, add: Callable[[Value, Value], Value], of: int = 0) -> Value:
+    """Items that are each a sum of their own (heads, samples with heads): folded left in a segment, then merged.
+
+    They are all items of their axis, or one subtree of its `of`.
+    """
+    extent = of or len(items)
+    size = extent // count_segments(extent, 1, cap)
     return merge([reduce(add, items[at : at + size]) for at in range(0, len(items), size)], add)
