@@ -7,7 +7,6 @@ IsobitError
 ├── EngineError          kernels that are missing, disabled or not attested (also a RuntimeError)
 ├── RevealError          a target whose order of addition cannot be shown (also a RuntimeError)
 ├── AgreementError       ranks that should hold the same bits, and do not (also a RuntimeError)
-└── ContractError        a contract that says nothing checkable, or names what may not be named (also a ValueError)
 ├── ContractError        a contract that says nothing checkable, or names what may not be named (also a ValueError)
 └── SimulationError      a fault of a distributed program, with the ranks at its root (also a RuntimeError)
     ├── DeadlockError    ranks that wait for each other, or for a rank that has left
