@@ -48,6 +48,7 @@ LEVELS = {
     "lm-head-kernel-v1": 3,
     "linear-group-kernel-v1": 3,
     "rank-agreement-v1": 2,
+    "gradient-accumulation-v1": 3,
     "chain-v1": 2,
 }
 
