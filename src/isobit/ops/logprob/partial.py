@@ -15,6 +15,7 @@ from isobit.errors import ArgumentError, CutError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear.op import check_linear
+from isobit.ops.linear.portable import one_nan
 from isobit.ops.logprob import portable
 from isobit.ops.logprob.op import check_targets, check_temperature, share_of
 from isobit.ops.share import accumulation_dtype
@@ -50,8 +51,8 @@ def merge(pairs: Tensor) -> Tensor:
             received=f"{parts}",
             remedy="cut the vocabulary by isobit's Cut, and pass every share once",
         )
-    total = tree.merge([portable.Pair(*share.split(1, 1)) for share in pairs.unbind(0)], operator.add)
-    return portable.one_nan(torch.cat([total.max, total.sum], 1))
+    total = tree.merge([portable.Pair(share[:, :1], share[:, 1:]) for share in pairs.unbind(0)], operator.add)
+    return one_nan(torch.cat([total.max, total.sum], 1))
 
 
 @torch.no_grad()
