@@ -29,7 +29,7 @@ def draw(*shape, dtype, seed):
 
 
 def leaf(tensor):
-    """Keeps a gradient as it is delivered: of the whole batch it has to be rounded already, of a share it may not be."""
+    """Keeps a gradient as it is delivered: that of the whole batch rounded, that of a share not."""
     made = tensor.detach().clone().requires_grad_()
     made.grad_dtype = torch.float32
     return made

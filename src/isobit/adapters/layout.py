@@ -75,8 +75,11 @@ def read_layout(
             given = torch.arange(past, total).expand(batch, width)
         if share_in_force() is None:
             return Layout("plain", given, None, None, total)
-        spans, keys = ([(row * length, length) for row in range(batch)] for length in (width, total))
-        return Layout("plain", given, of_global_batch(spans, batch * width), of_global_batch(keys, batch * total), total)
+        spans, keys = (
+            of_global_batch([(row * length, length) for row in range(batch)], batch * length)
+            for length in (width, total)
+        )
+        return Layout("plain", given, spans, keys, total)
     return read_padded(real, given, past)
 
 

@@ -194,7 +194,7 @@ def extend_angles(table: Tensor, frequencies: Tensor, scaling: float, rows: int)
 
 
 def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[Tensor, ...]:
-    """The outputs of linear layers that share x: one operator, since dX is one sum. `groups` are of the whole layers."""
+    """The outputs of linear layers that share x: one operator, as dX is one sum. `groups` are of the whole layers."""
     weights = tuple(layer.weight for layer in layers)
     biases = None if layers[0].bias is None else tuple(layer.bias for layer in layers)
     samples, ranks = current_layout().samples, ranks_of(layers[0])

@@ -14,13 +14,21 @@ from isobit.order.cut import Cut
 from isobit.order.plan import FEATURE_CAP, count_segments
 from isobit.parallel.shard import Ranks, Ties, join_module, split_module
 
-# The last part of a module's name: the axis of each of its parameters that is cut. A norm of heads is whole on each rank,
-# which has some of the heads; every other module is whole, and computed by each rank alike.
+# By the last part of a module's name: the axis of each of its parameters that is cut. A norm of heads is whole on each
+# rank, which has some of the heads; every other module is whole, and each rank computes all of it.
+COLUMN, ROW, VOCABULARY, HEADS = {"weight": 0, "bias": 0}, {"weight": 1}, {"weight": 0}, dict[str, int]()
 AXES: dict[str, dict[str, int]] = {
-    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), {"weight": 0, "bias": 0}),
-    **dict.fromkeys(("o_proj", "down_proj"), {"weight": 1}),
-    **dict.fromkeys(("embed_tokens", "lm_head"), {"weight": 0}),
-    **dict.fromkeys(("q_norm", "k_norm"), {}),
+    "q_proj": COLUMN,
+    "k_proj": COLUMN,
+    "v_proj": COLUMN,
+    "o_proj": ROW,
+    "q_norm": HEADS,
+    "k_norm": HEADS,
+    "gate_proj": COLUMN,
+    "up_proj": COLUMN,
+    "down_proj": ROW,
+    "embed_tokens": VOCABULARY,
+    "lm_head": VOCABULARY,
 }
 
 

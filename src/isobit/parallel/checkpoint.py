@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as read_folder
+from torch.distributed.checkpoint.state_dict_saver import save as write_folder
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Placement
 
@@ -49,7 +51,9 @@ def save(
     target = Path(path)
     making = target.with_name(f"{target.name}.partial")
     if target.exists():
-        raise ArgumentError(expected="a new folder", received=f"{target}, which exists", remedy="name one for each step")
+        raise ArgumentError(
+            expected="a new folder", received=f"{target}, which exists", remedy="name one for each step"
+        )
     groups = [] if optimizer is None else describe_groups(optimizer, names_of(model))
     record = json.dumps({"format": FORMAT, "step": step, "extra": extra or {}, "groups": groups})
     state: dict[str, Any] = {"model": split_views(model, model.state_dict())}
@@ -58,7 +62,7 @@ def save(
     if is_first_rank():
         shutil.rmtree(making, ignore_errors=True)
     wait_for_all()
-    dcp.save(state, checkpoint_id=making, no_dist=not dist.is_initialized())
+    write_folder(state, checkpoint_id=making, no_dist=not dist.is_initialized())
     if is_first_rank():
         write_text(making / RECORD, record)
         making.rename(target)
@@ -84,7 +88,7 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
         restore_groups(optimizer, names_of(model), record["groups"])
         make_room(source, model, optimizer)
         state["optimizer"] = optimizer_views(model, optimizer)
-    dcp.load(state, checkpoint_id=source, no_dist=not dist.is_initialized())
+    read_folder(state, checkpoint_id=source, no_dist=not dist.is_initialized())
     return Loaded(int(record["step"]), dict(record["extra"]))
 
 
@@ -92,7 +96,7 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
 
 
 def split_views(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By parameter name: a tensor that is cut as its parameter is, as a view that knows its place; others as they are."""
+    """By parameter name: tensors that are cut as their parameter is, as views that know their place; others as is."""
     shards = table(model)
     return {name: view_of(model, name, value, shards.get(name)) for name, value in tensors.items()}
 
@@ -124,7 +128,7 @@ def optimizer_views(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def make_room(source: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """State tensors as the checkpoint has them, of this rank's shapes, to be read into."""
     saved: dict[str, dict[str, Any]] = {}
-    for key, value in dcp.FileSystemReader(source).read_metadata().state_dict_metadata.items():
+    for key, value in FileSystemReader(source).read_metadata().state_dict_metadata.items():
         space, _, rest = key.partition(".")
         if space == "optimizer":
             state, _, name = rest.partition(".")

@@ -1,4 +1,4 @@
-"""The norm of heads that are spread over ranks, by a weight that every rank holds: samples' sums are exchanged first."""
+"""The norm of heads that are spread over ranks; every rank holds the weight, and samples' sums are exchanged first."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ from isobit.parallel.parameter_grads import samples_of
 from isobit.parallel.shard import Ranks
 
 
-def head_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-6, *, ranks: Ranks, samples: Samples | None = None
-) -> Tensor:
+def head_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, ranks: Ranks, samples: Samples | None = None) -> Tensor:
     """isobit.rms_norm(heads=True) of this rank's heads: x is [..., T, H/P, n], weight [n] is on every rank.
 
     The weight's gradient sums over heads inside each sample, then over samples. So the ranks' sums of each sample are

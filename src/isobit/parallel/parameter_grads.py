@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -17,13 +19,15 @@ def samples_of(samples: Samples | None, rows: Tensor) -> Samples:
 
 def weight_grad(grad: Tensor, x: Tensor, samples: Samples) -> Tensor:
     """dW [N, K] of these samples."""
-    prefix = "linear" if dispatch.is_native(x.dtype) else "portable_linear"
-    found = getattr(torch.ops.isobit, f"{prefix}_weight_grad")(grad, x, spans_of(samples, x), samples.of)
-    return found  # type: ignore[no-any-return]
+    return operator("weight", x)(grad, x, spans_of(samples, x), samples.of)
 
 
 def bias_grad(grad: Tensor, samples: Samples) -> Tensor:
     """db [N] of these samples."""
-    prefix = "linear" if dispatch.is_native(grad.dtype) else "portable_linear"
-    found = getattr(torch.ops.isobit, f"{prefix}_bias_grad")(grad, spans_of(samples, grad), samples.of)
-    return found  # type: ignore[no-any-return]
+    return operator("bias", grad)(grad, spans_of(samples, grad), samples.of)
+
+
+def operator(kind: str, given: Tensor) -> Callable[..., Tensor]:
+    """One gradient of the linear layer, by the executor of this dtype."""
+    prefix = "linear" if dispatch.is_native(given.dtype) else "portable_linear"
+    return getattr(torch.ops.isobit, f"{prefix}_{kind}_grad")  # type: ignore[no-any-return]

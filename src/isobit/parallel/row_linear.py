@@ -17,7 +17,7 @@ from isobit.ops.registration import refuse_second_order
 from isobit.ops.share import check_share
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
-from isobit.parallel.parameter_grads import bias_grad, samples_of, weight_grad
+from isobit.parallel.parameter_grads import bias_grad, operator, samples_of, weight_grad
 from isobit.parallel.shard import Ranks, ranks_of, split_module
 
 
@@ -62,10 +62,9 @@ class Row(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled() and grad.requires_grad:
             refuse_second_order("parallel.row_linear")()
-        prefix = "linear" if dispatch.is_native(x.dtype) else "portable_linear"
         want = ctx.needs_input_grad
         return (
-            getattr(torch.ops.isobit, f"{prefix}_input_grad")(grad, weight) if want[0] else None,
+            operator("input", grad)(grad, weight) if want[0] else None,
             weight_grad(grad, x, ctx.samples) if want[1] else None,
             bias_grad(grad, ctx.samples) if ctx.has_bias and want[2] else None,
             *[None] * 3,

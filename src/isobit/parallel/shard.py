@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Ranks:
     def combine(self, held: Tensor) -> Tensor:
         """The ranks' tensors of which one has each element and all others +0, with its raw bits, so that −0 survives.
 
-        Bits are added as whole numbers, which has no order. Two 16-bit ones are one word: transports lack such integers.
+        Bits are added as whole numbers, which has no order; two 16-bit ones as one word, since transports lack those.
         """
         if self.parts == 1:
             return held
@@ -166,7 +167,7 @@ def split_module(module: nn.Module, axes: dict[str, int], ranks: Ranks, ties: Ti
         )
     shards = {name: Shard.equal(ranks, axis, getattr(module, name).shape[axis]) for name, axis in axes.items()}
     for name, shard in shards.items():
-        replace_parameter(module, name, lambda whole, shard=shard: take(whole, shard), ties)
+        replace_parameter(module, name, partial(take, shard=shard), ties)
     module.__dict__[_RANKS], module.__dict__[_SHARDS] = ranks, shards
 
 
@@ -176,7 +177,7 @@ def join_module(module: nn.Module, ties: Ties | None = None) -> None:
     if ranks is None:
         return
     for name, shard in shards_of(module).items():
-        replace_parameter(module, name, lambda local, shard=shard: gather(local, shard, ranks), ties)
+        replace_parameter(module, name, partial(gather, shard=shard, ranks=ranks), ties)
     del module.__dict__[_RANKS], module.__dict__[_SHARDS]
 
 

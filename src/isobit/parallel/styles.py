@@ -44,9 +44,9 @@ class Vocabulary(ParallelStyle):
 def split_in_place(
     module: nn.Module, stock: type[nn.Module], made: Any, mesh: DeviceMesh, source: int | None
 ) -> nn.Module:
-    """The module itself becomes its split form, since parallelize_module keeps no other; as torch's, of the source's data.
+    """The module itself becomes its split form, since parallelize_module keeps no other.
 
-    A source of None means that every rank has the same data already.
+    As with torch's own, all ranks take the source's data; a source of None means that they have the same already.
     """
     if type(module) is not stock and type(module).__module__ != "isobit.nn":
         raise UnsupportedError(

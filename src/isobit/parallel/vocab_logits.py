@@ -19,7 +19,7 @@ from isobit.parallel.shard import Ranks
 
 
 def vocab_logits(hidden: Tensor, weight: Tensor, *, ranks: Ranks, samples: Samples | None = None) -> Tensor:
-    """[..., V] on every rank, in fp32 and never rounded, of hidden [..., K] and this rank's rows [V/P, K] of the weight.
+    """[..., V] on every rank, in fp32, not rounded, of hidden [..., K] and this rank's rows of the weight [V/P, K].
 
     The gradient is rounded to hidden's dtype first, then it is the linear layer's. P must divide the segments of V.
     """

@@ -80,9 +80,8 @@ class Logprob(torch.autograd.Function):
         if torch.is_grad_enabled() and grad.requires_grad:
             refuse_second_order("parallel.vocab_logprob")()
         want = ctx.needs_input_grad[:2]
-        total, into_weight = partial.backward(
-            grad, *ctx.saved_tensors, ctx.temperature, ctx.cut, ctx.of, want_hidden=want[0], want_weight=want[1]
-        )
+        given = (grad, *ctx.saved_tensors, ctx.temperature, ctx.cut, ctx.of)
+        total, into_weight = partial.backward(*given, want_hidden=want[0], want_weight=want[1])
         into_hidden = None
         if want[0]:
             ctx.ranks.merge(total)
