@@ -33,7 +33,8 @@ class Scorer(nn.Module):
 
     def forward(self, rows: Rows) -> Tensor:
         """[B, T] in fp32; +0 where there is no target."""
-        return isobit.logprobs(self.model, rows.ids, rows.mask, targets=rows.targets)
+        # A tensor of its own: fully_shard hangs its hooks on what is returned, and a view may lose them.
+        return isobit.logprobs(self.model, rows.ids, rows.mask, targets=rows.targets).clone()
 
 
 @dataclass

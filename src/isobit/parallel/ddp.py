@@ -92,6 +92,10 @@ def exchange_bucket(carrier: DdpCarrier, bucket: dist.GradBucket) -> torch.futur
     return carrier.exchange(bucket.parameters(), bucket.buffer())
 
 
+# DDP compares the annotations themselves, which are words in a module that postpones them.
+exchange_bucket.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[Tensor]})
+
+
 def refuse_tied(model: nn.Module) -> None:
     """A tied weight's uses are told apart by a leaf each, which the engine would not know."""
     seen: set[Tensor] = set()
