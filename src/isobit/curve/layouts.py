@@ -11,6 +11,7 @@ from isobit.order.plan import FeaturePlan
 
 ENGINES = ("isobit", "ddp", "fsdp2")
 MOST_RANKS = 32
+WRAPPED = ((2, 1), (2, 4), (4, 2), (8, 1))  # (data, micro) of DDP and FSDP2, which stand beside the grid
 
 
 @dataclass(frozen=True, order=True)
@@ -51,12 +52,8 @@ def grid(workload: Workload, data: int = 8, micro: int = 8, tensor: int = 4) -> 
         for d, m, t in itertools.product(*powers)
         if d * m <= workload.samples and d * t <= MOST_RANKS and t <= widest_tensor(workload)
     ]
-    return found + [
-        Layout(d, m, 1, engine)
-        for engine in ("ddp", "fsdp2")
-        for d, m in itertools.product(powers[0][1:], powers[1])
-        if d * m <= workload.samples
-    ]
+    wrapped = [(d, m) for d, m in WRAPPED if d <= data and m <= micro and d * m <= workload.samples]
+    return found + [Layout(d, m, 1, engine) for engine in ENGINES[1:] for d, m in wrapped]
 
 
 def widest_tensor(workload: Workload) -> int:
