@@ -119,6 +119,15 @@ def helper_of(plain: Any) -> Any:
     return new_group
 
 
+def timeout_of(plain: Any) -> Any:
+    """Torch warns where a backend is not compiled in; here none has to be."""
+
+    def default_timeout(backend: Any) -> Any:
+        return c10d.default_pg_timeout if ranks.inside() else plain(backend)
+
+    return default_timeout
+
+
 def monitored_barrier_of(plain: Any) -> Any:
     """Torch allows it on gloo alone; here each barrier names who is missing."""
 
@@ -132,6 +141,29 @@ def monitored_barrier_of(plain: Any) -> Any:
 
 
 @contextmanager
+def compiling(world: World) -> Iterator[None]:
+    """Dynamo keeps compiled code per function of the process: it needs room for every rank, and is emptied after."""
+    plain, limits = torch.compile, dict[str, int]()
+
+    def compile_on_rank(*args: Any, **options: Any) -> Any:
+        if ranks.inside() and not limits:
+            config: Any = torch._dynamo.config
+            for name in ("recompile_limit", "accumulated_recompile_limit"):
+                limits[name] = getattr(config, name)
+                setattr(config, name, limits[name] * world.ranks)
+        return plain(*args, **options)
+
+    with replaced(torch, "compile", compile_on_rank):
+        try:
+            yield
+        finally:
+            for name, limit in limits.items():
+                setattr(torch._dynamo.config, name, limit)
+            if limits:
+                torch._dynamo.reset()
+
+
+@contextmanager
 def installed(world: World) -> Iterator[None]:
     """All of it, undone in reverse whatever happens."""
     backend.register()
@@ -142,10 +174,12 @@ def installed(world: World) -> Iterator[None]:
             replaced(c10d, "_world", WorldPerRank(c10d._world)),
             replaced(c10d, "rendezvous", rendezvous_of(world, vars(c10d)["rendezvous"])),
             replaced(c10d, "_new_process_group_helper", helper_of(c10d._new_process_group_helper)),
+            replaced(c10d, "_get_default_timeout", timeout_of(c10d._get_default_timeout)),
             replaced(c10d, "monitored_barrier", barrier),
             replaced(dist, "monitored_barrier", barrier),
             replaced(c10d, "_backend", c10d._backend),
             replaced(c10d, "_default_pg_init_method", c10d._default_pg_init_method),
+            compiling(world),
             thread_isolation(),
             ranks.environment_per_rank(world.plain_environment),
         ):

@@ -43,6 +43,7 @@ class Rank:
         }
         self.pending: dict[int, RankWork] = {}
         self.calls = 0
+        self.communicating = False  # inside a call, where the simulator itself touches buffers
         self.incarnations: dict[str, int] = {}
         self.thread_id = 0
         self.value: Any = None

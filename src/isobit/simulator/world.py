@@ -26,6 +26,7 @@ from isobit.simulator.install import installed
 from isobit.simulator.judge import Killed, Result, Stalled, diagnose, judge
 from isobit.simulator.network import Group, Network
 from isobit.simulator.rank import Rank, being, inside, restore_state, save_state, user_stack
+from isobit.simulator.reads import watching_reads
 from isobit.simulator.schedule import Schedule, Waiting
 from isobit.simulator.store import RankStore
 from isobit.simulator.trace import Recorder, Trace
@@ -119,7 +120,7 @@ class World:
     def _body(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
         rank.thread_id = threading.get_ident()
         self.schedule.enter(rank.index)
-        with being(rank), torch.autograd.set_multithreading_enabled(False):
+        with being(rank), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
             try:
                 if init:
                     dist.init_process_group("isobit", rank=rank.index, world_size=self.ranks, store=self.store)
