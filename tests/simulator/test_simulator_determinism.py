@@ -1,4 +1,4 @@
-"""One seed is one run: schedule, trace and random numbers; other seeds are others; a trace replays or says where not."""
+"""One seed is one run: schedule, trace, random numbers; other seeds are others; a trace replays or says where not."""
 
 import random
 

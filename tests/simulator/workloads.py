@@ -1,4 +1,4 @@
-"""Unmodified torch.distributed programs, each a function of the rank; run by torchrun, prints what rank 0 got as JSON."""
+"""Unmodified torch.distributed programs, each a function of the rank; under torchrun, prints what rank 0 got."""
 
 import json
 import os
@@ -49,10 +49,8 @@ def train(model, x, optimizer=torch.optim.SGD):
 
 
 def weight_sums(model):
-    return [
-        float(p.full_tensor().double().sum() if hasattr(p, "full_tensor") else p.double().sum())
-        for p in model.parameters()
-    ]
+    whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in model.parameters())
+    return [float(p.double().sum()) for p in whole]
 
 
 def ddp(rank, folder):

@@ -25,7 +25,10 @@ def memory_of(tensors: list[Tensor]) -> frozenset[int]:
     return frozenset(t.untyped_storage()._cdata for t in tensors if not is_traceable_wrapper_subclass(t))
 
 
-class ReadWatch(TorchDispatchMode):
+DispatchMode: Any = TorchDispatchMode  # which torch leaves untyped
+
+
+class ReadWatch(DispatchMode):  # type: ignore[misc]
     """While a rank has work under way, no operator may take its output; a view reads nothing."""
 
     def __init__(self, rank: Rank) -> None:
