@@ -1,4 +1,4 @@
-"""The simulator's own cost: many ranks × all-reduces, and a tensor-parallel MLP; wall and processor time, and memory."""
+"""The simulator's own cost: many ranks × all-reduces, and a tensor-parallel MLP; wall, processor time and memory."""
 
 import resource
 import time

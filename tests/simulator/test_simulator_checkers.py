@@ -146,10 +146,21 @@ def test_a_mismatch_that_others_never_reach_is_still_one():
 
 def test_a_group_made_of_other_ranks():
     def body(rank):
-        dist.new_group([0, 1, 2] if rank == 1 else [0, 1])
+        group = dist.new_group([0, 1, 2] if rank == 1 else [0, 1])
+        if rank < 2:
+            dist.barrier(group)
 
-    with pytest.raises(MismatchError, match="group '1'"):
-        World(4, seed=0).run(body)
+    error = expect(MismatchError, [1], body, match="group '1' of ranks 0, 1; received rank 1 of ranks 0–2")
+    assert "in body" in error.stacks[1][0]
+    expect(MismatchError, [3], lambda rank: dist.new_group([0, 3] if rank == 3 else [0, 1]))
+
+
+def test_groups_made_in_another_order():
+    def body(rank):
+        for members in ([2, 3], [0, 2]) if rank == 2 else ([0, 2], [2, 3]):
+            dist.new_group(members)
+
+    expect(MismatchError, [2], body)
 
 
 def test_messages_and_splits_that_do_not_fit():

@@ -107,12 +107,13 @@ def rendezvous_of(world: World, plain: Any) -> Any:
     return rendezvous
 
 
-def helper_of(plain: Any) -> Any:
+def helper_of(world: World, plain: Any) -> Any:
     """Whatever backend a script names, inside a world the world serves it."""
 
     def new_group(size: int, rank: int, members: Any, backend: Any, *rest: Any, **options: Any) -> Any:
         if ranks.inside():
             backend = dist.Backend("isobit")
+            world.vote(ranks.current(), str(rest[1]), tuple(members) or tuple(range(world.ranks)))
             options["backend_options"] = options["device_id"] = None
         return plain(size, rank, members, backend, *rest, **options)
 
@@ -173,7 +174,7 @@ def installed(world: World) -> Iterator[None]:
             kept_process_state(),
             replaced(c10d, "_world", WorldPerRank(c10d._world)),
             replaced(c10d, "rendezvous", rendezvous_of(world, vars(c10d)["rendezvous"])),
-            replaced(c10d, "_new_process_group_helper", helper_of(c10d._new_process_group_helper)),
+            replaced(c10d, "_new_process_group_helper", helper_of(world, c10d._new_process_group_helper)),
             replaced(c10d, "_get_default_timeout", timeout_of(c10d._get_default_timeout)),
             replaced(c10d, "monitored_barrier", barrier),
             replaced(dist, "monitored_barrier", barrier),
@@ -181,7 +182,7 @@ def installed(world: World) -> Iterator[None]:
             replaced(c10d, "_default_pg_init_method", c10d._default_pg_init_method),
             compiling(world),
             thread_isolation(),
-            ranks.environment_per_rank(world.plain_environment),
+            ranks.environment_per_rank(),
         ):
             stack.enter_context(context)
         yield

@@ -129,7 +129,7 @@ class PendingWork(RankWork):
     """A collective under way."""
 
     def __init__(self, owner: Rank, operation: Operation, member: int, call: Call, value: Any) -> None:
-        self.operation, self.member, self.call = operation, member, call
+        self.operation, self.member = operation, member
         super().__init__(
             owner, call.site, f"{operation.kind} number {operation.number} of group {operation.group.name!r}", value
         )
