@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from isobit.simulator.faults import Fault
+from isobit.simulator.judge import Result
 from isobit.simulator.trace import Trace
-from isobit.simulator.world import Result, World
+from isobit.simulator.world import World
 
 
 def spawn(
@@ -27,29 +28,30 @@ def spawn(
 
 
 def run_script(
-    path: str | Path, argv: Sequence[str] = (), ranks: int = 2, seed: int = 0, faults: Sequence[Fault] = (), **options: Any
+    path: str | Path,
+    argv: Sequence[str] = (),
+    ranks: int = 2,
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    **options: Any,
 ) -> Result:
-    """Runs a script as torchrun would: every rank executes the file as `__main__`, in a namespace of its own."""
+    """Runs a script as torchrun would: every rank executes the file as `__main__`; values are their namespaces."""
     script = str(path)
-    kept_argv, kept_path, kept_main = sys.argv, list(sys.path), sys.modules["__main__"]
+    kept_argv, kept_path = sys.argv, list(sys.path)
     sys.argv = [script, *argv]
     sys.path.insert(0, str(Path(script).resolve().parent))
-
-    def body(rank: int) -> dict[str, Any]:
-        return run_as_main(script)
-
     try:
-        return World(ranks, seed, faults, **options).run(body, init=False)
+        return World(ranks, seed, faults, **options).run(run_as_main, script, init=False)
     finally:
-        sys.argv, sys.path[:], sys.modules["__main__"] = kept_argv, kept_path, kept_main
+        sys.argv, sys.path[:] = kept_argv, kept_path
 
 
-def run_as_main(script: str) -> dict[str, Any]:
-    """The globals that the script leaves."""
-    code = compile(Path(script).read_bytes(), script, "exec")
-    space: dict[str, Any] = {"__name__": "__main__", "__file__": script, "__builtins__": __builtins__}
-    exec(code, space)
-    return space
+def run_as_main(rank: int, script: str) -> dict[str, Any]:
+    module = ModuleType("__main__")
+    module.__file__ = script
+    sys.modules["__main__"] = module  # this rank's, until the baton passes on
+    exec(compile(Path(script).read_bytes(), script, "exec"), vars(module))
+    return vars(module)
 
 
 def replay(trace: Trace, function: Callable[..., Any], *args: Any, init: bool = True) -> Result:
