@@ -32,7 +32,7 @@ def reduce_scatter(output: Tensor, input: Tensor, group: Group = None, *, async_
     line = _summing_line(group, input)
     _check_shares(output, input, line.ranks)
     total, back = _flatten(output, read=False)
-    return _launch(_scatter(line, input.detach().reshape(-1), total), back, output, line, async_op)
+    return _launch(_scatter(line, input.detach().contiguous().view(-1), total), back, output, line, async_op)
 
 
 def all_gather(output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Flight | None:
@@ -40,7 +40,7 @@ def all_gather(output: Tensor, input: Tensor, group: Group = None, *, async_op: 
     line = line_of(_group(group))
     _check_shares(input, output, line.ranks)
     whole, back = _flatten(output, read=False)
-    return _launch(_gather(line, input.detach().reshape(-1), whole), back, output, line, async_op)
+    return _launch(_gather(line, input.detach().contiguous().view(-1), whole), back, output, line, async_op)
 
 
 def _reduce(line: Line, flat: Tensor) -> Move:
@@ -121,7 +121,7 @@ def _flatten(tensor: Tensor, read: bool = True) -> tuple[Tensor, Callable[[], No
     plain = tensor.detach()
     if plain.is_contiguous():
         return plain.view(-1), None
-    flat = plain.reshape(-1) if read else plain.new_empty(plain.numel())
+    flat = plain.contiguous().view(-1) if read else plain.new_empty(plain.numel())
 
     def back() -> None:
         plain.copy_(flat.view(plain.shape))

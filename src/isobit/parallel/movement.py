@@ -13,8 +13,8 @@ from torch import Tensor
 from isobit.parallel.line import Line
 from isobit.parallel.meetings import Meeting, Span, cut_spans, meet
 
-MESSAGE_BYTES = 2 << 20  # stays in a cache until it is added; on gloo a smaller one costs its wake-up
-MESSAGES_AHEAD = 4  # arrive while one is added
+MESSAGE_BYTES = 1 << 20  # stays in a cache until it is added; on gloo a smaller one costs its wake-up
+MESSAGES_AHEAD = 8  # arrive while one is added
 PIECE_BYTES = 16 << 20  # of the whole tensor, where collectives move it
 PIECES_AHEAD = 2
 # Below torch's grain of 32,768 elements an addition never starts threads of its own, so a worker has no second team.

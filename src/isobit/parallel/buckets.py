@@ -1,0 +1,91 @@
+"""Many tensors exchanged in few buckets, each launched as soon as it is full, in one order on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isobit.errors import ArgumentError
+from isobit.parallel.exchange import all_reduce
+from isobit.parallel.flight import Flight
+from isobit.parallel.levels import TwoLevel
+
+
+class BucketedExchange:
+    """Sums tensors of known sizes over ranks; may be used again after each finish().
+
+    Tensors are listed as they are expected to become ready (gradients: the last layer first). A full bucket waits
+    for those before it, since ranks may be ready in different orders, and must launch in one.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        group: dist.ProcessGroup | TwoLevel | None = None,
+        bucket_bytes: int = 25 << 20,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self._group = group
+        self._members = group_by_size(sizes, bucket_bytes // dtype.itemsize)
+        self._buckets = [
+            torch.empty(sum(sizes[index] for index in members), dtype=dtype, device=device) for members in self._members
+        ]
+        self._slots: dict[int, Tensor] = {}
+        self._bucket_of: dict[int, int] = {}
+        for number, members in enumerate(self._members):
+            parts = torch.split(self._buckets[number], [sizes[index] for index in members])
+            self._slots.update(zip(members, parts, strict=True))
+            self._bucket_of.update(dict.fromkeys(members, number))
+        self._begin()
+
+    def _begin(self) -> None:
+        self._missing = [set(members) for members in self._members]
+        self._flights: list[Flight] = []
+
+    def ready(self, index: int, tensor: Tensor) -> None:
+        """Copies a tensor into its slot; launches every bucket that is full and has none unlaunched before it."""
+        number = self._bucket_of[index]
+        if index not in self._missing[number]:
+            raise ArgumentError(
+                expected="each tensor once before finish()",
+                received=f"tensor {index} again",
+                remedy="call finish(), or add what belongs together before it is ready",
+            )
+        self._slots[index].copy_(tensor.detach().reshape(-1))
+        self._missing[number].remove(index)
+        while len(self._flights) < len(self._buckets) and not self._missing[len(self._flights)]:
+            flight = all_reduce(self._buckets[len(self._flights)], self._group, async_op=True)
+            assert flight is not None
+            self._flights.append(flight)
+
+    def finish(self) -> list[Tensor]:
+        """Waits; the sums, by index, are views of the buckets, good until the next ready()."""
+        missing = sorted(set().union(*self._missing))
+        if missing:
+            raise ArgumentError(
+                expected=f"all {len(self._slots)} tensors",
+                received=f"none for {missing[:8]}",
+                remedy="an absent contribution is +0.0: pass zeros",
+            )
+        for flight in self._flights:
+            flight.wait()
+        self._begin()
+        return [self._slots[index] for index in range(len(self._slots))]
+
+
+def group_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Consecutive indices whose sizes sum to at most `limit`; a larger one is alone."""
+    groups: list[list[int]] = []
+    held = 0
+    for index, size in enumerate(sizes):
+        if not groups or held + size > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(index)
+        held += size
+    return groups
