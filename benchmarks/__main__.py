@@ -1,11 +1,11 @@
-"""`python -m benchmarks linear`, `softmax`, `model` or `logprob`."""
+"""`python -m benchmarks linear`, `softmax`, `model`, `logprob` or `agreement`."""
 
 import argparse
 import sys
 
-from benchmarks import linear, logprob, model, softmax
+from benchmarks import agreement, linear, logprob, model, softmax
 
-CASES = {"linear": linear, "softmax": softmax, "model": model, "logprob": logprob}
+CASES = {"linear": linear, "softmax": softmax, "model": model, "logprob": logprob, "agreement": agreement}
 
 parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Each against stock, in one run, by turns.")
 parser.add_argument("case", choices=CASES)
