@@ -63,6 +63,10 @@ class BucketedExchange:
             assert flight is not None
             self._flights.append(flight)
 
+    def clear(self) -> None:
+        """Gives up what was made ready: the step failed. What already flies is waited for by nobody."""
+        self._begin()
+
     def finish(self) -> list[Tensor]:
         """Waits; the sums, by index, are views of the buckets, good until the next ready()."""
         missing = sorted(set().union(*self._missing))
