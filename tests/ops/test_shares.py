@@ -116,8 +116,8 @@ def same(found: list[Tensor], expected: list[Tensor]) -> bool:
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_shares_merge_to_the_whole(operator, dtype):
     for name, (lengths, counts) in CUTS.items():
-        if sum(lengths) > 1000 and not dispatch.is_native(dtype):
-            continue  # the portable executor is slow; the next test holds it to the native one
+        if len(lengths) > 1024 and not (dtype == torch.float32 and dispatch.is_native(dtype)):
+            continue  # many samples are slow, and one dtype shows what they show
         problem = Problem(operator, lengths, dtype)
         total = merged(problem.shares(counts))
         assert {t.dtype for t in total} == {torch.float32}

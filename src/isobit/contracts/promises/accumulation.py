@@ -73,7 +73,7 @@ class Problem:
             rows = slice(edges[first], edges[first + count])
             with torch.enable_grad(), collecting(Share(first, of)):
                 y = table[self.operator](self.x[rows], *leaves, samples=samples)
-            y.backward(self.grad[rows].reshape(y.shape))
+            torch.autograd.backward(y, self.grad[rows].reshape(y.shape))
             yield samples.roots[0], [leaf.grad for leaf in leaves]
             for leaf in leaves:
                 leaf.grad = None
@@ -92,7 +92,13 @@ class Accumulation:
         """By name."""
         return OURS if self.table == "ours" else STOCK
 
-    def __call__(self, problem: Problem, counts: Sequence[int]) -> tuple[Gradients, int]:
+    def __call__(self, x: Tensor) -> Tensor:
+        """The gradient of a norm's weight over the rows of x, in two shares."""
+        lengths = len(x) // 2, len(x) - len(x) // 2
+        return self.run(Problem("rms_norm", lengths, x, x, (torch.ones_like(x[0]),)), (1, 1))[0][0]
+
+    def run(self, problem: Problem, counts: Sequence[int]) -> tuple[Gradients, int]:
+        """(gradients, partials held)."""
         held: list[int] = []
         found = self.merge(problem.gradients(self.operators, counts), held)
         return [round_once(t, p.dtype) for t, p in zip(found, problem.parameters, strict=True)], max(held)
@@ -124,10 +130,10 @@ def every_cut(subject: Accumulation, case: Case, tally: Tally) -> None:
     for of in (8, 12):
         for problem in problems(case, of):
             tally.count(case.rows)
-            whole, _ = subject(problem, (of,))
+            whole, _ = subject.run(problem, (of,))
             for counts in CUTS:
                 if sum(counts) == of:
-                    for found, expected in zip(subject(problem, counts)[0], whole, strict=True):
+                    for found, expected in zip(subject.run(problem, counts)[0], whole, strict=True):
                         tally.same(found, expected, f"{problem.operator} of {of} samples in shares of {counts}")
 
 
@@ -136,7 +142,8 @@ def few_partials(subject: Accumulation, case: Case, tally: Tally) -> None:
     for problem in problems(case, 8):
         tally.count(case.rows)
         for counts in CUTS[:4]:
-            tally.within(subject(problem, counts)[1], 4, 1, f"{problem.operator}, partials held in shares of {counts}")
+            held = subject.run(problem, counts)[1]
+            tally.within(held, 4, 1, f"{problem.operator}, partials held in shares of {counts}")
 
 
 def refuses(subject: Accumulation, case: Case, tally: Tally) -> None:
