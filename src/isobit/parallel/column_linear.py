@@ -100,7 +100,7 @@ class Column(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         call: Call = ctx.call
-        if torch.is_grad_enabled() and any(grad.requires_grad for grad in grads):
+        if torch.is_grad_enabled():
             refuse_second_order("parallel.column_linear")()
         want, after = ctx.needs_input_grad, 2 + call.count
         return (
