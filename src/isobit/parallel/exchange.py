@@ -109,16 +109,21 @@ def all_gather(
 def _launch(
     move: Move | None, back: Callable[[], None] | None, result: Tensor, line: Line, async_op: bool
 ) -> Flight | None:
+    beside = async_op and move is not None and move.runs_on
+
     def finish() -> None:
         if move is not None:
+            if beside:
+                move.start()
             move.finish()
         if back is not None:
             back()
 
-    if move is not None:
+    # On gloo the line's thread begins it in its turn, so that those in flight share the memory of one.
+    if move is not None and not beside:
         move.start()
     if async_op:
-        return Flight(finish, result, line if move is not None and move.runs_on else None)
+        return Flight(finish, result, line if beside else None)
     finish()
     return None
 

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-PIECE_BYTES = 4 << 20  # of the whole tensor: its P rows then stay in a cache while they are added
-PIECES_IN_FLIGHT = 3  # one is added, one is on the wire, one waits for it
+PIECE_BYTES = 8 << 20  # of the whole tensor: its P rows then stay in a cache while they are added
+PIECES_IN_FLIGHT = 2  # one is on the wire while one is added
 # Below torch's grain of 32,768 elements an addition never starts threads of its own, so a worker has no second team.
 COLUMNS_AT_ONCE = 32768
 # Each exchange has tags of its own, so that those in flight together are never mixed up; far from what users take.
 FIRST_TAG, TAGS = 1 << 24, 1 << 22
+SECONDS_TO_END = 5
 
 
 def add_rows(rows: Sequence[Tensor], total: Tensor, own: int) -> None:
@@ -44,6 +45,7 @@ class Line:
         self.peers = [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
         self._group = weakref.ref(group)
         self._tags = itertools.count()
+        self._slots: list[Tensor] = []
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     @property
@@ -57,6 +59,18 @@ class Line:
         """The same number on all ranks, since all call in the same order."""
         return FIRST_TAG + 2 * (next(self._tags) % TAGS)
 
+    def take_slot(self, size: int, like: Tensor) -> Tensor:
+        """Memory for what arrives: kept from call to call, since new pages cost as much as the bytes they take."""
+        bytes_needed = size * like.element_size()
+        slot = self._slots.pop() if self._slots else torch.empty(0, dtype=torch.uint8)
+        if slot.numel() < bytes_needed:
+            slot = torch.empty(bytes_needed, dtype=torch.uint8)
+        return slot
+
+    def give_slots(self, slots: Sequence[Tensor]) -> None:
+        """Back for the next call: at most two pieces for each thread that exchanges."""
+        self._slots += slots
+
     def has_messages(self, tensor: Tensor) -> bool:
         """Whether this is gloo itself: its collectives copy what its messages send from where it lies."""
         return (
@@ -69,14 +83,23 @@ class Line:
         """Runs a task after those before it, beside the caller; in the same order on all ranks."""
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self._tasks,), daemon=True, name="isobit exchange").start()
-            weakref.finalize(self, self._tasks.put, None)
+            worker = threading.Thread(target=_serve, args=(self._tasks,), daemon=True, name="isobit exchange")
+            worker.start()
+            weakref.finalize(self, _end, self._tasks, worker)
         self._tasks.put(task)
 
 
 def _serve(tasks: queue.SimpleQueue[Callable[[], None] | None]) -> None:
     while (task := tasks.get()) is not None:
         task()
+        del task  # or the last exchange would live until the next
+
+
+def _end(tasks: queue.SimpleQueue[Callable[[], None] | None], worker: threading.Thread) -> None:
+    """A thread that is inside torch while the interpreter ends would abort the process; one that hangs is left."""
+    tasks.put(None)
+    if worker is not threading.current_thread():
+        worker.join(SECONDS_TO_END)
 
 
 _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDictionary()
@@ -84,9 +107,8 @@ _lines: weakref.WeakKeyDictionary[dist.ProcessGroup, Line] = weakref.WeakKeyDict
 
 def line_of(group: dist.ProcessGroup) -> Line:
     """The line of a group, made at its first call."""
-    if group not in _lines:
-        _lines[group] = Line(group)
-    return _lines[group]
+    known = _lines.get(group)
+    return _lines.setdefault(group, Line(group)) if known is None else known
 
 
 @dataclass(frozen=True)
@@ -103,43 +125,52 @@ class Messages:
     def __init__(self, line: Line, pieces: Sequence[Piece], gather: bool) -> None:
         self.line, self.pieces, self.gather, self.tag = line, pieces, gather, line.next_tag()
         self.peers, self.runs_on = line.peers, True
-        self.pending: deque[tuple[list[Tensor], list[dist.Work]]] = deque()
+        self.slots: list[Tensor] = []
+        self.arriving: deque[list[dist.Work]] = deque()
         self.rest: list[dist.Work] = []
 
     def start(self) -> None:
         """Puts the first pieces on the wire, and offers the places of sums: none arrives before its share has left."""
-        for piece in self.pieces[:PIECES_IN_FLIGHT]:
-            width = piece.total.numel()
-            self._send(piece, [piece.total.new_empty(width) for _ in self.peers])
-        if self.gather:
-            for piece in self.pieces:
-                places = [(peer, piece.shares[peer]) for peer in self.peers if piece.shares[peer].numel()]
-                self.rest += [receive(self.line, place, peer, self.tag + 1) for peer, place in places]
+        for index in range(min(PIECES_IN_FLIGHT, len(self.pieces))):
+            first = self.pieces[0].total
+            self.slots.append(self.line.take_slot(len(self.peers) * first.numel(), first))
+            self._scatter(index)
+        for piece in self.pieces if self.gather else ():
+            places = [(peer, piece.shares[peer]) for peer in self.peers if piece.shares[peer].numel()]
+            self.rest += [receive(self.line, place, peer, self.tag + 1) for peer, place in places]
 
     def finish(self) -> None:
         """Adds each piece as it comes, and hands its sum out."""
         for index, piece in enumerate(self.pieces):
-            slots, works = self.pending.popleft()
-            for work in works:
+            for work in self.arriving.popleft():
                 work.wait()
             if piece.total.numel():
-                rows = dict(zip(self.peers, slots, strict=True))
+                rows = dict(zip(self.peers, self._rows(index), strict=True))
                 rows[self.line.rank] = piece.shares[self.line.rank]
                 add_rows([rows[rank] for rank in range(self.line.ranks)], piece.total, self.line.rank)
                 if self.gather:
                     self.rest += [send(self.line, piece.total, peer, self.tag + 1) for peer in self.peers]
             if index + PIECES_IN_FLIGHT < len(self.pieces):
-                self._send(self.pieces[index + PIECES_IN_FLIGHT], slots)
+                self._scatter(index + PIECES_IN_FLIGHT)
         for work in self.rest:
             work.wait()
+        self.line.give_slots(self.slots)
 
-    def _send(self, piece: Piece, slots: list[Tensor]) -> None:
-        slots = [slot[: piece.total.numel()] for slot in slots]
-        places = [(peer, slot) for peer, slot in zip(self.peers, slots, strict=True) if slot.numel()]
-        works = [receive(self.line, slot, peer, self.tag) for peer, slot in places]
+    def _rows(self, index: int) -> list[Tensor]:
+        """Where the shares of a piece arrive, by peer; the slot was free once its last piece had been added."""
+        total, slot = self.pieces[index].total, self.slots[index % PIECES_IN_FLIGHT]
+        size = len(self.peers) * total.numel() * total.element_size()
+        return list(slot[:size].view(total.dtype).view(len(self.peers), -1))
+
+    def _scatter(self, index: int) -> None:
+        piece = self.pieces[index]
+        works: list[dist.Work] = []
+        if piece.total.numel():
+            rows = zip(self.peers, self._rows(index), strict=True)
+            works = [receive(self.line, row, peer, self.tag) for peer, row in rows]
         shares = [(peer, piece.shares[peer]) for peer in self.peers if piece.shares[peer].numel()]
         self.rest += [send(self.line, share, peer, self.tag) for peer, share in shares]
-        self.pending.append((slots, works))
+        self.arriving.append(works)
 
 
 class Gather:
@@ -169,12 +200,12 @@ class Gather:
 
 def send(line: Line, tensor: Tensor, peer: int, tag: int) -> dist.Work:
     """A message to a rank of the group; the tensor is read where it lies."""
-    return _sure(dist.isend(tensor, group=line.group, tag=tag, group_dst=peer))
+    return line.group.send([tensor], peer, tag)
 
 
 def receive(line: Line, tensor: Tensor, peer: int, tag: int) -> dist.Work:
     """A message from a rank of the group, written where it shall lie."""
-    return _sure(dist.irecv(tensor, group=line.group, tag=tag, group_src=peer))
+    return line.group.recv([tensor], peer, tag)
 
 
 def _sure(work: dist.Work | None) -> dist.Work:
