@@ -1,4 +1,4 @@
-"""A Qwen3 split over tensor-parallel ranks has the bits of the whole one: loss, log-probabilities, logits, gradients."""
+"""A Qwen3 split over tensor-parallel ranks has the bits of the whole one: loss, log-probabilities, gradients."""
 
 import pytest
 import split_models as models
