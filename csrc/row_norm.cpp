@@ -155,6 +155,7 @@ std::tuple<Tensor, Tensor> backward_rows(const Tensor& grad, const Tensor& x, co
   Tensor dx = empty_tensor(x.sizes(), x.scalar_type());
   const int64_t leaves = samples.leaves.size(), width = heads * n * (means ? 2 : 1);
   Tensor quarters = empty_tensor({leaves, 4, width}, at::kFloat);
+  if (x.numel() == 0) return {dx, quarters.zero_()};  // samples without a token; no pointer below is one
   float* sums = quarters.mutable_data_ptr<float>();
   const Tensor left = rows_of(grad), right = rows_of(x), gain = fp32_vector(weight);
   by_type(x, [&](auto* type) {
