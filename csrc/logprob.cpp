@@ -129,17 +129,6 @@ void check_shard(const Shard& shard, int64_t words) {
               shard.first, "; remedy: call isobit.ops.logprob.partial with an isobit Cut");
 }
 
-// Of how many samples these spans are an aligned share; more than the spans themselves where it is a true one.
-int64_t check_global(int64_t spans, int64_t of) {
-  const int64_t global = of == 0 ? spans : of;
-  const int64_t size = std::max<int64_t>(global / count_segments(global, 1, sample_cap), 1), segments = spans / size;
-  const bool subtree = segments > 0 && segments * size == spans && !(segments & (segments - 1));
-  TORCH_CHECK(global == spans || (global > spans && subtree),
-              "isobit: expected one subtree of the tree of ", of, " samples, received ", spans,
-              "; remedy: take a power of two of its segments");
-  return global;
-}
-
 // Each token's pair of the shard's root, and its target's logit where the shard has it, else +0.
 template <class T>
 void forward(const Tensor& hidden, const Tensor& weight, const Tensor& targets, float inverse_temperature, Shard shard,
@@ -296,19 +285,18 @@ std::tuple<Tensor, Tensor> gradients(
   check_logprob(hidden, weight, targets);
   check_spans(spans, hidden.size(0));
   check_shard(shard, weight.size(0));
-  const int64_t global = want_weight ? check_global(spans.size(0), of) : spans.size(0);
+  const Batch batch = batch_of(spans, want_weight ? of : 0);
   TORCH_CHECK(grad.sizes() == targets.sizes() && grad.scalar_type() == at::kFloat && stats.is_contiguous() &&
                   stats.numel() == 2 * grad.numel() && stats.scalar_type() == at::kFloat,
               "isobit: expected fp32 gradients [T] and sums [T, 2]; remedy: let autograd call this");
   const Tensor rows = hidden.to(engine_type(hidden.scalar_type())).contiguous(), given = grad.contiguous();
   Counter hidden_grad(rows.size(0), rows.size(1));
-  const at::ScalarType type = global > spans.size(0) ? at::kFloat : weight.scalar_type();
-  Tensor weight_grad = empty_tensor(want_weight ? weight.sizes() : at::IntArrayRef{0}, type);
+  Tensor weight_grad = empty_tensor(want_weight ? weight.sizes() : at::IntArrayRef{0}, batch.type(weight.scalar_type()));
   if (want_weight && spans.size(0) == 0) weight_grad.zero_();
   const float inverse = 1.0f / static_cast<float>(temperature);
   const Wanted wanted{want_hidden && rows.size(0) > 0, want_weight};
   auto go = [&](auto zero) {
-    backward<decltype(zero)>(given, rows, weight, targets, stats, spans, inverse, global, shard, wanted,
+    backward<decltype(zero)>(given, rows, weight, targets, stats, spans, inverse, batch.of, shard, wanted,
                              hidden_grad, weight_grad);
   };
   if (rows.scalar_type() == at::kFloat) go(float());

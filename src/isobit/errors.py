@@ -6,6 +6,7 @@ IsobitError
 ├── UnsupportedError     a transformation that has no bit-exact meaning here (also a RuntimeError)
 ├── EngineError          kernels that are missing, disabled or not attested (also a RuntimeError)
 ├── RevealError          a target whose order of addition cannot be shown (also a RuntimeError)
+├── AgreementError       ranks that should hold the same bits, and do not (also a RuntimeError)
 ├── ContractError        a contract that says nothing checkable, or names what may not be named (also a ValueError)
 └── SimulationError      a fault of a distributed program, with the ranks at its root (also a RuntimeError)
     ├── DeadlockError    ranks that wait for each other, or for a rank that has left
@@ -52,6 +53,12 @@ class EngineError(IsobitError, RuntimeError):
 
 class RevealError(IsobitError, RuntimeError):
     """A target whose order of addition cannot be shown: not a sum, not repeatable, or not a plain tree."""
+
+
+class AgreementError(IsobitError, RuntimeError):
+    """Ranks that should hold the same bits, and do not; `agreement` is the record of the check."""
+
+    agreement: object = None
 
 
 class ContractError(IsobitError, ValueError):

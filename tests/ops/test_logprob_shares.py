@@ -16,10 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isobit import ArgumentError, CutError, UnsupportedError, bits
 from isobit.ops import dispatch
+from isobit.ops.linear.op import whole_samples
 from isobit.ops.linear.portable import round_once
 from isobit.ops.logprob import partial, portable
 from isobit.ops.logprob.loss import linear_cross_entropy
-from isobit.ops.logprob.op import linear_logprob, share_of
+from isobit.ops.logprob.op import linear_logprob
 from isobit.ops.share import Share, collecting
 from isobit.order import tree
 from isobit.order.cut import Cut
@@ -268,7 +269,7 @@ def test_both_executors_have_one_share_of_the_vocabulary(dtype):
     )
     known = (
         *portable.pairs_and_chosen(hidden, local, targets, 0.7, cut),
-        *portable.shard_backward(grad, hidden, local, targets, stats, share_of(hidden, spans, 4), 0.7, cut),
+        *portable.shard_backward(grad, hidden, local, targets, stats, whole_samples(hidden, spans, 4), 0.7, cut),
     )
     for left, right in zip(found, known, strict=True):
         assert bits.first_difference(left, right) is None
@@ -320,7 +321,7 @@ def test_refusals():
         partial.merge(torch.ones(3, 6, 2))
     stats, spans = torch.ones(6, 2), torch.tensor([[0, 2], [2, 2], [4, 2]])
     for of in (2, 4, 4096):  # fewer than there are; three segments of one; a part of a segment of four
-        with pytest.raises(CutError, match="subtree"):
+        with pytest.raises(UnsupportedError, match="subtree"):
             partial.backward(torch.ones(6), hidden, local, targets, stats, spans, 1.0, cut, of)
     with pytest.raises(ArgumentError, match="float32"):
         partial.backward(torch.ones(6).half(), hidden, local, targets, stats, spans, 1.0, cut)

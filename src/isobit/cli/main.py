@@ -18,6 +18,7 @@ COMMANDS = {
     "reveal": "reveal",
     "verify": "verify",
     "chain": "chain",
+    "curve": "curve",
     "status": "status",
     "lint": "lint",
     "graph": "graph",

@@ -34,6 +34,11 @@ class Node:
         """The node that this one is merged into."""
         return Node(self.level + 1, self.index // 2)
 
+    def ancestor(self, siblings: int) -> Node:
+        """The node over a run of `siblings` such nodes, a power of two of them."""
+        generations = siblings.bit_length() - 1
+        return Node(self.level + generations, self.index >> generations)
+
     def is_left_sibling_of(self, other: Node) -> bool:
         """Whether the tree adds these two, in this order."""
         return self.level == other.level and self.index + 1 == other.index and self.index % 2 == 0

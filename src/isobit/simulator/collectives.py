@@ -32,7 +32,7 @@ class Call:
     asynchronous: bool = False
     site: str = ""
     clock: int = 0
-    versions: list[int] = field(default_factory=list)
+    marks: list[int | str] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
     sent: list[Tensor] | None = None  # what travels, where it is not the inputs themselves
     flipped_to: Any = None  # the fault that flips a bit on the last hop

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 CHOICES = ("bits", "finite", "reads")
 
 
-def version_of(tensor: Tensor) -> int:
+def mark_of(tensor: Tensor) -> int | str:
+    """Changes when the tensor is written to: torch's own count, unless memory beside it shares that count."""
+    if tensor.untyped_storage().nbytes() > tensor.nbytes:
+        return bits.digest(tensor)
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -34,7 +37,7 @@ class Watch:
 
     def depart(self, call: Call, what: str) -> None:
         """As a rank makes its call."""
-        call.versions = [version_of(tensor) for tensor in call.inputs]
+        call.marks = [mark_of(tensor) for tensor in call.inputs] if call.asynchronous and call.sent is None else []
         if "bits" in self.chosen:
             call.digests = [bits.digest(tensor) for tensor in call.inputs]
         if "finite" in self.chosen and self._first_nan:
@@ -46,8 +49,8 @@ class Watch:
 
     def arrive(self, operation: Operation, call: Call) -> None:
         """As the collective is carried out."""
-        changed = [version_of(tensor) for tensor in call.inputs] != call.versions
-        if changed and call.asynchronous and call.sent is None:
+        watched = call.marks and call.sent is None
+        if watched and [mark_of(tensor) for tensor in call.inputs] != call.marks:
             self.findings.append(changed_early(operation, call))
         elif call.digests and [bits.digest(tensor) for tensor in call.carried] != call.digests:
             self.findings.append(corrupted(call.rank, f"its part in {operation.describe()}", call.site))

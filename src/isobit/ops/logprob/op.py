@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from isobit.ops.launch import declare, launch
 from isobit.ops.linear.op import check_linear, spans_of, whole_samples
 from isobit.ops.logprob import portable
 from isobit.ops.registration import register_operator
-from isobit.ops.share import accumulation_dtype, check_share
+from isobit.ops.share import accumulation_dtype, check_share, gradient_dtype
 from isobit.order.samples import Samples
 
 IGNORED = -100  # as torch's cross_entropy
@@ -78,12 +77,6 @@ def check_temperature(temperature: float) -> None:
         )
 
 
-def share_of(hidden: Tensor, spans: Tensor, of: int) -> Samples:
-    """The samples of a call that holds `of` of them, or one subtree of `of`; 0 is all there are."""
-    whole = whole_samples(hidden, spans)
-    return replace(whole, of=of) if of else whole
-
-
 # ---- gradients: one definition for both executors -------------------------------------------------------
 
 
@@ -116,7 +109,7 @@ def register_formulas(prefix: str) -> None:
         grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, stats: Tensor, spans: Tensor, *rest: Any
     ) -> tuple[Tensor, Tensor]:
         of = rest[3] if len(rest) > 3 else 0
-        dtype = accumulation_dtype(weight.dtype) if of > len(spans) else weight.dtype
+        dtype = gradient_dtype(weight.dtype, len(spans), of)
         return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=dtype)
 
     register_operator("linear_logprob", prefix, fake, backward_with(prefix), setup_context)
@@ -145,7 +138,7 @@ def portable_linear_logprob_backward(
     of: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """dhidden and dweight."""
-    samples = share_of(hidden, spans, of)
+    samples = whole_samples(hidden, spans, of if want_weight else 0)
     return portable.linear_logprob_backward(grad, hidden, weight, targets, stats, samples, temperature)
 
 

@@ -14,14 +14,13 @@ from torch import Tensor
 from isobit.errors import ArgumentError, CutError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.linear.op import check_linear
+from isobit.ops.linear.op import check_linear, whole_samples
 from isobit.ops.linear.portable import one_nan
 from isobit.ops.logprob import portable
-from isobit.ops.logprob.op import check_targets, check_temperature, share_of
+from isobit.ops.logprob.op import check_targets, check_temperature
 from isobit.ops.share import accumulation_dtype
 from isobit.order import tree
 from isobit.order.cut import Cut
-from isobit.order.samples import segment_size
 
 
 @torch.no_grad()
@@ -84,7 +83,8 @@ def backward(
     than the spans, dweight is fp32 and not rounded. What is not wanted is not to be read.
     """
     check_problem(hidden, weight, targets, temperature, cut)
-    check_backward(grad, hidden, stats, spans, of if want_weight else 0)
+    check_backward(grad, hidden, stats, spans)
+    samples = whole_samples(hidden, spans, of if want_weight else 0)
     ids = targets.to(torch.int64).contiguous()
     if dispatch.is_native(hidden.dtype):
         return torch.ops.isobit.linear_logprob_shard_backward(  # type: ignore[no-any-return]
@@ -101,7 +101,6 @@ def backward(
             cut.extent,
             cut.start,
         )
-    samples = share_of(hidden, spans, of)
     return portable.shard_backward(grad, hidden, weight, ids, stats, samples, float(temperature), cut)
 
 
@@ -118,8 +117,8 @@ def check_problem(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: 
     check_temperature(temperature)
 
 
-def check_backward(grad: Tensor, hidden: Tensor, stats: Tensor, spans: Tensor, of: int) -> None:
-    """Gradients and sums in the dtype of sums; samples that are the whole batch, or one subtree of it."""
+def check_backward(grad: Tensor, hidden: Tensor, stats: Tensor, spans: Tensor) -> None:
+    """Gradients and sums in the dtype of sums, one a token."""
     wide = accumulation_dtype(hidden.dtype)
     if grad.shape != hidden.shape[:1] or stats.shape != (len(hidden), 2):
         expected = f"[{len(hidden)}], beside stats [{len(hidden)}, 2]"
@@ -129,13 +128,4 @@ def check_backward(grad: Tensor, hidden: Tensor, stats: Tensor, spans: Tensor, o
             expected=f"grad and stats of {wide}, spans of torch.int64",
             received=f"{grad.dtype}, {stats.dtype}, {spans.dtype}",
             remedy="pass the gradient of the log-probabilities, what `finish` gave, and isobit's spans",
-        )
-    samples = share_of(hidden, spans, of)
-    whole = len(samples.spans) == samples.of
-    ragged = len(samples.spans) > samples.of or len(samples.spans) % segment_size(samples.of)
-    if not whole and (ragged or len(samples.roots) != 1):
-        raise CutError(
-            expected=f"all of {samples.of} samples, or one subtree of their tree",
-            received=f"{len(samples.spans)} of {samples.of}",
-            remedy="take a power of two of segments, from a multiple of it",
         )

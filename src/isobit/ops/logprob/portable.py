@@ -8,7 +8,7 @@ from torch import Tensor
 from isobit.ops.linear.portable import merge_segments, one_nan, round_once, sum_products, sum_striped, widen
 from isobit.ops.log_softmax.portable import MaxSum, finite_or_zero
 from isobit.ops.logarithm import log_positive
-from isobit.ops.share import accumulation_dtype
+from isobit.ops.share import gradient_dtype
 from isobit.ops.softmax.portable import exp_nonpositive
 from isobit.order.cut import Cut
 from isobit.order.plan import FeaturePlan, Leaf, Segment
@@ -101,4 +101,4 @@ def shard_backward(
     by_token = sum_products(segments_of(cut), spread, widen(weight).t())[0]
     by_word = sum_products(samples.segments, spread.t(), widen(hidden).t())
     total = by_word[0] if len(by_word) else torch.zeros_like(weight, dtype=spread.dtype)
-    return by_token, round_once(total, accumulation_dtype(weight.dtype) if samples.is_share else weight.dtype)
+    return by_token, round_once(total, gradient_dtype(weight.dtype, len(samples.spans), samples.of))

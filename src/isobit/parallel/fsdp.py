@@ -1,0 +1,122 @@
+"""Gradients of a model that fully_shard split: its own reduce-scatter, in our order, with a counter of shards."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from isobit.errors import UnsupportedError
+from isobit.ops.share import accumulation_dtype
+from isobit.order.tree import Counter, Node
+from isobit.parallel import exchange
+from isobit.parallel.batch import GlobalBatch
+from isobit.parallel.ddp import refuse_tied
+
+
+class TreeReduceScatter(ReduceScatter):
+    """Of one fully_shard group: every micro-batch is a subtree over all ranks; their shards are merged by a counter."""
+
+    def __init__(self) -> None:
+        self.under_way: tuple[Node, bool] | None = None
+        self.counter: Counter[Tensor] = Counter(Tensor.add_)
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        if self.under_way is None or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise UnsupportedError(
+                expected="a backward inside Gradients.micro_batch, without a gradient divide factor",
+                received="a backward of its own" if self.under_way is None else str(op),
+                remedy="divide the loss by the global count of active tokens; gradients are summed",
+            )
+        exchange.reduce_scatter(output_tensor, input_tensor, group)
+        node, last = self.under_way
+        self.counter.push(node, output_tensor.clone() if not last or self.counter else output_tensor)
+        if last:
+            ((_, total),) = self.counter
+            if total is not output_tensor:
+                output_tensor.copy_(total)
+            self.counter.clear()
+
+
+class FsdpCarrier:
+    """Each micro-batch is cut over the ranks and reduce-scattered; the shards of the last one are the whole's."""
+
+    def __init__(self, model: nn.Module, batch: GlobalBatch) -> None:
+        refuse_tied(model)
+        if batch.ranks > 1 and batch.micro_batches > 1 and batch.order != "micro":
+            raise UnsupportedError(
+                expected="a batch whose micro-batches are runs of all samples: GlobalBatch(..., order='micro')",
+                received=f"order={batch.order!r}",
+                remedy="fully_shard adds the ranks at every micro-batch, so a micro-batch must be one subtree",
+            )
+        if batch.ranks == 1:
+            raise UnsupportedError(
+                expected="two ranks or more under fully_shard",
+                received="one rank",
+                remedy="pass the model to Gradients without fully_shard",
+            )
+        self._batch = batch
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._scatters: list[TreeReduceScatter] = []
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                scatter = TreeReduceScatter()
+                module.set_custom_reduce_scatter(scatter)
+                keep_wide(module)
+                self._scatters.append(scatter)
+        self.peak_bytes = 0
+
+    def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
+        for scatter in self._scatters:
+            scatter.under_way = node.ancestor(self._batch.ranks), last
+        return nullcontext()
+
+    def end(self, node: Node, last: bool) -> None:
+        held = sum(value.nbytes for scatter in self._scatters for _, value in scatter.counter)
+        self.peak_bytes = max(self.peak_bytes, held)
+        for scatter in self._scatters:
+            scatter.under_way = None
+        if not last:
+            self._drop()
+
+    def clear(self) -> None:
+        for scatter in self._scatters:
+            scatter.under_way = None
+            scatter.counter.clear()
+        self._drop()
+
+    def _drop(self) -> None:
+        """The engine leaves a micro-batch's shards in p.grad, rounded; the counter has them unrounded."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def close(self) -> None:
+        """fully_shard keeps a reduce-scatter once set; without `micro_batch` it refuses."""
+        self.clear()
+
+
+def keep_wide(module: FSDPModule) -> None:
+    """The gathered parameters exist from the first unshard on; their gradients are partials, so they are fp32."""
+    handle = module.unshard()
+    if handle is not None:
+        handle.wait()
+    for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            unsharded = parameter._unsharded_param
+            unsharded.grad_dtype = accumulation_dtype(unsharded.dtype)
+    module.reshard()
