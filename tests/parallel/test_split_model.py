@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import isobit
 from isobit import CutError, UnsupportedError, bits
+from isobit.adapters.coverage import observe
 from isobit.adapters.tensor_parallel import shard, unshard
 from isobit.ops.share import Share, collecting
 from isobit.parallel import head_norm
@@ -104,6 +105,21 @@ def test_unsharded_again_it_is_whole():
         return bits.digest(model) == before
 
     assert on_ranks(2, check) == [True, True]
+
+
+def test_a_stock_sum_over_ranks_carries_an_order():
+    """What strict mode looks for: floats that a transport adds. Bytes moved and whole numbers added have no order."""
+
+    def check(ranks):
+        with observe() as added:
+            dist.all_reduce(torch.ones(3))
+        with observe() as moved:
+            dist.all_reduce(torch.ones(3, dtype=torch.int32))
+            ranks.gather(torch.ones(3))
+            ranks.merge(torch.ones(3))
+        return added.coverage().kept, moved.coverage().kept
+
+    assert on_ranks(2, check) == [(False, True)] * 2
 
 
 def test_refusals():
