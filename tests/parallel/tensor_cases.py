@@ -127,7 +127,7 @@ def embedding(ranks, dtype, samples, width=33):
 
 
 def logprob(ranks, dtype, samples):
-    hidden, w = draw(4, WIDTH, 96, dtype=dtype, seed=1), draw(2048, 96, dtype=dtype, seed=2) / 64
+    hidden, w = draw(4, WIDTH, 96, dtype=dtype, seed=1), draw(2048, 96, dtype=dtype, seed=2) / 4096
     targets = torch.randint(0, 2048, (4, WIDTH), generator=torch.Generator().manual_seed(3))
     targets[1, 2] = -100
     h0, h1, w0, w1 = leaf(hidden), leaf(hidden), leaf(w), leaf(part(w, ranks, 0))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,7 +64,8 @@ def save(
     if is_first_rank():
         shutil.rmtree(making, ignore_errors=True)
     wait_for_all()
-    write_folder(state, checkpoint_id=making, no_dist=not dist.is_initialized())
+    with with_or_without_ranks() as no_dist:
+        write_folder(state, checkpoint_id=making, no_dist=no_dist)
     if is_first_rank():
         write_text(making / RECORD, record)
         making.rename(target)
@@ -88,7 +91,8 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
         restore_groups(optimizer, names_of(model), record["groups"])
         make_room(source, model, optimizer)
         state["optimizer"] = optimizer_views(model, optimizer)
-    read_folder(state, checkpoint_id=source, no_dist=not dist.is_initialized())
+    with with_or_without_ranks() as no_dist:
+        read_folder(state, checkpoint_id=source, no_dist=no_dist)
     return Loaded(int(record["step"]), dict(record["extra"]))
 
 
@@ -191,6 +195,17 @@ def restore_groups(
     for group, known in zip(optimizer.param_groups, saved, strict=True):
         options = known["options"]
         group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in options.items()})
+
+
+@contextmanager
+def with_or_without_ranks() -> Iterator[bool]:
+    """Whether this process is alone, which torch warns of."""
+    if dist.is_initialized():
+        yield False
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield True
 
 
 def is_first_rank() -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,25 +100,31 @@ class Column(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, *weights = ctx.saved_tensors
         call: Call = ctx.call
-        if torch.is_grad_enabled() and any(grad.requires_grad for grad in grads):
+        if torch.is_grad_enabled():
             refuse_second_order("parallel.column_linear")()
         want, after = ctx.needs_input_grad, 2 + call.count
-        return (
-            sum_input_grad(grads, weights, call) if want[0] else None,
-            None,
+        # dX is on its way between ranks while the parameters' gradients, which are local, are computed.
+        finish = begin_input_grad(grads, weights, call) if want[0] else None
+        local = (
             *[weight_grad(g, x, call.samples) if want[2 + i] else None for i, g in enumerate(grads)],
             *[
                 bias_grad(g, call.samples) if has and want[after + i] else None
                 for i, (g, has) in enumerate(zip(grads, ctx.has_bias, strict=True))
             ],
         )
+        return None if finish is None else finish(), None, *local
 
 
-def sum_input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor], call: Call) -> Tensor:
-    """dX: this rank's subtree of the sum, the ranks' subtrees merged, one rounding."""
+def begin_input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor], call: Call) -> Callable[[], Tensor]:
+    """dX: this rank's subtree of the sum, then, when what is returned is called, all ranks' merged and rounded once."""
     total = partial.group_input_grad(grads, weights, call.groups, call.cut).values[0]
-    call.ranks.merge(total)
-    return round_once(total, grads[0].dtype)
+    wait = call.ranks.begin_merge(total)
+
+    def finish() -> Tensor:
+        wait()
+        return round_once(total, grads[0].dtype)
+
+    return finish
 
 
 class ColumnParallelLinear(nn.Linear):

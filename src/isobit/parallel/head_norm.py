@@ -52,7 +52,7 @@ class HeadNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight, scales = ctx.saved_tensors
-        if torch.is_grad_enabled() and grad.requires_grad:
+        if torch.is_grad_enabled():
             refuse_second_order("parallel.head_norm")()
         samples, ranks, heads = ctx.samples, ctx.ranks, x.shape[-2]
         dx, totals = partial.sample_grads(

@@ -60,7 +60,7 @@ class Row(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        if torch.is_grad_enabled() and grad.requires_grad:
+        if torch.is_grad_enabled():
             refuse_second_order("parallel.row_linear")()
         want = ctx.needs_input_grad
         return (

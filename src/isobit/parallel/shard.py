@@ -51,6 +51,11 @@ class Ranks:
         if self.parts > 1:
             exchange.all_reduce(total, self.group)
 
+    def begin_merge(self, total: Tensor) -> Callable[[], object]:
+        """The same, beside what the caller computes until it calls what is returned."""
+        work = exchange.all_reduce(total, self.group, async_op=True) if self.parts > 1 else None
+        return work.wait if work is not None else lambda: None
+
     def combine(self, held: Tensor) -> Tensor:
         """The ranks' tensors of which one has each element and all others +0, with its raw bits, so that −0 survives.
 

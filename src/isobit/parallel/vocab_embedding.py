@@ -71,7 +71,7 @@ class Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         (ids,) = ctx.saved_tensors
-        if torch.is_grad_enabled() and grad.requires_grad:
+        if torch.is_grad_enabled():
             refuse_second_order("parallel.vocab_embedding")()
         shard, padding = ctx.shard, None if ctx.padding == NO_PADDING else ctx.padding
         found = partial.weight_grad(grad, ids, ctx.samples, shard.offset, shard.length, padding_idx=padding)

@@ -77,7 +77,7 @@ class Logprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        if torch.is_grad_enabled() and grad.requires_grad:
+        if torch.is_grad_enabled():
             refuse_second_order("parallel.vocab_logprob")()
         want = ctx.needs_input_grad[:2]
         given = (grad, *ctx.saved_tensors, ctx.temperature, ctx.cut, ctx.of)
