@@ -1,0 +1,49 @@
+"""Planted bugs of messages between two ranks, and of the network and the hosts: send, receive, lose, die."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from isobit.simulator.bugs.bug import all_four, one, planted
+from isobit.simulator.bugs.toy import build_model, train
+
+
+def ring(rank: int, *, tag: int = 7, hop: int = 1, receive_first: bool = False) -> torch.Tensor:
+    """Each rank sends to the next and receives from the one before."""
+    ranks = dist.get_world_size()
+    mine, theirs = torch.randn(3), torch.empty(3)
+    if receive_first:
+        dist.recv(theirs, src=(rank - 1) % ranks, tag=7)
+    work = dist.isend(mine, dst=(rank + hop) % ranks, tag=tag)
+    if not receive_first:
+        dist.recv(theirs, src=(rank - 1) % ranks, tag=7)
+    work.wait()
+    return theirs
+
+
+@planted("every rank receives before it sends", "deadlock", all_four)
+def cyclic_receive(rank: int, seed: int, wrong: bool) -> None:
+    ring(rank, receive_first=wrong)
+
+
+@planted("a message under a tag that nobody waits for", "deadlock")
+def wrong_tag(rank: int, seed: int, wrong: bool) -> None:
+    ring(rank, tag=8 if wrong and (rank,) == one(seed) else 7)
+
+
+@planted("a message to the wrong rank", "deadlock")
+def wrong_receiver(rank: int, seed: int, wrong: bool) -> None:
+    ring(rank, hop=2 if wrong and (rank,) == one(seed) else 1)
+
+
+@planted("a message that nobody receives", "orphan")
+def orphaned_send(rank: int, seed: int, wrong: bool) -> None:
+    ring(rank)
+    if wrong and (rank,) == one(seed):
+        dist.isend(torch.randn(3), dst=(rank + 1) % 4)
+
+
+def work(rank: int, seed: int, wrong: bool) -> None:
+    """A right program: what goes wrong comes from outside."""
+    train(rank, seed, build_model(seed))

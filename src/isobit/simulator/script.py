@@ -1,0 +1,103 @@
+"""Runs a script as `__main__` on every rank of a world: a module, standard streams and random numbers of its own each."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, TextIO
+
+from isobit.errors import ArgumentError
+from isobit.simulator import rank as ranks
+
+
+class MainOfRank(ModuleType):
+    """Stands for `__main__`: pickle and friends find the module of the rank that asks."""
+
+    def __init__(self, plain: ModuleType) -> None:
+        super().__init__("__main__")
+        self.__dict__["plain"], self.__dict__["of_rank"] = plain, {}
+        for name in ("__doc__", "__file__", "__spec__", "__loader__"):
+            self.__dict__.pop(name, None)
+
+    def __getattr__(self, name: str) -> Any:
+        held = self.__dict__["of_rank"].get(ranks.current().index) if ranks.inside() else None
+        return getattr(self.__dict__["plain"] if held is None else held, name)
+
+
+class StreamOfRank(io.TextIOBase):
+    """Stands for a standard stream: keeps what each rank writes; from elsewhere it passes on."""
+
+    def __init__(self, plain: TextIO) -> None:
+        self.plain = plain
+        self.kept: dict[int, list[str]] = {}
+
+    def write(self, text: str) -> int:
+        if ranks.inside():
+            self.kept.setdefault(ranks.current().index, []).append(text)
+            return len(text)
+        return self.plain.write(text)
+
+    def flush(self) -> None:
+        if not ranks.inside():
+            self.plain.flush()
+
+    def writable(self) -> bool:
+        return True
+
+    def isatty(self) -> bool:
+        return False
+
+    def text(self, rank: int) -> str:
+        """All that a rank wrote."""
+        return "".join(self.kept.get(rank, ()))
+
+
+class Script:
+    """A script and its arguments; `run` is what a world calls on each rank."""
+
+    def __init__(self, path: Path, arguments: Sequence[str] = ()) -> None:
+        self.path, self.arguments = path, list(arguments)
+        self.code = read_code(path)
+        self.output, self.errors = StreamOfRank(sys.stdout), StreamOfRank(sys.stderr)
+        self._main: MainOfRank | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[Callable[[int], None]]:
+        """The process's `__main__`, arguments, search path and streams, for one run of a world."""
+        kept = sys.modules["__main__"], sys.argv, sys.stdout, sys.stderr, list(sys.path)
+        self.output, self.errors = StreamOfRank(sys.stdout), StreamOfRank(sys.stderr)
+        self._main = MainOfRank(kept[0])
+        sys.modules["__main__"] = self._main
+        sys.argv = [str(self.path), *self.arguments]
+        sys.stdout, sys.stderr = self.output, self.errors
+        sys.path.insert(0, str(self.path.parent.resolve()))
+        try:
+            yield self.run
+        finally:
+            sys.modules["__main__"], sys.argv, sys.stdout, sys.stderr, sys.path[:] = kept
+
+    def run(self, rank: int) -> None:
+        """One rank's run; `sys.exit()` and `sys.exit(0)` are ends like any other."""
+        module = ModuleType("__main__")
+        module.__file__ = str(self.path)
+        assert self._main is not None
+        self._main.__dict__["of_rank"][rank] = module
+        try:
+            exec(self.code, module.__dict__)  # the user named this file on the command line, to be run
+        except SystemExit as end:
+            if end.code not in (None, 0):
+                raise RuntimeError(f"the script left with exit code {end.code}") from end
+
+
+def read_code(path: Path) -> CodeType:
+    """Compiled, so that lines of the script have their numbers."""
+    try:
+        return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise ArgumentError(
+            expected="a Python script", received=f"{path} ({error})", remedy="name a file that python can run"
+        ) from error

@@ -1,0 +1,222 @@
+"""Watches training inside a world: hooks on optimizers and modules note what each rank does; complete steps are judged."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import dropout
+from torch.nn.modules import module as modules
+from torch.optim import Optimizer
+from torch.optim import optimizer as optimizers
+
+from isobit.simulator.one_worker import Ledger
+from isobit.simulator.parting import digest, find_odd, group_ranks, is_constant, keep, say_groups
+from isobit.simulator.replicas import Pair, Start, Step, Told, find_replicas, judge_step, judge_tensor
+
+
+class Notes:
+    """What one rank has noted since its last step."""
+
+    def __init__(self) -> None:
+        self.ordinals: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.counts: dict[int, int] = defaultdict(int)
+        self.named: dict[tuple[str, tuple[int, ...], bool], int] = defaultdict(int)
+        self.names: dict[int, str] = {}
+        self.seen: WeakSet[nn.Module] = WeakSet()
+        self.depth = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """A step is done."""
+        self.data: list[str] = []
+        self.masks: list[str] = []
+        self.summed: set[int] = set()
+        self.poisoned = False
+        self.evaluated = False
+
+
+class Watch:
+    """The notes of all ranks; `tell` hears of the first bug, since later ones follow from it."""
+
+    def __init__(
+        self,
+        ranks: int,
+        rank_of_caller: Callable[[], int | None],
+        tell: Callable[[Told], None],
+        ledger: Ledger | None = None,
+    ) -> None:
+        self.ranks, self.rank_of_caller, self.tell, self.ledger = ranks, rank_of_caller, tell, ledger
+        self.notes = [Notes() for _ in range(ranks)]
+        self.starts: dict[int, dict[int, Start]] = defaultdict(dict)
+        self.steps: dict[tuple[int, int], dict[int, Step]] = defaultdict(dict)
+        self.judged: set[tuple[int, int]] = set()
+        self.buffers: dict[int, dict[int, dict[str, str]]] = defaultdict(dict)
+        self.tensors: dict[tuple[str, int, tuple[int, ...], bool], dict[int, Tensor]] = defaultdict(dict)
+        self.talked: set[Pair] = set()
+        self.told: Told | None = None
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Hooks on every optimizer and module of the process; calls from outside the world pass unseen."""
+        with ExitStack() as stack:
+            for handle in (
+                optimizers.register_optimizer_step_pre_hook(self._before_step),
+                optimizers.register_optimizer_step_post_hook(self._after_step),
+                modules.register_module_forward_pre_hook(self._before_forward),
+                modules.register_module_forward_hook(self._after_forward, always_call=True),
+            ):
+                stack.callback(handle.remove)
+            if self.ledger is not None:
+                stack.callback(modules.register_module_parameter_registration_hook(self._after_registration).remove)
+            yield
+
+    def note_sum(self, rank: int, tensors: Sequence[Tensor]) -> None:
+        """A rank gives tensors to a collective that adds them."""
+        notes = self.notes[rank]
+        notes.summed.update(tensor.data_ptr() for tensor in tensors)
+        notes.poisoned = notes.poisoned or any(not _is_finite(tensor) for tensor in tensors)
+
+    def note_message(self, sender: int, receiver: int) -> None:
+        """Two ranks that send each other messages are stages of something, not replicas."""
+        self.talked.add(frozenset((sender, receiver)))
+
+    def note_tensor(self, rank: int, name: str, tensor: Tensor, members: tuple[int, ...], alike: bool) -> None:
+        """A script says that a tensor is the same on these ranks, or distinct."""
+        count = self.notes[rank].named[name, members, alike]
+        self.notes[rank].named[name, members, alike] += 1
+        if alike and self.ledger is not None:
+            self.ledger.note(rank, f"probe {count}", name, tensor)
+        held = self.tensors[name, count, members, alike]
+        held[rank] = tensor.detach().clone()
+        if len(held) == len(members):
+            self._say(judge_tensor(self.tensors.pop((name, count, members, alike)), name, count, alike))
+
+    def finish(self) -> None:
+        """Judges steps that not every rank made."""
+        for key in sorted(self.steps, key=lambda key: key[::-1]):
+            self._judge(key)
+        for count in sorted(self.buffers):
+            self._judge_buffers(count)
+        for (name, count, _, alike), held in list(self.tensors.items()):
+            self._say(judge_tensor(held, name, count, alike))
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        rank = self.rank_of_caller()
+        if rank is None:
+            return
+        notes, parameters = self.notes[rank], _plain_parameters(optimizer)
+        ordinal = notes.ordinals.setdefault(optimizer, len(notes.ordinals))
+        names = tuple(notes.names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters))
+        if ordinal not in notes.counts:
+            varied = any(not is_constant(p) for p in parameters)
+            shapes = tuple(f"{p.dtype}{list(p.shape)}" for p in parameters)
+            self.starts[ordinal][rank] = Start(tuple(map(digest, parameters)), shapes, varied)
+        if self.ledger is not None:
+            self.ledger.note_step(rank, notes.counts[ordinal], parameters, names)
+        gradients = [p.grad for p in parameters]
+        held = [g for g in gradients if g is not None]
+        self.steps[ordinal, notes.counts[ordinal]][rank] = Step(
+            parameters=parameters,
+            names=names,
+            gradients=tuple(map(digest, gradients)),
+            infinite=next((i for i, g in enumerate(gradients) if g is not None and not _is_finite(g)), None),
+            summed=bool(held) and all(g.data_ptr() in notes.summed for g in held),
+            poisoned=notes.poisoned,
+            data=tuple(notes.data),
+            masks=tuple(notes.masks),
+        )
+        notes.clear()
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        rank = self.rank_of_caller()
+        if rank is None or optimizer not in self.notes[rank].ordinals:
+            return
+        ordinal = self.notes[rank].ordinals[optimizer]
+        key = ordinal, self.notes[rank].counts[ordinal]
+        self.notes[rank].counts[ordinal] += 1
+        step = self.steps[key][rank]
+        step.values = tuple(map(digest, step.parameters))
+        step.kept = tuple(map(keep, step.parameters))
+        if len(self.steps[key]) == self.ranks and all(note.values for note in self.steps[key].values()):
+            self._judge(key)
+
+    def _judge(self, key: tuple[int, int]) -> None:
+        if key in self.judged or self.told:
+            return
+        self.judged.add(key)
+        ordinal, count = key
+        complete = {rank: step for rank, step in self.steps[key].items() if step.values}
+        before = self.steps.get((ordinal, count - 1))
+        self._say(judge_step(complete, self.starts[ordinal], count, before, self.talked))
+        for old in [old for old in self.steps if old[0] == ordinal and old[1] < count]:
+            del self.steps[old]
+
+    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
+        rank = self.rank_of_caller()
+        if rank is None:
+            return
+        notes = self.notes[rank]
+        notes.depth += 1
+        if notes.depth == 1 and module not in notes.seen:
+            notes.seen.add(module)
+            notes.names.update({id(p): name.removeprefix("module.") for name, p in module.named_parameters()})
+        if module.training and not notes.data:  # names of arguments are not shown to hooks: the first tensor counts
+            notes.data.extend(digest(x) for x in inputs if isinstance(x, Tensor))
+        if isinstance(module, dropout._DropoutNd) and module.training and module.p > 0:
+            notes.masks.append(digest(torch.get_rng_state()))
+        if notes.depth == 1 and not module.training and not notes.evaluated:
+            notes.evaluated = True
+            self._note_buffers(rank, module)
+
+    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        rank = self.rank_of_caller()
+        if rank is not None:
+            self.notes[rank].depth -= 1
+
+    def _after_registration(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        """Autograd's own sum must be seen before anyone reduces it, so the hook is there from the parameter's birth."""
+        rank, ledger = self.rank_of_caller(), self.ledger
+        if rank is not None and ledger is not None and type(parameter) is nn.Parameter and parameter.requires_grad:
+            at = rank  # the hook runs on the same thread, yet a module may be registered twice: keep the first
+            if not getattr(parameter, "_isobit_noted", False):
+                parameter._isobit_noted = True  # type: ignore[attr-defined]
+                parameter.register_post_accumulate_grad_hook(lambda p: ledger.note_own(at, p))
+
+    def _note_buffers(self, rank: int, module: nn.Module) -> None:
+        count = sum(self.notes[rank].counts.values())
+        named = {name.removeprefix("module."): digest(b) for name, b in module.named_buffers() if type(b) is Tensor}
+        self.buffers[count][rank] = named
+        if len(self.buffers[count]) == self.ranks:
+            self._judge_buffers(count)
+
+    def _judge_buffers(self, count: int) -> None:
+        """Replicas that evaluate with statistics of their own."""
+        found = self.buffers.pop(count, {})
+        for group in find_replicas(self.starts[0], self.talked):
+            mine = {rank: found[rank] for rank in group if rank in found}
+            for name in sorted(set.intersection(*(set(named) for named in mine.values())) if len(mine) > 1 else ()):
+                held = {rank: named[name] for rank, named in mine.items()}
+                if len(group_ranks(held)) > 1:
+                    text = f"{name} is not equal when the model is evaluated after {count} steps: {say_groups(held)}"
+                    self._say(Told("buffers differ", find_odd(held), name, text))
+
+    def _say(self, told: Told | None) -> None:
+        if told and not self.told:
+            self.told = told
+            self.tell(told)
+
+
+def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """What a rank holds whole: sharded tensors (DTensor) are their own class."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in held if type(p) in (Tensor, nn.Parameter)]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.detach()).all())
