@@ -18,6 +18,7 @@ LAYERS = [
     "native",
     "machine",
     "order",
+    "simulator",
     "targets",
     "ops",
     "nn",

@@ -1,0 +1,150 @@
+"""Puts a world under torch.distributed while it runs, and takes all of it back."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+from isobit.errors import MismatchError
+from isobit.simulator import rank as ranks
+
+if TYPE_CHECKING:
+    from isobit.simulator.world import World
+
+
+class WorldPerRank:
+    """Torch's table of process groups: one per rank's thread; other threads keep the process's own."""
+
+    def __init__(self, plain: Any) -> None:
+        vars(self).update(_plain=plain, _tables=threading.local())
+
+    def _table(self) -> Any:
+        if not ranks.inside():
+            return self._plain
+        if not hasattr(self._tables, "table"):
+            self._tables.table = SimpleNamespace(
+                default_pg=None,
+                pg_map={},
+                pg_names={},
+                pg_group_ranks={},
+                pg_backend_config={},
+                group_count=0,
+                tags_to_pg={},
+                pg_to_tag={},
+                pg_coalesce_state={},
+                comms=[],
+                pg_config_info=[],
+            )
+        return self._tables.table
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._table(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._table(), name, value)
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    kept = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, kept)
+
+
+@contextmanager
+def thread_isolation() -> Iterator[None]:
+    """Torch's C++ registry of process groups, per thread."""
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    try:
+        yield
+    finally:
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+
+
+@contextmanager
+def kept_process_state() -> Iterator[None]:
+    """What ranks do to random numbers, the default dtype and excepthook ends with the world."""
+    state, hook = ranks.save_state(), sys.excepthook
+    try:
+        with warnings.catch_warnings():
+            yield
+    finally:
+        ranks.restore_state(state)
+        sys.excepthook = hook
+
+
+def rendezvous_of(world: World, plain: Any) -> Any:
+    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[tuple[Any, int, int]]:
+        if not ranks.inside():
+            yield from plain(url, rank, world_size, **options)
+            return
+        here = ranks.current()
+        given = (rank if rank >= 0 else int(os.environ["RANK"]), world_size if world_size > 0 else world.ranks)
+        if given != (here.index, world.ranks):
+            raise MismatchError(
+                expected=f"rank {here.index} of {world.ranks} to say so",
+                received=f"init_process_group(rank={given[0]}, world_size={given[1]})",
+                remedy="pass the rank that the function is given, and the number of ranks of the world",
+                ranks=[here.index],
+            )
+        yield world.store, *given
+
+    return rendezvous
+
+
+def helper_of(plain: Any) -> Any:
+    """Whatever backend a script names, inside a world the world serves it."""
+
+    def new_group(size: int, rank: int, members: Any, backend: Any, *rest: Any, **options: Any) -> Any:
+        if ranks.inside():
+            backend = dist.Backend("isobit")
+            options["backend_options"] = options["device_id"] = None
+        return plain(size, rank, members, backend, *rest, **options)
+
+    return new_group
+
+
+def monitored_barrier_of(plain: Any) -> Any:
+    """Torch allows it on gloo alone; here each barrier names who is missing."""
+
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        if not ranks.inside():
+            plain(group, timeout, wait_all_ranks)
+            return
+        dist.barrier(group)
+
+    return monitored_barrier
+
+
+@contextmanager
+def installed(world: World) -> Iterator[None]:
+    """All of it, undone in reverse whatever happens."""
+    barrier = monitored_barrier_of(c10d.monitored_barrier)
+    with ExitStack() as stack:
+        for context in (
+            kept_process_state(),
+            replaced(c10d, "_world", WorldPerRank(c10d._world)),
+            replaced(c10d, "rendezvous", rendezvous_of(world, c10d.rendezvous)),
+            replaced(c10d, "_new_process_group_helper", helper_of(c10d._new_process_group_helper)),
+            replaced(c10d, "monitored_barrier", barrier),
+            replaced(dist, "monitored_barrier", barrier),
+            replaced(c10d, "_backend", c10d._backend),
+            replaced(c10d, "_default_pg_init_method", c10d._default_pg_init_method),
+            thread_isolation(),
+            ranks.environment_per_rank(world.plain_environment),
+        ):
+            stack.enter_context(context)
+        yield

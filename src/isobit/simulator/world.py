@@ -1,0 +1,333 @@
+"""A world of simulated ranks: runs one function on each, and raises the root cause when it fails."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from isobit.errors import ArgumentError, IsobitError, MismatchError, RankFailedError, RankLostError, SimulationError, UnsupportedError
+from isobit.simulator import backend, checkers, faults
+from isobit.simulator.collectives import Call
+from isobit.simulator.faults import Fault
+from isobit.simulator.install import installed
+from isobit.simulator.network import Group, Network, Operation
+from isobit.simulator.rank import Rank, being, inside, is_users, restore_state, save_state, user_stack
+from isobit.simulator.schedule import Schedule, Waiting
+from isobit.simulator.store import RankStore
+from isobit.simulator.trace import Recorder, Trace
+from isobit.simulator.watch import Watch
+
+_running = threading.Lock()
+
+
+class Killed(BaseException):
+    """Ends a rank's thread; no `except Exception` of a program stops it."""
+
+
+@dataclass
+class Result:
+    """What a run left: each rank's value, what happened, and what was found."""
+
+    values: list[Any]
+    trace: Trace
+    findings: list[SimulationError] = field(default_factory=list)
+    clocks: list[int] = field(default_factory=list)  # virtual microseconds, by rank
+
+    @property
+    def digest(self) -> str:
+        return self.trace.digest
+
+
+class Stalled:
+    """A rank that a fault stopped for good."""
+
+    def describe(self) -> str:
+        return "a stall that a fault planted"
+
+    def missing(self) -> Sequence[int]:
+        return ()
+
+
+class World:
+    """Ranks on threads, of which one runs at a time."""
+
+    def __init__(
+        self,
+        ranks: int,
+        seed: int = 0,
+        faults: Sequence[Fault] = (),
+        *,
+        delays: bool = True,
+        watch: Collection[str] = (),
+        poison: bool = True,
+        sends: str = "buffered",
+        strict: bool = True,
+    ) -> None:
+        if ranks < 1 or sends not in ("buffered", "rendezvous") or any(not 0 <= f.rank < ranks for f in faults):
+            raise ArgumentError(
+                expected="at least one rank, sends 'buffered' or 'rendezvous', and faults of these ranks",
+                received=f"{ranks} ranks, sends {sends!r}, faults {tuple(faults)}",
+                remedy="count ranks from 0",
+            )
+        self.ranks, self.seed, self.faults, self.delays = ranks, seed, tuple(faults), delays
+        self.watch_for, self.poison, self.sends, self.strict = tuple(watch), poison, sends, strict
+
+    def run(self, function: Callable[..., Any], *args: Any, init: bool = True, recorded: Trace | None = None) -> Result:
+        """Calls `function(rank, *args)` on every rank; with `init`, torch.distributed is initialised around it."""
+        if inside() or not _running.acquire(blocking=False):
+            raise UnsupportedError(
+                expected="one world at a time in a process",
+                received="a world started while another runs",
+                remedy="wait for the first, or run the second in a process of its own",
+            )
+        try:
+            self._prepare(recorded)
+            with installed(self):
+                threads = [
+                    threading.Thread(target=self._body, args=(rank, function, args, init), name=f"rank {rank.index}", daemon=True)
+                    for rank in self.members
+                ]
+                for rank, thread in zip(self.members, threads, strict=True):
+                    rank.thread = thread
+                    thread.start()
+                self.schedule.run()
+                for thread in threads:
+                    thread.join()
+            return self._judge()
+        finally:
+            _running.release()
+
+    def _prepare(self, recorded: Trace | None) -> None:
+        self.recorder = Recorder(Trace(self.ranks, self.seed, self.delays, self.faults, self.sends), recorded)
+        self.schedule = Schedule(self.ranks, self.seed, self.delays, self.recorder)
+        self.plain_environment: dict[bytes, bytes] = dict(os.environ._data)  # type: ignore[attr-defined]
+        self.members = [Rank(self, index, launcher_variables(index, self.ranks)) for index in range(self.ranks)]
+        self.schedule.on_pass, self.schedule.on_take = self._pass, self._take
+        self.schedule.on_stuck = self._stuck
+        self.findings: list[SimulationError] = []
+        self.watch = Watch(self.watch_for, self.findings)
+        self.network, self.store = Network(self), RankStore(self)
+        self.root: SimulationError | None = None
+        self.lost: dict[int, str] = {}
+        self.failed: list[int] = []  # ranks that raised an error of their own, in order
+        self._verdicts: dict[int, BaseException] = {}
+        self._planted = {(fault.rank, fault.call): fault for fault in reversed(self.faults)}
+        self._groups: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+
+    def _pass(self, index: int) -> None:
+        self.members[index].state = save_state()
+
+    def _take(self, index: int) -> None:
+        restore_state(self.members[index].state)
+
+    def _body(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
+        self.schedule.enter(rank.index)
+        with being(rank), torch.autograd.set_multithreading_enabled(False):
+            try:
+                if init:
+                    dist.init_process_group("isobit", rank=rank.index, world_size=self.ranks, store=self.store)
+                rank.value = function(rank.index, *args)
+            except SystemExit as left:
+                if left.code not in (None, 0):
+                    self._note_failure(rank, left)
+            except BaseException as error:
+                self._note_failure(rank, error)
+            finally:
+                if dist.is_initialized():
+                    dist.destroy_process_group()
+        rank.left = True
+        self.recorder.note(rank.index, self.schedule.clocks[rank.index], "left")
+        self.schedule.leave(rank.index)
+
+    def _note_failure(self, rank: Rank, error: BaseException) -> None:
+        rank.error = error
+        consequence = isinstance(error, RankLostError) and rank.index not in error.ranks
+        if not consequence and not (self.root is not None and isinstance(error, (type(self.root), Killed))):
+            self.failed.append(rank.index)
+
+    def register(self, rank: Rank, name: str, members: tuple[int, ...], timeout: int) -> Group:
+        """A rank makes its end of a group; ranks that make other groups under its name are found here."""
+        incarnation = rank.incarnations[name] = rank.incarnations.get(name, -1) + 1
+        known = self._groups.setdefault((name, incarnation), set())
+        for other in known:
+            if other != members and rank.index in other:
+                raise MismatchError(
+                    expected=f"group {name!r} of {checkers.listed(other)}, as another rank made it",
+                    received=f"rank {rank.index} makes it of {checkers.listed(members)}",
+                    remedy="call new_group on all ranks, in the same order and with the same ranks",
+                    ranks=[rank.index],
+                    stacks={rank.index: user_stack(sys._getframe(1))},
+                )
+        known.add(members)
+        return Group(name, incarnation, members, timeout)
+
+    def arrive(self, rank: Rank, call: Call, what: str) -> bool:
+        """A rank makes a communication call: charges its clock and lets its faults happen; True if the call is lost."""
+        self.check(rank)
+        rank.calls += 1
+        self.schedule.compute(rank.index)
+        self.recorder.note(rank.index, self.schedule.clocks[rank.index], what)
+        planted = self._planted.get((rank.index, rank.calls))
+        if isinstance(planted, faults.PlantNaN):
+            for tensor in call.inputs[:1]:
+                tensor.data.view(-1)[planted.element % tensor.numel()] = float("nan")
+        self.watch.depart(call, what)
+        return planted is not None and self._happen(rank, planted, call, what)
+
+    def _happen(self, rank: Rank, planted: Fault, call: Call, what: str) -> bool:
+        self.recorder.note(rank.index, self.schedule.clocks[rank.index], f"fault {planted}")
+        if isinstance(planted, faults.Die):
+            raise Killed(what)
+        if isinstance(planted, faults.Stall):
+            if planted.seconds is None:
+                self.wait_for(rank, Stalled(), False)
+            else:
+                self.schedule.clocks[rank.index] += int(planted.seconds * 1e6)
+        elif isinstance(planted, faults.Straggle):
+            self.schedule.slowness[rank.index] = planted.factor
+        elif isinstance(planted, faults.Flip) and call.inputs:
+            if planted.to is None:
+                call.sent = [tensor.data.clone() for tensor in call.inputs]
+                faults.flip_bit(call.sent[0], planted.element, planted.bit)
+            else:
+                call.flipped_to = planted
+        if isinstance(planted, faults.Drop):
+            self.lost[rank.index] = f"what rank {rank.index} sent in {what} was dropped on its way"
+            return True
+        return False
+
+    def wait_for(self, rank: Rank, waiting: Waiting, done: bool) -> None:
+        if not done:
+            self.check(rank)
+            self.schedule.block(rank.index, waiting)
+        self.check(rank)
+
+    def check(self, rank: Rank) -> None:
+        """Raises what this rank was released with, or what stopped the world."""
+        verdict = self._verdicts.pop(rank.index, None)
+        if verdict is not None:
+            raise verdict
+        if self.root is not None:
+            raise self.again(self.root)
+
+    @staticmethod
+    def again(error: IsobitError) -> IsobitError:
+        """The same error for another rank, with a traceback of its own."""
+        if isinstance(error, SimulationError):
+            kept = type(error)(
+                expected=error.expected, received=error.received, remedy=error.remedy, ranks=error.ranks, stacks=error.stacks
+            )
+            vars(kept).update({k: v for k, v in vars(error).items() if k in ("waits", "cycle")})
+            return kept
+        return type(error)(expected=error.expected, received=error.received, remedy=error.remedy)
+
+    def _stuck(self) -> None:
+        """No rank can run: finds the root, and releases every blocked rank with it."""
+        blocked = dict(self.schedule.blocked)
+        frames = sys._current_frames()
+        stacks = {i: user_stack(frames.get(self.members[i].thread.ident)) for i in blocked}  # type: ignore[union-attr]
+        if self.root is None:
+            self.root = self._diagnose(blocked, stacks)
+        for index in sorted(blocked):
+            stalled = isinstance(blocked[index], Stalled)
+            self._verdicts[index] = Killed("stalled") if stalled else self.again(self.root)
+            self.schedule.wake(index)
+
+    def _diagnose(self, blocked: dict[int, Waiting], stacks: dict[int, list[str]]) -> SimulationError:
+        for waiting in blocked.values():
+            if isinstance(waiting, Operation):
+                calls = list(waiting.calls.values())
+                if len({call.signature() for call in calls}) > 1:
+                    return checkers.mismatch(waiting, calls)
+        stalled = [rank for rank, waiting in blocked.items() if isinstance(waiting, Stalled)]
+        if self.failed or stalled:
+            ranks = self.failed or stalled
+            waiting_ranks = [rank for rank in blocked if rank not in stalled]
+            return RankLostError(
+                expected="every rank to reach the calls that others wait in",
+                received=f"{checkers.listed(ranks)} {'failed' if self.failed else 'stalled'}, and "
+                f"{checkers.listed(waiting_ranks)} waited: {blocked[waiting_ranks[0]].describe() if waiting_ranks else ''}",
+                remedy=f"see why {checkers.listed(ranks)} stopped",
+                ranks=ranks,
+                stacks=stacks,
+            )
+        left = [rank.index for rank in self.members if rank.left]
+        return checkers.deadlock(blocked, left, stacks, self.lost)
+
+    def _judge(self) -> Result:
+        """The result of a run that kept its promises; else its root cause is raised, the result attached."""
+        self.recorder.finish()
+        result = Result([rank.value for rank in self.members], self.recorder.trace, self.findings, self.schedule.clocks)
+        error = self._own_failure() or self.root
+        if self.findings and self.strict:  # what was seen in the data came before what it led to
+            self.findings[0].__cause__ = error
+            error = self.findings[0]
+        if error is None:
+            for rank in self.members:
+                self.findings.extend(checkers.orphaned_work(rank))
+            for _, target, message in self.network.unreceived():
+                self.findings.append(checkers.orphaned_message(message.receiver, message))
+            if self.recorder.departure is not None:
+                error = self.recorder.departure
+            elif self.findings and self.strict:
+                error = self.findings[0]
+        if error is not None:
+            error.result = result
+            raise error
+        return result
+
+    def _own_failure(self) -> SimulationError | None:
+        """The first rank that raised an error of its own, before anything else went wrong."""
+        if not self.failed:
+            return None
+        first = self.members[self.failed[0]]
+        cause = first.error
+        assert cause is not None
+        if isinstance(cause, SimulationError):
+            return cause
+        alike = [index for index in sorted(self.failed) if type(self.members[index].error) is type(cause)]
+        frames = [f for f in reversed(traceback.extract_tb(cause.__traceback__)) if is_users(f.filename)]
+        stacks = {first.index: [f"{f.filename}:{f.lineno} in {f.name}" for f in frames]}
+        if isinstance(cause, Killed):
+            return RankLostError(
+                expected=f"rank {first.index} to live",
+                received=f"its death at call {first.calls}, {cause}",
+                remedy="make the others notice: a timeout, or a restart from the last checkpoint",
+                ranks=alike,
+                stacks=stacks,
+            )
+        error = RankFailedError(
+            expected=f"{checkers.listed(alike)} to return",
+            received=f"{type(cause).__name__}: {cause}",
+            remedy="see the cause above; what other ranks report follows from it",
+            ranks=alike,
+            stacks=stacks,
+        )
+        error.__cause__ = cause
+        return error
+
+
+def launcher_variables(index: int, ranks: int) -> dict[str, str]:
+    """What torchrun would set, on one host."""
+    return {
+        "RANK": str(index),
+        "LOCAL_RANK": str(index),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_RANK": str(index),
+        "ROLE_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "isobit",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
