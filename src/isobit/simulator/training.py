@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -15,9 +15,49 @@ from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from isobit.simulator.one_worker import Ledger
+from isobit.errors import NonFiniteError, SimulationError, TrainingError
+from isobit.simulator import rank as ranks
+from isobit.simulator.collectives import Call, name_of
 from isobit.simulator.parting import digest, find_odd, group_ranks, is_constant, keep, say_groups
 from isobit.simulator.replicas import Pair, Start, Step, Told, find_replicas, judge_step, judge_tensor
+
+if TYPE_CHECKING:
+    from isobit.simulator.world import World
+
+WORDS = {  # kind: what was expected, and the remedy
+    "start differs": (
+        "replicas that start with the same parameters",
+        "broadcast the parameters from one rank before training, or seed all ranks alike",
+    ),
+    "gradients differ": (
+        "replicas that update with the same gradients",
+        "reduce every gradient over all replicas: call the wrapper, not the module in it; check the group",
+    ),
+    "update differs": (
+        "replicas that make the same update of the same gradients",
+        "give all ranks one learning rate, optimizer state and schedule",
+    ),
+    "buffers differ": (
+        "replicas that evaluate with the same buffers",
+        "reduce the statistics over ranks, or broadcast the buffers before evaluating",
+    ),
+    "data alike": (
+        "replicas that train on batches of their own",
+        "give the sampler the rank and the number of ranks",
+    ),
+    "random numbers alike": (
+        "replicas that drop elements of their own choice",
+        "seed each rank differently after the parameters are made",
+    ),
+    "not finite": ("gradients that are finite numbers", "look for its source on the ranks named"),
+    "tensors differ": ("a tensor that is the same on all ranks", "see what the ranks named do alone"),
+    "tensors alike": ("a tensor that is distinct on all ranks", "see what the ranks named do in common"),
+    "weights differ": (
+        "each rank's share with the weight that it has on one worker",
+        "sum over ranks, then divide once by the global count; clip after the reduction",
+    ),
+    "parts from one worker": ("the numbers of one worker", "compare the ranks named with one worker at this place"),
+}
 
 
 class Notes:
@@ -41,18 +81,12 @@ class Notes:
         self.evaluated = False
 
 
-class Watch:
-    """The notes of all ranks; `tell` hears of the first bug, since later ones follow from it."""
+class Training:
+    """The notes of all ranks; only the first bug is told, since later ones follow from it."""
 
-    def __init__(
-        self,
-        ranks: int,
-        rank_of_caller: Callable[[], int | None],
-        tell: Callable[[Told], None],
-        ledger: Ledger | None = None,
-    ) -> None:
-        self.ranks, self.rank_of_caller, self.tell, self.ledger = ranks, rank_of_caller, tell, ledger
-        self.notes = [Notes() for _ in range(ranks)]
+    def __init__(self, world: World) -> None:
+        self.world, self.ranks, self.ledger = world, world.ranks, world.ledger
+        self.notes = [Notes() for _ in range(world.ranks)]
         self.starts: dict[int, dict[int, Start]] = defaultdict(dict)
         self.steps: dict[tuple[int, int], dict[int, Step]] = defaultdict(dict)
         self.judged: set[tuple[int, int]] = set()
@@ -76,11 +110,12 @@ class Watch:
                 stack.callback(modules.register_module_parameter_registration_hook(self._after_registration).remove)
             yield
 
-    def note_sum(self, rank: int, tensors: Sequence[Tensor]) -> None:
-        """A rank gives tensors to a collective that adds them."""
-        notes = self.notes[rank]
-        notes.summed.update(tensor.data_ptr() for tensor in tensors)
-        notes.poisoned = notes.poisoned or any(not _is_finite(tensor) for tensor in tensors)
+    def note_call(self, call: Call) -> None:
+        """A rank gives tensors to a collective; into sums it may bring what is not finite."""
+        notes = self.notes[call.rank]
+        if call.op is not None and name_of(call.op) in ("SUM", "AVG"):
+            notes.summed.update(tensor.data_ptr() for tensor in call.inputs)
+            notes.poisoned = notes.poisoned or not all(map(_is_finite, call.inputs))
 
     def note_message(self, sender: int, receiver: int) -> None:
         """Two ranks that send each other messages are stages of something, not replicas."""
@@ -107,7 +142,7 @@ class Watch:
             self._say(judge_tensor(held, name, count, alike))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        rank = self.rank_of_caller()
+        rank = rank_of_caller()
         if rank is None:
             return
         notes, parameters = self.notes[rank], _plain_parameters(optimizer)
@@ -134,7 +169,7 @@ class Watch:
         notes.clear()
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        rank = self.rank_of_caller()
+        rank = rank_of_caller()
         if rank is None or optimizer not in self.notes[rank].ordinals:
             return
         ordinal = self.notes[rank].ordinals[optimizer]
@@ -158,7 +193,7 @@ class Watch:
             del self.steps[old]
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        rank = self.rank_of_caller()
+        rank = rank_of_caller()
         if rank is None:
             return
         notes = self.notes[rank]
@@ -175,13 +210,13 @@ class Watch:
             self._note_buffers(rank, module)
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        rank = self.rank_of_caller()
+        rank = rank_of_caller()
         if rank is not None:
             self.notes[rank].depth -= 1
 
     def _after_registration(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         """Autograd's own sum must be seen before anyone reduces it, so the hook is there from the parameter's birth."""
-        rank, ledger = self.rank_of_caller(), self.ledger
+        rank, ledger = rank_of_caller(), self.ledger
         if rank is not None and ledger is not None and type(parameter) is nn.Parameter and parameter.requires_grad:
             at = rank  # the hook runs on the same thread, yet a module may be registered twice: keep the first
             if not getattr(parameter, "_isobit_noted", False):
@@ -207,9 +242,27 @@ class Watch:
                     self._say(Told("buffers differ", find_odd(held), name, text))
 
     def _say(self, told: Told | None) -> None:
-        if told and not self.told:
-            self.told = told
-            self.tell(told)
+        """Ends the run at every rank's next call, if the world is strict."""
+        if told is None or self.told is not None:
+            return
+        self.told = told
+        self.world.findings.append(as_error(told))
+        if self.world.strict and self.world.root is None:
+            self.world.root = self.world.again(self.world.findings[0])
+
+
+def as_error(told: Told) -> SimulationError:
+    """What was told, as errors are."""
+    kind = NonFiniteError if told.kind == "not finite" else TrainingError
+    expected, remedy = WORDS[told.kind]
+    error = kind(expected=expected, received=told.text, remedy=remedy, ranks=told.ranks)
+    error.kind = told.kind
+    return error
+
+
+def rank_of_caller() -> int | None:
+    """None outside the world: hooks are the whole process's."""
+    return ranks.current().index if ranks.inside() else None
 
 
 def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:

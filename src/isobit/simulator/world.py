@@ -19,10 +19,12 @@ from isobit.simulator.collectives import Call
 from isobit.simulator.faults import Fault
 from isobit.simulator.install import installed
 from isobit.simulator.network import Group, Network, Operation
+from isobit.simulator.one_worker import Ledger
 from isobit.simulator.rank import Rank, being, inside, is_users, restore_state, save_state, user_stack
 from isobit.simulator.schedule import Schedule, Waiting
 from isobit.simulator.store import RankStore
 from isobit.simulator.trace import Recorder, Trace
+from isobit.simulator.training import Training
 from isobit.simulator.watch import Watch
 
 _running = threading.Lock()
@@ -58,6 +60,8 @@ class Stalled:
 
 class World:
     """Ranks on threads, of which one runs at a time."""
+
+    ledger: Ledger | None = None  # where training is noted, to be compared with one worker
 
     def __init__(
         self,
@@ -114,6 +118,7 @@ class World:
         self.schedule.on_stuck = self._stuck
         self.findings: list[SimulationError] = []
         self.watch = Watch(self.watch_for, self.findings)
+        self.watch.training = Training(self) if "training" in self.watch_for else None
         self.network, self.store = Network(self), RankStore(self)
         self.root: SimulationError | None = None
         self.lost: dict[int, str] = {}
@@ -225,7 +230,7 @@ class World:
             kept = type(error)(
                 expected=error.expected, received=error.received, remedy=error.remedy, ranks=error.ranks, stacks=error.stacks
             )
-            vars(kept).update({k: v for k, v in vars(error).items() if k in ("waits", "cycle")})
+            vars(kept).update({k: v for k, v in vars(error).items() if k in ("waits", "cycle", "kind")})
             return kept
         return type(error)(expected=error.expected, received=error.received, remedy=error.remedy)
 
@@ -267,6 +272,8 @@ class World:
         self.recorder.finish()
         result = Result([rank.value for rank in self.members], self.recorder.trace, self.findings, self.schedule.clocks)
         error = self._own_failure() or self.root
+        if error is None and self.watch.training is not None:
+            self.watch.training.finish()
         if self.findings and self.strict:  # what was seen in the data came before what it led to
             self.findings[0].__cause__ = error
             error = self.findings[0]
