@@ -46,6 +46,7 @@ class Rank:
         self.value: Any = None
         self.error: BaseException | None = None
         self.left = False
+        self.unseen = False  # while the simulator itself looks at tensors
         self.state = fresh_state(world.seed, index)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -20,6 +20,8 @@ class Told:
     ranks: tuple[int, ...]
     where: str
     text: str
+    sites: Mapping[int, str] = field(default_factory=dict)
+    """Where each of them made the step."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,14 @@ class Step:
     infinite: int | None
     """The first parameter whose gradient is not finite."""
     summed: bool
-    """Whether a collective summed into every gradient."""
+    """Whether an all-reduce summed into every gradient."""
     poisoned: bool
     """Whether this rank put a number that is not finite into a sum."""
     data: tuple[str, ...]
     masks: tuple[str, ...]
+    pending: str = ""
+    """The gradient that a collective still owns, and which."""
+    site: str = ""
     values: tuple[str, ...] = ()
     kept: tuple[Tensor | None, ...] = ()
 
@@ -75,6 +80,15 @@ def judge_start(starts: Mapping[int, Start], steps: Mapping[int, Step]) -> Told 
         text = f"{name} was not equal before the first step: {say_groups(held)}; its gradients are summed over these ranks"
         return Told("start differs", find_odd(held), name, text)
     return None
+
+
+def judge_pending(steps: Mapping[int, Step], step: int) -> Told | None:
+    """An update with a gradient whose reduction nobody waited for."""
+    early = {rank: note.pending for rank, note in steps.items() if note.pending}
+    if not early:
+        return None
+    ranks = tuple(sorted(early))
+    return Told("pending", ranks, early[ranks[0]], f"step {step} updates with {early[ranks[0]]}, not waited for")
 
 
 def judge_finite(steps: Mapping[int, Step], step: int) -> Told | None:
@@ -113,12 +127,18 @@ def judge_masks(steps: Mapping[int, Step], step: int) -> Told | None:
 
 
 def judge_values(steps: Mapping[int, Step], step: int) -> Told | None:
-    """Parameters that part: by their gradients, or by the update alone."""
-    columns = zip(*(note.values for note in steps.values()), strict=True)
-    parted = [at for at, column in enumerate(columns) if len(set(column)) > 1]
+    """Parameters that part: by their gradients, or by the update alone.
+
+    Gradients may differ where the update reduces them itself. Not after an all-reduce: then they are told even if
+    the update rounds the difference away.
+    """
+    count = len(next(iter(steps.values())).values)
+    by_value = [at for at in range(count) if len({note.values[at] for note in steps.values()}) > 1]
+    by_gradient = [at for at in range(count) if len({note.gradients[at] for note in steps.values()}) > 1]
+    parted = by_value or (by_gradient if all(note.summed for note in steps.values()) else [])
     if not parted:
         return None
-    by_gradient = [at for at in parted if len({note.gradients[at] for note in steps.values()}) > 1]
+    by_gradient = [at for at in by_gradient if at in parted]
     at = (by_gradient or parted)[0]
     held = {rank: (note.gradients if by_gradient else note.values)[at] for rank, note in steps.items()}
     groups = group_ranks(held)
@@ -127,6 +147,8 @@ def judge_values(steps: Mapping[int, Step], step: int) -> Told | None:
     place = say_difference(left.kept[at], right.kept[at])
     what = "its gradient differs" if by_gradient else "gradients were equal, the update was not"
     text = f"{name} parts at step {step}, {place}; {what}: {say_groups(held)}"
+    if not by_value:
+        text = f"the gradient of {name} differs at step {step} after an all-reduce: {say_groups(held)}"
     return Told("gradients differ" if by_gradient else "update differs", find_odd(held), name, text)
 
 
@@ -151,8 +173,8 @@ def judge_step(
     talked: Iterable[Pair],
 ) -> Told | None:
     """The first thing wrong with a step, causes before consequences."""
-    told = judge_finite(steps, step) or (judge_start(starts, steps) if step == 0 else None)
+    told = judge_pending(steps, step) or judge_finite(steps, step) or (judge_start(starts, steps) if step == 0 else None)
     for group in find_replicas({rank: starts[rank] for rank in steps}, talked):
         mine = {rank: steps[rank] for rank in group}
         told = told or judge_data(mine, step, before) or judge_masks(mine, step) or judge_values(mine, step)
-    return told
+    return None if told is None else replace(told, sites={rank: steps[rank].site for rank in told.ranks})

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -15,7 +17,7 @@ from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 
-from isobit.errors import NonFiniteError, SimulationError, TrainingError
+from isobit.errors import NonFiniteError, PendingError, SimulationError, TrainingError
 from isobit.simulator import rank as ranks
 from isobit.simulator.collectives import Call, name_of
 from isobit.simulator.parting import digest, find_odd, group_ranks, is_constant, keep, say_groups
@@ -49,6 +51,7 @@ WORDS = {  # kind: what was expected, and the remedy
         "replicas that drop elements of their own choice",
         "seed each rank differently after the parameters are made",
     ),
+    "pending": ("gradients whose reduction is done", "call .wait() on what the collective returned, then step"),
     "not finite": ("gradients that are finite numbers", "look for its source on the ranks named"),
     "tensors differ": ("a tensor that is the same on all ranks", "see what the ranks named do alone"),
     "tensors alike": ("a tensor that is distinct on all ranks", "see what the ranks named do in common"),
@@ -60,6 +63,26 @@ WORDS = {  # kind: what was expected, and the remedy
 }
 
 
+Hook = TypeVar("Hook", bound=Callable[..., None])
+
+
+def unseen(hook: Hook) -> Hook:
+    """What the hook itself reads is not the program's doing; outside the world it does nothing."""
+
+    @functools.wraps(hook)
+    def run(self: Training, *args: Any) -> None:
+        if not ranks.inside():
+            return
+        rank = ranks.current()
+        before, rank.unseen = rank.unseen, True
+        try:
+            hook(self, rank.index, *args)
+        finally:
+            rank.unseen = before
+
+    return cast(Hook, run)
+
+
 class Notes:
     """What one rank has noted since its last step."""
 
@@ -68,6 +91,7 @@ class Notes:
         self.counts: dict[int, int] = defaultdict(int)
         self.named: dict[tuple[str, tuple[int, ...], bool], int] = defaultdict(int)
         self.names: dict[int, str] = {}
+        self.hooked: set[int] = set()
         self.seen: WeakSet[nn.Module] = WeakSet()
         self.depth = 0
         self.clear()
@@ -114,7 +138,8 @@ class Training:
         """A rank gives tensors to a collective; into sums it may bring what is not finite."""
         notes = self.notes[call.rank]
         if call.op is not None and name_of(call.op) in ("SUM", "AVG"):
-            notes.summed.update(tensor.data_ptr() for tensor in call.inputs)
+            if call.kind == "all_reduce":
+                notes.summed.update(tensor.data_ptr() for tensor in call.inputs)
             notes.poisoned = notes.poisoned or not all(map(_is_finite, call.inputs))
 
     def note_message(self, sender: int, receiver: int) -> None:
@@ -141,10 +166,8 @@ class Training:
         for (name, count, _, alike), held in list(self.tensors.items()):
             self._say(judge_tensor(held, name, count, alike))
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        rank = rank_of_caller()
-        if rank is None:
-            return
+    @unseen
+    def _before_step(self, rank: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         notes, parameters = self.notes[rank], _plain_parameters(optimizer)
         ordinal = notes.ordinals.setdefault(optimizer, len(notes.ordinals))
         names = tuple(notes.names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters))
@@ -165,12 +188,14 @@ class Training:
             poisoned=notes.poisoned,
             data=tuple(notes.data),
             masks=tuple(notes.masks),
+            pending=_owned_by_pending(names, gradients),
+            site=ranks.user_line(sys._getframe()),
         )
         notes.clear()
 
-    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        rank = rank_of_caller()
-        if rank is None or optimizer not in self.notes[rank].ordinals:
+    @unseen
+    def _after_step(self, rank: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self.notes[rank].ordinals:
             return
         ordinal = self.notes[rank].ordinals[optimizer]
         key = ordinal, self.notes[rank].counts[ordinal]
@@ -192,10 +217,8 @@ class Training:
         for old in [old for old in self.steps if old[0] == ordinal and old[1] < count]:
             del self.steps[old]
 
-    def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        rank = rank_of_caller()
-        if rank is None:
-            return
+    @unseen
+    def _before_forward(self, rank: int, module: nn.Module, inputs: Any) -> None:
         notes = self.notes[rank]
         notes.depth += 1
         if notes.depth == 1 and module not in notes.seen:
@@ -209,19 +232,19 @@ class Training:
             notes.evaluated = True
             self._note_buffers(rank, module)
 
-    def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        rank = rank_of_caller()
-        if rank is not None:
-            self.notes[rank].depth -= 1
+    @unseen
+    def _after_forward(self, rank: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        self.notes[rank].depth -= 1
 
-    def _after_registration(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    @unseen
+    def _after_registration(self, rank: int, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         """Autograd's own sum must be seen before anyone reduces it, so the hook is there from the parameter's birth."""
-        rank, ledger = rank_of_caller(), self.ledger
-        if rank is not None and ledger is not None and type(parameter) is nn.Parameter and parameter.requires_grad:
-            at = rank  # the hook runs on the same thread, yet a module may be registered twice: keep the first
-            if not getattr(parameter, "_isobit_noted", False):
-                parameter._isobit_noted = True  # type: ignore[attr-defined]
-                parameter.register_post_accumulate_grad_hook(lambda p: ledger.note_own(at, p))
+        ledger = self.ledger
+        if ledger is None or type(parameter) is not nn.Parameter or id(parameter) in self.notes[rank].hooked:
+            return
+        self.notes[rank].hooked.add(id(parameter))
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: ledger.note_own(rank, p))
 
     def _note_buffers(self, rank: int, module: nn.Module) -> None:
         count = sum(self.notes[rank].counts.values())
@@ -253,22 +276,28 @@ class Training:
 
 def as_error(told: Told) -> SimulationError:
     """What was told, as errors are."""
-    kind = NonFiniteError if told.kind == "not finite" else TrainingError
+    kind = {"not finite": NonFiniteError, "pending": PendingError}.get(told.kind, TrainingError)
     expected, remedy = WORDS[told.kind]
-    error = kind(expected=expected, received=told.text, remedy=remedy, ranks=told.ranks)
+    stacks = {rank: [site] for rank, site in told.sites.items() if site}
+    error = kind(expected=expected, received=told.text, remedy=remedy, ranks=told.ranks, stacks=stacks)
     error.kind = told.kind
     return error
-
-
-def rank_of_caller() -> int | None:
-    """None outside the world: hooks are the whole process's."""
-    return ranks.current().index if ranks.inside() else None
 
 
 def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:
     """What a rank holds whole: sharded tensors (DTensor) are their own class."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     return [p for p in held if type(p) in (Tensor, nn.Parameter)]
+
+
+def _owned_by_pending(names: Sequence[str], gradients: Sequence[Tensor | None]) -> str:
+    """The first gradient that shares memory with the result of work under way, and that work."""
+    for work in ranks.current().pending.values():
+        owned = {t.untyped_storage().data_ptr() for t in work.value if isinstance(t, Tensor)}
+        for name, gradient in zip(names, gradients, strict=True):
+            if gradient is not None and gradient.untyped_storage().data_ptr() in owned:
+                return f"the gradient of {name}, which {work.what} owns"
+    return ""
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -21,6 +21,7 @@ from isobit.simulator.install import installed
 from isobit.simulator.network import Group, Network, Operation
 from isobit.simulator.one_worker import Ledger
 from isobit.simulator.rank import Rank, being, inside, is_users, restore_state, save_state, user_stack
+from isobit.simulator.reads import noticing
 from isobit.simulator.schedule import Schedule, Waiting
 from isobit.simulator.store import RankStore
 from isobit.simulator.trace import Recorder, Trace
@@ -135,7 +136,7 @@ class World:
 
     def _body(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
         self.schedule.enter(rank.index)
-        with being(rank), torch.autograd.set_multithreading_enabled(False):
+        with being(rank), torch.autograd.set_multithreading_enabled(False), noticing(rank):
             try:
                 if init:
                     dist.init_process_group("isobit", rank=rank.index, world_size=self.ranks, store=self.store)

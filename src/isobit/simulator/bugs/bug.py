@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from isobit.simulator.faults import Fault
+
 Program = Callable[[int, int, bool], object]
 """(rank, seed, planted): with planted false it is the clean twin."""
 CATALOGUE: dict[str, Bug] = {}
@@ -19,9 +21,10 @@ class Bug:
     program: Program
     kind: str
     culprits: Callable[[int], tuple[int, ...]]
+    faults: Callable[[int], tuple[Fault, ...]]
+    watch: tuple[str, ...]
+    against_one: bool
     ranks: int = 4
-    faults: Callable[[int], tuple[object, ...]] = lambda seed: ()
-    against_one: bool = False
 
 
 def one(seed: int) -> tuple[int, ...]:
@@ -39,7 +42,8 @@ def planted(
     kind: str,
     culprits: Callable[[int], tuple[int, ...]] = one,
     *,
-    faults: Callable[[int], tuple[object, ...]] = lambda seed: (),
+    faults: Callable[[int], tuple[Fault, ...]] = lambda seed: (),
+    watch: tuple[str, ...] = ("bits", "reads", "training"),
     against_one: bool = False,
 ) -> Callable[[Program], Program]:
     """Adds a program to the catalogue, under its own name."""
@@ -47,7 +51,7 @@ def planted(
     def add(program: Program) -> Program:
         name = program.__name__.replace("_", "-")
         assert name not in CATALOGUE, name
-        CATALOGUE[name] = Bug(name, title, program, kind, culprits, 4, faults, against_one)
+        CATALOGUE[name] = Bug(name, title, program, kind, culprits, faults, watch, against_one)
         return program
 
     return add

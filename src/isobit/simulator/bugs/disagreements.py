@@ -60,7 +60,7 @@ def uneven_loop(rank: int, seed: int, wrong: bool) -> None:
     train(rank, seed, build_model(seed), steps=2 if wrong and (rank,) == one(seed) else 3)
 
 
-@planted("an asynchronous all-reduce that nobody waits for", "unwaited", all_four)
+@planted("an asynchronous all-reduce that nobody waits for", "pending", all_four)
 def forgotten_wait(rank: int, seed: int, wrong: bool) -> None:
     def reduce(model: torch.nn.Module) -> None:
         works = [dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True) for p in model.parameters()]
@@ -70,7 +70,7 @@ def forgotten_wait(rank: int, seed: int, wrong: bool) -> None:
     train(rank, seed, build_model(seed), reduce=reduce)
 
 
-@planted("a result read by the host before its wait", "pending read")
+@planted("a result read by the host before its wait", "pending")
 def read_before_wait(rank: int, seed: int, wrong: bool) -> float:
     total = torch.full((2,), float(rank))
     work = dist.all_reduce(total, async_op=True)

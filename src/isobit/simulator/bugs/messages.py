@@ -1,4 +1,4 @@
-"""Planted bugs of messages between two ranks, and of the network and the hosts: send, receive, lose, die."""
+"""Planted bugs of messages between two ranks, in a ring."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 
 from isobit.simulator.bugs.bug import all_four, one, planted
-from isobit.simulator.bugs.toy import build_model, train
 
 
 def ring(rank: int, *, tag: int = 7, hop: int = 1, receive_first: bool = False) -> torch.Tensor:
@@ -37,13 +36,30 @@ def wrong_receiver(rank: int, seed: int, wrong: bool) -> None:
     ring(rank, hop=2 if wrong and (rank,) == one(seed) else 1)
 
 
-@planted("a message that nobody receives", "orphan")
+@planted("a send that nobody waits for", "orphan")
 def orphaned_send(rank: int, seed: int, wrong: bool) -> None:
+    for step in range(3):
+        mine, theirs = torch.randn(3), torch.empty(3)
+        work = dist.isend(mine, dst=(rank + 1) % 4)
+        dist.recv(theirs, src=(rank - 1) % 4)
+        if not (wrong and (rank,) == one(seed) and step == seed % 3):
+            work.wait()
+
+
+def sender_and_receiver(seed: int) -> tuple[int, ...]:
+    """Nobody can tell which of the two forgot."""
+    return tuple(sorted((seed % 4, (seed + 1) % 4)))
+
+
+@planted("a message that nobody receives", "orphan", sender_and_receiver)
+def unread_message(rank: int, seed: int, wrong: bool) -> None:
     ring(rank)
     if wrong and (rank,) == one(seed):
-        dist.isend(torch.randn(3), dst=(rank + 1) % 4)
+        dist.send(torch.randn(3), dst=(rank + 1) % 4)
 
 
-def work(rank: int, seed: int, wrong: bool) -> None:
-    """A right program: what goes wrong comes from outside."""
-    train(rank, seed, build_model(seed))
+@planted("a buffer of another size than the message", "mismatch", sender_and_receiver)
+def short_buffer(rank: int, seed: int, wrong: bool) -> None:
+    work = dist.isend(torch.randn(3), dst=(rank + 1) % 4)
+    dist.recv(torch.empty(2 if wrong and rank == (seed + 1) % 4 else 3), src=(rank - 1) % 4)
+    work.wait()
