@@ -2,53 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from isobit.simulator.ledger import Entry, Ledger
 from isobit.simulator.replicas import Told
+from isobit.simulator.training import as_error
+from isobit.simulator.world import Result, World
 
 
-@dataclass
-class Entry:
-    """One step of an optimizer, or one call of `probe.same`, as a rank saw it; in copies."""
+def compare_with_one(
+    world: World, function: Callable[..., Any], *args: Any, init: bool = True, tolerance: float = 1e-4
+) -> Result:
+    """Runs the function in the world and on one rank; the result of the former, or what is wrong with either.
 
-    label: str
-    names: tuple[str, ...]
-    values: tuple[Tensor, ...]
-    own: tuple[Tensor, ...] = ()
-    """Gradients as autograd left them, before anyone reduced them."""
-
-
-@dataclass
-class Ledger:
-    """Every rank's entries, in its own order."""
-
-    entries: dict[int, list[Entry]] = field(default_factory=dict)
-    own: dict[int, dict[int, Tensor]] = field(default_factory=dict)
-
-    def note_own(self, rank: int, parameter: Tensor) -> None:
-        """Autograd has just added to a gradient."""
-        assert parameter.grad is not None
-        self.own.setdefault(rank, {})[id(parameter)] = parameter.grad.detach().clone()
-
-    def note_step(self, rank: int, step: int, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
-        """Before an update: the gradients that it will take, beside the rank's own."""
-        held = [(i, p) for i, p in enumerate(parameters) if p.grad is not None]
-        own = self.own.get(rank, {})
-        entry = Entry(
-            f"gradients of step {step}",
-            tuple(names[i] for i, _ in held),
-            tuple(p.grad.detach().clone() for _, p in held if p.grad is not None),
-            tuple(own[id(p)] for _, p in held) if all(id(p) in own for _, p in held) else (),
-        )
-        self.entries.setdefault(rank, []).append(entry)
-
-    def note(self, rank: int, label: str, name: str, tensor: Tensor) -> None:
-        """A tensor that must not depend on the number of ranks."""
-        self.entries.setdefault(rank, []).append(Entry(label, (name,), (tensor.detach().clone(),)))
+    The function must make the same global batch whatever the number of ranks.
+    """
+    one = World(1, world.seed, delays=world.delays, watch=("training",), poison=world.poison, sends=world.sends)
+    one.ledger, world.ledger = Ledger(), Ledger()
+    result = world.run(function, *args, init=init)
+    one.run(function, *args, init=init)
+    told = compare(one.ledger, world.ledger, tolerance)
+    if told is not None:
+        error = as_error(told)
+        error.result = result
+        result.findings.append(error)
+        if world.strict:
+            raise error
+    return result
 
 
 def compare(one: Ledger, many: Ledger, tolerance: float) -> Told | None:

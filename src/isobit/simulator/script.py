@@ -66,31 +66,29 @@ class Script:
         self._main: MainOfRank | None = None
 
     @contextmanager
-    def installed(self) -> Iterator[Callable[[int], None]]:
-        """The process's `__main__`, arguments, search path and streams, for one run of a world."""
+    def installed(self, capture: bool = False) -> Iterator[Callable[[int], dict[str, Any]]]:
+        """The process's `__main__`, arguments and search path, for one run of a world; with `capture`, streams too."""
         kept = sys.modules["__main__"], sys.argv, sys.stdout, sys.stderr, list(sys.path)
         self.output, self.errors = StreamOfRank(sys.stdout), StreamOfRank(sys.stderr)
         self._main = MainOfRank(kept[0])
         sys.modules["__main__"] = self._main
         sys.argv = [str(self.path), *self.arguments]
-        sys.stdout, sys.stderr = self.output, self.errors
+        if capture:
+            sys.stdout, sys.stderr = self.output, self.errors
         sys.path.insert(0, str(self.path.parent.resolve()))
         try:
             yield self.run
         finally:
             sys.modules["__main__"], sys.argv, sys.stdout, sys.stderr, sys.path[:] = kept
 
-    def run(self, rank: int) -> None:
-        """One rank's run; `sys.exit()` and `sys.exit(0)` are ends like any other."""
+    def run(self, rank: int) -> dict[str, Any]:
+        """One rank's run: the names that the script leaves."""
         module = ModuleType("__main__")
         module.__file__ = str(self.path)
         assert self._main is not None
         self._main.__dict__["of_rank"][rank] = module
-        try:
-            exec(self.code, module.__dict__)  # the user named this file on the command line, to be run
-        except SystemExit as end:
-            if end.code not in (None, 0):
-                raise RuntimeError(f"the script left with exit code {end.code}") from end
+        exec(self.code, module.__dict__)  # the user named this file, to be run
+        return module.__dict__
 
 
 def read_code(path: Path) -> CodeType:

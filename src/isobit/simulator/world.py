@@ -18,8 +18,8 @@ from isobit.simulator import backend, checkers, faults
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import Fault
 from isobit.simulator.install import installed
+from isobit.simulator.ledger import Ledger
 from isobit.simulator.network import Group, Network, Operation
-from isobit.simulator.one_worker import Ledger
 from isobit.simulator.rank import Rank, being, inside, is_users, restore_state, save_state, user_stack
 from isobit.simulator.reads import noticing
 from isobit.simulator.schedule import Schedule, Waiting

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from isobit.errors import SimulationError
 from isobit.simulator.faults import Fault
+from isobit.simulator.one_worker import compare_with_one
+from isobit.simulator.world import World
 
 Program = Callable[[int, int, bool], object]
 """(rank, seed, planted): with planted false it is the clean twin."""
@@ -37,6 +40,25 @@ def all_four(seed: int) -> tuple[int, ...]:
     return (0, 1, 2, 3)
 
 
+def find(bug: Bug, seed: int, wrong: bool) -> SimulationError | None:
+    """What the simulator says of the bug, or of its clean twin."""
+    world = World(bug.ranks, seed, bug.faults(seed) if wrong else (), watch=bug.watch)
+    try:
+        if bug.against_one:
+            compare_with_one(world, bug.program, seed, wrong)
+        else:
+            world.run(bug.program, seed, wrong)
+    except SimulationError as error:
+        return error
+    return None
+
+
+def blamed(error: SimulationError) -> tuple[int, ...]:
+    """The ranks of all findings of its kind: a bug of every rank is found on one rank after the other."""
+    alike = [error, *(other for other in error.result.findings if other.kind == error.kind)] if error.result else [error]
+    return tuple(sorted({rank for other in alike for rank in other.ranks}))
+
+
 def planted(
     title: str,
     kind: str,
@@ -45,13 +67,14 @@ def planted(
     faults: Callable[[int], tuple[Fault, ...]] = lambda seed: (),
     watch: tuple[str, ...] = ("bits", "reads", "training"),
     against_one: bool = False,
+    name: str = "",
 ) -> Callable[[Program], Program]:
     """Adds a program to the catalogue, under its own name."""
 
     def add(program: Program) -> Program:
-        name = program.__name__.replace("_", "-")
-        assert name not in CATALOGUE, name
-        CATALOGUE[name] = Bug(name, title, program, kind, culprits, faults, watch, against_one)
+        called = name or program.__name__.replace("_", "-")
+        assert called not in CATALOGUE, called
+        CATALOGUE[called] = Bug(called, title, program, kind, culprits, faults, watch, against_one)
         return program
 
     return add
