@@ -108,14 +108,12 @@ def mismatch(operation: Operation, calls: Collection[Call]) -> MismatchError:
     )
 
 
-def written(signature: Sequence[tuple[str, Any]]) -> str:
-    words = []
-    for name, value in signature:
-        if isinstance(value, tuple):
-            value = ", ".join(map(str, value))
-        if name == "kind" or value != "":
-            words.append(str(value) if name == "kind" else f"{name} {value}")
-    return " ".join(words)
+def written(signature: Sequence[Any]) -> str:
+    kind, root, op, dtypes, shapes = signature
+    words = [kind, f"from root {root}" if root >= 0 else "", op or ""]
+    words += [", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)]
+    words += [", ".join(str(tuple(shape)) for shape in shapes or ())]
+    return " ".join(word for word in words if word)
 
 
 def misfit(operation: Operation, wrong: Sequence[tuple[int, str]]) -> MismatchError:
@@ -130,26 +128,30 @@ def misfit(operation: Operation, wrong: Sequence[tuple[int, str]]) -> MismatchEr
     )
 
 
-def orphaned_work(rank: Rank) -> list[OrphanError]:
-    """What a rank started and never waited for."""
+def orphaned_work(members: Iterable[Rank]) -> list[OrphanError]:
+    """What ranks started and never waited for, told once per line of the program."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for rank in members:
+        for work in rank.pending.values():
+            found.setdefault(work.site, []).append((rank.index, work.what))
     return [
         OrphanError(
-            expected=f"rank {rank.index} to wait for its {work.what}",
-            received="the end of the program; its result was never written",
+            expected=f"{listed({rank for rank, _ in held})} to wait for what they start ({held[0][1]})",
+            received=f"the end of the program, {len(held)} handles unwaited; their results were never written",
             remedy="keep the handle that the call returns and call .wait() before using the result",
-            ranks=[rank.index],
-            stacks={rank.index: [work.site]},
+            ranks=sorted({rank for rank, _ in held}),
+            stacks={rank: [site] for rank, _ in held[:1]},
         )
-        for work in rank.pending.values()
+        for site, held in found.items()
     ]
 
 
-def orphaned_message(target: int, message: Message) -> OrphanError:
+def orphaned_message(message: Message) -> OrphanError:
     return OrphanError(
-        expected=f"rank {target} to receive what rank {message.sender} sent it",
+        expected=f"rank {message.receiver} to receive what rank {message.sender} sent it",
         received="the end of the program, the message unread",
         remedy="match every send with a receive of the same group, source and tag",
-        ranks=sorted({message.sender, target}),
+        ranks=sorted({message.sender, message.receiver}),
         stacks={message.sender: [message.site]},
     )
 

@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 from isobit.errors import ArgumentError
 
 Copies = list[tuple[Tensor, Tensor]]
-Signature = tuple[tuple[str, Any], ...]
+Signature = tuple[Any, ...]  # kind, root, op, dtypes, shapes
 
 
 @dataclass
@@ -29,7 +29,6 @@ class Call:
     outputs: list[Tensor]
     root: int = -1
     op: Any = None
-    parts: int = 1  # tensors per coalesced item
     asynchronous: bool = False
     site: str = ""
     clock: int = 0
@@ -37,6 +36,7 @@ class Call:
     digests: list[str] = field(default_factory=list)
     sent: list[Tensor] | None = None  # what travels, where it is not the inputs themselves
     flipped_to: Any = None  # the fault that flips a bit on the last hop
+    said: Signature | None = None
 
     @property
     def carried(self) -> list[Tensor]:
@@ -44,22 +44,19 @@ class Call:
 
     def signature(self) -> Signature:
         """What every rank must say alike."""
-        said: list[tuple[str, Any]] = [("kind", self.kind)]
-        if self.root >= 0:
-            said.append(("root", self.root))
-        if self.op is not None:
-            said.append(("op", name_of(self.op)))
-        measured = self.outputs if self.kind in ("all_gather", "reduce_scatter") else self.inputs or self.outputs
-        if self.kind in ("gather", "scatter"):  # only the root has the list
-            measured = self.inputs if self.kind == "gather" else self.outputs
-        said.append(("dtype", tuple(str(t.dtype).removeprefix("torch.") for t in measured)))
-        if self.kind != "all_to_all":  # each pair has a shape of its own
-            said.append(("shape", tuple(tuple(t.shape) for t in measured)))
-        return tuple(said)
+        if self.said is None:
+            measured = self.inputs or self.outputs
+            if self.kind in ("all_gather", "reduce_scatter", "scatter"):  # only a root has all of scatter's inputs
+                measured = self.outputs
+            # In an all-to-all each pair has a shape of its own.
+            shapes = None if self.kind == "all_to_all" else tuple([tensor.shape for tensor in measured])
+            op = None if self.op is None else name_of(self.op)
+            self.said = (self.kind, self.root, op, tuple([tensor.dtype for tensor in measured]), shapes)
+        return self.said
 
 
 def name_of(op: Any) -> str:
-    return str(getattr(op, "op", op)).rpartition(".")[2]
+    return str(getattr(op, "op", op).name)
 
 
 FOLDS: dict[str, Callable[..., Tensor]] = {
@@ -88,9 +85,10 @@ def reduce_tensors(op: Any, tensors: Sequence[Tensor]) -> Tensor:
         tensors = [tensor * factor for tensor in tensors]
     total = tensors[0].clone(memory_format=torch.contiguous_format)
     for tensor in tensors[1:]:
-        fold(total, tensor.reshape(total.shape), out=total)
+        fold(total, tensor, out=total)
     if name == "AVG":
-        total = total.div_(len(tensors), rounding_mode=None if total.is_floating_point() or total.is_complex() else "trunc")
+        exact = total.is_floating_point() or total.is_complex()
+        total = total.div_(len(tensors), rounding_mode=None if exact else "trunc")
     return total
 
 
@@ -106,9 +104,7 @@ def reduce(calls: list[Call]) -> list[Copies]:
 
 def broadcast(calls: list[Call]) -> list[Copies]:
     root = calls[calls[0].root]
-    return [
-        [] if call is root else list(zip(call.outputs, root.carried, strict=True)) for call in calls
-    ]
+    return [[] if call is root else list(zip(call.outputs, root.carried, strict=True)) for call in calls]
 
 
 def all_gather(calls: list[Call]) -> list[Copies]:

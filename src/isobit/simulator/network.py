@@ -13,7 +13,7 @@ from torch import Tensor
 from isobit.errors import ArgumentError, IsobitError, MismatchError, RankLostError
 from isobit.simulator import checkers
 from isobit.simulator.collectives import FRESH, PLANS, Call, Copies, misfits
-from isobit.simulator.faults import flip_bit
+from isobit.simulator.faults import Flip, flip_bit
 
 if TYPE_CHECKING:
     from isobit.simulator.world import World
@@ -176,27 +176,32 @@ class Network:
         wrong = misfits(plan)
         if wrong:
             raise checkers.misfit(operation, wrong)
+        flips = [call.flipped_to for call in calls if call.flipped_to is not None]
         kept: dict[int, Tensor] = {}
-        operation.copies = [[] for _ in calls]
-        for member, (call, copies) in enumerate(zip(calls, plan, strict=True)):
-            flips = [other.flipped_to for other in calls if other.flipped_to and other.flipped_to.to == call.rank]
-            if flips:
-                copies = [(out, source.clone(memory_format=torch.contiguous_format)) for out, source in copies]
-                for flip in flips:
-                    before = copies[0][1].clone()
-                    flip_bit(copies[0][1], flip.element, flip.bit)
-                    self.world.watch.hop(operation, flip.rank, before, copies[0][1], call.site)
+        operation.copies = []
+        for call, copies in zip(calls, plan, strict=True):
+            if any(flip.to == call.rank for flip in flips):
+                copies = self._flip_last_hop(operation, call, copies, flips)
             elif call.asynchronous and operation.kind not in FRESH:
                 # Others may change their inputs before this rank waits: what it will read is kept once for all.
                 for _, source in copies:
                     if id(source) not in kept:
                         kept[id(source)] = source.clone()
                 copies = [(out, kept[id(source)]) for out, source in copies]
-            operation.copies[member] = copies
-        for call, member in zip(calls, range(len(calls)), strict=True):
+            operation.copies.append(copies)
+        for member, call in enumerate(calls):
             if not call.asynchronous:
                 write(operation.copies[member])
                 operation.copies[member] = []
+
+    def _flip_last_hop(self, operation: Operation, call: Call, copies: Copies, flips: list[Flip]) -> Copies:
+        copies = [(out, source.clone(memory_format=torch.contiguous_format)) for out, source in copies]
+        for flip in flips:
+            if flip.to == call.rank and copies:
+                whole = copies[0][1].clone()
+                flip_bit(copies[0][1], flip.element, flip.bit)
+                self.world.watch.hop(operation, flip.rank, whole, copies[0][1], call.site)
+        return copies
 
     def send(self, group: Group, target: int, tag: int, message: Message) -> None:
         """Delivered in order per pair; to a posted receive if one fits."""
@@ -228,15 +233,15 @@ class Network:
             if waiting is waited or (isinstance(waiting, Send) and waiting.message is waited):
                 self.schedule.wake(rank, message.at)
 
-    def unreceived(self) -> list[tuple[Key, int, Message]]:
-        return [(key, target, message) for (key, target, _), mail in self.mail.items() for message in mail]
+    def unreceived(self) -> list[Message]:
+        return [message for mail in self.mail.values() for message in mail]
 
 
 def write(copies: Copies) -> None:
     """Into buffers as a transport does: below autograd, so that no version counter moves."""
     for out, source in copies:
-        if out.data_ptr() != source.data_ptr() or out.stride() != source.stride():
-            out.data.copy_(source.view(out.shape) if source.is_contiguous() else source.reshape(out.shape))
+        if out is not source:
+            out.data.copy_(source if source.shape == out.shape else source.reshape(out.shape))
 
 
 def check_message(receive: Receive, message: Message) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import sys
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isobit.errors import UnsupportedError
+from isobit.simulator import python_random
 
 if TYPE_CHECKING:
     from isobit.simulator.backend import PendingWork
@@ -69,7 +69,7 @@ def save_state() -> State:
     numpy = numpy_random()
     return State(
         torch.default_generator.get_state(),
-        random.getstate(),
+        python_random.save(),
         None if numpy is None else numpy.get_bit_generator(),
         torch.get_default_dtype(),
     )
@@ -77,7 +77,7 @@ def save_state() -> State:
 
 def restore_state(state: State) -> None:
     torch.default_generator.set_state(state.torch)
-    random.setstate(state.python)
+    python_random.restore(state.python)
     if state.numpy is not None:
         numpy_random().set_bit_generator(state.numpy)
     if torch.get_default_dtype() != state.dtype:
@@ -89,7 +89,7 @@ def fresh_state(seed: int, index: int) -> State:
     numpy = numpy_random()
     return State(
         torch.Generator().manual_seed(TORCH_SEED).get_state(),
-        random.Random(f"{seed} {index}").getstate(),
+        python_random.seeded(f"{seed} {index}"),
         None if numpy is None else numpy.MT19937([seed, index]),
         torch.float32,
     )

@@ -279,10 +279,8 @@ class World:
             self.findings[0].__cause__ = error
             error = self.findings[0]
         if error is None:
-            for rank in self.members:
-                self.findings.extend(checkers.orphaned_work(rank))
-            for _, target, message in self.network.unreceived():
-                self.findings.append(checkers.orphaned_message(message.receiver, message))
+            self.findings.extend(checkers.orphaned_work(self.members))
+            self.findings.extend(map(checkers.orphaned_message, self.network.unreceived()))
             if self.recorder.departure is not None:
                 error = self.recorder.departure
             elif self.findings and self.strict:
