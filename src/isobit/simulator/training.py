@@ -102,7 +102,6 @@ class Notes:
         self.masks: list[str] = []
         self.summed: set[int] = set()
         self.poisoned = False
-        self.evaluated = False
 
 
 class Training:
@@ -114,7 +113,7 @@ class Training:
         self.starts: dict[int, dict[int, Start]] = defaultdict(dict)
         self.steps: dict[tuple[int, int], dict[int, Step]] = defaultdict(dict)
         self.judged: set[tuple[int, int]] = set()
-        self.buffers: dict[int, dict[int, dict[str, str]]] = defaultdict(dict)
+        self.buffers: dict[tuple[int, str], dict[int, str]] = defaultdict(dict)
         self.tensors: dict[tuple[str, int, tuple[int, ...], bool], dict[int, Tensor]] = defaultdict(dict)
         self.talked: set[Pair] = set()
         self.told: Told | None = None
@@ -161,8 +160,8 @@ class Training:
         """Judges steps that not every rank made."""
         for key in sorted(self.steps, key=lambda key: key[::-1]):
             self._judge(key)
-        for count in sorted(self.buffers):
-            self._judge_buffers(count)
+        for used in sorted(self.buffers):
+            self._judge_buffer(used)
         for (name, count, _, alike), held in list(self.tensors.items()):
             self._say(judge_tensor(held, name, count, alike))
 
@@ -223,13 +222,13 @@ class Training:
         notes.depth += 1
         if notes.depth == 1 and module not in notes.seen:
             notes.seen.add(module)
-            notes.names.update({id(p): name.removeprefix("module.") for name, p in module.named_parameters()})
+            named = [*module.named_parameters(), *module.named_modules()]
+            notes.names.update({id(part): name.removeprefix("module.") for name, part in named})
         if module.training and not notes.data:  # names of arguments are not shown to hooks: the first tensor counts
             notes.data.extend(digest(x) for x in inputs if isinstance(x, Tensor))
         if isinstance(module, dropout._DropoutNd) and module.training and module.p > 0:
             notes.masks.append(digest(torch.get_rng_state()))
-        if notes.depth == 1 and not module.training and not notes.evaluated:
-            notes.evaluated = True
+        if not module.training and module._buffers:  # where they are used: a wrapper may broadcast them just before
             self._note_buffers(rank, module)
 
     @unseen
@@ -247,22 +246,23 @@ class Training:
             parameter.register_post_accumulate_grad_hook(lambda p: ledger.note_own(rank, p))
 
     def _note_buffers(self, rank: int, module: nn.Module) -> None:
-        count = sum(self.notes[rank].counts.values())
-        named = {name.removeprefix("module."): digest(b) for name, b in module.named_buffers() if type(b) is Tensor}
-        self.buffers[count][rank] = named
-        if len(self.buffers[count]) == self.ranks:
-            self._judge_buffers(count)
+        notes = self.notes[rank]
+        count, path = sum(notes.counts.values()), notes.names.get(id(module), "")
+        for name, buffer in module._buffers.items():
+            key = count, f"{path}.{name}" if path else name
+            if type(buffer) is Tensor and rank not in self.buffers[key]:
+                self.buffers[key][rank] = digest(buffer)
+                if len(self.buffers[key]) == self.ranks:
+                    self._judge_buffer(key)
 
-    def _judge_buffers(self, count: int) -> None:
+    def _judge_buffer(self, key: tuple[int, str]) -> None:
         """Replicas that evaluate with statistics of their own."""
-        found = self.buffers.pop(count, {})
+        count, name = key
         for group in find_replicas(self.starts[0], self.talked):
-            mine = {rank: found[rank] for rank in group if rank in found}
-            for name in sorted(set.intersection(*(set(named) for named in mine.values())) if len(mine) > 1 else ()):
-                held = {rank: named[name] for rank, named in mine.items()}
-                if len(group_ranks(held)) > 1:
-                    text = f"{name} is not equal when the model is evaluated after {count} steps: {say_groups(held)}"
-                    self._say(Told("buffers differ", find_odd(held), name, text))
+            held = {rank: self.buffers[key][rank] for rank in group if rank in self.buffers[key]}
+            if len(group_ranks(held)) > 1:
+                text = f"{name} is not equal when the model is evaluated after {count} steps: {say_groups(held)}"
+                self._say(Told("buffers differ", find_odd(held), name, text))
 
     def _say(self, told: Told | None) -> None:
         """Ends the run at every rank's next call, if the world is strict."""
