@@ -16,10 +16,11 @@ Errors (isobit.errors): SimulationError and its children, each with `ranks` at t
 
 from isobit.simulator.checkers import same_on_all_ranks
 from isobit.simulator.faults import Die, Drop, Fault, Flip, PlantNaN, Stall, Straggle, draw_faults
+from isobit.simulator.judge import Result
 from isobit.simulator.launch import replay, run_script, spawn
 from isobit.simulator.one_worker import compare_with_one
 from isobit.simulator.trace import Trace
-from isobit.simulator.world import Result, World
+from isobit.simulator.world import World
 
 __all__ = [
     "Die",

@@ -157,7 +157,7 @@ def orphaned_message(message: Message) -> OrphanError:
 
 
 def same_on_all_ranks(named: Mapping[str, Tensor] | torch.nn.Module, group: Any = None) -> None:
-    """Call on every rank: raises DivergenceError with the tensor, the ranks and the first index that part from the rest."""
+    """Called on every rank: DivergenceError names the tensor, the ranks that part from the rest, and where first."""
     if isinstance(named, torch.nn.Module):
         named = dict(named.state_dict())
     site = user_line(sys._getframe(1))
@@ -188,7 +188,9 @@ def diverged(name: str, ranks: list[int], common: Tensor | None, odd: Tensor | N
     else:
         part = bits.first_difference(common, odd)
         where = "" if part is None or part.index is None else f" at index {list(part.index)}"
-        received = f"{listed(ranks)} apart from the rest, first{where}: {part and part.left} against {part and part.right}"
+        received = (
+            f"{listed(ranks)} apart from the rest, first{where}: {part and part.left} against {part and part.right}"
+        )
     return DivergenceError(
         expected=f"{name} with the same bits on all ranks",
         received=received,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from isobit.errors import MismatchError
+from isobit.simulator import backend
 from isobit.simulator import rank as ranks
 
 if TYPE_CHECKING:
@@ -67,11 +68,12 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def thread_isolation() -> Iterator[None]:
     """Torch's C++ registry of process groups, per thread."""
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    switch: Any = torch._C._distributed_c10d
+    switch._set_thread_isolation_mode(True)
     try:
         yield
     finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        switch._set_thread_isolation_mode(False)
 
 
 @contextmanager
@@ -132,12 +134,13 @@ def monitored_barrier_of(plain: Any) -> Any:
 @contextmanager
 def installed(world: World) -> Iterator[None]:
     """All of it, undone in reverse whatever happens."""
+    backend.register()
     barrier = monitored_barrier_of(c10d.monitored_barrier)
     with ExitStack() as stack:
         for context in (
             kept_process_state(),
             replaced(c10d, "_world", WorldPerRank(c10d._world)),
-            replaced(c10d, "rendezvous", rendezvous_of(world, c10d.rendezvous)),
+            replaced(c10d, "rendezvous", rendezvous_of(world, vars(c10d)["rendezvous"])),
             replaced(c10d, "_new_process_group_helper", helper_of(c10d._new_process_group_helper)),
             replaced(c10d, "monitored_barrier", barrier),
             replaced(dist, "monitored_barrier", barrier),

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from isobit.simulator.faults import Fault
+from isobit.simulator.judge import Result
 from isobit.simulator.script import Script
 from isobit.simulator.trace import Trace
-from isobit.simulator.world import Result, World
+from isobit.simulator.world import World
 
 
 def spawn(
@@ -26,9 +27,14 @@ def spawn(
 
 
 def run_script(
-    path: str | Path, argv: Sequence[str] = (), ranks: int = 2, seed: int = 0, faults: Sequence[Fault] = (), **options: Any
+    path: str | Path,
+    argv: Sequence[str] = (),
+    ranks: int = 2,
+    seed: int = 0,
+    faults: Sequence[Fault] = (),
+    **options: Any,
 ) -> Result:
-    """Runs a script as torchrun would: every rank executes the file as `__main__`, in a namespace of its own."""
+    """Runs a script as torchrun would: every rank executes the file as `__main__`; values are their namespaces."""
     with Script(Path(path), argv).installed() as body:
         return World(ranks, seed, faults, **options).run(body, init=False)
 

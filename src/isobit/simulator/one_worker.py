@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.simulator.judge import Result
 from isobit.simulator.ledger import Entry, Ledger
 from isobit.simulator.replicas import Told
 from isobit.simulator.training import as_error
-from isobit.simulator.world import Result, World
+from isobit.simulator.world import World
 
 
 def compare_with_one(

@@ -16,7 +16,7 @@ from isobit.errors import UnsupportedError
 from isobit.simulator import python_random
 
 if TYPE_CHECKING:
-    from isobit.simulator.backend import PendingWork
+    from isobit.simulator.work import RankWork
     from isobit.simulator.world import World
 
 TORCH_SEED = 67280421310721  # what torch gives the default generator of a fresh process
@@ -38,11 +38,14 @@ class Rank:
 
     def __init__(self, world: World, index: int, environment: Mapping[str, str]) -> None:
         self.world, self.index = world, index
-        self.environment = {**world.plain_environment, **{os.fsencode(k): os.fsencode(v) for k, v in environment.items()}}
-        self.pending: dict[int, PendingWork] = {}
+        self.environment = {
+            **world.plain_environment,
+            **{os.fsencode(k): os.fsencode(v) for k, v in environment.items()},
+        }
+        self.pending: dict[int, RankWork] = {}
         self.calls = 0
         self.incarnations: dict[str, int] = {}
-        self.thread: threading.Thread | None = None
+        self.thread_id = 0
         self.value: Any = None
         self.error: BaseException | None = None
         self.left = False
@@ -53,10 +56,11 @@ class Rank:
 class State:
     """Process-wide settings that a switch saves and restores."""
 
-    __slots__ = ("dtype", "numpy", "python", "torch")
+    __slots__ = ("dtype", "main", "numpy", "python", "torch")
 
     def __init__(self, torch_state: torch.Tensor, python: Any, numpy: Any, dtype: torch.dtype) -> None:
         self.torch, self.python, self.numpy, self.dtype = torch_state, python, numpy, dtype
+        self.main = sys.modules["__main__"]  # pickle looks there for what a script defines
 
 
 def numpy_random() -> Any:
@@ -82,10 +86,11 @@ def restore_state(state: State) -> None:
         numpy_random().set_bit_generator(state.numpy)
     if torch.get_default_dtype() != state.dtype:
         torch.set_default_dtype(state.dtype)
+    sys.modules["__main__"] = state.main
 
 
 def fresh_state(seed: int, index: int) -> State:
-    """Torch as in a new process, alike on all ranks; Python and numpy, which a process seeds by chance, by world seed."""
+    """Torch as in a new process, alike on all ranks; what a process seeds by chance (Python, numpy) by the world."""
     numpy = numpy_random()
     return State(
         torch.Generator().manual_seed(TORCH_SEED).get_state(),

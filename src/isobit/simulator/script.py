@@ -14,20 +14,6 @@ from isobit.errors import ArgumentError
 from isobit.simulator import rank as ranks
 
 
-class MainOfRank(ModuleType):
-    """Stands for `__main__`: pickle and friends find the module of the rank that asks."""
-
-    def __init__(self, plain: ModuleType) -> None:
-        super().__init__("__main__")
-        self.__dict__["plain"], self.__dict__["of_rank"] = plain, {}
-        for name in ("__doc__", "__file__", "__spec__", "__loader__"):
-            self.__dict__.pop(name, None)
-
-    def __getattr__(self, name: str) -> Any:
-        held = self.__dict__["of_rank"].get(ranks.current().index) if ranks.inside() else None
-        return getattr(self.__dict__["plain"] if held is None else held, name)
-
-
 class StreamOfRank(io.TextIOBase):
     """Stands for a standard stream: keeps what each rank writes; from elsewhere it passes on."""
 
@@ -63,15 +49,12 @@ class Script:
         self.path, self.arguments = path, list(arguments)
         self.code = read_code(path)
         self.output, self.errors = StreamOfRank(sys.stdout), StreamOfRank(sys.stderr)
-        self._main: MainOfRank | None = None
 
     @contextmanager
     def installed(self, capture: bool = False) -> Iterator[Callable[[int], dict[str, Any]]]:
-        """The process's `__main__`, arguments and search path, for one run of a world; with `capture`, streams too."""
-        kept = sys.modules["__main__"], sys.argv, sys.stdout, sys.stderr, list(sys.path)
+        """The process's arguments and search path, for one run of a world; with `capture`, streams too."""
+        kept = sys.argv, sys.stdout, sys.stderr, list(sys.path)
         self.output, self.errors = StreamOfRank(sys.stdout), StreamOfRank(sys.stderr)
-        self._main = MainOfRank(kept[0])
-        sys.modules["__main__"] = self._main
         sys.argv = [str(self.path), *self.arguments]
         if capture:
             sys.stdout, sys.stderr = self.output, self.errors
@@ -79,16 +62,15 @@ class Script:
         try:
             yield self.run
         finally:
-            sys.modules["__main__"], sys.argv, sys.stdout, sys.stderr, sys.path[:] = kept
+            sys.argv, sys.stdout, sys.stderr, sys.path[:] = kept
 
     def run(self, rank: int) -> dict[str, Any]:
         """One rank's run: the names that the script leaves."""
         module = ModuleType("__main__")
         module.__file__ = str(self.path)
-        assert self._main is not None
-        self._main.__dict__["of_rank"][rank] = module
-        exec(self.code, module.__dict__)  # the user named this file, to be run
-        return module.__dict__
+        sys.modules["__main__"] = module  # this rank's, until the baton passes on
+        exec(self.code, vars(module))  # the user named this file, to be run
+        return vars(module)
 
 
 def read_code(path: Path) -> CodeType:

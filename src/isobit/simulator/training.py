@@ -271,7 +271,7 @@ class Training:
         self.told = told
         self.world.findings.append(as_error(told))
         if self.world.strict and self.world.root is None:
-            self.world.root = self.world.again(self.world.findings[0])
+            self.world.root = self.world.findings[0]
 
 
 def as_error(told: Told) -> SimulationError:

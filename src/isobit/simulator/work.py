@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +13,9 @@ from isobit.errors import IsobitError
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import flip_bit
 from isobit.simulator.network import Group, Message, Operation, Receive, Send, check_message, write
-from isobit.simulator.rank import Rank, current, user_line
+from isobit.simulator.rank import Rank, current
+
+TorchWork: Any = dist.Work
 
 
 def begin(rank: Rank, group: Group, member: int, number: int, call: Call, value: Any) -> PendingWork:
@@ -50,13 +51,14 @@ def poison(tensor: Tensor) -> None:
         tensor.data.fill_(torch.iinfo(tensor.dtype).min or torch.iinfo(tensor.dtype).max)
 
 
-class RankWork(dist.Work):
+class RankWork(TorchWork):  # type: ignore[misc]
     """What a rank holds of a call: `finish` runs once, at the first wait."""
 
     def __init__(self, owner: Rank, site: str, what: str, value: Any) -> None:
         super().__init__()
         self.owner, self.site, self.what, self.value = owner, site, what, value
-        self.finished, self.error = False, None
+        self.finished = False
+        self.error: IsobitError | None = None
         owner.pending[id(self)] = self
 
     def ready(self) -> bool:
@@ -119,10 +121,14 @@ class PendingWork(RankWork):
 
     def __init__(self, owner: Rank, operation: Operation, member: int, call: Call, value: Any) -> None:
         self.operation, self.member, self.call = operation, member, call
-        super().__init__(owner, call.site, f"{operation.kind} number {operation.number} of group {operation.group.name!r}", value)
+        super().__init__(
+            owner, call.site, f"{operation.kind} number {operation.number} of group {operation.group.name!r}", value
+        )
 
     def ready(self) -> bool:
-        return self.operation.done and self.operation.at[self.member] <= self.owner.world.schedule.clocks[self.owner.index]
+        return (
+            self.operation.done and self.operation.at[self.member] <= self.owner.world.schedule.clocks[self.owner.index]
+        )
 
     def settle(self) -> None:
         world, operation = self.owner.world, self.operation
