@@ -38,8 +38,12 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--faults", type=fault_kinds, default=(), metavar="K,K…", help=f"plant one per seed, out of {', '.join(FAULTS)}"
     )
-    parser.add_argument("--fault-calls", type=int, default=20, help="at one of a rank's first so many calls (default: 20)")
-    parser.add_argument("--sends", choices=("buffered", "rendezvous"), default="buffered", help="as gloo's, or as NCCL's")
+    parser.add_argument(
+        "--fault-calls", type=int, default=20, help="at one of a rank's first so many calls (default: 20)"
+    )
+    parser.add_argument(
+        "--sends", choices=("buffered", "rendezvous"), default="buffered", help="as gloo's, or as NCCL's"
+    )
     parser.add_argument(
         "--watch", type=watches, default=WATCHES, metavar="W,W…", help=f"default: {','.join(WATCHES)}; none: nothing"
     )

@@ -7,7 +7,7 @@ replay(trace, fn, *args)              the same schedule again, or ReplayError wh
 Result                                values, trace, digest, findings, clocks
 Trace                                 save(path), load(path), digest
 Die Stall Straggle Drop Flip PlantNaN faults: (rank, call, …); draw_faults(seed, ranks, calls) picks some
-compare_with_one(world, fn, *args)    the same function on one rank: the first step and tensor that part, and whose share
+compare_with_one(world, fn, *args)    the same on one rank: the first step and tensor that part, and whose share
 probe.same, probe.distinct            what a script says of its tensors; outside a world they do nothing
 same_on_all_ranks(named)              called on every rank: DivergenceError names tensor, ranks and first index
 

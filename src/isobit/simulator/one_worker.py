@@ -1,4 +1,4 @@
-"""Compares many ranks with one worker of the same program: the first step and tensor that part, and whose share is off."""
+"""Compares many ranks with one worker of the same program: the first step and tensor that part, and whose share."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _blame(left: Entry, shares: dict[int, Entry], rank: int, at: int) -> Told:
 
 
 def _fit(left: Entry, shares: dict[int, Entry], rank: int) -> dict[int, tuple[float, float]] | None:
-    """The weight that each rank's own gradient has in one worker's, and in the ranks'; None where they do not span both."""
+    """The weight of each rank's own gradient in one worker's and in the ranks'; None where they do not span both."""
     if not all(entry.own for entry in shares.values()):
         return None
     columns = torch.stack([torch.cat([g.double().flatten() for g in entry.own]) for entry in shares.values()], 1)

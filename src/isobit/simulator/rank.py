@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 TORCH_SEED = 67280421310721  # what torch gives the default generator of a fresh process
 PYTHON, INSTALLED = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
-PLANTED = os.path.join(os.path.dirname(__file__), "bugs", "")  # written as users' programs are, and treated so
 NOT_USERS = (
     os.path.dirname(torch.__file__),
     os.path.dirname(__file__),
@@ -146,8 +145,6 @@ def user_line(frame: FrameType | None) -> str:
 
 
 def is_users(path: str) -> bool:
-    if path.startswith(PLANTED):
-        return True
     return not path.startswith(NOT_USERS) and (path.startswith(INSTALLED) or not path.startswith(PYTHON))
 
 

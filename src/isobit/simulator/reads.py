@@ -24,11 +24,11 @@ def noticing(rank: Rank) -> AbstractContextManager[Any]:
     return Reads(rank) if "reads" in rank.world.watch_for else nullcontext()
 
 
-class Reads(TorchDispatchMode):
+class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets every operator through; those that view memory without reading it are free to."""
 
     def __init__(self, rank: Rank) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.rank, self.told = rank, set[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -54,7 +54,7 @@ def results_of(work: RankWork) -> Iterator[Tensor]:
     call = getattr(work, "call", None)
     if call is None:  # a message: a sender may read what it sends
         yield from getattr(getattr(work, "waiting", None), "tensors", ())
-    elif call.root < 0 or (call.root == work.member) == (call.kind != "broadcast"):  # type: ignore[attr-defined]
+    elif call.root < 0 or (call.root == work.member) == (call.kind != "broadcast"):
         yield from call.outputs
 
 

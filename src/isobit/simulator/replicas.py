@@ -74,10 +74,14 @@ def judge_start(starts: Mapping[int, Start], steps: Mapping[int, Step]) -> Told 
         values = {rank: (starts[rank].digests, starts[rank].shapes) for rank in group}
         if len(group) < 2 or len(group_ranks(values)) == 1:
             continue
-        at = next(i for i, column in enumerate(zip(*(values[r][0] for r in group), strict=True)) if len(set(column)) > 1)
+        at = next(
+            i for i, column in enumerate(zip(*(values[r][0] for r in group), strict=True)) if len(set(column)) > 1
+        )
         held = {rank: values[rank][0][at] for rank in group}
         name = steps[group[0]].names[at]
-        text = f"{name} was not equal before the first step: {say_groups(held)}; its gradients are summed over these ranks"
+        text = (
+            f"{name} was not equal before the first step: {say_groups(held)}; its gradients are summed over these ranks"
+        )
         return Told("start differs", find_odd(held), name, text)
     return None
 
@@ -173,7 +177,9 @@ def judge_step(
     talked: Iterable[Pair],
 ) -> Told | None:
     """The first thing wrong with a step, causes before consequences."""
-    told = judge_pending(steps, step) or judge_finite(steps, step) or (judge_start(starts, steps) if step == 0 else None)
+    told = (
+        judge_pending(steps, step) or judge_finite(steps, step) or (judge_start(starts, steps) if step == 0 else None)
+    )
     for group in find_replicas({rank: starts[rank] for rank in steps}, talked):
         mine = {rank: steps[rank] for rank in group}
         told = told or judge_data(mine, step, before) or judge_masks(mine, step) or judge_values(mine, step)

@@ -1,4 +1,4 @@
-"""Runs a script as `__main__` on every rank of a world: a module, standard streams and random numbers of its own each."""
+"""Runs a script as `__main__` on every rank of a world, each with a module and standard streams of its own."""
 
 from __future__ import annotations
 

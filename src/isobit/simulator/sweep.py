@@ -115,7 +115,7 @@ def compare_prints(runs: Sequence[SeedRun], wanted: Callable[[SeedRun], bool] = 
     for run in complete[1:]:
         for rank, (left, right) in enumerate(zip(complete[0].printed, run.printed, strict=True)):
             if left != right:
-                lines = zip(left.splitlines() + [""], right.splitlines() + [""], strict=False)
+                lines = zip([*left.splitlines(), ""], [*right.splitlines(), ""], strict=False)
                 at, (a, b) = next((i, pair) for i, pair in enumerate(lines) if pair[0] != pair[1])
                 return f"rank {rank}, line {at + 1}: {a!r} with seed {complete[0].seed}, {b!r} with seed {run.seed}"
     return ""

@@ -1,4 +1,4 @@
-"""Watches training inside a world: hooks on optimizers and modules note what each rank does; complete steps are judged."""
+"""Watches training inside a world: hooks on optimizers and modules note what ranks do; whole steps are judged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -63,10 +63,7 @@ WORDS = {  # kind: what was expected, and the remedy
 }
 
 
-Hook = TypeVar("Hook", bound=Callable[..., None])
-
-
-def unseen(hook: Hook) -> Hook:
+def unseen(hook: Callable[..., None]) -> Callable[..., None]:
     """What the hook itself reads is not the program's doing; outside the world it does nothing."""
 
     @functools.wraps(hook)
@@ -80,7 +77,7 @@ def unseen(hook: Hook) -> Hook:
         finally:
             rank.unseen = before
 
-    return cast(Hook, run)
+    return run
 
 
 class Notes:
@@ -243,7 +240,9 @@ class Training:
             return
         self.notes[rank].hooked.add(id(parameter))
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p: ledger.note_own(rank, p))
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                lambda p: ledger.note_own(rank, p)
+            )
 
     def _note_buffers(self, rank: int, module: nn.Module) -> None:
         notes = self.notes[rank]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from isobit.simulator.bugs.bug import all_four, one, planted
+from tests.simulator.bugs.bug import all_four, one, planted
 
 
 def ring(rank: int, *, tag: int = 7, hop: int = 1, receive_first: bool = False) -> torch.Tensor:

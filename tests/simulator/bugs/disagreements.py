@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from isobit.simulator.bugs.bug import all_four, one, planted
-from isobit.simulator.bugs.toy import average, build_model, train
+from tests.simulator.bugs.bug import all_four, one, planted
+from tests.simulator.bugs.toy import average, build_model, train
 
 
 @planted("a collective under `if rank == 0`", "mismatch", lambda seed: (0,))

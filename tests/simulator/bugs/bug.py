@@ -55,7 +55,9 @@ def find(bug: Bug, seed: int, wrong: bool) -> SimulationError | None:
 
 def blamed(error: SimulationError) -> tuple[int, ...]:
     """The ranks of all findings of its kind: a bug of every rank is found on one rank after the other."""
-    alike = [error, *(other for other in error.result.findings if other.kind == error.kind)] if error.result else [error]
+    alike = (
+        [error, *(other for other in error.result.findings if other.kind == error.kind)] if error.result else [error]
+    )
     return tuple(sorted({rank for other in alike for rank in other.ranks}))
 
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from isobit.simulator import probe
-from isobit.simulator.bugs.bug import all_four, one, planted
-from isobit.simulator.bugs.toy import SAMPLES, STEPS, WIDTH, average, build_model, draw_batch, own_rows, train
+from tests.simulator.bugs.bug import all_four, one, planted
+from tests.simulator.bugs.toy import SAMPLES, STEPS, WIDTH, average, build_model, draw_batch, own_rows, train
 
 cross_entropy = nn.functional.cross_entropy
 

@@ -1,4 +1,4 @@
-"""The tiny model, the batch and the training step that planted bugs share: plain torch.distributed, nothing of isobit's."""
+"""The tiny model, batch and training loop that planted bugs share: plain torch.distributed, nothing of isobit's."""
 
 from __future__ import annotations
 

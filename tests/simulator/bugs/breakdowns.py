@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from isobit.simulator.bugs.bug import planted
-from isobit.simulator.bugs.messages import ring
-from isobit.simulator.bugs.toy import build_model, train
 from isobit.simulator.faults import Die, Drop, Fault, Flip, PlantNaN, Stall
+from tests.simulator.bugs.bug import planted
+from tests.simulator.bugs.messages import ring
+from tests.simulator.bugs.toy import build_model, train
 
 CALLS = 8  # the all-reduces that a rank makes while it trains
 
@@ -45,6 +45,6 @@ planted(
     faults=flip_of_sum,
     watch=("training",),
 )(trains)
-planted("a NaN in what a rank sends", "not finite", name="planted-nan", faults=lambda seed: (PlantNaN(*at(seed), seed),))(
-    trains
-)
+planted(
+    "a NaN in what a rank sends", "not finite", name="planted-nan", faults=lambda seed: (PlantNaN(*at(seed), seed),)
+)(trains)
