@@ -1,11 +1,11 @@
-"""`python -m benchmarks linear`, `softmax`, `model` or `logprob`."""
+"""`python -m benchmarks linear`, `softmax`, `model`, `logprob` or `simulator`."""
 
 import argparse
 import sys
 
-from benchmarks import linear, logprob, model, softmax
+from benchmarks import linear, logprob, model, simulator, softmax
 
-CASES = {"linear": linear, "softmax": softmax, "model": model, "logprob": logprob}
+CASES = {"linear": linear, "softmax": softmax, "model": model, "logprob": logprob, "simulator": simulator}
 
 parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Each against stock, in one run, by turns.")
 parser.add_argument("case", choices=CASES)

@@ -1,4 +1,4 @@
-"""`isobit simulate`: finds, names, replays, and says whether prints depend on the schedule; 0 clean, 1 found, 2 could not."""
+"""`isobit simulate` finds, names and replays, and says whether prints follow the schedule; exits with 0, 1 or 2."""
 
 import json
 from pathlib import Path

@@ -204,7 +204,8 @@ def create(options: Any, _: Any = None) -> RankGroup:
     rank = current()
     members = tuple(options.global_ranks_in_group) or tuple(range(rank.world.ranks))
     timeout = int((options.timeout or timedelta(minutes=30)) / timedelta(microseconds=1))
-    return RankGroup(rank.world.register(rank, str(options.group_id), members, timeout), options.group_rank)
+    name = str(options.group_id)
+    return RankGroup(Group(name, rank.incarnations[name], members, timeout), options.group_rank)
 
 
 def register() -> None:

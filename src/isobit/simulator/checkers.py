@@ -108,6 +108,28 @@ def mismatch(operation: Operation, calls: Collection[Call]) -> MismatchError:
     )
 
 
+def disputes(votes: Mapping[tuple[str, int], Mapping[tuple[int, ...], Mapping[int, str]]]) -> list[MismatchError]:
+    """Groups of one name that ranks made of different members; groups apart from each other do no harm."""
+    found = []
+    for (name, _), said in votes.items():
+        shared = [m for m in said if any(set(m) & set(other) for other in said if other != m)]
+        if not shared:
+            continue
+        common = max(shared, key=lambda members: len(said[members]))
+        odd = odd_ones([list(said[members]) for members in shared]) or [r for members in shared for r in said[members]]
+        heard = "; ".join(f"{listed(said[m])} of {listed(m)}" for m in shared if m != common)
+        found.append(
+            MismatchError(
+                expected=f"all ranks to make group {name!r} of {listed(common)}",
+                received=heard,
+                remedy="call new_group on all ranks, in the same order and with the same ranks",
+                ranks=sorted(odd),
+                stacks={rank: [site] for m in shared for rank, site in said[m].items() if rank in odd and site},
+            )
+        )
+    return found
+
+
 def written(signature: Sequence[Any]) -> str:
     kind, root, op, dtypes, shapes = signature
     words = [kind, f"from root {root}" if root >= 0 else "", op or ""]

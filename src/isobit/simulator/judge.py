@@ -48,6 +48,9 @@ class Result:
 
 def diagnose(world: World, blocked: Mapping[int, Waiting], stacks: Mapping[int, list[str]]) -> SimulationError:
     """Why no rank can go on: they disagree, one of them is gone, or they wait for each other."""
+    disputed = checkers.disputes(world.votes)
+    if disputed:
+        return disputed[0]
     for waiting in blocked.values():
         if isinstance(waiting, Operation):
             calls = list(waiting.calls.values())
@@ -78,6 +81,7 @@ def judge(world: World) -> Result:
     if error is None:
         if world.watch.training is not None:
             world.watch.training.finish()
+        findings.extend(checkers.disputes(world.votes))
         findings.extend(checkers.orphaned_work(world.members))
         findings.extend(map(checkers.orphaned_message, world.network.unreceived()))
         error = world.recorder.departure

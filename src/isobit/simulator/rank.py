@@ -43,12 +43,12 @@ class Rank:
         }
         self.pending: dict[int, RankWork] = {}
         self.calls = 0
+        self.communicating = False  # inside a call, where the simulator itself touches buffers
         self.incarnations: dict[str, int] = {}
         self.thread_id = 0
         self.value: Any = None
         self.error: BaseException | None = None
         self.left = False
-        self.unseen = False  # while the simulator itself looks at tensors
         self.state = fresh_state(world.seed, index)
 
 
@@ -153,6 +153,7 @@ class EnvironmentView(MutableMapping[bytes, bytes]):
 
     def __init__(self, plain: dict[bytes, bytes]) -> None:
         self._plain = plain
+        self.touched: set[bytes] = set()
 
     def _data(self) -> dict[bytes, bytes]:
         rank: Rank | None = getattr(_here, "rank", None)
@@ -162,9 +163,11 @@ class EnvironmentView(MutableMapping[bytes, bytes]):
         return self._data()[key]
 
     def __setitem__(self, key: bytes, value: bytes) -> None:
+        self.touched.add(key)
         self._data()[key] = value
 
     def __delitem__(self, key: bytes) -> None:
+        self.touched.add(key)
         del self._data()[key]
 
     def __iter__(self) -> Iterator[bytes]:
@@ -175,14 +178,17 @@ class EnvironmentView(MutableMapping[bytes, bytes]):
 
 
 @contextmanager
-def environment_per_rank(plain: dict[bytes, bytes]) -> Iterator[None]:
+def environment_per_rank() -> Iterator[None]:
     """While it is open, `os.environ` on a rank's thread is that rank's; what ranks set is undone after."""
     kept = os.environ._data  # type: ignore[attr-defined]
-    before = dict(kept)
-    os.environ._data = EnvironmentView(plain)  # type: ignore[attr-defined]
+    view = EnvironmentView(kept)
+    os.environ._data = view  # type: ignore[attr-defined]
     try:
         yield
     finally:
         os.environ._data = kept  # type: ignore[attr-defined]
-        for name, value in before.items():  # ranks' putenv reached the process itself
-            os.putenv(name, value)
+        for name in view.touched:  # a rank's setting reached the process itself, through putenv
+            if name in kept:
+                os.putenv(name, kept[name])
+            else:
+                os.unsetenv(name)

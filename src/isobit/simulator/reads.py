@@ -1,68 +1,72 @@
-"""Notices a rank that reads a result which it has not waited for: every operator's arguments are looked at."""
+"""Names the line that reads a result before it was waited for: looks at every operator of a rank."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from isobit.errors import PendingError
-from isobit.simulator.rank import Rank, user_line
+from isobit.simulator.rank import Rank, user_stack
 
 if TYPE_CHECKING:
     from isobit.simulator.work import RankWork
 
-
-def noticing(rank: Rank) -> AbstractContextManager[Any]:
-    """For a rank's thread, if its world watches reads."""
-    return Reads(rank) if "reads" in rank.world.watch_for else nullcontext()
+WAITS = ("_c10d_functional", "c10d", "_c10d_functional_autograd")  # operators that wait by themselves
 
 
-class Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets every operator through; those that view memory without reading it are free to."""
+def memory_of(tensors: list[Tensor]) -> frozenset[int]:
+    """Storages by identity; a wrapper has none, and its inner tensor comes by itself."""
+    return frozenset(t.untyped_storage()._cdata for t in tensors if not is_traceable_wrapper_subclass(t))
+
+
+DispatchMode: Any = TorchDispatchMode  # which torch leaves untyped
+
+
+class ReadWatch(DispatchMode):  # type: ignore[misc]
+    """While a rank has work under way, no operator may take its output; a view reads nothing."""
 
     def __init__(self, rank: Rank) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.rank, self.told = rank, set[int]()
+        super().__init__()
+        self.rank, self.said = rank, set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.rank.pending and not self.rank.unseen and func.namespace == "aten" and not func.is_view:
-            self._look(str(func), (args, kwargs))
+        if self.rank.pending and not self.rank.communicating and func.namespace not in WAITS and not func.is_view:
+            self.look(func, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
         return func(*args, **(kwargs or {}))
 
-    def _look(self, operator: str, arguments: Any) -> None:
-        held = {memory_of(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)}
-        for key, work in list(self.rank.pending.items()):
-            if key not in self.told and any(memory_of(tensor) in held for tensor in results_of(work)):
-                self.told.add(key)
-                self.rank.world.findings.append(read_early(self.rank, work, operator))
+    def look(self, func: Any, tensors: list[Tensor]) -> None:
+        read = memory_of(tensors)
+        for work in self.rank.pending.values():
+            if read & work.memory:
+                self.tell(func, work)
+
+    def tell(self, func: Any, work: RankWork) -> None:
+        lines = user_stack(sys._getframe(2))
+        if lines and lines[0] in self.said:
+            return
+        self.said.add(lines[0] if lines else "")
+        index = self.rank.index
+        self.rank.world.findings.append(
+            PendingError(
+                expected=f"the result of {work.what} left alone until wait()",
+                received=f"a read or write of it by {func} on rank {index}; the call was at {work.site}",
+                remedy="call .wait() on the handle first",
+                ranks=[index],
+                stacks={index: lines},
+            )
+        )
 
 
-def memory_of(tensor: Tensor) -> int:
-    """Where its storage begins; 0 for a tensor that has none."""
-    return tensor.untyped_storage().data_ptr() if type(tensor) in (Tensor, torch.nn.Parameter) else 0
-
-
-def results_of(work: RankWork) -> Iterator[Tensor]:
-    """The buffers that the work will write on this rank."""
-    call = getattr(work, "call", None)
-    if call is None:  # a message: a sender may read what it sends
-        yield from getattr(getattr(work, "waiting", None), "tensors", ())
-    elif call.root < 0 or (call.root == work.member) == (call.kind != "broadcast"):
-        yield from call.outputs
-
-
-def read_early(rank: Rank, work: RankWork, operator: str) -> PendingError:
-    return PendingError(
-        expected=f"rank {rank.index} to wait for its {work.what} before it reads the result",
-        received=f"{operator} on memory that the work still owns",
-        remedy=f"call .wait() on what {work.site} returned",
-        ranks=[rank.index],
-        stacks={rank.index: [user_line(sys._getframe(1))]},
-    )
+@contextmanager
+def watching_reads(rank: Rank) -> Iterator[None]:
+    if "reads" not in rank.world.watch.chosen:
+        yield
+        return
+    with ReadWatch(rank):
+        yield

@@ -71,11 +71,11 @@ def unseen(hook: Callable[..., None]) -> Callable[..., None]:
         if not ranks.inside():
             return
         rank = ranks.current()
-        before, rank.unseen = rank.unseen, True
+        before, rank.communicating = rank.communicating, True
         try:
             hook(self, rank.index, *args)
         finally:
-            rank.unseen = before
+            rank.communicating = before
 
     return run
 

@@ -14,20 +14,19 @@ import torch.distributed as dist
 from isobit.errors import (
     ArgumentError,
     IsobitError,
-    MismatchError,
     RankLostError,
     SimulationError,
     UnsupportedError,
 )
-from isobit.simulator import checkers, faults
+from isobit.simulator import faults
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import Fault
 from isobit.simulator.install import installed
 from isobit.simulator.judge import Killed, Result, Stalled, diagnose, judge
 from isobit.simulator.ledger import Ledger
-from isobit.simulator.network import Group, Network
-from isobit.simulator.rank import Rank, being, inside, restore_state, save_state, user_stack
-from isobit.simulator.reads import noticing
+from isobit.simulator.network import Network
+from isobit.simulator.rank import Rank, being, inside, restore_state, save_state, user_line, user_stack
+from isobit.simulator.reads import watching_reads
 from isobit.simulator.schedule import Schedule, Waiting
 from isobit.simulator.store import RankStore
 from isobit.simulator.trace import Recorder, Trace
@@ -109,7 +108,7 @@ class World:
         self.failed: list[int] = []  # ranks that raised an error of their own, in order
         self._verdicts: dict[int, BaseException] = {}
         self._planted = {(fault.rank, fault.call): fault for fault in reversed(self.faults)}
-        self._groups: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+        self.votes: dict[tuple[str, int], dict[tuple[int, ...], dict[int, str]]] = {}
 
     def _interrupt(self) -> None:
         """Ranks leave at their next call; whoever presses twice need not wait for that."""
@@ -125,7 +124,7 @@ class World:
     def _body(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
         rank.thread_id = threading.get_ident()
         self.schedule.enter(rank.index)
-        with being(rank), torch.autograd.set_multithreading_enabled(False), noticing(rank):
+        with being(rank), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
             try:
                 if init:
                     dist.init_process_group("isobit", rank=rank.index, world_size=self.ranks, store=self.store)
@@ -148,21 +147,11 @@ class World:
         if not consequence and not (self.root is not None and isinstance(error, (type(self.root), Killed))):
             self.failed.append(rank.index)
 
-    def register(self, rank: Rank, name: str, members: tuple[int, ...], timeout: int) -> Group:
-        """A rank makes its end of a group; ranks that make other groups under its name are found here."""
-        incarnation = rank.incarnations[name] = rank.incarnations.get(name, -1) + 1
-        known = self._groups.setdefault((name, incarnation), set())
-        for other in known:
-            if other != members and rank.index in other:
-                raise MismatchError(
-                    expected=f"group {name!r} of {checkers.listed(other)}, as another rank made it",
-                    received=f"rank {rank.index} makes it of {checkers.listed(members)}",
-                    remedy="call new_group on all ranks, in the same order and with the same ranks",
-                    ranks=[rank.index],
-                    stacks={rank.index: user_stack(sys._getframe(1))},
-                )
-        known.add(members)
-        return Group(name, incarnation, members, timeout)
+    def vote(self, rank: Rank, name: str, members: tuple[int, ...]) -> None:
+        """Every rank, member or not, says of whom a new group is made; `checkers.dispute` hears them."""
+        rank.incarnations[name] = rank.incarnations.get(name, -1) + 1
+        votes = self.votes.setdefault((name, rank.incarnations[name]), {})
+        votes.setdefault(members, {})[rank.index] = user_line(sys._getframe(1))
 
     def arrive(self, rank: Rank, call: Call, what: str) -> bool:
         """A rank makes a communication call: charges its clock and lets its faults happen; True if the call is lost."""
