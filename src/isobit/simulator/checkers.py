@@ -84,7 +84,7 @@ def deadlock(
         expected="every call to be met by the ranks that it waits for",
         received="; ".join([*said, *lost.values()]),
         remedy=f"see {listed(roots)}: a call that others skip, another order or group of calls, or a message not sent",
-        ranks=roots,
+        ranks=sorted(roots),
         stacks=stacks,
     )
     error.waits, error.cycle = waits, cycle

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -182,6 +182,7 @@ def installed(world: World) -> Iterator[None]:
             replaced(c10d, "_default_pg_init_method", c10d._default_pg_init_method),
             compiling(world),
             thread_isolation(),
+            nullcontext() if world.watch.training is None else world.watch.training.installed(),
             ranks.environment_per_rank(),
         ):
             stack.enter_context(context)

@@ -79,6 +79,8 @@ def judge(world: World) -> Result:
     result = Result([rank.value for rank in world.members], world.recorder.trace, findings, world.schedule.clocks)
     error = own_failure(world) or world.root
     if error is None:
+        if world.watch.training is not None:
+            world.watch.training.finish()
         findings.extend(checkers.disputes(world.votes))
         findings.extend(checkers.orphaned_work(world.members))
         findings.extend(map(checkers.orphaned_message, world.network.unreceived()))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from isobit.simulator.faults import Fault
 from isobit.simulator.judge import Result
+from isobit.simulator.script import Script
 from isobit.simulator.trace import Trace
 from isobit.simulator.world import World
 
@@ -36,22 +35,8 @@ def run_script(
     **options: Any,
 ) -> Result:
     """Runs a script as torchrun would: every rank executes the file as `__main__`; values are their namespaces."""
-    script = str(path)
-    kept_argv, kept_path = sys.argv, list(sys.path)
-    sys.argv = [script, *argv]
-    sys.path.insert(0, str(Path(script).resolve().parent))
-    try:
-        return World(ranks, seed, faults, **options).run(run_as_main, script, init=False)
-    finally:
-        sys.argv, sys.path[:] = kept_argv, kept_path
-
-
-def run_as_main(rank: int, script: str) -> dict[str, Any]:
-    module = ModuleType("__main__")
-    module.__file__ = script
-    sys.modules["__main__"] = module  # this rank's, until the baton passes on
-    exec(compile(Path(script).read_bytes(), script, "exec"), vars(module))
-    return vars(module)
+    with Script(Path(path), argv).installed() as body:
+        return World(ranks, seed, faults, **options).run(body, init=False)
 
 
 def replay(trace: Trace, function: Callable[..., Any], *args: Any, init: bool = True) -> Result:

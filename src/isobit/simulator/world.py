@@ -23,12 +23,14 @@ from isobit.simulator.collectives import Call
 from isobit.simulator.faults import Fault
 from isobit.simulator.install import installed
 from isobit.simulator.judge import Killed, Result, Stalled, diagnose, judge
+from isobit.simulator.ledger import Ledger
 from isobit.simulator.network import Network
 from isobit.simulator.rank import Rank, being, inside, restore_state, save_state, user_line, user_stack
 from isobit.simulator.reads import watching_reads
 from isobit.simulator.schedule import Schedule, Waiting
 from isobit.simulator.store import RankStore
 from isobit.simulator.trace import Recorder, Trace
+from isobit.simulator.training import Training
 from isobit.simulator.watch import Watch
 
 _running = threading.Lock()
@@ -36,6 +38,8 @@ _running = threading.Lock()
 
 class World:
     """Ranks on threads, of which one runs at a time."""
+
+    ledger: Ledger | None = None  # where training is noted, to be compared with one worker
 
     def __init__(
         self,
@@ -97,6 +101,7 @@ class World:
         self.schedule.on_stuck = self._stuck
         self.findings: list[SimulationError] = []
         self.watch = Watch(self.watch_for, self.findings)
+        self.watch.training = Training(self) if "training" in self.watch_for else None
         self.network, self.store = Network(self), RankStore(self)
         self.root: SimulationError | None = None
         self.lost: dict[int, str] = {}
@@ -208,7 +213,7 @@ class World:
                 ranks=error.ranks,
                 stacks=error.stacks,
             )
-            vars(kept).update({k: v for k, v in vars(error).items() if k in ("waits", "cycle")})
+            vars(kept).update({k: v for k, v in vars(error).items() if k in ("waits", "cycle", "kind")})
             return kept
         return type(error)(expected=error.expected, received=error.received, remedy=error.remedy)
 
