@@ -101,9 +101,7 @@ def show(console: Console, outcomes: list[Outcome], verdicts: list[Verdict]) -> 
         curve = outcome.curve
         digests = (curve.weights[:10], curve.gradients[:10], curve.optimizer[:10])
         loss = f"{curve.losses[-1]:.9g}"
-        table.add_row(
-            outcome.name, outcome.dtype, str(outcome.layout.ranks), loss, *digests, f"{outcome.seconds:.1f}"
-        )
+        table.add_row(outcome.name, outcome.dtype, str(outcome.layout.ranks), loss, *digests, f"{outcome.seconds:.1f}")
     console.print(table)
     for verdict in verdicts:
         console.print(sentence(verdict))

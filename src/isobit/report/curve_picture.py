@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 
 from isobit.report.svg import Canvas
 
@@ -57,10 +58,10 @@ def draw_panel(name: str, sides: Mapping[str, Losses], low: int, high: int, labe
     return canvas
 
 
-def draw_line(canvas: Canvas, name: str, line: Sequence[float], height: object, kind: str) -> None:
+def draw_line(canvas: Canvas, name: str, line: Sequence[float], height: Callable[[float], float], kind: str) -> None:
     """A layout's, with a dot a step."""
-    at = [(place(step, len(line)), height(value)) for step, value in enumerate(line)]  # type: ignore[operator]
-    for (x0, y0), (x1, y1) in zip(at, at[1:], strict=False):
+    at = [(place(step, len(line)), height(value)) for step, value in enumerate(line)]
+    for (x0, y0), (x1, y1) in pairwise(at):
         canvas.line(x0, y0, x1, y1, f"{kind} hair", name)
     for step, ((x, y), value) in enumerate(zip(at, line, strict=True)):
         canvas.dot(x, y, 2, kind, f"{name}, step {step + 1}: {value:.3g}")

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from isobit import optim
 from isobit.contracts.recipes import Case
 from isobit.contracts.tally import Tally
 from isobit.curve import train
@@ -17,21 +19,19 @@ from isobit.curve.gate import Outcome, run_jobs
 from isobit.curve.launch import Job
 from isobit.curve.layouts import Layout
 from isobit.curve.workload import find_workload
-from isobit.order.tree import Counter
-from isobit.parallel import exchange, partials
+from isobit.order.tree import Counter, Node
+from isobit.parallel import movement, partials
 
 WORKLOAD = "tiny"
 LAYOUTS = (
     Layout(1, 1, 1),
     Layout(1, 8, 1),
-    Layout(2, 2, 2),
     Layout(4, 2, 1),
-    Layout(4, 1, 2),
-    Layout(8, 1, 1),
+    Layout(2, 2, 2),
     Layout(2, 4, 1, "ddp"),
     Layout(4, 2, 1, "fsdp2"),
 )
-Subject = Callable[[Tensor], tuple[Outcome, ...]]
+Subject = Callable[[Tensor], Iterable[Outcome]]
 
 
 def by_isobit(drawn: Tensor) -> tuple[Outcome, ...]:
@@ -41,46 +41,52 @@ def by_isobit(drawn: Tensor) -> tuple[Outcome, ...]:
 
 @lru_cache(maxsize=2)  # two claims ask for the same run
 def run_all(dtype: torch.dtype) -> tuple[Outcome, ...]:
-    with torch.enable_grad():
-        return tuple(run_jobs(Job(layout, WORKLOAD, name_of(dtype)) for layout in LAYOUTS))
+    return tuple(run_each(dtype))
 
 
-def by_stock(drawn: Tensor) -> tuple[Outcome, ...]:
+def by_stock(drawn: Tensor) -> Iterator[Outcome]:
     """The same layouts by stock PyTorch."""
-    with torch.enable_grad():
-        return tuple(run_jobs(Job(layout, WORKLOAD, name_of(drawn.dtype), stock=True) for layout in LAYOUTS))
+    return run_each(drawn.dtype, stock=True)
 
 
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def run_each(dtype: torch.dtype, stock: bool = False) -> Iterator[Outcome]:
+    """One layout after the other, as they are asked for: who parts early need not go on."""
+    name = str(dtype).removeprefix("torch.")
+    for layout in LAYOUTS:
+        with torch.enable_grad():
+            (outcome,) = run_jobs([Job(layout, WORKLOAD, name, stock)])
+        yield outcome
 
 
 def one_curve(subject: Subject, case: Case, tally: Tally) -> None:
     """DIST-002 at zero: every loss and norm of every step has the first layout's bits."""
-    first, *others = found = subject(case.arguments["drawn"])
-    tally.count(find_workload(WORKLOAD).samples * len(found))
-    for other in others:
-        pairs = zip((*first.curve.losses, *first.curve.norms), (*other.curve.losses, *other.curve.norms), strict=True)
-        tally.compared += len(first.curve.losses) + len(first.curve.norms)
-        differ = sum(a != b for a, b in pairs)
-        if differ:
-            tally.fail(f"{other.name}: {differ} losses and norms are not those of {first.name}", differ)
-    if not first.curve.losses:
-        tally.fail("no step was taken")
+    first: Outcome | None = None
+    for outcome in subject(case.arguments["drawn"]):
+        first = first or outcome
+        tally.count(find_workload(WORKLOAD).samples)
+        ours, theirs = ((*o.curve.losses, *o.curve.norms) for o in (first, outcome))
+        tally.compared += len(theirs)
+        differ = sum(a != b for a, b in zip(ours, theirs, strict=True))
+        if differ or not theirs:
+            tally.fail(f"{outcome.name}: {differ} of {len(theirs)} losses and norms are not {first.name}'s", differ or 1)
+            return
 
 
 def one_digest(subject: Subject, case: Case, tally: Tally) -> None:
     """DIST-001: weights, gradients and optimizer state agree in every bit, are finite, and have changed."""
-    first, *others = found = subject(case.arguments["drawn"])
-    tally.count(find_workload(WORKLOAD).samples * len(found))
-    for outcome in found:
-        tally.compared += 4 * outcome.curve.parameters
-        if not (outcome.curve.finite and outcome.curve.changed and outcome.curve.parameters):
-            tally.fail(f"{outcome.name}: finite {outcome.curve.finite}, changed {outcome.curve.changed}")
-    for other in others:
+    first: Outcome | None = None
+    for outcome in subject(case.arguments["drawn"]):
+        first = first or outcome
+        curve = outcome.curve
+        tally.count(find_workload(WORKLOAD).samples)
+        tally.compared += 4 * curve.parameters
+        if not (curve.finite and curve.changed and curve.parameters):
+            tally.fail(f"{outcome.name}: finite {curve.finite}, changed {curve.changed}, of {curve.parameters}")
         for kind in ("weights", "gradients", "optimizer"):
-            if getattr(other.curve, kind) != getattr(first.curve, kind):
-                tally.fail(f"{other.name}: {kind} are not those of {first.name}")
+            if getattr(curve, kind) != getattr(first.curve, kind):
+                tally.fail(f"{outcome.name}: {kind} are not those of {first.name}")
+        if tally.differing:
+            return
 
 
 # ---- planted --------------------------------------------------------------------------------------------
@@ -97,31 +103,29 @@ def planted(home: Any, name: str, wrong: Any) -> Iterator[None]:
         setattr(home, name, right)
 
 
-def with_left_fold(drawn: Tensor) -> tuple[Outcome, ...]:
+def with_left_fold(drawn: Tensor) -> Iterator[Outcome]:
     """Micro-batches added as they come, which is what autograd does."""
 
     class Fold(Counter[Any]):
-        def push(self, node: Any, value: Any) -> None:
-            if not self:
-                self.append((node, value))
-                return
-            ((first, total),) = self
-            self[:] = [(first, total.add_(value))]
-            self[0] = (covering(first, node), self[0][1])
+        def push(self, node: Node, value: Any) -> None:
+            if self:
+                ((first, total),) = self
+                self.clear()
+                node, value = covering(first, node), total.add_(value)
+            self.append((node, value))
 
     with planted(partials, "Counter", Fold):
-        return run_all.__wrapped__(drawn.dtype)
+        yield from run_each(drawn.dtype)
 
 
-def covering(first: Any, last: Any) -> Any:
-    """The node over both, once the run between them is a subtree; until then the first, one level up."""
-    node = last
-    while node.first > first.first:
-        node = node.parent
-    return node
+def covering(first: Node, last: Node) -> Node:
+    """The least node over both."""
+    while last.first > first.first:
+        last = last.parent
+    return last
 
 
-def with_rounded_partials(drawn: Tensor) -> tuple[Outcome, ...]:
+def with_rounded_partials(drawn: Tensor) -> Iterator[Outcome]:
     """A micro-batch's gradient rounded to bf16 before it is merged."""
 
     class Rounded(Counter[Any]):
@@ -129,10 +133,10 @@ def with_rounded_partials(drawn: Tensor) -> tuple[Outcome, ...]:
             super().push(node, value.bfloat16().float())
 
     with planted(partials, "Counter", Rounded):
-        return run_all.__wrapped__(drawn.dtype)
+        yield from run_each(drawn.dtype)
 
 
-def with_mean_of_means(drawn: Tensor) -> tuple[Outcome, ...]:
+def with_mean_of_means(drawn: Tensor) -> Iterator[Outcome]:
     """Each micro-batch divided by its own count, then by the number of them: wrong where samples are unequal."""
     right = train.share_loss
 
@@ -141,30 +145,24 @@ def with_mean_of_means(drawn: Tensor) -> tuple[Outcome, ...]:
         return right(found, rows, own * shares, shares)
 
     with planted(train, "share_loss", wrong):
-        return run_all.__wrapped__(drawn.dtype)
+        yield from run_each(drawn.dtype)
 
 
-def with_fold_by_rank(drawn: Tensor) -> tuple[Outcome, ...]:
+def with_fold_by_rank(drawn: Tensor) -> Iterator[Outcome]:
     """Ranks added one after the other."""
 
-    def wrong(rows: Any, *rest: Any) -> Any:
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total += row
-        return total
+    def wrong(rows: Sequence[Tensor], total: Tensor) -> None:
+        total.copy_(reduce(torch.add, rows))
 
-    with planted(exchange, "sum_by_tree", wrong):
-        return run_all.__wrapped__(drawn.dtype)
+    with planted(movement, "add_rows", wrong):
+        yield from run_each(drawn.dtype)
 
 
-def with_local_norm(drawn: Tensor) -> tuple[Outcome, ...]:
+def with_local_norm(drawn: Tensor) -> Iterator[Outcome]:
     """Each tensor-parallel rank clips by the norm of its own shard."""
-    right = train.clip_grad_norm_
 
-    def wrong(parameters: Any, most: float, *, group: Any = None) -> Tensor:
-        from isobit.optim import clip_grad_norm_
-
-        return clip_grad_norm_(parameters.parameters(), most) if group is not None else right(parameters, most)
+    def wrong(model: Any, most: float, **_: Any) -> Tensor:
+        return optim.clip_grad_norm_([p for p in model.parameters() if not isinstance(p, DTensor)], most)
 
     with planted(train, "clip_grad_norm_", wrong):
-        return run_all.__wrapped__(drawn.dtype)
+        yield from run_each(drawn.dtype)
