@@ -16,6 +16,7 @@ IsobitError
     ├── DivergenceError  values that should be equal on all ranks and are not
     ├── CorruptionError  bits that changed between sender and receiver
     ├── NonFiniteError   the first NaN or infinity that a rank sent
+    ├── TrainingError    ranks that all run through, and together train wrongly; `kind` says how
     ├── RankFailedError  a rank that raised an error of its own
     ├── RankLostError    a rank that died, or that waited for one that did
     └── ReplayError      a run that departs from its recorded trace
@@ -77,6 +78,8 @@ class ContractError(IsobitError, ValueError):
 class SimulationError(IsobitError, RuntimeError):
     """A fault of a distributed program; `ranks` are those at its root, `stacks` says where each rank stood."""
 
+    kind = "fault"
+
     def __init__(
         self,
         *,
@@ -98,6 +101,7 @@ class SimulationError(IsobitError, RuntimeError):
 class DeadlockError(SimulationError):
     """Ranks that wait for each other, or for a rank that has left; `waits` maps a rank to those it waits for."""
 
+    kind = "deadlock"
     waits: Mapping[int, Sequence[int]] = {}
     cycle: Sequence[int] = ()
 
@@ -105,34 +109,56 @@ class DeadlockError(SimulationError):
 class MismatchError(SimulationError):
     """Ranks that meet in one collective or message and do not agree on what it is."""
 
+    kind = "mismatch"
+
 
 class OrphanError(SimulationError):
     """Work that nobody waited for, or a message that nobody received."""
+
+    kind = "orphan"
 
 
 class PendingError(SimulationError):
     """A buffer read or written while a collective owns it."""
 
+    kind = "pending"
+
 
 class DivergenceError(SimulationError):
     """Values that should be equal on all ranks and are not."""
+
+    kind = "tensors differ"
 
 
 class CorruptionError(SimulationError):
     """Bits that changed between sender and receiver."""
 
+    kind = "corruption"
+
 
 class NonFiniteError(SimulationError):
     """The first NaN or infinity that a rank sent."""
+
+    kind = "not finite"
+
+
+class TrainingError(SimulationError):
+    """Ranks that all run through, and together train wrongly; `kind` says how."""
 
 
 class RankFailedError(SimulationError):
     """A rank raised an error of its own, which is this one's cause."""
 
+    kind = "rank failed"
+
 
 class RankLostError(SimulationError):
     """A rank died, or waited for one that did."""
 
+    kind = "rank lost"
+
 
 class ReplayError(SimulationError):
     """A run that departs from its recorded trace."""
+
+    kind = "replay departs"

@@ -15,13 +15,20 @@ from hypothesis import strategies as st
 from isobit import ArgumentError, UnsupportedError, bits, exact_sum
 from isobit.order.exact_sum import round_fp32
 from isobit.parallel.members import Members
+from isobit.parallel.pieces import counted_here, find_shards, piece_of
 from isobit.parallel.scalars import MOST_RANKS, LossMeter, add_states, clip_grad_norm_, divide, total_norm
-from tests.guards.gloo_ranks import TRIES, drawn, found_by_ranks, with_grad
+from tests.guards.gloo_ranks import TRIES, Part, drawn, found_by_ranks, with_grad
 
 
 def test_norms_have_one_process_bits():
     for found in found_by_ranks():
         assert found["norms"]["differ"] == found["norms"]["clipped"] == 0
+
+
+def test_fsdp():
+    found = [ranks["fully_sharded"] for ranks in found_by_ranks()]
+    assert all(f["norm"] and f["clipped"] and "hold the same pieces" in f["agreed"] for f in found)
+    assert found[-1]["empty"]  # three rows on four ranks
 
 
 def test_the_control_depends_on_the_shards():
@@ -36,6 +43,19 @@ def test_groups():
         assert "all 2 pieces" in found["replicas"]
         assert "the 2 ranks that hold the shards" in found["parts"]
         assert found["one refuses"].startswith("UnsupportedError" if rank else "ArgumentError")
+
+
+def test_each_rank_counts_its_shards_and_the_first_what_all_hold():
+    made = torch.nn.Linear(3, 2)
+    made.__dict__["_isobit_shards"] = {"weight": Part(1, 2)}
+    for parameter in made.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    shards = find_shards(made)
+    for index, wanted in enumerate([[6, 2], [6]]):
+        members = Members((0, 1), index, None, torch.device("cpu"))
+        assert [g.numel() for g in counted_here(made.parameters(), members, shards)] == wanted
+    assert piece_of(made.weight, shards).where == str(Part(1, 2))
+    assert piece_of(made.bias, shards).where == ""
 
 
 def test_losses():
@@ -55,14 +75,14 @@ def test_losses():
 def test_quotients_are_rounded_once(whole, count):
     exact = Fraction(whole, count << 320)
     assert divide(whole, count, torch.float64) == float(exact)
-    found = Fraction(divide(whole << 250, count, torch.float32))
-    near = [Fraction(math.nan if math.isinf(v) else v) for v in neighbours(round_fp32(float(exact * 2**250)))]
-    assert all(abs(found - exact * 2**250) <= abs(other - exact * 2**250) for other in near)
+    large = exact * 2**240  # within fp32
+    found = divide(whole << 240, count, torch.float32)
+    assert all(abs(Fraction(found) - large) <= abs(Fraction(other) - large) for other in neighbours(found))
 
 
 def neighbours(value):
     at = torch.tensor(value)
-    return [torch.nextafter(at, torch.tensor(d)).item() for d in (math.inf, -math.inf)] + [value]
+    return [torch.nextafter(at, torch.tensor(end)).item() for end in (math.inf, -math.inf)]
 
 
 def test_a_tie_of_fp32_that_fp64_would_make():

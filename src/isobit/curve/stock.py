@@ -113,17 +113,14 @@ class StockRun:
                 dist.all_reduce(grad, group=self.data_group)
 
     def _clip(self) -> float:
-        """torch's own, over shards where there are any."""
-        grads = [p.grad for p in self.loss.parameters()]
-        split = [g for g in grads if isinstance(g, DTensor)]
-        plain = [g for g in grads if not isinstance(g, DTensor)]
-        parts = []
-        for held in (split, plain):
-            if held:
-                norm = torch.nn.utils.get_total_norm(held)
-                parts.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-        whole = torch.linalg.vector_norm(torch.stack(parts))
-        torch.nn.utils.clip_grads_with_norm_(self.loss.parameters(), self.workload.clip, whole)
+        """torch's own, over shards where there are any; one call may not hold both kinds."""
+        kinds: list[list[Tensor]] = [[], []]
+        for parameter in self.loss.parameters():
+            kinds[isinstance(parameter.grad, DTensor)].append(parameter)
+        norms = [torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None]) for held in kinds if held]
+        whole = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
+        for held in kinds:
+            torch.nn.utils.clip_grads_with_norm_(held, self.workload.clip, whole)
         return float(whole)
 
 

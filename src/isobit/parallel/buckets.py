@@ -1,4 +1,4 @@
-"""Tensors exchanged in flat buckets while backward still runs: filled in any order, launched in one order on all ranks."""
+"""Many tensors exchanged in few buckets, each launched as soon as it is full, in one order on all ranks."""
 
 from __future__ import annotations
 
@@ -8,56 +8,88 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isobit.parallel import exchange
-
-BUCKET_BYTES = 25 << 20
+from isobit.errors import ArgumentError
+from isobit.parallel.exchange import all_reduce
+from isobit.parallel.flight import Flight
+from isobit.parallel.levels import TwoLevel
 
 
 class BucketedExchange:
-    """All-reduces of tensors of these sizes; buckets are kept from step to step, so results are good until the next."""
+    """Sums tensors of known sizes over ranks; may be used again after each finish().
+
+    Tensors are listed as they are expected to become ready (gradients: the last layer first). A full bucket waits
+    for those before it, since ranks may be ready in different orders, and must launch in one.
+    """
 
     def __init__(
         self,
         sizes: Sequence[int],
-        group: dist.ProcessGroup | None = None,
+        group: dist.ProcessGroup | TwoLevel | None = None,
+        bucket_bytes: int = 25 << 20,
         *,
         dtype: torch.dtype = torch.float32,
-        bucket_bytes: int = BUCKET_BYTES,
+        device: torch.device | str = "cpu",
     ) -> None:
-        self._group, self._works = group, list[exchange.Flight]()
-        self._bucket_of: list[int] = []
-        counts: list[int] = []
-        for size in sizes:
-            if not counts or counts[-1] * dtype.itemsize >= bucket_bytes:
-                counts.append(0)
-            self._bucket_of.append(len(counts) - 1)
-            counts[-1] += size
-        self._buckets = [torch.empty(count, dtype=dtype) for count in counts]
-        split = [[s for s, b in zip(sizes, self._bucket_of, strict=True) if b == bucket] for bucket in range(len(counts))]
-        self._views = [v for flat, parts in zip(self._buckets, split, strict=True) for v in flat.split(parts)]
-        self._awaited = self._count()
+        self._group = group
+        self._members = group_by_size(sizes, bucket_bytes // dtype.itemsize)
+        self._buckets = [
+            torch.empty(sum(sizes[index] for index in members), dtype=dtype, device=device) for members in self._members
+        ]
+        self._slots: dict[int, Tensor] = {}
+        self._bucket_of: dict[int, int] = {}
+        for number, members in enumerate(self._members):
+            parts = torch.split(self._buckets[number], [sizes[index] for index in members])
+            self._slots.update(zip(members, parts, strict=True))
+            self._bucket_of.update(dict.fromkeys(members, number))
+        self._begin()
 
-    def _count(self) -> list[int]:
-        return [self._bucket_of.count(bucket) for bucket in range(len(self._buckets))]
+    def _begin(self) -> None:
+        self._missing = [set(members) for members in self._members]
+        self._flights: list[Flight] = []
 
     def ready(self, index: int, tensor: Tensor) -> None:
-        """Copies a tensor into its place; every bucket that is then full, and has none before it to wait for, flies."""
-        self._views[index].copy_(tensor.detach().reshape(-1))
-        self._awaited[self._bucket_of[index]] -= 1
-        while len(self._works) < len(self._buckets) and not self._awaited[len(self._works)]:
-            work = exchange.all_reduce(self._buckets[len(self._works)], self._group, async_op=True)
-            assert work is not None
-            self._works.append(work)
-
-    def finish(self) -> list[Tensor]:
-        """The sums, as flat views, in the order of the sizes."""
-        assert len(self._works) == len(self._buckets), "a tensor was never ready"
-        for work in self._works:
-            work.wait()
-        self.clear()
-        return self._views
+        """Copies a tensor into its slot; launches every bucket that is full and has none unlaunched before it."""
+        number = self._bucket_of[index]
+        if index not in self._missing[number]:
+            raise ArgumentError(
+                expected="each tensor once before finish()",
+                received=f"tensor {index} again",
+                remedy="call finish(), or add what belongs together before it is ready",
+            )
+        self._slots[index].copy_(tensor.detach().reshape(-1))
+        self._missing[number].remove(index)
+        while len(self._flights) < len(self._buckets) and not self._missing[len(self._flights)]:
+            flight = all_reduce(self._buckets[len(self._flights)], self._group, async_op=True)
+            assert flight is not None
+            self._flights.append(flight)
 
     def clear(self) -> None:
-        """Ready for the next step."""
-        self._works.clear()
-        self._awaited = self._count()
+        """Gives up what was made ready: the step failed. What already flies is waited for by nobody."""
+        self._begin()
+
+    def finish(self) -> list[Tensor]:
+        """Waits; the sums, by index, are views of the buckets, good until the next ready()."""
+        missing = sorted(set().union(*self._missing))
+        if missing:
+            raise ArgumentError(
+                expected=f"all {len(self._slots)} tensors",
+                received=f"none for {missing[:8]}",
+                remedy="an absent contribution is +0.0: pass zeros",
+            )
+        for flight in self._flights:
+            flight.wait()
+        self._begin()
+        return [self._slots[index] for index in range(len(self._slots))]
+
+
+def group_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Consecutive indices whose sizes sum to at most `limit`; a larger one is alone."""
+    groups: list[list[int]] = []
+    held = 0
+    for index, size in enumerate(sizes):
+        if not groups or held + size > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(index)
+        held += size
+    return groups

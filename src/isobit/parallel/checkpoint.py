@@ -140,8 +140,9 @@ def make_room(source: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
     for name, parameter in parameters_of(model, optimizer):
         optimizer.state[parameter].clear()
         for state, value in saved.get(name, {}).items():
-            shape = parameter.shape if len(value.size) else ()
-            optimizer.state[parameter][state] = torch.zeros(shape, dtype=value.properties.dtype)
+            dtype = value.properties.dtype
+            like = torch.zeros_like(parameter.detach(), dtype=dtype)  # of its own kind: a DTensor under fully_shard
+            optimizer.state[parameter][state] = like if len(value.size) else torch.zeros((), dtype=dtype)
 
 
 # ---- the optimizer's parameters and options -------------------------------------------------------------------

@@ -3,124 +3,112 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import timedelta
-from itertools import pairwise
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from isobit.errors import ArgumentError, CutError
-from isobit.parallel.movement import PIECE_BYTES, Collectives, Gather, Line, Messages, Piece, line_of
+from isobit.parallel.flight import Flight
+from isobit.parallel.levels import TwoLevel
+from isobit.parallel.line import Line, line_of
+from isobit.parallel.meetings import equal_spans, folded_spans
+from isobit.parallel.movement import Chain, Collectives, Doubling, Meetings, Move, Stock
 
-Move = Messages | Collectives | Gather
-
-
-class Flight(dist.Work):
-    """An exchange that runs on beside its caller; ends by itself on gloo, in wait() or get_future() elsewhere."""
-
-    def __init__(self, finish: Callable[[], None], result: Tensor, line: Line | None) -> None:
-        super().__init__()
-        self._finish, self._result = finish, result
-        self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._begun = line is not None
-        if line is not None:
-            line.run(self._run)
-
-    def _run(self) -> None:
-        try:
-            self._finish()
-        except Exception as error:
-            self._future.set_exception(error)
-        else:
-            self._future.set_result(self._result)
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns when the sum is in place; the transport's own timeout holds."""
-        if not self._begun:
-            self._begun = True
-            self._run()
-        self._future.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        """Whether wait() would return at once."""
-        return self._future.done()
-
-    def result(self) -> list[Tensor]:
-        """The tensor that holds the sum, as torch's own works give it."""
-        self.wait()
-        return [self._result]
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """For hooks of DistributedDataParallel: its value is the tensor."""
-        if not self._begun:
-            self.wait()
-        return self._future
+Group = dist.ProcessGroup | None
 
 
-def all_reduce(tensor: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False) -> Flight | None:
+def all_reduce(tensor: Tensor, group: Group | TwoLevel = None, *, async_op: bool = False) -> Flight | None:
     """The sum over the group's ranks, in place, added as ((0+1)+(2+3))+…"""
-    line = _line(group, tensor)
-    if line.ranks == 1 or not tensor.numel():
-        return _launch(None, None, tensor, line, async_op)
+    if isinstance(group, TwoLevel):
+        return _all_reduce_levels(tensor, group, async_op)
+    line = _summing_line(group, tensor)
     flat, back = _flatten(tensor)
-    parts = list(torch.split(flat, _width(flat, line.ranks) * line.ranks))
-    if line.has_messages(tensor):
-        move: Move = Messages(line, [_cut(part, line) for part in parts], gather=True)
-    else:
-        move = Collectives(line, parts, None)
-    return _launch(move, back, tensor, line, async_op)
+    return _launch(_reduce(line, flat), back, tensor, line, async_op)
 
 
-def reduce_scatter(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
-) -> Flight | None:
+def reduce_scatter(output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Flight | None:
     """The rank's own of P equal shares of the sum over ranks; `input` is left as it is."""
-    line = _line(group, input)
+    line = _summing_line(group, input)
     _check_shares(output, input, line.ranks)
     total, back = _flatten(output, read=False)
-    flat = input.detach().reshape(-1)
-    if line.ranks == 1 or not input.numel():
-        output.detach().copy_(input.detach().view_as(output))
-        return _launch(None, None, output, line, async_op)
-    if line.has_messages(input):
-        width = _width(input, line.ranks)
-        blocks = torch.split(flat.view(line.ranks, -1), width, dim=1)
-        pieces = [Piece(list(block), part) for block, part in zip(blocks, torch.split(total, width), strict=True)]
-        move: Move = Messages(line, pieces, gather=False)
-    else:
-        move = Collectives(line, [flat], total)
-    return _launch(move, back, output, line, async_op)
+    return _launch(_scatter(line, input.detach().contiguous().view(-1), total), back, output, line, async_op)
 
 
-def all_gather(
-    output: Tensor, input: Tensor, group: dist.ProcessGroup | None = None, *, async_op: bool = False
-) -> Flight | None:
-    """Every rank's tensor, one after the other: bytes are moved, nothing is added; any dtype."""
+def all_gather(output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Flight | None:
+    """Every rank's tensor, one after the other: bytes are moved, nothing is added; any dtype, any number of ranks."""
     line = line_of(_group(group))
     _check_shares(input, output, line.ranks)
-    flat, back = _flatten(output, read=False)
-    mine = input.detach().reshape(-1)
-    return _launch(Gather(line, mine, flat), back, output, line, async_op)
+    whole, back = _flatten(output, read=False)
+    return _launch(_gather(line, input.detach().contiguous().view(-1), whole), back, output, line, async_op)
 
 
-def _launch(
-    move: Move | None, back: Callable[[], None] | None, result: Tensor, line: Line, async_op: bool
-) -> Flight | None:
-    beside = async_op and move is not None and move.runs_on
+def _reduce(line: Line, flat: Tensor) -> Move:
+    if line.ranks == 1 or not flat.numel():
+        return Chain()
+    if line.has_messages(flat):
+        return Meetings(line, flat, flat, folded_spans(flat.numel(), line.ranks), gather=True)
+    return Collectives(line, flat, None)
+
+
+def _scatter(line: Line, flat: Tensor, total: Tensor) -> Move:
+    if line.ranks == 1 or not flat.numel():
+        return Copy(flat, total)
+    if not line.has_messages(flat):
+        return Collectives(line, flat, total)
+    sums, owned = torch.empty_like(flat), equal_spans(flat.numel(), line.ranks)
+    mine = sums[owned[line.rank].start : owned[line.rank].stop]
+    return Chain(Meetings(line, flat, sums, owned, gather=False), Copy(mine, total))
+
+
+def _gather(line: Line, share: Tensor, whole: Tensor) -> Move:
+    if line.ranks == 1 or not share.numel():
+        return Copy(share, whole)
+    doubles = line.has_messages(share) and not line.ranks & (line.ranks - 1)
+    return Doubling(line, share, whole) if doubles else Stock(line, share, whole)
+
+
+def _all_reduce_levels(tensor: Tensor, levels: TwoLevel, async_op: bool) -> Flight | None:
+    """Inside, across, inside again: the runs of consecutive ranks are subtrees, so the tree is the flat one."""
+    inner, outer = (_summing_line(group, tensor) for group in (levels.inner, levels.outer))
+    flat, back = _flatten(tensor)
+    padding = -flat.numel() % inner.ranks
+    whole = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
+    share = whole.new_empty(whole.numel() // inner.ranks)
+    moves = [_scatter(inner, whole, share), _reduce(outer, share), _gather(inner, share, whole)]
+    if padding:
+        moves.append(Copy(whole[: flat.numel()], flat))
+    return _launch(Chain(*moves), back, tensor, inner, async_op)
+
+
+class Copy:
+    """From one place to another, on this rank."""
+
+    runs_beside = True
+
+    def __init__(self, source: Tensor, place: Tensor) -> None:
+        self.source, self.place = source, place
+
+    def start(self) -> None:
+        """There is nothing to begin."""
+
+    def finish(self) -> None:
+        """Copies."""
+        self.place.copy_(self.source)
+
+
+def _launch(move: Move, back: Callable[[], None] | None, result: Tensor, line: Line, async_op: bool) -> Flight | None:
+    beside = async_op and move.runs_beside
 
     def finish() -> None:
-        if move is not None:
-            if beside:
-                move.start()
-            move.finish()
+        if beside:
+            move.start()
+        move.finish()
         if back is not None:
             back()
 
     # On gloo the line's thread begins it in its turn, so that those in flight share the memory of one.
-    if move is not None and not beside:
+    if not beside:
         move.start()
     if async_op:
         return Flight(finish, result, line if beside else None)
@@ -128,24 +116,12 @@ def _launch(
     return None
 
 
-def _width(tensor: Tensor, ranks: int) -> int:
-    """Elements of one rank in a piece, the same on every rank."""
-    return max(PIECE_BYTES // (tensor.element_size() * ranks), 1)
-
-
-def _cut(part: Tensor, line: Line) -> Piece:
-    """A part by rank; where P does not divide it, shares differ by one element and nothing is padded."""
-    edges = [part.numel() * rank // line.ranks for rank in range(line.ranks + 1)]
-    shares = [part[start:stop] for start, stop in pairwise(edges)]
-    return Piece(shares, shares[line.rank])
-
-
 def _flatten(tensor: Tensor, read: bool = True) -> tuple[Tensor, Callable[[], None] | None]:
     """The elements in a row, and how they go back where memory does not hold them so."""
     plain = tensor.detach()
     if plain.is_contiguous():
         return plain.view(-1), None
-    flat = plain.reshape(-1) if read else plain.new_empty(plain.numel())
+    flat = plain.contiguous().view(-1) if read else plain.new_empty(plain.numel())
 
     def back() -> None:
         plain.copy_(flat.view(plain.shape))
@@ -153,20 +129,18 @@ def _flatten(tensor: Tensor, read: bool = True) -> tuple[Tensor, Callable[[], No
     return flat, back
 
 
-def _group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    if group is not None:
-        return group
-    world = dist.group.WORLD
-    if world is None:
+def _group(group: Group) -> dist.ProcessGroup:
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup):
         raise ArgumentError(
-            expected="a process group",
-            received="none in this process",
-            remedy="call torch.distributed.init_process_group",
+            expected="a process group that this rank is part of",
+            received="none" if group is None else repr(group),
+            remedy="call torch.distributed.init_process_group, or new_group with this rank in it",
         )
-    return world
+    return found
 
 
-def _line(group: dist.ProcessGroup | None, tensor: Tensor) -> Line:
+def _summing_line(group: Group, tensor: Tensor) -> Line:
     """The group's line, if it can carry the sum."""
     line = line_of(_group(group))
     if line.ranks & (line.ranks - 1):

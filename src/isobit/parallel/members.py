@@ -51,7 +51,7 @@ class Members:
             return [data] * len(self.ranks)
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
         all_of_them = mine.new_empty(len(data) * len(self.ranks))
-        dist.all_gather_into_tensor(all_of_them, mine, group=self.group)
+        dist.all_gather_single(all_of_them, mine, group=self.group)
         joined = bytes(all_of_them.tolist())
         return [joined[at : at + len(data)] for at in range(0, len(joined), len(data))]
 

@@ -38,7 +38,7 @@ class LossMeter:
             raise ArgumentError(
                 expected="a count of zero or more", received=f"{count}", remedy="pass the number of active tokens"
             )
-        whole, specials = read_state(exact_state([terms]).tolist())
+        whole, specials = read_state(exact_state([terms.detach().cpu()]).tolist())
         self._whole += whole
         self._specials = [a + b for a, b in zip(self._specials, specials, strict=True)]
         self._count += count

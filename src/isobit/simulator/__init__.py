@@ -7,6 +7,8 @@ replay(trace, fn, *args)              the same schedule again, or ReplayError wh
 Result                                values, trace, digest, findings, clocks
 Trace                                 save(path), load(path), digest
 Die Stall Straggle Drop Flip PlantNaN faults: (rank, call, …); draw_faults(seed, ranks, calls) picks some
+compare_with_one(world, fn, *args)    the same on one rank: the first step and tensor that part, and whose share
+probe.same, probe.distinct            what a script says of its tensors; outside a world they do nothing
 same_on_all_ranks(named)              called on every rank: DivergenceError names tensor, ranks and first index
 
 Errors (isobit.errors): SimulationError and its children, each with `ranks` at the root, `stacks`, and `result`.
@@ -14,9 +16,11 @@ Errors (isobit.errors): SimulationError and its children, each with `ranks` at t
 
 from isobit.simulator.checkers import same_on_all_ranks
 from isobit.simulator.faults import Die, Drop, Fault, Flip, PlantNaN, Stall, Straggle, draw_faults
+from isobit.simulator.judge import Result
 from isobit.simulator.launch import replay, run_script, spawn
+from isobit.simulator.one_worker import compare_with_one
 from isobit.simulator.trace import Trace
-from isobit.simulator.world import Result, World
+from isobit.simulator.world import World
 
 __all__ = [
     "Die",
@@ -29,6 +33,7 @@ __all__ = [
     "Straggle",
     "Trace",
     "World",
+    "compare_with_one",
     "draw_faults",
     "replay",
     "run_script",

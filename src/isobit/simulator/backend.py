@@ -13,10 +13,11 @@ from torch import Tensor
 
 from isobit.errors import UnsupportedError
 from isobit.simulator.collectives import Call
-from isobit.simulator.network import Group, Message, Receive, Send
+from isobit.simulator.network import Group, Receive
 from isobit.simulator.rank import current, user_line
 from isobit.simulator.work import MessageWork, PendingWork, begin
 
+TorchProcessGroup: Any = dist.ProcessGroup  # its stubs describe another set of overloads
 Options = Any  # torch's option records, one class per collective, all read alike
 
 
@@ -42,20 +43,20 @@ def slots(tensor: Tensor, count: int) -> list[Tensor]:
 
 
 def split(tensor: Tensor, sizes: Sequence[int] | None, count: int) -> list[Tensor]:
-    """A tensor's shares for an all-to-all: by rows, equal unless sizes are given."""
-    return list(tensor.detach().split(list(sizes))) if sizes else list(tensor.detach().view(-1).chunk(count)) if (
-        tensor.numel() and tensor.numel() % count == 0
-    ) else list(tensor.detach().split([tensor.shape[0] // count] * count))
+    """A tensor's shares for an all-to-all: rows by the sizes given, or equal."""
+    if not sizes:
+        return slots(tensor, count)
+    return list(torch.split_with_sizes(tensor.detach(), list(sizes)))
 
 
-class RankGroup(dist.ProcessGroup):
+class RankGroup(TorchProcessGroup):  # type: ignore[misc]
     """One rank's end of a process group."""
 
     def __init__(self, group: Group, member: int) -> None:
         super().__init__(member, len(group.members))
         self.group, self.member, self.number = group, member, 0
 
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+    def getBackendName(self) -> str:
         return "isobit"
 
     def size(self) -> int:
@@ -94,7 +95,13 @@ class RankGroup(dist.ProcessGroup):
         rank = current()
         self.number += 1
         call = Call(
-            rank.index, kind, list(inputs), list(outputs), root, op, asynchronous=asynchronous(options),
+            rank.index,
+            kind,
+            list(inputs),
+            list(outputs),
+            root,
+            op,
+            asynchronous=asynchronous(options),
             site=user_line(sys._getframe(1)),
         )
         return begin(rank, self.group, self.member, self.number, call, list(outputs) if value is None else value)
@@ -113,7 +120,9 @@ class RankGroup(dist.ProcessGroup):
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None) -> PendingWork:
         return self._collect("all_gather", inputs, [slot for row in outputs for slot in row], opts)
 
-    def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None) -> PendingWork:
+    def allgather_coalesced(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None
+    ) -> PendingWork:
         """Torch orders these lists by member, then by item."""
         rows = [slot for item in range(len(inputs)) for slot in (row[item] for row in outputs)]
         return self._collect("all_gather", inputs, rows, opts)
@@ -175,7 +184,9 @@ class RankGroup(dist.ProcessGroup):
         return self._collect("barrier", [], [], opts)
 
     def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> MessageWork:
-        return MessageWork.sending(current(), self.group, self.member, target, tag, tensors, user_line(sys._getframe(1)))
+        return MessageWork.sending(
+            current(), self.group, self.member, target, tag, tensors, user_line(sys._getframe(1))
+        )
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MessageWork:
         return self._receive(tensors, source, tag)
@@ -193,8 +204,11 @@ def create(options: Any, _: Any = None) -> RankGroup:
     rank = current()
     members = tuple(options.global_ranks_in_group) or tuple(range(rank.world.ranks))
     timeout = int((options.timeout or timedelta(minutes=30)) / timedelta(microseconds=1))
-    return RankGroup(rank.world.register(rank, str(options.group_id), members, timeout), options.group_rank)
+    name = str(options.group_id)
+    return RankGroup(Group(name, rank.incarnations[name], members, timeout), options.group_rank)
 
 
-if "isobit" not in dist.Backend.backend_list:
-    dist.Backend.register_backend("isobit", create, extended_api=True, devices=["cpu"])
+def register() -> None:
+    """Makes torch.distributed know the backend, once per process."""
+    if "isobit" not in dist.Backend.backend_list:
+        dist.Backend.register_backend("isobit", create, extended_api=True, devices=["cpu"])

@@ -84,7 +84,7 @@ def deadlock(
         expected="every call to be met by the ranks that it waits for",
         received="; ".join([*said, *lost.values()]),
         remedy=f"see {listed(roots)}: a call that others skip, another order or group of calls, or a message not sent",
-        ranks=roots,
+        ranks=sorted(roots),
         stacks=stacks,
     )
     error.waits, error.cycle = waits, cycle
@@ -106,6 +106,28 @@ def mismatch(operation: Operation, calls: Collection[Call]) -> MismatchError:
         ranks=sorted(call.rank for call in odd),
         stacks={call.rank: [call.site] for call in (*odd, majority[0]) if call.site},
     )
+
+
+def disputes(votes: Mapping[tuple[str, int], Mapping[tuple[int, ...], Mapping[int, str]]]) -> list[MismatchError]:
+    """Groups of one name that ranks made of different members; groups apart from each other do no harm."""
+    found = []
+    for (name, _), said in votes.items():
+        shared = [m for m in said if any(set(m) & set(other) for other in said if other != m)]
+        if not shared:
+            continue
+        common = max(shared, key=lambda members: len(said[members]))
+        odd = odd_ones([list(said[members]) for members in shared]) or [r for members in shared for r in said[members]]
+        heard = "; ".join(f"{listed(said[m])} of {listed(m)}" for m in shared if m != common)
+        found.append(
+            MismatchError(
+                expected=f"all ranks to make group {name!r} of {listed(common)}",
+                received=heard,
+                remedy="call new_group on all ranks, in the same order and with the same ranks",
+                ranks=sorted(odd),
+                stacks={rank: [site] for m in shared for rank, site in said[m].items() if rank in odd and site},
+            )
+        )
+    return found
 
 
 def written(signature: Sequence[Any]) -> str:
@@ -157,7 +179,7 @@ def orphaned_message(message: Message) -> OrphanError:
 
 
 def same_on_all_ranks(named: Mapping[str, Tensor] | torch.nn.Module, group: Any = None) -> None:
-    """Call on every rank: raises DivergenceError with the tensor, the ranks and the first index that part from the rest."""
+    """Called on every rank: DivergenceError names the tensor, the ranks that part from the rest, and where first."""
     if isinstance(named, torch.nn.Module):
         named = dict(named.state_dict())
     site = user_line(sys._getframe(1))
@@ -188,7 +210,9 @@ def diverged(name: str, ranks: list[int], common: Tensor | None, odd: Tensor | N
     else:
         part = bits.first_difference(common, odd)
         where = "" if part is None or part.index is None else f" at index {list(part.index)}"
-        received = f"{listed(ranks)} apart from the rest, first{where}: {part and part.left} against {part and part.right}"
+        received = (
+            f"{listed(ranks)} apart from the rest, first{where}: {part and part.left} against {part and part.right}"
+        )
     return DivergenceError(
         expected=f"{name} with the same bits on all ranks",
         received=received,

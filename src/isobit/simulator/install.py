@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 from isobit.errors import MismatchError
+from isobit.simulator import backend
 from isobit.simulator import rank as ranks
 
 if TYPE_CHECKING:
@@ -67,11 +68,12 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 @contextmanager
 def thread_isolation() -> Iterator[None]:
     """Torch's C++ registry of process groups, per thread."""
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    switch: Any = torch._C._distributed_c10d
+    switch._set_thread_isolation_mode(True)
     try:
         yield
     finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        switch._set_thread_isolation_mode(False)
 
 
 @contextmanager
@@ -105,16 +107,26 @@ def rendezvous_of(world: World, plain: Any) -> Any:
     return rendezvous
 
 
-def helper_of(plain: Any) -> Any:
+def helper_of(world: World, plain: Any) -> Any:
     """Whatever backend a script names, inside a world the world serves it."""
 
     def new_group(size: int, rank: int, members: Any, backend: Any, *rest: Any, **options: Any) -> Any:
         if ranks.inside():
             backend = dist.Backend("isobit")
+            world.vote(ranks.current(), str(rest[1]), tuple(members) or tuple(range(world.ranks)))
             options["backend_options"] = options["device_id"] = None
         return plain(size, rank, members, backend, *rest, **options)
 
     return new_group
+
+
+def timeout_of(plain: Any) -> Any:
+    """Torch warns where a backend is not compiled in; here none has to be."""
+
+    def default_timeout(backend: Any) -> Any:
+        return c10d.default_pg_timeout if ranks.inside() else plain(backend)
+
+    return default_timeout
 
 
 def monitored_barrier_of(plain: Any) -> Any:
@@ -130,21 +142,48 @@ def monitored_barrier_of(plain: Any) -> Any:
 
 
 @contextmanager
+def compiling(world: World) -> Iterator[None]:
+    """Dynamo keeps compiled code per function of the process: it needs room for every rank, and is emptied after."""
+    plain, limits = torch.compile, dict[str, int]()
+
+    def compile_on_rank(*args: Any, **options: Any) -> Any:
+        if ranks.inside() and not limits:
+            config: Any = torch._dynamo.config
+            for name in ("recompile_limit", "accumulated_recompile_limit"):
+                limits[name] = getattr(config, name)
+                setattr(config, name, limits[name] * world.ranks)
+        return plain(*args, **options)
+
+    with replaced(torch, "compile", compile_on_rank):
+        try:
+            yield
+        finally:
+            for name, limit in limits.items():
+                setattr(torch._dynamo.config, name, limit)
+            if limits:
+                torch._dynamo.reset()
+
+
+@contextmanager
 def installed(world: World) -> Iterator[None]:
     """All of it, undone in reverse whatever happens."""
+    backend.register()
     barrier = monitored_barrier_of(c10d.monitored_barrier)
     with ExitStack() as stack:
         for context in (
             kept_process_state(),
             replaced(c10d, "_world", WorldPerRank(c10d._world)),
-            replaced(c10d, "rendezvous", rendezvous_of(world, c10d.rendezvous)),
-            replaced(c10d, "_new_process_group_helper", helper_of(c10d._new_process_group_helper)),
+            replaced(c10d, "rendezvous", rendezvous_of(world, vars(c10d)["rendezvous"])),
+            replaced(c10d, "_new_process_group_helper", helper_of(world, c10d._new_process_group_helper)),
+            replaced(c10d, "_get_default_timeout", timeout_of(c10d._get_default_timeout)),
             replaced(c10d, "monitored_barrier", barrier),
             replaced(dist, "monitored_barrier", barrier),
             replaced(c10d, "_backend", c10d._backend),
             replaced(c10d, "_default_pg_init_method", c10d._default_pg_init_method),
+            compiling(world),
             thread_isolation(),
-            ranks.environment_per_rank(world.plain_environment),
+            nullcontext() if world.watch.training is None else world.watch.training.installed(),
+            ranks.environment_per_rank(),
         ):
             stack.enter_context(context)
         yield

@@ -34,14 +34,14 @@ def lies_behind_header() -> bool:
 
 
 def save() -> Any:
-    shared: random.Random = random._inst  # type: ignore[attr-defined]
+    shared: Any = random._inst
     if not lies_behind_header():
         return shared.getstate()
     return ctypes.string_at(address_of(shared), 4 * WORDS), shared.gauss_next
 
 
 def restore(state: Any) -> None:
-    shared: random.Random = random._inst  # type: ignore[attr-defined]
+    shared: Any = random._inst
     if len(state) != 2:
         shared.setstate(state)
         return

@@ -16,7 +16,7 @@ from isobit.errors import UnsupportedError
 from isobit.simulator import python_random
 
 if TYPE_CHECKING:
-    from isobit.simulator.backend import PendingWork
+    from isobit.simulator.work import RankWork
     from isobit.simulator.world import World
 
 TORCH_SEED = 67280421310721  # what torch gives the default generator of a fresh process
@@ -37,11 +37,15 @@ class Rank:
 
     def __init__(self, world: World, index: int, environment: Mapping[str, str]) -> None:
         self.world, self.index = world, index
-        self.environment = {**world.plain_environment, **{os.fsencode(k): os.fsencode(v) for k, v in environment.items()}}
-        self.pending: dict[int, PendingWork] = {}
+        self.environment = {
+            **world.plain_environment,
+            **{os.fsencode(k): os.fsencode(v) for k, v in environment.items()},
+        }
+        self.pending: dict[int, RankWork] = {}
         self.calls = 0
+        self.communicating = False  # inside a call, where the simulator itself touches buffers
         self.incarnations: dict[str, int] = {}
-        self.thread: threading.Thread | None = None
+        self.thread_id = 0
         self.value: Any = None
         self.error: BaseException | None = None
         self.left = False
@@ -51,10 +55,11 @@ class Rank:
 class State:
     """Process-wide settings that a switch saves and restores."""
 
-    __slots__ = ("dtype", "numpy", "python", "torch")
+    __slots__ = ("dtype", "main", "numpy", "python", "torch")
 
     def __init__(self, torch_state: torch.Tensor, python: Any, numpy: Any, dtype: torch.dtype) -> None:
         self.torch, self.python, self.numpy, self.dtype = torch_state, python, numpy, dtype
+        self.main = sys.modules["__main__"]  # pickle looks there for what a script defines
 
 
 def numpy_random() -> Any:
@@ -80,10 +85,11 @@ def restore_state(state: State) -> None:
         numpy_random().set_bit_generator(state.numpy)
     if torch.get_default_dtype() != state.dtype:
         torch.set_default_dtype(state.dtype)
+    sys.modules["__main__"] = state.main
 
 
 def fresh_state(seed: int, index: int) -> State:
-    """Torch as in a new process, alike on all ranks; Python and numpy, which a process seeds by chance, by world seed."""
+    """Torch as in a new process, alike on all ranks; what a process seeds by chance (Python, numpy) by the world."""
     numpy = numpy_random()
     return State(
         torch.Generator().manual_seed(TORCH_SEED).get_state(),
@@ -147,6 +153,7 @@ class EnvironmentView(MutableMapping[bytes, bytes]):
 
     def __init__(self, plain: dict[bytes, bytes]) -> None:
         self._plain = plain
+        self.touched: set[bytes] = set()
 
     def _data(self) -> dict[bytes, bytes]:
         rank: Rank | None = getattr(_here, "rank", None)
@@ -156,9 +163,11 @@ class EnvironmentView(MutableMapping[bytes, bytes]):
         return self._data()[key]
 
     def __setitem__(self, key: bytes, value: bytes) -> None:
+        self.touched.add(key)
         self._data()[key] = value
 
     def __delitem__(self, key: bytes) -> None:
+        self.touched.add(key)
         del self._data()[key]
 
     def __iter__(self) -> Iterator[bytes]:
@@ -169,14 +178,17 @@ class EnvironmentView(MutableMapping[bytes, bytes]):
 
 
 @contextmanager
-def environment_per_rank(plain: dict[bytes, bytes]) -> Iterator[None]:
+def environment_per_rank() -> Iterator[None]:
     """While it is open, `os.environ` on a rank's thread is that rank's; what ranks set is undone after."""
     kept = os.environ._data  # type: ignore[attr-defined]
-    before = dict(kept)
-    os.environ._data = EnvironmentView(plain)  # type: ignore[attr-defined]
+    view = EnvironmentView(kept)
+    os.environ._data = view  # type: ignore[attr-defined]
     try:
         yield
     finally:
         os.environ._data = kept  # type: ignore[attr-defined]
-        for name, value in before.items():  # ranks' putenv reached the process itself
-            os.putenv(name, value)
+        for name in view.touched:  # a rank's setting reached the process itself, through putenv
+            if name in kept:
+                os.putenv(name, kept[name])
+            else:
+                os.unsetenv(name)

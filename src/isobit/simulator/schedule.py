@@ -54,6 +54,10 @@ class Schedule:
         for rank in range(len(self._gates)):
             self._push(rank)
         self._gates[self._next()].release()
+        self.rest()
+
+    def rest(self) -> None:
+        """Until every rank has left."""
         self._home.acquire()
 
     def enter(self, rank: int) -> None:

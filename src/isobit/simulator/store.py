@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -13,6 +13,8 @@ from isobit.simulator.rank import current
 
 if TYPE_CHECKING:
     from isobit.simulator.world import World
+
+TorchStore: Any = vars(dist)["Store"]
 
 
 @dataclass(eq=False)
@@ -29,7 +31,7 @@ class KeyWait:
         return self.others
 
 
-class RankStore(dist.Store):
+class RankStore(TorchStore):  # type: ignore[misc]
     """A dictionary shared by all ranks of a world."""
 
     def __init__(self, world: World) -> None:
@@ -72,12 +74,12 @@ class RankStore(dist.Store):
             self._waiting.append((rank.index, waiting))
             self._world.wait_for(rank, waiting, False)
 
-    def deleteKey(self, key: str) -> bool:  # noqa: N802 (torch's name)
+    def deleteKey(self, key: str) -> bool:
         return self._kept.pop(key, None) is not None
 
     delete_key = deleteKey
 
-    def getNumKeys(self) -> int:  # noqa: N802 (torch's name)
+    def getNumKeys(self) -> int:
         return len(self._kept)
 
     num_keys = getNumKeys

@@ -13,8 +13,9 @@ from isobit.errors import ArgumentError, CorruptionError, NonFiniteError, Pendin
 if TYPE_CHECKING:
     from isobit.simulator.collectives import Call
     from isobit.simulator.network import Message, Operation, Receive
+    from isobit.simulator.training import Training
 
-CHOICES = ("bits", "finite", "reads")
+CHOICES = ("bits", "finite", "reads", "training")
 
 
 def mark_of(tensor: Tensor) -> int | str:
@@ -34,10 +35,13 @@ class Watch:
             )
         self.chosen, self.findings = frozenset(chosen), findings
         self._first_nan = True
+        self.training: Training | None = None
 
     def depart(self, call: Call, what: str) -> None:
         """As a rank makes its call."""
         call.marks = [mark_of(tensor) for tensor in call.inputs] if call.asynchronous and call.sent is None else []
+        if self.training is not None:
+            self.training.note_call(call)
         if "bits" in self.chosen:
             call.digests = [bits.digest(tensor) for tensor in call.inputs]
         if "finite" in self.chosen and self._first_nan:
@@ -61,6 +65,8 @@ class Watch:
             self.findings.append(corrupted(sender, f"the result of {operation.describe()}", site))
 
     def deliver(self, receive: Receive, message: Message) -> None:
+        if self.training is not None:
+            self.training.note_message(message.sender, receive.group.members[receive.member])
         if message.digests and [bits.digest(tensor) for tensor in message.tensors] != message.digests:
             receiver = receive.group.members[receive.member]
             self.findings.append(corrupted(message.sender, f"its message to rank {receiver}", message.site))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from typing import Any
 
@@ -14,12 +13,16 @@ from isobit.errors import IsobitError
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import flip_bit
 from isobit.simulator.network import Group, Message, Operation, Receive, Send, check_message, write
-from isobit.simulator.rank import Rank, current, user_line
+from isobit.simulator.rank import Rank, current
+from isobit.simulator.reads import memory_of
+
+TorchWork: Any = dist.Work
 
 
 def begin(rank: Rank, group: Group, member: int, number: int, call: Call, value: Any) -> PendingWork:
     """Adds a rank's part to a collective."""
     world = rank.world
+    rank.communicating = True
     lost = world.arrive(rank, call, f"{call.kind} {group.name}#{number}")
     if call.asynchronous:
         world.schedule.pause(rank.index)
@@ -27,7 +30,11 @@ def begin(rank: Rank, group: Group, member: int, number: int, call: Call, value:
     if call.asynchronous and world.poison:
         poison_outputs(call, member)
     operation = world.network.join(group, member, number, call, lost)
-    return PendingWork(rank, operation, member, call, value)
+    work = PendingWork(rank, operation, member, call, value)
+    if call.asynchronous and "reads" in world.watch.chosen and not (call.kind == "broadcast" and call.root == member):
+        work.memory = memory_of(call.outputs)
+    rank.communicating = False
+    return work
 
 
 @torch.no_grad()
@@ -50,13 +57,15 @@ def poison(tensor: Tensor) -> None:
         tensor.data.fill_(torch.iinfo(tensor.dtype).min or torch.iinfo(tensor.dtype).max)
 
 
-class RankWork(dist.Work):
+class RankWork(TorchWork):  # type: ignore[misc]
     """What a rank holds of a call: `finish` runs once, at the first wait."""
 
     def __init__(self, owner: Rank, site: str, what: str, value: Any) -> None:
         super().__init__()
         self.owner, self.site, self.what, self.value = owner, site, what, value
-        self.finished, self.error = False, None
+        self.finished = False
+        self.error: IsobitError | None = None
+        self.memory: frozenset[int] = frozenset()
         owner.pending[id(self)] = self
 
     def ready(self) -> bool:
@@ -71,6 +80,7 @@ class RankWork(dist.Work):
             return True
         rank = current()
         self.owner.pending.pop(id(self), None)
+        rank.communicating = True
         try:
             self.settle()
         except IsobitError as error:
@@ -78,6 +88,7 @@ class RankWork(dist.Work):
             raise
         finally:
             self.finished = True
+            rank.communicating = False
         rank.world.check(rank)
         return True
 
@@ -118,11 +129,15 @@ class PendingWork(RankWork):
     """A collective under way."""
 
     def __init__(self, owner: Rank, operation: Operation, member: int, call: Call, value: Any) -> None:
-        self.operation, self.member, self.call = operation, member, call
-        super().__init__(owner, call.site, f"{operation.kind} number {operation.number} of group {operation.group.name!r}", value)
+        self.operation, self.member = operation, member
+        super().__init__(
+            owner, call.site, f"{operation.kind} number {operation.number} of group {operation.group.name!r}", value
+        )
 
     def ready(self) -> bool:
-        return self.operation.done and self.operation.at[self.member] <= self.owner.world.schedule.clocks[self.owner.index]
+        return (
+            self.operation.done and self.operation.at[self.member] <= self.owner.world.schedule.clocks[self.owner.index]
+        )
 
     def settle(self) -> None:
         world, operation = self.owner.world, self.operation
@@ -148,6 +163,7 @@ class MessageWork(RankWork):
         cls, rank: Rank, group: Group, member: int, target: int, tag: int, tensors: list[Tensor], site: str
     ) -> MessageWork:
         world = rank.world
+        rank.communicating = True
         call = Call(rank.index, "send", list(tensors), [], site=site)
         lost = world.arrive(rank, call, f"send {group.name} {member}>{target} tag {tag}")
         world.schedule.pause(rank.index)
@@ -160,6 +176,7 @@ class MessageWork(RankWork):
         if not lost:
             world.network.send(group, target, tag, message)
         work = cls(rank, site, f"send to rank {group.members[target]}", list(tensors))
+        rank.communicating = False
         work.waiting = Send(group, target, message) if world.sends == "rendezvous" else None
         return work
 
@@ -167,6 +184,7 @@ class MessageWork(RankWork):
     def receiving(cls, rank: Rank, receive: Receive) -> MessageWork:
         world = rank.world
         source = "any" if receive.source is None else receive.source
+        rank.communicating = True
         call = Call(rank.index, "recv", [], receive.tensors, site=receive.site)
         world.arrive(rank, call, f"recv {receive.group.name} {source}>{receive.member} tag {receive.tag}")
         world.schedule.pause(rank.index)
@@ -174,8 +192,9 @@ class MessageWork(RankWork):
             for tensor in receive.tensors:
                 poison(tensor)
         work = cls(rank, receive.site, receive.describe(), receive.tensors)
-        work.waiting = receive
+        work.waiting, work.memory = receive, memory_of(receive.tensors)
         world.network.receive(receive)
+        rank.communicating = False
         return work
 
     def ready(self) -> bool:

@@ -5,59 +5,41 @@ from __future__ import annotations
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from isobit.errors import ArgumentError, IsobitError, MismatchError, RankFailedError, RankLostError, SimulationError, UnsupportedError
-from isobit.simulator import backend, checkers, faults
+from isobit.errors import (
+    ArgumentError,
+    IsobitError,
+    RankLostError,
+    SimulationError,
+    UnsupportedError,
+)
+from isobit.simulator import faults
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import Fault
 from isobit.simulator.install import installed
-from isobit.simulator.network import Group, Network, Operation
-from isobit.simulator.rank import Rank, being, inside, is_users, restore_state, save_state, user_stack
+from isobit.simulator.judge import Killed, Result, Stalled, diagnose, judge
+from isobit.simulator.ledger import Ledger
+from isobit.simulator.network import Network
+from isobit.simulator.rank import Rank, being, inside, restore_state, save_state, user_line, user_stack
+from isobit.simulator.reads import watching_reads
 from isobit.simulator.schedule import Schedule, Waiting
 from isobit.simulator.store import RankStore
 from isobit.simulator.trace import Recorder, Trace
+from isobit.simulator.training import Training
 from isobit.simulator.watch import Watch
 
 _running = threading.Lock()
 
 
-class Killed(BaseException):
-    """Ends a rank's thread; no `except Exception` of a program stops it."""
-
-
-@dataclass
-class Result:
-    """What a run left: each rank's value, what happened, and what was found."""
-
-    values: list[Any]
-    trace: Trace
-    findings: list[SimulationError] = field(default_factory=list)
-    clocks: list[int] = field(default_factory=list)  # virtual microseconds, by rank
-
-    @property
-    def digest(self) -> str:
-        return self.trace.digest
-
-
-class Stalled:
-    """A rank that a fault stopped for good."""
-
-    def describe(self) -> str:
-        return "a stall that a fault planted"
-
-    def missing(self) -> Sequence[int]:
-        return ()
-
-
 class World:
     """Ranks on threads, of which one runs at a time."""
+
+    ledger: Ledger | None = None  # where training is noted, to be compared with one worker
 
     def __init__(
         self,
@@ -92,16 +74,21 @@ class World:
             self._prepare(recorded)
             with installed(self):
                 threads = [
-                    threading.Thread(target=self._body, args=(rank, function, args, init), name=f"rank {rank.index}", daemon=True)
+                    threading.Thread(
+                        target=self._body, args=(rank, function, args, init), name=f"rank {rank.index}", daemon=True
+                    )
                     for rank in self.members
                 ]
-                for rank, thread in zip(self.members, threads, strict=True):
-                    rank.thread = thread
+                for thread in threads:
                     thread.start()
-                self.schedule.run()
+                try:
+                    self.schedule.run()
+                except KeyboardInterrupt:
+                    self._interrupt()
+                    raise
                 for thread in threads:
                     thread.join()
-            return self._judge()
+            return judge(self)
         finally:
             _running.release()
 
@@ -114,13 +101,19 @@ class World:
         self.schedule.on_stuck = self._stuck
         self.findings: list[SimulationError] = []
         self.watch = Watch(self.watch_for, self.findings)
+        self.watch.training = Training(self) if "training" in self.watch_for else None
         self.network, self.store = Network(self), RankStore(self)
         self.root: SimulationError | None = None
         self.lost: dict[int, str] = {}
         self.failed: list[int] = []  # ranks that raised an error of their own, in order
         self._verdicts: dict[int, BaseException] = {}
         self._planted = {(fault.rank, fault.call): fault for fault in reversed(self.faults)}
-        self._groups: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+        self.votes: dict[tuple[str, int], dict[tuple[int, ...], dict[int, str]]] = {}
+
+    def _interrupt(self) -> None:
+        """Ranks leave at their next call; whoever presses twice need not wait for that."""
+        self.root = RankLostError(expected="the run to end", received="an interrupt", remedy="start it again")
+        self.schedule.rest()
 
     def _pass(self, index: int) -> None:
         self.members[index].state = save_state()
@@ -129,8 +122,9 @@ class World:
         restore_state(self.members[index].state)
 
     def _body(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
+        rank.thread_id = threading.get_ident()
         self.schedule.enter(rank.index)
-        with being(rank), torch.autograd.set_multithreading_enabled(False):
+        with being(rank), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
             try:
                 if init:
                     dist.init_process_group("isobit", rank=rank.index, world_size=self.ranks, store=self.store)
@@ -153,21 +147,11 @@ class World:
         if not consequence and not (self.root is not None and isinstance(error, (type(self.root), Killed))):
             self.failed.append(rank.index)
 
-    def register(self, rank: Rank, name: str, members: tuple[int, ...], timeout: int) -> Group:
-        """A rank makes its end of a group; ranks that make other groups under its name are found here."""
-        incarnation = rank.incarnations[name] = rank.incarnations.get(name, -1) + 1
-        known = self._groups.setdefault((name, incarnation), set())
-        for other in known:
-            if other != members and rank.index in other:
-                raise MismatchError(
-                    expected=f"group {name!r} of {checkers.listed(other)}, as another rank made it",
-                    received=f"rank {rank.index} makes it of {checkers.listed(members)}",
-                    remedy="call new_group on all ranks, in the same order and with the same ranks",
-                    ranks=[rank.index],
-                    stacks={rank.index: user_stack(sys._getframe(1))},
-                )
-        known.add(members)
-        return Group(name, incarnation, members, timeout)
+    def vote(self, rank: Rank, name: str, members: tuple[int, ...]) -> None:
+        """Every rank, member or not, says of whom a new group is made; `checkers.dispute` hears them."""
+        rank.incarnations[name] = rank.incarnations.get(name, -1) + 1
+        votes = self.votes.setdefault((name, rank.incarnations[name]), {})
+        votes.setdefault(members, {})[rank.index] = user_line(sys._getframe(1))
 
     def arrive(self, rank: Rank, call: Call, what: str) -> bool:
         """A rank makes a communication call: charges its clock and lets its faults happen; True if the call is lost."""
@@ -223,9 +207,13 @@ class World:
         """The same error for another rank, with a traceback of its own."""
         if isinstance(error, SimulationError):
             kept = type(error)(
-                expected=error.expected, received=error.received, remedy=error.remedy, ranks=error.ranks, stacks=error.stacks
+                expected=error.expected,
+                received=error.received,
+                remedy=error.remedy,
+                ranks=error.ranks,
+                stacks=error.stacks,
             )
-            vars(kept).update({k: v for k, v in vars(error).items() if k in ("waits", "cycle")})
+            vars(kept).update({k: v for k, v in vars(error).items() if k in ("waits", "cycle", "kind")})
             return kept
         return type(error)(expected=error.expected, received=error.received, remedy=error.remedy)
 
@@ -233,84 +221,13 @@ class World:
         """No rank can run: finds the root, and releases every blocked rank with it."""
         blocked = dict(self.schedule.blocked)
         frames = sys._current_frames()
-        stacks = {i: user_stack(frames.get(self.members[i].thread.ident)) for i in blocked}  # type: ignore[union-attr]
+        stacks = {i: user_stack(frames.get(self.members[i].thread_id)) for i in blocked}
         if self.root is None:
-            self.root = self._diagnose(blocked, stacks)
+            self.root = diagnose(self, blocked, stacks)
         for index in sorted(blocked):
             stalled = isinstance(blocked[index], Stalled)
             self._verdicts[index] = Killed("stalled") if stalled else self.again(self.root)
             self.schedule.wake(index)
-
-    def _diagnose(self, blocked: dict[int, Waiting], stacks: dict[int, list[str]]) -> SimulationError:
-        for waiting in blocked.values():
-            if isinstance(waiting, Operation):
-                calls = list(waiting.calls.values())
-                if len({call.signature() for call in calls}) > 1:
-                    return checkers.mismatch(waiting, calls)
-        stalled = [rank for rank, waiting in blocked.items() if isinstance(waiting, Stalled)]
-        if self.failed or stalled:
-            ranks = self.failed or stalled
-            waiting_ranks = [rank for rank in blocked if rank not in stalled]
-            return RankLostError(
-                expected="every rank to reach the calls that others wait in",
-                received=f"{checkers.listed(ranks)} {'failed' if self.failed else 'stalled'}, and "
-                f"{checkers.listed(waiting_ranks)} waited: {blocked[waiting_ranks[0]].describe() if waiting_ranks else ''}",
-                remedy=f"see why {checkers.listed(ranks)} stopped",
-                ranks=ranks,
-                stacks=stacks,
-            )
-        left = [rank.index for rank in self.members if rank.left]
-        return checkers.deadlock(blocked, left, stacks, self.lost)
-
-    def _judge(self) -> Result:
-        """The result of a run that kept its promises; else its root cause is raised, the result attached."""
-        self.recorder.finish()
-        result = Result([rank.value for rank in self.members], self.recorder.trace, self.findings, self.schedule.clocks)
-        error = self._own_failure() or self.root
-        if self.findings and self.strict:  # what was seen in the data came before what it led to
-            self.findings[0].__cause__ = error
-            error = self.findings[0]
-        if error is None:
-            self.findings.extend(checkers.orphaned_work(self.members))
-            self.findings.extend(map(checkers.orphaned_message, self.network.unreceived()))
-            if self.recorder.departure is not None:
-                error = self.recorder.departure
-            elif self.findings and self.strict:
-                error = self.findings[0]
-        if error is not None:
-            error.result = result
-            raise error
-        return result
-
-    def _own_failure(self) -> SimulationError | None:
-        """The first rank that raised an error of its own, before anything else went wrong."""
-        if not self.failed:
-            return None
-        first = self.members[self.failed[0]]
-        cause = first.error
-        assert cause is not None
-        if isinstance(cause, SimulationError):
-            return cause
-        alike = [index for index in sorted(self.failed) if type(self.members[index].error) is type(cause)]
-        frames = [f for f in reversed(traceback.extract_tb(cause.__traceback__)) if is_users(f.filename)]
-        stacks = {first.index: [f"{f.filename}:{f.lineno} in {f.name}" for f in frames]}
-        if isinstance(cause, Killed):
-            return RankLostError(
-                expected=f"rank {first.index} to live",
-                received=f"its death at call {first.calls}, {cause}",
-                remedy="make the others notice: a timeout, or a restart from the last checkpoint",
-                ranks=alike,
-                stacks=stacks,
-            )
-        error = RankFailedError(
-            expected=f"{checkers.listed(alike)} to return",
-            received=f"{type(cause).__name__}: {cause}",
-            remedy="see the cause above; what other ranks report follows from it",
-            ranks=alike,
-            stacks=stacks,
-        )
-        error.__cause__ = cause
-        return error
 
 
 def launcher_variables(index: int, ranks: int) -> dict[str, str]:
