@@ -47,6 +47,7 @@ LEVELS = {
     "cross-entropy-kernel-v1": 4,
     "lm-head-kernel-v1": 3,
     "linear-group-kernel-v1": 3,
+    "tree-collective-v1": 3,
     "chain-v1": 2,
 }
 
