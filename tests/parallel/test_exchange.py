@@ -252,7 +252,7 @@ def outcomes():
                     break
                 found.setdefault(name, []).append(said)
         for process in processes:
-            process.join(5)
+            process.join(30)
             process.kill()
         codes = [process.exitcode for process in processes]
     return found, codes

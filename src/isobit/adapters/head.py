@@ -14,6 +14,7 @@ from isobit.errors import UnsupportedError
 from isobit.ops import dispatch
 from isobit.ops.linear.op import linear_fp32, spans_of
 from isobit.ops.logprob.op import IGNORED
+from isobit.ops.share import check_share
 from isobit.order.samples import Samples
 from isobit.parallel.shard import ranks_of
 from isobit.parallel.vocab_logits import vocab_logits
@@ -32,13 +33,13 @@ class Logits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
-        spans = None if ctx.samples is None else spans_of(ctx.samples, hidden)
+        spans, of = (None, 0) if ctx.samples is None else (spans_of(ctx.samples, hidden), ctx.samples.of)
         prefix = "linear" if dispatch.is_native(hidden.dtype) else "portable_linear"
         rounded, want = grad.to(hidden.dtype), ctx.needs_input_grad
         into_hidden, into_weight = (getattr(torch.ops.isobit, f"{prefix}_{part}_grad") for part in ("input", "weight"))
         return (
             into_hidden(rounded, weight) if want[0] else None,
-            into_weight(rounded, hidden, spans) if want[1] else None,
+            into_weight(rounded, hidden, spans, of) if want[1] else None,
             None,
         )
 
@@ -49,6 +50,8 @@ def logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tenso
     if ranks is not None:
         return vocab_logits(hidden, weight, ranks=ranks, samples=samples)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        if samples is not None:
+            check_share(samples, weight)
         return Logits.apply(hidden, weight, samples)  # type: ignore[no-untyped-call,no-any-return]
     return linear_fp32(hidden, weight)
 
