@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from isobit.simulator.parting import digest, find_odd, group_ranks, say_difference, say_groups
+from isobit.simulator.telling import Told
 
 Pair = frozenset[int]
-
-
-@dataclass(frozen=True)
-class Told:
-    """A bug, by kind, with the ranks to blame and the place."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    where: str
-    text: str
-    sites: Mapping[int, str] = field(default_factory=dict)
-    """Where each of them made the step."""
 
 
 @dataclass(frozen=True)
