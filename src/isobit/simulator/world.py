@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -29,6 +28,7 @@ from isobit.simulator.reads import watching_reads
 from isobit.simulator.schedule import Schedule, Waiting
 from isobit.simulator.store import RankStore
 from isobit.simulator.trace import Recorder, Trace
+from isobit.simulator.variables import launcher_variables
 from isobit.simulator.watch import Watch
 
 _running = threading.Lock()
@@ -91,7 +91,6 @@ class World:
     def _prepare(self, recorded: Trace | None) -> None:
         self.recorder = Recorder(Trace(self.ranks, self.seed, self.delays, self.faults, self.sends), recorded)
         self.schedule = Schedule(self.ranks, self.seed, self.delays, self.recorder)
-        self.plain_environment: dict[bytes, bytes] = dict(os.environ._data)  # type: ignore[attr-defined]
         self.members = [Rank(self, index, launcher_variables(index, self.ranks)) for index in range(self.ranks)]
         self.schedule.on_pass, self.schedule.on_take = self._pass, self._take
         self.schedule.on_stuck = self._stuck
@@ -223,21 +222,3 @@ class World:
             stalled = isinstance(blocked[index], Stalled)
             self._verdicts[index] = Killed("stalled") if stalled else self.again(self.root)
             self.schedule.wake(index)
-
-
-def launcher_variables(index: int, ranks: int) -> dict[str, str]:
-    """What torchrun would set, on one host."""
-    return {
-        "RANK": str(index),
-        "LOCAL_RANK": str(index),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_RANK": str(index),
-        "ROLE_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "isobit",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }
