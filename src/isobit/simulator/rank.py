@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 TORCH_SEED = 67280421310721  # what torch gives the default generator of a fresh process
 PYTHON, INSTALLED = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
+TORCH = os.path.dirname(torch.__file__)
+FUNCTIONS = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "_ops.py", "_contextlib.py")
 NOT_USERS = (
-    os.path.dirname(torch.__file__),
+    TORCH,
     os.path.dirname(__file__),
     os.path.join(INSTALLED, "typing_extensions"),
     "<frozen",
@@ -139,6 +141,18 @@ def user_line(frame: FrameType | None) -> str:
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
+
+
+def called_by_torch(frame: FrameType | None) -> bool:
+    """Whether a module of torch made the call for itself, not the program through torch.distributed's functions."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if is_users(path):
+            return False
+        if path.startswith(TORCH) and not path.endswith(FUNCTIONS):
+            return True
+        frame = frame.f_back
+    return True
 
 
 def is_users(path: str) -> bool:

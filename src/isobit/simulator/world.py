@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from isobit.errors import (
     ArgumentError,
+    DeadlockError,
     IsobitError,
     RankLostError,
     SimulationError,
@@ -118,22 +119,27 @@ class World:
     def _body(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
         rank.thread_id = threading.get_ident()
         self.schedule.enter(rank.index)
-        with being(rank), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
-            try:
-                if init:
-                    dist.init_process_group("isobit", rank=rank.index, world_size=self.ranks, store=self.store)
-                rank.value = function(rank.index, *args)
-            except SystemExit as left:
-                if left.code not in (None, 0):
-                    self._note_failure(rank, left)
-            except BaseException as error:
-                self._note_failure(rank, error)
-            finally:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-        rank.left = True
-        self.recorder.note(rank.index, self.schedule.clocks[rank.index], "left")
-        self.schedule.leave(rank.index)
+        try:
+            with being(rank), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
+                self._call(rank, function, args, init)
+        except BaseException as error:
+            self._note_failure(rank, error)
+        finally:  # whatever happened, the baton goes on
+            rank.left = True
+            self.recorder.note(rank.index, self.schedule.clocks[rank.index], "left")
+            self.schedule.leave(rank.index)
+
+    def _call(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
+        try:
+            if init:
+                dist.init_process_group("isobit", rank=rank.index, world_size=self.ranks, store=self.store)
+            rank.value = function(rank.index, *args)
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def _note_failure(self, rank: Rank, error: BaseException) -> None:
         rank.error = error
@@ -217,7 +223,12 @@ class World:
         frames = sys._current_frames()
         stacks = {i: user_stack(frames.get(self.members[i].thread_id)) for i in blocked}
         if self.root is None:
-            self.root = diagnose(self, blocked, stacks)
+            try:
+                self.root = diagnose(self, blocked, stacks)
+            except Exception as error:  # a flaw of a checker must not leave the ranks waiting for good
+                self.root = DeadlockError(
+                    expected="ranks that can go on", received=f"none, and {error!r} on asking why", remedy="report it"
+                )
         for index in sorted(blocked):
             stalled = isinstance(blocked[index], Stalled)
             self._verdicts[index] = Killed("stalled") if stalled else self.again(self.root)
