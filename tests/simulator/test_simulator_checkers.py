@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from isobit.errors import (
     DeadlockError,
@@ -191,6 +192,18 @@ def test_a_forgotten_wait():
     values = World(4, strict=False).run(body).values
     assert values[1] != values[1], "what was not waited for reads as NaN"
     assert values[0] == 8
+
+
+def test_handles_that_torch_itself_drops_are_no_finding():
+    """DDP's Join never waits for the signals that it sends."""
+
+    def body(rank):
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        with model.join():
+            for _ in range(2 + rank):
+                model(torch.ones(1, 2)).sum().backward()
+
+    assert not World(3).run(body).findings
 
 
 def test_a_message_that_nobody_receives():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from isobit.errors import IsobitError
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import flip_bit
 from isobit.simulator.network import Group, Message, Operation, Receive, Send, check_message, write
-from isobit.simulator.rank import Rank, current
+from isobit.simulator.rank import Rank, called_by_torch, current
 from isobit.simulator.reads import memory_of
 
 TorchWork: Any = dist.Work
@@ -31,6 +32,7 @@ def begin(rank: Rank, group: Group, member: int, number: int, call: Call, value:
         poison_outputs(call, member)
     operation = world.network.join(group, member, number, call, lost)
     work = PendingWork(rank, operation, member, call, value)
+    work.torchs_own = call.asynchronous and called_by_torch(sys._getframe(2))
     if call.asynchronous and "reads" in world.watch.chosen and not (call.kind == "broadcast" and call.root == member):
         work.memory = memory_of(call.outputs)
     rank.communicating = False
@@ -66,6 +68,7 @@ class RankWork(TorchWork):  # type: ignore[misc]
         self.finished = False
         self.error: IsobitError | None = None
         self.memory: frozenset[int] = frozenset()
+        self.torchs_own = False
         owner.pending[id(self)] = self
 
     def ready(self) -> bool:
