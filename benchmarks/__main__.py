@@ -1,11 +1,11 @@
-"""`python -m benchmarks linear`, `softmax`, `model`, `logprob` or `simulator`."""
+"""`python -m benchmarks linear`, `softmax`, `model`, `logprob`, `simulator` or `bugs`."""
 
 import argparse
 import sys
 
-from benchmarks import linear, logprob, model, simulator, softmax
+from benchmarks import bugs, linear, logprob, model, simulator, softmax
 
-CASES = {"linear": linear, "softmax": softmax, "model": model, "logprob": logprob, "simulator": simulator}
+CASES = {"linear": linear, "softmax": softmax, "model": model, "logprob": logprob, "simulator": simulator, "bugs": bugs}
 
 parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Each against stock, in one run, by turns.")
 parser.add_argument("case", choices=CASES)
