@@ -1,4 +1,4 @@
-"""Planted bugs under many schedules: how many are named with their kind and ranks, and false alarms of right programs."""
+"""Planted bugs under many schedules: how many are named with kind and ranks, and false alarms of right programs."""
 
 import time
 

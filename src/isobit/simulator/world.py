@@ -40,6 +40,7 @@ _running = threading.Lock()
 class World:
     """Ranks on threads, of which one runs at a time."""
 
+    ignore: Collection[str] = ()  # kinds of training that are meant, though they look wrong
     ledger: Ledger | None = None  # where training is noted, to be compared with one worker
 
     def __init__(
