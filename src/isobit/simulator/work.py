@@ -181,7 +181,7 @@ class MessageWork(RankWork):
         lost = world.arrive(rank, call, f"send {group.name} {member}>{target} tag {tag}")
         world.schedule.pause(rank.index)
         at = world.schedule.clocks[rank.index] + world.schedule.delay()
-        sent = [tensor.data.clone() for tensor in call.carried]
+        sent = [tensor.data.clone(memory_format=torch.contiguous_format) for tensor in call.carried]
         message = Message(member, sent, at, site, rank.index, rank.calls, receiver=group.members[target])
         message.digests = call.digests
         if call.flipped_to is not None and call.flipped_to.to == message.receiver:
