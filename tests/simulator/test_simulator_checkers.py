@@ -179,6 +179,13 @@ def test_messages_and_splits_that_do_not_fit():
     expect(MismatchError, [0, 1], splits, count=2, match="fit")
 
 
+def test_a_gather_into_too_short_a_list():
+    def body(rank):
+        dist.distributed_c10d._get_default_group().allgather([[torch.ones(1)]], [torch.ones(1)]).wait()
+
+    expect(RankFailedError, [0, 1, 2], body, count=3, match="ArgumentError")
+
+
 def test_a_forgotten_wait():
     def body(rank):
         x = torch.ones(2)

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -155,5 +156,6 @@ def called_by_torch(frame: FrameType | None) -> bool:
     return True
 
 
+@cache
 def is_users(path: str) -> bool:
     return not path.startswith(NOT_USERS) and (path.startswith(INSTALLED) or not path.startswith(PYTHON))

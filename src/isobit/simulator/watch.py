@@ -36,7 +36,10 @@ class Watch:
 
     def depart(self, call: Call, what: str) -> None:
         """As a rank makes its call."""
-        call.versions = [version_of(tensor) for tensor in call.inputs]
+        if call.asynchronous:
+            call.versions = [version_of(tensor) for tensor in call.inputs]
+        if not self.chosen:
+            return
         if self.training is not None:
             self.training.note_call(call)
         if "bits" in self.chosen:
@@ -50,8 +53,7 @@ class Watch:
 
     def arrive(self, operation: Operation, call: Call) -> None:
         """As the collective is carried out."""
-        changed = [version_of(tensor) for tensor in call.inputs] != call.versions
-        if changed and call.asynchronous and call.sent is None:
+        if call.asynchronous and call.sent is None and [version_of(t) for t in call.inputs] != call.versions:
             self.findings.append(changed_early(operation, call))
         elif call.digests and [bits.digest(tensor) for tensor in call.carried] != call.digests:
             self.findings.append(corrupted(call.rank, f"its part in {operation.describe()}", call.site))

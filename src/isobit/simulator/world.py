@@ -167,8 +167,7 @@ class World:
         self.recorder.note(rank.index, self.schedule.clocks[rank.index], what)
         planted = self._planted.get((rank.index, rank.calls))
         if isinstance(planted, faults.PlantNaN):
-            for tensor in call.inputs[:1]:
-                tensor.data.view(-1)[planted.element % tensor.numel()] = float("nan")
+            faults.plant_nan(call.inputs, planted.element)
         self.watch.depart(call, what)
         return planted is not None and self._happen(rank, planted, call, what)
 
@@ -185,7 +184,7 @@ class World:
             self.schedule.slowness[rank.index] = planted.factor
         elif isinstance(planted, faults.Flip) and call.inputs:
             if planted.to is None:
-                call.sent = [tensor.data.clone() for tensor in call.inputs]
+                call.sent = [tensor.data.clone(memory_format=torch.contiguous_format) for tensor in call.inputs]
                 faults.flip_bit(call.sent[0], planted.element, planted.bit)
             else:
                 call.flipped_to = planted
