@@ -153,8 +153,11 @@ def show(console: Console, options: argparse.Namespace, runs: list[SeedRun], gro
         console.print(table)
     for group in groups:
         console.print(f"{group.kind}: {group.first.text}", markup=False)
+        places: dict[tuple[str, ...], list[int]] = {}
         for rank, lines in sorted(group.first.stacks.items()):
-            console.print(f"  rank {rank}: " + " ← ".join(lines[:4]), markup=False)
+            places.setdefault(tuple(lines[:4]), []).append(rank)
+        for place, ranks in places.items():
+            console.print(f"  {listed(ranks)}: " + " ← ".join(place), markup=False)
         if group.first.cause:
             console.print(f"  {group.first.cause}", markup=False)
         console.print(f"  again: {replay_command(options, group)}", markup=False)

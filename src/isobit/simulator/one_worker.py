@@ -10,8 +10,7 @@ from torch import Tensor
 
 from isobit.simulator.judge import Result
 from isobit.simulator.ledger import Entry, Ledger
-from isobit.simulator.replicas import Told
-from isobit.simulator.training import as_error
+from isobit.simulator.telling import Told, as_error
 from isobit.simulator.world import World
 
 
