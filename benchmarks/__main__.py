@@ -1,11 +1,11 @@
-"""`python -m benchmarks linear`, `softmax`, `model` or `logprob`."""
+"""`python -m benchmarks linear`, `softmax`, `model`, `logprob` or `exchange`."""
 
 import argparse
 import sys
 
-from benchmarks import linear, logprob, model, softmax
+from benchmarks import exchange, linear, logprob, model, softmax
 
-CASES = {"linear": linear, "softmax": softmax, "model": model, "logprob": logprob}
+CASES = {"linear": linear, "softmax": softmax, "model": model, "logprob": logprob, "exchange": exchange}
 
 parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Each against stock, in one run, by turns.")
 parser.add_argument("case", choices=CASES)
