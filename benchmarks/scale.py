@@ -69,7 +69,7 @@ def meetings(n, p):
         near = 2**step < HOST
         size = n / 2 ** (step + 1)
         seconds += 2 * (size / (INSIDE_RATE if near else ACROSS_RATE) + (INSIDE if near else ACROSS) + POST)
-    return Cost(seconds, 2 * log2(p), n / p, min(8 * MEGABYTE, n / 2))
+    return Cost(seconds, 2 * log2(p), n / p, min(12 * MEGABYTE, n / 2))
 
 
 ALGORITHMS = {
