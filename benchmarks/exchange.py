@@ -23,7 +23,7 @@ from isobit.parallel.line import Line
 
 RANKS = (2, 4)
 MEGABYTES = (1, 4, 16, 64, 256)
-ROUNDS = {1: 41, 4: 41, 16: 21, 64: 11, 256: 7}
+ROUNDS = {1: 41, 4: 41, 16: 21, 64: 11, 256: 5}
 
 
 def run(quick, threads, dtypes):

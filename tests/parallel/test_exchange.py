@@ -296,4 +296,4 @@ def test_what_one_gives_the_other_keeps(ranks):
 
 def test_groups_by_size():
     assert group_by_size([3, 3, 9, 1, 1], 6) == [[0, 1], [2], [3, 4]]
-    assert meet(0, [Span(0, 4)]) == []
+    assert meet(0, (Span(0, 4),)) == []

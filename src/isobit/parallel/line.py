@@ -28,6 +28,7 @@ class Line:
         self._tags = itertools.count()
         self._memory: list[Tensor] = []
         self._hosts: dict[int, bytes] | None = None
+        self._has_messages: dict[str, bool] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     @property
@@ -43,11 +44,14 @@ class Line:
 
     def has_messages(self, tensor: Tensor) -> bool:
         """Whether this is gloo itself: its collectives copy what its messages send from where it lies."""
-        return (
-            type(self.group) is dist.ProcessGroup
-            and tensor.device.type == "cpu"
-            and isinstance(self.group._get_backend(tensor.device), dist.ProcessGroupGloo)
-        )
+        kind = tensor.device.type
+        if kind not in self._has_messages:
+            self._has_messages[kind] = (
+                type(self.group) is dist.ProcessGroup
+                and kind == "cpu"
+                and isinstance(self.group._get_backend(tensor.device), dist.ProcessGroupGloo)
+            )
+        return self._has_messages[kind]
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """A message to a rank of the group; the tensor is read where it lies."""

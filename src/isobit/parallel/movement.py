@@ -54,7 +54,7 @@ class Meetings:
 
     runs_beside = True
 
-    def __init__(self, line: Line, flat: Tensor, sums: Tensor, owned: Sequence[Span], gather: bool) -> None:
+    def __init__(self, line: Line, flat: Tensor, sums: Tensor, owned: tuple[Span, ...], gather: bool) -> None:
         self.line, self.flat, self.sums, self.gather, self.tag = line, flat, sums, gather, line.next_tag()
         self.meetings = meet(line.rank, owned)
         self.length = MESSAGE_BYTES // flat.element_size()
