@@ -202,6 +202,21 @@ def collectives_have_the_same_bits(world, pair):
 
 
 @check
+def distance_does_not_matter(world, pair):
+    """As between hosts, where both ways are used at once; and long messages within one."""
+    Line.is_near, kept = lambda line, peer: False, Line.is_near
+    movement.LONG_BYTES, long = 64, movement.LONG_BYTES
+    movement.MESSAGE_BYTES, message = 1 << 14, movement.MESSAGE_BYTES
+    try:
+        bits_are_the_trees(world, pair)
+        Line.is_near = kept
+        bits_are_the_trees(world, pair)
+        many_in_flight(world, pair)
+    finally:
+        Line.is_near, movement.LONG_BYTES, movement.MESSAGE_BYTES = kept, long, message
+
+
+@check
 def refusals(world, pair):
     three = dist.new_group([0, 1, 2])
     if world.rank() < 3:
@@ -281,4 +296,4 @@ def test_what_one_gives_the_other_keeps(ranks):
 
 def test_groups_by_size():
     assert group_by_size([3, 3, 9, 1, 1], 6) == [[0, 1], [2], [3, 4]]
-    assert meet(0, [Span(0, 4)]) == []
+    assert meet(0, (Span(0, 4),)) == []
