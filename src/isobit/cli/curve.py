@@ -13,7 +13,7 @@ from rich.table import Table
 from isobit.cli.progress import make_progress
 from isobit.curve.gate import Outcome, Verdict, judge, run_jobs
 from isobit.curve.launch import TRANSPORTS, Job
-from isobit.curve.layouts import Layout, grid
+from isobit.curve.layouts import Layout, grid, refuse_uncut
 from isobit.curve.workload import DTYPES, WORKLOADS, describe, find_workload
 from isobit.errors import ArgumentError
 from isobit.files import write_text
@@ -50,6 +50,8 @@ def run(options: argparse.Namespace) -> int:
     """Runs all layouts; the exit code is isobit's."""
     workload = find_workload(options.workload)
     layouts = [read_layout(text) for text in options.layouts] if options.layouts else grid(workload)
+    for layout in layouts:
+        refuse_uncut(layout, workload)
     sides = (False, True) if options.stock else (False,)
     jobs = [
         Job(layout, options.workload, dtype, stock, options.transport)

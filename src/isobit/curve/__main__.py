@@ -24,17 +24,16 @@ def main() -> int:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="small")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--stock", action="store_true", help="train by stock PyTorch instead")
-    parser.add_argument("--steps", type=int, nargs=2, metavar=("FIRST", "STOP"), help="a part of the run")
-    parser.add_argument("--load", metavar="FOLDER", help="a checkpoint to begin from, saved at any layout")
+    parser.add_argument("--stop", type=int, metavar="STEP", help="end before this step, not at the workload's end")
+    parser.add_argument("--load", metavar="FOLDER", help="a checkpoint to go on from, saved at any layout")
     parser.add_argument("--save", metavar="FOLDER", help="write a checkpoint at the end")
     asked = parser.parse_args()
     layout = Layout(asked.data, asked.micro, asked.tensor, asked.engine)
     if layout.ranks > 1:
         dist.init_process_group("gloo")
     try:
-        steps = None if asked.steps is None else tuple(asked.steps)
         curve = run_rank(
-            layout, asked.workload, asked.dtype, stock=asked.stock, steps=steps, load=asked.load, save=asked.save
+            layout, asked.workload, asked.dtype, stock=asked.stock, stop=asked.stop, load=asked.load, save=asked.save
         )
         if curve is not None:
             print(json.dumps({**asdict(curve), "digest": curve.digest}), flush=True)

@@ -29,6 +29,12 @@ class Curve:
     changed: bool  # the weights, against those it began with
     parameters: int
 
+    @classmethod
+    def read(cls, said: dict[str, Any]) -> Curve:
+        """From a JSON record of its fields."""
+        plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in said.items()}
+        return cls(**plain)
+
     @property
     def digest(self) -> str:
         """All of it in one."""
@@ -77,7 +83,7 @@ def digest_of(model: nn.Module, read: Callable[[Tensor], Tensor | None] = lambda
     hasher, finite, elements = blake3(), True, 0
     shards, hashes = table(model), is_first_rank()
     for name, parameter in sorted(model.named_parameters()):
-        whole = read(parameter)
+        whole: Any = read(parameter)
         if isinstance(whole, DTensor):
             whole = whole.detach().full_tensor()
         elif whole is not None and name in shards:

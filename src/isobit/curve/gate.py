@@ -10,6 +10,7 @@ from pathlib import Path
 from isobit.curve.digest import Curve
 from isobit.curve.launch import Job, run_job
 from isobit.curve.layouts import Layout
+from isobit.files import write_text
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def judge(outcomes: Sequence[Outcome]) -> Verdict:
         dtype=", ".join(sorted({o.dtype for o in outcomes})),
         layouts=len({(o.layout, o.transport) for o in outcomes}),
         steps=len(by_step),
-        curves=len({(curve.losses, curve.norms) for curve in curves}),
+        curves=len({repr((curve.losses, curve.norms)) for curve in curves}),  # +0 is not -0
         weights=len({curve.weights for curve in curves}),
         gradients=len({curve.gradients for curve in curves}),
         optimizers=len({curve.optimizer for curve in curves}),
@@ -92,12 +93,15 @@ def run_jobs(
 
 
 def read_outcomes(path: Path) -> dict[tuple[Layout, str, str, bool, str], Outcome]:
-    """What `run_jobs` wrote."""
+    """What `run_jobs` wrote; a line that was cut short, as when it was killed, is taken off the file."""
     known = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        write_text(path, whole)
+    for line in whole.splitlines():
         said = json.loads(line)
-        workload, layout, curve = said.pop("workload"), Layout(**said.pop("layout")), said.pop("curve")
-        plain = {key: tuple(value) if isinstance(value, list) else value for key, value in curve.items()}
-        outcome = Outcome(layout=layout, curve=Curve(**plain), **said)
+        workload, layout, curve = said.pop("workload"), Layout(**said.pop("layout")), Curve.read(said.pop("curve"))
+        outcome = Outcome(layout=layout, curve=curve, **said)
         known[layout, workload, outcome.dtype, outcome.stock, outcome.transport] = outcome
     return known

@@ -27,7 +27,7 @@ class Job:
     dtype: str
     stock: bool = False
     transport: str = "simulator"
-    steps: tuple[int, int] | None = None
+    stop: int | None = None  # before this step, where not at the workload's end
     load: str | None = None
     save: str | None = None
 
@@ -41,7 +41,7 @@ def run_job(job: Job, seed: int = 0) -> tuple[Curve, float]:
 
 def in_simulator(job: Job, seed: int) -> Curve:
     """All ranks in this process; one rank needs no world."""
-    options: dict[str, Any] = {"stock": job.stock, "steps": job.steps, "load": job.load, "save": job.save}
+    options: dict[str, Any] = {"stock": job.stock, "stop": job.stop, "load": job.load, "save": job.save}
     if job.layout.ranks == 1:
         curve = run_rank(job.layout, job.workload, job.dtype, **options)
     else:
@@ -59,7 +59,7 @@ def under_torchrun(job: Job) -> Curve:
     command += ["-m", "isobit.curve", f"--data={layout.data}", f"--micro={layout.micro}", f"--tensor={layout.tensor}"]
     command += [f"--engine={layout.engine}", f"--workload={job.workload}", f"--dtype={job.dtype}"]
     command += ["--stock"] if job.stock else []
-    command += ["--steps", *map(str, job.steps)] if job.steps is not None else []
+    command += [f"--stop={job.stop}"] if job.stop is not None else []
     command += [f"--load={job.load}"] if job.load is not None else []
     command += [f"--save={job.save}"] if job.save is not None else []
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -72,4 +72,4 @@ def under_torchrun(job: Job) -> Curve:
         )
     said = json.loads(lines[0])
     said.pop("digest")
-    return Curve(**{key: tuple(value) if isinstance(value, list) else value for key, value in said.items()})
+    return Curve.read(said)

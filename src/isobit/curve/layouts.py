@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from isobit.curve.workload import Workload
 from isobit.errors import ArgumentError, CutError
 from isobit.order.plan import FeaturePlan
+from isobit.parallel.batch import GlobalBatch
 
 ENGINES = ("isobit", "ddp", "fsdp2")
 MOST_RANKS = 32
@@ -54,6 +55,18 @@ def grid(workload: Workload, data: int = 8, micro: int = 8, tensor: int = 4) -> 
     ]
     wrapped = [(d, m) for d, m in WRAPPED if d <= data and m <= micro and d * m <= workload.samples]
     return found + [Layout(d, m, 1, engine) for engine in ENGINES[1:] for d, m in wrapped]
+
+
+def refuse_uncut(layout: Layout, workload: Workload) -> None:
+    """A layout that the samples or the model cannot be cut for, before anything is trained."""
+    GlobalBatch(workload.samples, layout.data, layout.micro)
+    widest = widest_tensor(workload)
+    if layout.tensor not in [1 << i for i in range(widest.bit_length())]:
+        raise CutError(
+            expected=f"a power of two of tensor-parallel ranks, at most {widest}",
+            received=str(layout),
+            remedy="choose fewer, or a wider workload",
+        )
 
 
 def widest_tensor(workload: Workload) -> int:

@@ -9,6 +9,7 @@ from isobit.curve.layouts import Layout
 from isobit.curve.stock import train_stock
 from isobit.curve.train import train
 from isobit.curve.workload import find_dtype, find_workload, make_model
+from isobit.errors import UnsupportedError
 from isobit.guards.agreement import rank_agreement
 
 
@@ -18,19 +19,24 @@ def run_rank(
     dtype_name: str,
     *,
     stock: bool = False,
-    steps: tuple[int, int] | None = None,
+    stop: int | None = None,
     load: str | None = None,
     save: str | None = None,
 ) -> Curve | None:
     """Trains this rank's part; rank 0 has the curve of the whole. Replicas that part are an error."""
     workload, dtype = find_workload(workload_name), find_dtype(dtype_name)
     first = digest_of(make_model(workload, dtype)).hex
-    begin, stop = steps or (0, workload.steps)
     run: Any
     if stock:
+        if load is not None or save is not None:
+            raise UnsupportedError(
+                expected="the control from its first step",
+                received="a checkpoint to load or save",
+                remedy="leave out stock, or the checkpoint",
+            )
         run = train_stock(workload, layout, dtype, stop)
     else:
-        run = train(workload, layout, dtype, first=begin, stop=stop, load=load, save=save)
+        run = train(workload, layout, dtype, stop=stop, load=load, save=save)
         if layout.data > 1 and layout.engine != "fsdp2":  # there every rank holds its own part
             rank_agreement(run.model, run.data_group)
     return read_curve(run, first)

@@ -126,7 +126,7 @@ class StockRun:
 
 def local_of(grad: Any) -> Tensor:
     """The rank's own memory."""
-    return grad.to_local() if isinstance(grad, DTensor) else grad  # type: ignore[no-any-return]
+    return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def train_stock(workload: Workload, layout: Layout, dtype: torch.dtype, stop: int | None = None) -> StockRun:

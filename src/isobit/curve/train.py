@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +98,7 @@ def take_step(run: Run, step: int) -> None:
         rows = lay_out(samples[held.start : held.stop])
         with run.gradients.micro_batch(micro):
             found = run.scorer(rows)
-            share_loss(found, rows, active, batch.shares).backward()
+            share_loss(found, rows, active, batch.shares).backward()  # type: ignore[no-untyped-call]
         meter.add(-found.detach(), rows.active)
     run.losses.append(float(meter.value(run.data_group, dtype=torch.float32)))
     run.norms.append(float(clip_grad_norm_(run.model, run.workload.clip, group=shard_group(run))))
@@ -121,21 +120,17 @@ def train(
     layout: Layout,
     dtype: torch.dtype,
     *,
-    first: int = 0,
     stop: int | None = None,
     load: str | None = None,
     save: str | None = None,
-    tell: Callable[[int], None] = lambda step: None,
 ) -> Run:
-    """Steps `first` to `stop`, from a checkpoint of any layout where one is named."""
+    """All steps, or those before `stop`; after those of a checkpoint, saved at any layout, where one is named."""
     run = make_run(workload, layout, dtype)
-    if load is not None:
-        checkpoint.load(load, run.model, run.optimizer)
+    first = 0 if load is None else checkpoint.load(load, run.model, run.optimizer).step
     last = workload.steps if stop is None else stop
     for step in range(first, last):
         run.optimizer.zero_grad()
         take_step(run, step)
-        tell(step)
     if save is not None:
-        checkpoint.save(save, run.model, run.optimizer)
+        checkpoint.save(save, run.model, run.optimizer, step=last)
     return run

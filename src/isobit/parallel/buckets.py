@@ -30,22 +30,22 @@ class BucketedExchange:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self._group = group
+        self._group, self._sizes, self._dtype, self._device = group, tuple(sizes), dtype, device
         self._members = group_by_size(sizes, bucket_bytes // dtype.itemsize)
-        self._buckets = [
-            torch.empty(sum(sizes[index] for index in members), dtype=dtype, device=device) for members in self._members
-        ]
-        self._slots: dict[int, Tensor] = {}
-        self._bucket_of: dict[int, int] = {}
-        for number, members in enumerate(self._members):
-            parts = torch.split(self._buckets[number], [sizes[index] for index in members])
-            self._slots.update(zip(members, parts, strict=True))
-            self._bucket_of.update(dict.fromkeys(members, number))
+        self._bucket_of = {index: number for number, members in enumerate(self._members) for index in members}
         self._begin()
 
     def _begin(self) -> None:
+        """Buckets are new for each use: the last ones are the caller's, or still fly."""
         self._missing = [set(members) for members in self._members]
         self._flights: list[Flight] = []
+        self._buckets: dict[int, Tensor] = {}
+        self._slots: dict[int, Tensor] = {}
+
+    def _make(self, number: int) -> None:
+        sizes = [self._sizes[index] for index in self._members[number]]
+        self._buckets[number] = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
+        self._slots.update(zip(self._members[number], torch.split(self._buckets[number], sizes), strict=True))
 
     def ready(self, index: int, tensor: Tensor) -> None:
         """Copies a tensor into its slot; launches every bucket that is full and has none unlaunched before it."""
@@ -56,30 +56,33 @@ class BucketedExchange:
                 received=f"tensor {index} again",
                 remedy="call finish(), or add what belongs together before it is ready",
             )
+        if number not in self._buckets:
+            self._make(number)
         self._slots[index].copy_(tensor.detach().reshape(-1))
         self._missing[number].remove(index)
-        while len(self._flights) < len(self._buckets) and not self._missing[len(self._flights)]:
+        while len(self._flights) < len(self._members) and not self._missing[len(self._flights)]:
             flight = all_reduce(self._buckets[len(self._flights)], self._group, async_op=True)
             assert flight is not None
             self._flights.append(flight)
 
     def clear(self) -> None:
-        """Gives up what was made ready: the step failed. What already flies is waited for by nobody."""
+        """Gives up what was made ready: the step failed, on all ranks. What already flies is waited for by nobody."""
         self._begin()
 
     def finish(self) -> list[Tensor]:
-        """Waits; the sums, by index, are views of the buckets, good until the next ready()."""
+        """Waits; the sums, by index, are views of buckets that are the caller's from now on."""
         missing = sorted(set().union(*self._missing))
         if missing:
             raise ArgumentError(
-                expected=f"all {len(self._slots)} tensors",
+                expected=f"all {len(self._sizes)} tensors",
                 received=f"none for {missing[:8]}",
                 remedy="an absent contribution is +0.0: pass zeros",
             )
         for flight in self._flights:
             flight.wait()
+        slots = self._slots
         self._begin()
-        return [self._slots[index] for index in range(len(self._slots))]
+        return [slots[index] for index in range(len(slots))]
 
 
 def group_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from isobit.errors import ArgumentError
+from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Node
 from isobit.parallel.batch import GlobalBatch
@@ -20,7 +22,9 @@ from isobit.parallel.partials import Partials
 class Carrier(Protocol):
     """One way of training; `Gradients` opens and closes it around each micro-batch."""
 
-    peak_bytes: int
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that partials held at the end of a micro-batch."""
 
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
         """Before a micro-batch's forward: its subtree of the sample tree."""
@@ -39,23 +43,25 @@ class OwnCarrier:
     """Takes each parameter's gradient as autograd delivers it, and exchanges buckets while backward still runs."""
 
     def __init__(self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None) -> None:
-        self._uses = Uses(model)
-        self._parameters = [p for p in reversed(self._uses.leaves) if p.requires_grad]  # as backward delivers them
-        self._partials, self._batch = Partials(self._parameters), batch
         self._exchange = None
         if batch.ranks > 1:
-            self._exchange = BucketedExchange([p.numel() for p in self._parameters], group)
-        self._place = {p: i for i, p in enumerate(self._parameters)}
+            dtype, device = one_kind([p for p in model.parameters() if p.requires_grad])
+        self._model, self._batch, self._uses = model, batch, Uses(model)
+        self._parameters = [p for p in reversed(self._uses.leaves) if p.requires_grad]  # as backward delivers them
+        self._partials = Partials(self._parameters)
+        if batch.ranks > 1:
+            sizes = [p.numel() for p in self._parameters]
+            self._exchange = BucketedExchange(sizes, group, dtype=dtype, device=device)
+        self._place: dict[Tensor, int] = {p: i for i, p in enumerate(self._parameters)}
         self._under_way: tuple[Node, bool] | None = None
-        self._hooks: list[RemovableHandle] = [
-            p.register_post_accumulate_grad_hook(self._take) for p in self._parameters
-        ]
+        self._hooks = take_with(self._take, self._parameters)
 
     @property
     def peak_bytes(self) -> int:
         return self._partials.peak_bytes
 
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
+        refuse_changed(self._model, self._parameters)
         widen(self._parameters)
         self._under_way = node, last
         return nullcontext()
@@ -81,7 +87,9 @@ class OwnCarrier:
             for parameter in absent:
                 self._exchange.ready(self._place[parameter], self._partials.take(parameter, root))
             totals = [t.view(p.shape) for p, t in zip(self._parameters, self._exchange.finish(), strict=True)]
-        deliver(self._uses.add(dict(zip(self._parameters, totals, strict=True))))
+        narrow(self._parameters)
+        for parameter, total in self._uses.add(dict(zip(self._parameters, totals, strict=True))).items():
+            parameter.grad = total
 
     def _root_above(self, node: Node) -> Node:
         return node.ancestor(self._batch.micro_batches)
@@ -93,12 +101,19 @@ class OwnCarrier:
             self._exchange.clear()
         for parameter in self._parameters:
             parameter.grad = None
+        narrow(self._parameters)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._partials.clear()
         narrow(self._parameters)
         self._uses.close()
+
+
+def take_with(take: Callable[[Tensor], None], parameters: list[nn.Parameter]) -> list[RemovableHandle]:
+    """Calls `take` whenever autograd has delivered a gradient."""
+    return [p.register_post_accumulate_grad_hook(take) for p in parameters]  # type: ignore[no-untyped-call]
 
 
 class Uses:
@@ -122,12 +137,15 @@ class Uses:
                 self.leaves.append(leaf)
 
     def add(self, totals: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """The gradient of each parameter, from those of its uses, in the order of the modules."""
+        """The gradient of each parameter: those of its uses, each rounded once, added in the order of the modules.
+
+        So it is where autograd adds the uses of a whole batch, whose operators round.
+        """
         added: dict[nn.Parameter, Tensor] = {}
         for leaf in self.leaves:
             if leaf in totals:
-                first = self._first[leaf]
-                added[first] = totals[leaf] if first not in added else added[first].add_(totals[leaf])
+                first, rounded = self._first[leaf], totals[leaf].to(leaf.dtype)
+                added[first] = rounded if first not in added else added[first] + rounded
         return added
 
     def close(self) -> None:
@@ -136,31 +154,51 @@ class Uses:
             module._parameters[name] = parameter
 
 
-def widen(parameters: list[nn.Parameter]) -> None:
-    """Before a step: gradients to come are partials, in the dtype that sums have."""
+def one_kind(parameters: list[nn.Parameter]) -> tuple[torch.dtype, torch.device]:
+    """The dtype of all their partials, and where they are: buckets hold one kind."""
+    kinds = {(accumulation_dtype(p.dtype), p.device) for p in parameters}
+    if len(kinds) > 1:
+        raise UnsupportedError(
+            expected="parameters on one device, all of fp64 or none",
+            received=", ".join(sorted(f"partials of {dtype} on {device}" for dtype, device in kinds)),
+            remedy="convert the model to one dtype and device",
+        )
+    return kinds.pop() if kinds else (torch.float32, torch.device("cpu"))
+
+
+def refuse_changed(model: nn.Module, known: list[nn.Parameter]) -> None:
+    """A parameter that nobody collects would keep the gradient of its rank's last micro-batch."""
+    trained = {p for p in model.parameters() if p.requires_grad}
+    if trained != set(known):
+        raise ArgumentError(
+            expected=f"the {len(known)} trained parameters that Gradients was made with",
+            received=f"{len(trained - set(known))} others, and {len(set(known) - trained)} of them gone or frozen",
+            remedy="close(), and make Gradients anew after parameters are replaced, frozen or unfrozen",
+        )
+
+
+def refuse_leftovers(parameters: list[nn.Parameter]) -> None:
+    """A step begins from nothing."""
     for parameter in parameters:
         if parameter.grad is not None:
             raise ArgumentError(
                 expected="no gradient from before",
                 received=f"a gradient of a parameter {list(parameter.shape)}",
-                remedy="call optimizer.zero_grad() after optimizer.step()",
+                remedy="call optimizer.zero_grad(), which sets gradients to None, after optimizer.step()",
             )
+
+
+def widen(parameters: list[nn.Parameter]) -> None:
+    """Before a micro-batch: gradients to come are partials, in the dtype that sums have."""
+    refuse_leftovers(parameters)
+    for parameter in parameters:
         parameter.grad_dtype = accumulation_dtype(parameter.dtype)
 
 
 def narrow(parameters: list[nn.Parameter]) -> None:
     """Gradients have the parameter's own dtype again."""
     for parameter in parameters:
-        parameter.grad = None if parameter.grad is None else parameter.grad.to(parameter.dtype)
         parameter.grad_dtype = parameter.dtype
-
-
-def deliver(totals: dict[nn.Parameter, Tensor]) -> None:
-    """Rounds once, and hands each gradient to its parameter."""
-    for parameter, total in totals.items():
-        parameter.grad = None
-        parameter.grad_dtype = parameter.dtype
-        parameter.grad = total.to(parameter.dtype)
 
 
 def unaliased(parameter: Tensor) -> Tensor:

@@ -6,15 +6,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from isobit.errors import UnsupportedError
 from isobit.order.tree import Node
 from isobit.parallel import exchange
 from isobit.parallel.batch import GlobalBatch
-from isobit.parallel.carrier import narrow, unaliased, widen
+from isobit.parallel.carrier import narrow, refuse_changed, take_with, unaliased, widen
 from isobit.parallel.partials import Partials
 
 
@@ -34,14 +34,15 @@ class DdpCarrier:
         self._partials = Partials(self._parameters)
         self._roots: dict[Tensor, Tensor] = {}
         self._under_way: tuple[Node, bool] | None = None
-        self._hooks = [p.register_post_accumulate_grad_hook(self._take) for p in self._parameters]
-        model.register_comm_hook(self, exchange_bucket)
+        model.register_comm_hook(self, exchange_bucket)  # once a model; it cannot be taken off
+        self._hooks = take_with(self._take, self._parameters)
 
     @property
     def peak_bytes(self) -> int:
         return self._partials.peak_bytes
 
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
+        refuse_changed(self._model.module, self._parameters)
         widen(self._parameters)
         self._under_way = node, last
         return nullcontext() if last else self._model.no_sync()
@@ -61,6 +62,12 @@ class DdpCarrier:
 
     def exchange(self, parameters: list[Tensor], buffer: Tensor) -> torch.futures.Future[Tensor]:
         """The roots of a bucket's parameters, added over the ranks, rounded once into the bucket."""
+        if self._under_way is None:
+            raise UnsupportedError(
+                expected="a backward inside Gradients.micro_batch",
+                received="a backward of its own",
+                remedy="run it under model.no_sync(), or wrap the module in DistributedDataParallel anew",
+            )
         flat = torch.cat([self._roots.pop(p).reshape(-1) for p in parameters])
         work = exchange.all_reduce(flat, self._model.process_group, async_op=True)
 
@@ -72,7 +79,13 @@ class DdpCarrier:
 
     def end(self, node: Node, last: bool) -> None:
         self._under_way = None
-        self._partials.complete(node)
+        absent = self._partials.complete(node)
+        if last and absent:
+            raise UnsupportedError(
+                expected="a gradient of every parameter in the last micro-batch, or buckets are not exchanged",
+                received=f"none for {len(absent)} of {len(self._parameters)}",
+                remedy="pass the model itself to Gradients: absent gradients are zeros there",
+            )
 
     def clear(self) -> None:
         self._under_way = None
@@ -80,20 +93,23 @@ class DdpCarrier:
         self._roots.clear()
         for parameter in self._parameters:
             parameter.grad = None
+        narrow(self._parameters)
 
     def close(self) -> None:
+        """DDP keeps a communication hook once it is set: a backward of its own is refused."""
         for hook in self._hooks:
             hook.remove()
+        self._partials.clear()
         narrow(self._parameters)
 
 
-def exchange_bucket(carrier: DdpCarrier, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+def exchange_bucket(carrier: DdpCarrier, bucket: GradBucket) -> torch.futures.Future[Tensor]:
     """The communication hook."""
     return carrier.exchange(bucket.parameters(), bucket.buffer())
 
 
 # DDP compares the annotations themselves, which are words in a module that postpones them.
-exchange_bucket.__annotations__.update(bucket=dist.GradBucket, **{"return": torch.futures.Future[Tensor]})
+exchange_bucket.__annotations__.update(bucket=GradBucket, **{"return": torch.futures.Future[Tensor]})
 
 
 def refuse_tied(model: nn.Module) -> None:

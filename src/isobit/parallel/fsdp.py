@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
@@ -10,20 +11,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from isobit.errors import UnsupportedError
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Counter, Node
 from isobit.parallel import exchange
 from isobit.parallel.batch import GlobalBatch
+from isobit.parallel.carrier import refuse_leftovers
 from isobit.parallel.ddp import refuse_tied
 
 
 class TreeReduceScatter(ReduceScatter):
     """Of one fully_shard group: every micro-batch is a subtree over all ranks; their shards are merged by a counter."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
         self.under_way: tuple[Node, bool] | None = None
+        self.pushed: Node | None = None  # the micro-batch that was last taken in
         self.counter: Counter[Tensor] = Counter(Tensor.add_)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -43,8 +48,15 @@ class TreeReduceScatter(ReduceScatter):
                 received="a backward of its own" if self.under_way is None else str(op),
                 remedy="divide the loss by the global count of active tokens; gradients are summed",
             )
+        if group.size() != self._ranks:
+            raise UnsupportedError(
+                expected=f"shards over all {self._ranks} ranks of the batch",
+                received=f"a group of {group.size()}",
+                remedy="call fully_shard with a mesh of one axis, of the data-parallel ranks",
+            )
         exchange.reduce_scatter(output_tensor, input_tensor, group)
-        node, last = self.under_way
+        self.pushed, last = self.under_way
+        node = self.pushed
         self.counter.push(node, output_tensor.clone() if not last or self.counter else output_tensor)
         if last:
             ((_, total),) = self.counter
@@ -70,18 +82,21 @@ class FsdpCarrier:
                 received="one rank",
                 remedy="pass the model to Gradients without fully_shard",
             )
-        self._batch = batch
+        self._batch, self._model = batch, model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._scatters: list[TreeReduceScatter] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                scatter = TreeReduceScatter()
+                scatter = TreeReduceScatter(batch.ranks)
                 module.set_custom_reduce_scatter(scatter)
-                keep_wide(module)
+                # An absent gradient is zeros, or ranks and micro-batches would bring different parameters together.
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+                set_grad_dtype(module, accumulation_dtype)
                 self._scatters.append(scatter)
         self.peak_bytes = 0
 
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
+        refuse_leftovers(self._parameters)
         for scatter in self._scatters:
             scatter.under_way = node.ancestor(self._batch.ranks), last
         return nullcontext()
@@ -89,14 +104,22 @@ class FsdpCarrier:
     def end(self, node: Node, last: bool) -> None:
         held = sum(value.nbytes for scatter in self._scatters for _, value in scatter.counter)
         self.peak_bytes = max(self.peak_bytes, held)
+        whole = node.ancestor(self._batch.ranks)
+        missing = sum(scatter.pushed != whole for scatter in self._scatters)
+        if missing:
+            raise UnsupportedError(
+                expected="one backward in each micro-batch, through every fully_shard group",
+                received=f"none through {missing} of {len(self._scatters)}",
+                remedy="call fully_shard on what every micro-batch uses, or pass the plain model to Gradients",
+            )
         for scatter in self._scatters:
-            scatter.under_way = None
+            scatter.under_way = scatter.pushed = None
         if not last:
             self._drop()
 
     def clear(self) -> None:
         for scatter in self._scatters:
-            scatter.under_way = None
+            scatter.under_way = scatter.pushed = None
             scatter.counter.clear()
         self._drop()
 
@@ -106,17 +129,21 @@ class FsdpCarrier:
             parameter.grad = None
 
     def close(self) -> None:
-        """fully_shard keeps a reduce-scatter once set; without `micro_batch` it refuses."""
-        self.clear()
+        for module in self._model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(DefaultReduceScatter())
+                module.set_reduce_scatter_unused_params(False, recurse=False)
+                set_grad_dtype(module, lambda dtype: dtype)
+        self._scatters.clear()
 
 
-def keep_wide(module: FSDPModule) -> None:
-    """The gathered parameters exist from the first unshard on; their gradients are partials, so they are fp32."""
+def set_grad_dtype(module: FSDPModule, chosen: Callable[[torch.dtype], torch.dtype]) -> None:
+    """Of the gathered parameters, which exist from the first unshard on; gradients that are partials are fp32."""
     handle = module.unshard()
     if handle is not None:
         handle.wait()
     for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
         for parameter in group.fsdp_params:
             unsharded = parameter._unsharded_param
-            unsharded.grad_dtype = accumulation_dtype(unsharded.dtype)
+            unsharded.grad_dtype = chosen(unsharded.dtype)
     module.reshard()

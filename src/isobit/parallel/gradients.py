@@ -28,11 +28,14 @@ class Gradients:
         # now every p.grad is that of the 16 samples in one batch, bit for bit
 
     `model` is an enabled or isobit model, DistributedDataParallel of one, or one that fully_shard split. Partials are
-    fp32 whatever the parameter's dtype. Parameters are the same objects before and after, and gradients are dense.
+    fp32 whatever the parameter's dtype, and gradients are dense. A module is called once a micro-batch: autograd would
+    add its calls within each share. A parameter that no micro-batch used has a gradient of zeros.
     """
 
     def __init__(self, model: nn.Module, batch: GlobalBatch, *, group: dist.ProcessGroup | None = None) -> None:
         self.batch = batch
+        if isinstance(model, DistributedDataParallel):
+            group = model.process_group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         ranks = dist.get_world_size(group) if dist.is_initialized() else 1
         if ranks != batch.ranks:
@@ -42,11 +45,15 @@ class Gradients:
                 remedy="pass the data-parallel group, or cut the batch for its ranks",
             )
         self._carrier = carrier_of(model, batch, group)
-        self._next = 0
+        self._next, self._closed = 0, False
 
     @contextmanager
     def micro_batch(self, index: int) -> Iterator[Share]:
         """Forward and backward of this rank's `index`-th micro-batch go inside; the last one completes p.grad."""
+        if self._closed:
+            raise ArgumentError(
+                expected="Gradients that are in use", received="closed ones", remedy="make Gradients anew"
+            )
         if index != self._next:
             raise ArgumentError(
                 expected=f"micro-batch {self._next}: they are merged from left to right",
@@ -55,8 +62,9 @@ class Gradients:
             )
         share, node = self.batch.share(self.rank, index), self.batch.node(self.rank, index)
         last = index == self.batch.micro_batches - 1
+        opened = self._carrier.begin(node, last)  # what it refuses leaves all as it was
         try:
-            with collecting(share), self._carrier.begin(node, last):
+            with collecting(share), opened:
                 yield share
             self._carrier.end(node, last)
             self._next = 0 if last else index + 1
@@ -71,8 +79,10 @@ class Gradients:
         return self._carrier.peak_bytes
 
     def close(self) -> None:
-        """Takes the hooks off; the model is as it was."""
-        self._carrier.close()
+        """Takes the hooks off; the model is as it was, and gradients that are whole stay."""
+        if not self._closed:
+            self._closed = True
+            self._carrier.close()
 
 
 def carrier_of(model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None) -> Carrier:

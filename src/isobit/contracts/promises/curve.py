@@ -68,7 +68,8 @@ def one_curve(subject: Subject, case: Case, tally: Tally) -> None:
         tally.compared += len(theirs)
         differ = sum(a != b for a, b in zip(ours, theirs, strict=True))
         if differ or not theirs:
-            tally.fail(f"{outcome.name}: {differ} of {len(theirs)} losses and norms are not {first.name}'s", differ or 1)
+            said = f"{outcome.name}: {differ} of {len(theirs)} losses and norms are not {first.name}'s"
+            tally.fail(said, differ or 1)
             return
 
 
