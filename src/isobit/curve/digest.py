@@ -85,7 +85,7 @@ def digest_of(model: nn.Module, read: Callable[[Tensor], Tensor | None] = lambda
     for name, parameter in sorted(model.named_parameters()):
         whole: Any = read(parameter)
         if isinstance(whole, DTensor):
-            whole = whole.detach().full_tensor()
+            whole = whole.full_tensor().detach()
         elif whole is not None and name in shards:
             whole = gather(whole, shards[name], owner_of(model, name))
         if hashes and whole is not None:
