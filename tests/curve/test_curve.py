@@ -101,6 +101,8 @@ def test_the_picture(first, folder):
     for dot in (*dots["same"], *dots["differs"]):
         assert 0 < float(dot.get("cx")) < curve_picture.WIDTH
         assert 0 < float(dot.get("cy")) < curve_picture.HEIGHT
+    assert panel.findall(f"{SVG}circle")[-1] in dots["same"]  # not hidden by stock's first layout, at 0 by definition
+    assert float(root.get("width")) > 8 * len(words[0])
     x, y = map(float, re.findall(r"[\d.]+", panel.get("transform")))
     assert x + curve_picture.WIDTH < float(root.get("width"))
     assert y + curve_picture.HEIGHT < float(root.get("height"))
@@ -108,19 +110,15 @@ def test_the_picture(first, folder):
     assert len(lines) == 2 * 3 * (2 - 1)
 
 
-def test_a_wrong_merge_is_broken(monkeypatch, folder, uninterrupted, capsys):
+def test_a_wrong_merge_is_broken(first, folder, trained, monkeypatch, capsys):
     class Rounded(Counter):
         def push(self, node, value):
             super().push(node, value.bfloat16().float())
 
-    alone = next(
-        line
-        for line in (folder / "kept").read_text().splitlines()
-        if '"micro": 1, "tensor": 1, "engine": "isobit"' in line
-    )
-    (folder / "alone").write_text(alone + "\n")
+    (folder / "alone").write_text((folder / "kept").read_text().splitlines(keepends=True)[0])
     monkeypatch.setattr(partials, "Counter", Rounded)
     assert curve("--layouts", "1x1x1", "1x2x1", "--keep", folder / "alone") == 1
+    assert [job.layout for job in trained] == [Layout(1, 2, 1)]
     assert capsys.readouterr().out.rstrip().endswith("BROKEN")
 
 

@@ -2,8 +2,7 @@
 
 1. Every layout, dtype and engine: p.grad is the whole batch's by plain autograd, on every rank; tied weights too.
 2. Partials hold log2(micro-batches) + 1 times the parameters in fp32, at most.
-3. A step that fails leaves nothing behind; what is refused changes nothing; close() leaves the model as it was.
-4. Left folds, rounded partials, ranks added in turn, and stock accumulation have other bits.
+3. Left folds, rounded partials, ranks added in turn, and stock accumulation have other bits.
 """
 
 import copy
@@ -11,126 +10,34 @@ import functools
 
 import pytest
 import torch
+from gradient_nets import LENGTHS, WIDTH, collect, differing, loss_of, make, on_ranks, plain, read, sharded, whole
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import isobit
-from isobit import ArgumentError, Samples, UnsupportedError, bits
+from isobit import Samples, UnsupportedError, bits
 from isobit.chain.models import build_model
-from isobit.errors import AgreementError
 from isobit.ops.share import Share, collecting
 from isobit.order.tree import Counter
-from isobit.parallel import GlobalBatch, Gradients, carrier, movement, partials
-from isobit.parallel.buckets import BucketedExchange
-from isobit.simulator import World
+from isobit.parallel import GlobalBatch, Gradients, movement, partials
 
 BF16 = torch.bfloat16
-LENGTHS = (5, 9, 3, 12, 1, 7, 4, 6)
-VOCABULARY, WIDTH = 24, 32
 LAYOUTS = [(1, 1), (1, 2), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = isobit.nn.Linear(WIDTH, 2 * WIDTH), isobit.nn.Linear(2 * WIDTH, WIDTH)
-
-    def forward(self, x, samples):
-        return x + self.down(isobit.gelu(self.up(x, samples)), samples)
-
-
-class Net(nn.Module):
-    """Embedding, norm, a block and a head; `aside` is used where it is asked for, `idle` never."""
-
-    def __init__(self, dtype=torch.float32, tied=False):
-        super().__init__()
-        self.table = nn.Embedding(VOCABULARY, WIDTH)
-        self.norm = nn.Parameter(torch.randn(WIDTH))
-        self.block, self.aside, self.idle = Block(), nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(7))
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        if tied:
-            self.head.weight = self.table.weight
-        self.to(dtype)
-
-    def forward(self, ids, targets, samples, aside=False):
-        x = isobit.embedding(ids, self.table.weight, samples=samples)
-        x = isobit.rms_norm(x, self.norm, samples=samples)
-        x = self.block(x, samples)
-        if aside:
-            x = isobit.rms_norm(x, self.aside, samples=samples)
-        return isobit.linear_logprob(x, self.head.weight, targets, samples=samples).clone()
-
-
-def make(dtype=torch.float32, frozen=("aside", "idle"), **options):
-    torch.manual_seed(3)
-    net = Net(dtype, **options)
-    for name in frozen:
-        net.get_parameter(name).requires_grad_(False)
-    return net
-
-
-def tokens(first, stop):
-    """Packed ids and targets of these samples."""
-    drawn = torch.randint(0, VOCABULARY, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(4))
-    return drawn[:, sum(LENGTHS[:first]) : sum(LENGTHS[:stop])]
-
-
-def loss_of(net, held, share=None, **options):
-    first, of = (0, None) if share is None else (share.first, share.of)
-    samples = Samples.packed(LENGTHS[held.start : held.stop], first=first, of=of)
-    return isobit.exact_sum(net(*tokens(held.start, held.stop), samples, **options)) / -sum(LENGTHS)
-
-
-def read(net):
-    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in found.items()}
-
-
-def whole(net):
-    """By plain autograd."""
-    loss_of(net, range(len(LENGTHS))).backward()
-    return read(net)
-
-
-def step(gradients, net, wrong=None, **options):
-    batch = gradients.batch
-    for micro in range(batch.micro_batches):
-        with gradients.micro_batch(micro) as share:
-            loss = loss_of(net, batch.samples(gradients.rank, micro), share, **options)
-            if wrong is not None and micro == batch.micro_batches - 1:
-                wrong(loss)
-            loss.backward()
-
-
-def collect(net, ranks, micro, order="rank"):
-    gradients = Gradients(net, GlobalBatch(len(LENGTHS), ranks, micro, order))
-    step(gradients, net)
-    return gradients
-
-
-def on_ranks(ranks, function):
-    return [function(0)] if ranks == 1 else World(ranks).run(function).values
-
-
-def found_by(ranks, micro, wrap=lambda net: net, order="rank", **options):
+def found_by(ranks, micro, wrap=plain, order="rank", **options):
     """What each rank has."""
 
     def run(_):
         net = make(**options)
         gradients = collect(wrap(net), ranks, micro, order)
-        count = sum(p.numel() for p in net.parameters() if p.requires_grad)
-        assert gradients.peak_bytes <= micro.bit_length() * count * 4 * (2 if options.get("tied") else 1)
+        count = sum(p.numel() for p in net.parameters() if p.requires_grad)  # of each use, where it is tied
+        assert gradients.peak_bytes <= micro.bit_length() * count * 4
         assert gradients.peak_bytes or micro == 1
         return read(net)
 
     return on_ranks(ranks, run)
-
-
-def differing(found, expected):
-    assert found.keys() == expected.keys()
-    return [name for name in expected if not bits.equal(found[name], expected[name])]
 
 
 @pytest.mark.parametrize(
@@ -147,10 +54,6 @@ def test_every_layout_has_the_gradients_of_the_whole_batch(ranks, micro, dtype, 
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_engines(ranks, dtype):
-    def sharded(net):
-        fully_shard(net.block)
-        return fully_shard(net)
-
     expected = whole(make(dtype))
     for wrap, order in ((DistributedDataParallel, "rank"), (sharded, "micro")):
         for found in found_by(ranks, 2, wrap, order, dtype=dtype):
@@ -259,13 +162,13 @@ def test_frozen_parameters_have_none():
 def test_engines_and_absent_parameters():
     """fully_shard adds zeros; DistributedDataParallel would leave buckets unexchanged."""
 
-    def sharded(_):
+    def split(_):
         net = fully_shard(make(frozen=("idle",)))
         collect(net, 2, 2, "micro")
         return read(net)
 
     expected = whole(make())
-    for found in on_ranks(2, sharded):
+    for found in on_ranks(2, split):
         assert bits.equal(found.pop("aside"), torch.zeros(WIDTH))
         assert differing(found, expected) == []
 
@@ -276,162 +179,6 @@ def test_engines_and_absent_parameters():
         return read(net)
 
     assert on_ranks(2, wrapped) == [{}, {}]
-
-
-# ---- failures and refusals ------------------------------------------------------------------------------------
-
-
-def fail_in_forward(loss):
-    raise ZeroDivisionError
-
-
-def fail_in_backward(loss):
-    """After the head's gradient has been taken, and before the table's."""
-
-    def wrong(_):
-        raise ZeroDivisionError
-
-    node = loss.grad_fn
-    while "norm" not in node.name().lower():
-        node = next(above for above, _ in node.next_functions if above is not None)
-    node.register_prehook(wrong)
-
-
-@pytest.mark.parametrize("wrong", [fail_in_forward, fail_in_backward])
-@pytest.mark.parametrize(("ranks", "micro"), [(1, 4), (2, 2)])
-def test_a_failed_step_leaves_nothing(wrong, ranks, micro, monkeypatch):
-    monkeypatch.setattr(carrier, "BucketedExchange", functools.partial(BucketedExchange, bucket_bytes=4))
-    expected = whole(make(BF16))
-
-    def run(_):
-        net = make(BF16)
-        gradients = Gradients(net, GlobalBatch(len(LENGTHS), ranks, micro))
-        with pytest.raises(ZeroDivisionError):
-            step(gradients, net, wrong)
-        assert {(p.grad, p.grad_dtype) for p in net.parameters()} == {(None, BF16)}
-        step(gradients, net)
-        return read(net)
-
-    for found in on_ranks(ranks, run):
-        assert differing(found, expected) == []
-
-
-def test_a_step_that_failed_on_one_rank_is_not_mixed_with_the_next():
-    def run(rank):
-        net = make()
-        gradients = Gradients(net, GlobalBatch(len(LENGTHS), 2, 2))
-        if rank:
-            with pytest.raises(ZeroDivisionError):
-                step(gradients, net, fail_in_forward)
-        with pytest.raises(AgreementError, match="gave up a step"):
-            step(gradients, net)
-        return read(net)
-
-    assert on_ranks(2, run) == [{}, {}]
-
-
-def test_gradients_that_are_held_are_not_written_to():
-    def run(_):
-        net = make()
-        gradients = collect(net, 2, 2)
-        held = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-        before = read(net)
-        net.zero_grad()
-        with torch.no_grad():
-            net.norm.mul_(2)
-        step(gradients, net)
-        assert differing(read(net), before) != []
-        return differing(held, before)
-
-    assert on_ranks(2, run) == [[], []]
-
-
-def test_refusals_change_nothing():
-    net = make(BF16)
-    gradients = collect(net, 1, 2)
-    before = read(net)
-    with pytest.raises(ArgumentError, match="zero_grad"), gradients.micro_batch(0):
-        pass
-    assert differing(read(net), before) == []
-    net.zero_grad()
-    with pytest.raises(ArgumentError, match="micro-batch 0: they are merged"), gradients.micro_batch(1):
-        pass
-    step(gradients, net)
-    assert differing(read(net), before) == []
-    net.zero_grad()
-    net.idle.requires_grad_(True)
-    with pytest.raises(ArgumentError, match="1 others, and 0"), gradients.micro_batch(0):
-        pass
-    with pytest.raises(ArgumentError, match="a group of 2 ranks"):
-        Gradients(net, GlobalBatch(8, 2))
-
-
-def test_refusals_of_engines():
-    def run(_):
-        with pytest.raises(UnsupportedError, match="tied"):
-            Gradients(DistributedDataParallel(make(tied=True)), GlobalBatch(8, 2))
-        with pytest.raises(UnsupportedError, match="gradient_as_bucket_view"):
-            Gradients(DistributedDataParallel(make(), gradient_as_bucket_view=True), GlobalBatch(8, 2))
-        net = fully_shard(make())
-        with pytest.raises(UnsupportedError, match="order='micro'"):
-            Gradients(net, GlobalBatch(8, 2, 2))
-        gradients = collect(net, 2, 2, "micro")
-        before = read(net)
-        with pytest.raises(ArgumentError, match="zero_grad"), gradients.micro_batch(0):
-            pass
-        return differing(read(net), before)
-
-    assert on_ranks(2, run) == [[], []]
-
-
-def test_two_backwards_of_a_share_are_refused():
-    net = make()
-    gradients = Gradients(net, GlobalBatch(8, 1, 2))
-    with gradients.micro_batch(0) as share:
-        for _ in range(2):
-            loss_of(net, range(4), share).backward()
-    with pytest.raises(isobit.CutError, match="each with one backward"), gradients.micro_batch(1) as share:
-        loss_of(net, range(4, 8), share).backward()
-    assert read(net) == {}
-
-
-def test_closed_the_model_is_as_it_was():
-    net = make(BF16, tied=True)
-    expected = whole(copy.deepcopy(net))
-    names = list(net.state_dict())
-    gradients = collect(net, 1, 4)
-    gradients.close()
-    gradients.close()
-    assert differing(read(net), expected) == []
-    assert net.head.weight is net.table.weight
-    assert list(net.state_dict()) == names
-    assert {p.grad_dtype for p in net.parameters()} == {BF16}
-    net.zero_grad()
-    assert differing(whole(net), expected) == []
-    with pytest.raises(ArgumentError, match="anew"), gradients.micro_batch(0):
-        pass
-
-
-def test_closed_engines():
-    """fully_shard reduces by itself again; DistributedDataParallel keeps a hook once set, which refuses."""
-
-    def run(_):
-        net = fully_shard(make())
-        gradients = collect(net, 2, 2, "micro")
-        gradients.close()
-        net.zero_grad()
-        loss_of(net, range(8)).backward()
-        averaged = read(net)
-        wrapped = DistributedDataParallel(make())
-        collect(wrapped, 2, 2).close()
-        wrapped.zero_grad()
-        with pytest.raises(UnsupportedError, match="no_sync"):
-            loss_of(wrapped, range(8)).backward()
-        return averaged
-
-    expected = whole(make())
-    for found in on_ranks(2, run):
-        assert differing(found, expected) == []  # the mean of two equal values
 
 
 # ---- wrong orders ------------------------------------------------------------------------------------------------
