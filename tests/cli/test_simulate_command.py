@@ -101,6 +101,28 @@ def test_one_worker_shows_what_replicas_hide(write, capsys):
     assert "rank 0 0.5 for 0.125, rank 1 0.5 for 0.875" in found["findings"][0]["first"]["text"]
 
 
+ALIKE = """
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step in range(3):
+    optimizer.zero_grad()
+    model(torch.randn(2, 4, generator=torch.Generator().manual_seed(10 * step + rank))).square().mean().backward()
+    for p in list(model.parameters())[: 2 if step < 2 else 1]:
+        dist.all_reduce(p.grad)
+    optimizer.step()
+"""
+
+
+def test_what_is_left_out_hides_nothing_behind_it(write, capsys):
+    script = write(ALIKE)
+    _, found = record(capsys, script, "--seeds", "1")
+    assert [finding["kind"] for finding in found["findings"]] == ["random numbers alike"]
+    _, found = record(capsys, script, "--seeds", "1", "--ignore", "random numbers alike")
+    assert [finding["kind"] for finding in found["findings"]] == ["gradients differ"]
+    assert "0.bias parts at step 2" in found["findings"][0]["first"]["text"]
+
+
 def test_a_kind_can_be_left_out(write, capsys):
     script = write("if rank: dist.send(torch.ones(1), 0)\n")
     assert main(["simulate", script, "--ranks", "2", "--seeds", "1"]) == 1

@@ -47,12 +47,10 @@ LEVELS = {
     "cross-entropy-kernel-v1": 4,
     "lm-head-kernel-v1": 3,
     "linear-group-kernel-v1": 3,
-<<<<<<< HEAD
     "rank-agreement-v1": 2,
+    "distributed-training-v1": 2,
     "gradient-accumulation-v1": 3,
-=======
     "tree-collective-v1": 3,
->>>>>>> exchange
     "chain-v1": 2,
 }
 

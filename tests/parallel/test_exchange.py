@@ -150,13 +150,16 @@ def two_levels_are_the_flat_tree(world, pair):
 def buckets_launch_in_one_order(world, pair):
     sizes = (5, 70_000, 3, 40_000, 80_000)
     exchange = BucketedExchange(sizes, world, bucket_bytes=4 * 75_000)
-    for step in range(2):  # the second use must not see the first
+    held = []
+    for step in range(2):  # the second use must not see the first, nor write to what the first has handed out
         values = [leaves(4, size + step)[:] for size in sizes]
         order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(world.rank() + step)).tolist()
         for index in order:
             exchange.ready(index, values[index][world.rank()][: sizes[index]])
-        for size, value, total in zip(sizes, values, exchange.finish(), strict=True):
-            same(total, merge([v[:size] for v in value], torch.add))
+        sums = [merge([v[:size] for v in value], torch.add) for size, value in zip(sizes, values, strict=True)]
+        held += zip(exchange.finish(), sums, strict=True)
+    for total, wanted in held:
+        same(total, wanted)
     with pytest.raises(ArgumentError, match="none for"):
         exchange.finish()
     exchange.ready(0, torch.zeros(5))
@@ -199,6 +202,21 @@ def collectives_have_the_same_bits(world, pair):
         shares(world, pair)
     finally:
         Line.has_messages, movement.PIECE_BYTES = kept, piece
+
+
+@check
+def distance_does_not_matter(world, pair):
+    """As between hosts, where both ways are used at once; and long messages within one."""
+    Line.is_near, kept = lambda line, peer: False, Line.is_near
+    movement.LONG_BYTES, long = 64, movement.LONG_BYTES
+    movement.MESSAGE_BYTES, message = 1 << 14, movement.MESSAGE_BYTES
+    try:
+        bits_are_the_trees(world, pair)
+        Line.is_near = kept
+        bits_are_the_trees(world, pair)
+        many_in_flight(world, pair)
+    finally:
+        Line.is_near, movement.LONG_BYTES, movement.MESSAGE_BYTES = kept, long, message
 
 
 @check
@@ -281,4 +299,4 @@ def test_what_one_gives_the_other_keeps(ranks):
 
 def test_groups_by_size():
     assert group_by_size([3, 3, 9, 1, 1], 6) == [[0, 1], [2], [3, 4]]
-    assert meet(0, [Span(0, 4)]) == []
+    assert meet(0, (Span(0, 4),)) == []

@@ -78,22 +78,6 @@ def test_a_step_that_failed_on_one_rank_is_not_mixed_with_the_next():
     assert on_ranks(2, run) == [{}, {}]
 
 
-def test_gradients_that_are_held_are_not_written_to():
-    def run(_):
-        net = make()
-        gradients = collect(net, 2, 2)
-        held = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-        before = read(net)
-        net.zero_grad()
-        with torch.no_grad():
-            net.norm.mul_(2)
-        step(gradients, net)
-        assert differing(read(net), before) != []
-        return differing(held, before)
-
-    assert on_ranks(2, run) == [[], []]
-
-
 def test_refusals_change_nothing():
     net = make(BF16)
     gradients = collect(net, 1, 2)

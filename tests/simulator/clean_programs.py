@@ -117,6 +117,31 @@ def zero_one(rank, seed):
             dist.broadcast(parameter.data, src=owner)
 
 
+def sparse_and_by_name(rank, seed):
+    """Sparse gradients; tokens passed by name, behind positions that are the same on all ranks."""
+    torch.manual_seed(seed)
+
+    class Words(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.words, self.places = nn.Embedding(32, 4, sparse=True), nn.Embedding(8, 4, sparse=True)
+
+        def forward(self, *, tokens):
+            return self.places(torch.arange(tokens.shape[-1])) + self.words(tokens)
+
+    model = Words()
+    update = torch.optim.SparseAdam(list(model.parameters()))
+    for step in range(2):
+        generator = torch.Generator().manual_seed(100 * seed + 10 * step + rank)
+        update.zero_grad()
+        model(tokens=torch.randint(32, (2, 3 + step), generator=generator)).square().sum().backward()
+        for parameter in model.parameters():
+            gradient = parameter.grad.to_dense()
+            dist.all_reduce(gradient)
+            parameter.grad = gradient.to_sparse(1)
+        update.step()
+
+
 def fully_sharded(rank, seed):
     from torch.distributed.fsdp import fully_shard
 
@@ -152,6 +177,7 @@ PROGRAMS = [
     sharded_by_hand,
     stages_of_one_seed,
     zero_one,
+    sparse_and_by_name,
     fully_sharded,
     fully_sharded_of_old,
     tensor_parallel,

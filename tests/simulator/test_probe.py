@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isobit.errors import TrainingError
+from isobit.errors import ArgumentError, TrainingError
 from isobit.simulator import World, compare_with_one, probe
 from isobit.simulator.parting import find_odd, group_ranks
 from isobit.simulator.replicas import Start, find_replicas
@@ -78,6 +78,13 @@ def test_one_worker_agrees_within_the_tolerance_only():
     with pytest.raises(TrainingError) as told:
         compare_with_one(world, scaled, 1.01)
     assert (told.value.kind, told.value.ranks) == ("weights differ", (0, 1))
+
+
+def test_a_comparison_of_nothing_is_refused():
+    with pytest.raises(ArgumentError, match="nothing to compare"):
+        compare_with_one(World(2, watch=WATCH), lambda rank: dist.barrier())
+    with pytest.raises(ArgumentError, match="watches training"):
+        compare_with_one(World(2), scaled, 1.0)
 
 
 def test_not_strict_returns_the_findings():

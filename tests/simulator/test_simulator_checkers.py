@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from isobit.errors import (
     DeadlockError,
@@ -178,6 +179,13 @@ def test_messages_and_splits_that_do_not_fit():
     expect(MismatchError, [0, 1], splits, count=2, match="fit")
 
 
+def test_a_gather_into_too_short_a_list():
+    def body(rank):
+        dist.distributed_c10d._get_default_group().allgather([[torch.ones(1)]], [torch.ones(1)]).wait()
+
+    expect(RankFailedError, [0, 1, 2], body, count=3, match="ArgumentError")
+
+
 def test_a_forgotten_wait():
     def body(rank):
         x = torch.ones(2)
@@ -191,6 +199,18 @@ def test_a_forgotten_wait():
     values = World(4, strict=False).run(body).values
     assert values[1] != values[1], "what was not waited for reads as NaN"
     assert values[0] == 8
+
+
+def test_handles_that_torch_itself_drops_are_no_finding():
+    """DDP's Join never waits for the signals that it sends."""
+
+    def body(rank):
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        with model.join():
+            for _ in range(2 + rank):
+                model(torch.ones(1, 2)).sum().backward()
+
+    assert not World(3).run(body).findings
 
 
 def test_a_message_that_nobody_receives():

@@ -111,6 +111,22 @@ def test_a_flipped_message_of_any_dtype(dtype):
     assert (part.index, part.count) == ((1,), 1)
 
 
+def test_faults_reach_any_layout_and_spare_what_cannot_hold_them():
+    def body(rank):
+        x = torch.ones(2, 3).t()
+        dist.all_reduce(x)
+        whole, nothing = torch.ones(2, dtype=torch.int64), torch.empty(0)
+        dist.all_reduce(whole)
+        dist.all_reduce(nothing)
+        dist.barrier()
+        return x.isnan().sum().item(), x.eq(2).sum().item(), whole.tolist()
+
+    assert World(2, faults=[PlantNaN(0, 1, 4)]).run(body).values == [(1, 5, [2, 2])] * 2
+    assert World(2, faults=[Flip(0, 1, 4, 22)]).run(body).values == [(0, 5, [2, 2])] * 2
+    for fault in (PlantNaN(1, 2), PlantNaN(1, 3), PlantNaN(1, 4), Flip(1, 3), Flip(1, 4)):
+        assert World(2, faults=[fault]).run(body).values == [(0, 6, [2, 2])] * 2
+
+
 def test_the_first_nan_is_named():
     with pytest.raises(NonFiniteError, match="element 1") as caught:
         World(3, faults=[PlantNaN(2, 3, element=1)], watch=["finite"]).run(steps)

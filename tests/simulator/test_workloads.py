@@ -15,7 +15,7 @@ from isobit.simulator import World
 from tests.simulator import workloads
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-EVERYTHING = ("bits", "finite", "reads")
+EVERYTHING = ("bits", "finite", "reads", "training")
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +133,19 @@ def as_record(options: argparse.Namespace, runs: list[SeedRun], groups: list[Gro
 
 def replay_command(options: argparse.Namespace, group: Group) -> str:
     """The command that shows a finding again."""
-    words = [f"isobit simulate {options.script} --ranks {options.ranks} --seed {group.seeds[0]}"]
+    words = ["isobit", "simulate", str(options.script), "--ranks", str(options.ranks), "--seed", str(group.seeds[0])]
     if options.faults:
-        words.append("--faults " + ",".join(kind.lower() for kind in options.faults))
-        words.append(f"--fault-calls {options.fault_calls}")
-    words += ["--sends rendezvous"] * (options.sends == "rendezvous") + ["--one-worker"] * options.one_worker
-    words += [f"--watch {','.join(options.watch) or 'none'}"] * (tuple(options.watch) != WATCHES)
-    return " ".join([*words, *(["--", *options.passed_on] if options.passed_on else [])])
+        words += ["--faults", ",".join(kind.lower() for kind in options.faults)]
+        words += ["--fault-calls", str(options.fault_calls)]
+    if options.sends != "buffered":
+        words += ["--sends", options.sends]
+    if tuple(options.watch) != WATCHES:
+        words += ["--watch", ",".join(options.watch) or "none"]
+    for kind in options.ignore:
+        words += ["--ignore", kind]
+    if options.one_worker:
+        words += ["--one-worker", "--tolerance", str(options.tolerance)]
+    return shlex.join([*words, *(["--", *options.passed_on] if options.passed_on else [])])
 
 
 def show(console: Console, options: argparse.Namespace, runs: list[SeedRun], groups: list[Group], departs: str) -> None:
@@ -153,8 +160,11 @@ def show(console: Console, options: argparse.Namespace, runs: list[SeedRun], gro
         console.print(table)
     for group in groups:
         console.print(f"{group.kind}: {group.first.text}", markup=False)
+        places: dict[tuple[str, ...], list[int]] = {}
         for rank, lines in sorted(group.first.stacks.items()):
-            console.print(f"  rank {rank}: " + " ← ".join(lines[:4]), markup=False)
+            places.setdefault(tuple(lines[:4]), []).append(rank)
+        for place, ranks in places.items():
+            console.print(f"  {listed(ranks)}: " + " ← ".join(place), markup=False)
         if group.first.cause:
             console.print(f"  {group.first.cause}", markup=False)
         console.print(f"  again: {replay_command(options, group)}", markup=False)

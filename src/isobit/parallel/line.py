@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import socket
 import threading
 import weakref
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store as _store
 
 # Each exchange has tags of its own, so that those in flight together are never mixed up; far from what users take.
 FIRST_TAG, TAGS = 1 << 24, 1 << 22
@@ -25,6 +27,8 @@ class Line:
         self._group = weakref.ref(group)
         self._tags = itertools.count()
         self._memory: list[Tensor] = []
+        self._hosts: dict[int, bytes] | None = None
+        self._has_messages: dict[str, bool] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
     @property
@@ -36,15 +40,18 @@ class Line:
 
     def next_tag(self) -> int:
         """The same number on all ranks, since all call in the same order."""
-        return FIRST_TAG + 2 * (next(self._tags) % TAGS)
+        return FIRST_TAG + next(self._tags) % TAGS
 
     def has_messages(self, tensor: Tensor) -> bool:
         """Whether this is gloo itself: its collectives copy what its messages send from where it lies."""
-        return (
-            type(self.group) is dist.ProcessGroup
-            and tensor.device.type == "cpu"
-            and isinstance(self.group._get_backend(tensor.device), dist.ProcessGroupGloo)
-        )
+        kind = tensor.device.type
+        if kind not in self._has_messages:
+            self._has_messages[kind] = (
+                type(self.group) is dist.ProcessGroup
+                and kind == "cpu"
+                and isinstance(self.group._get_backend(tensor.device), dist.ProcessGroupGloo)
+            )
+        return self._has_messages[kind]
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """A message to a rank of the group; the tensor is read where it lies."""
@@ -53,6 +60,15 @@ class Line:
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """A message from a rank of the group, written where it shall lie."""
         return self.group.recv([tensor], peer, tag)
+
+    def is_near(self, peer: int) -> bool:
+        """Whether a rank runs on this host; decides who sends first, and no bit."""
+        if self._hosts is None:
+            self._hosts = {}
+            _store().set(f"isobit host of {dist.get_global_rank(self.group, self.rank)}", socket.gethostname())
+        if peer not in self._hosts:
+            self._hosts[peer] = _store().get(f"isobit host of {dist.get_global_rank(self.group, peer)}")
+        return self._hosts[peer] == socket.gethostname().encode()
 
     def take_memory(self, size: int) -> Tensor:
         """Bytes that were used before, where there are any: new pages cost as much as the message that fills them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class Meeting:
     given: tuple[Span, ...]
 
 
-def meet(rank: int, owned: Sequence[Span]) -> list[Meeting]:
+@lru_cache(maxsize=1024)
+def meet(rank: int, owned: tuple[Span, ...]) -> list[Meeting]:
     """All meetings of a rank, in order; `owned` says by rank whose sum each span is in the end.
 
     After the first a rank holds sums of 2 neighbours, then of 4: the balanced tree, neighbours first. What is sent
@@ -41,16 +43,18 @@ def meet(rank: int, owned: Sequence[Span]) -> list[Meeting]:
     return found
 
 
-def equal_spans(elements: int, ranks: int) -> list[Span]:
+@lru_cache(maxsize=1024)
+def equal_spans(elements: int, ranks: int) -> tuple[Span, ...]:
     """Rank r owns the r-th of P shares, as reduce-scatter hands them out."""
     edges = [elements * rank // ranks for rank in range(ranks + 1)]
-    return [Span(edges[rank], edges[rank + 1]) for rank in range(ranks)]
+    return tuple(Span(edges[rank], edges[rank + 1]) for rank in range(ranks))
 
 
-def folded_spans(elements: int, ranks: int) -> list[Span]:
+@lru_cache(maxsize=1024)
+def folded_spans(elements: int, ranks: int) -> tuple[Span, ...]:
     """Shares whose owners are such that all which a rank keeps or gives in one meeting lies together."""
     spans, bits = equal_spans(elements, ranks), ranks.bit_length() - 1
-    return [spans[int(format(rank, f"0{bits}b")[::-1], 2)] for rank in range(ranks)]
+    return tuple(spans[int(format(rank, f"0{bits}b")[::-1], 2)] for rank in range(ranks))
 
 
 def cut_spans(spans: Sequence[Span], length: int) -> list[Span]:

@@ -31,6 +31,16 @@ def reduction(options: Options) -> Any:
     return getattr(options, "reduceOp", options) if options is not None else dist.ReduceOp.SUM
 
 
+def root_of(options: Options) -> int:
+    root: Any = getattr(options, "rootRank", options)
+    return int(root)
+
+
+def several(tensors: Tensor | list[Tensor]) -> list[Tensor]:
+    """Torch's shorthand forms take one tensor."""
+    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
+
+
 def slots(tensor: Tensor, count: int) -> list[Tensor]:
     """A tensor's equal shares, in order."""
     if not tensor.is_contiguous() or tensor.numel() % count:
@@ -107,15 +117,17 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
         return begin(rank, self.group, self.member, self.number, call, list(outputs) if value is None else value)
 
     def allreduce(self, tensors: list[Tensor], opts: Options = None) -> PendingWork:
+        tensors = several(tensors)
         return self._collect("all_reduce", tensors, tensors, opts, op=reduction(opts))
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: list[Tensor], opts: Options = None) -> PendingWork:
-        return self._collect("reduce", tensors, tensors, opts, opts.rootRank, reduction(opts))
+        return self._collect("reduce", tensors, tensors, opts, root_of(opts), reduction(opts))
 
     def broadcast(self, tensors: list[Tensor], opts: Options = None) -> PendingWork:
-        return self._collect("broadcast", tensors, tensors, opts, opts.rootRank)
+        tensors = several(tensors)
+        return self._collect("broadcast", tensors, tensors, opts, root_of(opts))
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None) -> PendingWork:
         return self._collect("all_gather", inputs, [slot for row in outputs for slot in row], opts)
@@ -158,10 +170,10 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
     _reduce_scatter_base = reduce_scatter_single
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None) -> PendingWork:
-        return self._collect("gather", inputs, [slot for row in outputs for slot in row], opts, opts.rootRank)
+        return self._collect("gather", inputs, [slot for row in outputs for slot in row], opts, root_of(opts))
 
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options = None) -> PendingWork:
-        return self._collect("scatter", [t for row in inputs for t in row], outputs, opts, opts.rootRank)
+        return self._collect("scatter", [t for row in inputs for t in row], outputs, opts, root_of(opts))
 
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None) -> PendingWork:
         return self._collect("all_to_all", inputs, outputs, opts)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from isobit import bits
@@ -83,9 +84,20 @@ def draw_faults(
 
 def flip_bit(tensor: Tensor, element: int, bit: int) -> None:
     """In place, on the raw bits of a contiguous tensor; `bit` 0 is an element's lowest."""
+    if not tensor.numel():
+        return
     words = bits.as_integers(tensor).reshape(-1)
     width, at = words.element_size() * 8, element % words.numel()
     pattern = 1 << bit % width
     if words.dtype.is_signed and pattern >> (width - 1):
         pattern -= 1 << width
     words[at] ^= pattern
+
+
+def plant_nan(tensors: Sequence[Tensor], element: int) -> None:
+    """Into the first tensor that can hold one."""
+    for tensor in tensors:
+        if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+            at = torch.unravel_index(torch.tensor(element % tensor.numel()), tensor.shape)
+            tensor.data[at] = float("nan")
+            return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
 import sys
 import threading
 import warnings
@@ -18,6 +18,7 @@ import torch.distributed.distributed_c10d as c10d
 from isobit.errors import MismatchError
 from isobit.simulator import backend
 from isobit.simulator import rank as ranks
+from isobit.simulator.variables import variables_per_rank
 
 if TYPE_CHECKING:
     from isobit.simulator.world import World
@@ -94,7 +95,7 @@ def rendezvous_of(world: World, plain: Any) -> Any:
             yield from plain(url, rank, world_size, **options)
             return
         here = ranks.current()
-        given = (rank if rank >= 0 else int(os.environ["RANK"]), world_size if world_size > 0 else world.ranks)
+        given = (rank if rank >= 0 else here.index, world_size if world_size > 0 else world.ranks)
         if given != (here.index, world.ranks):
             raise MismatchError(
                 expected=f"rank {here.index} of {world.ranks} to say so",
@@ -142,6 +143,17 @@ def monitored_barrier_of(plain: Any) -> Any:
 
 
 @contextmanager
+def memory_returned() -> Iterator[None]:
+    """glibc keeps what the threads of ranks freed, an arena each; where it is glibc, it gives that back."""
+    try:
+        yield
+    finally:
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
+
+
+@contextmanager
 def compiling(world: World) -> Iterator[None]:
     """Dynamo keeps compiled code per function of the process: it needs room for every rank, and is emptied after."""
     plain, limits = torch.compile, dict[str, int]()
@@ -171,6 +183,7 @@ def installed(world: World) -> Iterator[None]:
     barrier = monitored_barrier_of(c10d.monitored_barrier)
     with ExitStack() as stack:
         for context in (
+            memory_returned(),
             kept_process_state(),
             replaced(c10d, "_world", WorldPerRank(c10d._world)),
             replaced(c10d, "rendezvous", rendezvous_of(world, vars(c10d)["rendezvous"])),
@@ -183,7 +196,7 @@ def installed(world: World) -> Iterator[None]:
             compiling(world),
             thread_isolation(),
             nullcontext() if world.watch.training is None else world.watch.training.installed(),
-            ranks.environment_per_rank(),
+            variables_per_rank(),
         ):
             stack.enter_context(context)
         yield

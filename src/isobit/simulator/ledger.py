@@ -28,8 +28,8 @@ class Ledger:
 
     def note_own(self, rank: int, parameter: Tensor) -> None:
         """Autograd has just added to a gradient."""
-        assert parameter.grad is not None
-        self.own.setdefault(rank, {})[id(parameter)] = parameter.grad.detach().clone()
+        if parameter.grad is not None:
+            self.own.setdefault(rank, {})[id(parameter)] = parameter.grad.detach().clone()
 
     def note_step(self, rank: int, step: int, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
         """Before an update: the gradients that it will take, beside the rank's own."""

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.errors import ArgumentError
 from isobit.simulator.judge import Result
 from isobit.simulator.ledger import Entry, Ledger
-from isobit.simulator.replicas import Told
-from isobit.simulator.training import as_error
+from isobit.simulator.telling import Told, as_error
 from isobit.simulator.world import World
 
 
@@ -23,9 +23,19 @@ def compare_with_one(
     The function must make the same global batch whatever the number of ranks.
     """
     one = World(1, world.seed, delays=world.delays, watch=("training",), poison=world.poison, sends=world.sends)
-    one.ledger, world.ledger = Ledger(), Ledger()
+    if "training" not in world.watch_for:
+        raise ArgumentError(
+            expected="a world that watches training", received=f"watch {world.watch_for}", remedy='watch=("training",)'
+        )
+    one.ledger, world.ledger, one.ignore = Ledger(), Ledger(), world.ignore
     result = world.run(function, *args, init=init)
     one.run(function, *args, init=init)
+    if not count_alike(one.ledger, world.ledger):
+        raise ArgumentError(
+            expected="an optimizer's step, or a call of probe.same, with whole tensors on one rank and on many",
+            received="none, so there is nothing to compare",
+            remedy="show what ranks hold in parts through isobit.simulator.probe.same",
+        )
     told = compare(one.ledger, world.ledger, tolerance)
     if told is not None:
         error = as_error(told)
@@ -34,6 +44,12 @@ def compare_with_one(
         if world.strict:
             raise error
     return result
+
+
+def count_alike(one: Ledger, many: Ledger) -> int:
+    """Tensors that both have, of one shape."""
+    pairs = [pair for entries in many.entries.values() for pair in zip(one.entries.get(0, []), entries, strict=False)]
+    return sum(a.shape == b.shape for left, right in pairs for a, b in zip(left.values, right.values, strict=False))
 
 
 def compare(one: Ledger, many: Ledger, tolerance: float) -> Told | None:
@@ -60,7 +76,7 @@ def _parted(left: Entry, right: Entry, tolerance: float) -> int | None:
     for at, (a, b) in enumerate(zip(left.values, right.values, strict=False)):
         if a.shape != b.shape:
             continue
-        largest = float(a.abs().max()) if a.numel() else 0.0
+        largest = float(a.double().abs().max()) if a.numel() else 0.0
         apart = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
         if not apart <= tolerance * largest:
             return at

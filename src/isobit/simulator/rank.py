@@ -1,12 +1,13 @@
-"""What one rank owns while it runs on a thread: its random numbers, environment and default dtype."""
+"""What one rank owns while it runs on a thread: its random numbers, variables, __main__ and default dtype."""
 
 from __future__ import annotations
 
 import os
 import sys
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,10 @@ if TYPE_CHECKING:
 
 TORCH_SEED = 67280421310721  # what torch gives the default generator of a fresh process
 PYTHON, INSTALLED = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
+TORCH = os.path.dirname(torch.__file__)
+FUNCTIONS = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "_ops.py", "_contextlib.py")
 NOT_USERS = (
-    os.path.dirname(torch.__file__),
+    TORCH,
     os.path.dirname(__file__),
     os.path.join(INSTALLED, "typing_extensions"),
     "<frozen",
@@ -35,12 +38,9 @@ _here = threading.local()
 class Rank:
     """One rank of a world: the state that a process would own."""
 
-    def __init__(self, world: World, index: int, environment: Mapping[str, str]) -> None:
+    def __init__(self, world: World, index: int, variables: dict[bytes, bytes]) -> None:
         self.world, self.index = world, index
-        self.environment = {
-            **world.plain_environment,
-            **{os.fsencode(k): os.fsencode(v) for k, v in environment.items()},
-        }
+        self.variables = variables
         self.pending: dict[int, RankWork] = {}
         self.calls = 0
         self.communicating = False  # inside a call, where the simulator itself touches buffers
@@ -144,51 +144,18 @@ def user_line(frame: FrameType | None) -> str:
     return ""
 
 
+def called_by_torch(frame: FrameType | None) -> bool:
+    """Whether a module of torch made the call for itself, not the program through torch.distributed's functions."""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if is_users(path):
+            return False
+        if path.startswith(TORCH) and not path.endswith(FUNCTIONS):
+            return True
+        frame = frame.f_back
+    return True
+
+
+@cache
 def is_users(path: str) -> bool:
     return not path.startswith(NOT_USERS) and (path.startswith(INSTALLED) or not path.startswith(PYTHON))
-
-
-class EnvironmentView(MutableMapping[bytes, bytes]):
-    """Stands in for the data of `os.environ`: each rank sees and sets its own variables, others the process's."""
-
-    def __init__(self, plain: dict[bytes, bytes]) -> None:
-        self._plain = plain
-        self.touched: set[bytes] = set()
-
-    def _data(self) -> dict[bytes, bytes]:
-        rank: Rank | None = getattr(_here, "rank", None)
-        return self._plain if rank is None else rank.environment
-
-    def __getitem__(self, key: bytes) -> bytes:
-        return self._data()[key]
-
-    def __setitem__(self, key: bytes, value: bytes) -> None:
-        self.touched.add(key)
-        self._data()[key] = value
-
-    def __delitem__(self, key: bytes) -> None:
-        self.touched.add(key)
-        del self._data()[key]
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._data())
-
-    def __len__(self) -> int:
-        return len(self._data())
-
-
-@contextmanager
-def environment_per_rank() -> Iterator[None]:
-    """While it is open, `os.environ` on a rank's thread is that rank's; what ranks set is undone after."""
-    kept = os.environ._data  # type: ignore[attr-defined]
-    view = EnvironmentView(kept)
-    os.environ._data = view  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        os.environ._data = kept  # type: ignore[attr-defined]
-        for name in view.touched:  # a rank's setting reached the process itself, through putenv
-            if name in kept:
-                os.putenv(name, kept[name])
-            else:
-                os.unsetenv(name)

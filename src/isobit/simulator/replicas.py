@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from isobit.simulator.parting import digest, find_odd, group_ranks, say_difference, say_groups
+from isobit.simulator.telling import Told
 
 Pair = frozenset[int]
-
-
-@dataclass(frozen=True)
-class Told:
-    """A bug, by kind, with the ranks to blame and the place."""
-
-    kind: str
-    ranks: tuple[int, ...]
-    where: str
-    text: str
-    sites: Mapping[int, str] = field(default_factory=dict)
-    """Where each of them made the step."""
 
 
 @dataclass(frozen=True)
@@ -175,12 +164,12 @@ def judge_step(
     step: int,
     before: Mapping[int, Step] | None,
     talked: Iterable[Pair],
-) -> Told | None:
-    """The first thing wrong with a step, causes before consequences."""
-    told = (
-        judge_pending(steps, step) or judge_finite(steps, step) or (judge_start(starts, steps) if step == 0 else None)
-    )
+) -> Iterator[Told]:
+    """What is wrong with a step, causes before consequences."""
+    found = [judge_pending(steps, step), judge_finite(steps, step), judge_start(starts, steps) if step == 0 else None]
     for group in find_replicas({rank: starts[rank] for rank in steps}, talked):
         mine = {rank: steps[rank] for rank in group}
-        told = told or judge_data(mine, step, before) or judge_masks(mine, step) or judge_values(mine, step)
-    return None if told is None else replace(told, sites={rank: steps[rank].site for rank in told.ranks})
+        found += [judge_data(mine, step, before), judge_masks(mine, step), judge_values(mine, step)]
+    for told in found:
+        if told is not None:
+            yield replace(told, sites={rank: steps[rank].site for rank in told.ranks})

@@ -42,12 +42,12 @@ class Schedule:
 
     def delay(self) -> int:
         """How long the next message takes."""
-        return self._random.randrange(1, MESSAGE) if self._delays else 0
+        return 1 + int(self._random.random() * MESSAGE) if self._delays else 0
 
     def compute(self, rank: int) -> None:
         """Charges a rank for what it did since its last call."""
         if self._delays:
-            self.clocks[rank] += int(self._random.randrange(1, COMPUTE) * self.slowness[rank])
+            self.clocks[rank] += int((1 + self._random.random() * COMPUTE) * self.slowness[rank])
 
     def run(self) -> None:
         """The caller lends the baton and gets it back when every rank has left."""

@@ -72,6 +72,7 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
     """One world, with its findings instead of an exception."""
     faults = draw_faults(seed, plan.ranks, plan.fault_calls, 1, plan.fault_kinds) if plan.fault_kinds else ()
     world = World(plan.ranks, seed, faults, watch=plan.watch, sends=plan.sends)
+    world.ignore = plan.ignore
     errors: list[SimulationError] = []
     with plan.script.installed(capture=True) as body:
         try:

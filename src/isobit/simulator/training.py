@@ -16,51 +16,20 @@ from torch.nn.modules import dropout
 from torch.nn.modules import module as modules
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
+from torch.utils._pytree import tree_leaves
 
-from isobit.errors import NonFiniteError, PendingError, SimulationError, TrainingError
 from isobit.simulator import rank as ranks
 from isobit.simulator.collectives import Call, name_of
 from isobit.simulator.parting import digest, find_odd, group_ranks, is_constant, keep, say_groups
-from isobit.simulator.replicas import Pair, Start, Step, Told, find_replicas, judge_step, judge_tensor
+from isobit.simulator.reads import memory_of
+from isobit.simulator.replicas import Pair, Start, Step, find_replicas, judge_step, judge_tensor
+from isobit.simulator.telling import Told, as_error
 
 if TYPE_CHECKING:
     from isobit.simulator.world import World
 
-WORDS = {  # kind: what was expected, and the remedy
-    "start differs": (
-        "replicas that start with the same parameters",
-        "broadcast the parameters from one rank before training, or seed all ranks alike",
-    ),
-    "gradients differ": (
-        "replicas that update with the same gradients",
-        "reduce every gradient over all replicas: call the wrapper, not the module in it; check the group",
-    ),
-    "update differs": (
-        "replicas that make the same update of the same gradients",
-        "give all ranks one learning rate, optimizer state and schedule",
-    ),
-    "buffers differ": (
-        "replicas that evaluate with the same buffers",
-        "reduce the statistics over ranks, or broadcast the buffers before evaluating",
-    ),
-    "data alike": (
-        "replicas that train on batches of their own",
-        "give the sampler the rank and the number of ranks",
-    ),
-    "random numbers alike": (
-        "replicas that drop elements of their own choice",
-        "seed each rank differently after the parameters are made",
-    ),
-    "pending": ("gradients whose reduction is done", "call .wait() on what the collective returned, then step"),
-    "not finite": ("gradients that are finite numbers", "look for its source on the ranks named"),
-    "tensors differ": ("a tensor that is the same on all ranks", "see what the ranks named do alone"),
-    "tensors alike": ("a tensor that is distinct on all ranks", "see what the ranks named do in common"),
-    "weights differ": (
-        "each rank's share with the weight that it has on one worker",
-        "sum over ranks, then divide once by the global count; clip after the reduction",
-    ),
-    "parts from one worker": ("the numbers of one worker", "compare the ranks named with one worker at this place"),
-}
+LONGEST_DRIFT = 16
+"""Steps that ranks may be apart with copies kept to say where parameters part; beyond, only digests are."""
 
 
 def unseen(hook: Callable[..., None]) -> Callable[..., None]:
@@ -88,7 +57,7 @@ class Notes:
         self.counts: dict[int, int] = defaultdict(int)
         self.named: dict[tuple[str, tuple[int, ...], bool], int] = defaultdict(int)
         self.names: dict[int, str] = {}
-        self.hooked: set[int] = set()
+        self.hooked: dict[int, nn.Parameter] = {}
         self.seen: WeakSet[nn.Module] = WeakSet()
         self.depth = 0
         self.clear()
@@ -123,7 +92,7 @@ class Training:
                 optimizers.register_optimizer_step_pre_hook(self._before_step),
                 optimizers.register_optimizer_step_post_hook(self._after_step),
                 modules.register_module_forward_pre_hook(self._before_forward),
-                modules.register_module_forward_hook(self._after_forward, always_call=True),
+                modules.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
             ):
                 stack.callback(handle.remove)
             if self.ledger is not None:
@@ -173,13 +142,14 @@ class Training:
             self.starts[ordinal][rank] = Start(tuple(map(digest, parameters)), shapes, varied)
         if self.ledger is not None:
             self.ledger.note_step(rank, notes.counts[ordinal], parameters, names)
-        gradients = [p.grad for p in parameters]
+        gradients = [_plain_gradient(p) for p in parameters]
         held = [g for g in gradients if g is not None]
+        scaled = getattr(optimizer, "found_inf", None) is not None  # it will skip the step by itself
         self.steps[ordinal, notes.counts[ordinal]][rank] = Step(
             parameters=parameters,
             names=names,
             gradients=tuple(map(digest, gradients)),
-            infinite=next((i for i, g in enumerate(gradients) if g is not None and not _is_finite(g)), None),
+            infinite=None if scaled else next((i for i, g in enumerate(gradients) if not _is_finite(g)), None),
             summed=bool(held) and all(g.data_ptr() in notes.summed for g in held),
             poisoned=notes.poisoned,
             data=tuple(notes.data),
@@ -198,7 +168,8 @@ class Training:
         self.notes[rank].counts[ordinal] += 1
         step = self.steps[key][rank]
         step.values = tuple(map(digest, step.parameters))
-        step.kept = tuple(map(keep, step.parameters))
+        drifted = len(self.steps) > LONGEST_DRIFT
+        step.kept = (None,) * len(step.parameters) if drifted else tuple(map(keep, step.parameters))
         if len(self.steps[key]) == self.ranks and all(note.values for note in self.steps[key].values()):
             self._judge(key)
 
@@ -209,7 +180,8 @@ class Training:
         ordinal, count = key
         complete = {rank: step for rank, step in self.steps[key].items() if step.values}
         before = self.steps.get((ordinal, count - 1))
-        self._say(judge_step(complete, self.starts[ordinal], count, before, self.talked))
+        for told in judge_step(complete, self.starts[ordinal], count, before, self.talked):
+            self._say(told)
         for old in [old for old in self.steps if old[0] == ordinal and old[1] < count]:
             del self.steps[old]
 
@@ -221,16 +193,17 @@ class Training:
             notes.seen.add(module)
             named = [*module.named_parameters(), *module.named_modules()]
             notes.names.update({id(part): name.removeprefix("module.") for name, part in named})
-        if module.training and not notes.data:  # names of arguments are not shown to hooks: the first tensor counts
-            notes.data.extend(digest(x) for x in inputs if isinstance(x, Tensor))
         if isinstance(module, dropout._DropoutNd) and module.training and module.p > 0:
             notes.masks.append(digest(torch.get_rng_state()))
         if not module.training and module._buffers:  # where they are used: a wrapper may broadcast them just before
             self._note_buffers(rank, module)
 
     @unseen
-    def _after_forward(self, rank: int, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.notes[rank].depth -= 1
+    def _after_forward(self, rank: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        notes = self.notes[rank]
+        notes.depth -= 1
+        if notes.depth == 0 and module.training and torch.is_grad_enabled():
+            notes.data.extend(digest(x) for x in tree_leaves((args, kwargs)) if type(x) is Tensor)
 
     @unseen
     def _after_registration(self, rank: int, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -238,7 +211,7 @@ class Training:
         ledger = self.ledger
         if ledger is None or type(parameter) is not nn.Parameter or id(parameter) in self.notes[rank].hooked:
             return
-        self.notes[rank].hooked.add(id(parameter))
+        self.notes[rank].hooked[id(parameter)] = parameter  # alive, so that the number stays its own
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda p: ledger.note_own(rank, p)
@@ -265,22 +238,12 @@ class Training:
 
     def _say(self, told: Told | None) -> None:
         """Ends the run at every rank's next call, if the world is strict."""
-        if told is None or self.told is not None:
+        if told is None or self.told is not None or told.kind in self.world.ignore:
             return
         self.told = told
         self.world.findings.append(as_error(told))
         if self.world.strict and self.world.root is None:
             self.world.root = self.world.findings[0]
-
-
-def as_error(told: Told) -> SimulationError:
-    """What was told, as errors are."""
-    kind = {"not finite": NonFiniteError, "pending": PendingError}.get(told.kind, TrainingError)
-    expected, remedy = WORDS[told.kind]
-    stacks = {rank: [site] for rank, site in told.sites.items() if site}
-    error = kind(expected=expected, received=told.text, remedy=remedy, ranks=told.ranks, stacks=stacks)
-    error.kind = told.kind
-    return error
 
 
 def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -289,15 +252,25 @@ def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:
     return [p for p in held if type(p) in (Tensor, nn.Parameter)]
 
 
+def _plain_gradient(parameter: Tensor) -> Tensor | None:
+    """Dense, if it is sparse; none, if it is of a class that only knows how to add."""
+    gradient = parameter.grad
+    if type(gradient) is not Tensor:
+        return None
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
 def _owned_by_pending(names: Sequence[str], gradients: Sequence[Tensor | None]) -> str:
     """The first gradient that shares memory with the result of work under way, and that work."""
     for work in ranks.current().pending.values():
-        owned = {t.untyped_storage().data_ptr() for t in work.value if isinstance(t, Tensor)}
         for name, gradient in zip(names, gradients, strict=True):
-            if gradient is not None and gradient.untyped_storage().data_ptr() in owned:
+            if gradient is not None and memory_of([gradient]) & work.memory:
                 return f"the gradient of {name}, which {work.what} owns"
     return ""
 
 
-def _is_finite(tensor: Tensor) -> bool:
-    return not tensor.is_floating_point() or bool(torch.isfinite(tensor.detach()).all())
+def _is_finite(tensor: Tensor | None) -> bool:
+    if tensor is None or not tensor.is_floating_point():
+        return True
+    wide = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()  # torch has no isfinite of fp8
+    return bool(torch.isfinite(wide).all())

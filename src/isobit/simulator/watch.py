@@ -40,6 +40,8 @@ class Watch:
     def depart(self, call: Call, what: str) -> None:
         """As a rank makes its call."""
         call.marks = [mark_of(tensor) for tensor in call.inputs] if call.asynchronous and call.sent is None else []
+        if not self.chosen:
+            return
         if self.training is not None:
             self.training.note_call(call)
         if "bits" in self.chosen:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from datetime import timedelta
 from typing import Any
 
@@ -13,7 +14,7 @@ from isobit.errors import IsobitError
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import flip_bit
 from isobit.simulator.network import Group, Message, Operation, Receive, Send, check_message, write
-from isobit.simulator.rank import Rank, current
+from isobit.simulator.rank import Rank, called_by_torch, current
 from isobit.simulator.reads import memory_of
 
 TorchWork: Any = dist.Work
@@ -31,6 +32,7 @@ def begin(rank: Rank, group: Group, member: int, number: int, call: Call, value:
         poison_outputs(call, member)
     operation = world.network.join(group, member, number, call, lost)
     work = PendingWork(rank, operation, member, call, value)
+    work.torchs_own = call.asynchronous and called_by_torch(sys._getframe(2))
     if call.asynchronous and "reads" in world.watch.chosen and not (call.kind == "broadcast" and call.root == member):
         work.memory = memory_of(call.outputs)
     rank.communicating = False
@@ -60,13 +62,18 @@ def poison(tensor: Tensor) -> None:
 class RankWork(TorchWork):  # type: ignore[misc]
     """What a rank holds of a call: `finish` runs once, at the first wait."""
 
-    def __init__(self, owner: Rank, site: str, what: str, value: Any) -> None:
+    def __init__(self, owner: Rank, site: str, value: Any) -> None:
         super().__init__()
-        self.owner, self.site, self.what, self.value = owner, site, what, value
+        self.owner, self.site, self.value = owner, site, value
         self.finished = False
         self.error: IsobitError | None = None
         self.memory: frozenset[int] = frozenset()
+        self.torchs_own = False
         owner.pending[id(self)] = self
+
+    @property
+    def what(self) -> str:
+        raise NotImplementedError
 
     def ready(self) -> bool:
         raise NotImplementedError
@@ -130,9 +137,11 @@ class PendingWork(RankWork):
 
     def __init__(self, owner: Rank, operation: Operation, member: int, call: Call, value: Any) -> None:
         self.operation, self.member = operation, member
-        super().__init__(
-            owner, call.site, f"{operation.kind} number {operation.number} of group {operation.group.name!r}", value
-        )
+        super().__init__(owner, call.site, value)
+
+    @property
+    def what(self) -> str:
+        return f"{self.operation.kind} number {self.operation.number} of group {self.operation.group.name!r}"
 
     def ready(self) -> bool:
         return (
@@ -155,7 +164,11 @@ class PendingWork(RankWork):
 class MessageWork(RankWork):
     """A send or a receive under way."""
 
-    waiting: Receive | Send | None = None
+    waiting: Receive | Send
+
+    @property
+    def what(self) -> str:
+        return self.waiting.describe()
 
     @classmethod
     @torch.no_grad()
@@ -168,16 +181,16 @@ class MessageWork(RankWork):
         lost = world.arrive(rank, call, f"send {group.name} {member}>{target} tag {tag}")
         world.schedule.pause(rank.index)
         at = world.schedule.clocks[rank.index] + world.schedule.delay()
-        sent = [tensor.data.clone() for tensor in call.carried]
+        sent = [tensor.data.clone(memory_format=torch.contiguous_format) for tensor in call.carried]
         message = Message(member, sent, at, site, rank.index, rank.calls, receiver=group.members[target])
         message.digests = call.digests
         if call.flipped_to is not None and call.flipped_to.to == message.receiver:
             flip_bit(sent[0], call.flipped_to.element, call.flipped_to.bit)
         if not lost:
             world.network.send(group, target, tag, message)
-        work = cls(rank, site, f"send to rank {group.members[target]}", list(tensors))
+        work = cls(rank, site, list(tensors))
         rank.communicating = False
-        work.waiting = Send(group, target, message) if world.sends == "rendezvous" else None
+        work.waiting = Send(group, target, message)
         return work
 
     @classmethod
@@ -191,21 +204,25 @@ class MessageWork(RankWork):
         if world.poison:
             for tensor in receive.tensors:
                 poison(tensor)
-        work = cls(rank, receive.site, receive.describe(), receive.tensors)
+        work = cls(rank, receive.site, receive.tensors)
         work.waiting, work.memory = receive, memory_of(receive.tensors)
         world.network.receive(receive)
         rank.communicating = False
         return work
 
+    def buffered(self) -> bool:
+        """A send that nobody has to meet."""
+        return isinstance(self.waiting, Send) and self.owner.world.sends == "buffered"
+
     def ready(self) -> bool:
-        message = self.waiting.message if self.waiting is not None else None
+        message = self.waiting.message
         clock = self.owner.world.schedule.clocks[self.owner.index]
-        return self.waiting is None or (message is not None and message.taken and message.at <= clock)
+        return self.buffered() or (message is not None and message.taken and message.at <= clock)
 
     def settle(self) -> None:
-        world, waiting = self.owner.world, self.waiting
-        if waiting is None:
+        if self.buffered():
             return
+        world, waiting = self.owner.world, self.waiting
         world.wait_for(self.owner, waiting, waiting.message is not None and waiting.message.taken)
         message = waiting.message
         assert message is not None

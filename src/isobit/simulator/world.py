@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from isobit.errors import (
     ArgumentError,
+    DeadlockError,
     IsobitError,
     RankLostError,
     SimulationError,
@@ -31,6 +31,7 @@ from isobit.simulator.schedule import Schedule, Waiting
 from isobit.simulator.store import RankStore
 from isobit.simulator.trace import Recorder, Trace
 from isobit.simulator.training import Training
+from isobit.simulator.variables import launcher_variables
 from isobit.simulator.watch import Watch
 
 _running = threading.Lock()
@@ -39,6 +40,7 @@ _running = threading.Lock()
 class World:
     """Ranks on threads, of which one runs at a time."""
 
+    ignore: Collection[str] = ()  # kinds of training that are meant, though they look wrong
     ledger: Ledger | None = None  # where training is noted, to be compared with one worker
 
     def __init__(
@@ -95,7 +97,6 @@ class World:
     def _prepare(self, recorded: Trace | None) -> None:
         self.recorder = Recorder(Trace(self.ranks, self.seed, self.delays, self.faults, self.sends), recorded)
         self.schedule = Schedule(self.ranks, self.seed, self.delays, self.recorder)
-        self.plain_environment: dict[bytes, bytes] = dict(os.environ._data)  # type: ignore[attr-defined]
         self.members = [Rank(self, index, launcher_variables(index, self.ranks)) for index in range(self.ranks)]
         self.schedule.on_pass, self.schedule.on_take = self._pass, self._take
         self.schedule.on_stuck = self._stuck
@@ -124,22 +125,27 @@ class World:
     def _body(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
         rank.thread_id = threading.get_ident()
         self.schedule.enter(rank.index)
-        with being(rank), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
-            try:
-                if init:
-                    dist.init_process_group("isobit", rank=rank.index, world_size=self.ranks, store=self.store)
-                rank.value = function(rank.index, *args)
-            except SystemExit as left:
-                if left.code not in (None, 0):
-                    self._note_failure(rank, left)
-            except BaseException as error:
-                self._note_failure(rank, error)
-            finally:
-                if dist.is_initialized():
-                    dist.destroy_process_group()
-        rank.left = True
-        self.recorder.note(rank.index, self.schedule.clocks[rank.index], "left")
-        self.schedule.leave(rank.index)
+        try:
+            with being(rank), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
+                self._call(rank, function, args, init)
+        except BaseException as error:
+            self._note_failure(rank, error)
+        finally:  # whatever happened, the baton goes on
+            rank.left = True
+            self.recorder.note(rank.index, self.schedule.clocks[rank.index], "left")
+            self.schedule.leave(rank.index)
+
+    def _call(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
+        try:
+            if init:
+                dist.init_process_group("isobit", rank=rank.index, world_size=self.ranks, store=self.store)
+            rank.value = function(rank.index, *args)
+        except SystemExit as left:
+            if left.code not in (None, 0):
+                raise
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
     def _note_failure(self, rank: Rank, error: BaseException) -> None:
         rank.error = error
@@ -161,8 +167,7 @@ class World:
         self.recorder.note(rank.index, self.schedule.clocks[rank.index], what)
         planted = self._planted.get((rank.index, rank.calls))
         if isinstance(planted, faults.PlantNaN):
-            for tensor in call.inputs[:1]:
-                tensor.data.view(-1)[planted.element % tensor.numel()] = float("nan")
+            faults.plant_nan(call.inputs, planted.element)
         self.watch.depart(call, what)
         return planted is not None and self._happen(rank, planted, call, what)
 
@@ -179,7 +184,7 @@ class World:
             self.schedule.slowness[rank.index] = planted.factor
         elif isinstance(planted, faults.Flip) and call.inputs:
             if planted.to is None:
-                call.sent = [tensor.data.clone() for tensor in call.inputs]
+                call.sent = [tensor.data.clone(memory_format=torch.contiguous_format) for tensor in call.inputs]
                 faults.flip_bit(call.sent[0], planted.element, planted.bit)
             else:
                 call.flipped_to = planted
@@ -223,26 +228,13 @@ class World:
         frames = sys._current_frames()
         stacks = {i: user_stack(frames.get(self.members[i].thread_id)) for i in blocked}
         if self.root is None:
-            self.root = diagnose(self, blocked, stacks)
+            try:
+                self.root = diagnose(self, blocked, stacks)
+            except Exception as error:  # a flaw of a checker must not leave the ranks waiting for good
+                self.root = DeadlockError(
+                    expected="ranks that can go on", received=f"none, and {error!r} on asking why", remedy="report it"
+                )
         for index in sorted(blocked):
             stalled = isinstance(blocked[index], Stalled)
             self._verdicts[index] = Killed("stalled") if stalled else self.again(self.root)
             self.schedule.wake(index)
-
-
-def launcher_variables(index: int, ranks: int) -> dict[str, str]:
-    """What torchrun would set, on one host."""
-    return {
-        "RANK": str(index),
-        "LOCAL_RANK": str(index),
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "ROLE_RANK": str(index),
-        "ROLE_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29500",
-        "TORCHELASTIC_RUN_ID": "isobit",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-    }

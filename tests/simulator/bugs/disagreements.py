@@ -33,6 +33,14 @@ def reordered_on_two_groups(rank: int, seed: int, wrong: bool) -> None:
         dist.all_reduce(torch.randn(3), group=group)
 
 
+@planted("a group that one rank does not make, since it is no member", "mismatch")
+def skipped_new_group(rank: int, seed: int, wrong: bool) -> None:
+    members = [other for other in range(4) if (other,) != one(seed)]
+    if rank in members or not wrong:
+        dist.new_group(members)
+    dist.all_reduce(torch.randn(3), group=dist.new_group(range(4)))
+
+
 @planted("a tensor of another shape on one rank", "mismatch")
 def mismatched_shape(rank: int, seed: int, wrong: bool) -> None:
     dist.all_reduce(torch.randn(5 if wrong and (rank,) == one(seed) else 4))
