@@ -78,6 +78,7 @@ class Digest:
     elements: int
 
 
+@torch.no_grad()
 def digest_of(model: nn.Module, read: Callable[[Tensor], Tensor | None] = lambda p: p) -> Digest:
     """On rank 0; the other ranks bring their shards."""
     hasher, finite, elements = blake3(), True, 0
@@ -85,7 +86,7 @@ def digest_of(model: nn.Module, read: Callable[[Tensor], Tensor | None] = lambda
     for name, parameter in sorted(model.named_parameters()):
         whole: Any = read(parameter)
         if isinstance(whole, DTensor):
-            whole = whole.full_tensor().detach()
+            whole = whole.full_tensor()
         elif whole is not None and name in shards:
             whole = gather(whole, shards[name], owner_of(model, name))
         if hashes and whole is not None:

@@ -8,10 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isobit.errors import ArgumentError
+from isobit.errors import AgreementError, ArgumentError
 from isobit.parallel.exchange import all_reduce
 from isobit.parallel.flight import Flight
 from isobit.parallel.levels import TwoLevel
+
+# The last element of a bucket is the number of its use; sums over up to 4096 ranks are exact in fp32.
+MOST_STAMPS = 4096
 
 
 class BucketedExchange:
@@ -33,10 +36,12 @@ class BucketedExchange:
         self._group, self._sizes, self._dtype, self._device = group, tuple(sizes), dtype, device
         self._members = group_by_size(sizes, bucket_bytes // dtype.itemsize)
         self._bucket_of = {index: number for number, members in enumerate(self._members) for index in members}
+        self._uses, self._given_up = 0, list[Flight]()
         self._begin()
 
     def _begin(self) -> None:
         """Buckets are new for each use: the last ones are the caller's, or still fly."""
+        self._uses += 1
         self._missing = [set(members) for members in self._members]
         self._flights: list[Flight] = []
         self._buckets: dict[int, Tensor] = {}
@@ -44,8 +49,10 @@ class BucketedExchange:
 
     def _make(self, number: int) -> None:
         sizes = [self._sizes[index] for index in self._members[number]]
-        self._buckets[number] = torch.empty(sum(sizes), dtype=self._dtype, device=self._device)
-        self._slots.update(zip(self._members[number], torch.split(self._buckets[number], sizes), strict=True))
+        bucket = torch.empty(sum(sizes) + 1, dtype=self._dtype, device=self._device)
+        bucket[-1] = self._uses % MOST_STAMPS
+        self._buckets[number] = bucket
+        self._slots.update(zip(self._members[number], torch.split(bucket[:-1], sizes), strict=True))
 
     def ready(self, index: int, tensor: Tensor) -> None:
         """Copies a tensor into its slot; launches every bucket that is full and has none unlaunched before it."""
@@ -66,7 +73,9 @@ class BucketedExchange:
             self._flights.append(flight)
 
     def clear(self) -> None:
-        """Gives up what was made ready: the step failed, on all ranks. What already flies is waited for by nobody."""
+        """Gives up what was made ready: the step failed. What flies is waited for by the next finish(), not here:
+        another rank may never launch its part, and the error that is under way must be heard."""
+        self._given_up += self._flights
         self._begin()
 
     def finish(self) -> list[Tensor]:
@@ -78,11 +87,26 @@ class BucketedExchange:
                 received=f"none for {missing[:8]}",
                 remedy="an absent contribution is +0.0: pass zeros",
             )
-        for flight in self._flights:
+        for flight in [*self._given_up, *self._flights]:
             flight.wait()
+        self._given_up.clear()
+        wanted = self._uses % MOST_STAMPS * ranks_of(self._group)
+        if any(bucket[-1] != wanted for bucket in self._buckets.values()):
+            raise AgreementError(
+                expected="one step on all ranks",
+                received="sums over ranks of which some gave up a step that the others went on with",
+                remedy="let a step fail on all ranks, or begin again from a checkpoint",
+            )
         slots = self._slots
         self._begin()
         return [slots[index] for index in range(len(slots))]
+
+
+def ranks_of(group: dist.ProcessGroup | TwoLevel | None) -> int:
+    """How many are summed over."""
+    if isinstance(group, TwoLevel):
+        return dist.get_world_size(group.inner) * dist.get_world_size(group.outer)
+    return dist.get_world_size(group)
 
 
 def group_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:

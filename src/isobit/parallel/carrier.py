@@ -43,6 +43,7 @@ class OwnCarrier:
     """Takes each parameter's gradient as autograd delivers it, and exchanges buckets while backward still runs."""
 
     def __init__(self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None) -> None:
+        refuse_order(batch)
         self._exchange = None
         if batch.ranks > 1:
             dtype, device = one_kind([p for p in model.parameters() if p.requires_grad])
@@ -62,6 +63,7 @@ class OwnCarrier:
 
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
         refuse_changed(self._model, self._parameters)
+        self._uses.refuse_parted()
         widen(self._parameters)
         self._under_way = node, last
         return nullcontext()
@@ -148,6 +150,15 @@ class Uses:
                 added[first] = rounded if first not in added else added[first] + rounded
         return added
 
+    def refuse_parted(self) -> None:
+        """The uses of a parameter are its memory, which another dtype or device gives each of them anew."""
+        if any(leaf.data_ptr() != first.data_ptr() for leaf, first in self._first.items()):
+            raise ArgumentError(
+                expected="tied parameters in the memory that they had when Gradients was made",
+                received="memory of their own",
+                remedy="convert and move the model first, then make Gradients",
+            )
+
     def close(self) -> None:
         """Ties again what was tied."""
         for module, name, parameter in self._placed:
@@ -164,6 +175,16 @@ def one_kind(parameters: list[nn.Parameter]) -> tuple[torch.dtype, torch.device]
             remedy="convert the model to one dtype and device",
         )
     return kinds.pop() if kinds else (torch.float32, torch.device("cpu"))
+
+
+def refuse_order(batch: GlobalBatch) -> None:
+    """A rank merges its own micro-batches first, so they must be one run."""
+    if batch.order != "rank" and batch.ranks > 1 and batch.micro_batches > 1:
+        raise UnsupportedError(
+            expected="a batch whose ranks hold a run each: GlobalBatch(..., order='rank')",
+            received=f"order={batch.order!r}",
+            remedy="keep order='micro' for fully_shard, which adds the ranks at every micro-batch",
+        )
 
 
 def refuse_changed(model: nn.Module, known: list[nn.Parameter]) -> None:

@@ -14,7 +14,7 @@ from isobit.errors import UnsupportedError
 from isobit.order.tree import Node
 from isobit.parallel import exchange
 from isobit.parallel.batch import GlobalBatch
-from isobit.parallel.carrier import narrow, refuse_changed, take_with, unaliased, widen
+from isobit.parallel.carrier import narrow, refuse_changed, refuse_order, take_with, unaliased, widen
 from isobit.parallel.partials import Partials
 
 
@@ -23,6 +23,7 @@ class DdpCarrier:
 
     def __init__(self, model: DistributedDataParallel, batch: GlobalBatch) -> None:
         refuse_tied(model)
+        refuse_order(batch)
         if model.find_unused_parameters or model.gradient_as_bucket_view:
             raise UnsupportedError(
                 expected="DistributedDataParallel(find_unused_parameters=False, gradient_as_bucket_view=False)",
@@ -94,6 +95,7 @@ class DdpCarrier:
         for parameter in self._parameters:
             parameter.grad = None
         narrow(self._parameters)
+        self._model.reducer._reset_state()  # or the next micro-batch's gradients would be taken for the failed one's
 
     def close(self) -> None:
         """DDP keeps a communication hook once it is set: a backward of its own is refused."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,6 +121,7 @@ class FsdpCarrier:
         for scatter in self._scatters:
             scatter.under_way = scatter.pushed = None
             scatter.counter.clear()
+        give_up(self._model)
         self._drop()
 
     def _drop(self) -> None:
@@ -142,8 +143,30 @@ def set_grad_dtype(module: FSDPModule, chosen: Callable[[torch.dtype], torch.dty
     handle = module.unshard()
     if handle is not None:
         handle.wait()
-    for group in cast(Any, module)._get_fsdp_state()._fsdp_param_groups:
+    for group in state_of(module)._fsdp_param_groups:
         for parameter in group.fsdp_params:
             unsharded = parameter._unsharded_param
             unsharded.grad_dtype = chosen(unsharded.dtype)
     module.reshard()
+
+
+def give_up(model: nn.Module) -> None:
+    """Ends a backward that failed as the engine would, but with nothing to reduce, so that no other rank is waited for.
+
+    Else the gathered parameters keep a gradient of the failed step, and the next backward is never ended.
+    """
+    if state_of(model)._is_root is None:
+        return  # no forward was ever run
+    groups = [group for m in model.modules() if isinstance(m, FSDPModule) for group in state_of(m)._fsdp_param_groups]
+    for group in groups:
+        group.reduce_scatter_unused_params = False
+        for parameter in group.fsdp_params:
+            parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
+    state_of(model)._root_post_backward_final_callback()
+    for group in groups:
+        group.reduce_scatter_unused_params = True
+
+
+def state_of(module: Any) -> Any:
+    """What fully_shard keeps of a module."""
+    return module._get_fsdp_state()

@@ -180,7 +180,7 @@ class Collectives:
             total = sent.view(self.line.ranks, -1)[self.line.rank] if self.total is None else self.total
             add_rows(list(rows.view(self.line.ranks, -1)), total)
             if self.total is None:
-                gather = dist.all_gather_into_tensor(sent, total, group=self.line.group, async_op=True)
+                gather = dist.all_gather_single(sent, total, group=self.line.group, async_op=True)
                 gathers.append((_sure(gather), piece, sent))
             if index + PIECES_AHEAD < len(self.pieces):
                 self._scatter(self.pieces[index + PIECES_AHEAD])
@@ -207,7 +207,7 @@ class Stock:
 
     def start(self) -> None:
         """Launches it."""
-        self.work = dist.all_gather_into_tensor(self.whole, self.share, group=self.line.group, async_op=True)
+        self.work = dist.all_gather_single(self.whole, self.share, group=self.line.group, async_op=True)
 
     def finish(self) -> None:
         """Waits for it."""

@@ -27,7 +27,7 @@ def draw_curves(panels: Mapping[str, Mapping[str, Losses]], title: str) -> str:
     for column, (side, kind) in enumerate((("stock PyTorch", "differs"), ("isobit", "same"))):
         canvas.dot(LEFT + 8 + 130 * column, bottom - 4, 4, kind)
         canvas.text(LEFT + 18 + 130 * column, bottom, side)
-    return canvas.document(LEFT + len(panels) * (WIDTH + 26), bottom + 16)
+    return canvas.document(LEFT + max(len(panels) * (WIDTH + 26), 8 * len(title)), bottom + 16)
 
 
 def draw_panel(name: str, sides: Mapping[str, Losses], low: int, high: int, labelled: bool) -> Canvas:
@@ -48,7 +48,7 @@ def draw_panel(name: str, sides: Mapping[str, Losses], low: int, high: int, labe
             canvas.text(-8, height(10.0**power) + 4, f"1e{power}", "quiet", "end")
     if labelled:
         canvas.text(-8, height(0) + 4, "exactly 0", "quiet", "end")
-    for side, losses in sides.items():
+    for side, losses in sorted(sides.items(), reverse=True):  # isobit last: stock's own first layout is at 0 as well
         kind = "same" if side == "isobit" else "differs"
         for layout, line in zip(losses, partings(losses), strict=True):
             draw_line(canvas, f"{side} {layout}", line, height, kind)
