@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from gradient_nets import LENGTHS, collect, differing, loss_of, make, on_ranks, plain, read, sharded, step, whole
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -116,6 +117,29 @@ def test_refusals_of_engines():
         return differing(read(net), before)
 
     assert on_ranks(2, run) == [[], []]
+
+
+def test_fully_shard_is_refused_where_it_would_divide_or_add_by_itself():
+    def run(_):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "data"))
+        group = mesh["data"].get_group()
+        with pytest.raises(UnsupportedError, match="no replicas"):
+            Gradients(fully_shard(make(), mesh=mesh), GlobalBatch(8, 2), group=group)
+        with pytest.raises(UnsupportedError, match="the batch's ranks"):
+            Gradients(fully_shard(make(), mesh=mesh["replicas"]), GlobalBatch(8, 2), group=group)
+        double, forced = (fully_shard(make(dtype), mesh=mesh["data"]) for dtype in (torch.float64, torch.float32))
+        forced.set_force_sum_reduction_for_comms(True)
+        for net in (double, forced):
+            gradients = Gradients(net, GlobalBatch(8, 2), group=group)
+            with pytest.raises(UnsupportedError, match="divide factor"):
+                step(gradients, net)
+        net = fully_shard(make(), mesh=mesh["data"])
+        gradients = Gradients(net, GlobalBatch(8, 2), group=group)
+        with pytest.raises(UnsupportedError, match="a second one"):
+            step(gradients, net, lambda loss: loss.backward(retain_graph=True))
+        return read(net)
+
+    assert on_ranks(4, run) == [{}] * 4
 
 
 def test_tied_weights_that_part_are_refused():

@@ -90,5 +90,5 @@ def carrier_of(model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | 
     if isinstance(model, DistributedDataParallel):
         return DdpCarrier(model, batch)
     if isinstance(model, FSDPModule):
-        return FsdpCarrier(model, batch)
+        return FsdpCarrier(model, batch, group)
     return OwnCarrier(model, batch, group)
