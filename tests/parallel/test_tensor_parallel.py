@@ -174,6 +174,12 @@ def test_modules_made_from_whole_ones():
     assert on_ranks(2, check) == [[], []]
 
 
+def test_what_is_frozen_stays_frozen():
+    for kind, whole in ((RowParallelLinear, nn.Linear(1024, 8)), (ColumnParallelLinear, nn.Linear(8, 1024))):
+        made = kind.from_linear(whole.requires_grad_(False), None)
+        assert [p.requires_grad for p in made.parameters()] == [False, False]
+
+
 def test_the_norm_of_split_parameters():
     """Also of parameters without their module, as torch's own clip_grad_norm_ is called."""
     whole = nn.Linear(96, 1024)
