@@ -86,6 +86,12 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
             remedy="name an earlier checkpoint; one that ends in .partial was never finished",
         )
     record = json.loads((source / RECORD).read_text())
+    if record.get("format") != FORMAT:
+        raise ArgumentError(
+            expected=f"a checkpoint of format {FORMAT}",
+            received=f"format {record.get('format')!r} in {source}",
+            remedy="load it with the isobit that saved it, or read its tensors by torch.distributed.checkpoint",
+        )
     state: dict[str, Any] = {"model": split_views(model, model.state_dict())}
     if optimizer is not None:
         restore_groups(optimizer, names_of(model), record["groups"])
