@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard as Placement
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.files import write_text
+from isobit.parallel.members import is_first_rank
 from isobit.parallel.shard import Shard, owner_of, table
 
 FORMAT = 1
@@ -212,11 +213,6 @@ def with_or_without_ranks() -> Iterator[bool]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield True
-
-
-def is_first_rank() -> bool:
-    """Who makes and renames the folder."""
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def wait_for_all() -> None:
