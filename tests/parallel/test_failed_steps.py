@@ -161,6 +161,18 @@ def test_two_backwards_of_a_share_are_refused():
     assert read(net) == {}
 
 
+@pytest.mark.parametrize(("ranks", "wrap"), [(1, plain), (2, plain), (2, DistributedDataParallel), (2, sharded)])
+def test_a_backward_after_the_block_is_refused(ranks, wrap):
+    def run(_):
+        net = wrap(make())
+        gradients = Gradients(net, GlobalBatch(len(LENGTHS), ranks))
+        with pytest.raises(UnsupportedError, match="backward in"), gradients.micro_batch(0) as share:
+            loss_of(net, gradients.batch.samples(gradients.rank), share)
+        return read(net)
+
+    assert on_ranks(ranks, run) == [{}] * ranks
+
+
 def test_closed_the_model_is_as_it_was():
     net = make(BF16, tied=True)
     expected = whole(copy.deepcopy(net))
