@@ -119,6 +119,16 @@ def test_refusals_of_engines():
     assert on_ranks(2, run) == [[], []]
 
 
+def test_another_group_than_the_wrappers_is_refused():
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "data"))
+        wrapped = DistributedDataParallel(make(), process_group=mesh["data"].get_group())
+        with pytest.raises(ArgumentError, match="the group of DistributedDataParallel"):
+            Gradients(wrapped, GlobalBatch(8, 2), group=mesh["tensor"].get_group())
+
+    on_ranks(4, run)
+
+
 def test_fully_shard_is_refused_where_it_would_divide_or_add_by_itself():
     def run(_):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "data"))
