@@ -121,6 +121,10 @@ def test_a_folder_is_whole_or_not_there(saved, tmp_path, monkeypatch):
     monkeypatch.undo()
     save(tmp_path / "cut short", model)  # what was left over is no hindrance
     load(tmp_path / "cut short", model)
+    record = tmp_path / "cut short" / "isobit.json"
+    record.write_text(record.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ArgumentError, match="of format 1; received format 2"):
+        load(tmp_path / "cut short", model)
 
 
 def test_another_optimizer_is_refused(saved):

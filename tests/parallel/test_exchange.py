@@ -24,7 +24,8 @@ from isobit.parallel.levels import TwoLevel
 from isobit.parallel.line import Line
 from isobit.parallel.meetings import Span, equal_spans, folded_spans, meet
 
-SIZES = (0, 1, 2, 3, 5, 64, 1001, 3 * (1 << 18) + 7)
+# Of 524,287 elements one half is a long message, the other is not.
+SIZES = (0, 1, 2, 3, 5, 64, 1001, (1 << 19) - 1, 3 * (1 << 18) + 7)
 CHECKS = {}
 
 
@@ -293,6 +294,7 @@ def test_what_one_gives_the_other_keeps(ranks):
         for rank, plan in enumerate(plans):
             for step, meeting in enumerate(plan):
                 assert meeting.given == plans[meeting.peer][step].kept
+                assert meeting.longest == plans[meeting.peer][step].longest
             assert plan[-1].kept == (spans[rank],)
     assert all(len(m.given) == 1 for rank in range(ranks) for m in meet(rank, folded_spans(1 << 12, ranks)))
 

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from gradient_nets import LENGTHS, collect, differing, loss_of, make, on_ranks, plain, read, sharded, step, whole
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -118,6 +119,39 @@ def test_refusals_of_engines():
     assert on_ranks(2, run) == [[], []]
 
 
+def test_another_group_than_the_wrappers_is_refused():
+    def run(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "data"))
+        wrapped = DistributedDataParallel(make(), process_group=mesh["data"].get_group())
+        with pytest.raises(ArgumentError, match="the group of DistributedDataParallel"):
+            Gradients(wrapped, GlobalBatch(8, 2), group=mesh["tensor"].get_group())
+
+    on_ranks(4, run)
+
+
+def test_fully_shard_is_refused_where_it_would_divide_or_add_by_itself():
+    def run(_):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "data"))
+        group = mesh["data"].get_group()
+        with pytest.raises(UnsupportedError, match="no replicas"):
+            Gradients(fully_shard(make(), mesh=mesh), GlobalBatch(8, 2), group=group)
+        with pytest.raises(UnsupportedError, match="the batch's ranks"):
+            Gradients(fully_shard(make(), mesh=mesh["replicas"]), GlobalBatch(8, 2), group=group)
+        double, forced = (fully_shard(make(dtype), mesh=mesh["data"]) for dtype in (torch.float64, torch.float32))
+        forced.set_force_sum_reduction_for_comms(True)
+        for net in (double, forced):
+            gradients = Gradients(net, GlobalBatch(8, 2), group=group)
+            with pytest.raises(UnsupportedError, match="divide factor"):
+                step(gradients, net)
+        net = fully_shard(make(), mesh=mesh["data"])
+        gradients = Gradients(net, GlobalBatch(8, 2), group=group)
+        with pytest.raises(UnsupportedError, match="a second one"):
+            step(gradients, net, lambda loss: loss.backward(retain_graph=True))
+        return read(net)
+
+    assert on_ranks(4, run) == [{}] * 4
+
+
 def test_tied_weights_that_part_are_refused():
     net = make(tied=True)
     gradients = Gradients(net, GlobalBatch(8))
@@ -135,6 +169,18 @@ def test_two_backwards_of_a_share_are_refused():
     with pytest.raises(CutError, match="each with one backward"), gradients.micro_batch(1) as share:
         loss_of(net, range(4, 8), share).backward()
     assert read(net) == {}
+
+
+@pytest.mark.parametrize(("ranks", "wrap"), [(1, plain), (2, plain), (2, DistributedDataParallel), (2, sharded)])
+def test_a_backward_after_the_block_is_refused(ranks, wrap):
+    def run(_):
+        net = wrap(make())
+        gradients = Gradients(net, GlobalBatch(len(LENGTHS), ranks))
+        with pytest.raises(UnsupportedError, match="backward in"), gradients.micro_batch(0) as share:
+            loss_of(net, gradients.batch.samples(gradients.rank), share)
+        return read(net)
+
+    assert on_ranks(ranks, run) == [{}] * ranks
 
 
 def test_closed_the_model_is_as_it_was():

@@ -132,5 +132,5 @@ def test_refusals():
     with pytest.raises(CutError, match="8 parts"):
         shard(model, Ranks("tp", None, 0, 8))
     assert bits.digest(model) == before
-    with pytest.raises(UnsupportedError, match="tie_word_embeddings"):
+    with pytest.raises(UnsupportedError, match="a leaf for each use"):
         share_gradients(model, 0)

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import isobit
 from isobit import CutError, UnsupportedError, bits
 from isobit.ops.linear import partial
-from isobit.parallel import exchange, head_norm
+from isobit.parallel import exchange, head_norm, total_norm
 from isobit.parallel.column_linear import ColumnParallelLinear, column_linear, column_linear_group
 from isobit.parallel.row_linear import RowParallelLinear, row_linear
 from isobit.parallel.shard import Ranks, full_state, load_full_state, table
@@ -172,6 +172,27 @@ def test_modules_made_from_whole_ones():
         return [*wrong, *([] if bits.equal(fresh.down.weight, split.down.weight) else ["loaded"])]
 
     assert on_ranks(2, check) == [[], []]
+
+
+def test_what_is_frozen_stays_frozen():
+    for kind, whole in ((RowParallelLinear, nn.Linear(1024, 8)), (ColumnParallelLinear, nn.Linear(8, 1024))):
+        made = kind.from_linear(whole.requires_grad_(False), None)
+        assert [p.requires_grad for p in made.parameters()] == [False, False]
+
+
+def test_the_norm_of_split_parameters():
+    """Also of parameters without their module, as torch's own clip_grad_norm_ is called."""
+    whole = nn.Linear(96, 1024)
+    grads = [torch.randn_like(p) for p in whole.parameters()]
+    expected = isobit.optim.total_norm(grads)
+
+    def check(ranks):
+        split = ColumnParallelLinear.from_linear(whole, ranks)
+        for parameter, grad in zip(split.parameters(), grads, strict=True):
+            parameter.grad = grad.chunk(ranks.parts)[ranks.coordinate].clone()
+        return [bits.equal(total_norm(given), expected) for given in (split, split.parameters())]
+
+    assert on_ranks(2, check) == [[True] * 2] * 2
 
 
 def test_stock_styles_have_other_bits_when_split():

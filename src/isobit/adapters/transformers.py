@@ -297,9 +297,9 @@ def refuse_tied_share(module: Any) -> None:
     tied = share_in_force() is not None and weight is module.model.embed_tokens.weight
     if tied and weight.requires_grad and torch.is_grad_enabled():
         raise UnsupportedError(
-            expected="a head with a weight of its own, where a share of the global batch is trained on",
-            received="tie_word_embeddings=True",
-            remedy="untie them: config.tie_word_embeddings = False; or train on the whole batch at once",
+            expected="a leaf for each use of a tied weight, where a share of the global batch is trained on",
+            received="one weight of embedding and head",
+            remedy="train through isobit.parallel.Gradients, which makes them; or on the whole batch at once",
         )
 
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from blake3 import blake3
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from isobit import bits
+from isobit.parallel.members import is_first_rank
 from isobit.parallel.shard import gather, owner_of, table
 
 
@@ -94,8 +94,3 @@ def digest_of(model: nn.Module, read: Callable[[Tensor], Tensor | None] = lambda
             finite = finite and bool(whole.isfinite().all())
             elements += whole.numel()
     return Digest(hasher.hexdigest()[:32], finite, elements)
-
-
-def is_first_rank() -> bool:
-    """Also where there is no other."""
-    return not dist.is_initialized() or dist.get_rank() == 0

@@ -80,6 +80,7 @@ class OwnCarrier:
     def end(self, node: Node, last: bool) -> None:
         self._under_way = None
         absent = self._partials.complete(node)
+        refuse_idle(absent, self._parameters)
         if not last:
             return
         root = self._root_above(node)
@@ -207,6 +208,16 @@ def refuse_leftovers(parameters: list[nn.Parameter]) -> None:
                 received=f"a gradient of a parameter {list(parameter.shape)}",
                 remedy="call optimizer.zero_grad(), which sets gradients to None, after optimizer.step()",
             )
+
+
+def refuse_idle(absent: list[Tensor], parameters: list[nn.Parameter]) -> None:
+    """A backward after the block would leave this rank's own gradient in p.grad, unexchanged."""
+    if parameters and len(absent) == len(parameters):
+        raise UnsupportedError(
+            expected="a backward inside Gradients.micro_batch",
+            received=f"a gradient of none of {len(parameters)} parameters",
+            remedy="call backward before the block ends, also of a share whose loss is zero",
+        )
 
 
 def widen(parameters: list[nn.Parameter]) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import Shard as Placement
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.files import write_text
+from isobit.parallel.members import is_first_rank
 from isobit.parallel.shard import Shard, owner_of, table
 
 FORMAT = 1
@@ -86,6 +87,12 @@ def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | 
             remedy="name an earlier checkpoint; one that ends in .partial was never finished",
         )
     record = json.loads((source / RECORD).read_text())
+    if record.get("format") != FORMAT:
+        raise ArgumentError(
+            expected=f"a checkpoint of format {FORMAT}",
+            received=f"format {record.get('format')!r} in {source}",
+            remedy="load it with the isobit that saved it, or read its tensors by torch.distributed.checkpoint",
+        )
     state: dict[str, Any] = {"model": split_views(model, model.state_dict())}
     if optimizer is not None:
         restore_groups(optimizer, names_of(model), record["groups"])
@@ -206,11 +213,6 @@ def with_or_without_ranks() -> Iterator[bool]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield True
-
-
-def is_first_rank() -> bool:
-    """Who makes and renames the folder."""
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def wait_for_all() -> None:

@@ -14,7 +14,7 @@ from isobit.errors import UnsupportedError
 from isobit.order.tree import Node
 from isobit.parallel import exchange
 from isobit.parallel.batch import GlobalBatch
-from isobit.parallel.carrier import narrow, refuse_changed, refuse_order, take_with, unaliased, widen
+from isobit.parallel.carrier import narrow, refuse_changed, refuse_idle, refuse_order, take_with, unaliased, widen
 from isobit.parallel.partials import Partials
 
 
@@ -81,6 +81,7 @@ class DdpCarrier:
     def end(self, node: Node, last: bool) -> None:
         self._under_way = None
         absent = self._partials.complete(node)
+        refuse_idle(absent, self._parameters)
         if last and absent:
             raise UnsupportedError(
                 expected="a gradient of every parameter in the last micro-batch, or buckets are not exchanged",

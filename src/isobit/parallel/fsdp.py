@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from isobit.errors import UnsupportedError
 from isobit.ops.share import accumulation_dtype
@@ -25,8 +26,7 @@ from isobit.parallel.ddp import refuse_tied
 class TreeReduceScatter(ReduceScatter):
     """Of one fully_shard group: every micro-batch is a subtree over all ranks; their shards are merged by a counter."""
 
-    def __init__(self, ranks: int) -> None:
-        self._ranks = ranks
+    def __init__(self) -> None:
         self.under_way: tuple[Node, bool] | None = None
         self.pushed: Node | None = None  # the micro-batch that was last taken in
         self.counter: Counter[Tensor] = Counter(Tensor.add_)
@@ -42,17 +42,19 @@ class TreeReduceScatter(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        if self.under_way is None or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        # Its average is taken as the sum. Any other operation goes with a division before or after this call.
+        if self.under_way is None or op != dist.ReduceOp.AVG:
             raise UnsupportedError(
-                expected="a backward inside Gradients.micro_batch, without a gradient divide factor",
-                received="a backward of its own" if self.under_way is None else str(op),
-                remedy="divide the loss by the global count of active tokens; gradients are summed",
+                expected="a backward inside Gradients.micro_batch, of fp32 partials, without a gradient divide factor",
+                received="a backward of its own" if self.under_way is None else f"{op} of {input_tensor.dtype}",
+                remedy="divide the loss by the global count of active tokens: gradients are summed; "
+                "for fp64, or a forced sum, pass the model to Gradients without fully_shard",
             )
-        if group.size() != self._ranks:
+        if self.pushed is not None:
             raise UnsupportedError(
-                expected=f"shards over all {self._ranks} ranks of the batch",
-                received=f"a group of {group.size()}",
-                remedy="call fully_shard with a mesh of one axis, of the data-parallel ranks",
+                expected="one backward in each micro-batch, through every fully_shard group",
+                received="a second one",
+                remedy="add the losses of a micro-batch, and call backward once",
             )
         exchange.reduce_scatter(output_tensor, input_tensor, group)
         self.pushed, last = self.under_way
@@ -68,7 +70,7 @@ class TreeReduceScatter(ReduceScatter):
 class FsdpCarrier:
     """Each micro-batch is cut over the ranks and reduce-scattered; the shards of the last one are the whole's."""
 
-    def __init__(self, model: nn.Module, batch: GlobalBatch) -> None:
+    def __init__(self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None) -> None:
         refuse_tied(model)
         if batch.ranks > 1 and batch.micro_batches > 1 and batch.order != "micro":
             raise UnsupportedError(
@@ -82,12 +84,13 @@ class FsdpCarrier:
                 received="one rank",
                 remedy="pass the model to Gradients without fully_shard",
             )
+        refuse_other_ranks(model, group)
         self._batch, self._model = batch, model
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._scatters: list[TreeReduceScatter] = []
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                scatter = TreeReduceScatter(batch.ranks)
+                scatter = TreeReduceScatter()
                 module.set_custom_reduce_scatter(scatter)
                 # An absent gradient is zeros, or ranks and micro-batches would bring different parameters together.
                 module.set_reduce_scatter_unused_params(True, recurse=False)
@@ -136,6 +139,21 @@ class FsdpCarrier:
                 module.set_reduce_scatter_unused_params(False, recurse=False)
                 set_grad_dtype(module, lambda dtype: dtype)
         self._scatters.clear()
+
+
+def refuse_other_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Shards are summed by fully_shard's own group; replicas of shards would be averaged by stock."""
+    wanted = dist.get_process_group_ranks(group)
+    for module in model.modules():
+        for held in state_of(module)._fsdp_param_groups if isinstance(module, FSDPModule) else ():
+            found = held.mesh_info
+            replicated = isinstance(found, DDPMeshInfo)
+            if replicated or dist.get_process_group_ranks(found.shard_process_group) != wanted:
+                raise UnsupportedError(
+                    expected=f"shards over the batch's ranks {wanted}, and no replicas of them",
+                    received=f"fully_shard over {found.mesh}",
+                    remedy="call fully_shard with a mesh of one axis, whose group Gradients is given",
+                )
 
 
 def set_grad_dtype(module: FSDPModule, chosen: Callable[[torch.dtype], torch.dtype]) -> None:

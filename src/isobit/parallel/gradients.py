@@ -35,6 +35,7 @@ class Gradients:
     def __init__(self, model: nn.Module, batch: GlobalBatch, *, group: dist.ProcessGroup | None = None) -> None:
         self.batch = batch
         if isinstance(model, DistributedDataParallel):
+            refuse_other_group(model, group)
             group = model.process_group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         ranks = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -85,10 +86,21 @@ class Gradients:
             self._carrier.close()
 
 
+def refuse_other_group(model: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+    """The wrapper exchanges over its own."""
+    own = dist.get_process_group_ranks(model.process_group)
+    if group is not None and dist.get_process_group_ranks(group) != own:
+        raise ArgumentError(
+            expected=f"the group of DistributedDataParallel, ranks {own}",
+            received=f"ranks {dist.get_process_group_ranks(group)}",
+            remedy="leave the group out, or wrap the model with process_group=group",
+        )
+
+
 def carrier_of(model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None) -> Carrier:
     """The engine that the model is wrapped in decides."""
     if isinstance(model, DistributedDataParallel):
         return DdpCarrier(model, batch)
     if isinstance(model, FSDPModule):
-        return FsdpCarrier(model, batch)
+        return FsdpCarrier(model, batch, group)
     return OwnCarrier(model, batch, group)

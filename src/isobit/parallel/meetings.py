@@ -24,6 +24,11 @@ class Meeting:
     kept: tuple[Span, ...]
     given: tuple[Span, ...]
 
+    @property
+    def longest(self) -> int:
+        """Elements of the longer way: halves of an odd number differ, and both must choose alike who sends first."""
+        return max(sum(span.stop - span.start for span in spans) for spans in (self.kept, self.given))
+
 
 @lru_cache(maxsize=1024)
 def meet(rank: int, owned: tuple[Span, ...]) -> list[Meeting]:

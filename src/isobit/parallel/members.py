@@ -71,3 +71,8 @@ class Members:
         held = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         dist.all_reduce(held, group=self.group)
         return held.tolist()
+
+
+def is_first_rank() -> bool:
+    """Of the world; also where there is no other."""
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.parallel.members import Members
-
-_OF_MODULE, _OF_PARAMETER = "_isobit_shards", "_isobit_shard"
+from isobit.parallel.shard import shard_of, shards_of
 
 
 @dataclass(frozen=True)
@@ -24,11 +23,7 @@ class Piece:
 
 def find_shards(model: nn.Module) -> dict[int, Any]:
     """Records of tensor-parallel parameters, by the parameter's id."""
-    return {
-        id(getattr(module, name)): shard
-        for module in model.modules()
-        for name, shard in module.__dict__.get(_OF_MODULE, {}).items()
-    }
+    return {id(getattr(module, name)): shard for module in model.modules() for name, shard in shards_of(module).items()}
 
 
 def piece_of(tensor: Tensor, shards: Mapping[int, Any] | None = None) -> Piece:
@@ -46,7 +41,7 @@ def piece_of(tensor: Tensor, shards: Mapping[int, Any] | None = None) -> Piece:
 
 def record_of(tensor: Tensor, shards: Mapping[int, Any] | None = None) -> Any:
     """The shard of a tensor-parallel parameter, or None."""
-    return (shards or {}).get(id(tensor), getattr(tensor, _OF_PARAMETER, None))
+    return (shards or {}).get(id(tensor), shard_of(tensor))
 
 
 def is_dtensor(tensor: Tensor) -> bool:

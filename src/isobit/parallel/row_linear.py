@@ -94,7 +94,8 @@ class RowParallelLinear(nn.Linear):
         nn.Module.__init__(made)
         made.in_features, made.out_features = module.in_features, module.out_features
         made.weight = module.weight
-        made.bias = None if module.bias is None else nn.Parameter(module.bias.detach().clone())
+        bias = module.bias
+        made.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
         made.split(Ranks.of(mesh))
         return made.train(module.training)
 

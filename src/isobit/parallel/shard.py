@@ -16,6 +16,7 @@ from isobit.errors import ArgumentError, CutError, UnsupportedError
 from isobit.parallel import exchange
 
 _RANKS, _SHARDS = "_isobit_ranks", "_isobit_shards"
+_SHARD = "_isobit_shard"  # on a split parameter itself: lists of parameters have no module to ask
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,11 @@ def shards_of(module: nn.Module) -> dict[str, Shard]:
     return dict(module.__dict__.get(_SHARDS, {}))
 
 
+def shard_of(parameter: Tensor) -> Any:
+    """The shard that a split parameter itself knows of, or None. A deep copy knows of none; its module does."""
+    return getattr(parameter, _SHARD, None)
+
+
 def table(model: nn.Module) -> dict[str, Shard]:
     """The shards of all parameters of a model, by their full names; what is not here every rank holds whole."""
     return {
@@ -172,7 +178,7 @@ def split_module(module: nn.Module, axes: dict[str, int], ranks: Ranks, ties: Ti
         )
     shards = {name: Shard.equal(ranks, axis, getattr(module, name).shape[axis]) for name, axis in axes.items()}
     for name, shard in shards.items():
-        replace_parameter(module, name, partial(take, shard=shard), ties)
+        setattr(replace_parameter(module, name, partial(take, shard=shard), ties), _SHARD, shard)
     module.__dict__[_RANKS], module.__dict__[_SHARDS] = ranks, shards
 
 
@@ -186,7 +192,9 @@ def join_module(module: nn.Module, ties: Ties | None = None) -> None:
     del module.__dict__[_RANKS], module.__dict__[_SHARDS]
 
 
-def replace_parameter(module: nn.Module, name: str, made: Callable[[Tensor], Tensor], ties: Ties | None) -> None:
+def replace_parameter(
+    module: nn.Module, name: str, made: Callable[[Tensor], Tensor], ties: Ties | None
+) -> nn.Parameter:
     """Another leaf in a parameter's place."""
     old: nn.Parameter = getattr(module, name)
     new = None if ties is None else ties.get(old)
@@ -195,6 +203,7 @@ def replace_parameter(module: nn.Module, name: str, made: Callable[[Tensor], Ten
     if ties is not None:
         ties[old] = new
     setattr(module, name, new)
+    return new
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:

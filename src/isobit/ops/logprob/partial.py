@@ -27,8 +27,7 @@ from isobit.order.cut import Cut
 def forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cut: Cut) -> tuple[Tensor, Tensor]:
     """[T, 2] pairs (max, sum) of the share, and [T] scaled logits of the targets, +0 where another share has them.
 
-    Targets are ids of the whole vocabulary, or −100. One share has each target, so the logits of all shares are merged
-    by adding their bits as integers (isobit.bits.as_integers): the others' are 0.
+    Targets are ids of the whole vocabulary, or −100. One share has each target: its logit is the one to take.
     """
     check_problem(hidden, weight, targets, temperature, cut)
     ids = targets.to(torch.int64).contiguous()
