@@ -49,6 +49,7 @@ class Rank:
         self.value: Any = None
         self.error: BaseException | None = None
         self.left = False
+        self.died_in = ""  # the call at which a fault ended it
         self.state = fresh_state(world.seed, index)
 
 

@@ -128,6 +128,8 @@ class World:
         try:
             with being(rank), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
                 self._call(rank, function, args, init)
+            if rank.died_in:  # a bare `except` of the program caught its death
+                raise Killed(rank.died_in)
         except BaseException as error:
             self._note_failure(rank, error)
         finally:  # whatever happened, the baton goes on
@@ -148,7 +150,7 @@ class World:
                 dist.destroy_process_group()
 
     def _note_failure(self, rank: Rank, error: BaseException) -> None:
-        rank.error = error
+        rank.error = error = Killed(rank.died_in).with_traceback(error.__traceback__) if rank.died_in else error
         consequence = isinstance(error, RankLostError) and rank.index not in error.ranks
         if not consequence and not (self.root is not None and isinstance(error, (type(self.root), Killed))):
             self.failed.append(rank.index)
@@ -174,6 +176,7 @@ class World:
     def _happen(self, rank: Rank, planted: Fault, call: Call, what: str) -> bool:
         self.recorder.note(rank.index, self.schedule.clocks[rank.index], f"fault {planted}")
         if isinstance(planted, faults.Die):
+            rank.died_in = what
             raise Killed(what)
         if isinstance(planted, faults.Stall):
             if planted.seconds is None:
@@ -201,6 +204,8 @@ class World:
 
     def check(self, rank: Rank) -> None:
         """Raises what this rank was released with, or what stopped the world."""
+        if rank.died_in:  # a program's `finally` may still call
+            raise Killed(rank.died_in)
         verdict = self._verdicts.pop(rank.index, None)
         if verdict is not None:
             raise verdict
