@@ -1,6 +1,7 @@
 """Each wrong program is named with its culprit, at once, under every seed tried; each right one passes."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -283,3 +284,29 @@ def test_a_reduction_that_cannot_be_computed_is_refused_on_every_rank():
         dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND)
 
     expect(RankFailedError, [0, 1], body, count=2, match="ArgumentError")
+
+
+def unlike(rank):
+    dist.all_reduce(torch.ones(3 if rank == 1 else 4))
+
+
+def alone(rank):
+    if rank != 1:
+        dist.barrier()
+
+
+@pytest.mark.parametrize("answer", ["nothing", "exit", "another"])
+@pytest.mark.parametrize(("body", "kind"), [(unlike, MismatchError), (alone, DeadlockError)])
+def test_what_a_program_catches_is_told_all_the_same(answer, body, kind):
+    def catching(rank):
+        try:
+            body(rank)
+        except Exception as error:
+            if answer == "exit":
+                sys.exit(1)
+            if answer == "another":
+                raise KeyError("of the program") from error
+
+    with pytest.raises(kind) as caught:
+        World(4).run(catching)
+    assert caught.value.ranks == (1,)

@@ -22,7 +22,7 @@ from isobit.simulator import faults
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import Fault
 from isobit.simulator.install import installed
-from isobit.simulator.judge import Killed, Result, Stalled, diagnose, judge
+from isobit.simulator.judge import Killed, Result, Stalled, diagnose, judge, origin
 from isobit.simulator.ledger import Ledger
 from isobit.simulator.network import Network
 from isobit.simulator.rank import Rank, being, inside, restore_state, save_state, user_line, user_stack
@@ -151,8 +151,9 @@ class World:
 
     def _note_failure(self, rank: Rank, error: BaseException) -> None:
         rank.error = error = Killed(rank.died_in).with_traceback(error.__traceback__) if rank.died_in else error
-        consequence = isinstance(error, RankLostError) and rank.index not in error.ranks
-        if not consequence and not (self.root is not None and isinstance(error, (type(self.root), Killed))):
+        told = origin(error)
+        consequence = isinstance(told, RankLostError) and rank.index not in told.ranks
+        if not consequence and not (self.root is not None and isinstance(told, (type(self.root), Killed))):
             self.failed.append(rank.index)
 
     def vote(self, rank: Rank, name: str, members: tuple[int, ...]) -> None:
