@@ -70,6 +70,33 @@ def test_a_failure_of_the_script_is_a_finding(write, capsys):
     assert finding["first"]["cause"] == "AssertionError: no room"
 
 
+def test_a_failed_rank_is_heard(write, capsys):
+    body = "dist.barrier()\nif rank == 1:\n print('no such flag', file=sys.stderr)\n sys.exit(2)\n"
+    code, found = record(capsys, write(body), "--seeds", "1")
+    assert (code, found["findings"][0]["first"]["wrote"]) == (1, "no such flag")
+    assert main(["simulate", write(body), "--seeds", "1"]) == 1
+    assert "wrote: no such flag" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("import no_such_module\n", "No module named 'no_such_module' on every rank"),
+        ("import argparse\np = argparse.ArgumentParser()\np.add_argument('lr')\np.parse_args()\n", "required: lr"),
+    ],
+)
+def test_a_script_that_never_starts_is_two(write, capsys, body, said):
+    assert main(["simulate", write(body)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_script_that_says_nothing_to_others_tries_nothing(write, capsys):
+    code, found = record(capsys, write("print(rank)\n"), "--seeds", "1")
+    assert (code, found["calls"]) == (0, 0)
+    assert main(["simulate", write("print(rank)\n"), "--seeds", "1"]) == 0
+    assert "nothing was tried" in capsys.readouterr().out
+
+
 def test_faults_are_planted_by_seed(write, capsys):
     code, found = record(capsys, write("dist.barrier()\ndist.barrier()\n"), "--faults", "die", "--fault-calls", "2")
     assert code == 1

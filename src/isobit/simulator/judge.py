@@ -124,7 +124,7 @@ def own_failure(world: World) -> SimulationError | None:
     error = RankFailedError(
         expected=f"{checkers.listed(alike)} to return",
         received=f"{type(cause).__name__}: {cause}",
-        remedy="see the cause above; what other ranks report follows from it",
+        remedy="see its cause; what other ranks report follows from it",
         ranks=alike,
         stacks=stacks,
     )
