@@ -1,6 +1,7 @@
 """`isobit simulate` finds, names and replays, and says whether prints follow the schedule; exits with 0, 1 or 2."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,15 @@ def test_rank_zero_prints_once_and_arguments_pass(write, capsys):
     assert code == 0
     assert said.count("sum 3 --lr 0.5") == 1
     assert "prints agree over 3 clean seeds" in said
+
+
+def test_streams_do_what_programs_ask_of_them(write, capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own, beside which basicConfig does nothing
+    body = "import logging\nlogging.basicConfig(stream=sys.stdout, level='INFO', format='%(message)s')\n"
+    body += "sys.stdout.reconfigure(line_buffering=True)\nassert sys.stdout.encoding\n"
+    body += "sys.stdout.buffer.write(b'bytes ')\nlogging.info('a line')\ndist.barrier()\n"
+    code, found = record(capsys, write(body), "--ranks", "2", "--seeds", "3")
+    assert (code, found["printed"], found["prints_agree"]) == (0, ["bytes a line\n"] * 2, True)
 
 
 def test_prints_that_follow_the_schedule_part(write, capsys):
@@ -115,6 +125,7 @@ model(x).square().mean().backward()
 for p in model.parameters():
     dist.all_reduce(p.grad, dist.ReduceOp.AVG)
 optimizer.step()
+print(ranks, "ranks")
 """
 
 
@@ -126,6 +137,7 @@ def test_one_worker_shows_what_replicas_hide(write, capsys):
     assert code == 1
     assert found["findings"][0]["kind"] == "weights differ"
     assert "rank 0 0.5 for 0.125, rank 1 0.5 for 0.875" in found["findings"][0]["first"]["text"]
+    assert found["printed"] == ["2 ranks\n"] * 2  # not those of the one worker as well
 
 
 ALIKE = """

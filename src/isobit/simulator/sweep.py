@@ -89,18 +89,18 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
         except SimulationError as error:
             result = error.result
             errors = [error, *(other for other in (result.findings if result else ()) if other is not error)]
-    printed = tuple(plan.script.output.text(rank) for rank in range(plan.ranks))
-    found = tuple(in_words(error, plan.script) for error in errors if error.kind not in plan.ignore)
+    printed = tuple(plan.script.output.text(rank, plan.ranks) for rank in range(plan.ranks))
+    found = tuple(in_words(error, plan) for error in errors if error.kind not in plan.ignore)
     calls = sum(rank.calls for rank in world.members)
     return SeedRun(seed, tuple(map(str, faults)), found, printed, result.digest if result else "", calls)
 
 
-def in_words(error: SimulationError, script: Script) -> Found:
+def in_words(error: SimulationError, plan: Plan) -> Found:
     """What outlives the run; of a rank's own failure, its last words too."""
     cause = wrote = ""
     if isinstance(error, RankFailedError) and error.__cause__ is not None:
         cause = f"{type(error.__cause__).__name__}: {error.__cause__}"
-        wrote = "\n".join(script.errors.text(min(error.stacks)).splitlines()[-LAST_LINES:])
+        wrote = "\n".join(plan.script.errors.text(min(error.stacks), plan.ranks).splitlines()[-LAST_LINES:])
     text = f"expected {error.expected}; received {error.received}; remedy: {error.remedy}"
     stacks = {rank: tuple(lines) for rank, lines in error.stacks.items()}
     return Found(error.kind, error.ranks, text, stacks, cause, wrote)
