@@ -17,6 +17,7 @@ from isobit.errors import (
     RankFailedError,
 )
 from isobit.simulator import World, same_on_all_ranks
+from isobit.simulator.reads import memory_of, overlap
 
 SEEDS = range(5)
 
@@ -247,6 +248,15 @@ def test_a_pending_result_read_is_named_where_it_is_read():
 
     error = expect(PendingError, [2], body, watch=["reads"], match="read")
     assert re.search(r"test_simulator_checkers.py:\d+ in body", error.stacks[2][0])
+
+
+def test_memory_is_shared_by_the_byte():
+    flat = torch.zeros(12)
+    quarter = [memory_of([flat[at : at + 4]]) for at in range(9)]
+    shared = {(a, b): overlap(quarter[a], quarter[b]) for a in (0, 4) for b in range(9)}
+    assert shared == {(a, b): abs(a - b) < 4 for a in (0, 4) for b in range(9)}
+    assert overlap(memory_of(flat.chunk(3)), memory_of([flat.view(3, 4).t()[1:2]]))
+    assert not overlap(memory_of([flat[:0]]), memory_of([flat]))
 
 
 def test_parameters_that_diverge():
