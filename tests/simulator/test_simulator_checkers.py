@@ -305,13 +305,15 @@ def alone(rank):
         dist.barrier()
 
 
-@pytest.mark.parametrize("answer", ["nothing", "exit", "another"])
+@pytest.mark.parametrize("answer", ["nothing", "exit", "another", "again"])
 @pytest.mark.parametrize(("body", "kind"), [(unlike, MismatchError), (alone, DeadlockError)])
 def test_what_a_program_catches_is_told_all_the_same(answer, body, kind):
     def catching(rank):
         try:
             body(rank)
         except Exception as error:
+            if answer == "again":
+                catching(rank)
             if answer == "exit":
                 sys.exit(1)
             if answer == "another":

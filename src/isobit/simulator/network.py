@@ -147,7 +147,7 @@ class Network:
                     expected=f"a {operation.kind} that torch can compute", received=str(error), remedy="see the message"
                 )
         if isinstance(operation.failure, MismatchError):  # wrong, even where programs catch what they are told
-            self.world.findings.append(operation.failure)
+            self.world.tell(operation.failure)
         latest = max(call.clock for call in calls)
         operation.at = [latest + self.schedule.delay() for _ in calls]
         operation.done = True

@@ -42,7 +42,7 @@ class Rank:
         self.world, self.index = world, index
         self.variables = variables
         self.pending: dict[int, RankWork] = {}
-        self.calls = 0
+        self.calls = self.refusals = 0
         self.communicating = False  # inside a call, where the simulator itself touches buffers
         self.incarnations: dict[str, int] = {}
         self.thread_id = 0

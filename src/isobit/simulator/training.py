@@ -237,13 +237,10 @@ class Training:
                 self._say(Told("buffers differ", find_odd(held), name, text))
 
     def _say(self, told: Told | None) -> None:
-        """Ends the run at every rank's next call, if the world is strict."""
         if told is None or self.told is not None or told.kind in self.world.ignore:
             return
         self.told = told
-        self.world.findings.append(as_error(told))
-        if self.world.strict and self.world.root is None:
-            self.world.root = self.world.findings[0]
+        self.world.tell(as_error(told))
 
 
 def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -34,6 +34,7 @@ from isobit.simulator.training import Training
 from isobit.simulator.variables import launcher_variables
 from isobit.simulator.watch import Watch
 
+REFUSALS = 100  # calls that a rank may make after the world was stopped
 _running = threading.Lock()
 
 
@@ -211,7 +212,16 @@ class World:
         if verdict is not None:
             raise verdict
         if self.root is not None:
+            rank.refusals += 1
+            if rank.refusals > REFUSALS:  # a program that tries again for ever
+                raise Killed("refused again and again")
             raise self.again(self.root)
+
+    def tell(self, finding: SimulationError) -> None:
+        """Notes what is wrong; ends the run at every rank's next call, if the world is strict."""
+        self.findings.append(finding)
+        if self.strict and self.root is None:
+            self.root = self.findings[0]
 
     @staticmethod
     def again(error: IsobitError) -> IsobitError:
