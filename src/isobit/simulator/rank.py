@@ -1,4 +1,4 @@
-"""What one rank owns while it runs on a thread: its random numbers, variables, __main__ and default dtype."""
+"""What one rank owns while it runs on a thread: random numbers, variables, arguments, __main__, default dtype."""
 
 from __future__ import annotations
 
@@ -56,11 +56,12 @@ class Rank:
 class State:
     """Process-wide settings that a switch saves and restores."""
 
-    __slots__ = ("dtype", "main", "numpy", "python", "torch")
+    __slots__ = ("arguments", "dtype", "main", "numpy", "python", "torch")
 
     def __init__(self, torch_state: torch.Tensor, python: Any, numpy: Any, dtype: torch.dtype) -> None:
         self.torch, self.python, self.numpy, self.dtype = torch_state, python, numpy, dtype
         self.main = sys.modules["__main__"]  # pickle looks there for what a script defines
+        self.arguments = sys.argv
 
 
 def numpy_random() -> Any:
@@ -87,17 +88,20 @@ def restore_state(state: State) -> None:
     if torch.get_default_dtype() != state.dtype:
         torch.set_default_dtype(state.dtype)
     sys.modules["__main__"] = state.main
+    sys.argv = state.arguments
 
 
 def fresh_state(seed: int, index: int) -> State:
     """Torch as in a new process, alike on all ranks; what a process seeds by chance (Python, numpy) by the world."""
     numpy = numpy_random()
-    return State(
+    state = State(
         torch.Generator().manual_seed(TORCH_SEED).get_state(),
         python_random.seeded(f"{seed} {index}"),
         None if numpy is None else numpy.MT19937([seed, index]),
         torch.float32,
     )
+    state.arguments = list(sys.argv)  # programs take from it what is theirs
+    return state
 
 
 def current() -> Rank:
