@@ -38,6 +38,12 @@ def test_spawn_takes_what_torch_multiprocessing_takes():
     assert all(theirs[name].default == ours[name].default for name in theirs)
 
 
+def test_a_rank_spawns_no_processes():
+    with pytest.raises(RankFailedError, match=r"UnsupportedError.*isobit\.simulator\.spawn"):
+        World(2).run(lambda rank: torch.multiprocessing.spawn(print, nprocs=2))
+    assert torch.multiprocessing.spawn.__module__ == "torch.multiprocessing.spawn"
+
+
 def test_a_group_may_be_made_again_after_it_was_destroyed():
     def body(rank):
         for _ in range(3):

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.multiprocessing
 
-from isobit.errors import MismatchError
+from isobit.errors import MismatchError, UnsupportedError
 from isobit.simulator import backend
 from isobit.simulator import rank as ranks
 from isobit.simulator.variables import variables_per_rank
@@ -142,6 +143,21 @@ def monitored_barrier_of(plain: Any) -> Any:
     return monitored_barrier
 
 
+def spawn_of(plain: Any) -> Any:
+    """A script that starts its own processes would start as many on every rank, outside the world."""
+
+    def spawn(*args: Any, **options: Any) -> Any:
+        if not ranks.inside():
+            return plain(*args, **options)
+        raise UnsupportedError(
+            expected="a program that a launcher starts once per rank",
+            received="torch.multiprocessing.spawn on a rank",
+            remedy="call isobit.simulator.spawn, which takes the same arguments, or read the rank from os.environ",
+        )
+
+    return spawn
+
+
 @contextmanager
 def memory_returned() -> Iterator[None]:
     """glibc keeps what the threads of ranks freed, an arena each; where it is glibc, it gives that back."""
@@ -191,6 +207,7 @@ def installed(world: World) -> Iterator[None]:
             replaced(c10d, "_get_default_timeout", timeout_of(c10d._get_default_timeout)),
             replaced(c10d, "monitored_barrier", barrier),
             replaced(dist, "monitored_barrier", barrier),
+            replaced(torch.multiprocessing, "spawn", spawn_of(vars(torch.multiprocessing)["spawn"])),
             replaced(c10d, "_backend", c10d._backend),
             replaced(c10d, "_default_pg_init_method", c10d._default_pg_init_method),
             compiling(world),

@@ -30,12 +30,13 @@ def memory_of(tensors: Iterable[Tensor]) -> Memory:
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided or not tensor.numel():
             continue
-        reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        start = tensor.storage_offset() * tensor.element_size()
+        first, width = int(tensor.storage_offset()), tensor.element_size()
+        last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = first * width
         runs = memory.setdefault(tensor.untyped_storage()._cdata, [])
         if runs and runs[-1][1] == start:  # slots of one buffer, in order
             start = runs.pop()[0]
-        runs.append((start, (tensor.storage_offset() + reach) * tensor.element_size()))
+        runs.append((start, (last + 1) * width))
     return memory
 
 
