@@ -1,6 +1,7 @@
 """Programs run unmodified: any backend name, spawn, scripts as under torchrun; and the process is left whole."""
 
 import os
+import signal
 import sys
 import threading
 
@@ -42,6 +43,13 @@ def test_a_rank_spawns_no_processes():
     with pytest.raises(RankFailedError, match=r"UnsupportedError.*isobit\.simulator\.spawn"):
         World(2).run(lambda rank: torch.multiprocessing.spawn(print, nprocs=2))
     assert torch.multiprocessing.spawn.__module__ == "torch.multiprocessing.spawn"
+
+
+def test_handlers_of_signals_are_taken_and_never_called():
+    before = signal.getsignal(signal.SIGTERM)
+    World(2).run(lambda rank: signal.signal(signal.SIGTERM, print))
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.signal.__module__ == "signal"
 
 
 def test_a_group_may_be_made_again_after_it_was_destroyed():

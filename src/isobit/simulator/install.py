@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
 import threading
 import warnings
@@ -152,10 +153,19 @@ def spawn_of(plain: Any) -> Any:
         raise UnsupportedError(
             expected="a program that a launcher starts once per rank",
             received="torch.multiprocessing.spawn on a rank",
-            remedy="call isobit.simulator.spawn, which takes the same arguments, or read the rank from os.environ",
+            remedy="call isobit.simulator.spawn, which takes the same arguments, or start the script as torchrun does",
         )
 
     return spawn
+
+
+def signal_of(plain: Any) -> Any:
+    """Python takes handlers on the main thread alone; no signal comes to a rank, so that one is never called."""
+
+    def set_handler(number: int, handler: Any) -> Any:
+        return signal.SIG_DFL if ranks.inside() else plain(number, handler)
+
+    return set_handler
 
 
 @contextmanager
@@ -208,6 +218,7 @@ def installed(world: World) -> Iterator[None]:
             replaced(c10d, "monitored_barrier", barrier),
             replaced(dist, "monitored_barrier", barrier),
             replaced(torch.multiprocessing, "spawn", spawn_of(vars(torch.multiprocessing)["spawn"])),
+            replaced(signal, "signal", signal_of(signal.signal)),
             replaced(c10d, "_backend", c10d._backend),
             replaced(c10d, "_default_pg_init_method", c10d._default_pg_init_method),
             compiling(world),

@@ -1,4 +1,4 @@
-"""What one rank owns while it runs on a thread: random numbers, variables, arguments, __main__, default dtype."""
+"""What one rank owns while it runs on a thread: its random numbers, variables, __main__ and default dtype."""
 
 from __future__ import annotations
 
