@@ -93,7 +93,7 @@ def table(n):
 def sizes(n, p):
     """Messages, the smallest of them and memory, as Markdown."""
     lines = [
-        "| at 16,384 ranks | messages a rank sends | smallest, bytes | memory beside the tensor, MB |",
+        f"| at {p:,} ranks | messages a rank sends | smallest, bytes | memory beside the tensor, MB |",
         "| --- | --- | --- | --- |",
     ]
     for name, cost in ALGORITHMS.items():

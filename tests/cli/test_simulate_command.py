@@ -1,6 +1,7 @@
 """`isobit simulate` finds, names and replays, and says whether prints follow the schedule; exits with 0, 1 or 2."""
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,15 @@ def test_rank_zero_prints_once_and_arguments_pass(write, capsys):
     assert "prints agree over 3 clean seeds" in said
 
 
+def test_streams_do_what_programs_ask_of_them(write, capsys, monkeypatch):
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own, beside which basicConfig does nothing
+    body = "import logging\nlogging.basicConfig(stream=sys.stdout, level='INFO', format='%(message)s')\n"
+    body += "sys.stdout.reconfigure(line_buffering=True)\nassert sys.stdout.encoding\n"
+    body += "sys.stdout.buffer.write(b'bytes ')\nlogging.info('a line')\ndist.barrier()\n"
+    code, found = record(capsys, write(body), "--ranks", "2", "--seeds", "3")
+    assert (code, found["printed"], found["prints_agree"]) == (0, ["bytes a line\n"] * 2, True)
+
+
 def test_prints_that_follow_the_schedule_part(write, capsys):
     body = "x = torch.tensor([rank])\n"
     body += "if rank: dist.send(x, 0)\nelse:\n for _ in range(3): print(dist.recv(x))\n"
@@ -70,6 +80,33 @@ def test_a_failure_of_the_script_is_a_finding(write, capsys):
     assert finding["first"]["cause"] == "AssertionError: no room"
 
 
+def test_a_failed_rank_is_heard(write, capsys):
+    body = "dist.barrier()\nif rank == 1:\n print('no such flag', file=sys.stderr)\n sys.exit(2)\n"
+    code, found = record(capsys, write(body), "--seeds", "1")
+    assert (code, found["findings"][0]["first"]["wrote"]) == (1, "no such flag")
+    assert main(["simulate", write(body), "--seeds", "1"]) == 1
+    assert "wrote: no such flag" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("import no_such_module\n", "No module named 'no_such_module' on every rank"),
+        ("import argparse\np = argparse.ArgumentParser()\np.add_argument('lr')\np.parse_args()\n", "required: lr"),
+    ],
+)
+def test_a_script_that_never_starts_is_two(write, capsys, body, said):
+    assert main(["simulate", write(body)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_script_that_says_nothing_to_others_tries_nothing(write, capsys):
+    code, found = record(capsys, write("print(rank)\n"), "--seeds", "1")
+    assert (code, found["calls"]) == (0, 0)
+    assert main(["simulate", write("print(rank)\n"), "--seeds", "1"]) == 0
+    assert "nothing was tried" in capsys.readouterr().out
+
+
 def test_faults_are_planted_by_seed(write, capsys):
     code, found = record(capsys, write("dist.barrier()\ndist.barrier()\n"), "--faults", "die", "--fault-calls", "2")
     assert code == 1
@@ -88,6 +125,7 @@ model(x).square().mean().backward()
 for p in model.parameters():
     dist.all_reduce(p.grad, dist.ReduceOp.AVG)
 optimizer.step()
+print(ranks, "ranks")
 """
 
 
@@ -99,6 +137,7 @@ def test_one_worker_shows_what_replicas_hide(write, capsys):
     assert code == 1
     assert found["findings"][0]["kind"] == "weights differ"
     assert "rank 0 0.5 for 0.125, rank 1 0.5 for 0.875" in found["findings"][0]["first"]["text"]
+    assert found["printed"] == ["2 ranks\n"] * 2  # not those of the one worker as well
 
 
 ALIKE = """

@@ -5,6 +5,7 @@ real processes, with the same digest.
 """
 
 import json
+import math
 import re
 from dataclasses import replace
 from subprocess import CompletedProcess
@@ -108,6 +109,13 @@ def test_the_picture(first, folder):
     assert y + curve_picture.HEIGHT < float(root.get("height"))
     lines = [line for line in panel.findall(f"{SVG}line") if line.find(f"{SVG}title") is not None]
     assert len(lines) == 2 * 3 * (2 - 1)
+
+
+def test_the_picture_of_a_run_that_blew_up():
+    drawn = curve_picture.draw_curves({"float32": {"stock": {"a": [1.0, 2.0], "b": [math.nan, math.inf]}}}, "Losses")
+    dots = list(ElementTree.fromstring(drawn).iter(f"{SVG}circle"))
+    heights = [float(dot.get("cy")) for dot in dots if dot.find(f"{SVG}title") is not None]
+    assert heights == [curve_picture.HEIGHT - 18] * 2 + [8] * 2
 
 
 def test_a_wrong_merge_is_broken(first, folder, trained, monkeypatch, capsys):

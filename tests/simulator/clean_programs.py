@@ -154,6 +154,18 @@ def fully_sharded_of_old(rank, seed):
     train(FullyShardedDataParallel(build(seed), device_id=torch.device("cpu")), seed, rank)
 
 
+def buckets_of_one_buffer(rank, seed):
+    """Gradients lie in one flat buffer; its second half is written while its first is reduced."""
+    flat = torch.randn(2 * WIDTH, generator=torch.Generator().manual_seed(100 * seed + rank))
+    first, second = flat.chunk(2)
+    work = dist.all_reduce(first, async_op=True)
+    second.mul_(2)
+    later = dist.all_reduce(second, async_op=True)
+    work.wait()
+    first.div_(dist.get_world_size())
+    later.wait()
+
+
 def tensor_parallel(rank, seed):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -174,6 +186,7 @@ PROGRAMS = [
     wrapped,
     one_batch_for_all,
     overlapped,
+    buckets_of_one_buffer,
     sharded_by_hand,
     stages_of_one_seed,
     zero_one,

@@ -1,6 +1,7 @@
 """Each wrong program is named with its culprit, at once, under every seed tried; each right one passes."""
 
 import re
+import sys
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from isobit.errors import (
     RankFailedError,
 )
 from isobit.simulator import World, same_on_all_ranks
+from isobit.simulator.reads import memory_of, overlap
 
 SEEDS = range(5)
 
@@ -248,6 +250,15 @@ def test_a_pending_result_read_is_named_where_it_is_read():
     assert re.search(r"test_simulator_checkers.py:\d+ in body", error.stacks[2][0])
 
 
+def test_memory_is_shared_by_the_byte():
+    flat = torch.zeros(12)
+    quarter = [memory_of([flat[at : at + 4]]) for at in range(9)]
+    shared = {(a, b): overlap(quarter[a], quarter[b]) for a in (0, 4) for b in range(9)}
+    assert shared == {(a, b): abs(a - b) < 4 for a in (0, 4) for b in range(9)}
+    assert overlap(memory_of(flat.chunk(3)), memory_of([flat.view(3, 4).t()[1:2]]))
+    assert not overlap(memory_of([flat[:0]]), memory_of([flat]))
+
+
 def test_parameters_that_diverge():
     def body(rank):
         named = {"bias": torch.ones(3), "weight": torch.zeros(2, 3)}
@@ -283,3 +294,31 @@ def test_a_reduction_that_cannot_be_computed_is_refused_on_every_rank():
         dist.all_reduce(torch.ones(1), dist.ReduceOp.BAND)
 
     expect(RankFailedError, [0, 1], body, count=2, match="ArgumentError")
+
+
+def unlike(rank):
+    dist.all_reduce(torch.ones(3 if rank == 1 else 4))
+
+
+def alone(rank):
+    if rank != 1:
+        dist.barrier()
+
+
+@pytest.mark.parametrize("answer", ["nothing", "exit", "another", "again"])
+@pytest.mark.parametrize(("body", "kind"), [(unlike, MismatchError), (alone, DeadlockError)])
+def test_what_a_program_catches_is_told_all_the_same(answer, body, kind):
+    def catching(rank):
+        try:
+            body(rank)
+        except Exception as error:
+            if answer == "again":
+                catching(rank)
+            if answer == "exit":
+                sys.exit(1)
+            if answer == "another":
+                raise KeyError("of the program") from error
+
+    with pytest.raises(kind) as caught:
+        World(4).run(catching)
+    assert caught.value.ranks == (1,)

@@ -57,6 +57,22 @@ def test_a_straggler_costs_time_and_nothing_else():
     assert min(slow.clocks) > 2 * max(plain.clocks)
 
 
+def test_the_dead_make_no_further_call_whatever_their_program_catches():
+    def insists(rank, leave):
+        try:
+            steps(rank)
+        except BaseException:
+            if leave:
+                raise SystemExit(1)  # noqa: B904 -- as scripts do
+        finally:
+            dist.barrier()
+
+    for leave in (False, True):
+        with pytest.raises(RankLostError, match="its death at call 2") as caught:
+            World(3, faults=[Die(1, 2)]).run(insists, leave)
+        assert caught.value.ranks == (1,)
+
+
 def test_a_dropped_part_and_a_dropped_message():
     def message(rank):
         if rank == 0:

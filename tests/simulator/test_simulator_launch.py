@@ -1,6 +1,7 @@
 """Programs run unmodified: any backend name, spawn, scripts as under torchrun; and the process is left whole."""
 
 import os
+import signal
 import sys
 import threading
 
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 import torch.multiprocessing
+from torch.nn.modules import module
+from torch.optim import optimizer
 
 from isobit.errors import MismatchError, RankFailedError, UnsupportedError
 from isobit.simulator import World, run_script, spawn
@@ -34,6 +37,19 @@ def test_spawn_takes_what_torch_multiprocessing_takes():
     ours = inspect.signature(spawn).parameters
     assert [*theirs, "seed"] == list(ours)
     assert all(theirs[name].default == ours[name].default for name in theirs)
+
+
+def test_a_rank_spawns_no_processes():
+    with pytest.raises(RankFailedError, match=r"UnsupportedError.*isobit\.simulator\.spawn"):
+        World(2).run(lambda rank: torch.multiprocessing.spawn(print, nprocs=2))
+    assert torch.multiprocessing.spawn.__module__ == "torch.multiprocessing.spawn"
+
+
+def test_handlers_of_signals_are_taken_and_never_called():
+    before = signal.getsignal(signal.SIGTERM)
+    World(2).run(lambda rank: signal.signal(signal.SIGTERM, print))
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.signal.__module__ == "signal"
 
 
 def test_a_group_may_be_made_again_after_it_was_destroyed():
@@ -76,7 +92,7 @@ if __name__ == "__main__":
     assert all(isinstance(one, Said) for one in said)
     heard = [one.rank for one in said]
     mine = os.environ["MINE"], os.environ["LOCAL_RANK"], dict(os.environ)["RANK"]
-    words = sys.argv[1:]
+    words = [sys.argv.pop(1), *sys.argv[1:]]
     dist.destroy_process_group()
 """
 
@@ -114,6 +130,11 @@ def held():
         torch.get_default_dtype(),
         torch.is_grad_enabled(),
         threading.active_count(),
+        sys.argv,
+        torch.compile,
+        torch._dynamo.config.recompile_limit,
+        *[len(hooks) for hooks in (optimizer._global_optimizer_pre_hooks, module._global_forward_hooks)],
+        *[len(hooks) for hooks in (optimizer._global_optimizer_post_hooks, module._global_forward_pre_hooks)],
     )
 
 
@@ -127,6 +148,7 @@ def test_the_process_is_left_as_it_was_also_after_failures():
         torch.set_default_dtype(torch.float64)
         torch.set_grad_enabled(False)
         os.environ["LEAKED"] = "1"
+        torch.compile(torch.nn.Linear(1, 1))
         dist.barrier()
         if rank == 1:
             raise KeyError("gone")
@@ -135,7 +157,7 @@ def test_the_process_is_left_as_it_was_also_after_failures():
     before = held()
     for _ in range(2):
         with pytest.raises(RankFailedError):
-            World(3).run(bad)
+            World(3, watch=("training",)).run(bad)
         assert held() == before
         assert "LEAKED" not in os.environ
         assert not dist.is_initialized()

@@ -95,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
     with make_progress() as progress:
         task = progress.add_task(f"{options.script.name} on {options.ranks} ranks", total=len(plan.seeds))
         for finished in run_seeds(plan):
+            refuse_unstarted(options, finished)
             runs.append(finished)
             found = sum(bool(run.found) for run in runs)
             progress.update(task, advance=1, description=f"{options.script.name}: {found} seeds with findings")
@@ -104,6 +105,17 @@ def run(options: argparse.Namespace) -> int:
     else:
         show(Console(highlight=False, width=118, soft_wrap=True), options, runs, groups, departs)
     return 1 if groups else 0
+
+
+def refuse_unstarted(options: argparse.Namespace, run: SeedRun) -> None:
+    """A script that fails on every rank before any call could not be run: an import, or an argument, is missing."""
+    for found in run.found:
+        if not run.calls and len(found.ranks) == options.ranks and found.cause:
+            raise ArgumentError(
+                expected="a script that reaches a call of torch.distributed",
+                received=f"{found.cause} on every rank" + (f", after {found.wrote!r}" if found.wrote else ""),
+                remedy="run it with python first; words after -- go to the script",
+            )
 
 
 def as_record(options: argparse.Namespace, runs: list[SeedRun], groups: list[Group], departs: str) -> dict[str, Any]:
@@ -123,6 +135,7 @@ def as_record(options: argparse.Namespace, runs: list[SeedRun], groups: list[Gro
             }
             for group in groups
         ],
+        "calls": runs[0].calls,
         "prints_agree": not departs,
         "prints_depart": departs,
         "printed": list(runs[0].printed),
@@ -165,9 +178,11 @@ def show(console: Console, options: argparse.Namespace, runs: list[SeedRun], gro
             places.setdefault(tuple(lines[:4]), []).append(rank)
         for place, ranks in places.items():
             console.print(f"  {listed(ranks)}: " + " ← ".join(place), markup=False)
-        if group.first.cause:
-            console.print(f"  {group.first.cause}", markup=False)
+        if group.first.wrote:
+            console.print(f"  wrote: {group.first.wrote}", markup=False)
         console.print(f"  again: {replay_command(options, group)}", markup=False)
+    if not runs[0].calls:
+        console.print("no rank made a call of torch.distributed: nothing was tried")
     clean = sum(not run.found for run in runs)
     console.print(f"{len(runs)} seeds, {options.ranks} ranks: {clean} clean, {len(runs) - clean} with findings")
     if clean > 1:

@@ -17,7 +17,7 @@ def draw_curves(panels: Mapping[str, Mapping[str, Losses]], title: str) -> str:
     canvas = Canvas()
     canvas.text(LEFT, 22, title, "title")
     parted = [p for sides in panels.values() for losses in sides.values() for line in partings(losses) for p in line]
-    powers = [math.log10(p) for p in parted if p > 0]
+    powers = [math.log10(p) for p in parted if 0 < p < math.inf]
     low = math.floor(min(powers, default=-8))
     high = max(math.ceil(max(powers, default=-1)), low + 1)
     for column, (name, sides) in enumerate(panels.items()):
@@ -40,6 +40,8 @@ def draw_panel(name: str, sides: Mapping[str, Losses], low: int, high: int, labe
     def height(value: float) -> float:
         if value <= 0:
             return HEIGHT - 18
+        if not math.isfinite(value):  # a run that blew up, at the frame's upper edge
+            return 8
         return HEIGHT - 48 - (math.log10(value) - low) / (high - low) * (HEIGHT - 64)
 
     for power in range(low, high + 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import signal
 import sys
 import threading
 import warnings
@@ -14,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.multiprocessing
 
-from isobit.errors import MismatchError
+from isobit.errors import MismatchError, UnsupportedError
 from isobit.simulator import backend
 from isobit.simulator import rank as ranks
 from isobit.simulator.variables import variables_per_rank
@@ -142,6 +144,30 @@ def monitored_barrier_of(plain: Any) -> Any:
     return monitored_barrier
 
 
+def spawn_of(plain: Any) -> Any:
+    """A script that starts its own processes would start as many on every rank, outside the world."""
+
+    def spawn(*args: Any, **options: Any) -> Any:
+        if not ranks.inside():
+            return plain(*args, **options)
+        raise UnsupportedError(
+            expected="a program that a launcher starts once per rank",
+            received="torch.multiprocessing.spawn on a rank",
+            remedy="call isobit.simulator.spawn, which takes the same arguments, or start the script as torchrun does",
+        )
+
+    return spawn
+
+
+def signal_of(plain: Any) -> Any:
+    """Python takes handlers on the main thread alone; no signal comes to a rank, so that one is never called."""
+
+    def set_handler(number: int, handler: Any) -> Any:
+        return signal.SIG_DFL if ranks.inside() else plain(number, handler)
+
+    return set_handler
+
+
 @contextmanager
 def memory_returned() -> Iterator[None]:
     """glibc keeps what the threads of ranks freed, an arena each; where it is glibc, it gives that back."""
@@ -191,6 +217,8 @@ def installed(world: World) -> Iterator[None]:
             replaced(c10d, "_get_default_timeout", timeout_of(c10d._get_default_timeout)),
             replaced(c10d, "monitored_barrier", barrier),
             replaced(dist, "monitored_barrier", barrier),
+            replaced(torch.multiprocessing, "spawn", spawn_of(vars(torch.multiprocessing)["spawn"])),
+            replaced(signal, "signal", signal_of(signal.signal)),
             replaced(c10d, "_backend", c10d._backend),
             replaced(c10d, "_default_pg_init_method", c10d._default_pg_init_method),
             compiling(world),

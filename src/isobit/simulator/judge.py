@@ -94,15 +94,23 @@ def judge(world: World) -> Result:
     return result
 
 
+def origin(error: BaseException | None) -> BaseException | None:
+    """The simulator's own error, where a program answered it with another: `except Exception: sys.exit(1)`."""
+    at = error
+    while at is not None and not isinstance(at, SimulationError):
+        at = at.__cause__ or at.__context__
+    return at or error
+
+
 def own_failure(world: World) -> SimulationError | None:
     """The first rank that raised an error of its own, before anything else went wrong."""
     if not world.failed:
         return None
     first = world.members[world.failed[0]]
-    cause = first.error
+    cause = origin(first.error)
     if isinstance(cause, SimulationError):
         return cause
-    alike = [index for index in sorted(world.failed) if type(world.members[index].error) is type(cause)]
+    alike = [index for index in sorted(world.failed) if type(world.members[index].error) is type(first.error)]
     frames = [f for f in reversed(traceback.extract_tb(cause.__traceback__ if cause else None)) if is_users(f.filename)]
     stacks = {first.index: [f"{f.filename}:{f.lineno} in {f.name}" for f in frames]}
     if isinstance(cause, Killed):
@@ -116,7 +124,7 @@ def own_failure(world: World) -> SimulationError | None:
     error = RankFailedError(
         expected=f"{checkers.listed(alike)} to return",
         received=f"{type(cause).__name__}: {cause}",
-        remedy="see the cause above; what other ranks report follows from it",
+        remedy="see its cause; what other ranks report follows from it",
         ranks=alike,
         stacks=stacks,
     )

@@ -146,6 +146,8 @@ class Network:
                 operation.failure = ArgumentError(
                     expected=f"a {operation.kind} that torch can compute", received=str(error), remedy="see the message"
                 )
+        if isinstance(operation.failure, MismatchError):  # wrong, even where programs catch what they are told
+            self.world.tell(operation.failure)
         latest = max(call.clock for call in calls)
         operation.at = [latest + self.schedule.delay() for _ in calls]
         operation.done = True

@@ -27,16 +27,20 @@ def compare_with_one(
         raise ArgumentError(
             expected="a world that watches training", received=f"watch {world.watch_for}", remedy='watch=("training",)'
         )
-    one.ledger, world.ledger, one.ignore = Ledger(), Ledger(), world.ignore
-    result = world.run(function, *args, init=init)
-    one.run(function, *args, init=init)
-    if not count_alike(one.ledger, world.ledger):
+    alone, many = one.ledger, world.ledger = Ledger(), Ledger()
+    one.ignore = world.ignore
+    try:
+        result = world.run(function, *args, init=init)
+        one.run(function, *args, init=init)
+    finally:
+        world.ledger = None  # a later run of this world keeps no copies
+    if not count_alike(alone, many):
         raise ArgumentError(
             expected="an optimizer's step, or a call of probe.same, with whole tensors on one rank and on many",
             received="none, so there is nothing to compare",
             remedy="show what ranks hold in parts through isobit.simulator.probe.same",
         )
-    told = compare(one.ledger, world.ledger, tolerance)
+    told = compare(alone, many, tolerance)
     if told is not None:
         error = as_error(told)
         error.result = result

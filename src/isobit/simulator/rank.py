@@ -42,24 +42,26 @@ class Rank:
         self.world, self.index = world, index
         self.variables = variables
         self.pending: dict[int, RankWork] = {}
-        self.calls = 0
+        self.calls = self.refusals = 0
         self.communicating = False  # inside a call, where the simulator itself touches buffers
         self.incarnations: dict[str, int] = {}
         self.thread_id = 0
         self.value: Any = None
         self.error: BaseException | None = None
         self.left = False
+        self.died_in = ""  # the call at which a fault ended it
         self.state = fresh_state(world.seed, index)
 
 
 class State:
     """Process-wide settings that a switch saves and restores."""
 
-    __slots__ = ("dtype", "main", "numpy", "python", "torch")
+    __slots__ = ("arguments", "dtype", "main", "numpy", "python", "torch")
 
     def __init__(self, torch_state: torch.Tensor, python: Any, numpy: Any, dtype: torch.dtype) -> None:
         self.torch, self.python, self.numpy, self.dtype = torch_state, python, numpy, dtype
         self.main = sys.modules["__main__"]  # pickle looks there for what a script defines
+        self.arguments = sys.argv
 
 
 def numpy_random() -> Any:
@@ -86,17 +88,20 @@ def restore_state(state: State) -> None:
     if torch.get_default_dtype() != state.dtype:
         torch.set_default_dtype(state.dtype)
     sys.modules["__main__"] = state.main
+    sys.argv = state.arguments
 
 
 def fresh_state(seed: int, index: int) -> State:
     """Torch as in a new process, alike on all ranks; what a process seeds by chance (Python, numpy) by the world."""
     numpy = numpy_random()
-    return State(
+    state = State(
         torch.Generator().manual_seed(TORCH_SEED).get_state(),
         python_random.seeded(f"{seed} {index}"),
         None if numpy is None else numpy.MT19937([seed, index]),
         torch.float32,
     )
+    state.arguments = list(sys.argv)  # programs take from it what is theirs
+    return state
 
 
 def current() -> Rank:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -20,9 +21,28 @@ if TYPE_CHECKING:
 WAITS = ("_c10d_functional", "c10d", "_c10d_functional_autograd")  # operators that wait by themselves
 
 
-def memory_of(tensors: list[Tensor]) -> frozenset[int]:
-    """Storages by identity; a wrapper has none, and its inner tensor comes by itself."""
-    return frozenset(t.untyped_storage()._cdata for t in tensors if not is_traceable_wrapper_subclass(t))
+Memory = Mapping[int, Sequence[tuple[int, int]]]  # runs of bytes, by storage
+
+
+def memory_of(tensors: Iterable[Tensor]) -> Memory:
+    """Where tensors lie: buckets of one flat buffer do not overlap. A wrapper's inner tensor comes by itself."""
+    memory: dict[int, list[tuple[int, int]]] = {}
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+            continue
+        first, width = int(tensor.storage_offset()), tensor.element_size()
+        last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        start = first * width
+        runs = memory.setdefault(tensor.untyped_storage()._cdata, [])
+        if runs and runs[-1][1] == start:  # slots of one buffer, in order
+            start = runs.pop()[0]
+        runs.append((start, (last + 1) * width))
+    return memory
+
+
+def overlap(left: Memory, right: Memory) -> bool:
+    """Whether any byte is in both."""
+    return any(a < d and c < b for at in left.keys() & right.keys() for a, b in left[at] for c, d in right[at])
 
 
 DispatchMode: Any = TorchDispatchMode  # which torch leaves untyped
@@ -43,7 +63,7 @@ class ReadWatch(DispatchMode):  # type: ignore[misc]
     def look(self, func: Any, tensors: list[Tensor]) -> None:
         read = memory_of(tensors)
         for work in self.rank.pending.values():
-            if read & work.memory:
+            if overlap(read, work.memory):
                 self.tell(func, work)
 
     def tell(self, func: Any, work: RankWork) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,18 +15,43 @@ from isobit.errors import ArgumentError
 from isobit.simulator import rank as ranks
 
 
+class BytesOfRank(io.RawIOBase):
+    """A stream's `buffer`, for programs that write bytes."""
+
+    def __init__(self, text: StreamOfRank) -> None:
+        self.text = text
+
+    def write(self, data: Any) -> int:
+        self.text.write(bytes(data).decode(errors="replace"))
+        return len(data)
+
+    def writable(self) -> bool:
+        return True
+
+
 class StreamOfRank(io.TextIOBase):
     """Stands for a standard stream: keeps what each rank writes; from elsewhere it passes on."""
 
+    encoding = "utf-8"
+
     def __init__(self, plain: TextIO) -> None:
         self.plain = plain
-        self.kept: dict[int, list[str]] = {}
+        self.kept: dict[tuple[int, int], list[str]] = {}
+        self.buffer = BytesOfRank(self)
 
     def write(self, text: str) -> int:
         if ranks.inside():
-            self.kept.setdefault(ranks.current().index, []).append(text)
+            rank = ranks.current()  # of the world asked about, or of one worker beside it
+            self.kept.setdefault((rank.world.ranks, rank.index), []).append(text)
             return len(text)
         return self.plain.write(text)
+
+    def fileno(self) -> int:
+        """Of the process, for faulthandler and the like: what is written there is not kept."""
+        return self.plain.fileno()
+
+    def reconfigure(self, **settings: Any) -> None:
+        """Nothing is buffered here, and text is kept as text."""
 
     def flush(self) -> None:
         if not ranks.inside():
@@ -37,9 +63,9 @@ class StreamOfRank(io.TextIOBase):
     def isatty(self) -> bool:
         return False
 
-    def text(self, rank: int) -> str:
-        """All that a rank wrote."""
-        return "".join(self.kept.get(rank, ()))
+    def text(self, rank: int, count: int) -> str:
+        """All that a rank of so many wrote."""
+        return "".join(self.kept.get((count, rank), ()))
 
 
 class Script:
@@ -54,6 +80,7 @@ class Script:
     def installed(self, capture: bool = False) -> Iterator[Callable[[int], dict[str, Any]]]:
         """The process's arguments and search path, for one run of a world; with `capture`, streams too."""
         kept = sys.argv, sys.stdout, sys.stderr, list(sys.path)
+        log = logging.root.level, list(logging.root.handlers)
         self.output, self.errors = StreamOfRank(sys.stdout), StreamOfRank(sys.stderr)
         sys.argv = [str(self.path), *self.arguments]
         if capture:
@@ -63,6 +90,8 @@ class Script:
             yield self.run
         finally:
             sys.argv, sys.stdout, sys.stderr, sys.path[:] = kept
+            logging.root.setLevel(log[0])  # basicConfig would do nothing in the next run
+            logging.root.handlers[:] = log[1]
 
     def run(self, rank: int) -> dict[str, Any]:
         """One rank's run: the names that the script leaves."""

@@ -12,6 +12,7 @@ from isobit.simulator.script import Script
 from isobit.simulator.world import World
 
 WATCHES = ("bits", "reads", "training")
+LAST_LINES = 4
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,21 @@ class Found:
     text: str
     stacks: dict[int, tuple[str, ...]]
     cause: str = ""
+    wrote: str = ""
+    """The last lines that the failed rank wrote to its error stream: argparse says there what it misses."""
 
 
 @dataclass(frozen=True)
 class SeedRun:
-    """One world: its seed, what was planted, what was found, what each rank printed, and the trace's digest."""
+    """One world: its seed, what was planted and found, what each rank printed, the trace's digest, and its calls."""
 
     seed: int
     faults: tuple[str, ...]
     found: tuple[Found, ...]
     printed: tuple[str, ...]
     digest: str
+    calls: int
+    """Of torch.distributed, by all ranks: without one, nothing was tried."""
 
 
 @dataclass
@@ -84,18 +89,21 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
         except SimulationError as error:
             result = error.result
             errors = [error, *(other for other in (result.findings if result else ()) if other is not error)]
-    printed = tuple(plan.script.output.text(rank) for rank in range(plan.ranks))
-    found = tuple(in_words(error) for error in errors if error.kind not in plan.ignore)
-    return SeedRun(seed, tuple(map(str, faults)), found, printed, result.digest if result else "")
+    printed = tuple(plan.script.output.text(rank, plan.ranks) for rank in range(plan.ranks))
+    found = tuple(in_words(error, plan) for error in errors if error.kind not in plan.ignore)
+    calls = sum(rank.calls for rank in world.members)
+    return SeedRun(seed, tuple(map(str, faults)), found, printed, result.digest if result else "", calls)
 
 
-def in_words(error: SimulationError) -> Found:
+def in_words(error: SimulationError, plan: Plan) -> Found:
     """What outlives the run; of a rank's own failure, its last words too."""
-    cause = ""
+    cause = wrote = ""
     if isinstance(error, RankFailedError) and error.__cause__ is not None:
         cause = f"{type(error.__cause__).__name__}: {error.__cause__}"
+        wrote = "\n".join(plan.script.errors.text(min(error.stacks), plan.ranks).splitlines()[-LAST_LINES:])
     text = f"expected {error.expected}; received {error.received}; remedy: {error.remedy}"
-    return Found(error.kind, error.ranks, text, {rank: tuple(lines) for rank, lines in error.stacks.items()}, cause)
+    stacks = {rank: tuple(lines) for rank, lines in error.stacks.items()}
+    return Found(error.kind, error.ranks, text, stacks, cause, wrote)
 
 
 def group_findings(runs: Sequence[SeedRun]) -> list[Group]:

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from isobit.simulator import rank as ranks
 from isobit.simulator.collectives import Call, name_of
 from isobit.simulator.parting import digest, find_odd, group_ranks, is_constant, keep, say_groups
-from isobit.simulator.reads import memory_of
+from isobit.simulator.reads import memory_of, overlap
 from isobit.simulator.replicas import Pair, Start, Step, find_replicas, judge_step, judge_tensor
 from isobit.simulator.telling import Told, as_error
 
@@ -237,13 +237,10 @@ class Training:
                 self._say(Told("buffers differ", find_odd(held), name, text))
 
     def _say(self, told: Told | None) -> None:
-        """Ends the run at every rank's next call, if the world is strict."""
         if told is None or self.told is not None or told.kind in self.world.ignore:
             return
         self.told = told
-        self.world.findings.append(as_error(told))
-        if self.world.strict and self.world.root is None:
-            self.world.root = self.world.findings[0]
+        self.world.tell(as_error(told))
 
 
 def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:
@@ -264,7 +261,7 @@ def _owned_by_pending(names: Sequence[str], gradients: Sequence[Tensor | None]) 
     """The first gradient that shares memory with the result of work under way, and that work."""
     for work in ranks.current().pending.values():
         for name, gradient in zip(names, gradients, strict=True):
-            if gradient is not None and memory_of([gradient]) & work.memory:
+            if gradient is not None and overlap(memory_of([gradient]), work.memory):
                 return f"the gradient of {name}, which {work.what} owns"
     return ""
 

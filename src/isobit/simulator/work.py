@@ -15,7 +15,7 @@ from isobit.simulator.collectives import Call
 from isobit.simulator.faults import flip_bit
 from isobit.simulator.network import Group, Message, Operation, Receive, Send, check_message, write
 from isobit.simulator.rank import Rank, called_by_torch, current
-from isobit.simulator.reads import memory_of
+from isobit.simulator.reads import Memory, memory_of
 
 TorchWork: Any = dist.Work
 
@@ -67,7 +67,7 @@ class RankWork(TorchWork):  # type: ignore[misc]
         self.owner, self.site, self.value = owner, site, value
         self.finished = False
         self.error: IsobitError | None = None
-        self.memory: frozenset[int] = frozenset()
+        self.memory: Memory = {}
         self.torchs_own = False
         owner.pending[id(self)] = self
 

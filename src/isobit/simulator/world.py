@@ -22,7 +22,7 @@ from isobit.simulator import faults
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import Fault
 from isobit.simulator.install import installed
-from isobit.simulator.judge import Killed, Result, Stalled, diagnose, judge
+from isobit.simulator.judge import Killed, Result, Stalled, diagnose, judge, origin
 from isobit.simulator.ledger import Ledger
 from isobit.simulator.network import Network
 from isobit.simulator.rank import Rank, being, inside, restore_state, save_state, user_line, user_stack
@@ -34,6 +34,7 @@ from isobit.simulator.training import Training
 from isobit.simulator.variables import launcher_variables
 from isobit.simulator.watch import Watch
 
+REFUSALS = 100  # calls that a rank may make after the world was stopped
 _running = threading.Lock()
 
 
@@ -128,6 +129,8 @@ class World:
         try:
             with being(rank), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
                 self._call(rank, function, args, init)
+            if rank.died_in:  # a bare `except` of the program caught its death
+                raise Killed(rank.died_in)
         except BaseException as error:
             self._note_failure(rank, error)
         finally:  # whatever happened, the baton goes on
@@ -148,9 +151,10 @@ class World:
                 dist.destroy_process_group()
 
     def _note_failure(self, rank: Rank, error: BaseException) -> None:
-        rank.error = error
-        consequence = isinstance(error, RankLostError) and rank.index not in error.ranks
-        if not consequence and not (self.root is not None and isinstance(error, (type(self.root), Killed))):
+        rank.error = error = Killed(rank.died_in).with_traceback(error.__traceback__) if rank.died_in else error
+        told = origin(error)
+        consequence = isinstance(told, RankLostError) and rank.index not in told.ranks
+        if not consequence and not (self.root is not None and isinstance(told, (type(self.root), Killed))):
             self.failed.append(rank.index)
 
     def vote(self, rank: Rank, name: str, members: tuple[int, ...]) -> None:
@@ -174,6 +178,7 @@ class World:
     def _happen(self, rank: Rank, planted: Fault, call: Call, what: str) -> bool:
         self.recorder.note(rank.index, self.schedule.clocks[rank.index], f"fault {planted}")
         if isinstance(planted, faults.Die):
+            rank.died_in = what
             raise Killed(what)
         if isinstance(planted, faults.Stall):
             if planted.seconds is None:
@@ -201,11 +206,22 @@ class World:
 
     def check(self, rank: Rank) -> None:
         """Raises what this rank was released with, or what stopped the world."""
+        if rank.died_in:  # a program's `finally` may still call
+            raise Killed(rank.died_in)
         verdict = self._verdicts.pop(rank.index, None)
         if verdict is not None:
             raise verdict
         if self.root is not None:
+            rank.refusals += 1
+            if rank.refusals > REFUSALS:  # a program that tries again for ever
+                raise Killed("refused again and again")
             raise self.again(self.root)
+
+    def tell(self, finding: SimulationError) -> None:
+        """Notes what is wrong; ends the run at every rank's next call, if the world is strict."""
+        self.findings.append(finding)
+        if self.strict and self.root is None:
+            self.root = self.findings[0]
 
     @staticmethod
     def again(error: IsobitError) -> IsobitError:
