@@ -95,6 +95,8 @@ class Training:
                 modules.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
             ):
                 stack.callback(handle.remove)
+                # torch 2.13 leaves this mark of a hook that is gone, and torch.compile warns of it.
+                stack.callback(modules._global_forward_hooks_with_kwargs.pop, handle.id, None)
             if self.ledger is not None:
                 stack.callback(modules.register_module_parameter_registration_hook(self._after_registration).remove)
             yield
