@@ -71,6 +71,7 @@ def test_the_dead_make_no_further_call_whatever_their_program_catches():
         with pytest.raises(RankLostError, match="its death at call 2") as caught:
             World(3, faults=[Die(1, 2)]).run(insists, leave)
         assert caught.value.ranks == (1,)
+        assert " in steps" in caught.value.stacks[1][0]  # not where its program tried again
 
 
 def test_a_dropped_part_and_a_dropped_message():

@@ -49,7 +49,7 @@ class Rank:
         self.value: Any = None
         self.error: BaseException | None = None
         self.left = False
-        self.died_in = ""  # the call at which a fault ended it
+        self.death: BaseException | None = None  # what a fault ended it with, wherever the program caught that
         self.state = fresh_state(world.seed, index)
 
 

@@ -129,8 +129,8 @@ class World:
         try:
             with being(rank), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
                 self._call(rank, function, args, init)
-            if rank.died_in:  # a bare `except` of the program caught its death
-                raise Killed(rank.died_in)
+            if rank.death is not None:  # a bare `except` of the program caught it
+                raise Killed(str(rank.death))
         except BaseException as error:
             self._note_failure(rank, error)
         finally:  # whatever happened, the baton goes on
@@ -151,8 +151,8 @@ class World:
                 dist.destroy_process_group()
 
     def _note_failure(self, rank: Rank, error: BaseException) -> None:
-        rank.error = error = Killed(rank.died_in).with_traceback(error.__traceback__) if rank.died_in else error
-        told = origin(error)
+        rank.error = rank.death or error
+        told = origin(rank.error)
         consequence = isinstance(told, RankLostError) and rank.index not in told.ranks
         if not consequence and not (self.root is not None and isinstance(told, (type(self.root), Killed))):
             self.failed.append(rank.index)
@@ -178,8 +178,8 @@ class World:
     def _happen(self, rank: Rank, planted: Fault, call: Call, what: str) -> bool:
         self.recorder.note(rank.index, self.schedule.clocks[rank.index], f"fault {planted}")
         if isinstance(planted, faults.Die):
-            rank.died_in = what
-            raise Killed(what)
+            rank.death = Killed(what)
+            raise rank.death
         if isinstance(planted, faults.Stall):
             if planted.seconds is None:
                 self.wait_for(rank, Stalled(), False)
@@ -206,8 +206,8 @@ class World:
 
     def check(self, rank: Rank) -> None:
         """Raises what this rank was released with, or what stopped the world."""
-        if rank.died_in:  # a program's `finally` may still call
-            raise Killed(rank.died_in)
+        if rank.death is not None:  # a program's `finally` may still call
+            raise Killed(str(rank.death))
         verdict = self._verdicts.pop(rank.index, None)
         if verdict is not None:
             raise verdict
