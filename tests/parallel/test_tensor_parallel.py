@@ -241,6 +241,8 @@ def test_other_refusals():
         column_linear(torch.randn(4, 7, 96), torch.randn(256, 96).requires_grad_(), ranks=alone(1), samples=cases.SHARE)
     with pytest.raises(UnsupportedError, match="split it once"):
         Column()._apply(ColumnParallelLinear(96, 512, mesh=None), None)
+    with pytest.raises(UnsupportedError, match="a plain Embedding"):
+        Vocabulary()._apply(isobit.nn.Linear(4, 4), None)
     x = torch.randn(3, 96, requires_grad=True)
     with pytest.raises(UnsupportedError, match="first-order"):
         torch.autograd.grad(column_linear(x, torch.randn(256, 96), ranks=alone(1)).sum(), x, create_graph=True)

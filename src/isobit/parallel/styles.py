@@ -48,7 +48,7 @@ def split_in_place(
 
     As with torch's own, all ranks take the source's data; a source of None means that they have the same already.
     """
-    if type(module) is not stock and type(module).__module__ != "isobit.nn":
+    if not isinstance(module, stock) or (type(module) is not stock and type(module).__module__ != "isobit.nn"):
         raise UnsupportedError(
             expected=f"a plain {stock.__name__}",
             received=type(module).__name__,

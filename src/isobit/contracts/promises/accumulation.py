@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
@@ -147,9 +148,10 @@ def few_partials(subject: Accumulation, case: Case, tally: Tally) -> None:
 
 
 def refuses(subject: Accumulation, case: Case, tally: Tally) -> None:
-    """Every operator refuses a share that nobody collects, that is not one subtree, or that would be rounded."""
-    shares = {
-        "nobody collects": (Samples.packed([1, 1], first=2, of=8), Share(0, 8), torch.float32),
+    """Every operator refuses a share that is not the one collected, is not one subtree, or would be rounded."""
+    shares: dict[str, tuple[Samples, Share | None, torch.dtype]] = {
+        "nobody collects": (Samples.packed([1, 1], first=2, of=8), None, torch.float32),
+        "another is collected": (Samples.packed([1, 1], first=2, of=8), Share(0, 8), torch.float32),
         "not one subtree": (Samples.packed([1, 1], first=1, of=8), Share(1, 8), torch.float32),
         "would be rounded": (Samples.packed([1, 1], first=2, of=8), Share(2, 8), torch.bfloat16),
     }
@@ -161,7 +163,7 @@ def refuses(subject: Accumulation, case: Case, tally: Tally) -> None:
             for leaf in leaves:
                 leaf.grad_dtype = dtype
             try:
-                with torch.enable_grad(), collecting(share):
+                with torch.enable_grad(), nullcontext() if share is None else collecting(share):
                     subject.operators[problem.operator](problem.x[:2].bfloat16(), *leaves, samples=samples)
             except UnsupportedError as refusal:
                 if "remedy" not in str(refusal):
