@@ -56,8 +56,9 @@ bool watch(const Tensor& weight) {
   return c10::impl::cow::lazy_clone_storage(*weight.storage().unsafeGetStorageImpl()) != nullptr;
 }
 
-Tensor linear_op(const Tensor& x, const Tensor& weight, const Optional& bias, const Optional& spans, const Optional& packed) {
-  (void)spans;  // for the gradient
+Tensor linear_op(const Tensor& x, const Tensor& weight, const Optional& bias, const Optional& spans, const Optional& packed,
+                 int64_t of) {
+  (void)spans, (void)of;  // for the gradient
   check_engine();
   check_shapes(x, x.size(-1), weight.size(-1));
   return linear(x, weight, bias, packed && has_clean_memory(weight) ? packed : Optional(), {x.size(-1), 0, false});
@@ -81,22 +82,39 @@ Tensor input_grad_roots_op(const Tensor& grad, const Tensor& weight, int64_t ext
   return input_grad(grad, weight, {extent, first, true});
 }
 
-Tensor group_input_grad_op(at::TensorList grads, at::TensorList weights, int64_t groups) {
+// The rows of all weights, which belong to the gradients.
+int64_t check_group(at::TensorList grads, at::TensorList weights, int64_t groups) {
   check_engine();
+  int64_t rows = 0;
   bool good = grads.size() == weights.size() && !grads.empty() && groups > 0;
   for (size_t i = 0; good && i < grads.size(); i++)
     good = grads[i].dim() >= 1 && weights[i].dim() == 2 && grads[i].size(-1) == weights[i].size(0) &&
         weights[i].size(0) % groups == 0 && weights[i].size(0) > 0 && weights[i].size(1) == weights[0].size(1) &&
         grads[i].sizes().slice(0, grads[i].dim() - 1) == grads[0].sizes().slice(0, grads[0].dim() - 1);
   TORCH_CHECK(good, "isobit: expected gradients and weights that belong together; remedy: call isobit.linear_group");
-  return group_input_grad(grads, weights, groups);
+  for (const Tensor& weight : weights) rows += weight.size(0);
+  return rows;
 }
 
-Tensor weight_grad_op(const Tensor& grad, const Tensor& x, const Optional& spans) {
+Tensor group_input_grad_op(at::TensorList grads, at::TensorList weights, int64_t groups) {
+  return group_input_grad(grads, weights, groups, {check_group(grads, weights, groups), 0, false});
+}
+
+Tensor group_input_grad_roots_op(
+    at::TensorList grads, at::TensorList weights, int64_t groups, int64_t extent, int64_t first) {
+  check_group(grads, weights, groups);
+  return group_input_grad(grads, weights, groups, {extent, first, true});
+}
+
+// The one root of a share; the whole is rounded already.
+Tensor only_root(const Tensor& out, const Batch& batch) { return batch.is_share() ? out.select(0, 0) : out; }
+
+Tensor weight_grad_op(const Tensor& grad, const Tensor& x, const Optional& spans, int64_t of) {
   check_engine();
-  const Tensor whole = spans_of(spans, leading(grad));
-  check_spans(whole, c10::multiply_integers(leading(x)));
-  return weight_grad(grad, x, whole, {whole.size(0), 0, false});
+  const Tensor described = spans_of(spans, leading(grad));
+  check_spans(described, c10::multiply_integers(leading(x)));
+  const Batch batch = batch_of(described, of);
+  return only_root(weight_grad(grad, x, described, {batch.of, 0, batch.is_share()}), batch);
 }
 
 Tensor weight_grad_roots_op(const Tensor& grad, const Tensor& x, const Tensor& spans, int64_t first, int64_t of) {
@@ -106,10 +124,11 @@ Tensor weight_grad_roots_op(const Tensor& grad, const Tensor& x, const Tensor& s
   return weight_grad(grad, x, spans, {of, first, true});
 }
 
-Tensor bias_grad_op(const Tensor& grad, const Optional& spans) {
+Tensor bias_grad_op(const Tensor& grad, const Optional& spans, int64_t of) {
   check_engine();
-  const Tensor whole = spans_of(spans, leading(grad));
-  return bias_grad(grad, whole, {whole.size(0), 0, false});
+  const Tensor described = spans_of(spans, leading(grad));
+  const Batch batch = batch_of(described, of);
+  return only_root(bias_grad(grad, described, {batch.of, 0, batch.is_share()}), batch);
 }
 
 Tensor bias_grad_roots_op(const Tensor& grad, const Tensor& spans, int64_t first, int64_t of) {
@@ -155,13 +174,14 @@ Tensor table(const Schedule& schedule) {
 }  // namespace
 
 TORCH_LIBRARY(isobit, m) {
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? spans, Tensor? packed) -> Tensor");
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, Tensor? spans, Tensor? packed, int of=0) -> Tensor");
   m.def("linear_input_grad(Tensor grad, Tensor weight) -> Tensor");
   m.def("linear_group_input_grad(Tensor[] grads, Tensor[] weights, int groups) -> Tensor");
-  m.def("linear_weight_grad(Tensor grad, Tensor x, Tensor? spans) -> Tensor");
-  m.def("linear_bias_grad(Tensor grad, Tensor? spans) -> Tensor");
+  m.def("linear_weight_grad(Tensor grad, Tensor x, Tensor? spans, int of=0) -> Tensor");
+  m.def("linear_bias_grad(Tensor grad, Tensor? spans, int of=0) -> Tensor");
   m.def("linear_roots(Tensor x, Tensor weight, int extent, int first) -> Tensor");
   m.def("linear_input_grad_roots(Tensor grad, Tensor weight, int extent, int first) -> Tensor");
+  m.def("linear_group_input_grad_roots(Tensor[] grads, Tensor[] weights, int groups, int extent, int first) -> Tensor");
   m.def("linear_weight_grad_roots(Tensor grad, Tensor x, Tensor spans, int first, int of) -> Tensor");
   m.def("linear_bias_grad_roots(Tensor grad, Tensor spans, int first, int of) -> Tensor");
   m.def("pack_weight(Tensor weight) -> Tensor");
@@ -189,6 +209,7 @@ TORCH_LIBRARY_IMPL(isobit, CPU, m) {
   m.impl("linear_bias_grad", &bias_grad_op);
   m.impl("linear_roots", &linear_roots_op);
   m.impl("linear_input_grad_roots", &input_grad_roots_op);
+  m.impl("linear_group_input_grad_roots", &group_input_grad_roots_op);
   m.impl("linear_weight_grad_roots", &weight_grad_roots_op);
   m.impl("linear_bias_grad_roots", &bias_grad_roots_op);
   m.impl("pack_weight", &pack_op);

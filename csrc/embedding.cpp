@@ -24,9 +24,8 @@ struct Token {
 };
 
 // All tokens of samples, in the order of the samples, then sorted by id.
-std::vector<Token> tokens_by_id(const int64_t* ids, const Tensor& spans, int64_t skipped) {
-  const int64_t count = spans.size(0);
-  const Schedule schedule = sample_schedule(spans.const_data_ptr<int64_t>(), count, 0, count);
+std::vector<Token> tokens_by_id(const int64_t* ids, const Tensor& spans, int64_t of, int64_t skipped) {
+  const Schedule schedule = sample_schedule(spans.const_data_ptr<int64_t>(), spans.size(0), 0, of);
   std::vector<Token> tokens;
   int64_t segment = 0;
   for (int64_t leaf = 0; leaf < static_cast<int64_t>(schedule.leaves.size()); leaf++) {
@@ -122,8 +121,8 @@ Tensor checked_ids(const Tensor& ids, int64_t vocabulary) {
   return found;
 }
 
-// `spans` and `padding` are for the gradient.
-Tensor embedding(const Tensor& ids, const Tensor& weight, const Optional& spans, int64_t padding) {
+// `spans`, `padding` and `of` are for the gradient.
+Tensor embedding(const Tensor& ids, const Tensor& weight, const Optional&, int64_t, int64_t) {
   TORCH_CHECK(weight.dim() == 2, "isobit: expected a table [V, H], received ", weight.sizes(),
               "; remedy: call isobit.embedding");
   const Tensor found = checked_ids(ids, weight.size(0));
@@ -144,21 +143,19 @@ Tensor embedding(const Tensor& ids, const Tensor& weight, const Optional& spans,
 }
 
 Tensor embedding_weight_grad(
-    const Tensor& grad, const Tensor& ids, const Optional& spans, int64_t vocabulary, int64_t padding) {
-  const Tensor found = checked_ids(ids, vocabulary), whole = spans_of(spans, ids.sizes());
+    const Tensor& grad, const Tensor& ids, const Optional& spans, int64_t vocabulary, int64_t padding, int64_t of) {
+  const Tensor found = checked_ids(ids, vocabulary), described = spans_of(spans, ids.sizes());
+  const Batch batch = batch_of(described, of);
   TORCH_CHECK(grad.dim() == ids.dim() + 1 && grad.sizes().slice(0, ids.dim()) == ids.sizes(),
               "isobit: expected a gradient [..., H] of ids, received ", grad.sizes(), " and ", ids.sizes(),
               "; remedy: call isobit.embedding, and let autograd call this");
   const int64_t n = grad.size(-1);
-  Tensor out = empty_tensor({vocabulary, n}, grad.scalar_type()).zero_();
+  Tensor out = empty_tensor({vocabulary, n}, batch.type(grad.scalar_type())).zero_();
   if (grad.numel() == 0) return out;
   const Tensor rows = rows_of(grad);
-  const std::vector<Token> tokens = tokens_by_id(found.const_data_ptr<int64_t>(), whole, padding);
+  const std::vector<Token> tokens = tokens_by_id(found.const_data_ptr<int64_t>(), described, batch.of, padding);
   const std::vector<int64_t> starts = starts_of(tokens);
-  by_type(rows, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const T* from = rows.const_data_ptr<T>();
-    T* to = out.mutable_data_ptr<T>();
+  auto sum_ids = [&](const auto* from, auto* to) {
     at::parallel_for(0, starts.size() - 1, std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
       thread_local Scratch scratch;
       PlainArithmetic plain;
@@ -169,6 +166,12 @@ Tensor embedding_weight_grad(
         finish(total, nullptr, nullptr, nullptr, n, nullptr, 1, n, to + first->id * n, n);
       }
     });
+  };
+  by_type(rows, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    const T* from = rows.const_data_ptr<T>();
+    if (batch.is_share()) sum_ids(from, out.mutable_data_ptr<float>());
+    else sum_ids(from, out.mutable_data_ptr<T>());
   });
   return out;
 }
@@ -176,8 +179,9 @@ Tensor embedding_weight_grad(
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(isobit, m) {
-  m.def("embedding(Tensor ids, Tensor weight, Tensor? spans, int padding) -> Tensor");
-  m.def("embedding_weight_grad(Tensor grad, Tensor ids, Tensor? spans, int vocabulary, int padding) -> Tensor");
+  m.def("embedding(Tensor ids, Tensor weight, Tensor? spans, int padding, int of=0) -> Tensor");
+  m.def("embedding_weight_grad(Tensor grad, Tensor ids, Tensor? spans, int vocabulary, int padding, int of=0) -> "
+        "Tensor");
 }
 
 TORCH_LIBRARY_IMPL(isobit, CPU, m) {

@@ -161,41 +161,42 @@ Tensor input_grad(const Tensor& grad, const Tensor& weight, Share share) {
   return out.view(shaped(grad, right.size(1), out, share.roots));
 }
 
-// The axis runs group by group: the first of `groups` equal shares of each weight's rows, then the second of each. Where
-// every leaf lies inside one share nothing is copied; else the shares are joined first.
-Tensor group_input_grad(at::TensorList grads, at::TensorList weights, int64_t groups) {
+// The axis runs group by group: the first of `groups` equal parts of each weight's rows, then the second of each. Where
+// every leaf lies inside one part nothing is copied; else the parts are joined first.
+Tensor group_input_grad(at::TensorList grads, at::TensorList weights, int64_t groups, Share share) {
   const at::ScalarType type = engine_type(grads[0].scalar_type());
   std::vector<Tensor> left, right;
-  int64_t extent = 0;
+  int64_t length = 0;
   for (size_t i = 0; i < grads.size(); i++) {
     left.push_back(rows_of(grads[i], type)), right.push_back(weights[i].to(type));
-    extent += grads[i].size(-1);
+    length += grads[i].size(-1);
   }
-  const Schedule schedule = features({extent, 0, false}, extent);
-  std::vector<std::pair<Tensor, Tensor>> shares;  // of the gradients' columns and the weights' rows
+  const Schedule schedule = features(share, length);
+  std::vector<std::pair<Tensor, Tensor>> parts;  // of the gradients' columns and the weights' rows
   for (int64_t g = 0; g < groups; g++)
     for (size_t i = 0; i < left.size(); i++) {
       const int64_t rows = right[i].size(0) / groups;
-      shares.emplace_back(left[i].narrow(1, g * rows, rows), right[i].narrow(0, g * rows, rows));
+      parts.emplace_back(left[i].narrow(1, g * rows, rows), right[i].narrow(0, g * rows, rows));
     }
-  const Request ask{schedule, left[0].size(0), right[0].size(1), grads[0].scalar_type(), false};
+  const Request ask{schedule, left[0].size(0), right[0].size(1), share.roots ? at::kFloat : grads[0].scalar_type(),
+                    share.roots};
   auto go = [&](auto zero) {
     using T = decltype(zero);
     std::vector<View<T>> a, b;
-    int64_t share = 0, begin = 0;
+    int64_t part = 0, begin = 0;
     for (const Leaf& leaf : schedule.leaves) {
-      while (leaf.start >= begin + shares[share].second.size(0)) begin += shares[share++].second.size(0);
-      if (leaf.start + leaf.length > begin + shares[share].second.size(0)) break;
-      a.push_back(view<T>(shares[share].first, 0, 1).shift(0, leaf.start - begin));
-      b.push_back(view<T>(shares[share].second, 1, 0).shift(0, leaf.start - begin));
+      while (leaf.start >= begin + parts[part].second.size(0)) begin += parts[part++].second.size(0);
+      if (leaf.start + leaf.length > begin + parts[part].second.size(0)) break;
+      a.push_back(view<T>(parts[part].first, 0, 1).shift(0, leaf.start - begin));
+      b.push_back(view<T>(parts[part].second, 1, 0).shift(0, leaf.start - begin));
     }
     if (a.size() == schedule.leaves.size()) return multiply<T>(Operand<T>(a), Operand<T>(b), ask);
     std::vector<Tensor> columns, rows;
-    for (const auto& [gradient, weight] : shares) columns.push_back(gradient), rows.push_back(weight);
+    for (const auto& [gradient, weight] : parts) columns.push_back(gradient), rows.push_back(weight);
     return multiply(at::cat(columns, 1), 1, at::cat(rows, 0), 0, ask);
   };
   const Tensor out = type == at::kFloat ? go(float()) : go(BFloat16());
-  return out.view(shaped(grads[0], right[0].size(1), out, false));
+  return out.view(shaped(grads[0], right[0].size(1), out, share.roots));
 }
 
 Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& spans, Share share) {

@@ -23,7 +23,7 @@ at::ScalarType engine_type(at::ScalarType type);  // in which the engine takes i
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               const std::optional<Tensor>& packed, Share share);
 Tensor input_grad(const Tensor& grad, const Tensor& weight, Share share);
-Tensor group_input_grad(at::TensorList grads, at::TensorList weights, int64_t groups);
+Tensor group_input_grad(at::TensorList grads, at::TensorList weights, int64_t groups, Share share);
 Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& spans, Share share);
 Tensor bias_grad(const Tensor& grad, const Tensor& spans, Share share);
 

@@ -17,7 +17,12 @@ constexpr int64_t run_columns = 4096;   // of the vocabulary at a time; free
 constexpr int64_t forward_rows = 1024;  // of the tokens at a time; free
 constexpr int64_t few_rows = 64;        // below it a packed copy of the hidden states has more columns than they have
 
-// A run of the vocabulary's leaves: a subtree of whole segments, or a part of one.
+// What the weight's rows are: words from `first` on of a vocabulary of `extent`, one subtree of its tree.
+struct Shard {
+  int64_t extent, first;
+};
+
+// A run of a shard's leaves: a subtree of whole segments, or a part of one.
 struct Run {
   int64_t begin, end;  // columns
   Schedule leaves;     // counted from `begin`
@@ -25,8 +30,8 @@ struct Run {
   int64_t level;  // of the subtree, where it is whole segments
 };
 
-std::vector<Run> cut_vocabulary(int64_t vocabulary) {
-  const int64_t segments = count_segments(vocabulary, feature_unit, feature_cap), length = vocabulary / segments;
+std::vector<Run> cut_vocabulary(int64_t vocabulary, int64_t words) {
+  const int64_t length = vocabulary / count_segments(vocabulary, feature_unit, feature_cap), segments = words / length;
   std::vector<Run> runs;
   if (length <= run_columns) {
     int64_t together = 1, level = 0;
@@ -116,15 +121,23 @@ void check_logprob(const Tensor& hidden, const Tensor& weight, const Tensor& tar
               "isobit: expected hidden [T, K], weight [V, K] and int64 targets [T]; remedy: call isobit.linear_logprob");
 }
 
-// A token without a target (a negative one) has the log-probability 0, and no gradient.
+void check_shard(const Shard& shard, int64_t words) {
+  const int64_t parts = words > 0 ? shard.extent / words : 0;
+  TORCH_CHECK(parts > 0 && parts * words == shard.extent && shard.first >= 0 && shard.first % words == 0 &&
+                  shard.first < shard.extent && count_segments(shard.extent, feature_unit, feature_cap) % parts == 0,
+              "isobit: expected an equal share of the segments of ", shard.extent, " words, received ", words, " from ",
+              shard.first, "; remedy: call isobit.ops.logprob.partial with an isobit Cut");
+}
+
+// Each token's pair of the shard's root, and its target's logit where the shard has it, else +0.
 template <class T>
-void forward(const Tensor& hidden, const Tensor& weight, const Tensor& targets, float inverse_temperature, Tensor& out,
-             Tensor& stats) {
-  const std::vector<Run> runs = cut_vocabulary(weight.size(0));
+void forward(const Tensor& hidden, const Tensor& weight, const Tensor& targets, float inverse_temperature, Shard shard,
+             Tensor& out, Tensor& pairs) {
+  const std::vector<Run> runs = cut_vocabulary(shard.extent, weight.size(0));
   int64_t most = 0;
   for (const Run& run : runs) most = std::max(most, run.end - run.begin);
   const int64_t* chosen = targets.const_data_ptr<int64_t>();
-  float *to = out.mutable_data_ptr<float>(), *kept = stats.mutable_data_ptr<float>();
+  float *to = out.mutable_data_ptr<float>(), *kept = pairs.mutable_data_ptr<float>();
   for (int64_t first = 0; first < hidden.size(0); first += forward_rows) {
     const int64_t rows = std::min(forward_rows, hidden.size(0) - first);
     Logits<T> logits(hidden.narrow(0, first, rows), most);
@@ -137,29 +150,43 @@ void forward(const Tensor& hidden, const Tensor& weight, const Tensor& targets, 
         PlainArithmetic plain;
         for (int64_t row = begin; row < end; row++) {
           fold_row(values + row * n, run, inverse_temperature, folds[row]);
-          const int64_t target = chosen[first + row] - run.begin;
+          const int64_t target = chosen[first + row] - shard.first - run.begin;
           if (target >= 0 && target < n) found[row] = values[row * n + target];
         }
       });
     }
-    PlainArithmetic plain;
     for (int64_t row = 0; row < rows; row++) {
-      const float max = folds[row].total().max, log_sum = log_of(folds[row].total().sum);
-      kept[2 * (first + row)] = max, kept[2 * (first + row) + 1] = log_sum;
-      to[first + row] = chosen[first + row] < 0 ? 0.0f : one_nan((found[row] - max) - log_sum);
+      kept[2 * (first + row)] = folds[row].total().max, kept[2 * (first + row) + 1] = one_nan(folds[row].total().sum);
+      to[first + row] = found[row];
     }
   }
 }
 
-std::tuple<Tensor, Tensor> logprob_op(
-    const Tensor& hidden, const Tensor& weight, const Tensor& targets, double temperature, const std::optional<Tensor>&) {
+std::tuple<Tensor, Tensor> pairs_op(const Tensor& hidden, const Tensor& weight, const Tensor& targets, double temperature,
+                                    int64_t extent, int64_t first) {
   check_engine();
   check_logprob(hidden, weight, targets);
-  Tensor out = empty_tensor({hidden.size(0)}, at::kFloat), stats = empty_tensor({hidden.size(0), 2}, at::kFloat);
+  check_shard({extent, first}, weight.size(0));
+  Tensor pairs = empty_tensor({hidden.size(0), 2}, at::kFloat), chosen = empty_tensor({hidden.size(0)}, at::kFloat);
   const Tensor rows = hidden.to(engine_type(hidden.scalar_type())).contiguous();
   const float inverse = 1.0f / static_cast<float>(temperature);
-  if (rows.scalar_type() == at::kFloat) forward<float>(rows, weight, targets, inverse, out, stats);
-  else forward<BFloat16>(rows, weight, targets, inverse, out, stats);
+  if (rows.scalar_type() == at::kFloat) forward<float>(rows, weight, targets, inverse, {extent, first}, chosen, pairs);
+  else forward<BFloat16>(rows, weight, targets, inverse, {extent, first}, chosen, pairs);
+  return {pairs, chosen};
+}
+
+// A token without a target (a negative one) has the log-probability 0, and no gradient.
+std::tuple<Tensor, Tensor> logprob_op(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
+                                      double temperature, const std::optional<Tensor>&, int64_t) {
+  auto [stats, out] = pairs_op(hidden, weight, targets, temperature, weight.dim() ? weight.size(0) : 0, 0);
+  const int64_t* chosen = targets.const_data_ptr<int64_t>();
+  float *to = out.mutable_data_ptr<float>(), *kept = stats.mutable_data_ptr<float>();
+  PlainArithmetic plain;
+  for (int64_t row = 0; row < out.size(0); row++) {
+    float& sum = kept[2 * row + 1];
+    sum = log_of(sum);
+    to[row] = chosen[row] < 0 ? 0.0f : one_nan((to[row] - kept[2 * row]) - sum);
+  }
   return {out, stats};
 }
 
@@ -205,8 +232,9 @@ struct Wanted {
 
 template <class T>
 void backward(const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& stats,
-              const Tensor& spans, float inverse_temperature, Wanted wanted, Counter& hidden_grad, Tensor& weight_grad) {
-  const std::vector<Run> runs = cut_vocabulary(weight.size(0));
+              const Tensor& spans, float inverse_temperature, int64_t global, Shard shard, Wanted wanted,
+              Counter& hidden_grad, Tensor& weight_grad) {
+  const std::vector<Run> runs = cut_vocabulary(shard.extent, weight.size(0));
   int64_t most = 0;
   for (const Run& run : runs) most = std::max(most, run.end - run.begin);
   const int64_t rows = hidden.size(0), width = hidden.size(1);
@@ -214,7 +242,7 @@ void backward(const Tensor& grad, const Tensor& hidden, const Tensor& weight, co
   const float *given = grad.const_data_ptr<float>(), *kept = stats.const_data_ptr<float>();
   Logits<T> logits(hidden, most);
   Tensor room = paired<T> ? empty_tensor({rows * most}, hidden.scalar_type()) : Tensor();
-  const Schedule samples = sample_schedule(spans.const_data_ptr<int64_t>(), spans.size(0), 0, spans.size(0));
+  const Schedule samples = sample_schedule(spans.const_data_ptr<int64_t>(), spans.size(0), 0, global);
   for (const Run& run : runs) {
     const int64_t n = run.end - run.begin;
     const Tensor part = weight.narrow(0, run.begin, n).to(hidden.scalar_type());
@@ -225,7 +253,7 @@ void backward(const Tensor& grad, const Tensor& hidden, const Tensor& weight, co
       for (int64_t row = begin; row < end; row++) {
         const float scaled = chosen[row] < 0 ? 0.0f : given[row] * inverse_temperature;
         grad_row(values + row * n, n, inverse_temperature, kept[2 * row], kept[2 * row + 1], scaled,
-                 chosen[row] - run.begin, grads + row * n);
+                 chosen[row] - shard.first - run.begin, grads + row * n);
       }
     });
     if (wanted.hidden) {
@@ -248,26 +276,33 @@ void backward(const Tensor& grad, const Tensor& hidden, const Tensor& weight, co
   }
 }
 
-std::tuple<Tensor, Tensor> logprob_backward_op(
+// dhidden is the shard's root, rounded to the type named; dweight is fp32 where the spans are a share of more samples.
+std::tuple<Tensor, Tensor> gradients(
     const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& stats,
-    const Tensor& spans, double temperature, bool want_hidden, bool want_weight) {
+    const Tensor& spans, double temperature, bool want_hidden, bool want_weight, int64_t of, Shard shard,
+    at::ScalarType hidden_type) {
   check_engine();
   check_logprob(hidden, weight, targets);
   check_spans(spans, hidden.size(0));
-  TORCH_CHECK(grad.sizes() == targets.sizes() && grad.scalar_type() == at::kFloat && stats.is_contiguous(),
-              "isobit: expected an fp32 gradient [T]; remedy: call isobit.linear_logprob, and let autograd call this");
+  check_shard(shard, weight.size(0));
+  const Batch batch = batch_of(spans, want_weight ? of : 0);
+  TORCH_CHECK(grad.sizes() == targets.sizes() && grad.scalar_type() == at::kFloat && stats.is_contiguous() &&
+                  stats.numel() == 2 * grad.numel() && stats.scalar_type() == at::kFloat,
+              "isobit: expected fp32 gradients [T] and sums [T, 2]; remedy: let autograd call this");
   const Tensor rows = hidden.to(engine_type(hidden.scalar_type())).contiguous(), given = grad.contiguous();
   Counter hidden_grad(rows.size(0), rows.size(1));
-  Tensor weight_grad = empty_tensor(want_weight ? weight.sizes() : at::IntArrayRef{0}, weight.scalar_type());
+  Tensor weight_grad = empty_tensor(want_weight ? weight.sizes() : at::IntArrayRef{0}, batch.type(weight.scalar_type()));
   if (want_weight && spans.size(0) == 0) weight_grad.zero_();
   const float inverse = 1.0f / static_cast<float>(temperature);
   const Wanted wanted{want_hidden && rows.size(0) > 0, want_weight};
-  if (rows.scalar_type() == at::kFloat)
-    backward<float>(given, rows, weight, targets, stats, spans, inverse, wanted, hidden_grad, weight_grad);
-  else
-    backward<BFloat16>(given, rows, weight, targets, stats, spans, inverse, wanted, hidden_grad, weight_grad);
-  if (!wanted.hidden) return {empty_tensor({0, hidden.size(1)}, hidden.scalar_type()), weight_grad};
-  Tensor out = empty_tensor(hidden.sizes(), hidden.scalar_type());
+  auto go = [&](auto zero) {
+    backward<decltype(zero)>(given, rows, weight, targets, stats, spans, inverse, batch.of, shard, wanted,
+                             hidden_grad, weight_grad);
+  };
+  if (rows.scalar_type() == at::kFloat) go(float());
+  else go(BFloat16());
+  if (!wanted.hidden) return {empty_tensor({0, hidden.size(1)}, hidden_type), weight_grad};
+  Tensor out = empty_tensor(hidden.sizes(), hidden_type);
   by_type(out, [&](auto* type) {
     using Out = std::remove_pointer_t<decltype(type)>;
     const int64_t n = hidden.numel();
@@ -277,17 +312,40 @@ std::tuple<Tensor, Tensor> logprob_backward_op(
   return {out, weight_grad};
 }
 
+std::tuple<Tensor, Tensor> logprob_backward_op(
+    const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& stats,
+    const Tensor& spans, double temperature, bool want_hidden, bool want_weight, int64_t of) {
+  const Shard whole{weight.dim() ? weight.size(0) : 0, 0};
+  return gradients(grad, hidden, weight, targets, stats, spans, temperature, want_hidden, want_weight, of, whole,
+                   hidden.scalar_type());
+}
+
+std::tuple<Tensor, Tensor> shard_backward_op(
+    const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& stats,
+    const Tensor& spans, double temperature, bool want_hidden, bool want_weight, int64_t of, int64_t extent, int64_t first) {
+  return gradients(grad, hidden, weight, targets, stats, spans, temperature, want_hidden, want_weight, of, {extent, first},
+                   at::kFloat);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(isobit, m) {
-  m.def("linear_logprob(Tensor hidden, Tensor weight, Tensor targets, float temperature, Tensor? spans) -> (Tensor, Tensor)");
+  m.def("linear_logprob(Tensor hidden, Tensor weight, Tensor targets, float temperature, Tensor? spans, int of=0) "
+        "-> (Tensor, Tensor)");
   m.def("linear_logprob_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor targets, Tensor stats, Tensor spans, "
-        "float temperature, bool want_hidden, bool want_weight) -> (Tensor, Tensor)");
+        "float temperature, bool want_hidden, bool want_weight, int of=0) -> (Tensor, Tensor)");
+  m.def("linear_logprob_pairs(Tensor hidden, Tensor weight, Tensor targets, float temperature, int extent, int first) "
+        "-> (Tensor, Tensor)");
+  m.def("linear_logprob_shard_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor targets, Tensor stats, "
+        "Tensor spans, float temperature, bool want_hidden, bool want_weight, int of, int extent, int first) "
+        "-> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(isobit, CPU, m) {
   m.impl("linear_logprob", &logprob_op);
   m.impl("linear_logprob_backward", &logprob_backward_op);
+  m.impl("linear_logprob_pairs", &pairs_op);
+  m.impl("linear_logprob_shard_backward", &shard_backward_op);
 }
 
 }  // namespace isobit

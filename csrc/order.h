@@ -71,10 +71,11 @@ inline Schedule sample_schedule(const int64_t* spans, int64_t count, int64_t fir
   return schedule;
 }
 
-// Items that are each a sum of their own (heads, samples with heads): one a leaf, folded left in a segment.
-inline Schedule item_schedule(int64_t count, int64_t cap) {
+// Items that are each a sum of their own (heads, samples with heads): one a leaf, folded left in a segment. They are all
+// of `global` items, or one subtree of them.
+inline Schedule item_schedule(int64_t count, int64_t cap, int64_t global) {
   Schedule schedule;
-  const int64_t size = std::max<int64_t>(count / count_segments(count, 1, cap), 1);
+  const int64_t size = std::max<int64_t>(global / count_segments(global, 1, cap), 1);
   for (int64_t i = 0; i < count; i++) {
     schedule.leaves.push_back({i, 1, i % size != 0});
     if (i % size == size - 1) schedule.segment_end.push_back(schedule.leaves.size());

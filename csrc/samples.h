@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "memory.h"
+#include "order.h"
 
 namespace isobit {
 
@@ -32,6 +33,26 @@ inline at::Tensor spans_of(const std::optional<at::Tensor>& spans, at::IntArrayR
   int64_t* data = out.mutable_data_ptr<int64_t>();
   for (int64_t i = 0; i < count; i++) data[2 * i] = i * length, data[2 * i + 1] = length;
   return out;
+}
+
+// Whether `count` items are one subtree of the tree over `of`, wherever in it they stand.
+inline bool is_subtree(int64_t count, int64_t of, int64_t cap) {
+  const int64_t size = std::max<int64_t>(of / count_segments(of, 1, cap), 1), segments = count / size;
+  return count <= of && count % size == 0 && segments > 0 && (segments & (segments - 1)) == 0;
+}
+
+// The global batch of a call: its own samples, or `of` of them. A share has fp32 gradients, which others merge; its
+// subtree's value does not depend on where in the batch it stands.
+struct Batch {
+  int64_t samples, of;
+  bool is_share() const { return of != samples; }
+  at::ScalarType type(at::ScalarType parameter) const { return is_share() ? at::kFloat : parameter; }
+};
+inline Batch batch_of(const at::Tensor& spans, int64_t of) {
+  const int64_t count = spans.size(0);
+  TORCH_CHECK(of == 0 || of == count || is_subtree(count, of, sample_cap), "isobit: expected samples that are one subtree of ",
+              of, ", received ", count, "; remedy: describe them by isobit.Samples, a power of two of segments");
+  return {count, of ? of : count};
 }
 
 }  // namespace isobit

@@ -4,17 +4,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from isobit import bits, nn, optim, targets
+    from isobit import bits, guards, nn, optim, parallel, simulator, targets
     from isobit.adapters.sampling import KeyedSampling
     from isobit.adapters.strictness import coverage
     from isobit.adapters.transformers import enable, logprobs
     from isobit.errors import (
+        AgreementError,
         ArgumentError,
         ContractError,
         CutError,
         EngineError,
         IsobitError,
         RevealError,
+        SimulationError,
         UnsupportedError,
     )
     from isobit.nn import freeze
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AgreementError",
     "ArgumentError",
     "Certificate",
     "ContractError",
@@ -54,6 +57,7 @@ __all__ = [
     "KeyedSampling",
     "RevealError",
     "Samples",
+    "SimulationError",
     "Tree",
     "UnsupportedError",
     "attention",
@@ -65,6 +69,7 @@ __all__ = [
     "exact_sum",
     "freeze",
     "gelu",
+    "guards",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
@@ -74,10 +79,12 @@ __all__ = [
     "logprobs",
     "nn",
     "optim",
+    "parallel",
     "reveal",
     "rms_norm",
     "rotary",
     "silu",
+    "simulator",
     "softmax",
     "swiglu",
     "targets",
@@ -118,7 +125,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'isobit' has no attribute {name!r}")
-    if name in ("bits", "nn", "optim", "targets"):
+    if name in ("bits", "guards", "nn", "optim", "parallel", "simulator", "targets"):
         return import_module(f"isobit.{name}")
     home = import_module(f"isobit.{_HOMES.get(name, 'errors')}")
     value = globals()[name] = getattr(home, name)

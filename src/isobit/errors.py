@@ -6,8 +6,26 @@ IsobitError
 ├── UnsupportedError     a transformation that has no bit-exact meaning here (also a RuntimeError)
 ├── EngineError          kernels that are missing, disabled or not attested (also a RuntimeError)
 ├── RevealError          a target whose order of addition cannot be shown (also a RuntimeError)
-└── ContractError        a contract that says nothing checkable, or names what may not be named (also a ValueError)
+├── AgreementError       ranks that should hold the same bits, and do not (also a RuntimeError)
+├── ContractError        a contract that says nothing checkable, or names what may not be named (also a ValueError)
+└── SimulationError      a fault of a distributed program, with the ranks at its root (also a RuntimeError)
+    ├── DeadlockError    ranks that wait for each other, or for a rank that has left
+    ├── MismatchError    ranks that meet in one collective or message and do not agree on what it is
+    ├── OrphanError      work that nobody waited for, or a message that nobody received
+    ├── PendingError     a buffer touched while a collective owns it
+    ├── DivergenceError  values that should be equal on all ranks and are not
+    ├── CorruptionError  bits that changed between sender and receiver
+    ├── NonFiniteError   the first NaN or infinity that a rank sent
+    ├── TrainingError    ranks that all run through, and together train wrongly; `kind` says how
+    ├── RankFailedError  a rank that raised an error of its own
+    ├── RankLostError    a rank that died, or that waited for one that did
+    └── ReplayError      a run that departs from its recorded trace
 """
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 
 class IsobitError(Exception):
@@ -38,6 +56,12 @@ class RevealError(IsobitError, RuntimeError):
     """A target whose order of addition cannot be shown: not a sum, not repeatable, or not a plain tree."""
 
 
+class AgreementError(IsobitError, RuntimeError):
+    """Ranks that should hold the same bits, and do not; `agreement` is the record of the check."""
+
+    agreement: object = None
+
+
 class ContractError(IsobitError, ValueError):
     """A contract that is not well-formed, names code that is not trusted, or asks for what cannot be checked."""
 
@@ -49,3 +73,92 @@ class ContractError(IsobitError, ValueError):
         said = super().__str__()
         place = f"{self.where}:{self.line}" if self.line else self.where
         return f"{place}: {said}" if place else said
+
+
+class SimulationError(IsobitError, RuntimeError):
+    """A fault of a distributed program; `ranks` are those at its root, `stacks` says where each rank stood."""
+
+    kind = "fault"
+
+    def __init__(
+        self,
+        *,
+        expected: str,
+        received: str,
+        remedy: str,
+        ranks: Sequence[int] = (),
+        stacks: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
+        super().__init__(expected=expected, received=received, remedy=remedy)
+        self.ranks, self.stacks = tuple(ranks), {rank: tuple(lines) for rank, lines in (stacks or {}).items()}
+        self.result: Any = None  # what the world had when it raised: values, trace, findings
+
+    def __str__(self) -> str:
+        places = [f"\n  rank {rank} at {lines[0]}" for rank, lines in sorted(self.stacks.items()) if lines]
+        return super().__str__() + "".join(places)
+
+
+class DeadlockError(SimulationError):
+    """Ranks that wait for each other, or for a rank that has left; `waits` maps a rank to those it waits for."""
+
+    kind = "deadlock"
+    waits: Mapping[int, Sequence[int]] = {}
+    cycle: Sequence[int] = ()
+
+
+class MismatchError(SimulationError):
+    """Ranks that meet in one collective or message and do not agree on what it is."""
+
+    kind = "mismatch"
+
+
+class OrphanError(SimulationError):
+    """Work that nobody waited for, or a message that nobody received."""
+
+    kind = "orphan"
+
+
+class PendingError(SimulationError):
+    """A buffer read or written while a collective owns it."""
+
+    kind = "pending"
+
+
+class DivergenceError(SimulationError):
+    """Values that should be equal on all ranks and are not."""
+
+    kind = "tensors differ"
+
+
+class CorruptionError(SimulationError):
+    """Bits that changed between sender and receiver."""
+
+    kind = "corruption"
+
+
+class NonFiniteError(SimulationError):
+    """The first NaN or infinity that a rank sent."""
+
+    kind = "not finite"
+
+
+class TrainingError(SimulationError):
+    """Ranks that all run through, and together train wrongly; `kind` says how."""
+
+
+class RankFailedError(SimulationError):
+    """A rank raised an error of its own, which is this one's cause."""
+
+    kind = "rank failed"
+
+
+class RankLostError(SimulationError):
+    """A rank died, or waited for one that did."""
+
+    kind = "rank lost"
+
+
+class ReplayError(SimulationError):
+    """A run that departs from its recorded trace."""
+
+    kind = "replay departs"

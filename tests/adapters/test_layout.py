@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from isobit.adapters.layout import IGNORED, current_layout, in_force, read_layout
-from isobit.errors import ArgumentError, UnsupportedError
+from isobit.errors import ArgumentError, CutError, UnsupportedError
+from isobit.ops.share import Share, collecting
+from isobit.order.samples import Samples
 
 RIGHT = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]])
 LEFT = RIGHT.flip(1)
@@ -108,3 +110,14 @@ def test_a_layout_is_in_force_inside_only():
         assert current_layout() is layout
     with pytest.raises(UnsupportedError):
         current_layout()
+
+
+def test_a_share_that_is_collected_places_the_samples():
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])
+    with collecting(Share(2, 8)):
+        plain, padded = read_layout((2, 5)), read_layout((2, 4), attention_mask=mask)
+    assert plain.samples == Samples.packed([5, 5], first=2, of=8)
+    assert padded.samples == Samples.padded([3, 4], width=4, first=2, of=8)
+    assert read_layout((2, 5)).samples is None
+    with collecting(Share(7, 8)), pytest.raises(CutError, match="samples 7 to 9"):
+        read_layout((2, 5))

@@ -7,7 +7,7 @@ import pytest
 
 from isobit.cli.main import main
 
-KERNELS = '''
+KERNELS = """
 import torch
 from isobit import targets
 
@@ -42,9 +42,9 @@ number = 5
 
 def bad_factory(k, m):
     raise OSError("factory")
-'''
+"""
 
-TAILED = '''
+TAILED = """
 import torch
 from isobit import targets
 
@@ -57,7 +57,7 @@ def tailed(x, weight):
 
 def target(k, m):
     return targets.linear(k, m, 40, function=tailed)
-'''
+"""
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import isobit
 from isobit.contracts import sources, tree
 
 SOURCE = Path(isobit.__file__).parent
+WHOLE = {"chain-v1", "distributed-training-v1"}  # they rest on every operator of a model
 
 
 def digests(root, home):
@@ -21,9 +22,10 @@ def digests(root, home):
 @pytest.mark.parametrize(
     ("changed", "touched"),
     [
-        ("ops/rms_norm/op.py", {"rmsnorm-kernel-v1", "layernorm-kernel-v1", "chain-v1"}),  # which shares its checks
-        ("ops/rotary/portable.py", {"rope-kernel-v1", "chain-v1"}),
-        ("ops/attention/cache.py", {"kv-cache-kernel-v1", "chain-v1"}),
+        # layer_norm shares its checks
+        ("ops/rms_norm/op.py", {"rmsnorm-kernel-v1", "layernorm-kernel-v1", "gradient-accumulation-v1", *WHOLE}),
+        ("ops/rotary/portable.py", {"rope-kernel-v1", *WHOLE}),
+        ("ops/attention/cache.py", {"kv-cache-kernel-v1", *WHOLE}),
     ],
 )
 def test_a_change_touches_its_dependents(changed, touched, tmp_path, monkeypatch):

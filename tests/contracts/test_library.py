@@ -43,10 +43,14 @@ LEVELS = {
     "gqa-kernel-v1": 3,
     "kv-cache-kernel-v1": 3,
     "log-softmax-kernel-v1": 4,
-    "logprob-kernel-v1": 4,
+    "logprob-kernel-v1": 3,
     "cross-entropy-kernel-v1": 4,
     "lm-head-kernel-v1": 3,
     "linear-group-kernel-v1": 3,
+    "rank-agreement-v1": 2,
+    "distributed-training-v1": 2,
+    "gradient-accumulation-v1": 2,
+    "tree-collective-v1": 3,
     "chain-v1": 2,
 }
 

@@ -18,13 +18,16 @@ LAYERS = [
     "native",
     "machine",
     "order",
+    "simulator",
     "targets",
     "ops",
     "nn",
     "optim",
+    "parallel",
     "adapters",
     "guards",
     "chain",
+    "curve",
     "contracts",
     "report",
     "cli",
@@ -60,6 +63,16 @@ def test_imports_point_downward(path):
             assert rank > LAYERS.index("nn"), f"{path.name} imports {name}"
             continue
         assert layer == here or LAYERS.index(layer) < rank, f"{path.name} imports {name}"
+
+
+def test_only_gates_and_commands_know_of_the_simulator():
+    """It is a test backend: what trains must not, or it could train otherwise there."""
+    knowing = {
+        path.relative_to(SOURCE).parts[0]
+        for path in FILES
+        if path.name != "__init__.py" and "simulator" in {layer_of(name) for name in imports_of(path)}
+    }
+    assert knowing == {"simulator", "curve", "cli"}
 
 
 def test_order_is_plain_python():

@@ -5,6 +5,7 @@ import inspect
 import isobit
 
 PUBLIC = [
+    "AgreementError",
     "ArgumentError",
     "Certificate",
     "ContractError",
@@ -16,6 +17,7 @@ PUBLIC = [
     "KeyedSampling",
     "RevealError",
     "Samples",
+    "SimulationError",
     "Tree",
     "UnsupportedError",
     "attention",
@@ -27,6 +29,7 @@ PUBLIC = [
     "exact_sum",
     "freeze",
     "gelu",
+    "guards",
     "layer_norm",
     "linear",
     "linear_cross_entropy",
@@ -36,10 +39,12 @@ PUBLIC = [
     "logprobs",
     "nn",
     "optim",
+    "parallel",
     "reveal",
     "rms_norm",
     "rotary",
     "silu",
+    "simulator",
     "softmax",
     "swiglu",
     "targets",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import isobit
 from isobit.adapters.layout import Layout
@@ -14,7 +14,11 @@ from isobit.errors import UnsupportedError
 from isobit.ops import dispatch
 from isobit.ops.linear.op import linear_fp32, spans_of
 from isobit.ops.logprob.op import IGNORED
+from isobit.ops.share import check_share
 from isobit.order.samples import Samples
+from isobit.parallel.shard import ranks_of
+from isobit.parallel.vocab_logits import vocab_logits
+from isobit.parallel.vocab_logprob import vocab_cross_entropy, vocab_logprob
 
 
 class Logits(torch.autograd.Function):
@@ -29,20 +33,25 @@ class Logits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
-        spans = None if ctx.samples is None else spans_of(ctx.samples, hidden)
+        spans, of = (None, 0) if ctx.samples is None else (spans_of(ctx.samples, hidden), ctx.samples.of)
         prefix = "linear" if dispatch.is_native(hidden.dtype) else "portable_linear"
         rounded, want = grad.to(hidden.dtype), ctx.needs_input_grad
         into_hidden, into_weight = (getattr(torch.ops.isobit, f"{prefix}_{part}_grad") for part in ("input", "weight"))
         return (
             into_hidden(rounded, weight) if want[0] else None,
-            into_weight(rounded, hidden, spans) if want[1] else None,
+            into_weight(rounded, hidden, spans, of) if want[1] else None,
             None,
         )
 
 
-def logits_of(hidden: Tensor, weight: Tensor, samples: Samples | None) -> Tensor:
+def logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tensor:
     """[..., V] in fp32: `isobit.log_softmax` of them at a token is `isobit.linear_logprob`, bit for bit."""
+    weight, ranks = head.weight, ranks_of(head)
+    if ranks is not None:
+        return vocab_logits(hidden, weight, ranks=ranks, samples=samples)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        if samples is not None:
+            check_share(samples, weight)
         return Logits.apply(hidden, weight, samples)  # type: ignore[no-untyped-call,no-any-return]
     return linear_fp32(hidden, weight)
 
@@ -62,7 +71,7 @@ def keep_rows(hidden: Tensor, layout: Layout, keep: int | Tensor) -> tuple[Tenso
     return library("modeling_utils").slice_logits_to_keep(hidden, keep), None
 
 
-def loss_of(hidden: Tensor, weight: Tensor, layout: Layout, labels: Tensor | None, inputs: dict[str, Any]) -> Tensor:
+def loss_of(hidden: Tensor, head: nn.Linear, layout: Layout, labels: Tensor | None, inputs: dict[str, Any]) -> Tensor:
     """The mean, or the sum over `num_items_in_batch`, of −log p of each label that follows in its own sample."""
     ignored, targets = inputs.get("ignore_index", IGNORED), inputs.get("shift_labels")
     if targets is None:
@@ -70,16 +79,21 @@ def loss_of(hidden: Tensor, weight: Tensor, layout: Layout, labels: Tensor | Non
         targets = layout.next_of(labels.masked_fill(labels == ignored, IGNORED))
         ignored = IGNORED
     count = inputs.get("num_items_in_batch")
-    return isobit.linear_cross_entropy(
-        hidden,
-        weight,
-        targets,
-        ignore_index=ignored,
-        count=None if count is None else int(count),
-        samples=layout.samples,
-    )
+    asked: dict[str, Any] = {
+        "ignore_index": ignored,
+        "count": None if count is None else int(count),
+        "samples": layout.samples,
+    }
+    ranks = ranks_of(head)
+    if ranks is not None:
+        return vocab_cross_entropy(hidden, head.weight, targets, ranks=ranks, **asked)
+    return isobit.linear_cross_entropy(hidden, head.weight, targets, **asked)
 
 
-def logprobs_of(hidden: Tensor, weight: Tensor, layout: Layout, targets: Tensor, temperature: float) -> Tensor:
+def logprobs_of(hidden: Tensor, head: nn.Linear, layout: Layout, targets: Tensor, temperature: float) -> Tensor:
     """[B, T] in fp32: log p of each target, +0 where it is -100."""
-    return isobit.linear_logprob(hidden, weight, targets, temperature=temperature, samples=layout.samples)
+    asked: dict[str, Any] = {"temperature": temperature, "samples": layout.samples}
+    ranks = ranks_of(head)
+    if ranks is not None:
+        return vocab_logprob(hidden, head.weight, targets, ranks=ranks, **asked)
+    return isobit.linear_logprob(hidden, head.weight, targets, **asked)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.logprob.op import IGNORED
+from isobit.ops.share import share_in_force
 from isobit.order.samples import Samples
 
 
@@ -50,7 +51,7 @@ class Layout:
             # A sample of no row may stand at the end of its row of the batch: its place is of no matter.
             count = max(at + length - first, 0)
             kept.append((batch * rows + min(first - (width - rows), rows - 1), count))
-        return of_whole_batch(kept, len(self.positions) * rows)
+        return of_global_batch(kept, len(self.positions) * rows)
 
 
 def read_layout(
@@ -72,7 +73,13 @@ def read_layout(
     if real is None:
         if given is None:
             given = torch.arange(past, total).expand(batch, width)
-        return Layout("plain", given, None, None, total)
+        if share_in_force() is None:
+            return Layout("plain", given, None, None, total)
+        spans, keys = (
+            of_global_batch([(row * length, length) for row in range(batch)], batch * length)
+            for length in (width, total)
+        )
+        return Layout("plain", given, spans, keys, total)
     return read_padded(real, given, past)
 
 
@@ -97,7 +104,7 @@ def read_padded(real: Tensor, given: Tensor | None, past: int) -> Layout:
         held = max(first + length - here, 0)
         spans.append((row * width + (here - past if held else 0), held))
         keys.append((row * total + first, length))
-    return Layout("padded", given, of_whole_batch(spans, batch * width), of_whole_batch(keys, batch * total), total)
+    return Layout("padded", given, of_global_batch(spans, batch * width), of_global_batch(keys, batch * total), total)
 
 
 def read_packed(given: Tensor, real: Tensor | None, past: int) -> Layout:
@@ -126,7 +133,7 @@ def read_packed(given: Tensor, real: Tensor | None, past: int) -> Layout:
     # A sample ends before the next start, the end of its row or its first padding.
     ends = [min(b, (a // width + 1) * width) for a, b in zip(flat, [*flat[1:], batch * width], strict=True)]
     rows = held.reshape(-1)
-    spans = of_whole_batch([(a, int(rows[a:b].sum())) for a, b in zip(flat, ends, strict=True)], batch * width)
+    spans = of_global_batch([(a, int(rows[a:b].sum())) for a, b in zip(flat, ends, strict=True)], batch * width)
     return Layout("packed", given.masked_fill(~held, 0), spans, spans, width)
 
 
@@ -174,9 +181,12 @@ def read_positions(position_ids: Tensor, batch: int, width: int) -> Tensor:
     return position_ids.expand(batch, width)
 
 
-def of_whole_batch(spans: list[tuple[int, int]], rows: int) -> Samples:
-    """Samples that are the whole global batch."""
-    return Samples(tuple(spans), rows, 0, len(spans))
+def of_global_batch(spans: list[tuple[int, int]], rows: int) -> Samples:
+    """These samples of the global batch: the share that is collected, or all there are."""
+    share = share_in_force()
+    if share is None:
+        return Samples(tuple(spans), rows, 0, len(spans))
+    return Samples.of_spans(spans, rows, share.first, share.of)
 
 
 # ---- the layout in force -----------------------------------------------------------------------------------

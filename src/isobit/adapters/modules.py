@@ -13,6 +13,11 @@ from isobit.adapters.layout import Layout, current_layout, in_force
 from isobit.adapters.library import library
 from isobit.errors import UnsupportedError
 from isobit.order.samples import Samples
+from isobit.parallel.column_linear import column_linear_group
+from isobit.parallel.head_norm import head_norm
+from isobit.parallel.row_linear import row_linear
+from isobit.parallel.shard import ranks_of
+from isobit.parallel.vocab_embedding import vocab_embedding
 
 ATTENTION = "isobit"  # our name in transformers' registry of attention functions
 LAYOUT = "isobit_layout"  # the keyword that takes a layout through transformers' own forwards
@@ -27,23 +32,31 @@ def forward_norm(module: Any, hidden_states: Tensor) -> Tensor:
 
 def forward_head_norm(module: Any, heads: Tensor) -> Tensor:
     """RMSNorm of each head, [B, T, H, D]: the weight's gradient sums over heads too."""
-    samples = current_layout().samples
+    samples, ranks = current_layout().samples, ranks_of(module)
+    if ranks is not None:
+        return head_norm(heads, module.weight, module.variance_epsilon, ranks=ranks, samples=samples)
     return isobit.rms_norm(heads, module.weight, module.variance_epsilon, samples=samples, heads=True)
 
 
 def forward_linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """A linear layer that has its input to itself."""
-    return isobit.linear(x, module.weight, module.bias, samples=current_layout().samples)
+    """A linear layer that has its input to itself; where it is split, x is a rank's part."""
+    samples, ranks = current_layout().samples, ranks_of(module)
+    if ranks is not None:
+        return row_linear(x, module.weight, module.bias, ranks=ranks, samples=samples)
+    return isobit.linear(x, module.weight, module.bias, samples=samples)
 
 
 def forward_logits(module: nn.Linear, hidden: Tensor, samples: Samples | None = None) -> Tensor:
     """The language-model head: fp32, unrounded."""
-    return logits_of(hidden, module.weight, samples)
+    return logits_of(hidden, module, samples)
 
 
 def forward_embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
     """Rows of the table; their gradient is a sum over the samples' tokens."""
-    return isobit.embedding(ids, module.weight, samples=current_layout().samples, padding_idx=module.padding_idx)
+    samples, ranks = current_layout().samples, ranks_of(module)
+    if ranks is not None:
+        return vocab_embedding(ids, module.weight, ranks=ranks, samples=samples, padding_idx=module.padding_idx)
+    return isobit.embedding(ids, module.weight, samples=samples, padding_idx=module.padding_idx)
 
 
 def forward_mlp(module: Any, x: Tensor) -> Tensor:
@@ -181,10 +194,13 @@ def extend_angles(table: Tensor, frequencies: Tensor, scaling: float, rows: int)
 
 
 def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[Tensor, ...]:
-    """The outputs of linear layers that share x: one operator, since dX is one sum."""
+    """The outputs of linear layers that share x: one operator, as dX is one sum. `groups` are of the whole layers."""
     weights = tuple(layer.weight for layer in layers)
     biases = None if layers[0].bias is None else tuple(layer.bias for layer in layers)
-    return isobit.linear_group(x, weights, biases, groups=groups, samples=current_layout().samples)
+    samples, ranks = current_layout().samples, ranks_of(layers[0])
+    if ranks is not None:
+        return column_linear_group(x, weights, biases, groups=groups, ranks=ranks, samples=samples)
+    return isobit.linear_group(x, weights, biases, groups=groups, samples=samples)
 
 
 def share_count(features: int) -> int:

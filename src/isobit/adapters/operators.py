@@ -127,7 +127,9 @@ def find_carrier(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None =
         space = name.partition("::")[0]
         if space in ("isobit", "profiler"):
             return None
-        return COLLECTIVE if "c10d" in space else CARRIERS.get(name, UNKNOWN)
+        if "c10d" in space:
+            return COLLECTIVE if "reduce" in name and any(t.is_floating_point() for t in tensors) else None
+        return CARRIERS.get(name, UNKNOWN)
     if name.startswith("_foreach_") and name not in CARRIERS:
         name = name.removeprefix("_foreach_")
     whole = bool(tensors) and not any(t.is_floating_point() or t.is_complex() for t in tensors)

@@ -17,6 +17,8 @@ from isobit.adapters.layout import Layout, in_force, read_layout
 from isobit.adapters.library import library
 from isobit.adapters.strictness import Strictness
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.ops.share import share_in_force
+from isobit.parallel.shard import ranks_of
 
 _STATE = "_isobit_state"
 
@@ -41,6 +43,13 @@ class Enabled:
         """Undoes this `enable`; the last of nested ones puts stock back. A second call does nothing."""
         model, self._model = self._model, None
         if model is not None and (state := find_state(model)) is not None:
+            if state.depth == 1 and any(ranks_of(module) is not None for module in model.modules()):
+                self._model = model
+                raise UnsupportedError(
+                    expected="a whole model, which stock operators can compute",
+                    received="one whose parameters are split over ranks",
+                    remedy="call isobit.adapters.tensor_parallel.unshard(model) on every rank first",
+                )
             state.depth -= 1
             if not state.depth:
                 restore(model, state)
@@ -183,8 +192,9 @@ def forward_causal(
             **inputs,
         )
         hidden, loss, logits = found.last_hidden_state, None, None
+        refuse_tied_share(module)
         if labels is not None or inputs.get("shift_labels") is not None:
-            loss = loss_of(hidden, module.lm_head.weight, layout, labels, inputs)
+            loss = loss_of(hidden, module.lm_head, layout, labels, inputs)
         else:
             hidden, samples = keep_rows(hidden, layout, logits_to_keep)
             logits = module.lm_head(hidden, samples)
@@ -233,7 +243,8 @@ def logprobs(
 
     def run() -> Tensor:
         hidden = causal.model(input_ids=input_ids, return_dict=True, **inputs).last_hidden_state
-        return logprobs_of(hidden, causal.lm_head.weight, layout, wanted, temperature)
+        refuse_tied_share(causal)
+        return logprobs_of(hidden, causal.lm_head, layout, wanted, temperature)
 
     return state.strictness.run(model, (*kind_of(model, layout, past, cached), "logprobs"), run)
 
@@ -278,6 +289,18 @@ def refuse_packed_cache(past_key_values: Any, use_cache: bool | None) -> bool:
             remedy="give each sample its own row of the batch",
         )
     return False
+
+
+def refuse_tied_share(module: Any) -> None:
+    """A weight used twice has a gradient tree for each use; autograd would add the uses within each share."""
+    weight = module.lm_head.weight
+    tied = share_in_force() is not None and weight is module.model.embed_tokens.weight
+    if tied and weight.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            expected="a leaf for each use of a tied weight, where a share of the global batch is trained on",
+            received="one weight of embedding and head",
+            remedy="train through isobit.parallel.Gradients, which makes them; or on the whole batch at once",
+        )
 
 
 def kind_of(module: Any, layout: Layout, past_key_values: Any, use_cache: bool | None) -> tuple[Any, ...]:

@@ -18,6 +18,8 @@ COMMANDS = {
     "reveal": "reveal",
     "verify": "verify",
     "chain": "chain",
+    "curve": "curve",
+    "simulate": "simulate",
     "status": "status",
     "lint": "lint",
     "graph": "graph",
@@ -47,7 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     asked = words[:1] if words[:1] and words[0] in COMMANDS else tuple(COMMANDS)
-    options = build_parser(asked).parse_args(words)
+    cut = words.index("--") if asked == ["simulate"] and "--" in words else len(words)  # the rest is a script's
+    options = build_parser(asked).parse_args(words[:cut], argparse.Namespace(passed_on=words[cut + 1 :]))
     try:
         code: int = options.run(options)
     except IsobitError as error:

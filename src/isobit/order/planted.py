@@ -45,9 +45,7 @@ def add_by_steps(steps: Sequence[Step], values: Sequence[float]) -> float:
     """fp32 additions of two, step by step."""
     sums: list[float] = []
     for left, right in steps:
-        sums.append(
-            add_fp32(values[~left] if left < 0 else sums[left], values[~right] if right < 0 else sums[right])
-        )
+        sums.append(add_fp32(values[~left] if left < 0 else sums[left], values[~right] if right < 0 else sums[right]))
     return sums[-1] if sums else values[0]
 
 

@@ -37,7 +37,7 @@ class Samples:
         for length in check_lengths(lengths):
             spans.append((at, length))
             at += length
-        return cls._checked(spans, at, first, of)
+        return cls.of_spans(spans, at, first, of)
 
     @classmethod
     def cumulative(cls, offsets: Iterable[int], *, first: int = 0, of: int | None = None) -> Samples:
@@ -73,10 +73,11 @@ class Samples:
                 remedy="pass the padded length of the batch as width",
             )
         spans = [(i * width + (width - n if side == "left" else 0), n) for i, n in enumerate(known)]
-        return cls._checked(spans, len(known) * width, first, of)
+        return cls.of_spans(spans, len(known) * width, first, of)
 
     @classmethod
-    def _checked(cls, spans: list[tuple[int, int]], rows: int, first: int, of: int | None) -> Samples:
+    def of_spans(cls, spans: list[tuple[int, int]], rows: int, first: int = 0, of: int | None = None) -> Samples:
+        """Samples at these (first row, rows) of a call with this many rows."""
         total = first + len(spans) if of is None else of
         if of is None and first:
             raise ArgumentError(

@@ -94,9 +94,7 @@ def _find_sizes(session: Session, wave: list[_Group], others: list[list[int]], s
     return sizes
 
 
-def _split(
-    session: Session, group: _Group, others: list[int], sizes: Sequence[int], random: Random
-) -> list[_Group]:
+def _split(session: Session, group: _Group, others: list[int], sizes: Sequence[int], random: Random) -> list[_Group]:
     """Reads the pivot's ancestors from the sizes; returns what hangs from its path and is not yet known."""
     by_size: dict[int, list[int]] = {}
     for other, size in zip(others, sizes, strict=True):

@@ -34,6 +34,11 @@ class Node:
         """The node that this one is merged into."""
         return Node(self.level + 1, self.index // 2)
 
+    def ancestor(self, siblings: int) -> Node:
+        """The node over a run of `siblings` such nodes, a power of two of them."""
+        generations = siblings.bit_length() - 1
+        return Node(self.level + generations, self.index >> generations)
+
     def is_left_sibling_of(self, other: Node) -> bool:
         """Whether the tree adds these two, in this order."""
         return self.level == other.level and self.index + 1 == other.index and self.index % 2 == 0
@@ -73,7 +78,11 @@ def merge(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Valu
     return total
 
 
-def merge_items(items: Sequence[Value], cap: int, add: Callable[[Value, Value], Value]) -> Value:
-    """Items that are each a sum of their own (heads, samples with heads): folded left in a segment, then merged."""
-    size = len(items) // count_segments(len(items), 1, cap)
+def merge_items(items: Sequence[Value], cap: int, add: Callable[[Value, Value], Value], of: int = 0) -> Value:
+    """Items that are each a sum of their own (heads, samples with heads): folded left in a segment, then merged.
+
+    They are all items of their axis, or one subtree of its `of`.
+    """
+    extent = of or len(items)
+    size = extent // count_segments(extent, 1, cap)
     return merge([reduce(add, items[at : at + size]) for at in range(0, len(items), size)], add)

@@ -132,8 +132,7 @@ def ranks(subject: Grouped, case: Case, tally: Tally) -> None:
         shares = []
         for rank in range(count):
             held = [w.chunk(count, 0)[rank] for w in weights], [g.chunk(count, -1)[rank] for g in grads]
-            joined = interleave(held[1], -1, 4 // count), interleave(held[0], 0, 4 // count)
-            shares.append(partial.input_grad(*joined, Cut(extent, count, rank)))
+            shares.append(partial.group_input_grad(held[1], held[0], 4 // count, Cut(extent, count, rank)))
         tally.same(partial.merge(shares, dtype=case.dtype), whole, f"dX over {count} ranks")
         for rank in range(count):
             own = [w.chunk(count, 0)[rank] for w in weights], [b.chunk(count, 0)[rank] for b in biases]

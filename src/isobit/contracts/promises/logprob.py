@@ -20,8 +20,11 @@ from isobit.contracts.transforms import LAYOUTS, THREADS
 from isobit.errors import ArgumentError
 from isobit.machine import thread_count
 from isobit.ops.linear.op import whole_samples
-from isobit.ops.logprob import portable
+from isobit.ops.linear.portable import round_once
+from isobit.ops.logprob import partial, portable
 from isobit.ops.logprob.op import IGNORED, linear_logprob
+from isobit.order import tree
+from isobit.order.cut import Cut
 from isobit.order.samples import Samples
 
 Score = Callable[..., Tensor]
@@ -174,6 +177,41 @@ def executors_agree(subject: Scored, case: Case, tally: Tally) -> None:
     given = grad, hidden[few], weight, targets[few], stats[few], described, TEMPERATURE
     for what, left, right in zip(("dhidden", "dweight"), mine, portable.linear_logprob_backward(*given), strict=True):
         tally.same(left, right, what)
+
+
+def in_shares(
+    hidden: Tensor, weight: Tensor, targets: Tensor, grad: Tensor, described: Samples, parts: int
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """Values by `parts` shares of the vocabulary, their roots of dhidden, and dweight."""
+    cuts = [Cut(len(weight), parts, index) for index in range(parts)]
+    words = [weight[cut.start : cut.start + cut.length] for cut in cuts]
+    given = [partial.forward(hidden, w, targets, TEMPERATURE, cut) for w, cut in zip(words, cuts, strict=True)]
+    bit_sum = sum(bits.as_integers(chosen) for _, chosen in given)
+    assert isinstance(bit_sum, Tensor)
+    merged = partial.merge(torch.stack([pairs for pairs, _ in given]))
+    values, stats = partial.finish(merged, bit_sum.view(torch.float32), targets)
+    spans = torch.tensor(described.spans)
+    grads = [
+        partial.backward(grad, hidden, w, targets, stats, spans, TEMPERATURE, cut)
+        for w, cut in zip(words, cuts, strict=True)
+    ]
+    return values, [root for root, _ in grads], torch.cat([by_word for _, by_word in grads])
+
+
+def vocabulary_shares(subject: Scored, case: Case, tally: Tally) -> None:
+    """Shares of the vocabulary, merged by the tree and rounded once, have the values and gradients of the whole."""
+    hidden, weight = case.arguments["hidden"], case.arguments["weight"]
+    targets = drawn_targets(case, case.rows, 100)
+    grad, described = case.draw((case.rows,), 102, "wide").float(), Samples.packed([case.rows])
+    options: dict[str, Any] = {"temperature": TEMPERATURE, "samples": described}
+    tally.count(case.rows)
+    whole = subject.score(hidden, weight, targets, **options)
+    by_row, by_word = gradients(subject.score, hidden, weight, targets, grad, **options)
+    for parts in (2, 4):
+        values, roots, words = in_shares(hidden, weight, targets, grad, described, parts)
+        tally.same(values, whole, f"values of {parts} shares")
+        tally.same(round_once(tree.merge(roots, torch.add), hidden.dtype), by_row, f"dhidden of {parts} shares")
+        tally.same(words, by_word, f"dweight of {parts} shares")
 
 
 # ---- errors, with limits from the orders -----------------------------------------------------------------

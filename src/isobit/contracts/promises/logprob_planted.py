@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
+from functools import reduce
 from typing import Any
 
 import torch
@@ -10,11 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from isobit.contracts.promises import log_sum_exp
-from isobit.contracts.promises.logprob import Scored, gradients
+from isobit.contracts.promises.logprob import Scored, gradients, in_shares
 from isobit.ops.linear.op import linear_fp32, whole_samples
 from isobit.ops.log_softmax.portable import MaxSum, sum_pairs
 from isobit.ops.logarithm import log_positive
 from isobit.ops.logprob.op import IGNORED, linear_logprob
+from isobit.order import tree
 from isobit.order.samples import Samples
 
 Values = Callable[[Tensor, Tensor, float], Tensor]  # logits before the temperature, targets, temperature
@@ -89,6 +92,11 @@ def _neighbours_target(logits: Tensor, targets: Tensor, temperature: float) -> T
 def _a_hair_more(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
     warm = logits * (1 / torch.tensor(temperature))
     return picked(warm, sum_pairs(warm), targets) + 2.0**-20
+
+
+def _pairs_folded(logits: Tensor) -> MaxSum:
+    """Four shares of the vocabulary, each added to all before it."""
+    return reduce(operator.add, [sum_pairs(share) for share in logits.chunk(4, 1)])
 
 
 # ---- in the gradients -----------------------------------------------------------------------------------
@@ -179,6 +187,14 @@ def _tokens_backwards(
     return right_grads(grad, hidden, weight, targets, temperature, samples)[0], flipped[1]
 
 
+def _roots_rounded(
+    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, samples: Samples
+) -> tuple[Tensor, Tensor]:
+    """dhidden of four shares of the vocabulary, rounded before they are merged."""
+    _, roots, by_word = in_shares(hidden, weight, targets, grad, samples, 4)
+    return tree.merge([root.bfloat16().float() for root in roots], torch.add).to(hidden.dtype), by_word
+
+
 def stock_score(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, samples: Samples | None = None
 ) -> Tensor:
@@ -211,7 +227,8 @@ over_the_batch, cut_by_threads, not_rescaled, without_the_tail = (
 )
 temperature_after, bf16_logits = with_values(_temperature_after), with_values(_bf16_logits)
 ignored_counted, neighbours_target = with_values(_ignored_counted), with_values(_neighbours_target)
-a_hair_more = with_values(_a_hair_more)
+a_hair_more, pairs_folded = with_values(_a_hair_more), with_sum(_pairs_folded)
 padding_counted, without_temperature = with_grads(_padding_counted), with_grads(_without_temperature)
 ignored_pulled, dhidden_by_rows = with_grads(_ignored_pulled), with_grads(_by_rows)
 tokens_backwards, blunted = with_grads(_tokens_backwards), with_grads(_blunted)
+roots_rounded = with_grads(_roots_rounded)

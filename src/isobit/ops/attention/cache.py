@@ -101,8 +101,10 @@ class KVCache:
         check_tensors(q=q, cache=k)
         check_attention(q, k, v)
         rows = [count for _, count in asked.spans]
-        if asked.rows != len(q) or len(rows) != len(sequences) or any(
-            count > s.length for count, s in zip(rows, sequences, strict=True)
+        if (
+            asked.rows != len(q)
+            or len(rows) != len(sequences)
+            or any(count > s.length for count, s in zip(rows, sequences, strict=True))
         ):
             raise ArgumentError(
                 expected=f"{len(q)} queries, each a position of its sequence",

@@ -191,9 +191,7 @@ def portable_attention(
 ) -> tuple[Tensor, Tensor]:
     """y and the log-sum-exp of each query's scores."""
     mask = Mask(scale, causal, window)
-    y, lse = portable.attention(
-        q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3), spans, blocks, lengths, mask
-    )
+    y, lse = portable.attention(q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3), spans, blocks, lengths, mask)
     return y.view(q.shape), lse.view(q.shape[:-1])
 
 

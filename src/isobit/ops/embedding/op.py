@@ -11,8 +11,9 @@ from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.embedding import portable
 from isobit.ops.launch import declare, launch
-from isobit.ops.linear.op import refuse_partial_gradient, spans_of, whole_samples
+from isobit.ops.linear.op import describe, whole_samples
 from isobit.ops.registration import register_operator
+from isobit.ops.share import described_dtype
 from isobit.order.samples import Samples
 
 ID_DTYPES = (torch.int64, torch.int32)
@@ -29,14 +30,10 @@ def embedding(ids: Tensor, weight: Tensor, *, samples: Samples | None = None, pa
     """
     check_tensors(weight=weight)
     padding = check_embedding(ids, weight, padding_idx)
-    spans = None
-    if samples is not None:
-        if samples.is_share:
-            refuse_partial_gradient(weight, None, samples)
-        spans = spans_of(samples, ids.unsqueeze(-1))
-    sizes = (ids.numel(), *weight.shape)
+    spans, of = describe(samples, ids.unsqueeze(-1), weight)
+    given = (ids, weight, spans, padding, of)
     try:
-        return launch("embedding", sizes, ids, weight, spans, padding, dtype=weight.dtype)  # type: ignore[no-any-return]
+        return launch("embedding", (ids.numel(), *weight.shape), *given, dtype=weight.dtype)  # type: ignore[no-any-return]
     except IndexError as error:
         raise ArgumentError(
             expected=f"ids from 0 to {len(weight) - 1}, as weight is {list(weight.shape)}",
@@ -70,7 +67,7 @@ def check_embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> int
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ids, weight, spans, ctx.padding = inputs
+    ids, weight, spans, ctx.padding, ctx.of = inputs
     ctx.vocabulary = weight.shape[0]
     ctx.save_for_backward(ids, spans)
 
@@ -81,13 +78,17 @@ def backward_with(prefix: str) -> Any:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, spans = ctx.saved_tensors
         operator = getattr(torch.ops.isobit, f"{prefix}_weight_grad")
-        return None, operator(grad, ids, spans, ctx.vocabulary, ctx.padding), None, None
+        return None, operator(grad, ids, spans, ctx.vocabulary, ctx.padding, ctx.of), None, None, None
 
     return backward
 
 
 def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators."""
+
+    def fake(grad: Tensor, ids: Tensor, spans: Tensor | None, vocabulary: int, padding: int, of: int = 0) -> Tensor:
+        return grad.new_empty((vocabulary, grad.shape[-1]), dtype=described_dtype(grad.dtype, spans, of))
+
     register_operator(
         "embedding",
         prefix,
@@ -95,23 +96,21 @@ def register_formulas(prefix: str) -> None:
         backward_with(prefix),
         setup_context,
     )
-    register_operator(
-        "embedding",
-        f"{prefix}_weight_grad",
-        lambda grad, ids, spans, vocabulary, padding: grad.new_empty((vocabulary, grad.shape[-1])),
-    )
+    register_operator("embedding", f"{prefix}_weight_grad", fake)
 
 
 @torch.library.custom_op("isobit::portable_embedding", mutates_args=())
-def portable_embedding(ids: Tensor, weight: Tensor, spans: Tensor | None, padding: int) -> Tensor:
+def portable_embedding(ids: Tensor, weight: Tensor, spans: Tensor | None, padding: int, of: int = 0) -> Tensor:
     """The rows that ids name; index_select raises IndexError for one that is not there."""
     return portable.embedding(ids, weight)
 
 
 @torch.library.custom_op("isobit::portable_embedding_weight_grad", mutates_args=())
-def portable_weight_grad(grad: Tensor, ids: Tensor, spans: Tensor | None, vocabulary: int, padding: int) -> Tensor:
+def portable_weight_grad(
+    grad: Tensor, ids: Tensor, spans: Tensor | None, vocabulary: int, padding: int, of: int = 0
+) -> Tensor:
     """The table's gradient over the samples."""
-    return portable.embedding_weight_grad(grad, ids, whole_samples(grad, spans), vocabulary, padding)
+    return portable.embedding_weight_grad(grad, ids, whole_samples(grad, spans, of), vocabulary, padding)
 
 
 declare("embedding", register_formulas)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from isobit.ops.linear.portable import merge_segments, round_once, widen
+from isobit.ops.share import gradient_dtype
 from isobit.order.plan import Leaf
 from isobit.order.samples import Samples
 
@@ -13,7 +14,7 @@ from isobit.order.samples import Samples
 def embedding_weight_grad(grad: Tensor, ids: Tensor, samples: Samples, vocabulary: int, padding: int) -> Tensor:
     """Σ over the tokens of each id: a leaf folds its tokens left from +0; a leaf, or a sample, without the id adds +0.
 
-    Only rows that occur are summed; all others are +0.
+    Only rows that occur are summed; all others are +0. Unrounded where the samples are a share.
     """
     rows, flat = widen(grad), ids.reshape(-1).long()
     present, places = torch.unique(flat, return_inverse=True)
@@ -29,7 +30,7 @@ def embedding_weight_grad(grad: Tensor, ids: Tensor, samples: Samples, vocabular
         table[present] = total
     if padding >= 0:
         table[padding] = 0
-    return round_once(table, grad.dtype)
+    return round_once(table, gradient_dtype(grad.dtype, len(samples.spans), samples.of))
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:

@@ -10,9 +10,10 @@ from torch import Tensor
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.launch import declare, launch, rows_and_columns
 from isobit.ops.layer_norm import portable
-from isobit.ops.linear.op import whole_samples
+from isobit.ops.linear.op import describe, whole_samples
 from isobit.ops.registration import register_operator
-from isobit.ops.rms_norm.op import check_norm, empty_statistics, token_spans, widen_for_autocast
+from isobit.ops.rms_norm.op import check_norm, empty_statistics, widen_for_autocast
+from isobit.ops.share import described_dtype
 from isobit.order.samples import Samples
 
 
@@ -29,15 +30,15 @@ def layer_norm(
     check_norm(x, weight, eps, 1)
     if bias is not None and bias.shape != weight.shape:
         refuse_shape("bias", bias, f"{list(weight.shape)}", "pass one bias per feature")
-    spans = None if samples is None else token_spans(samples, x, weight, bias)
-    return launch("layer_norm", rows_and_columns(x), x, weight, bias, eps, spans)[0]  # type: ignore[no-any-return]
+    spans, of = describe(samples, x, weight, bias)
+    return launch("layer_norm", rows_and_columns(x), x, weight, bias, eps, spans, of)[0]  # type: ignore[no-any-return]
 
 
 # ---- gradients: one definition for both executors -------------------------------------------------------
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, bias, _, spans = inputs
+    x, weight, bias, _, spans, ctx.of = inputs
     ctx.has_bias = bias is not None
     ctx.save_for_backward(x, weight, *output[1:], spans)
 
@@ -46,14 +47,21 @@ def backward_with(prefix: str) -> Any:
     """The gradient, by the operator `isobit::<prefix>_backward`."""
 
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        dx, dweight, dbias = getattr(torch.ops.isobit, f"{prefix}_backward")(grad, *ctx.saved_tensors)
-        return dx, dweight, dbias if ctx.has_bias else None, None, None
+        dx, dweight, dbias = getattr(torch.ops.isobit, f"{prefix}_backward")(grad, *ctx.saved_tensors, ctx.of)
+        return dx, dweight, dbias if ctx.has_bias else None, None, None, None
 
     return backward
 
 
 def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators."""
+
+    def fake(
+        grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor, spans: Tensor | None, of: int = 0
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        gradient = weight.new_empty(weight.shape, dtype=described_dtype(weight.dtype, spans, of))
+        return x.new_empty(x.shape), gradient, torch.empty_like(gradient)
+
     register_operator(
         "layer_norm",
         prefix,
@@ -61,16 +69,12 @@ def register_formulas(prefix: str) -> None:
         backward_with(prefix),
         setup_context,
     )
-    register_operator(
-        "layer_norm",
-        f"{prefix}_backward",
-        lambda grad, x, weight, *_: (x.new_empty(x.shape), *(weight.new_empty(weight.shape) for _ in range(2))),
-    )
+    register_operator("layer_norm", f"{prefix}_backward", fake)
 
 
 @torch.library.custom_op("isobit::portable_layer_norm", mutates_args=())
 def portable_layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, spans: Tensor | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, spans: Tensor | None, of: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y, means, scales) over the last axis."""
     return portable.layer_norm(x, weight, bias, eps)
@@ -78,10 +82,10 @@ def portable_layer_norm(
 
 @torch.library.custom_op("isobit::portable_layer_norm_backward", mutates_args=())
 def portable_layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor, spans: Tensor | None
+    grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor, spans: Tensor | None, of: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias)."""
-    return portable.layer_norm_backward(grad, x, weight, means, scales, whole_samples(grad, spans))
+    return portable.layer_norm_backward(grad, x, weight, means, scales, whole_samples(grad, spans, of))
 
 
 declare("layer_norm", register_formulas)

@@ -12,12 +12,7 @@ from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
 from isobit.ops.launch import register_native
-from isobit.ops.linear.op import (
-    cast_for_autocast,
-    check_linear,
-    refuse_partial_gradient,
-    spans_of,
-)
+from isobit.ops.linear.op import cast_for_autocast, check_linear, describe
 from isobit.ops.registration import refuse_second_order
 from isobit.order.samples import Samples
 
@@ -49,16 +44,14 @@ def linear_group(
         check_tensors(x=x, weight=weight, bias=bias)
         check_linear(x, weight, bias)
         check_groups(weight, groups)
-        if samples is not None and samples.is_share:
-            refuse_partial_gradient(weight, bias, samples)
-    spans = None if samples is None else spans_of(samples, x)
+    described = describe(samples, x, *weights, *given)
     native = dispatch.is_native(x.dtype)
     if native:
         register_native("linear")
     if dispatch.is_recording():
         for weight in weights:
             dispatch.record("linear", native, x.dtype, (x.shape[:-1].numel(), *reversed(weight.shape)))
-    outputs: tuple[Tensor, ...] = _Group.apply(x, spans, groups, native, len(weights), *weights, *given)  # type: ignore
+    outputs: tuple[Tensor, ...] = _Group.apply(x, *described, groups, native, len(weights), *weights, *given)  # type: ignore
     return outputs
 
 
@@ -80,10 +73,12 @@ def interleave(tensors: Sequence[Tensor], axis: int, groups: int) -> Tensor:
 
 class _Group(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, spans: Any, groups: int, native: bool, count: int, *parameters: Any) -> Any:
+    def forward(
+        ctx: Any, x: Tensor, spans: Any, of: int, groups: int, native: bool, count: int, *parameters: Any
+    ) -> Any:
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, spans, *weights)
-        ctx.groups, ctx.prefix = groups, "linear" if native else "portable_linear"
+        ctx.of, ctx.groups, ctx.prefix = of, groups, "linear" if native else "portable_linear"
         ctx.has_bias = [bias is not None for bias in biases]
         extra = (None,) if native else ()  # packed forms are isobit.nn.Linear's
         operator = getattr(torch.ops.isobit, ctx.prefix)
@@ -105,10 +100,10 @@ class _Group(torch.autograd.Function):
         weight_grad, bias_grad = (getattr(ops, f"{ctx.prefix}_{kind}_grad") for kind in ("weight", "bias"))
         return (
             input_grad,
-            *[None] * 4,
-            *[weight_grad(g, x, spans) if want[5 + i] else None for i, g in enumerate(grads)],
+            *[None] * 5,
+            *[weight_grad(g, x, spans, ctx.of) if want[6 + i] else None for i, g in enumerate(grads)],
             *[
-                bias_grad(g, spans) if has and want[5 + count + i] else None
+                bias_grad(g, spans, ctx.of) if has and want[6 + count + i] else None
                 for i, (g, has) in enumerate(zip(grads, ctx.has_bias, strict=True))
             ],
         )

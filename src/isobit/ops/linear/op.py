@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.errors import UnsupportedError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.launch import declare, register_native
 from isobit.ops.linear import portable
 from isobit.ops.registration import register_operator
+from isobit.ops.share import check_share, check_subtree, described_dtype, gradient_dtype
 from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
 
@@ -38,16 +38,14 @@ def linear_with_packed(
     x, weight, bias = cast_for_autocast(x, weight, bias)
     check_tensors(x=x, weight=weight, bias=bias)
     check_linear(x, weight, bias)
-    spans = None if samples is None else spans_of(samples, x)
-    if samples is not None and samples.is_share:
-        refuse_partial_gradient(weight, bias, samples)
+    spans, of = describe(samples, x, weight, bias)
     native = dispatch.is_native(x.dtype)
     if dispatch.is_recording():
         dispatch.record("linear", native, x.dtype, (x.shape[:-1].numel(), *reversed(weight.shape)))
     if native:
         register_native("linear")
-        return torch.ops.isobit.linear(x, weight, bias, spans, packed)  # type: ignore[no-any-return]
-    return torch.ops.isobit.portable_linear(x, weight, bias, spans)  # type: ignore[no-any-return]
+        return torch.ops.isobit.linear(x, weight, bias, spans, packed, of)  # type: ignore[no-any-return]
+    return torch.ops.isobit.portable_linear(x, weight, bias, spans, of)  # type: ignore[no-any-return]
 
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
@@ -83,6 +81,14 @@ def spans_of(samples: Samples, x: Tensor) -> Tensor:
     return torch.tensor(samples.spans, dtype=torch.int64).reshape(-1, 2)
 
 
+def describe(samples: Samples | None, tokens: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, int]:
+    """The samples as the operators take them, spans and the size of the global batch, once gradients may be taken."""
+    if samples is None:
+        return None, 0
+    check_share(samples, *parameters)
+    return spans_of(samples, tokens), samples.of
+
+
 def cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     """What torch.autocast does to a linear layer's inputs."""
     if not torch.is_autocast_enabled("cpu"):
@@ -91,24 +97,13 @@ def cast_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
     return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
-def refuse_partial_gradient(weight: Tensor, bias: Tensor | None, samples: Samples) -> None:
-    """Autograd would add the shares' gradients in call order, which is not the sample tree."""
-    wanted = weight.requires_grad or (bias is not None and bias.requires_grad)
-    if torch.is_grad_enabled() and wanted:
-        raise UnsupportedError(
-            expected="parameter gradients over the whole global batch",
-            received=f"{len(samples.spans)} of {samples.of} samples",
-            remedy="take each share's partial with isobit.ops.linear.partial.weight_grad and merge them",
-        )
-
-
 # ---- gradients: one definition for both executors -------------------------------------------------------
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, spans = inputs[:4]
     ctx.save_for_backward(x, weight, spans)
-    ctx.arity, ctx.has_bias = len(inputs), bias is not None
+    ctx.of, ctx.arity, ctx.has_bias = inputs[-1], len(inputs), bias is not None
 
 
 def backward_with(prefix: str) -> Any:
@@ -119,8 +114,8 @@ def backward_with(prefix: str) -> Any:
         ops, want = torch.ops.isobit, ctx.needs_input_grad
         return (
             getattr(ops, f"{prefix}_input_grad")(grad, weight) if want[0] else None,
-            getattr(ops, f"{prefix}_weight_grad")(grad, x, spans) if want[1] else None,
-            getattr(ops, f"{prefix}_bias_grad")(grad, spans) if ctx.has_bias and want[2] else None,
+            getattr(ops, f"{prefix}_weight_grad")(grad, x, spans, ctx.of) if want[1] else None,
+            getattr(ops, f"{prefix}_bias_grad")(grad, spans, ctx.of) if ctx.has_bias and want[2] else None,
             *[None] * (ctx.arity - 3),
         )
 
@@ -129,11 +124,15 @@ def backward_with(prefix: str) -> Any:
 
 def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators."""
+
+    def empty_gradient(grad: Tensor, shape: tuple[int, ...], spans: Tensor | None, of: int) -> Tensor:
+        return grad.new_empty(shape, dtype=described_dtype(grad.dtype, spans, of))
+
     fakes: dict[str, Callable[..., Tensor]] = {
         "": lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
         "_input_grad": lambda grad, weight: grad.new_empty((*grad.shape[:-1], weight.shape[1])),
-        "_weight_grad": lambda grad, x, _: grad.new_empty((grad.shape[-1], x.shape[-1])),
-        "_bias_grad": lambda grad, _: grad.new_empty((grad.shape[-1],)),
+        "_weight_grad": lambda grad, x, spans, of=0: empty_gradient(grad, (grad.shape[-1], x.shape[-1]), spans, of),
+        "_bias_grad": lambda grad, spans, of=0: empty_gradient(grad, (grad.shape[-1],), spans, of),
     }
     for suffix, fake in fakes.items():
         formulas = () if suffix else (backward_with(prefix), setup_context)
@@ -144,7 +143,7 @@ def register_formulas(prefix: str) -> None:
 
 
 @torch.library.custom_op("isobit::portable_linear", mutates_args=())
-def portable_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Tensor | None) -> Tensor:
+def portable_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Tensor | None, of: int = 0) -> Tensor:
     """y over K."""
     segments = FeaturePlan(x.shape[-1]).segments
     total = portable.sum_products(segments, portable.widen(x), portable.widen(weight))[0]
@@ -163,30 +162,37 @@ def portable_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("isobit::portable_linear_weight_grad", mutates_args=())
-def portable_weight_grad(grad: Tensor, x: Tensor, spans: Tensor | None) -> Tensor:
+def portable_weight_grad(grad: Tensor, x: Tensor, spans: Tensor | None, of: int = 0) -> Tensor:
     """dW over the samples."""
-    segments = whole_samples(grad, spans).segments
-    total = portable.sum_products(segments, portable.widen(grad).t(), portable.widen(x).t())
-    return only_root(total, x.dtype)
+    samples = whole_samples(grad, spans, of)
+    total = portable.sum_products(samples.segments, portable.widen(grad).t(), portable.widen(x).t())
+    return only_root(total, x.dtype, samples)
 
 
 @torch.library.custom_op("isobit::portable_linear_bias_grad", mutates_args=())
-def portable_bias_grad(grad: Tensor, spans: Tensor | None) -> Tensor:
+def portable_bias_grad(grad: Tensor, spans: Tensor | None, of: int = 0) -> Tensor:
     """db over the samples."""
-    total = portable.sum_rows(whole_samples(grad, spans).segments, portable.widen(grad))
-    return only_root(total, grad.dtype)
+    samples = whole_samples(grad, spans, of)
+    return only_root(portable.sum_rows(samples.segments, portable.widen(grad)), grad.dtype, samples)
 
 
-def only_root(roots: Tensor, dtype: torch.dtype) -> Tensor:
-    """The one root of a whole sum, rounded; zero where there is no sample."""
-    return portable.round_once(roots[0] if len(roots) else roots.sum(0), dtype)
+def only_root(roots: Tensor, dtype: torch.dtype, samples: Samples) -> Tensor:
+    """The one root, rounded if it is the whole sum's; zero where there is no sample."""
+    total = roots[0] if len(roots) else roots.sum(0)
+    return portable.round_once(total, gradient_dtype(dtype, len(samples.spans), samples.of))
 
 
-def whole_samples(rows: Tensor, spans: Tensor | None) -> Samples:
-    """The samples of a call that holds the whole global batch."""
+def whole_samples(rows: Tensor, spans: Tensor | None, of: int = 0) -> Samples:
+    """The samples of a call: the whole global batch, or a share of `of`, told as if at its front.
+
+    A subtree's value does not depend on where in the tree it stands; anything but one subtree is refused.
+    """
     if spans is not None:
         known = tuple((int(start), int(length)) for start, length in spans.tolist())
-        return Samples(known, rows.shape[:-1].numel(), 0, len(known))
+        share = Samples(known, rows.shape[:-1].numel(), 0, of or len(known))
+        if share.is_share:
+            check_subtree(share)
+        return share
     length = rows.shape[-2] if rows.dim() > 1 else 1
     total = rows.shape[:-1].numel()
     return Samples.packed([length] * (total // length if length else 0))

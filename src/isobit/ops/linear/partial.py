@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from isobit.errors import CutError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear import portable
+from isobit.ops.linear.group import check_groups, interleave
 from isobit.ops.linear.op import spans_of
 from isobit.order.cut import Cut
 from isobit.order.plan import SAMPLE_CAP, SAMPLE_UNIT, FeaturePlan, count_segments
@@ -52,6 +53,28 @@ def input_grad(grad: Tensor, weight: Tensor, cut: Cut) -> Partial:
         values = _portable(cut, portable.widen(grad), portable.widen(weight).t())
         values = values.reshape(-1, *grad.shape[:-1], weight.shape[1])
     return Partial(cut.roots, values, FeaturePlan(cut.extent).count)
+
+
+def group_input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor], groups: int, cut: Cut) -> Partial:
+    """A share of linear_group's dX: these `groups` whole groups, each [..., N/parts] by [N/parts, K]."""
+    for grad, weight in zip(grads, weights, strict=True):
+        check_tensors(grad=grad, weight=weight)
+        check_groups(weight, groups)
+        if grad.shape[:-1] != grads[0].shape[:-1] or grad.shape[-1] != weight.shape[0]:
+            refuse_shape("grad", grad, f"{[*grads[0].shape[:-1], weight.shape[0]]}", "pass each weight's own gradient")
+    rows = sum(weight.shape[0] for weight in weights)
+    if rows != cut.length:
+        raise CutError(
+            expected=f"{cut.length} rows of weights, one of {cut.parts} shares of {cut.extent}",
+            received=f"{rows}",
+            remedy="take whole groups of every weight, as many on each rank",
+        )
+    if dispatch.is_native(grads[0].dtype):
+        values = torch.ops.isobit.linear_group_input_grad_roots(
+            list(grads), list(weights), groups, cut.extent, cut.start
+        )
+        return Partial(cut.roots, values, FeaturePlan(cut.extent).count)
+    return input_grad(interleave(grads, -1, groups), interleave(weights, 0, groups), cut)
 
 
 def weight_grad(grad: Tensor, x: Tensor, samples: Samples) -> Partial:

@@ -25,6 +25,13 @@ def linear_cross_entropy(
     `count` is the number of targets of the *global* batch; by default that of the targets given. The sum is exact: it
     has no order.
     """
+    chosen, active = count_active(targets, ignore_index, count)
+    found = linear_logprob(hidden, weight, chosen, temperature=temperature, samples=samples)
+    return exact_sum(found) / -active
+
+
+def count_active(targets: Tensor, ignore_index: int, count: float | None) -> tuple[Tensor, float]:
+    """The targets with −100 for none, and how many of the global batch the sum is divided by."""
     chosen = targets if ignore_index == IGNORED else targets.masked_fill(targets == ignore_index, IGNORED)
     active = int((chosen != IGNORED).sum()) if count is None else count
     if not active > 0:
@@ -33,5 +40,4 @@ def linear_cross_entropy(
             received=f"{active} targets",
             remedy=f"leave out batches whose targets are all {ignore_index}",
         )
-    found = linear_logprob(hidden, weight, chosen, temperature=temperature, samples=samples)
-    return exact_sum(found) / -active
+    return chosen, active

@@ -11,9 +11,10 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.launch import declare, launch
-from isobit.ops.linear.op import check_linear, refuse_partial_gradient, spans_of, whole_samples
+from isobit.ops.linear.op import check_linear, spans_of, whole_samples
 from isobit.ops.logprob import portable
 from isobit.ops.registration import register_operator
+from isobit.ops.share import accumulation_dtype, check_share, gradient_dtype
 from isobit.order.samples import Samples
 
 IGNORED = -100  # as torch's cross_entropy
@@ -31,24 +32,23 @@ def linear_logprob(
 
     hidden is [..., K], weight [V, K], targets [...] of token ids; a target of −100 has the value 0 and no gradient.
     The one function that rollout and training both call: the bits depend on the row of hidden and its target alone.
+    Of a share of the global batch, the weight's gradient is fp32 and not rounded: isobit.parallel.Gradients merges it.
     """
     check_tensors(hidden=hidden, weight=weight)
     check_linear(hidden, weight, None)
-    check_targets(hidden, weight, targets)
+    check_targets(hidden, len(weight), targets)
     check_temperature(temperature)
-    spans = None if samples is None else spans_of(samples, hidden)
-    if samples is not None and samples.is_share:
-        refuse_partial_gradient(weight, None, samples)
-    if spans is None:
-        spans = torch.tensor(whole_samples(hidden, None).spans, dtype=torch.int64).reshape(-1, 2)
+    described = whole_samples(hidden, None) if samples is None else samples
+    spans = spans_of(described, hidden)
+    check_share(described, weight)
     rows, chosen = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(torch.int64).contiguous()
     sizes = (targets.numel(), *reversed(weight.shape))
-    found, _ = launch("linear_logprob", sizes, rows, weight, chosen, float(temperature), spans)
+    found, _ = launch("linear_logprob", sizes, rows, weight, chosen, float(temperature), spans, described.of)
     return found.reshape(targets.shape)  # type: ignore[no-any-return]
 
 
-def check_targets(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    """One id a row, each a row of the weight or −100."""
+def check_targets(hidden: Tensor, vocabulary: int, targets: Tensor) -> None:
+    """One id a row, each of the vocabulary or −100."""
     if targets.dtype not in (torch.int64, torch.int32) or targets.device != hidden.device:
         raise ArgumentError(
             expected=f"int64 or int32 targets on {hidden.device}",
@@ -58,10 +58,10 @@ def check_targets(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
     if targets.shape != hidden.shape[:-1]:
         refuse_shape("targets", targets, f"{list(hidden.shape[:-1])}, as the rows of hidden", "pass one id a row")
     if targets.numel() and not targets.is_meta:
-        wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= weight.shape[0])
+        wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= vocabulary)
         if bool(wrong.any()):
             raise ArgumentError(
-                expected=f"targets from 0 to {weight.shape[0] - 1}, or {IGNORED} for none",
+                expected=f"targets from 0 to {vocabulary - 1}, or {IGNORED} for none",
                 received=f"{int(targets[wrong][0])}",
                 remedy="check the tokenizer against the model's vocabulary",
             )
@@ -81,7 +81,7 @@ def check_temperature(temperature: float) -> None:
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    hidden, weight, targets, ctx.temperature, spans = inputs
+    hidden, weight, targets, ctx.temperature, spans, ctx.of = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(hidden, weight, targets, output[1], spans)
 
@@ -92,8 +92,8 @@ def backward_with(prefix: str) -> Any:
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         want = ctx.needs_input_grad[:2]
         operator = getattr(torch.ops.isobit, f"{prefix}_backward")
-        grads = operator(grad, *ctx.saved_tensors, ctx.temperature, *want)
-        return (*[g if wanted else None for g, wanted in zip(grads, want, strict=True)], None, None, None)
+        grads = operator(grad, *ctx.saved_tensors, ctx.temperature, *want, ctx.of)
+        return (*[g if wanted else None for g, wanted in zip(grads, want, strict=True)], None, None, None, None)
 
     return backward
 
@@ -102,21 +102,23 @@ def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators."""
 
     def fake(hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-        rows = hidden.shape[0]
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        rows, wide = hidden.shape[0], accumulation_dtype(hidden.dtype)
         return hidden.new_empty(rows, dtype=wide), hidden.new_empty((rows, 2), dtype=wide)
 
+    def fake_backward(
+        grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, stats: Tensor, spans: Tensor, *rest: Any
+    ) -> tuple[Tensor, Tensor]:
+        of = rest[3] if len(rest) > 3 else 0
+        dtype = gradient_dtype(weight.dtype, len(spans), of)
+        return hidden.new_empty(hidden.shape), weight.new_empty(weight.shape, dtype=dtype)
+
     register_operator("linear_logprob", prefix, fake, backward_with(prefix), setup_context)
-    register_operator(
-        "linear_logprob",
-        f"{prefix}_backward",
-        lambda grad, hidden, weight, *_: (hidden.new_empty(hidden.shape), weight.new_empty(weight.shape)),
-    )
+    register_operator("linear_logprob", f"{prefix}_backward", fake_backward)
 
 
 @torch.library.custom_op("isobit::portable_linear_logprob", mutates_args=())
 def portable_linear_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, spans: Tensor | None
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, spans: Tensor | None, of: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The log-probabilities, and each row's maximum and logarithm of its sum."""
     return portable.linear_logprob(hidden, weight, targets, temperature)
@@ -133,9 +135,10 @@ def portable_linear_logprob_backward(
     temperature: float,
     want_hidden: bool,
     want_weight: bool,
+    of: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """dhidden and dweight."""
-    samples = whole_samples(hidden, spans)
+    samples = whole_samples(hidden, spans, of if want_weight else 0)
     return portable.linear_logprob_backward(grad, hidden, weight, targets, stats, samples, temperature)
 
 

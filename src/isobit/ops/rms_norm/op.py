@@ -11,9 +11,10 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.launch import declare, launch, rows_and_columns
-from isobit.ops.linear.op import refuse_partial_gradient, spans_of, whole_samples
+from isobit.ops.linear.op import describe, whole_samples
 from isobit.ops.registration import register_operator
 from isobit.ops.rms_norm import portable
+from isobit.ops.share import accumulation_dtype, described_dtype
 from isobit.order.samples import Samples
 
 
@@ -29,8 +30,8 @@ def rms_norm(
     x, weight = widen_for_autocast(x, weight)
     check_tensors(x=x, weight=weight)
     check_norm(x, weight, eps, 2 if heads else 1)
-    spans = None if samples is None else token_spans(samples, x.select(-2, 0) if heads else x, weight, None)
-    return launch("rms_norm", rows_and_columns(x), x, weight, eps, spans, heads)[0]  # type: ignore[no-any-return]
+    spans, of = describe(samples, x.select(-2, 0) if heads else x, weight)
+    return launch("rms_norm", rows_and_columns(x), x, weight, eps, spans, heads, of)[0]  # type: ignore[no-any-return]
 
 
 def widen_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
@@ -52,18 +53,11 @@ def check_norm(x: Tensor, weight: Tensor, eps: float, axes: int) -> None:
         raise ArgumentError(expected="eps of 0 or more", received=f"{eps!r}", remedy="pass a small number, as 1e-6")
 
 
-def token_spans(samples: Samples, tokens: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The samples as the operators take them; a share of them has no gradient of its own."""
-    if samples.is_share:
-        refuse_partial_gradient(weight, bias, samples)
-    return spans_of(samples, tokens)
-
-
 # ---- gradients: one definition for both executors -------------------------------------------------------
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, _, spans, ctx.heads = inputs
+    x, weight, _, spans, ctx.heads, ctx.of = inputs
     ctx.save_for_backward(x, weight, output[1], spans)
 
 
@@ -72,19 +66,25 @@ def backward_with(prefix: str) -> Any:
 
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, scales, spans = ctx.saved_tensors
-        found = getattr(torch.ops.isobit, f"{prefix}_backward")(grad, x, weight, scales, spans, ctx.heads)
-        return *found, None, None, None
+        found = getattr(torch.ops.isobit, f"{prefix}_backward")(grad, x, weight, scales, spans, ctx.heads, ctx.of)
+        return *found, None, None, None, None
 
     return backward
 
 
 def empty_statistics(x: Tensor) -> Tensor:
     """A number per row, in the dtype that sums have."""
-    return x.new_empty(x.shape[:-1], dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+    return x.new_empty(x.shape[:-1], dtype=accumulation_dtype(x.dtype))
 
 
 def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators."""
+
+    def fake(
+        grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, spans: Tensor | None, heads: bool, of: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=described_dtype(weight.dtype, spans, of))
+
     register_operator(
         "rms_norm",
         prefix,
@@ -92,16 +92,12 @@ def register_formulas(prefix: str) -> None:
         backward_with(prefix),
         setup_context,
     )
-    register_operator(
-        "rms_norm",
-        f"{prefix}_backward",
-        lambda grad, x, weight, *_: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
-    )
+    register_operator("rms_norm", f"{prefix}_backward", fake)
 
 
 @torch.library.custom_op("isobit::portable_rms_norm", mutates_args=())
 def portable_rms_norm(
-    x: Tensor, weight: Tensor, eps: float, spans: Tensor | None, heads: bool
+    x: Tensor, weight: Tensor, eps: float, spans: Tensor | None, heads: bool, of: int = 0
 ) -> tuple[Tensor, Tensor]:
     """(y, scales) over the last axis."""
     return portable.rms_norm(x, weight, eps)
@@ -109,10 +105,10 @@ def portable_rms_norm(
 
 @torch.library.custom_op("isobit::portable_rms_norm_backward", mutates_args=())
 def portable_rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, spans: Tensor | None, heads: bool
+    grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, spans: Tensor | None, heads: bool, of: int = 0
 ) -> tuple[Tensor, Tensor]:
     """(dx, dweight)."""
-    samples = whole_samples(grad.select(-2, 0) if heads else grad, spans)
+    samples = whole_samples(grad.select(-2, 0) if heads else grad, spans, of)
     return portable.rms_norm_backward(grad, x, weight, scales, samples, x.shape[-2] if heads else 0)
 
 

@@ -1,0 +1,16 @@
+"""64 ranks of a torchrun script in one process: it would hang, and the simulator says which rank, where, and why."""
+
+from pathlib import Path
+
+from isobit.errors import DeadlockError
+from isobit.simulator import run_script
+
+script = Path(__file__).parent / "bugs" / "logging_deadlock.py"
+try:
+    run_script(script, ranks=64)
+except DeadlockError as error:
+    print("culprits:", error.ranks)
+    print("expected:", error.expected)
+    print("received:", error.received)
+    for rank, stack in error.stacks.items():
+        print(f"rank {rank} stands at", *stack)

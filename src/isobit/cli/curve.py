@@ -1,0 +1,130 @@
+"""`isobit curve`: one training run in every layout of ranks and micro-batches, and whether it is one run."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from isobit.cli.progress import make_progress
+from isobit.curve.gate import Outcome, Verdict, judge, run_jobs
+from isobit.curve.launch import TRANSPORTS, Job
+from isobit.curve.layouts import Layout, grid, refuse_uncut
+from isobit.curve.workload import DTYPES, WORKLOADS, describe, find_workload
+from isobit.errors import ArgumentError
+from isobit.files import write_text
+from isobit.machine import fingerprint
+from isobit.order.plan import VERSION
+from isobit.records import to_json
+from isobit.report.curve_picture import draw_curves
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "curve",
+        help="train one model in every layout of ranks and micro-batches, and compare raw bits",
+        description="Trains a Qwen3-architecture model with AdamW and clipping on a global batch of unequal samples: "
+        "data-parallel ranks × micro-batches × tensor-parallel ranks, DDP and FSDP2, in the simulator or as processes "
+        "under torchrun. Kept is one loss curve and one digest of weights, gradients and optimizer. Exit 0: kept; "
+        "1: broken; 2: could not run.",
+    )
+    parser.add_argument("--workload", default="small", choices=sorted(WORKLOADS), help="default: %(default)s")
+    parser.add_argument("--dtype", nargs="+", default=["float32"], choices=sorted(DTYPES), help="default: float32")
+    parser.add_argument("--transport", default="simulator", choices=TRANSPORTS, help="default: %(default)s")
+    parser.add_argument(
+        "--layouts", nargs="+", metavar="[ENGINE:]DATAxMICROxTENSOR", help="these, instead of the whole grid"
+    )
+    parser.add_argument("--stock", action="store_true", help="stock PyTorch beside it, in the same layouts")
+    parser.add_argument("--keep", type=Path, metavar="FILE", help="write outcomes to it, and go on where it stopped")
+    parser.add_argument("--picture", type=Path, metavar="SVG", help="draw how far losses part")
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of a table")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs all layouts; the exit code is isobit's."""
+    workload = find_workload(options.workload)
+    layouts = [read_layout(text) for text in options.layouts] if options.layouts else grid(workload)
+    for layout in layouts:
+        refuse_uncut(layout, workload)
+    sides = (False, True) if options.stock else (False,)
+    jobs = [
+        Job(layout, options.workload, dtype, stock, options.transport)
+        for dtype in options.dtype
+        for stock in sides
+        for layout in layouts
+    ]
+    with make_progress() as progress:
+        task = progress.add_task("training", total=len(jobs))
+
+        def tell(job: Job) -> None:
+            side = "stock" if job.stock else "isobit"
+            progress.update(task, advance=1, description=f"{side} {job.dtype} {job.layout}")
+
+        outcomes = run_jobs(jobs, tell, options.keep)
+    verdicts = [
+        judge([o for o in outcomes if o.dtype == dtype and o.stock == stock])
+        for dtype in options.dtype
+        for stock in sides
+    ]
+    if options.picture is not None:
+        write_text(options.picture, picture_of(outcomes))
+    kept = all(verdict.kept for verdict in verdicts if verdict.side == "isobit")
+    if options.json:
+        said = [{**asdict(o), "digest": o.curve.digest} for o in outcomes]
+        record = {"machine": fingerprint(VERSION), "workload": describe(workload), "kept": kept}
+        print(to_json({**record, "verdicts": verdicts, "outcomes": said}))
+    else:
+        show(Console(highlight=False, width=140), outcomes, verdicts)
+    return 0 if kept else 1
+
+
+def read_layout(text: str) -> Layout:
+    """`2x4x1`, or `ddp:2x4x1`."""
+    engine, _, sizes = text.rpartition(":")
+    parts = sizes.split("x")
+    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+        raise ArgumentError(
+            expected="DATAxMICROxTENSOR, as 2x4x1, or ddp:2x4x1", received=repr(text), remedy="name three numbers"
+        )
+    data, micro, tensor = map(int, parts)
+    return Layout(data, micro, tensor, engine or "isobit")
+
+
+def show(console: Console, outcomes: list[Outcome], verdicts: list[Verdict]) -> None:
+    """For people: a row a layout, then what it comes to."""
+    table = Table("layout (data×micro×tensor)", "dtype", "ranks", "last loss", "weights", "gradients", "optimizer", "s")
+    for outcome in outcomes:
+        curve = outcome.curve
+        digests = (curve.weights[:10], curve.gradients[:10], curve.optimizer[:10])
+        loss = f"{curve.losses[-1]:.9g}"
+        table.add_row(outcome.name, outcome.dtype, str(outcome.layout.ranks), loss, *digests, f"{outcome.seconds:.1f}")
+    console.print(table)
+    for verdict in verdicts:
+        console.print(sentence(verdict))
+
+
+def sentence(verdict: Verdict) -> str:
+    """With its denominator."""
+    found = (
+        f"{verdict.side}, {verdict.dtype}: {verdict.layouts} layouts, {verdict.steps} steps: {verdict.curves} loss "
+        f"curve(s), digests of weights {verdict.weights}, gradients {verdict.gradients}, optimizer "
+        f"{verdict.optimizers}; losses part by up to {verdict.parted:.3g}"
+    )
+    if verdict.side == "stock":
+        return f"{found}: {'the control failed to part' if verdict.kept else 'control'}"
+    return f"{found}: {'kept' if verdict.kept else 'BROKEN'}"
+
+
+def picture_of(outcomes: list[Outcome]) -> str:
+    """A panel a dtype."""
+    panels: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {}
+    for outcome in outcomes:
+        side = "stock" if outcome.stock else "isobit"
+        panels.setdefault(outcome.dtype, {}).setdefault(side, {})[outcome.name] = outcome.curve.losses
+    return draw_curves(panels, "How far the loss of each layout parts from one rank's, by step")

@@ -1,0 +1,130 @@
+"""Shares of a vocabulary: each gives the root of its own words; merged by the tree, they are linear_logprob's bits.
+
+T tokens, K features, V = cut.extent words of which the weight holds cut.length. No autograd: a caller with ranks owns
+what is exchanged, and rounds dhidden once, after the last merge.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+from torch import Tensor
+
+from isobit.errors import ArgumentError, CutError
+from isobit.ops import dispatch
+from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.linear.op import check_linear, whole_samples
+from isobit.ops.linear.portable import one_nan
+from isobit.ops.logprob import portable
+from isobit.ops.logprob.op import check_targets, check_temperature
+from isobit.ops.share import accumulation_dtype
+from isobit.order import tree
+from isobit.order.cut import Cut
+
+
+@torch.no_grad()
+def forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cut: Cut) -> tuple[Tensor, Tensor]:
+    """[T, 2] pairs (max, sum) of the share, and [T] scaled logits of the targets, +0 where another share has them.
+
+    Targets are ids of the whole vocabulary, or −100. One share has each target: its logit is the one to take.
+    """
+    check_problem(hidden, weight, targets, temperature, cut)
+    ids = targets.to(torch.int64).contiguous()
+    if dispatch.is_native(hidden.dtype):
+        pairs_of = torch.ops.isobit.linear_logprob_pairs
+        return pairs_of(hidden, weight, ids, float(temperature), cut.extent, cut.start)  # type: ignore[no-any-return]
+    return portable.pairs_and_chosen(hidden, weight, ids, float(temperature), cut)
+
+
+@torch.no_grad()
+def merge(pairs: Tensor) -> Tensor:
+    """[T, 2] of the whole vocabulary from [P, T, 2], the shares' pairs in the order of their indices."""
+    if pairs.dim() != 3 or pairs.shape[2] != 2:
+        refuse_shape("pairs", pairs, "[P, T, 2]", "stack the pairs of all shares, by index")
+    parts = len(pairs)
+    if parts < 1 or parts & (parts - 1):
+        raise CutError(
+            expected="the pairs of all shares, a power of two of them",
+            received=f"{parts}",
+            remedy="cut the vocabulary by isobit's Cut, and pass every share once",
+        )
+    total = tree.merge([portable.Pair(share[:, :1], share[:, 1:]) for share in pairs.unbind(0)], operator.add)
+    return one_nan(torch.cat([total.max, total.sum], 1))
+
+
+@torch.no_grad()
+def finish(pairs: Tensor, chosen: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """[T] log-probabilities, and [T, 2] of maxima and logarithms of sums as `backward` takes them, from merged ones."""
+    if pairs.shape != (len(targets), 2) or chosen.shape != targets.shape:
+        refuse_shape("pairs", pairs, f"[{len(targets)}, 2], beside chosen [{len(targets)}]", "merge all shares first")
+    return portable.finish(pairs, chosen, targets)
+
+
+@torch.no_grad()
+def backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    stats: Tensor,
+    spans: Tensor,
+    temperature: float,
+    cut: Cut,
+    of: int = 0,
+    *,
+    want_hidden: bool = True,
+    want_weight: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """[T, K] the share's root of dhidden, fp32 and not rounded; and dweight of the share's words.
+
+    The shares' roots, merged by the balanced tree and rounded once to hidden's dtype, are dhidden. Where `of` is more
+    than the spans, dweight is fp32 and not rounded. What is not wanted is not to be read.
+    """
+    check_problem(hidden, weight, targets, temperature, cut)
+    check_backward(grad, hidden, stats, spans)
+    samples = whole_samples(hidden, spans, of if want_weight else 0)
+    ids = targets.to(torch.int64).contiguous()
+    if dispatch.is_native(hidden.dtype):
+        return torch.ops.isobit.linear_logprob_shard_backward(  # type: ignore[no-any-return]
+            grad,
+            hidden,
+            weight,
+            ids,
+            stats.contiguous(),
+            spans.contiguous(),
+            float(temperature),
+            want_hidden,
+            want_weight,
+            of,
+            cut.extent,
+            cut.start,
+        )
+    return portable.shard_backward(grad, hidden, weight, ids, stats, samples, float(temperature), cut)
+
+
+def check_problem(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cut: Cut) -> None:
+    """As linear_logprob checks, with the weight's rows those of the share."""
+    check_tensors(hidden=hidden, weight=weight)
+    check_linear(hidden, weight, None)
+    if hidden.dim() != 2:
+        refuse_shape("hidden", hidden, "[T, K]", "pass hidden.reshape(-1, K), and targets.reshape(-1)")
+    if len(weight) != cut.length:
+        expected = f"[{cut.length}, K], one of {cut.parts} shares of {cut.extent} words"
+        refuse_shape("weight", weight, expected, "slice the vocabulary from cut.start to cut.start + cut.length")
+    check_targets(hidden, cut.extent, targets)
+    check_temperature(temperature)
+
+
+def check_backward(grad: Tensor, hidden: Tensor, stats: Tensor, spans: Tensor) -> None:
+    """Gradients and sums in the dtype of sums, one a token."""
+    wide = accumulation_dtype(hidden.dtype)
+    if grad.shape != hidden.shape[:1] or stats.shape != (len(hidden), 2):
+        expected = f"[{len(hidden)}], beside stats [{len(hidden)}, 2]"
+        refuse_shape("grad", grad, expected, "pass a number a token, and what `finish` gave")
+    if grad.dtype != wide or stats.dtype != wide or spans.dtype != torch.int64:
+        raise ArgumentError(
+            expected=f"grad and stats of {wide}, spans of torch.int64",
+            received=f"{grad.dtype}, {stats.dtype}, {spans.dtype}",
+            remedy="pass the gradient of the log-probabilities, what `finish` gave, and isobit's spans",
+        )

@@ -1,0 +1,106 @@
+"""`Gradients`: the gradient of a global batch from micro-batches and ranks, with the bits it has in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from isobit.errors import ArgumentError
+from isobit.ops.share import Share, collecting
+from isobit.parallel.batch import GlobalBatch
+from isobit.parallel.carrier import Carrier, OwnCarrier
+from isobit.parallel.ddp import DdpCarrier
+from isobit.parallel.fsdp import FsdpCarrier
+
+
+class Gradients:
+    """Collects a step's parameter gradients: micro-batches by a binary counter, ranks by the exchange.
+
+        gradients = Gradients(model, GlobalBatch(of=16, ranks=2, micro_batches=4))
+        for micro in range(4):
+            with gradients.micro_batch(micro):
+                loss_of(model, samples of this share).backward()   # divided by the global count of active tokens
+        # now every p.grad is that of the 16 samples in one batch, bit for bit
+
+    `model` is an enabled or isobit model, DistributedDataParallel of one, or one that fully_shard split. Partials are
+    fp32 whatever the parameter's dtype, and gradients are dense. A module is called once a micro-batch: autograd would
+    add its calls within each share. A parameter that no micro-batch used has a gradient of zeros.
+    """
+
+    def __init__(self, model: nn.Module, batch: GlobalBatch, *, group: dist.ProcessGroup | None = None) -> None:
+        self.batch = batch
+        if isinstance(model, DistributedDataParallel):
+            refuse_other_group(model, group)
+            group = model.process_group
+        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
+        ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+        if ranks != batch.ranks:
+            raise ArgumentError(
+                expected=f"a group of {batch.ranks} ranks, as the batch is cut",
+                received=f"{ranks} ranks",
+                remedy="pass the data-parallel group, or cut the batch for its ranks",
+            )
+        self._carrier = carrier_of(model, batch, group)
+        self._next, self._closed = 0, False
+
+    @contextmanager
+    def micro_batch(self, index: int) -> Iterator[Share]:
+        """Forward and backward of this rank's `index`-th micro-batch go inside; the last one completes p.grad."""
+        if self._closed:
+            raise ArgumentError(
+                expected="Gradients that are in use", received="closed ones", remedy="make Gradients anew"
+            )
+        if index != self._next:
+            raise ArgumentError(
+                expected=f"micro-batch {self._next}: they are merged from left to right",
+                received=f"micro-batch {index}",
+                remedy="run micro-batches 0, 1, … of every step",
+            )
+        share, node = self.batch.share(self.rank, index), self.batch.node(self.rank, index)
+        last = index == self.batch.micro_batches - 1
+        opened = self._carrier.begin(node, last)  # what it refuses leaves all as it was
+        try:
+            with collecting(share), opened:
+                yield share
+            self._carrier.end(node, last)
+            self._next = 0 if last else index + 1
+        except BaseException:
+            self._next = 0
+            self._carrier.clear()
+            raise
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory that partials held at the end of a micro-batch, so far."""
+        return self._carrier.peak_bytes
+
+    def close(self) -> None:
+        """Takes the hooks off; the model is as it was, and gradients that are whole stay."""
+        if not self._closed:
+            self._closed = True
+            self._carrier.close()
+
+
+def refuse_other_group(model: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+    """The wrapper exchanges over its own."""
+    own = dist.get_process_group_ranks(model.process_group)
+    if group is not None and dist.get_process_group_ranks(group) != own:
+        raise ArgumentError(
+            expected=f"the group of DistributedDataParallel, ranks {own}",
+            received=f"ranks {dist.get_process_group_ranks(group)}",
+            remedy="leave the group out, or wrap the model with process_group=group",
+        )
+
+
+def carrier_of(model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None) -> Carrier:
+    """The engine that the model is wrapped in decides."""
+    if isinstance(model, DistributedDataParallel):
+        return DdpCarrier(model, batch)
+    if isinstance(model, FSDPModule):
+        return FsdpCarrier(model, batch, group)
+    return OwnCarrier(model, batch, group)

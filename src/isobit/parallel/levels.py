@@ -1,0 +1,38 @@
+"""Two levels of ranks, inside a host and across hosts, whose tree is the flat one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from isobit.errors import CutError
+
+
+@dataclass(frozen=True)
+class TwoLevel:
+    """Two groups of a rank: `inner` is its host, consecutive ranks; `outer` has the same place of every host."""
+
+    inner: dist.ProcessGroup
+    outer: dist.ProcessGroup
+
+    def __post_init__(self) -> None:
+        inner, outer = (dist.get_process_group_ranks(group) for group in (self.inner, self.outer))
+        step = inner[1] - inner[0] if len(inner) > 1 else 1
+        across = outer[1] - outer[0] if len(outer) > 1 else step * len(inner)
+        aligned = (
+            _is_even(inner, step)
+            and _is_even(outer, across)
+            and (len(outer) == 1 or across == step * len(inner))
+            and outer[dist.get_rank(self.outer)] == inner[dist.get_rank(self.inner)]
+        )
+        if not aligned:
+            raise CutError(
+                expected="an inner group of consecutive ranks, and an outer one that steps from run to run",
+                received=f"inner ranks {inner} and outer ranks {outer}",
+                remedy="take both groups from a DeviceMesh of (hosts, ranks of a host)",
+            )
+
+
+def _is_even(ranks: list[int], step: int) -> bool:
+    return step > 0 and all(rank == ranks[0] + index * step for index, rank in enumerate(ranks))

@@ -1,0 +1,33 @@
+"""Gradients of parameters that a rank holds: unrounded of a share of the batch, rounded once of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from isobit.ops import dispatch
+from isobit.ops.linear.op import spans_of, whole_samples
+from isobit.order.samples import Samples
+
+
+def samples_of(samples: Samples | None, rows: Tensor) -> Samples:
+    """The samples said, or the operators' default: [B, T, K] is B samples."""
+    return whole_samples(rows, None) if samples is None else samples
+
+
+def weight_grad(grad: Tensor, x: Tensor, samples: Samples) -> Tensor:
+    """dW [N, K] of these samples."""
+    return operator("weight", x)(grad, x, spans_of(samples, x), samples.of)
+
+
+def bias_grad(grad: Tensor, samples: Samples) -> Tensor:
+    """db [N] of these samples."""
+    return operator("bias", grad)(grad, spans_of(samples, grad), samples.of)
+
+
+def operator(kind: str, given: Tensor) -> Callable[..., Tensor]:
+    """One gradient of the linear layer, by the executor of this dtype."""
+    prefix = "linear" if dispatch.is_native(given.dtype) else "portable_linear"
+    return getattr(torch.ops.isobit, f"{prefix}_{kind}_grad")  # type: ignore[no-any-return]

@@ -1,0 +1,296 @@
+"""Four gloo processes, launched once: what each rank finds of agreements, losses and norms, as JSON by rank."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from isobit import bits, optim
+from isobit.errors import AgreementError, IsobitError
+from isobit.guards import rank_agreement
+from isobit.ops.exact_sum.op import exact_sum
+from isobit.parallel.scalars import LossMeter, clip_grad_norm_, mean_loss, total_norm
+
+RANKS, TRIES = 4, 10
+ROOT = Path(__file__).parents[2]
+# parameter, rank, index, bit of the byte-wise little-endian element, value that all ranks have there before
+FLIPS = [
+    ("0.weight", 2, (3, 4), 0, None),
+    ("0.weight", 1, (0, 0), 31, 0.0),  # the sign of a zero
+    ("0.weight", 3, (16, 12), 3, float("nan")),  # a payload
+    ("1.weight", 3, (12,), 15, None),
+    ("steps", 1, (2,), 63, None),
+    ("view", 2, (4, 1), 7, None),
+]
+
+
+@dataclass(frozen=True)
+class Part:
+    """As a tensor-parallel parameter's record."""
+
+    coordinate: int
+    parts: int
+    mesh_axis: str = "tp"
+
+
+def model():
+    torch.manual_seed(0)
+    made = nn.Sequential(nn.Linear(13, 17), nn.LayerNorm(13, dtype=torch.bfloat16))
+    made.register_buffer("steps", torch.arange(5))
+    made.register_parameter("view", nn.Parameter(torch.randn(3, 7).T))
+    return made
+
+
+def named(made):
+    return dict(made.named_parameters()) | dict(made.named_buffers())
+
+
+def flip(tensor, index, bit):
+    whole = bits.as_integers(tensor[index].reshape(1))
+    width = 8 * tensor.element_size()
+    whole = whole ^ (1 << bit if bit < width - 1 else -(1 << bit))
+    tensor.data[index] = whole.view(tensor.dtype)[0]
+
+
+def plain(found):
+    return json.loads(json.dumps([asdict(d) for d in found.differences]))
+
+
+def outcome(call):
+    try:
+        return repr(call())
+    except IsobitError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+# ---- agreements ------------------------------------------------------------------------------------------
+
+
+def agreements(rank):
+    made = model()
+    first = rank_agreement(made)
+    same = rank_agreement(made, since=first)
+    with torch.no_grad():
+        made[0].bias += 1
+    moved = rank_agreement(named(made), since=same, step=20, every=10)
+    with torch.no_grad():
+        made[0].bias[0] = torch.inf if rank == 2 else made[0].bias[0]
+    infinite = rank_agreement(made, on_difference="report")
+    return {
+        "agreed": [first.agreed, same.agreed, moved.agreed],
+        "changed": [first.changed, same.changed, moved.changed],
+        "kept": [first.kept, same.kept, moved.kept, infinite.kept],
+        "unchanged": list(moved.unchanged),
+        "counts": [list(first.ranks), first.parameters, first.elements, first.sent],
+        "finite": [first.finite, infinite.finite],
+        "nonfinite": list(infinite.nonfinite),
+        "skipped": rank_agreement(made, step=21, every=10) is None,
+    }
+
+
+def flips(rank):
+    found = []
+    for name, where, index, bit, value in FLIPS:
+        made = model()
+        tensor = named(made)[name]
+        if value is not None:
+            tensor.data[index] = value
+        if rank == where:
+            flip(tensor, index, bit)
+            if name == "0.weight":
+                flip(tensor, (16, 12), 2)  # a later one: not the first
+        found.append(plain(rank_agreement(made, on_difference="report")))
+    return found
+
+
+def many(rank):
+    """Every parameter differs on two ranks, at other places; only two are searched."""
+    made = model()
+    if rank in (1, 3):
+        for parameter in made.parameters():
+            flip(parameter, (rank // 2,) * parameter.dim(), 0)
+    report = rank_agreement(made, on_difference="report", most=2)
+    try:
+        rank_agreement(made)
+    except AgreementError as error:
+        return {"found": plain(report), "raised": str(error), "record": len(error.agreement.differences)}
+
+
+def unlike(rank):
+    tensors = {"a": torch.ones(3), "b": torch.ones(2, 3), "c": torch.ones(4)}
+    if rank == 1:
+        tensors["a"] = torch.ones(3, dtype=torch.bfloat16)
+        del tensors["c"]
+    if rank == 2:
+        tensors["b"] = torch.ones(3, 2)
+        tensors["d"] = torch.ones(1)
+    return plain(rank_agreement(tensors, on_difference="report"))
+
+
+def refusals(rank):
+    x = torch.ones(3)
+    return [
+        outcome(lambda: rank_agreement({"x": x.to_sparse() if rank == 1 else x})),
+        outcome(lambda: rank_agreement({})),
+        outcome(lambda: rank_agreement([("x", x), ("x", x)])),
+        outcome(lambda: rank_agreement({"x": x}, every=10)),
+        outcome(lambda: rank_agreement({"x": x}, on_difference="ignore")),
+        outcome(lambda: rank_agreement({"x": x}).agreed),  # the group is still in step
+    ]
+
+
+def sharded(rank, mesh):
+    """Rows over the second axis, copies over the first: ranks 0 and 2 hold one shard, 1 and 3 the other."""
+    torch.manual_seed(1)
+    weight = distribute_tensor(torch.randn(7, 3), mesh, [Replicate(), Shard(0)])
+    replicas = mesh.get_group("replicate")
+    right = rank_agreement({"w": weight}, replicas)
+    if rank == 3:
+        flip(weight.to_local(), (1, 2), 22)
+    found = rank_agreement({"w": weight}, replicas, on_difference="report")
+    part = torch.ones(2)
+    part._isobit_shard = Part(rank % 2, 2)
+    return {
+        "agreed": [right.agreed, list(right.ranks)],
+        "found": plain(found),
+        "world": outcome(lambda: rank_agreement({"w": weight})),
+        "tensor parallel": outcome(lambda: rank_agreement({"p": part})),
+    }
+
+
+# ---- scalars ---------------------------------------------------------------------------------------------
+
+
+def drawn(seed, *shape):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.ldexp(torch.randn(shape, generator=generator), torch.randint(-9, 9, shape, generator=generator))
+
+
+def with_grad(grad, part=None):
+    made = nn.Parameter(torch.zeros_like(grad))
+    made.grad = grad.clone()
+    if part is not None:
+        made._isobit_shard = part
+    return made
+
+
+def norms(rank, mesh):
+    """Of gradients cut by rows anywhere, by DTensor placements, and held whole: against one process's."""
+    differ, stock_differs, clipped = [], 0, 0
+    for seed in range(TRIES):
+        cut, whole, spread = drawn(seed, 101), drawn(seed + 100, 33), drawn(seed + 200, 7, 5)
+        wanted = optim.total_norm([cut, whole, spread])
+        edges = [0, *sorted(Random(seed).choices(range(102), k=RANKS - 1)), 101]
+        placements = [
+            [Replicate(), Shard(0)],
+            [Shard(1), Replicate()],
+            [Shard(0), Shard(0)],
+            [Shard(1), Shard(0)],
+            [Replicate(), Replicate()],
+        ][seed % 5]
+        part = with_grad(cut[edges[rank] : edges[rank + 1]], Part(rank, RANKS))
+        spread_grad = distribute_tensor(spread.clone(), mesh, placements)
+        dtensor = nn.Parameter(distribute_tensor(torch.zeros_like(spread), mesh, placements))
+        dtensor.grad = spread_grad
+        parameters = [part, with_grad(whole.clone()), dtensor]
+        norm = total_norm(parameters)
+        differ.append(not bits.equal(norm, wanted))
+        clip_grad_norm_(parameters, 1.0)
+        alone = [with_grad(g) for g in (cut, whole, spread)]
+        optim.clip_grad_norm_(alone, 1.0)
+        ours = [part.grad, parameters[1].grad, dtensor.grad.full_tensor()]
+        theirs = [alone[0].grad[edges[rank] : edges[rank + 1]], alone[1].grad, alone[2].grad]
+        clipped += sum(not bits.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        rows = distribute_tensor(drawn(seed, 100, 7), mesh, [Shard(0), Shard(0)])
+        found, exact = torch.nn.utils.get_total_norm([rows]), torch.nn.utils.get_total_norm([drawn(seed, 100, 7)])
+        stock_differs += not bits.equal(found.full_tensor() if isinstance(found, DTensor) else found, exact)
+    return {"differ": sum(differ), "clipped": clipped, "stock": stock_differs}
+
+
+def fully_sharded(rank, mesh):
+    """FSDP2, extents that do not divide and a rank that holds nothing: each element once, padding never."""
+    torch.manual_seed(2)
+    made = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    fully_shard(made, mesh=init_device_mesh("cpu", (RANKS,)))
+    made(drawn(3, 4, 5)).square().sum().backward()
+    whole = [p.grad.full_tensor() for p in made.parameters()]
+    empty = sum(p.grad.to_local().numel() == 0 for p in made.parameters())
+    found, wanted = total_norm(made), optim.total_norm(whole)
+    agreed = outcome(lambda: rank_agreement(made))
+    clip_grad_norm_(made, 0.5)
+    optim.scale_by_norm(whole, wanted, 0.5)
+    clipped = all(bits.equal(p.grad.full_tensor(), w) for p, w in zip(made.parameters(), whole, strict=True))
+    return {"norm": bits.equal(found, wanted), "clipped": clipped, "empty": empty, "agreed": agreed}
+
+
+def norms_of_groups(rank, mesh):
+    """Groups that hold all pieces, and those that do not."""
+    spread = drawn(5, 7, 5)
+    dtensor = nn.Parameter(distribute_tensor(torch.zeros_like(spread), mesh, [Replicate(), Shard(0)]))
+    dtensor.grad = distribute_tensor(spread, mesh, [Replicate(), Shard(0)])
+    shards, replicas = mesh.get_group("shard"), mesh.get_group("replicate")
+    part = with_grad(spread, Part(rank % 2, 2))
+    wide = with_grad(spread.double() if rank == 0 else spread)
+    return {
+        "shards": bits.equal(total_norm([dtensor], group=shards), optim.total_norm(spread)),
+        "replicas": outcome(lambda: total_norm([dtensor], group=replicas)),
+        "parts": outcome(lambda: total_norm([part])),
+        "one refuses": outcome(lambda: total_norm([wide])),
+        "still in step": bits.equal(total_norm(with_grad(spread)), optim.total_norm(spread)),
+    }
+
+
+def losses(rank):
+    terms = drawn(7, 96).abs()
+    meter, shares = LossMeter(), terms.tensor_split([5, 17, 30, 31, 60, 80, 90])
+    for micro_batch in (1, 0):
+        share = shares[2 * rank + micro_batch]
+        meter.add(torch.cat([share, torch.zeros(3)]), share.numel())
+    means = [mean_loss(share) for share in shares]
+    empty = LossMeter()
+    group = dist.new_group([0, 1])
+    return {
+        "value": meter.value().item().hex(),
+        "fp32": meter.value(dtype=torch.float32).item().hex(),
+        "cross entropy": bits.equal(meter.cross_entropy(), exact_sum(-terms) / -96),
+        "mean": mean_loss(terms[24 * rank : 24 * rank + 24]).item().hex(),
+        "of means": torch.stack(means).mean().item().hex(),
+        "nothing": outcome(lambda: empty.value()),
+        "outside": outcome(lambda: meter.value(group)) if rank > 1 else meter.value(group).isfinite().item(),
+    }
+
+
+def work(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    found = {check.__name__: check(rank) for check in (agreements, flips, many, unlike, refusals, losses)}
+    found |= {check.__name__: check(rank, mesh) for check in (sharded, norms, fully_sharded, norms_of_groups)}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+@cache
+def found_by_ranks():
+    """Each rank's findings. A process of its own forks the ranks, so that torch is imported once."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "-W", "ignore", "-m", "tests.guards.gloo_ranks", folder]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # a pool of threads would not survive the fork
+    exact_sum(torch.ones(1))  # loads and attests the kernels once
+    torch.multiprocessing.start_processes(work, (sys.argv[1],), nprocs=RANKS, start_method="fork")
