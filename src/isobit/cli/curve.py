@@ -14,7 +14,7 @@ from isobit.cli.progress import make_progress
 from isobit.curve.gate import Outcome, Verdict, judge, run_jobs
 from isobit.curve.launch import TRANSPORTS, Job
 from isobit.curve.layouts import Layout, grid, refuse_uncut
-from isobit.curve.workload import DTYPES, WORKLOADS, describe, find_workload
+from isobit.curve.workload import DTYPES, WORKLOADS, find_workload
 from isobit.errors import ArgumentError
 from isobit.files import write_text
 from isobit.machine import fingerprint
@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
     kept = all(verdict.kept for verdict in verdicts if verdict.side == "isobit")
     if options.json:
         said = [{**asdict(o), "digest": o.curve.digest} for o in outcomes]
-        record = {"machine": fingerprint(VERSION), "workload": describe(workload), "kept": kept}
+        record = {"machine": fingerprint(VERSION), "workload": asdict(workload), "kept": kept}
         print(to_json({**record, "verdicts": verdicts, "outcomes": said}))
     else:
         show(Console(highlight=False, width=140), outcomes, verdicts)

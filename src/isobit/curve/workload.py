@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -129,8 +129,3 @@ def lay_out(samples: list[Tensor]) -> Rows:
         ids[row, :length], mask[row, :length] = sample, 1
         targets[row, : length - 1] = sample[1:]
     return Rows(ids, mask, targets)
-
-
-def describe(workload: Workload) -> dict[str, Any]:
-    """For records."""
-    return asdict(workload)

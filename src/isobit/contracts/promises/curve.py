@@ -66,7 +66,7 @@ def one_curve(subject: Subject, case: Case, tally: Tally) -> None:
         tally.count(find_workload(WORKLOAD).samples)
         ours, theirs = ((*o.curve.losses, *o.curve.norms) for o in (first, outcome))
         tally.compared += len(theirs)
-        differ = sum(a != b for a, b in zip(ours, theirs, strict=True))
+        differ = sum(a.hex() != b.hex() for a, b in zip(ours, theirs, strict=True))  # +0 is not -0
         if differ or not theirs:
             said = f"{outcome.name}: {differ} of {len(theirs)} losses and norms are not {first.name}'s"
             tally.fail(said, differ or 1)
@@ -142,8 +142,7 @@ def with_mean_of_means(drawn: Tensor) -> Iterator[Outcome]:
     right = train.share_loss
 
     def wrong(found: Tensor, rows: Any, active: int, shares: int) -> Tensor:
-        own = int((rows.targets >= 0).sum())
-        return right(found, rows, own * shares, shares)
+        return right(found, rows, rows.active * shares, shares)
 
     with planted(train, "share_loss", wrong):
         yield from run_each(drawn.dtype)
@@ -166,4 +165,17 @@ def with_local_norm(drawn: Tensor) -> Iterator[Outcome]:
         return optim.clip_grad_norm_([p for p in model.parameters() if not isinstance(p, DTensor)], most)
 
     with planted(train, "clip_grad_norm_", wrong):
+        yield from run_each(drawn.dtype)
+
+
+def with_idle_optimizer(drawn: Tensor) -> Iterator[Outcome]:
+    """At a rate of 0 all layouts agree, since nothing moves."""
+    with planted(train, "AdamW", lambda parameters, **_: optim.AdamW(parameters, lr=0.0)):
+        yield from run_each(drawn.dtype)
+
+
+def with_loss_of_nan(drawn: Tensor) -> Iterator[Outcome]:
+    """Every layout has the same NaN everywhere."""
+    right = train.share_loss
+    with planted(train, "share_loss", lambda *given: right(*given) * float("nan")):
         yield from run_each(drawn.dtype)
