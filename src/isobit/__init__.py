@@ -1,9 +1,14 @@
 """Bitwise-consistent training and inference for PyTorch, with the proof attached."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+# Known to type checkers by its name. Nothing that Python has not loaded yet is imported here: under `python -m isobit`
+# the current folder is still on the search path.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from isobit import bits, guards, nn, optim, parallel, simulator, targets
     from isobit.adapters.sampling import KeyedSampling
     from isobit.adapters.strictness import coverage
@@ -122,7 +127,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in __all__:
         raise AttributeError(f"module 'isobit' has no attribute {name!r}")
     if name in ("bits", "guards", "nn", "optim", "parallel", "simulator", "targets"):

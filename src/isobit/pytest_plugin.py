@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +14,7 @@ from isobit.contracts.load import load_contract
 from isobit.contracts.workspace import Run, Workspace, judge_file
 from isobit.errors import ContractError
 from isobit.records import ClaimRecord
+from isobit.trusted_folder import serve_folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,9 +61,9 @@ class ContractFile(pytest.File):
         config = self.config
         level = int(str(config.getoption("--isobit-level"))[1:])
         run = Run(tuple(config.getoption("--isobit-trust")), level)
-        here = str(config.invocation_params.dir)
-        if run.trusted and here not in sys.path:  # a trusted package may stand where pytest was called
-            sys.path.append(here)
+        serve_folder(
+            run.trusted, str(config.invocation_params.dir)
+        )  # a trusted package may stand where pytest was called
         return {record.claim: record for record in judge_file(str(self.path), run, float("inf"))}
 
 
@@ -96,4 +96,3 @@ class ClaimItem(pytest.Item):
 
 class NotKept(AssertionError):
     """A claim that is not kept."""
-

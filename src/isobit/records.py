@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from isobit.plain_text import plain_json
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -54,6 +56,20 @@ class Fingerprint:
     onednn: bool
     flags: str
     order_version: int
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a page or a record comes from: software, machine, command, time, and a digest of what was judged."""
+
+    isobit: str
+    torch: str
+    python: str
+    cpu: str
+    engine: str
+    command: str
+    date: str
+    digest: str
 
 
 @dataclass(frozen=True)
@@ -148,7 +164,7 @@ class Section:
 
 def to_json(value: Any) -> str:
     """A record, or a container of records, as JSON."""
-    return json.dumps(value, default=_plain, indent=2, ensure_ascii=False)
+    return plain_json(json.dumps(value, default=_plain, indent=2, ensure_ascii=False))
 
 
 def _plain(value: Any) -> Any:

@@ -88,11 +88,11 @@ def test_verify_then_nothing_then_exactly_the_dependents(place, capsys):
     text = (place / "second.contract.yaml").read_text()
     (place / "second.contract.yaml").write_text(text.replace("text: even", "text: still even"))
     assert run("verify", "--trust", "doubling", "--changed", "--json") == 0
-    assert [s["id"] for s in json.loads(capsys.readouterr().out)] == ["second-v1"]
+    assert [s["id"] for s in json.loads(capsys.readouterr().out)["contracts"]] == ["second-v1"]
     text = (place / "doubled.contract.yaml").read_text()
     (place / "doubled.contract.yaml").write_text(text.replace("Twice the", "Two times the"))
     assert run("verify", "--trust", "doubling", "--changed", "--json") == 0
-    assert {s["id"] for s in json.loads(capsys.readouterr().out)} == {"doubled-v1", "second-v1"}
+    assert {s["id"] for s in json.loads(capsys.readouterr().out)["contracts"]} == {"doubled-v1", "second-v1"}
 
 
 def test_broken_code_is_broken_and_so_is_what_rests_on_it(place, capsys):
@@ -139,7 +139,7 @@ def test_shards_share_out_everything_once(place, capsys):
     seen = []
     for i in (1, 2, 3):
         run("verify", "--trust", "doubling", "--shard", f"{i}/3", "--json", "--level", "L2")
-        seen += [s["id"] for s in json.loads(capsys.readouterr().out)]
+        seen += [s["id"] for s in json.loads(capsys.readouterr().out)["contracts"]]
     assert sorted(seen) == ["doubled-v1", "second-v1"]
     assert run("verify", "--shard", "4/3") == 2
 

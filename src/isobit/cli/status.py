@@ -6,9 +6,10 @@ import argparse
 from collections import Counter
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console
 from isobit.cli.where import add_place, exit_code, open_workspace
 from isobit.contracts.ladder import RUNGS
 from isobit.records import to_json
@@ -29,7 +30,6 @@ def add_parser(commands: Any) -> None:
         "--subject", default="", metavar="NAME|CODE", help="of other code, judged by the same contracts"
     )
     parser.add_argument("--json", action="store_true", help="print JSON records instead of a table")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,9 +37,10 @@ def run(options: argparse.Namespace) -> int:
     workspace, ids = open_workspace(options)
     found = workspace.statuses(workspace.choose(ids, options.subject), options.subject)
     if options.json:
-        print(to_json(found))
+        origin = provenance_of(options, [status.digest for status in found])
+        print(to_json({"provenance": origin, "contracts": found}))
     else:
-        console = Console(highlight=False, width=118)
+        console = make_console(118)
         table = Table("contract", "version", "verdict", "level", "detail")
         some = found if len(found) <= FEW else [s for s in found if s.verdict != "kept"]
         for status in some[:FEW]:
@@ -50,9 +51,9 @@ def run(options: argparse.Namespace) -> int:
         if len(some) > FEW:
             console.print(f"and {len(some) - FEW:,} more that are not kept")
         for broken in workspace.tree.broken[:FEW]:
-            console.print(f"REFUSED {broken.error}", markup=False)
+            console.print(f"REFUSED {broken.error}")
         for name in workspace.evidence.corrupt[:FEW]:
-            console.print(f"evidence set aside, its content is not what its name says: {name}", markup=False)
+            console.print(f"evidence set aside, its content is not what its name says: {name}")
         verdicts = Counter(s.verdict for s in found)
         levels = Counter(s.level for s in found if s.verdict == "kept")
         said = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())

@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import re
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-import isobit
 from isobit import files
-from isobit.cli.progress import make_progress
+from isobit.cli.progress import Steps, add_quiet
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console
 from isobit.cli.where import add_place, add_trust, exit_code, open_workspace
 from isobit.contracts import ladder
 from isobit.contracts.explain import explain
@@ -23,7 +25,8 @@ from isobit.contracts.load import load_contract
 from isobit.contracts.tree import Entry
 from isobit.contracts.workspace import Run, Workspace, key_of, verdict_at
 from isobit.errors import ArgumentError
-from isobit.records import ClaimRecord, ContractStatus, to_json
+from isobit.plain_text import one_line
+from isobit.records import ClaimRecord, ContractStatus, Provenance, to_json
 from isobit.report.contract_page import draw_contracts
 from isobit.report.exchange import as_junit, as_sarif
 
@@ -53,7 +56,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--junit", metavar="FILE", help="write JUnit XML")
     parser.add_argument("--sarif", metavar="FILE", help="write SARIF")
     parser.add_argument("--html", metavar="FILE", help="write one page with the graph, the ladder and every claim")
-    parser.set_defaults(run=run)
+    add_quiet(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -64,14 +67,15 @@ def run(options: argparse.Namespace) -> int:
     # What they rest on is judged too; by another subject's run it is not.
     whole = entries if options.subject else workspace.with_dependencies(entries)
     stale = workspace.in_order(list(whole)) if options.again else workspace.stale(whole, asked)
-    judged = judge(workspace, stale, asked, options.jobs)
+    judged = judge(workspace, stale, asked, options)
     claims = len(entries) <= FEW or bool(options.json or options.junit or options.sarif or options.html)
     statuses = workspace.statuses(entries, key_of(asked), claims, asked.level)
     every = [cut_short(status, judged.get(status.id)) for status in statuses]
     found = [status for status in every if status.id in judged] if options.changed else every
-    write_reports(options, workspace, found)
+    origin = provenance_of(options, [status.digest for status in found])
+    write_reports(options, found, origin)
     if options.json:
-        print(to_json(found))
+        print(to_json({"provenance": origin, "contracts": found}))
     else:
         show(found, judged, workspace, asked.level)
     verdicts = [verdict_at(status, asked.level) for status in every]
@@ -86,16 +90,20 @@ def shard_of(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def judge(workspace: Workspace, stale: list[Entry], asked: Run, jobs: int) -> dict[str, list[ClaimRecord]]:
-    """With a bar that counts claims."""
+def judge(
+    workspace: Workspace, stale: list[Entry], asked: Run, options: argparse.Namespace
+) -> dict[str, list[ClaimRecord]]:
+    """Judge what is stale, naming each claim on the error stream while it is judged."""
     judged: dict[str, list[ClaimRecord]] = {entry.id: [] for entry in stale}
     if not stale:
         return judged
-    with make_progress() as progress:
-        task = progress.add_task("claims", total=sum(entry.claims for entry in stale))
-        for entry, record in workspace.judge(stale, asked, jobs):
+    names = [f"{entry.id}/{claim.id}" for entry in stale for claim in load_contract(Path(entry.path)).claims]
+    follows = dict(pairwise(names)) if options.jobs == 1 else {}  # several at once finish in any order
+    with Steps("".join(names[:1]), len(names), options.quiet) as steps:
+        for entry, record in workspace.judge(stale, asked, options.jobs):
             judged[entry.id].append(record)
-            progress.update(task, advance=1, description=f"{entry.id}/{record.claim}")
+            name = f"{entry.id}/{record.claim}"
+            steps.done(f"{name}: {record.verdict}", follows.get(name, ""), record.seconds)
     return judged
 
 
@@ -107,39 +115,39 @@ def cut_short(status: ContractStatus, judged: list[ClaimRecord] | None) -> Contr
     return status
 
 
-def write_reports(options: argparse.Namespace, workspace: Workspace, found: list[ContractStatus]) -> None:
+def write_reports(options: argparse.Namespace, found: list[ContractStatus], origin: Provenance) -> None:
     """Each whole or not at all."""
     if options.junit:
-        files.write_text(Path(options.junit), as_junit(found))
+        files.write_text(Path(options.junit), as_junit(found, origin))
     if options.sarif:
-        files.write_text(Path(options.sarif), as_sarif(found, isobit.__version__))
+        files.write_text(Path(options.sarif), as_sarif(found, origin))
     if options.html:
         sections = {s.id: explain(load_contract(Path(s.path)), s) for s in found}
-        files.write_text(Path(options.html), draw_contracts(found, sections, "isobit verify"))
+        files.write_text(Path(options.html), draw_contracts(found, sections, "isobit verify", origin))
 
 
 def show(found: list[ContractStatus], judged: dict[str, list[ClaimRecord]], workspace: Workspace, level: int) -> None:
     """For people: a line a claim where something ran or went wrong, then a line a contract, then the totals."""
-    console = Console(highlight=False, width=132)
+    console = make_console(132)
     if found and len(found) <= FEW:
         console.print(claims_table(found, level))
     for status in found:
         for claim in status.claims:
             if claim.verdict != "kept":
-                console.print(f"{claim.verdict.upper()} {status.id}/{claim.claim}: {claim.detail}", markup=False)
+                console.print(one_line(f"{claim.verdict.upper()} {status.id}/{claim.claim}: {claim.detail}"))
                 if claim.replay:
-                    console.print(f"  {claim.replay}", markup=False, soft_wrap=True)
+                    console.print(f"  {claim.replay}", soft_wrap=True)
         if (not status.claims and status.verdict != "kept") or status.weak:
-            console.print(f"{status.verdict.upper()} {status.id}: {status.detail}", markup=False)
+            console.print(one_line(f"{status.verdict.upper()} {status.id}: {status.detail}"))
         now = judged.get(status.id)
         if status.verdict in ladder.RED and now and all(record.verdict == "kept" for record in now):
             there = ", ".join(workspace.evidence.names().get(status.digest, []))
-            console.print(f"  kept just now, but red before at the same digest, and red wins: {there}", markup=False)
-            console.print("  delete what was written in other surroundings", markup=False)
+            console.print(f"  kept just now, but red before at the same digest, and red wins: {there}")
+            console.print("  delete what was written in other surroundings")
     for broken in workspace.tree.broken:
-        console.print(f"REFUSED {broken.error}", markup=False)
+        console.print(f"REFUSED {broken.error}")
     for name in workspace.evidence.corrupt:
-        console.print(f"evidence set aside, its content is not what its name says: {name}", markup=False)
+        console.print(f"evidence set aside, its content is not what its name says: {name}")
     claims = [c for s in found for c in s.claims]
     planted = [p for c in claims for p in c.planted]
     console.print(
@@ -157,7 +165,7 @@ def claims_table(found: list[ContractStatus], level: int) -> Table:
     table = Table(*columns, box=SIMPLE_HEAD)
     for status in found:
         short = f"L{status.level}" + (f" of L{status.required}" if status.level < status.required else "")
-        table.add_row(f"[bold]{status.id}[/bold]", verdict_at(status, level), short, "", "", "", "", "")
+        table.add_row(Text(status.id, "bold"), verdict_at(status, level), short, "", "", "", "", "")
         for claim in status.claims:
             caught = f"{sum(p.caught for p in claim.planted)} of {len(claim.planted)}"
             proof = f"{engine_word(claim.proof.engine)}, {claim.proof.cases:,}" if claim.proof else ""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from isobit.contracts.tree import library
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError
+from isobit.trusted_folder import serve_folder
 
 LIBRARY = "isobit"  # among ids and paths: the contracts of isobit's own operators
 
@@ -32,6 +32,17 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def refuse_missing(words: Iterable[str]) -> None:
+    """A word that can only be a path names something that exists."""
+    for word in words:
+        if not Path(word).exists() and ("/" in word or word.endswith((".yaml", ".yml"))):
+            raise ContractError(
+                expected="files or folders that exist, or ids of contracts",
+                received=f"no such file: {word}",
+                remedy="isobit status lists the contracts below a folder",
+            )
+
+
 def is_place(word: str) -> bool:
     """A file or folder, and not the word that means the library."""
     return word != LIBRARY and Path(word).exists()
@@ -39,7 +50,8 @@ def is_place(word: str) -> bool:
 
 def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
     """The contracts that were asked for: what exists as a path is one, the rest are ids."""
-    use_current_folder()  # to find the source of what contracts name; only what is trusted is imported
+    serve_folder(getattr(options, "trust", ()))
+    refuse_missing(options.which)
     paths = [Path(word) for word in options.which if is_place(word)]
     ids = [word for word in options.which if not is_place(word)]
     if LIBRARY in ids:
@@ -56,13 +68,6 @@ def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
         )
     chosen = [*ids, *(workspace.tree.chosen if paths else [])]
     return workspace, chosen
-
-
-def use_current_folder() -> None:
-    """A package may stand in the current folder, which a console script does not search by itself."""
-    here = str(Path().resolve())
-    if here not in sys.path:
-        sys.path.append(here)
 
 
 def exit_code(verdicts: Iterable[str]) -> int:

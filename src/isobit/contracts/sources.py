@@ -18,6 +18,7 @@ from typing import TypeGuard
 from blake3 import blake3
 
 from isobit.errors import ContractError
+from isobit.trusted_folder import find_in_folder
 
 ROOT = Path(__file__).parents[1]  # of isobit itself
 FLAGS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "amx_int8", "avx512_fp16")
@@ -138,9 +139,9 @@ def lazy_names(text: bytes) -> dict[str, str]:
 
 @lru_cache(maxsize=1000)
 def find_package(package: str) -> ModuleSpec | None:
-    """By every finder there is, editable installs and archives included; a top-level name imports nothing."""
+    """By every finder there is, editable installs and archives included, else in the current folder: nothing runs."""
     try:
-        return importlib.util.find_spec(package)
+        return importlib.util.find_spec(package) or find_in_folder(package)
     except (ImportError, ValueError):
         return None
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from html import escape
 
-from isobit.records import ClaimRecord, ContractStatus, Planted, Section
+from isobit.records import ClaimRecord, ContractStatus, Planted, Provenance, Section
 from isobit.report.contract_graph import as_svg
+from isobit.report.markup import FOOTER_STYLE, as_footer, escape
 
 # The words of the ladder; tests hold them to those that judge.
 RUNGS = (
@@ -63,16 +62,22 @@ margin:.5rem 0 .5rem .8rem}}
 .claim details{{margin:.35rem 0}}.tone{{color:var(--tone);font-weight:600}}
 pre{{background:var(--panel);border:1px solid var(--line);border-radius:6px;padding:.5rem .7rem;margin:.35rem 0;
 white-space:pre-wrap;overflow-wrap:anywhere}}
+.wide{{overflow-x:auto}}{footer_style}
 </style>
 <h1>{title}</h1>{numbers}
 <h2>The ladder</h2>{ladder}
 <h2>What rests on what</h2><div class="graph">{graph}</div>
-<h2>Contracts</h2>{contracts}
+<h2>Contracts</h2>{contracts}{origin}
 </html>
 """
 
 
-def draw_contracts(contracts: Sequence[ContractStatus], sections: Mapping[str, Sequence[Section]], title: str) -> str:
+def draw_contracts(
+    contracts: Sequence[ContractStatus],
+    sections: Mapping[str, Sequence[Section]],
+    title: str,
+    origin: Provenance | None = None,
+) -> str:
     """`sections` holds the words of each contract by id; a contract without words still shows all its claims."""
     ladder = "".join(_row(contract, claims_of(contract, sections)) for contract in contracts)
     rungs = "".join(f"<li><b>L{level}</b> {words}" for level, words in enumerate(RUNGS))
@@ -81,10 +86,11 @@ def draw_contracts(contracts: Sequence[ContractStatus], sections: Mapping[str, S
     return PAGE.format(
         title=escape(title),
         numbers=_numbers(contracts, sections),
-        ladder=f"<table>{heads}{ladder}</table>{legend}",
-        # Verdicts are read from files of evidence; the graph takes them for words.
-        graph=as_svg([replace(contract, verdict=escape(contract.verdict)) for contract in contracts]),
+        ladder=f'<div class="wide"><table>{heads}{ladder}</table></div>{legend}',
+        graph=as_svg(contracts),
         contracts="".join(_contract(contract, sections.get(contract.id, ())) for contract in contracts),
+        origin=as_footer(origin),
+        footer_style=FOOTER_STYLE,
     )
 
 
