@@ -13,6 +13,7 @@ from isobit.contracts.ladder import unlinked
 from isobit.contracts.load import load_contract
 from isobit.contracts.workspace import Run, Workspace, judge_file
 from isobit.errors import ContractError
+from isobit.plain_text import plain
 from isobit.records import ClaimRecord
 from isobit.trusted_folder import serve_folder
 
@@ -77,13 +78,13 @@ class ClaimItem(pytest.Item):
     def runtest(self) -> None:
         """Everything but kept is a failure."""
         if self.problem:
-            raise NotKept(self.problem)
+            raise NotKept(plain(self.problem))
         assert isinstance(self.parent, ContractFile)
         record = self.parent.records[self.claim]
         wanted = min(record.required, int(str(self.config.getoption("--isobit-level"))[1:]))
         if record.verdict != "kept" or record.level < wanted:
             counts = f"{record.differing:,} of {record.compared:,} differ, {record.inputs:,} inputs, L{record.level}"
-            raise NotKept(f"{record.verdict}: {counts}: {record.detail}\n{record.replay}".rstrip())
+            raise NotKept(plain(f"{record.verdict}: {counts}: {record.detail}\n{record.replay}".rstrip()))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The verdict alone, without a traceback through the judge."""

@@ -51,9 +51,9 @@ def run(options: argparse.Namespace) -> int:
         if len(some) > FEW:
             console.print(f"and {len(some) - FEW:,} more that are not kept")
         for broken in workspace.tree.broken[:FEW]:
-            console.print(f"REFUSED {broken.error}")
+            console.print(f"REFUSED {broken.error}", markup=False)
         for name in workspace.evidence.corrupt[:FEW]:
-            console.print(f"evidence set aside, its content is not what its name says: {name}")
+            console.print(f"evidence set aside, its content is not what its name says: {name}", markup=False)
         verdicts = Counter(s.verdict for s in found)
         levels = Counter(s.level for s in found if s.verdict == "kept")
         said = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())

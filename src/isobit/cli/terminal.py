@@ -40,19 +40,17 @@ def say(text: object, stream: TextIO | None = None) -> None:
 
 def say_error(command: str, error: BaseException) -> None:
     """Print a refusal on the error stream: expected, received and remedy on lines of their own."""
-    if not isinstance(error, IsobitError):
-        say(f"isobit {command}: {error}", sys.stderr)
-        return
-    place = ""
-    if isinstance(error, ContractError) and error.where:
-        place = f" {error.where}:{error.line}:" if error.line else f" {error.where}:"
-    say(f"isobit {command}:{place} expected {error.expected}", sys.stderr)
-    say(f"  received: {error.received}", sys.stderr)
-    say(f"  remedy: {error.remedy}", sys.stderr)
+    lines = [f"isobit {command}: {error}"]
+    if isinstance(error, IsobitError):
+        place = ""
+        if isinstance(error, ContractError) and error.where:
+            place = f" {error.where}:{error.line}:" if error.line else f" {error.where}:"
+        lines = [f"isobit {command}:{place} expected {error.expected}"]
+        lines += [f"  received: {error.received}", f"  remedy: {error.remedy}"]
     if isinstance(error, SimulationError):
-        for rank, lines in sorted(error.stacks.items()):
-            if lines:
-                say(f"  rank {rank} at {lines[0]}", sys.stderr)
+        lines += [f"  rank {rank} at {stack[0]}" for rank, stack in sorted(error.stacks.items()) if stack]
+    for line in lines:
+        say(plain(line).replace("\n", "\n    "), sys.stderr)  # a line that somebody forges is seen to be quoted
 
 
 class PlainParser(argparse.ArgumentParser):

@@ -136,18 +136,18 @@ def show(found: list[ContractStatus], judged: dict[str, list[ClaimRecord]], work
             if claim.verdict != "kept":
                 console.print(one_line(f"{claim.verdict.upper()} {status.id}/{claim.claim}: {claim.detail}"))
                 if claim.replay:
-                    console.print(f"  {claim.replay}", soft_wrap=True)
+                    console.print(f"  {claim.replay}", markup=False, soft_wrap=True)
         if (not status.claims and status.verdict != "kept") or status.weak:
             console.print(one_line(f"{status.verdict.upper()} {status.id}: {status.detail}"))
         now = judged.get(status.id)
         if status.verdict in ladder.RED and now and all(record.verdict == "kept" for record in now):
             there = ", ".join(workspace.evidence.names().get(status.digest, []))
-            console.print(f"  kept just now, but red before at the same digest, and red wins: {there}")
-            console.print("  delete what was written in other surroundings")
+            console.print(f"  kept just now, but red before at the same digest, and red wins: {there}", markup=False)
+            console.print("  delete what was written in other surroundings", markup=False)
     for broken in workspace.tree.broken:
-        console.print(f"REFUSED {broken.error}")
+        console.print(f"REFUSED {broken.error}", markup=False)
     for name in workspace.evidence.corrupt:
-        console.print(f"evidence set aside, its content is not what its name says: {name}")
+        console.print(f"evidence set aside, its content is not what its name says: {name}", markup=False)
     claims = [c for s in found for c in s.claims]
     planted = [p for c in claims for p in c.planted]
     console.print(

@@ -201,7 +201,8 @@ class Tree:
             return {}
 
     def _write_facts(self, facts: dict[str, Any]) -> None:
-        self.home.mkdir(parents=True, exist_ok=True)
+        if not self.home.is_dir():  # evidence makes the folder; a command that only reads leaves no trace
+            return
         files.write_text(self.home / "facts.json", json.dumps({"form": FORM, "facts": facts}))
 
 
