@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
         raise
     except (Exception, SystemExit) as error:
         said = f"{type(error).__name__}: {error}"
-        raise ContractError(expected="code that runs", received=said, remedy="mend what the claim names") from None
+        raise ContractError(expected="code that runs", received=said, remedy="fix what the claim names") from None
     say(f"{options.claim}: {tally.differing:,} of {tally.compared:,} differ, {tally.inputs:,} inputs")
     if tally.differing:
         say(tally.first)

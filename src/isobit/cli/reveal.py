@@ -116,7 +116,7 @@ def guarded(target: Callable[..., Any], k: int, dtype: torch.dtype) -> Callable[
             raise
         except (Exception, SystemExit) as error:
             raise RevealError(
-                expected="a target", received=f"{type(error).__name__}: {error}", remedy="mend what was named"
+                expected="a target", received=f"{type(error).__name__}: {error}", remedy="fix what was named"
             ) from error
 
     return make

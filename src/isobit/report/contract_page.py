@@ -51,7 +51,8 @@ color:var(--quiet);background:var(--panel);box-shadow:inset 0 0 0 1px var(--line
 details.contract{{border:1px solid var(--line);border-left:4px solid var(--tone);border-radius:8px;margin:.7rem 0;
 padding:.6rem 1rem}}
 summary{{cursor:pointer}}details.contract>summary{{display:flex;gap:.8rem;align-items:center;flex-wrap:wrap}}
-summary b{{font-size:1.02rem}}summary span.quiet{{flex:1 1 16rem}}.place{{scroll-margin-top:5rem;padding-top:.5rem}}
+summary b{{font-size:1.02rem}}summary span.quiet{{flex:1 1 16rem}}
+.place{{scroll-margin-top:5rem;padding-top:.5rem;overflow-wrap:anywhere}}
 code,pre,.formula{{font:13px/1.5 ui-monospace,Menlo,Consolas,monospace}}
 .formula{{background:var(--panel);border-radius:6px;padding:.4rem .7rem;margin:.3rem 0;overflow-wrap:anywhere}}
 .obligation{{margin:1.1rem 0 .4rem}}

@@ -19,7 +19,8 @@ body{{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:1180px;margin:2
 h1{{font-size:1.5rem;margin-bottom:.2rem}}.verdict{{font-size:1.1rem}}
 table{{border-collapse:collapse;margin:1rem 0}}
 td,th{{text-align:left;padding:.3rem .8rem .3rem 0;border-bottom:1px solid #8884;vertical-align:top}}
-svg{{max-width:100%;height:auto}}.note{{color:#777}}.wide{{overflow-x:auto}}{footer_style}</style>
+svg{{max-width:100%;height:auto}}.note{{color:#777}}.wide{{overflow-x:auto}}.wide table{{min-width:50rem}}
+{footer_style}</style>
 <h1>{title}</h1><p class="verdict">{verdict}</p><p class="note">{legend}</p>{picture}{table}{refused}
 {origin}</html>
 """
