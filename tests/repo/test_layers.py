@@ -17,6 +17,7 @@ LAYERS = [
     "bits",
     "native",
     "machine",
+    "isolation",
     "order",
     "simulator",
     "targets",
