@@ -70,9 +70,11 @@ class Frozen:
 
 
 def freeze(module: torch.nn.Module) -> Frozen:
-    """Packs the weight of every isobit.nn.Linear in `module`; bits do not change, decoding is faster.
+    """Pack the weight of every isobit.nn.Linear in `module`; bits do not change, decoding is faster.
 
-    A later write to a weight is seen, however it is made, and the weight is packed anew at the next call.
+    A later write to a weight that torch makes is seen (in place, through `.data`, a view, a loaded state dict, a NumPy
+    array), and the weight is packed anew at the next call. A write through a raw address (ctypes, a C extension that
+    kept `data_ptr()`) is not: thaw before it. The first write while frozen moves the weight to new memory.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
     if not layers:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.isolation import keeping_subnormals
 from isobit.ops.exact_sum.op import exact_state, round_state
 
 MARGIN = 1e-6  # as torch's, added to the norm before the division
@@ -19,6 +20,7 @@ def total_norm(tensors: Tensor | Iterable[Tensor]) -> Tensor:
     return norm_of(exact_state([tensors] if isinstance(tensors, Tensor) else list(tensors), squared=True))
 
 
+@keeping_subnormals
 def norm_of(state: Tensor) -> Tensor:
     """From the digits of a sum of squares; those of several ranks are added before."""
     return round_state(state, torch.float64).sqrt().float()
@@ -45,11 +47,15 @@ def clip_grad_norm_(
     return norm
 
 
+@keeping_subnormals
 def scale_by_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """In place; each product is rounded once to its dtype."""
     scale = (max_norm / (norm + MARGIN)).clamp(max=1.0)
+    finite = bool(norm.isfinite())
     for grad in grads:
         grad.mul_(scale)
+        if not finite:  # stock's product has one bf16 NaN in vectors, and another in their tails
+            grad.masked_fill_(grad.isnan(), torch.nan)
 
 
 class AdamW(torch.optim.AdamW):
@@ -63,10 +69,18 @@ class AdamW(torch.optim.AdamW):
         super().__init__(params, *args, fused=None, **options)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step; a state dict may have brought `fused` back."""
+        """Take one step; a state dict may have brought `fused` back.
+
+        The step keeps subnormals whatever `torch.set_flush_denormal` says; the closure runs as the caller left it.
+        """
         for group in self.param_groups:
             refuse_fused(group["fused"])
-        return super().step(closure)  # type: ignore[no-any-return]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        keeping_subnormals(super().step)()
+        return loss
 
 
 def refuse_fused(fused: bool | None) -> None:

@@ -20,6 +20,7 @@ LAYERS = [
     "native",
     "processor",
     "machine",
+    "isolation",
     "order",
     "simulator",
     "targets",

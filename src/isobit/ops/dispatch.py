@@ -1,17 +1,24 @@
-"""Picks the executor of a call, native where it is attested, else portable; never per shape. Tells who asks to know."""
+"""Picks the executor of a call: native where it is attested, else portable, never by shape. Records launches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, update_wrapper
 from importlib import import_module
+from typing import Generic, TypeVar
 
 import torch
 
 from isobit import native
+from isobit.isolation import run_apart
+from isobit.ops.registration import register_native_operators
 from isobit.records import Attestation
+
+T = TypeVar("T")
+
 
 # Each has an attest.py that says where its native results differ from its portable ones at hard inputs of a dtype. They
 # are imported when asked, so that no operator's digest holds the others' source.
@@ -30,19 +37,51 @@ OPERATORS = (
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@lru_cache(maxsize=1)
+class Once(Generic[T]):
+    """A function without arguments that runs once, while other threads wait for its result."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        update_wrapper(self, function)
+        self._function, self._lock = function, threading.Lock()
+        self._found: list[T] = []
+
+    def __call__(self) -> T:
+        with self._lock:
+            if not self._found:
+                self._found.append(self._function())
+            return self._found[0]
+
+    def cache_clear(self) -> None:
+        """Forget the result."""
+        with self._lock:
+            self._found.clear()
+
+
+@Once
 def attestations() -> tuple[Attestation, ...]:
-    """What the loaded kernels were found to do; empty where there are none. Attested once per process."""
+    """Attest the loaded kernels, once per process; return nothing where there are none.
+
+    Their bits must not depend on the settings under which a process happens to call isobit first, so neither may this.
+    """
     if native.load() is not None:
         return ()
     torch.ops.isobit.attest(True)  # the probes are calls of the kernels themselves
     try:
-        found = tuple(attest_rows(a) for a in import_module("isobit.ops.linear.attest").attest_kernels())
+        found = run_apart(attest_kernels)
     except BaseException:
         torch.ops.isobit.attest(False)
         raise
-    torch.ops.isobit.attest(all(a.kept for a in found))
+    kept = all(a.kept for a in found)
+    if kept:
+        register_native_operators()
+    torch.ops.isobit.attest(kept)
     return found
+
+
+def attest_kernels() -> tuple[Attestation, ...]:
+    """Compare the kernels of every dtype with the order, then with the portable executors."""
+    products = import_module("isobit.ops.linear.attest").attest_kernels()
+    return tuple(attest_rows(attestation) for attestation in products)
 
 
 def attest_rows(products: Attestation) -> Attestation:

@@ -111,7 +111,8 @@ class KVCache:
                 received=f"counts {rows} for sequences of {[s.length for s in sequences]}",
                 remedy="append the queries' own keys first, and pass a count for each sequence",
             )
-        table = BlockTable([[page * PAGE for page in s.pages] for s in sequences], [s.length for s in sequences])
+        starts = [[page * PAGE for page in s.pages] for s in sequences]
+        table = BlockTable(starts, [s.length for s in sequences], k.device)
         return attend(q, k, v, asked, table, Mask(check_scale(scale, q.shape[-1]), True, check_window(window, True)))
 
     @property

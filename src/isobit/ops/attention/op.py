@@ -11,8 +11,8 @@ from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.attention import portable
 from isobit.ops.attention.portable import Mask
-from isobit.ops.launch import declare, launch
-from isobit.ops.registration import register_operator
+from isobit.ops.launch import launch
+from isobit.ops.registration import declare, portable_operator, register_operator
 from isobit.order.plan import ATTENTION_BLOCK, LANES
 from isobit.order.samples import Samples
 
@@ -43,7 +43,7 @@ def attention(
     shape = q.shape
     if not keeps_batches(known, k.shape[-3]) or not keeps_batches(asked, q.shape[-3]):
         q, k, v = q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3)
-    table = BlockTable(blocks, [rows for _, rows in known.spans])
+    table = BlockTable(blocks, [rows for _, rows in known.spans], k.device)
     mask = Mask(check_scale(scale, q.shape[-1]), causal, check_window(window, causal))
     return attend(q, k, v, asked, table, mask).view(shape)
 
@@ -56,16 +56,16 @@ def keeps_batches(samples: Samples, rows: int) -> bool:
 class BlockTable:
     """Where each sample's keys lie: the row at which each block of 64 begins, and how many keys there are."""
 
-    def __init__(self, starts: list[list[int]], lengths: list[int]) -> None:
+    def __init__(self, starts: list[list[int]], lengths: list[int], device: torch.device) -> None:
         most = max((len(row) for row in starts), default=0)
         padded = [row + [0] * (most - len(row)) for row in starts]
-        self.starts = torch.tensor(padded, dtype=torch.int64).reshape(len(starts), most)
-        self.lengths = torch.tensor(lengths, dtype=torch.int64)
+        self.starts = torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(starts), most)
+        self.lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, queries: Samples, keys: BlockTable, mask: Mask) -> Tensor:
     """Over rows [R, H, D] or [B, T, H, D]: the one call that contiguous, cached and paged keys share."""
-    spans = torch.tensor(queries.spans, dtype=torch.int64).reshape(-1, 2)
+    spans = torch.tensor(queries.spans, dtype=torch.int64, device=q.device).reshape(-1, 2)
     sizes = (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2])
     where = (spans, keys.starts, keys.lengths)
     y, _ = launch("attention", sizes, q, k, v, *where, mask.scale, mask.causal, mask.window)
@@ -177,7 +177,7 @@ def register_formulas(prefix: str) -> None:
     )
 
 
-@torch.library.custom_op("isobit::portable_attention", mutates_args=())
+@portable_operator("portable_attention")
 def portable_attention(
     q: Tensor,
     k: Tensor,
@@ -195,7 +195,7 @@ def portable_attention(
     return y.view(q.shape), lse.view(q.shape[:-1])
 
 
-@torch.library.custom_op("isobit::portable_attention_backward", mutates_args=())
+@portable_operator("portable_attention_backward")
 def portable_attention_backward(
     grad: Tensor,
     q: Tensor,

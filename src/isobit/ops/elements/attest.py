@@ -30,8 +30,9 @@ def results(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(operator, native, portable), over the range where no result is a constant, and beyond."""
     ops, generator = torch.ops.isobit, torch.Generator().manual_seed(EXTENT)
     x, up, grad = (wide_values((5, EXTENT), dtype, generator) for _ in range(3))
-    x[0] = torch.linspace(-100, 100, EXTENT)
-    x[1, ::9] = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e4, -1e4, 15.9, -13.1])
+    x[0] = torch.linspace(-100, 100, EXTENT, dtype=torch.float32)
+    special = (torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e4, -1e4, 15.9, -13.1)
+    x[1, ::9] = torch.tensor(special, dtype=torch.float32)
     yield "silu", ops.silu(x), silu.silu(x)
     yield "silu's gradient", ops.silu_backward(grad, x), silu.silu_backward(grad, x)
     for tanh in (False, True):
@@ -40,7 +41,8 @@ def results(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
     yield "swiglu", ops.swiglu(x, up), swiglu.swiglu(x, up)
     for found, expected in zip(ops.swiglu_backward(grad, x, up), swiglu.swiglu_backward(grad, x, up), strict=True):
         yield "swiglu's gradient", found, expected
-    x, angles = wide_values((5, HEADS, D), dtype, generator), torch.randn(5, D, generator=generator)
+    x = wide_values((5, HEADS, D), dtype, generator)
+    angles = torch.randn(5, D, generator=generator, dtype=torch.float32)
     cos, sin = angles.cos(), angles.sin()
     yield "rotary", ops.rotary(x, cos, sin), rotary.rotary(x, cos, sin)
     yield "rotary's gradient", ops.rotary_backward(x, cos, sin), rotary.rotary_backward(x, cos, sin)

@@ -10,9 +10,9 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.embedding import portable
-from isobit.ops.launch import declare, launch
+from isobit.ops.launch import launch
 from isobit.ops.linear.op import describe, whole_samples
-from isobit.ops.registration import register_operator
+from isobit.ops.registration import declare, portable_operator, register_operator
 from isobit.ops.share import described_dtype
 from isobit.order.samples import Samples
 
@@ -99,13 +99,13 @@ def register_formulas(prefix: str) -> None:
     register_operator("embedding", f"{prefix}_weight_grad", fake)
 
 
-@torch.library.custom_op("isobit::portable_embedding", mutates_args=())
+@portable_operator("portable_embedding")
 def portable_embedding(ids: Tensor, weight: Tensor, spans: Tensor | None, padding: int, of: int = 0) -> Tensor:
     """The rows that ids name; index_select raises IndexError for one that is not there."""
     return portable.embedding(ids, weight)
 
 
-@torch.library.custom_op("isobit::portable_embedding_weight_grad", mutates_args=())
+@portable_operator("portable_embedding_weight_grad")
 def portable_weight_grad(
     grad: Tensor, ids: Tensor, spans: Tensor | None, vocabulary: int, padding: int, of: int = 0
 ) -> Tensor:

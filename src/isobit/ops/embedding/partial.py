@@ -11,7 +11,6 @@ from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.embedding.op import NO_PADDING, check_embedding
-from isobit.ops.launch import register_native
 from isobit.ops.linear.op import spans_of
 from isobit.order.samples import Samples
 
@@ -62,6 +61,4 @@ def localise(ids: Tensor, first_row: int, rows: int) -> tuple[Tensor, Tensor]:
 def operator_of(suffix: str, dtype: torch.dtype) -> Callable[..., Tensor]:
     """The executor that serves this dtype."""
     native = dispatch.is_native(dtype)
-    if native:
-        register_native("embedding")
     return getattr(torch.ops.isobit, f"{'' if native else 'portable_'}embedding{suffix}")  # type: ignore[no-any-return]

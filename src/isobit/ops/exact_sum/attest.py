@@ -14,7 +14,7 @@ def difference(dtype: torch.dtype) -> str | None:
     """Where states or rounded sums differ first, or None."""
     for size in SIZES:
         generator = torch.Generator().manual_seed(size)
-        normal = torch.randn(size, generator=generator)
+        normal = torch.randn(size, generator=generator, dtype=torch.float32)
         x = torch.ldexp(normal, torch.randint(-140, 120, (size,), generator=generator)).to(dtype)
         x = torch.where(x.isfinite(), x, 1.0)
         for squared in (False, True):

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
+from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
 from isobit.ops.exact_sum import portable
-from isobit.ops.launch import declare, launch, register_native
-from isobit.ops.registration import register_operator
+from isobit.ops.launch import launch
+from isobit.ops.linear.portable import round_once
+from isobit.ops.registration import declare, portable_operator, register_operator
 
 
 def exact_sum(x: Tensor) -> Tensor:
@@ -36,24 +38,26 @@ def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
                 remedy="convert with .to(torch.float32)",
             )
     if not tensors:
-        return torch.zeros(portable.STATE_SIZE, dtype=torch.int64)
+        return torch.zeros(portable.STATE_SIZE, dtype=torch.int64, device="cpu")
     plain = [t.detach() for t in tensors]
     if dispatch.has_native():
-        register_native("exact_sum")
         return torch.ops.isobit.exact_state(plain, squared)  # type: ignore[no-any-return]
-    return portable.state(plain, squared)
+    return keeping_subnormals(portable.state)(plain, squared)
 
 
 def round_state(state: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The value of a state, or of a sum of states, rounded once to fp32 or fp64."""
     if dispatch.has_native():
-        register_native("exact_sum")
         return torch.ops.isobit.exact_round(state, dtype)  # type: ignore[no-any-return]
-    return portable.round_state(state, dtype)
+    return keeping_subnormals(portable.round_state)(state, dtype)
 
 
 def fake_sum(x: Tensor) -> Tensor:
     return x.new_empty((), dtype=torch.float64 if x.dtype == torch.float64 else torch.float32)
+
+
+def fake_backward(grad: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return grad.new_empty(shape, dtype=dtype)
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -63,13 +67,14 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def backward(ctx: Any, grad: Tensor) -> Tensor:
     """Every element has the sum's gradient, rounded once."""
-    return grad.to(ctx.dtype).expand(ctx.shape)
+    return torch.ops.isobit.portable_exact_sum_backward(grad, ctx.shape, ctx.dtype)  # type: ignore[no-any-return]
 
 
 def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators; states are native alone."""
     register_operator("exact_sum", prefix, fake_sum, backward, setup_context)
-    if prefix != "exact_sum":
+    if prefix != "exact_sum":  # one gradient serves both executors
+        register_operator("exact_sum", f"{prefix}_backward", fake_backward)
         return
     state_size = portable.STATE_SIZE
     torch.library.register_fake(
@@ -78,10 +83,16 @@ def register_formulas(prefix: str) -> None:
     torch.library.register_fake("isobit::exact_round", lambda state, dtype: state.new_empty((), dtype=dtype))
 
 
-@torch.library.custom_op("isobit::portable_exact_sum", mutates_args=())
+@portable_operator("portable_exact_sum")
 def portable_exact_sum(x: Tensor) -> Tensor:
     """The sum of all elements."""
     return portable.exact_sum(x)
+
+
+@portable_operator("portable_exact_sum_backward")
+def portable_exact_sum_backward(grad: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """dx, an operator of its own since the gradient of stock's would be a sum that has no order."""
+    return round_once(grad, dtype).expand(shape).contiguous()
 
 
 declare("exact_sum", register_formulas)

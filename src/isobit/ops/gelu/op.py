@@ -10,8 +10,8 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors
 from isobit.ops.gelu import portable
-from isobit.ops.launch import declare, launch, rows_and_columns
-from isobit.ops.registration import register_operator
+from isobit.ops.launch import launch, rows_and_columns
+from isobit.ops.registration import declare, portable_operator, register_operator
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -45,13 +45,13 @@ def register_formulas(prefix: str) -> None:
     register_operator("gelu", f"{prefix}_backward", lambda grad, x, tanh: x.new_empty(x.shape))
 
 
-@torch.library.custom_op("isobit::portable_gelu", mutates_args=())
+@portable_operator("portable_gelu")
 def portable_gelu(x: Tensor, tanh: bool) -> Tensor:
     """y, element by element."""
     return portable.gelu(x, tanh)
 
 
-@torch.library.custom_op("isobit::portable_gelu_backward", mutates_args=())
+@portable_operator("portable_gelu_backward")
 def portable_gelu_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
     """dx."""
     return portable.gelu_backward(grad, x, tanh)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import declare, launch, rows_and_columns
+from isobit.ops.launch import launch, rows_and_columns
 from isobit.ops.layer_norm import portable
 from isobit.ops.linear.op import describe, whole_samples
-from isobit.ops.registration import register_operator
+from isobit.ops.registration import declare, portable_operator, register_operator
 from isobit.ops.rms_norm.op import check_norm, empty_statistics, widen_for_autocast
 from isobit.ops.share import described_dtype
 from isobit.order.samples import Samples
@@ -72,7 +72,7 @@ def register_formulas(prefix: str) -> None:
     register_operator("layer_norm", f"{prefix}_backward", fake)
 
 
-@torch.library.custom_op("isobit::portable_layer_norm", mutates_args=())
+@portable_operator("portable_layer_norm")
 def portable_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, spans: Tensor | None, of: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -80,7 +80,7 @@ def portable_layer_norm(
     return portable.layer_norm(x, weight, bias, eps)
 
 
-@torch.library.custom_op("isobit::portable_layer_norm_backward", mutates_args=())
+@portable_operator("portable_layer_norm_backward")
 def portable_layer_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor, spans: Tensor | None, of: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:

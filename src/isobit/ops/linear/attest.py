@@ -74,4 +74,4 @@ def values_agree(dtype: torch.dtype, engine: str, extent: int) -> bool:
 def wide_values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     """Random signs and full mantissas, exponents from 2^-6 to 2^6."""
     exponent = torch.randint(-6, 7, shape, generator=generator)
-    return torch.ldexp(torch.randn(shape, generator=generator), exponent).to(dtype)
+    return torch.ldexp(torch.randn(shape, generator=generator, dtype=torch.float32), exponent).to(dtype)

@@ -11,9 +11,8 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
-from isobit.ops.launch import register_native
 from isobit.ops.linear.op import cast_for_autocast, check_linear, describe
-from isobit.ops.registration import refuse_second_order
+from isobit.ops.registration import refuse_forward_mode, refuse_second_order, refuse_vmap
 from isobit.order.samples import Samples
 
 
@@ -46,8 +45,6 @@ def linear_group(
         check_groups(weight, groups)
     described = describe(samples, x, *weights, *given)
     native = dispatch.is_native(x.dtype)
-    if native:
-        register_native("linear")
     if dispatch.is_recording():
         for weight in weights:
             dispatch.record("linear", native, x.dtype, (x.shape[:-1].numel(), *reversed(weight.shape)))
@@ -73,16 +70,21 @@ def interleave(tensors: Sequence[Tensor], axis: int, groups: int) -> Tensor:
 
 class _Group(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, spans: Any, of: int, groups: int, native: bool, count: int, *parameters: Any
-    ) -> Any:
+    def forward(x: Tensor, spans: Any, of: int, groups: int, native: bool, count: int, *parameters: Any) -> Any:
         weights, biases = parameters[:count], parameters[count:]
-        ctx.save_for_backward(x, spans, *weights)
-        ctx.of, ctx.groups, ctx.prefix = of, groups, "linear" if native else "portable_linear"
-        ctx.has_bias = [bias is not None for bias in biases]
         extra = (None,) if native else ()  # packed forms are isobit.nn.Linear's
-        operator = getattr(torch.ops.isobit, ctx.prefix)
+        operator = torch.ops.isobit.linear if native else torch.ops.isobit.portable_linear
         return tuple(operator(x, w, b, spans, *extra) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, spans, ctx.of, ctx.groups, native, count, *parameters = inputs
+        ctx.save_for_backward(x, spans, *parameters[:count])
+        ctx.prefix = "linear" if native else "portable_linear"
+        ctx.has_bias = [bias is not None for bias in parameters[count:]]
+
+    jvp = staticmethod(refuse_forward_mode("linear_group"))
+    vmap = staticmethod(refuse_vmap("linear_group"))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import declare, register_native
 from isobit.ops.linear import portable
-from isobit.ops.registration import register_operator
+from isobit.ops.registration import declare, portable_operator, register_operator
 from isobit.ops.share import check_share, check_subtree, described_dtype, gradient_dtype
 from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
@@ -43,7 +43,6 @@ def linear_with_packed(
     if dispatch.is_recording():
         dispatch.record("linear", native, x.dtype, (x.shape[:-1].numel(), *reversed(weight.shape)))
     if native:
-        register_native("linear")
         return torch.ops.isobit.linear(x, weight, bias, spans, packed, of)  # type: ignore[no-any-return]
     return torch.ops.isobit.portable_linear(x, weight, bias, spans, of)  # type: ignore[no-any-return]
 
@@ -54,7 +53,8 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     check_linear(x, weight, None)
     if dispatch.is_native(x.dtype):
         return torch.ops.isobit.linear_roots(x.detach(), weight.detach(), x.shape[-1], 0)[0]  # type: ignore[no-any-return]
-    total = portable.sum_products(FeaturePlan(x.shape[-1]).segments, portable.widen(x), portable.widen(weight))[0]
+    sum_products = keeping_subnormals(portable.sum_products)
+    total = sum_products(FeaturePlan(x.shape[-1]).segments, portable.widen(x), portable.widen(weight))[0]
     return total.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -78,7 +78,7 @@ def spans_of(samples: Samples, x: Tensor) -> Tensor:
     if rows != samples.rows:
         expected = f"[..., K] with {samples.rows} rows, as samples say"
         refuse_shape("x", x, expected, "describe all rows of this call, padding included")
-    return torch.tensor(samples.spans, dtype=torch.int64).reshape(-1, 2)
+    return torch.tensor(samples.spans, dtype=torch.int64, device=x.device).reshape(-1, 2)
 
 
 def describe(samples: Samples | None, tokens: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, int]:
@@ -142,7 +142,7 @@ def register_formulas(prefix: str) -> None:
 # ---- the portable executor's operators ------------------------------------------------------------------
 
 
-@torch.library.custom_op("isobit::portable_linear", mutates_args=())
+@portable_operator("portable_linear")
 def portable_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Tensor | None, of: int = 0) -> Tensor:
     """y over K."""
     segments = FeaturePlan(x.shape[-1]).segments
@@ -152,7 +152,7 @@ def portable_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Tenso
     return portable.round_once(total, x.dtype).reshape(*x.shape[:-1], weight.shape[0])
 
 
-@torch.library.custom_op("isobit::portable_linear_input_grad", mutates_args=())
+@portable_operator("portable_linear_input_grad")
 def portable_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     """dX over N."""
     segments = FeaturePlan(grad.shape[-1]).segments
@@ -161,7 +161,7 @@ def portable_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     return portable.round_once(total, grad.dtype).reshape(*grad.shape[:-1], weight.shape[1])
 
 
-@torch.library.custom_op("isobit::portable_linear_weight_grad", mutates_args=())
+@portable_operator("portable_linear_weight_grad")
 def portable_weight_grad(grad: Tensor, x: Tensor, spans: Tensor | None, of: int = 0) -> Tensor:
     """dW over the samples."""
     samples = whole_samples(grad, spans, of)
@@ -169,7 +169,7 @@ def portable_weight_grad(grad: Tensor, x: Tensor, spans: Tensor | None, of: int 
     return only_root(total, x.dtype, samples)
 
 
-@torch.library.custom_op("isobit::portable_linear_bias_grad", mutates_args=())
+@portable_operator("portable_linear_bias_grad")
 def portable_bias_grad(grad: Tensor, spans: Tensor | None, of: int = 0) -> Tensor:
     """db over the samples."""
     samples = whole_samples(grad, spans, of)

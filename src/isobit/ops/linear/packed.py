@@ -1,10 +1,12 @@
-"""Packed weights for decoding: kept on purpose, reversible, and never stale.
+"""Packed weights for decoding: kept on purpose, reversible, and repacked after every write that torch makes.
 
-The kernels' form of a weight is a copy, so a write to the weight must not go unseen. The weight's storage is
-made copy-on-write: from then on whoever asks torch for its memory to write, through the parameter, `.data`, a
-view or a data pointer, makes the storage plain again, which every call checks. What torch cannot see is a raw
-pointer taken before: freezing memory that has other owners is refused, and such memory is not packed again
-while they hold it.
+[Note: Writes to a frozen weight]
+The kernels' form of a weight is a copy, so a write to the weight must not go unseen. The weight's storage is made
+copy-on-write, and a lazy clone of it is kept: whoever asks torch for the memory to write, through the parameter,
+`.data`, a view or a data pointer, moves the weight to other memory first, and every call compares addresses. Whether
+the storage is copy-on-write at the moment would not do: a later lazy clone makes it so again.
+Torch cannot see a write through a raw address that was taken earlier (ctypes, a C extension). Memory with other owners
+is not frozen, and not packed again while they hold it, but a bare address has no owner: such a write is not seen.
 """
 
 from __future__ import annotations
@@ -21,8 +23,8 @@ class PackedWeight:
 
     repacks: int
     _packed: Tensor
-    _watched: Tensor
-    _layout: tuple[object, ...]
+    _kept: Tensor | None  # holds the memory that was packed, so that nothing else can have its address
+    _place: tuple[object, ...]
 
     def __init__(self, weight: Tensor) -> None:
         if not dispatch.is_native(weight.dtype):
@@ -49,9 +51,9 @@ class PackedWeight:
 
     def current(self, weight: Tensor) -> Tensor | None:
         """The packed form of what the weight holds now; None while others hold memory that was written."""
-        if self._layout == layout_of(weight) and torch.ops.isobit.is_clean(weight, self._watched):
+        if self._place == place_of(weight):
             return self._packed
-        self._watched = torch.empty(0)  # so that it is no owner
+        self._kept, self._place = None, ()  # frees the memory that the weight had before
         if int(torch.ops.isobit.count_owners(weight)) > 1 or not torch.ops.isobit.watch(weight):
             return None
         self.repacks += 1
@@ -65,9 +67,11 @@ class PackedWeight:
 
     def _pack(self, weight: Tensor) -> None:
         self._packed = torch.ops.isobit.pack_weight(weight.detach())
-        self._watched, self._layout = weight.detach(), layout_of(weight)
+        self._kept = torch._lazy_clone(weight.detach())
+        self._place = place_of(weight)
 
 
-def layout_of(weight: Tensor) -> tuple[object, ...]:
-    """What else must be unchanged for a packed form to be current."""
-    return weight.dtype, tuple(weight.shape), weight.stride(), weight.storage_offset()
+def place_of(weight: Tensor) -> tuple[object, ...]:
+    """Return what is unchanged while a packed form is current; reading the address here does not count as a write."""
+    address = torch._C._data_address(weight)  # type: ignore[attr-defined]
+    return address, weight.dtype, weight.shape, weight.stride()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import CutError
+from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear import portable
@@ -86,7 +87,8 @@ def weight_grad(grad: Tensor, x: Tensor, samples: Samples) -> Partial:
         values = torch.ops.isobit.linear_weight_grad_roots(grad, x, spans, samples.first, samples.of)
     else:
         left, right = portable.widen(grad).t(), portable.widen(x).t()
-        values = portable.sum_products(samples.segments, left, right, _first_segment(samples))
+        sum_products = keeping_subnormals(portable.sum_products)
+        values = sum_products(samples.segments, left, right, _first_segment(samples))
     return Partial(samples.roots, values, _sample_segments(samples))
 
 
@@ -98,10 +100,11 @@ def bias_grad(grad: Tensor, samples: Samples) -> Partial:
         values = torch.ops.isobit.linear_bias_grad_roots(grad, spans, samples.first, samples.of)
     else:
         first = _first_segment(samples)
-        values = portable.sum_rows(samples.segments, portable.widen(grad), first)
+        values = keeping_subnormals(portable.sum_rows)(samples.segments, portable.widen(grad), first)
     return Partial(samples.roots, values, _sample_segments(samples))
 
 
+@keeping_subnormals
 def merge(partials: Iterable[Partial], *, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
     """All shares of one sum, given in any order, merged by the tree; then the bias; then one rounding."""
     shares = list(partials)
@@ -135,7 +138,7 @@ def check_share(name: str, tensor: Tensor, cut: Cut) -> None:
 def _portable(cut: Cut, left: Tensor, right: Tensor) -> Tensor:
     share = FeaturePlan(cut.extent).count // cut.parts
     segments = FeaturePlan(cut.extent).segments[:share]  # positions are counted from the share's start
-    return portable.sum_products(segments, left, right, cut.index * share)
+    return keeping_subnormals(portable.sum_products)(segments, left, right, cut.index * share)
 
 
 def _first_segment(samples: Samples) -> int:

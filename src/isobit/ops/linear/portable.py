@@ -80,10 +80,14 @@ def widen(tensor: Tensor) -> Tensor:
 
 
 def round_once(total: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the result's dtype. NaNs after the rounding, since torch's own to bf16 makes another NaN than the kernels'."""
+    """Round a sum to the result's dtype, every NaN as the one NaN of isobit's results.
+
+    Whoever merges sums of isobit's operators rounds by this, never by `Tensor.to`: torch makes the bf16 NaN 0xffff in
+    vectors and 0x7fc0 in their tails, and keeps the sign and payload of an fp32 NaN, which depend on operand order.
+    """
     return one_nan(total.to(dtype))
 
 
 def one_nan(tensor: Tensor) -> Tensor:
-    """Every NaN as the same NaN: which payload survives depends on operand order, which is free."""
+    """Replace every NaN by the positive quiet one: which sign and payload survive depends on operand order."""
     return torch.where(tensor.isnan(), torch.nan, tensor)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from isobit.ops.launch import declare
 from isobit.ops.log_softmax import portable
+from isobit.ops.registration import declare, portable_operator
 from isobit.ops.softmax.op import along_axis, register_formulas
 
 
@@ -18,13 +17,13 @@ def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
     return along_axis("log_softmax", x, dim)
 
 
-@torch.library.custom_op("isobit::portable_log_softmax", mutates_args=())
+@portable_operator("portable_log_softmax")
 def portable_log_softmax(x: Tensor) -> Tensor:
     """y over the last axis."""
     return portable.log_softmax(x)
 
 
-@torch.library.custom_op("isobit::portable_log_softmax_backward", mutates_args=())
+@portable_operator("portable_log_softmax_backward")
 def portable_log_softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
     """dx over the last axis."""
     return portable.log_softmax_backward(grad, y)

@@ -18,7 +18,7 @@ def difference(dtype: torch.dtype) -> str | None:
         return None
     generator = torch.Generator().manual_seed(WIDTH)
     hidden, weight = (wide_values((n, WIDTH), dtype, generator) for n in (ROWS, VOCABULARY))
-    targets, grad = torch.tensor([0, VOCABULARY - 1, -100]), torch.tensor([1.0, -0.3, 2.0])
+    targets, grad = torch.tensor([0, VOCABULARY - 1, -100]), torch.tensor([1.0, -0.3, 2.0], dtype=torch.float32)
     samples = Samples.packed([ROWS])
     spans = torch.tensor(samples.spans)
     found, stats = torch.ops.isobit.linear_logprob(hidden, weight, targets, 0.7, spans)

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import declare, launch
+from isobit.ops.launch import launch
 from isobit.ops.linear.op import check_linear, spans_of, whole_samples
 from isobit.ops.logprob import portable
-from isobit.ops.registration import register_operator
+from isobit.ops.registration import declare, portable_operator, register_operator
 from isobit.ops.share import accumulation_dtype, check_share, gradient_dtype
 from isobit.order.samples import Samples
 
@@ -116,7 +116,7 @@ def register_formulas(prefix: str) -> None:
     register_operator("linear_logprob", f"{prefix}_backward", fake_backward)
 
 
-@torch.library.custom_op("isobit::portable_linear_logprob", mutates_args=())
+@portable_operator("portable_linear_logprob")
 def portable_linear_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, spans: Tensor | None, of: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ def portable_linear_logprob(
     return portable.linear_logprob(hidden, weight, targets, temperature)
 
 
-@torch.library.custom_op("isobit::portable_linear_logprob_backward", mutates_args=())
+@portable_operator("portable_linear_logprob_backward")
 def portable_linear_logprob_backward(
     grad: Tensor,
     hidden: Tensor,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError, CutError
+from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear.op import check_linear, whole_samples
@@ -34,9 +35,10 @@ def forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float,
     if dispatch.is_native(hidden.dtype):
         pairs_of = torch.ops.isobit.linear_logprob_pairs
         return pairs_of(hidden, weight, ids, float(temperature), cut.extent, cut.start)  # type: ignore[no-any-return]
-    return portable.pairs_and_chosen(hidden, weight, ids, float(temperature), cut)
+    return keeping_subnormals(portable.pairs_and_chosen)(hidden, weight, ids, float(temperature), cut)
 
 
+@keeping_subnormals
 @torch.no_grad()
 def merge(pairs: Tensor) -> Tensor:
     """[T, 2] of the whole vocabulary from [P, T, 2], the shares' pairs in the order of their indices."""
@@ -53,6 +55,7 @@ def merge(pairs: Tensor) -> Tensor:
     return one_nan(torch.cat([total.max, total.sum], 1))
 
 
+@keeping_subnormals
 @torch.no_grad()
 def finish(pairs: Tensor, chosen: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """[T] log-probabilities, and [T, 2] of maxima and logarithms of sums as `backward` takes them, from merged ones."""
@@ -100,7 +103,8 @@ def backward(
             cut.extent,
             cut.start,
         )
-    return portable.shard_backward(grad, hidden, weight, ids, stats, samples, float(temperature), cut)
+    shard_backward = keeping_subnormals(portable.shard_backward)
+    return shard_backward(grad, hidden, weight, ids, stats, samples, float(temperature), cut)
 
 
 def check_problem(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cut: Cut) -> None:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import declare, launch, rows_and_columns
+from isobit.ops.launch import launch, rows_and_columns
 from isobit.ops.linear.op import describe, whole_samples
-from isobit.ops.registration import register_operator
+from isobit.ops.registration import declare, portable_operator, register_operator
 from isobit.ops.rms_norm import portable
 from isobit.ops.share import accumulation_dtype, described_dtype
 from isobit.order.samples import Samples
@@ -95,7 +95,7 @@ def register_formulas(prefix: str) -> None:
     register_operator("rms_norm", f"{prefix}_backward", fake)
 
 
-@torch.library.custom_op("isobit::portable_rms_norm", mutates_args=())
+@portable_operator("portable_rms_norm")
 def portable_rms_norm(
     x: Tensor, weight: Tensor, eps: float, spans: Tensor | None, heads: bool, of: int = 0
 ) -> tuple[Tensor, Tensor]:
@@ -103,7 +103,7 @@ def portable_rms_norm(
     return portable.rms_norm(x, weight, eps)
 
 
-@torch.library.custom_op("isobit::portable_rms_norm_backward", mutates_args=())
+@portable_operator("portable_rms_norm_backward")
 def portable_rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, spans: Tensor | None, heads: bool, of: int = 0
 ) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import CutError
+from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear.op import spans_of
@@ -39,6 +40,14 @@ def sample_grads(
     spans = spans_of(samples, x.select(-2, 0))
     if dispatch.is_native(x.dtype):
         return torch.ops.isobit.rms_norm_sample_grads(grad, x, weight, scales.contiguous(), spans, heads_total)  # type: ignore[no-any-return]
+    return portable_sample_grads(grad, x, weight, scales, samples, heads_total)
+
+
+@keeping_subnormals
+def portable_sample_grads(
+    grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, samples: Samples, heads_total: int
+) -> tuple[Tensor, Tensor]:
+    """Compute `sample_grads` in stock operations."""
     dx, terms = portable.input_grad_and_terms(grad, x, weight, scales)
     return dx, portable.sum_heads(terms, samples, x.shape[-2], heads_total)
 
@@ -50,7 +59,7 @@ def merge_samples(totals: Tensor, of: int) -> Tensor:
     find_subtree("samples", 0, len(totals), of, SAMPLE_CAP)
     if dispatch.is_native(totals.dtype):
         return torch.ops.isobit.rms_norm_merge_samples(totals, of)  # type: ignore[no-any-return]
-    return portable.merge_samples(totals, of)
+    return keeping_subnormals(portable.merge_samples)(totals, of)
 
 
 def find_subtree(what: str, first: int, count: int, of: int, cap: int) -> Node:

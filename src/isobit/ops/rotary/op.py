@@ -9,8 +9,8 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import declare, launch
-from isobit.ops.registration import register_operator
+from isobit.ops.launch import launch
+from isobit.ops.registration import declare, portable_operator, register_operator
 from isobit.ops.rotary import portable
 
 
@@ -67,13 +67,13 @@ def register_formulas(prefix: str) -> None:
     register_operator("rotary", f"{prefix}_backward", lambda grad, cos, sin: grad.new_empty(grad.shape))
 
 
-@torch.library.custom_op("isobit::portable_rotary", mutates_args=())
+@portable_operator("portable_rotary")
 def portable_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """y of [..., heads, D]."""
     return portable.rotary(x, cos, sin)
 
 
-@torch.library.custom_op("isobit::portable_rotary_backward", mutates_args=())
+@portable_operator("portable_rotary_backward")
 def portable_rotary_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """dx."""
     return portable.rotary_backward(grad, cos, sin)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from isobit.ops.arguments import check_tensors
-from isobit.ops.launch import declare, launch, rows_and_columns
-from isobit.ops.registration import register_operator
+from isobit.ops.launch import launch, rows_and_columns
+from isobit.ops.registration import declare, portable_operator, register_operator
 from isobit.ops.silu import portable
 
 
@@ -34,13 +34,13 @@ def register_formulas(prefix: str) -> None:
     register_operator("silu", f"{prefix}_backward", lambda grad, x: x.new_empty(x.shape))
 
 
-@torch.library.custom_op("isobit::portable_silu", mutates_args=())
+@portable_operator("portable_silu")
 def portable_silu(x: Tensor) -> Tensor:
     """y, element by element."""
     return portable.silu(x)
 
 
-@torch.library.custom_op("isobit::portable_silu_backward", mutates_args=())
+@portable_operator("portable_silu_backward")
 def portable_silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     """dx."""
     return portable.silu_backward(grad, x)

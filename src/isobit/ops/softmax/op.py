@@ -9,8 +9,8 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import declare, launch, rows_and_columns
-from isobit.ops.registration import register_operator
+from isobit.ops.launch import launch, rows_and_columns
+from isobit.ops.registration import declare, portable_operator, register_operator
 from isobit.ops.softmax import portable
 
 
@@ -68,13 +68,13 @@ def register_formulas(prefix: str) -> None:
     register_operator(public, f"{prefix}_backward", lambda grad, y: y.new_empty(y.shape))
 
 
-@torch.library.custom_op("isobit::portable_softmax", mutates_args=())
+@portable_operator("portable_softmax")
 def portable_softmax(x: Tensor) -> Tensor:
     """y over the last axis."""
     return portable.softmax(x)
 
 
-@torch.library.custom_op("isobit::portable_softmax_backward", mutates_args=())
+@portable_operator("portable_softmax_backward")
 def portable_softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
     """dx over the last axis."""
     return portable.softmax_backward(grad, y)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import declare, launch, rows_and_columns
-from isobit.ops.registration import register_operator
+from isobit.ops.launch import launch, rows_and_columns
+from isobit.ops.registration import declare, portable_operator, register_operator
 from isobit.ops.swiglu import portable
 
 
@@ -39,13 +39,13 @@ def register_formulas(prefix: str) -> None:
     register_operator("swiglu", f"{prefix}_backward", like_both)
 
 
-@torch.library.custom_op("isobit::portable_swiglu", mutates_args=())
+@portable_operator("portable_swiglu")
 def portable_swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """y, element by element."""
     return portable.swiglu(gate, up)
 
 
-@torch.library.custom_op("isobit::portable_swiglu_backward", mutates_args=())
+@portable_operator("portable_swiglu_backward")
 def portable_swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and of up."""
     return portable.swiglu_backward(grad, gate, up)
