@@ -13,7 +13,7 @@ from isobit.order.target import FP32, Terms
 class Planted:
     """A sum of plain numbers by a given function."""
 
-    kind, scale, output_bits, scope, unlike = "sum", FP32, 24, "", 0
+    kind, scale, output_bits, scope, unlike, storage = "sum", FP32, 24, "", 0, ""
 
     def __init__(self, name: str, n: int, function: Callable[[Sequence[float]], float]) -> None:
         self.name, self.n, self.function = name, n, function
@@ -33,6 +33,10 @@ class Planted:
     def replay(self, values: Sequence[float], factors: Sequence[float]) -> list[float]:
         """The one place that there is."""
         return [self.function(values)]
+
+    def replay_batch(self, batch: Sequence[Sequence[float]], factors: Sequence[float]) -> list[list[float]]:
+        """One by one."""
+        return [[self.function(values)] for values in batch]
 
 
 def plant_tree(branch: Branch, n: int) -> Planted:
