@@ -69,6 +69,22 @@ def add_compensated(values: Sequence[float]) -> float:
     return total
 
 
+def plant_corrected(n: int) -> Planted:
+    """Sum2 of Ogita, Rump and Oishi in fp32: its probes look like one exact addition of all terms."""
+    return Planted("planted compensated sum with a correction at the end", n, add_corrected)
+
+
+def add_corrected(values: Sequence[float]) -> float:
+    """The errors of a chain are summed beside it, and added at the end."""
+    total = errors = 0.0
+    for value in values:
+        grown = add_fp32(total, value)
+        there = add_fp32(grown, -total)
+        errors = add_fp32(errors, add_fp32(add_fp32(total, -add_fp32(grown, -there)), add_fp32(value, -there)))
+        total = grown
+    return add_fp32(total, errors)
+
+
 def draw_branch(random: Random, n: int) -> Branch:
     """Any binary tree over n terms."""
     parts: list[Branch] = list(range(n))

@@ -13,9 +13,9 @@ from isobit.order import signed, triples
 from isobit.order.addition import Branch, depth_of, digest, write_formula
 from isobit.order.arithmetic import Arithmetic, find_arithmetic
 from isobit.order.outline import Outline, describe, outline_of
+from isobit.order.space import Space, draw_pairs
 from isobit.order.target import Progress, Session, Target
 from isobit.order.trials import NOT_REPLAYED, WIDER, Replayed, check_replays
-from isobit.order.vectors import Space, draw_pairs
 
 FORMULA_TERMS = 8
 

@@ -13,14 +13,15 @@ from isobit.order.addition import Branch, Step, chain, digest, steps_of
 from isobit.order.arithmetic import WIDTHS, Arithmetic
 from isobit.order.outline import describe, outline_of
 from isobit.order.replay import Plan, is_near_tie, round_to
+from isobit.order.space import Space, draw_pairs
 from isobit.order.target import Scale, Session, Target
-from isobit.order.vectors import Space, draw_pairs, kinds_of
+from isobit.order.vectors import kinds_of
 
 WIDER = 6  # exponents beyond what the accumulator holds beside a term
 # (up to so many terms, vectors of each kind): few additions round seldom, so short sums need more of them.
 A_KIND = ((64, 6), (1024, 2), (1 << 62, 1))
 FUSED_TIMES = 4  # an exact addition of many terms is a strong claim
-MORE = {"one scale": 3, "a tie alone": 2}
+MORE = {"one scale": 3, "a tie alone": 3, "a tie and dust": 2}
 FACTOR_SETS = 4
 FACTORS = ((-3, 4), (-3, 4), (-12, 12), (0, 0))  # exponents of the factors of each set
 FAR_FACTORS = ((-3, 4), (-3, 4), (-70, -60), (55, 62))  # with these, products underflow and overflow fp32

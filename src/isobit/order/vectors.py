@@ -9,76 +9,14 @@ size or the equality of terms.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from random import Random
+from collections.abc import Callable
 
+from isobit.order.space import Pairs, Space
 from isobit.order.target import Scale
 
-Pairs = list[tuple[int, int]]
 ROOM = 4  # exponents that a narrow draw spans on either side
-
-
-@dataclass(frozen=True)
-class Space:
-    """What one draw may use: `n` terms of a scale, which of them are to cancel, how wide their exponents may be."""
-
-    random: Random
-    n: int
-    scale: Scale
-    pairs: Pairs  # terms that have equal factors, so that they can cancel
-    groups: Sequence[Sequence[int]]  # one term of each operand of each fused addition
-    spread: int  # exponents over which the accumulator still rounds
-    widths: tuple[int, ...]  # significand bits of the additions
-    turn: int  # the how manieth vector of its kind
-
-    @property
-    def normal(self) -> int:
-        """The exponent of the smallest normal number."""
-        return self.scale.smallest + self.scale.bits - 1
-
-    @property
-    def safe(self) -> int:
-        """The largest exponent at which n terms cannot overflow."""
-        return self.scale.largest - self.n.bit_length() - 1
-
-    def number(self, exponent: int, sign: int = 0) -> float:
-        """A full random mantissa at this exponent; a random sign unless one is given."""
-        exponent = min(max(exponent, self.scale.smallest), self.scale.largest)
-        last = max(exponent - self.scale.bits + 1, self.scale.smallest)
-        mantissa = self.random.getrandbits(exponent - last + 1) | (1 << (exponent - last))
-        return math.ldexp(mantissa * (sign or self.random.choice((1, -1))), last)
-
-    def fit(self, value: float) -> float:
-        """The nearest number of the dtype."""
-        _, exponent = math.frexp(value)
-        last = max(exponent - self.scale.bits, self.scale.smallest)
-        return math.ldexp(round(math.ldexp(value, -last)), last)
-
-    def between(self, low: int, high: int, sign: int = 0) -> list[float]:
-        """n numbers with exponents from low to high."""
-        low, high = max(low, self.scale.smallest), min(high, self.scale.largest)
-        room, bits = max(high - low, 0) + 1, self.scale.bits
-        if low - bits + 1 < self.scale.smallest:
-            return [self.number(low + self.random.randrange(room), sign) for _ in range(self.n)]
-        top, draw = 1 << (bits - 1), self.random.getrandbits  # the same for normal numbers, much faster
-        return [
-            math.ldexp(((r & (top - 1)) | top) * (sign or (r >> 24 & 2) - 1), low + (r >> 32) % room - bits + 1)
-            for r in (draw(60) for _ in range(self.n))
-        ]
-
-    def cancel(self, values: list[float]) -> list[float]:
-        """Of each pair the second is the first, negated; one that is left over is as small as the smallest."""
-        for i, j in self.pairs:
-            values[j] = -values[i]
-        paired = {term for pair in self.pairs for term in pair}
-        for left in set(range(self.n)) - paired:
-            values[left] = min(values, key=abs)
-        return values
-
-    def zeros(self) -> list[float]:
-        """n zeros."""
-        return [0.0] * self.n
+# Places below a number that fp32, fp64, x87, double-double and fp128 accumulators do not hold.
+DUST = (55, 26, 66, 108, 115)
 
 
 def _narrow(space: Space) -> list[float]:
@@ -227,15 +165,35 @@ def _lone_tie(space: Space) -> list[float]:
 
     In a fused addition the three stand under three of its operands.
     """
-    values, width = space.zeros(), space.widths[space.turn % len(space.widths)]
-    terms = space.random.choice(space.groups) if space.groups else range(space.n)
-    at = space.random.sample(list(terms), min(len(terms), 3))
-    exponent = space.random.randint(-3, 4)
-    far = space.random.choice((2 * width + 2, 54, 60, 100))
-    mantissa = space.number(exponent, 1)
-    for i, value in zip(at, (mantissa, 2.0 ** (exponent - width), 2.0 ** (exponent - far)), strict=False):
+    width, at = space.widths[space.turn % len(space.widths)], _operands(space)
+    exponent = space.random.randint(*((-3, 4) if space.turn % 2 else (0, space.safe)))
+    far = space.random.randint(width + 1, max(exponent - space.scale.smallest, width + 1))
+    values = space.zeros()
+    chosen = (space.number(exponent, 1), 2.0 ** (exponent - width), 2.0 ** (exponent - far))
+    for i, value in zip(at, chosen, strict=False):
         values[i] = space.fit(value) * space.random.choice((1, -1))
     return values
+
+
+def _tie_and_dust(space: Space) -> list[float]:
+    """The same, decided by many terms of one sign, each too small to be seen by an accumulator of some width alone."""
+    width, at = space.widths[space.turn % len(space.widths)], _operands(space)
+    exponent = space.random.randint(-3, max(min(space.safe, 4), -3))
+    turn, which = divmod(space.turn // len(space.widths), len(DUST))
+    values, sign = space.zeros(), space.random.choice((1, -1))
+    for i in at:
+        values[i] = space.fit(2.0 ** (exponent - DUST[which])) * sign
+    ties = (width, 53) if turn % 2 else (width,)  # a tie of fp64 that decides the tie
+    for i, value in zip(at, (space.number(exponent, 1), *(2.0 ** (exponent - w) for w in ties)), strict=False):
+        values[i] = space.fit(value) * sign
+    return values
+
+
+def _operands(space: Space) -> list[int]:
+    """A term under each operand of one fused addition, or all terms, shuffled."""
+    terms = list(space.random.choice(space.groups)) if space.groups else list(range(space.n))
+    space.random.shuffle(terms)
+    return terms
 
 
 def _one_large(space: Space) -> list[float]:
@@ -300,6 +258,7 @@ KINDS: dict[str, Kind] = {
     "powers of two and neighbours": _powers,
     "ties": _ties,
     "a tie alone": _lone_tie,
+    "a tie and dust": _tie_and_dust,
     "one large": _one_large,
     "whole numbers": _whole_numbers,
     "gaussian": _gaussian,
@@ -317,15 +276,3 @@ IN_GROUPS: dict[str, Kind] = {"cancelling inside fused additions": _steps_in_gro
 def kinds_of(scale: Scale, fused: bool) -> dict[str, Kind]:
     """The kinds that a target of this scale can be given."""
     return KINDS | (EXTREME if scale.subnormal else {}) | (IN_GROUPS if fused else {})
-
-
-def draw_pairs(random: Random, n: int, groups: Sequence[Sequence[int]]) -> Pairs:
-    """Every term but an odd one with another; inside the fused additions, half of the time."""
-    runs: Iterator[list[int]] = iter([list(range(n))])
-    if groups and random.random() < 0.5:
-        runs = (list(group) for group in groups)
-    pairs: Pairs = []
-    for run in runs:
-        random.shuffle(run)
-        pairs += zip(run[0::2], run[1::2], strict=False)
-    return pairs

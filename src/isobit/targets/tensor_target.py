@@ -196,6 +196,7 @@ class TensorTarget:
         alike, found = self.alike(), list[list[float]]()
         places = alike[:: -(-len(alike) // max(REPLAYED_PLACES, len(batch)))]
         given = torch.tensor(batch, dtype=torch.float64).to(self.terms.dtype)
+        moves = -(-4 * len(OFFSETS) // len(batch))  # every offset is used four times at least
         self._clear()
         self._write_factors(torch.tensor(factors, dtype=torch.float64))
         for call, at in enumerate(range(0, len(batch), len(places))):
@@ -205,7 +206,7 @@ class TensorTarget:
             self.calls += 1
             outs = [self.run()[places]]
             if self.run_moved is not None:
-                outs += [self.run_moved(OFFSETS[(2 * call + i) % len(OFFSETS)])[places] for i in range(2)]
+                outs += [self.run_moved(OFFSETS[(call * moves + i) % len(OFFSETS)])[places] for i in range(moves)]
             out = torch.stack(outs)  # [storages, places]
             found += [self._different(out[:, which == i].flatten()) for i in range(len(some))]
         self._clear()
