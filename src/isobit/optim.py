@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.exact_sum.op import exact_state, round_state
+from isobit.ops.unfinished import refuse_unfinished
 
 MARGIN = 1e-6  # as torch's, added to the norm before the division
 
@@ -33,6 +34,7 @@ def clip_grad_norm_(
     As torch.nn.utils.clip_grad_norm_ with the 2-norm, but with one value for the norm, however gradients are cut.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    refuse_unfinished("clip_grad_norm_", given)
     grads = [p.grad for p in given if p.grad is not None]
     norm = total_norm(grads)
     if error_if_nonfinite and not norm.isfinite():

@@ -26,6 +26,10 @@ class Carrier(Protocol):
     def peak_bytes(self) -> int:
         """The most memory that partials held at the end of a micro-batch."""
 
+    @property
+    def leaves(self) -> list[tuple[str, Tensor]]:
+        """The tensors that autograd delivers gradients to, by name."""
+
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
         """Before a micro-batch's forward: its subtree of the sample tree."""
 
@@ -61,10 +65,14 @@ class OwnCarrier:
     def peak_bytes(self) -> int:
         return self._partials.peak_bytes
 
+    @property
+    def leaves(self) -> list[tuple[str, Tensor]]:
+        return trained_leaves(self._model)
+
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
         refuse_changed(self._model, self._parameters)
         self._uses.refuse_parted()
-        widen(self._parameters)
+        prepare(self._parameters, self._batch)
         self._under_way = node, last
         return nullcontext()
 
@@ -220,10 +228,18 @@ def refuse_idle(absent: list[Tensor], parameters: list[nn.Parameter]) -> None:
         )
 
 
-def widen(parameters: list[nn.Parameter]) -> None:
-    """Before a micro-batch: gradients to come are partials, in the dtype that sums have."""
+def trained_leaves(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """A model's own parameters, each once."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def prepare(parameters: list[nn.Parameter], batch: GlobalBatch) -> None:
+    """Before a micro-batch: gradients to come are partials, in the dtype that sums have; of the whole batch, rounded.
+
+    Where autograd converts a gradient, its mark is lost: the dtype is that of what the operators return.
+    """
     refuse_leftovers(parameters)
-    for parameter in parameters:
+    for parameter in parameters if batch.shares > 1 else ():
         parameter.grad_dtype = accumulation_dtype(parameter.dtype)
 
 

@@ -19,7 +19,7 @@ from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Counter, Node
 from isobit.parallel import exchange
 from isobit.parallel.batch import GlobalBatch
-from isobit.parallel.carrier import refuse_leftovers
+from isobit.parallel.carrier import refuse_changed, refuse_leftovers
 from isobit.parallel.ddp import refuse_tied
 
 
@@ -98,7 +98,20 @@ class FsdpCarrier:
                 self._scatters.append(scatter)
         self.peak_bytes = 0
 
+    @property
+    def leaves(self) -> list[tuple[str, Tensor]]:
+        """The gathered parameters, of which autograd delivers the gradients."""
+        groups = [g for m in self._model.modules() if isinstance(m, FSDPModule) for g in state_of(m)._fsdp_param_groups]
+        names = {p: name for name, p in self._model.named_parameters()}
+        return [
+            (names[held.sharded_param], held._unsharded_param)
+            for group in groups
+            for held in group.fsdp_params
+            if held._unsharded_param.requires_grad
+        ]
+
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
+        refuse_changed(self._model, self._parameters)
         refuse_leftovers(self._parameters)
         for scatter in self._scatters:
             scatter.under_way = node.ancestor(self._batch.ranks), last

@@ -14,6 +14,7 @@ from isobit.ops.arguments import check_tensors
 from isobit.ops.launch import register_native
 from isobit.ops.linear.op import cast_for_autocast, check_linear, describe
 from isobit.ops.registration import refuse_second_order
+from isobit.ops.share import as_partial, share_in_force
 from isobit.order.samples import Samples
 
 
@@ -79,7 +80,7 @@ class _Group(torch.autograd.Function):
         weights, biases = parameters[:count], parameters[count:]
         ctx.save_for_backward(x, spans, *weights)
         ctx.of, ctx.groups, ctx.prefix = of, groups, "linear" if native else "portable_linear"
-        ctx.has_bias = [bias is not None for bias in biases]
+        ctx.has_bias, ctx.share = [bias is not None for bias in biases], share_in_force()
         extra = (None,) if native else ()  # packed forms are isobit.nn.Linear's
         operator = getattr(torch.ops.isobit, ctx.prefix)
         return tuple(operator(x, w, b, spans, *extra) for w, b in zip(weights, biases, strict=True))
@@ -101,9 +102,12 @@ class _Group(torch.autograd.Function):
         return (
             input_grad,
             *[None] * 5,
-            *[weight_grad(g, x, spans, ctx.of) if want[6 + i] else None for i, g in enumerate(grads)],
             *[
-                bias_grad(g, spans, ctx.of) if has and want[6 + count + i] else None
+                as_partial(weight_grad(g, x, spans, ctx.of), ctx.share) if want[6 + i] else None
+                for i, g in enumerate(grads)
+            ],
+            *[
+                as_partial(bias_grad(g, spans, ctx.of), ctx.share) if has and want[6 + count + i] else None
                 for i, (g, has) in enumerate(zip(grads, ctx.has_bias, strict=True))
             ],
         )
