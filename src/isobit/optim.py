@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.exact_sum.op import exact_state, round_state
+from isobit.ops.nans import settle_nans
 from isobit.ops.unfinished import refuse_unfinished
 
 MARGIN = 1e-6  # as torch's, added to the norm before the division
@@ -50,8 +51,11 @@ def clip_grad_norm_(
 def scale_by_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """In place; each product is rounded once to its dtype."""
     scale = (max_norm / (norm + MARGIN)).clamp(max=1.0)
+    finite = bool(norm.isfinite())
     for grad in grads:
         grad.mul_(scale)
+        if not finite:  # inf · 0: a 16-bit NaN would depend on the lane
+            settle_nans(grad)
 
 
 class AdamW(torch.optim.AdamW):

@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.ops.nans import settle_nans
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Node
+from isobit.parallel.additions import add_into, round_total
 from isobit.parallel.batch import GlobalBatch
 from isobit.parallel.buckets import BucketedExchange
 from isobit.parallel.partials import Partials
@@ -155,8 +157,8 @@ class Uses:
         added: dict[nn.Parameter, Tensor] = {}
         for leaf in self.leaves:
             if leaf in totals:
-                first, rounded = self._first[leaf], totals[leaf].to(leaf.dtype)
-                added[first] = rounded if first not in added else added[first] + rounded
+                first, rounded = self._first[leaf], round_total(totals[leaf], leaf.dtype)
+                added[first] = rounded if first not in added else settle_nans(add_into(added[first], rounded))
         return added
 
     def refuse_parted(self) -> None:

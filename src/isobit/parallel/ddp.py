@@ -11,6 +11,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from isobit.errors import UnsupportedError
+from isobit.ops.nans import settle_nans
+from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Node
 from isobit.parallel import exchange
 from isobit.parallel.batch import GlobalBatch
@@ -77,11 +79,12 @@ class DdpCarrier:
                 received="a backward of its own",
                 remedy="run it under model.no_sync(), or wrap the module in DistributedDataParallel anew",
             )
-        flat = torch.cat([self._roots.pop(p).reshape(-1) for p in parameters])
+        roots = [self._roots.pop(p) for p in parameters]
+        flat = torch.cat([root.reshape(-1).to(accumulation_dtype(root.dtype)) for root in roots])
         work = exchange.all_reduce(flat, self._model.process_group, async_op=True)
 
         def round_once(_: Any) -> Tensor:
-            return buffer.copy_(flat)
+            return settle_nans(buffer.copy_(flat))
 
         assert work is not None
         return work.get_future().then(round_once)

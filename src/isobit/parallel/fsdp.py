@@ -15,9 +15,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from isobit.errors import UnsupportedError
+from isobit.ops.nans import settle_nans
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Counter, Node
 from isobit.parallel import exchange
+from isobit.parallel.additions import add_into
 from isobit.parallel.batch import GlobalBatch
 from isobit.parallel.carrier import refuse_changed, refuse_leftovers
 from isobit.parallel.ddp import refuse_tied
@@ -29,7 +31,7 @@ class TreeReduceScatter(ReduceScatter):
     def __init__(self) -> None:
         self.under_way: tuple[Node, bool] | None = None
         self.pushed: Node | None = None  # the micro-batch that was last taken in
-        self.counter: Counter[Tensor] = Counter(Tensor.add_)
+        self.counter: Counter[Tensor] = Counter(add_into)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -63,7 +65,7 @@ class TreeReduceScatter(ReduceScatter):
         if last:
             ((_, total),) = self.counter
             if total is not output_tensor:
-                output_tensor.copy_(total)
+                output_tensor.copy_(settle_nans(total))
             self.counter.clear()
 
 
@@ -132,6 +134,10 @@ class FsdpCarrier:
             scatter.under_way = scatter.pushed = None
         if not last:
             self._drop()
+            return
+        for parameter in self._parameters:  # the engine's own rounding to 16 bits has NaNs of its own
+            if parameter.grad is not None and parameter.dtype.itemsize < 4:
+                settle_nans(parameter.grad.to_local())  # type: ignore[attr-defined]
 
     def clear(self) -> None:
         for scatter in self._scatters:

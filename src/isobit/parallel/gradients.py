@@ -13,11 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from isobit.errors import ArgumentError
 from isobit.ops.share import Share, collecting
 from isobit.ops.unfinished import Unfinished
+from isobit.parallel.alike import require_alike_trainers
 from isobit.parallel.batch import GlobalBatch
 from isobit.parallel.carrier import Carrier, OwnCarrier
 from isobit.parallel.ddp import DdpCarrier
 from isobit.parallel.deliveries import Deliveries
 from isobit.parallel.fsdp import FsdpCarrier
+from isobit.parallel.members import Members
 
 
 class Gradients:
@@ -48,6 +50,8 @@ class Gradients:
                 received=f"{ranks} ranks",
                 remedy="pass the data-parallel group, or cut the batch for its ranks",
             )
+        if ranks > 1:
+            require_alike_trainers(model, batch, Members.of(group))
         self._carrier = carrier_of(model, batch, group)
         self._deliveries = Deliveries(self._carrier.leaves)
         self._unfinished = Unfinished(model.parameters(), batch.micro_batches)

@@ -17,6 +17,7 @@ from isobit.ops.registration import refuse_second_order
 from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
+from isobit.parallel.additions import add_to_rows
 from isobit.parallel.parameter_grads import bias_grad, operator, samples_of, weight_grad
 from isobit.parallel.shard import Ranks, ranks_of, split_module
 
@@ -54,7 +55,7 @@ class Row(torch.autograd.Function):
             dispatch.record("linear", dispatch.is_native(x.dtype), x.dtype, sizes)
         ranks.merge(total)
         if bias is not None:
-            total += bias.to(total.dtype)
+            add_to_rows(total, bias.to(total.dtype))
         return round_once(total, x.dtype)
 
     @staticmethod
