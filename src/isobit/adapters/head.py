@@ -14,7 +14,7 @@ from isobit.errors import UnsupportedError
 from isobit.ops import dispatch
 from isobit.ops.linear.op import linear_fp32, spans_of
 from isobit.ops.logprob.op import IGNORED
-from isobit.ops.share import check_share
+from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.samples import Samples
 from isobit.parallel.shard import ranks_of
 from isobit.parallel.vocab_logits import vocab_logits
@@ -27,7 +27,7 @@ class Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, samples: Samples | None) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        ctx.samples = samples
+        ctx.samples, ctx.share = samples, share_in_force()
         return linear_fp32(hidden, weight)
 
     @staticmethod
@@ -39,7 +39,7 @@ class Logits(torch.autograd.Function):
         into_hidden, into_weight = (getattr(torch.ops.isobit, f"{prefix}_{part}_grad") for part in ("input", "weight"))
         return (
             into_hidden(rounded, weight) if want[0] else None,
-            into_weight(rounded, hidden, spans, of) if want[1] else None,
+            as_partial(into_weight(rounded, hidden, spans, of), ctx.share) if want[1] else None,
             None,
         )
 

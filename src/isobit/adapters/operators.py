@@ -49,7 +49,7 @@ CREATIONS = words(
 ELEMENTWISE = words(
     "add sub rsub mul div neg abs sqrt reciprocal sign square maximum minimum clamp clamp_min clamp_max relu floor "
     "ceil round trunc frexp frac addcmul addcdiv lerp positive fmax fmin copysign exp log rsqrt tanh sin cos "
-    "threshold_backward where masked_fill"
+    "threshold_backward where masked_fill nan_to_num"
 )
 COMPARISONS = words(
     "eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor "
