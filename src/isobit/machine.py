@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +13,11 @@ import torch
 
 from isobit import native
 from isobit.records import Fingerprint
+
+# Variables, since the compiler of Python would multiply constants by itself.
+_LEAST_NORMAL, _HALF = sys.float_info.min, 0.5
+_LEAST_FP32 = 2.0**-149
+_GRAIN = 32768  # elements that torch gives to one thread of an elementwise operation
 
 
 def fingerprint(order_version: int) -> Fingerprint:
@@ -27,6 +33,24 @@ def fingerprint(order_version: int) -> Fingerprint:
         flags=native.build_flags(),
         order_version=order_version,
     )
+
+
+def flushes_subnormals(*, workers: bool = False) -> bool:
+    """Tell whether this thread replaces subnormal numbers by zero, as after `torch.set_flush_denormal(True)`.
+
+    The mode belongs to a thread, and a thread of torch's pool takes it from the thread that started the pool, so
+    results of stock operations may depend on which thread computes an element. isobit's kernels set their own mode.
+
+    Args:
+        workers: ask every thread of torch's intra-op pool too: tens of microseconds instead of 0.1. Call it outside
+            of torch's modes (FakeTensorMode, torch.func), as it runs an operation.
+    """
+    if _LEAST_NORMAL * _HALF == 0.0:
+        return True
+    if not workers or torch.get_num_threads() == 1:
+        return False
+    subnormals = torch.tensor(_LEAST_FP32, dtype=torch.float32, device="cpu").expand(torch.get_num_threads() * _GRAIN)
+    return int(torch.count_nonzero(subnormals)) < subnormals.numel()
 
 
 @contextmanager
