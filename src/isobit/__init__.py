@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from isobit import bits, guards, nn, optim, parallel, simulator, targets
+    from isobit.adapters.causal import logprobs
     from isobit.adapters.sampling import KeyedSampling
     from isobit.adapters.strictness import coverage
-    from isobit.adapters.transformers import enable, logprobs
+    from isobit.adapters.transformers import enable
     from isobit.errors import (
         AgreementError,
         ArgumentError,
@@ -112,7 +113,7 @@ _HOMES = {
     "linear_group": "ops.linear.group",
     "linear_logprob": "ops.logprob.op",
     "log_softmax": "ops.log_softmax.op",
-    "logprobs": "adapters.transformers",
+    "logprobs": "adapters.causal",
     "reveal": "targets.accept",
     "rms_norm": "ops.rms_norm.op",
     "rotary": "ops.rotary.op",
