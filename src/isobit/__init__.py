@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from typing import Any
 
     from isobit import bits, guards, nn, optim, parallel, simulator, targets
+    from isobit.adapters.causal import logprobs
     from isobit.adapters.sampling import KeyedSampling
     from isobit.adapters.strictness import coverage
-    from isobit.adapters.transformers import enable, logprobs
+    from isobit.adapters.transformers import enable
     from isobit.errors import (
         AgreementError,
         ArgumentError,
@@ -117,7 +118,7 @@ _HOMES = {
     "linear_group": "ops.linear.group",
     "linear_logprob": "ops.logprob.op",
     "log_softmax": "ops.log_softmax.op",
-    "logprobs": "adapters.transformers",
+    "logprobs": "adapters.causal",
     "reveal": "targets.accept",
     "rms_norm": "ops.rms_norm.op",
     "rotary": "ops.rotary.op",

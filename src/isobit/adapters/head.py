@@ -12,7 +12,7 @@ from isobit.adapters.layout import Layout
 from isobit.adapters.library import library
 from isobit.errors import UnsupportedError
 from isobit.ops import dispatch
-from isobit.ops.linear.op import linear_fp32, spans_of
+from isobit.ops.linear.op import cast_for_autocast, linear_fp32, spans_of
 from isobit.ops.logprob.op import IGNORED
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.samples import Samples
@@ -46,7 +46,8 @@ class Logits(torch.autograd.Function):
 
 def logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tensor:
     """[..., V] in fp32: `isobit.log_softmax` of them at a token is `isobit.linear_logprob`, bit for bit."""
-    weight, ranks = head.weight, ranks_of(head)
+    ranks = ranks_of(head)
+    hidden, weight = cast_for_autocast(hidden, head.weight)
     if ranks is not None:
         return vocab_logits(hidden, weight, ranks=ranks, samples=samples)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -85,15 +86,17 @@ def loss_of(hidden: Tensor, head: nn.Linear, layout: Layout, labels: Tensor | No
         "samples": layout.samples,
     }
     ranks = ranks_of(head)
+    hidden, weight = cast_for_autocast(hidden, head.weight)
     if ranks is not None:
-        return vocab_cross_entropy(hidden, head.weight, targets, ranks=ranks, **asked)
-    return isobit.linear_cross_entropy(hidden, head.weight, targets, **asked)
+        return vocab_cross_entropy(hidden, weight, targets, ranks=ranks, **asked)
+    return isobit.linear_cross_entropy(hidden, weight, targets, **asked)
 
 
 def logprobs_of(hidden: Tensor, head: nn.Linear, layout: Layout, targets: Tensor, temperature: float) -> Tensor:
     """[B, T] in fp32: log p of each target, +0 where it is -100."""
     asked: dict[str, Any] = {"temperature": temperature, "samples": layout.samples}
     ranks = ranks_of(head)
+    hidden, weight = cast_for_autocast(hidden, head.weight)
     if ranks is not None:
-        return vocab_logprob(hidden, head.weight, targets, ranks=ranks, **asked)
-    return isobit.linear_logprob(hidden, head.weight, targets, **asked)
+        return vocab_logprob(hidden, weight, targets, ranks=ranks, **asked)
+    return isobit.linear_logprob(hidden, weight, targets, **asked)

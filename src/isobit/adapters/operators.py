@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.adapters.ours import PROFILER, is_our_operator
+
 
 @dataclass(frozen=True)
 class Carrier:
@@ -124,8 +126,8 @@ def find_carrier(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None =
     named = kwargs or {}
     tensors = list(tensors_in([*args, *named.values()]))
     if "::" in name:
-        space = name.partition("::")[0]
-        if space in ("isobit", "profiler"):
+        space, _, own = name.partition("::")
+        if (space == "isobit" and is_our_operator(own)) or (space == "profiler" and own in PROFILER):
             return None
         if "c10d" in space:
             return COLLECTIVE if "reduce" in name and any(t.is_floating_point() for t in tensors) else None
