@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     from isobit.contracts.verify import Options, replay
 
     id, _, name = options.claim.partition("/")
-    options.which = [options.file] if options.file else []
+    options.which = [options.file] if options.file else [id]  # an id: isobit's own are found in any folder
     workspace, _ = open_workspace(options)
     contract = load_contract(Path(workspace.tree.find(id).path))
     claim = next((c for c in contract.claims if c.id == name), None)

@@ -8,7 +8,15 @@ from html import escape
 
 from isobit.records import ContractStatus
 
-COLOURS = {"kept": "#2a7f4f", "waived": "#b08900", "could-not-run": "#7a7a7a", "unbound": "#7a7a7a"}
+GREY = "#7a7a7a"
+COLOURS = {
+    "kept": "#2a7f4f",
+    "waived": "#b08900",
+    "could-not-run": GREY,
+    "not-judged": GREY,
+    "below-level": GREY,
+    "unbound": GREY,
+}
 RED = "#b3261e"
 WIDTH, HEIGHT, GAP_X, GAP_Y = 230, 46, 26, 46
 
