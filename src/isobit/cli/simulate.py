@@ -51,6 +51,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--ignore", action="append", default=[], metavar="KIND", help="a kind of finding to leave out")
     parser.add_argument("--one-worker", action="store_true", help="compare each step with one rank of the same script")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="of that comparison (default: %(default)s)")
+    parser.add_argument(
+        "--patience", type=float, default=120.0, help="real seconds of one rank's turn (default: %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
     parser.set_defaults(run=run)
 
@@ -90,6 +93,7 @@ def run(options: argparse.Namespace) -> int:
         options.sends,
         options.one_worker,
         options.tolerance,
+        options.patience,
     )
     runs: list[SeedRun] = []
     with make_progress() as progress:
@@ -114,7 +118,7 @@ def refuse_unstarted(options: argparse.Namespace, run: SeedRun) -> None:
             raise ArgumentError(
                 expected="a script that reaches a call of torch.distributed",
                 received=f"{found.cause} on every rank" + (f", after {found.wrote!r}" if found.wrote else ""),
-                remedy="run it with python first; words after -- go to the script",
+                remedy=found.remedy or "run it with python first; words after -- go to the script",
             )
 
 
