@@ -44,10 +44,18 @@ def ask(rank: ranks.Rank) -> int:
     rank.questions += 1
     schedule = rank.world.schedule
     if rank.questions % QUESTIONS == 0 and waits.is_programs(sys._getframe(2)):
-        schedule.clocks[rank.index] += rank.questions
-        rank.questions = 0
+        charge_loop(rank)
         waits.poll("the time")
     return rank.world.skews[rank.index] + schedule.clocks[rank.index] + rank.questions
+
+
+def charge_loop(rank: ranks.Rank) -> None:
+    """Lets a loop that only asks for the time get on faster and faster, up to a tenth of a second at once."""
+    calls, rounds = rank.time_loop
+    rounds = rounds + 1 if calls == rank.calls else 0
+    rank.time_loop = rank.calls, rounds
+    rank.world.schedule.clocks[rank.index] += min(rank.questions << min(rounds, 10), 100_000)
+    rank.questions = 0
 
 
 def reading_of(plain: Callable[[], float]) -> Callable[[], float]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from _thread import allocate_lock
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,6 +15,13 @@ from isobit.simulator import rank as ranks
 from isobit.simulator import waits
 from isobit.simulator.clock import replaced
 from isobit.simulator.schedule import Schedule
+
+
+class InOrder(dict[Any, None]):
+    """A set of threads that gives them in the order in which they came, not by address."""
+
+    def add(self, thread: Any) -> None:
+        self[thread] = None
 
 
 class RankLock:
@@ -36,11 +44,13 @@ class RankLock:
         rank = ranks.current().index
         until = None if limit is None else schedule.clocks[rank] + int(limit * 1e6)
         while True:
-            holder = [] if self._holder is None else [self._holder]
-            waiting = waits.LocalWait("a lock of the program", holder)
+            holder = rank if self._holder is None else self._holder
+            waiting = waits.LocalWait("a lock of the program", [holder])
             entry = (schedule, ranks.strand(), waiting)
             self._waiters.append(entry)
             try:
+                if self._take():  # a thread without the baton may have released it just now
+                    return True
                 left = None if until is None else max(0, until - schedule.clocks[rank]) * 1e-6
                 woken = waits.wait(waiting, left)
             finally:
@@ -113,6 +123,18 @@ def simple_queue_of(plain: Any) -> Any:
     return make
 
 
+def pool_of(plain: Any) -> Any:
+    """An executor joins its threads in the order of a set, which differs from run to run."""
+
+    @functools.wraps(plain)
+    def __init__(self: Any, *args: Any, **options: Any) -> None:
+        plain(self, *args, **options)
+        if ranks.has_baton():
+            self._threads = InOrder()
+
+    return __init__
+
+
 def question_of(plain: Any, what: str) -> Any:
     """A method that says whether something has happened; asked in a loop, it passes the baton."""
 
@@ -135,6 +157,7 @@ def cooperative_locks() -> Iterator[None]:
             (threading, "RLock", reentrant_of(threading.RLock)),
             (queue, "SimpleQueue", simple_queue_of(queue.SimpleQueue)),
             (threading.Event, "is_set", question_of(threading.Event.is_set, "an event")),
+            (ThreadPoolExecutor, "__init__", pool_of(ThreadPoolExecutor.__init__)),
             (Future, "done", question_of(Future.done, "a future")),
             (queue.Queue, "empty", question_of(queue.Queue.empty, "a queue")),
         ):

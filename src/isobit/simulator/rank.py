@@ -48,6 +48,7 @@ class Rank:
         self.groups: Any = None  # torch's table of process groups, once it is asked for
         self.folder = ""  # what it made the current folder, if it did
         self.questions = 0  # how often it asked for the time
+        self.time_loop = (0, 0)  # (calls, how often it was asked a thousand times since)
         self.asked_in, self.asked = -1, dict[object, int]()  # what else it asked for, in one turn
         self.started: dict[int, Strand] = {}  # its threads besides the main one
         self.thread_ids: dict[int, int] = {}  # Python's, by strand

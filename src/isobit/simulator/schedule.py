@@ -21,9 +21,10 @@ from isobit.simulator.trace import Recorder
 COMPUTE, MESSAGE = 100, 1000  # the most microseconds that a stretch of computing, or a message, takes
 POLLS = 10_000  # so many fruitless polls of every strand that can run, and nothing will change
 FEW_POLLS, ALL_POLLS = 1_000, 200_000  # or so many of each, where there are so many in all
-CALM = 64  # once every strand has polled so often, each poll gives other processes some real time
+CALM = 64  # once every strand has polled so often, other processes get some real time, and then with every 64th
 REAL = time.sleep, time.monotonic  # kept here: inside a world they are replaced
-PAUSE, TICK = 0.0002, 0.25  # seconds of that real time, and between two looks of the watchdog
+PAUSE, LONGEST = 0.002, 0.5  # seconds of that real time; where other processes run, as long as the sleep, up to this
+TICK = 0.25  # seconds between two looks of the watchdog
 
 
 class Waiting(Protocol):
@@ -139,7 +140,7 @@ class Schedule:
 
     def sleep(self, strand: int, microseconds: int) -> bool:
         """Passes the baton on for a time; False at once if every strand that could run only polls, for ever."""
-        if self._hopeless(strand):
+        if self._hopeless(strand, microseconds):
             return False
         rank = self.owner[strand]
         until = self.clocks[rank] + max(1, microseconds)
@@ -153,7 +154,7 @@ class Schedule:
         until = 0
         if microseconds is None:
             self._polls.clear()
-        elif not self._hopeless(strand):
+        elif not self._hopeless(strand, microseconds):
             until = self.clocks[self.owner[strand]] + max(1, microseconds)
             self._push(strand, until)
         self.blocked[strand] = waiting
@@ -203,7 +204,7 @@ class Schedule:
             heapq.heappop(self._queue)
         return self._queue[0][0] if self._queue else nobody
 
-    def _hopeless(self, strand: int) -> bool:
+    def _hopeless(self, strand: int, microseconds: int) -> bool:
         """Counts a fruitless poll; True if all that can run have polled so often that none will find a change."""
         count = self._polls[strand] = self._polls.get(strand, 0) + 1
         if count < CALM:
@@ -212,7 +213,9 @@ class Schedule:
         least = min([count, *others])
         if least == CALM:
             self._calm_since = REAL[1]()
-        if least >= CALM:
+        if least >= CALM and self.foreign():
+            REAL[0](min(microseconds * 1e-6, LONGEST))  # what is waited for comes in real time
+        elif least >= CALM and count % CALM == 0:
             REAL[0](PAUSE)
         enough = least >= POLLS or (least >= FEW_POLLS and sum(others) + count >= ALL_POLLS)
         return enough and not (self.foreign() and REAL[1]() - self._calm_since < self.patience)

@@ -6,6 +6,7 @@ runs beside the schedule and cannot make communication calls.
 
 from __future__ import annotations
 
+import asyncio.base_events
 import concurrent.futures.thread
 import functools
 import os
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 registry: Any = torch._C._distributed_c10d
 OURS = os.path.dirname(__file__)  # what a program calls by another name, as time.sleep
 DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed")
-POOL = concurrent.futures.thread.__file__
+COOPERATIVE = (concurrent.futures.thread.__file__, asyncio.base_events.__file__, threading.__file__)
 
 
 class Strand:
@@ -71,10 +72,12 @@ class Strand:
                 body()
         except (SystemExit, Killed):
             pass
+        except SimulationError as error:
+            if self.rank.world.root is None:  # nobody else would hear of it
+                self.rank.world.tell(error)
         except BaseException as error:  # as Python does, which goes on without the thread
-            if not isinstance(error, SimulationError):
-                said = f"thread {self.thread.name!r} of rank {self.rank.index} raised {type(error).__name__}: {error}"
-                self.rank.world.lost.setdefault(self.rank.index, said)
+            said = f"thread {self.thread.name!r} of rank {self.rank.index} raised {type(error).__name__}: {error}"
+            self.rank.world.lost.setdefault(self.rank.index, said)
             threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self.thread)))
         finally:
             for name in names.values():
@@ -108,7 +111,7 @@ def is_programs(thread: threading.Thread) -> bool:
     target = getattr(target, "__wrapped__", target)
     code = getattr(target, "__code__", None) or getattr(getattr(target, "__call__", None), "__code__", None)  # noqa: B004
     path = code.co_filename if code is not None else ""
-    if path in (POOL, threading.__file__) or path.startswith((OURS, DISTRIBUTED)):
+    if path in COOPERATIVE or path.startswith((OURS, DISTRIBUTED)):
         return True
     return bool(path) and not path.startswith((INSTALLED, PYTHON, "<frozen"))
 

@@ -13,9 +13,10 @@ from isobit.simulator import rank as ranks
 from isobit.simulator.rank import INSTALLED, PYTHON, Rank
 
 if TYPE_CHECKING:
-    from isobit.simulator.schedule import Waiting
+    from isobit.simulator.schedule import Schedule, Waiting
 
 OURS = os.path.dirname(__file__)
+IMPORT = "<frozen importlib._bootstrap>"
 SPINS = 8  # so many questions of one kind in one turn, and the strand is polling
 
 
@@ -24,7 +25,7 @@ class LocalWait:
     """A wait inside one rank, or for a lock that another rank's thread holds."""
 
     what: str
-    ranks: list[int] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=lambda: [ranks.current().index])
     outside: bool = True  # a thread without the baton may end it
 
     def describe(self) -> str:
@@ -41,6 +42,19 @@ def wait(waiting: Waiting, seconds: float | None = None) -> bool:
     woken = rank.world.schedule.block(ranks.strand(), waiting, None if seconds is None else int(seconds * 1e6))
     rank.world.check(rank)
     return woken
+
+
+def wake(schedule: Schedule, strand: int, waiting: Waiting) -> None:
+    """Ends a strand's wait, from whichever thread."""
+
+    def act() -> None:
+        if schedule.blocked.get(strand) is waiting:
+            schedule.wake(strand)
+
+    if ranks.has_baton():
+        act()
+    else:
+        schedule.outside(act)
 
 
 def sleep(seconds: float) -> None:
@@ -76,17 +90,19 @@ def spin(key: object, what: str) -> None:
 
 def is_passing(path: str) -> bool:
     """Whether a file is the simulator's or Python's own, which ask for whoever called them."""
-    return path.startswith(OURS) or (path.startswith(PYTHON) and not path.startswith(INSTALLED))
+    if path.startswith(OURS) or (path.startswith("<frozen") and path != IMPORT):
+        return True
+    return path.startswith(PYTHON) and not path.startswith(INSTALLED)
 
 
 def is_programs(frame: FrameType | None) -> bool:
     """Whether the program itself asks, outside an import: a library may hold a lock that no baton is passed for."""
     while frame is not None and is_passing(frame.f_code.co_filename):
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith((INSTALLED, "<frozen")):
+    if frame is None or frame.f_code.co_filename.startswith(INSTALLED):
         return False
     while frame is not None:
-        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+        if frame.f_code.co_filename == IMPORT:
             return False
         frame = frame.f_back
     return True

@@ -41,7 +41,7 @@ from isobit.simulator.waits import LocalWait
 from isobit.simulator.watch import Watch
 
 REFUSALS = 100  # calls that a rank may make after the world was stopped
-GRACE = 5.0  # seconds in which a rank that is ended must reach Python
+GRACE = 2.0  # seconds in which a rank that is ended must reach Python
 _running = threading.Lock()
 
 
