@@ -45,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
         options.sends,
         options.one_worker,
         options.tolerance,
+        options.patience,
     )
     runs: list[SeedRun] = []
     title = f"{options.script.name} on {options.ranks} ranks"
@@ -70,7 +71,7 @@ def refuse_unstarted(options: argparse.Namespace, run: SeedRun) -> None:
             raise ArgumentError(
                 expected="a script that reaches a call of torch.distributed",
                 received=f"{found.cause} on every rank" + (f", after {found.wrote!r}" if found.wrote else ""),
-                remedy="run it with python first; words after -- go to the script",
+                remedy=found.remedy or "run it with python first; words after -- go to the script",
             )
 
 

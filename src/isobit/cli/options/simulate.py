@@ -65,6 +65,12 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--one-worker", action="store_true", help="compare each step with one rank of the same script")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="of that comparison (default: %(default)s)")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=120.0,
+        help="real seconds of one rank's turn, after which it is reported as computing for ever (default: %(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
     add_quiet(parser)
 
