@@ -49,6 +49,16 @@ def test_values_are_stock_s_to_rounding(name):
             torch.testing.assert_close(gradient, stock_gradients[name], atol=1e-5, rtol=1e-3)
 
 
+def test_strict_mode_accepts_the_portable_executor(model):
+    """fp64 has no native kernels: every sum is a portable operator's."""
+    model.double()
+    with isobit.enable(model):
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+    assert loss.dtype == torch.float64
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_parameters_names_and_state_dict_stay(model, tmp_path):
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     digest, kind = bits.digest(model), type(model)

@@ -8,7 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._library.custom_ops import OPDEFS
+
+from isobit.ops.registration import is_portable_operator
 
 GENERATED = re.compile(r"GeneratedBackwardFor_isobit_(\w+)_default")
 # What torch.profiler.record_function calls; nothing else in that namespace is torch's.
@@ -17,10 +18,9 @@ PROFILER = frozenset(("_record_function_enter", "_record_function_enter_new", "_
 
 @lru_cache(maxsize=256)
 def is_our_operator(name: str) -> bool:
-    """Whether `isobit::<name>` is a compiled kernel, or an operator that a module of this package defines."""
-    defined = OPDEFS.get(f"isobit::{name}")
-    if defined is not None:
-        return is_in_package(defined._init_fn.__module__, defined._init_fn.__qualname__, defined)
+    """Whether `isobit::<name>` is a compiled kernel, or one of the portable executor's operators."""
+    if is_portable_operator(name):
+        return True
     try:
         said = torch._C._dispatch_dump(f"isobit::{name}")
     except RuntimeError:
