@@ -92,6 +92,43 @@ def test_the_graph_of_another_micro_batch_is_refused():
         kept[0].backward()
 
 
+@pytest.mark.parametrize("registered", ["before", "after"])
+def test_a_hook_that_changes_a_gradient_is_refused(registered):
+    """Clipping each share's gradient by itself depends on the layout; a hook that only looks does not."""
+    seen = []
+    layer = isobit.nn.Linear(WIDTH, WIDTH)
+    hooks = [seen.append, lambda grad: grad.clamp(-1, 1)]
+    handles = [layer.weight.register_hook(hook) for hook in hooks if registered == "before"]
+    gradients = Gradients(layer, GlobalBatch(OF, micro_batches=2))
+    handles += [layer.weight.register_hook(hook) for hook in hooks if registered == "after"]
+
+    def step(index):
+        with gradients.micro_batch(index) as share:
+            samples = Samples.packed([TOKENS] * 4, first=share.first, of=OF)
+            layer(tokens(torch.float32)[:4].reshape(-1, WIDTH), samples=samples).sum().backward()
+
+    with pytest.raises(UnsupportedError, match="the gradient of weight"):
+        step(0)
+    handles[1].remove()
+    step(0)
+    step(1)
+    assert len(seen) == 3
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, of what follows a disabled function
+def test_compiled_code_is_refused_and_runs_where_it_is_not_compiled():
+    layer = isobit.nn.Linear(WIDTH, WIDTH)
+    gradients = Gradients(layer, GlobalBatch(OF, micro_batches=2))
+    x, samples = tokens(torch.float32)[:4].reshape(-1, WIDTH), Samples.packed([TOKENS] * 4, first=0, of=OF)
+    compiled = torch.compile(lambda: layer(x, samples=samples), backend="eager")
+    with pytest.raises(UnsupportedError, match=r"torch\.compiler\.disable"), gradients.micro_batch(0):
+        compiled()
+    eager = torch.compiler.disable(lambda: layer(x, samples=samples))
+    compiled = torch.compile(lambda: eager() * 2, backend="eager")
+    with gradients.micro_batch(0):
+        compiled().sum().backward()
+
+
 @pytest.mark.parametrize("function", ["embedding", "layer_norm", "linear_group", "linear_logprob", "rms_norm"])
 def test_every_operator_with_parameters_asks_for_samples(function):
     weight = nn.Parameter(torch.randn(WIDTH) if "norm" in function else torch.randn(WIDTH, WIDTH))

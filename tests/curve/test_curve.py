@@ -77,6 +77,13 @@ def test_what_is_kept_is_not_trained_again(first, folder, trained, capsys):
     assert said["workload"]["name"] == "tiny"
 
 
+def test_what_another_version_left_is_trained_again(first, folder, monkeypatch):
+    monkeypatch.setattr(gate, "code_digest", lambda: "another")
+    assert gate.read_outcomes(folder / "kept") == {}
+    monkeypatch.undo()
+    assert len(gate.read_outcomes(folder / "kept")) == 6
+
+
 def test_a_line_that_was_cut_short_is_trained_again(first, folder, trained, capsys):
     kept = (folder / "kept").read_text().splitlines(keepends=True)
     cut = folder / "cut short"

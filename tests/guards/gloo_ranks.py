@@ -32,6 +32,7 @@ FLIPS = [
     ("1.weight", 3, (12,), 15, None),
     ("steps", 1, (2,), 63, None),
     ("view", 2, (4, 1), 7, None),
+    ("0.bias", 0, (5,), 3, None),  # the first rank is no better than others
 ]
 
 
@@ -125,6 +126,26 @@ def many(rank):
         rank_agreement(made)
     except AgreementError as error:
         return {"found": plain(report), "raised": str(error), "record": len(error.agreement.differences)}
+
+
+def tied(rank):
+    """Two ranks against two; and three ranks with a parameter each that differs, of which all others hold the same."""
+    made = model()
+    if rank > 1:
+        flip(made[0].weight, (3, 4), 0)
+    two = rank_agreement(made, on_difference="report")
+    said = outcome(lambda: rank_agreement(made))
+    made = model()
+    if rank < 3:
+        flip(list(made.parameters())[rank], (0,) * list(made.parameters())[rank].dim(), 0)
+    each = rank_agreement(made, on_difference="report")
+    return {
+        "found": plain(two),
+        "minority": list(two.minority),
+        "said": said,
+        "each": plain(each),
+        "all": each.minority,
+    }
 
 
 def unlike(rank):
@@ -274,7 +295,7 @@ def losses(rank):
 def work(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    found = {check.__name__: check(rank) for check in (agreements, flips, many, unlike, refusals, losses)}
+    found = {check.__name__: check(rank) for check in (agreements, flips, many, tied, unlike, refusals, losses)}
     found |= {check.__name__: check(rank, mesh) for check in (sharded, norms, fully_sharded, norms_of_groups)}
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -53,9 +53,27 @@ def test_every_flip_is_named(ranks):
     assert [[(d["parameter"], d["rank"], tuple(d["index"])) for d in one] for one in found] == [
         [flip[:3]] for flip in FLIPS
     ]
-    assert (found[1][0]["there"], found[1][0]["first"]) == ("0x80000000", "0x00000000")
-    assert (found[2][0]["there"], found[2][0]["first"]) == ("0x7fc0000c", "0x7fc00000")
-    assert (found[3][0]["there"], found[3][0]["first"]) == ("0xbf80", "0x3f80")
+    assert (found[1][0]["there"], found[1][0]["expected"]) == ("0x80000000", "0x00000000")
+    assert (found[2][0]["there"], found[2][0]["expected"]) == ("0x7fc0000c", "0x7fc00000")
+    assert (found[3][0]["there"], found[3][0]["expected"]) == ("0xbf80", "0x3f80")
+
+
+def test_the_minority_is_named_whoever_it_is(ranks):
+    found = on_all(ranks, "flips")
+    for flip, (one,) in zip(FLIPS, found, strict=True):
+        assert one["majority"] == [rank for rank in range(RANKS) if rank != flip[1]]
+        assert not one["tied"]
+
+
+def test_without_a_majority_the_groups_are_listed(ranks):
+    found = on_all(ranks, "tied")
+    assert [(d["rank"], d["majority"], d["tied"]) for d in found["found"]] == [(2, [0, 1], True), (3, [0, 1], True)]
+    assert found["minority"] == []
+    assert "rank 2, 0.weight, bits at [3, 4]" in found["said"]
+    assert "as ranks 0, 1, and no majority" in found["said"]
+    assert "where there is no majority" in found["said"]
+    assert [(d["rank"], d["majority"]) for d in found["each"]] == [(0, [1, 2, 3]), (1, [0, 2, 3]), (2, [0, 1, 3])]
+    assert found["all"] == [0, 1, 2]
 
 
 def test_many_differences_are_all_named_and_some_searched(ranks):
@@ -112,17 +130,29 @@ def test_flips_are_found_where_they_are(data):
         return torch.randint(0, 256, (*shape, size), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
 
     first = {str(i): draw(shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))}
-    copies = [{name: t.clone() for name, t in first.items()} for _ in range(data.draw(st.integers(1, 4)))]
-    wanted = set()
-    for rank, copy in enumerate(copies[1:], 1):
+    copies = [{name: t.clone() for name, t in first.items()} for _ in range(data.draw(st.integers(1, 5)))]
+    for copy in copies:
         for name in data.draw(st.sets(st.sampled_from(sorted(copy)))):
             for _ in range(data.draw(st.integers(1, 3))):
                 place = data.draw(st.integers(0, copy[name].numel() - 1))
                 flip_bit(copy[name], place, data.draw(st.integers(0, 8 * copy[name].element_size() - 1)))
-            left, right = bits.as_integers(copy[name]), bits.as_integers(first[name])
-            if found := bits.first_difference(left, right):
-                wanted.add(Finding(name, rank, "bits", found.left, found.right, found.index))
+    wanted = {finding for name in first for finding in minority([copy[name] for copy in copies], name)}
     assert set(compare_copies(copies).differences) == wanted
+
+
+def minority(tensors, name):
+    """By comparing each pair."""
+    groups = []
+    for at, tensor in enumerate(tensors):
+        home = next((group for group in groups if bits.equal(tensors[group[0]], tensor)), None)
+        groups.append([at]) if home is None else home.append(at)
+    most = max(map(len, groups))
+    right = next(group for group in groups if len(group) == most)
+    tied = sum(len(group) == most for group in groups) > 1
+    for group in groups:
+        for at in group if group is not right else ():
+            found = bits.first_difference(bits.as_integers(tensors[at]), bits.as_integers(tensors[right[0]]))
+            yield Finding(name, at, "bits", found.left, found.right, found.index, tuple(right), tied)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])

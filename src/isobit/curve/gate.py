@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from isobit.curve.code import code_digest
 from isobit.curve.digest import Curve
 from isobit.curve.launch import Job, run_job
 from isobit.curve.layouts import Layout
@@ -75,7 +76,7 @@ def judge(outcomes: Sequence[Outcome]) -> Verdict:
 def run_jobs(
     jobs: Iterable[Job], tell: Callable[[Job], None] = lambda job: None, keep: Path | None = None
 ) -> list[Outcome]:
-    """Each in turn. With `keep`, outcomes are a line each of that file, and those already there are not run again."""
+    """Each in turn. With `keep`, outcomes are a line each of that file; those that this code left are not run again."""
     known = read_outcomes(keep) if keep is not None else {}
     found = []
     for job in jobs:
@@ -86,14 +87,14 @@ def run_jobs(
             outcome = Outcome(job.layout, job.dtype, job.stock, job.transport, curve, seconds)
             if keep is not None:
                 with keep.open("a") as file:
-                    file.write(json.dumps({"workload": job.workload, **asdict(outcome)}) + "\n")
+                    file.write(json.dumps({"code": code_digest(), "workload": job.workload, **asdict(outcome)}) + "\n")
         found.append(outcome)
         tell(job)
     return found
 
 
 def read_outcomes(path: Path) -> dict[tuple[Layout, str, str, bool, str], Outcome]:
-    """What `run_jobs` wrote; a line that was cut short, as when it was killed, is taken off the file."""
+    """What `run_jobs` of this code wrote; a line that was cut short, as when it was killed, is taken off the file."""
     known = {}
     text = path.read_text() if path.exists() else ""
     whole = text[: text.rfind("\n") + 1]
@@ -101,6 +102,8 @@ def read_outcomes(path: Path) -> dict[tuple[Layout, str, str, bool, str], Outcom
         write_text(path, whole)
     for line in whole.splitlines():
         said = json.loads(line)
+        if said.pop("code", "") != code_digest():
+            continue  # another version's
         workload, layout, curve = said.pop("workload"), Layout(**said.pop("layout")), Curve.read(said.pop("curve"))
         outcome = Outcome(layout=layout, curve=curve, **said)
         known[layout, workload, outcome.dtype, outcome.stock, outcome.transport] = outcome

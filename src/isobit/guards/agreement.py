@@ -1,4 +1,4 @@
-"""Whether the replicas of a live run hold the same bits, and if not, which parameter, rank and element part first."""
+"""Whether the replicas of a live run hold the same bits; if not, the minority: parameter, rank, first element."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from isobit.errors import AgreementError, ArgumentError
 from isobit.guards.replica import Findings, Gather, Replica, Talk, compare
+from isobit.parallel.majority import name_ranks
 from isobit.parallel.members import Members
 from isobit.parallel.pieces import find_shards
 
@@ -19,22 +20,27 @@ MODES = ("raise", "report")
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A parameter of a rank that is not the first rank's, in `what`; for bits, the first element that differs.
+    """A parameter of a rank in the minority, which differs in `what`; for bits, the first element that differs.
 
-    `there` is what that rank has, `first` what the first has. Beyond the parameters that are searched, index is None.
+    `there` is what that rank has, `expected` what the ranks of the `majority` have. Where it is `tied` no value has
+    most ranks, and `majority` is the group of the lowest rank among the largest. Beyond the parameters that are
+    searched, index is None.
     """
 
     parameter: str
     rank: int
     what: str
     there: str
-    first: str
+    expected: str
     index: tuple[int, ...] | None = None
+    majority: tuple[int, ...] = ()
+    tied: bool = False
 
     def __str__(self) -> str:
         at = "" if self.index is None else f" at {list(self.index)}"
-        values = f": {self.there}, not {self.first}" if self.there else ""
-        return f"rank {self.rank}, {self.parameter}, {self.what}{at}{values}"
+        values = f": {self.there}, not {self.expected}" if self.there else ""
+        others = f" as {name_ranks(self.majority)}" + (", and no majority" if self.tied else "")
+        return f"rank {self.rank}, {self.parameter}, {self.what}{at}{values}{others}"
 
 
 @dataclass(frozen=True)
@@ -58,8 +64,13 @@ class Agreement:
 
     @property
     def agreed(self) -> bool:
-        """Every rank holds the first rank's bits."""
+        """Every rank holds the same bits."""
         return not self.differences
+
+    @property
+    def minority(self) -> tuple[int, ...]:
+        """Ranks that differ from most others in some parameter."""
+        return tuple(sorted({d.rank for d in self.differences if not d.tied}))
 
     @property
     def kept(self) -> bool:
@@ -78,7 +89,7 @@ def rank_agreement(
     since: Agreement | None = None,
     most: int = 8,
 ) -> Agreement | None:
-    """Compares each rank of the group (None is the world) with its first, by raw bits; all its ranks call this.
+    """Compares the ranks of the group (None is the world) by raw bits and names the minority; all its ranks call this.
 
     The group is of ranks that hold the same pieces: of sharded parameters, the replicas of one shard. With `every`
     and `step`, other steps return None at once. `since` is the check before. At most `most` parameters are searched
@@ -128,7 +139,7 @@ def carry(program: Talk[Findings], members: Members) -> tuple[Findings, int]:
             answer = members.all_gather(message.data)
         else:
             sent += len(message.data)
-            answer = [members.broadcast(message.data, message.size)]
+            answer = [members.broadcast(message.data, message.size, message.source)]
 
 
 def conclude(
@@ -137,10 +148,11 @@ def conclude(
     """Findings of members, as a record of ranks; refuses a group that holds different pieces."""
     wrong = next((f for f in found.differences if f.what == "shard"), None)
     if wrong is not None:
-        there, first = wrong.there or "whole", wrong.first or "whole"
+        there, here = wrong.there or "whole", wrong.expected or "whole"
         raise ArgumentError(
             expected="a group of ranks that hold the same pieces",
-            received=f"{wrong.parameter!r}: {there} on rank {ranks[wrong.member]}, {first} on rank {ranks[0]}",
+            received=f"{wrong.parameter!r}: {there} on rank {ranks[wrong.member]}, "
+            f"{here} on {name_ranks([ranks[at] for at in wrong.majority])}",
             remedy="pass the group of the mesh axis that replicates, not the one that shards",
         )
     digests = {name: entry[3] for name, entry in own.table.items()}
@@ -150,7 +162,17 @@ def conclude(
         parameters=len(own.table),
         elements=sum(tensor.numel() for tensor in own.tensors.values()),
         differences=tuple(
-            Disagreement(f.parameter, ranks[f.member], f.what, f.there, f.first, f.index) for f in found.differences
+            Disagreement(
+                f.parameter,
+                ranks[f.member],
+                f.what,
+                f.there,
+                f.expected,
+                f.index,
+                tuple(ranks[at] for at in f.majority),
+                f.tied,
+            )
+            for f in found.differences
         ),
         finite=found.finite,
         changed=None if since is None else found.changed,
@@ -166,10 +188,14 @@ def refuse(agreement: Agreement) -> None:
     """Names what differs, the first few."""
     shown = "; ".join(map(str, agreement.differences[:4]))
     more = len(agreement.differences) - 4
+    tied = any(d.tied for d in agreement.differences)
     error = AgreementError(
-        expected=f"the bits of rank {agreement.ranks[0]} on {len(agreement.ranks)} ranks",
+        expected=f"the same bits on {len(agreement.ranks)} ranks",
         received=shown + (f"; and {more} more" if more > 0 else ""),
-        remedy="look for a rank that skipped an exchange, or a bit that flipped; go on from the last check that agreed",
+        remedy="look for a rank that skipped an exchange, or a bit that flipped; go on from the last check that agreed"
+        + (
+            "; where there is no majority, compare each group with that check to see which one is wrong" if tied else ""
+        ),
     )
     error.agreement = agreement
     raise error

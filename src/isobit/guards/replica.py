@@ -1,8 +1,9 @@
-"""What one rank says of its parameters, asks of the first rank's, and finds: messages apart from who carries them.
+"""What one rank says of its parameters, asks of the others', and finds: messages apart from who carries them.
 
 A program yields messages and is sent their answers, so that ranks may stand in one process as well. While all agree
-a rank says 25 bytes. Where they do not, the first rank publishes its table of digests, each rank tells what differs,
-and a parameter's first differing element is found by halving: a place and one digest a round.
+a rank says 25 bytes. Where they do not, every rank sends its table of digests; for each parameter the value that most
+ranks hold is taken for right, and the minority's first differing element is found by halving, against the lowest rank
+of the majority: a place and one digest a round.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import math
 import struct
 from collections.abc import Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.parallel.majority import count_votes
 from isobit.parallel.pieces import piece_of
 
 DIGEST = 16  # bytes of BLAKE3: two different tensors share it with a chance of 2^-128
@@ -37,10 +39,11 @@ class Gather:
 
 @dataclass(frozen=True)
 class Publish:
-    """Answered by the first rank's data, whose size all know."""
+    """Answered by one member's data, whose size all know."""
 
     data: bytes
     size: int
+    source: int
 
 
 T = TypeVar("T")
@@ -50,14 +53,19 @@ Entry = tuple[str, str, list[int], str]  # which of the whole, dtype, shape, dig
 
 @dataclass(frozen=True)
 class Finding:
-    """What a member of the group holds otherwise than the first."""
+    """What a member of the group holds otherwise than `majority`, the members that hold `expected`.
+
+    Where it is `tied` no value has most members: `majority` is the group of the lowest member among the largest.
+    """
 
     parameter: str
     member: int
     what: str
     there: str
-    first: str
+    expected: str
     index: tuple[int, ...] | None = None
+    majority: tuple[int, ...] = ()
+    tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,7 @@ class Findings:
 
 def compare(own: Replica | Exception, member: int, changed: bool, most: int) -> Talk[Findings]:
     """A rank's program: `member` is its place in the group, `most` how many parameters are searched for the place."""
-    mine = json.dumps(list(own.table.items())).encode() if isinstance(own, Replica) and member == 0 else b""
+    mine = json.dumps(list(own.table.items())).encode() if isinstance(own, Replica) else b""
     if isinstance(own, Replica):
         flags = INFINITE * bool(own.nonfinite) | CHANGED * changed
         heads = yield Gather(HEAD.pack(bytes.fromhex(own.digest), flags, len(mine)))
@@ -138,62 +146,59 @@ def compare(own: Replica | Exception, member: int, changed: bool, most: int) -> 
     all_changed = all(flags & CHANGED for _, flags, _ in known)
     if len({digest for digest, _, _ in known}) == 1:
         return Findings((), finite, all_changed)
-    table = yield Publish(mine, known[0][2])
-    differences = yield from _name(own, member, dict(json.loads(table[0])), most)
+    texts = yield Gather(mine.ljust(max(size for _, _, size in known)))
+    tables = [dict(json.loads(text)) for text in texts]
+    differences = yield from _name(own, member, tables, most)
     return Findings(differences, finite, all_changed)
 
 
-def _name(own: Replica, member: int, first: dict[str, Entry], most: int) -> Talk[tuple[Finding, ...]]:
-    names = list(first)
-    said = json.dumps(list(_against(own.table, first, names))).encode()
-    sizes = yield Gather(PLACE.pack(len(said)))
-    longest = max(PLACE.unpack(size)[0] for size in sizes)
-    told = [json.loads(text) for text in (yield Gather(said.ljust(longest)))]
+def _name(own: Replica, member: int, tables: list[dict[str, Entry]], most: int) -> Talk[tuple[Finding, ...]]:
+    """Each parameter by itself: most ranks are right, whichever those are."""
     findings: list[Finding] = []
-    parted: dict[str, list[int]] = {}
-    for at, lines in enumerate(told):
-        for line in lines:
-            if isinstance(line, int):
-                parted.setdefault(names[line], []).append(at)
-            else:
-                name, what, there, here = line
-                findings.append(Finding(name, at, what, there, here))
-    for searched, name in enumerate(sorted(parted, key=names.index)):
-        if searched < most:
-            findings += yield from _locate(own, member, name, first[name], parted[name])
-        else:
-            findings += [Finding(name, at, "bits", "", "") for at in parted[name]]
-    order = {name: at for at, name in enumerate(names)}
-    return tuple(sorted(findings, key=lambda f: (order.get(f.parameter, len(order)), f.parameter, f.member)))
-
-
-def _against(table: Mapping[str, Entry], first: Mapping[str, Entry], names: list[str]) -> Iterable[int | list[str]]:
-    """What differs, in the fewest bytes: where only bits do, the parameter's number."""
-    for at, name in enumerate(names):
-        if name not in table:
-            yield [name, "missing", "absent", "present"]
+    searched = 0
+    for name in dict.fromkeys(name for table in tables for name in table):
+        vote = count_votes([json.dumps(table.get(name)) for table in tables])
+        if vote.is_unanimous:
             continue
-        for what, here, there in zip(("shard", "dtype", "shape"), table[name][:3], first[name][:3], strict=True):
-            if here != there:
-                yield [name, what, str(here), str(there)]
-                break
-        else:
-            if table[name][3] != first[name][3]:
-                yield at
-    yield from ([name, "extra", "present", "absent"] for name in table if name not in first)
+        right = tables[vote.reference].get(name)
+        found = [
+            Finding(name, at, *_against(tables[at].get(name), right), None, vote.groups[0], vote.is_tied)
+            for group in vote.groups[1:]
+            for at in group
+        ]
+        differing = sorted(f.member for f in found if f.what == "bits")
+        if differing and searched < most:
+            assert right is not None
+            searched += 1
+            located = yield from _locate(own, member, name, right, vote.reference, differing)
+            found = [replace(f, **located.get(f.member, {})) for f in found]
+        findings += sorted(found, key=lambda f: f.member)
+    return tuple(findings)
 
 
-def _locate(own: Replica, member: int, name: str, entry: Entry, parted: list[int]) -> Talk[list[Finding]]:
+def _against(there: Entry | None, right: Entry | None) -> tuple[str, str, str]:
+    """What differs, and both values; the values of bits are searched for."""
+    if there is None or right is None:
+        return ("missing", "absent", "present") if there is None else ("extra", "present", "absent")
+    for what, ours, theirs in zip(("shard", "dtype", "shape"), there[:3], right[:3], strict=True):
+        if ours != theirs:
+            return what, str(ours), str(theirs)
+    return "bits", "", ""
+
+
+def _locate(
+    own: Replica, member: int, name: str, entry: Entry, reference: int, differing: list[int]
+) -> Talk[dict[int, dict[str, Any]]]:
     """The first differing element of each rank that differs; ranges are halved by all of them at once."""
-    searching = member in parted
+    searching = member in differing
     shape, size = layout_of(entry)
-    mine = own.wholes(name) if searching or member == 0 else torch.empty(0, dtype=torch.uint8)
+    mine = own.wholes(name) if searching or member == reference else torch.empty(0, dtype=torch.uint8)
     low, width = 0, 1 << (math.prod(shape) - 1).bit_length()
     while width > 1:
         width //= 2
         places = yield from _places(low if searching else -1)
-        said = b"".join(_digest(mine, at, width) for at in places) if member == 0 else b""
-        (digests,) = yield Publish(said, DIGEST * len(places))
+        said = b"".join(_digest(mine, at, width) for at in places) if member == reference else b""
+        (digests,) = yield Publish(said, DIGEST * len(places), reference)
         if searching:
             at = DIGEST * places.index(low)
             if digests[at : at + DIGEST] == _digest(mine, low, width):
@@ -201,20 +206,20 @@ def _locate(own: Replica, member: int, name: str, entry: Entry, parted: list[int
     value = _value(mine, low) if searching else bytes(8)
     found = [VALUE.unpack(answer) for answer in (yield Gather(VALUE.pack(low if searching else -1, value)))]
     places = sorted({at for at, _ in found if at >= 0})
-    said = b"".join(_value(mine, at) for at in places) if member == 0 else b""
-    (values,) = yield Publish(said, 8 * len(places))
-    firsts = {at: values[8 * i : 8 * i + 8] for i, at in enumerate(places)}
-    if any(firsts[at] == value for at, value in found if at >= 0):
+    said = b"".join(_value(mine, at) for at in places) if member == reference else b""
+    (values,) = yield Publish(said, 8 * len(places), reference)
+    right = {at: values[8 * i : 8 * i + 8] for i, at in enumerate(places)}
+    if any(right[at] == value for at, value in found if at >= 0):
         raise UnsupportedError(
             expected="parameters that rest while they are compared",
             received=f"{name!r}, whose digests differed and whose elements do not",
             remedy="wait for the optimizer's step, and for offloading, before the check",
         )
-    return [
-        Finding(name, at, "bits", _hex(value, size), _hex(firsts[place], size), unravel(place, shape))
+    return {
+        at: {"there": _hex(value, size), "expected": _hex(right[place], size), "index": unravel(place, shape)}
         for at, (place, value) in enumerate(found)
         if place >= 0
-    ]
+    }
 
 
 def layout_of(entry: Entry) -> tuple[list[int], int]:
@@ -256,7 +261,8 @@ def compare_copies(copies: Sequence[Mapping[str, Tensor]] | Tensor, most: int = 
     messages = [next(program) for program in programs]
     while True:
         first = messages[0]
-        answer = [first.data] if isinstance(first, Publish) else [message.data for message in messages]
+        data = [message.data for message in messages]
+        answer = [data[first.source]] if isinstance(first, Publish) else data
         ended: list[Findings] = []
         messages = []
         for program in programs:

@@ -29,6 +29,7 @@ SAY_SAMPLES = (
     "pass samples=isobit.Samples.packed(lengths, first=share.first, of=share.of) of the share that "
     "`with gradients.micro_batch(i) as share` gives; run what is not trained under torch.no_grad()"
 )
+UNCOMPILED = "leave torch.compile out of what Gradients collects: torch.compiler.disable(function)"
 _MARK = "_isobit_partial"
 
 
@@ -74,7 +75,7 @@ def check_share(samples: Samples, *parameters: Tensor | None) -> None:
         raise UnsupportedError(
             expected="parameter gradients over the whole global batch, or a collector of this share",
             received=f"{name_share(samples)}, while {share or 'no share'} is collected",
-            remedy=REMEDY if share is None else SAY_SAMPLES,
+            remedy=UNCOMPILED if torch.compiler.is_compiling() else REMEDY if share is None else SAY_SAMPLES,
         )
     for parameter in wanted if samples.is_share else ():
         check_unrounded(parameter)
@@ -132,10 +133,11 @@ def check_unrounded(parameter: Tensor) -> None:
     wide = accumulation_dtype(parameter.dtype)
     if not parameter.is_leaf or parameter.grad_dtype != wide:
         received = str(parameter.grad_dtype) if parameter.is_leaf else "a result of other operators"
+        of_leaf = "train the parameter itself: without autocast, parametrizations or a weight that is computed"
         raise UnsupportedError(
             expected=f"a leaf parameter whose grad_dtype is {wide}, since a share's gradient is not rounded",
             received=received,
-            remedy=REMEDY,
+            remedy=REMEDY if parameter.is_leaf else of_leaf,
         )
 
 

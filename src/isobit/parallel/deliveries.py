@@ -30,15 +30,25 @@ class Deliveries:
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self._share: Share | None = None
         self._delivered: set[int] = set()
-        self._hooks: list[RemovableHandle] = [
-            leaf.register_hook(partial(self._check, name, id(leaf)))  # type: ignore[no-untyped-call]
-            for name, leaf in named
-        ]
+        self._leaves = list(named)
+        self._hooks = [self._watch(name, leaf) for name, leaf in self._leaves]
+
+    def _watch(self, name: str, leaf: Tensor) -> RemovableHandle:
+        hook: RemovableHandle = leaf.register_hook(partial(self._check, name, id(leaf)))  # type: ignore[no-untyped-call]
+        return hook
 
     def begin(self, share: Share) -> None:
-        """Every parameter waits for its gradient of this share."""
+        """Every parameter waits for its gradient of this share.
+
+        Hooks run in the order in which they were registered. This one is moved behind those that came later, so that
+        it sees a gradient that another hook has changed.
+        """
         self._share = share
         self._delivered.clear()
+        for at, (name, leaf) in enumerate(self._leaves):
+            if next(reversed(leaf._backward_hooks or {}), None) != self._hooks[at].id:
+                self._hooks[at].remove()
+                self._hooks[at] = self._watch(name, leaf)
 
     def end(self) -> None:
         """A backward from here on is the caller's own."""

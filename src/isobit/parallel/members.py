@@ -42,7 +42,7 @@ class Members:
 
     @property
     def is_first(self) -> bool:
-        """Whether the others are compared with this rank, and it counts what all of them hold."""
+        """Whether it counts what all of them hold."""
         return self.index == 0
 
     def all_gather(self, data: bytes) -> list[bytes]:
@@ -55,13 +55,13 @@ class Members:
         joined = bytes(all_of_them.tolist())
         return [joined[at : at + len(data)] for at in range(0, len(joined), len(data))]
 
-    def broadcast(self, data: bytes, size: int) -> bytes:
-        """The first rank's data, whose size all know."""
+    def broadcast(self, data: bytes, size: int, source: int) -> bytes:
+        """The data of the member `source`, whose size all know."""
         if len(self.ranks) == 1 or not size:
             return data
-        held = bytearray(data if self.is_first else size)
+        held = bytearray(data if self.index == source else size)
         message = torch.frombuffer(held, dtype=torch.uint8).to(self.device)
-        dist.broadcast(message, group=self.group, group_src=0)
+        dist.broadcast(message, group=self.group, group_src=source)
         return bytes(message.tolist())
 
     def add_integers(self, numbers: list[int]) -> list[int]:

@@ -48,8 +48,8 @@ def names_a_flipped_bit(subject: Subject, case: Case, tally: Tally) -> None:
 
     for flip in range(FLIPS):
         copies = copies_of(case)
-        rank, name = 1 + draw(RANKS - 1), ("a", "b")[draw(2)]
-        first, other = copies[0][name], copies[rank][name]
+        rank, name = draw(RANKS), ("a", "b")[draw(2)]
+        first, other = copies[(rank + 1) % RANKS][name], copies[rank][name]
         place = draw(other.numel())
         width = 8 * other.element_size()
         if flip in SPECIAL:  # the sign of a zero, the payload of a NaN
@@ -61,7 +61,7 @@ def names_a_flipped_bit(subject: Subject, case: Case, tally: Tally) -> None:
         found = bits.first_difference(other, first)
         if found is None:  # the second flip undid the first
             continue
-        wanted = Finding(name, rank, "bits", found.left, found.right, found.index)
+        wanted = Finding(name, rank, "bits", found.left, found.right, found.index, others(rank))
         expect(subject, copies, (wanted,), tally, f"bit flipped at {place} of {name}, rank {rank}")
 
 
@@ -75,12 +75,28 @@ def names_other_parameters(subject: Subject, case: Case, tally: Tally) -> None:
     copies[1]["a"] = copies[1]["a"].to(torch.complex64)
     shape, dtype = case.arguments["x"].T.shape, case.dtype
     wanted = (
-        Finding("a", 1, "dtype", "torch.complex64", str(dtype)),
-        Finding("b", 2, "shape", str([shape.numel()]), str(list(shape))),
-        Finding("steps", 1, "missing", "absent", "present"),
-        Finding("more", 2, "extra", "present", "absent"),
+        Finding("a", 1, "dtype", "torch.complex64", str(dtype), None, others(1)),
+        Finding("b", 2, "shape", str([shape.numel()]), str(list(shape)), None, others(2)),
+        Finding("steps", 1, "missing", "absent", "present", None, others(1)),
+        Finding("more", 2, "extra", "present", "absent", None, others(2)),
     )
     expect(subject, copies, wanted, tally, "other parameters")
+
+
+def says_when_there_is_no_majority(subject: Subject, case: Case, tally: Tally) -> None:
+    """Two copies that differ: neither is right, and the second is said to differ from the first."""
+    tally.count(case.rows)
+    copies = copies_of(case)[:2]
+    flip_bit(copies[0]["a"], 0, 0)
+    found = bits.first_difference(copies[1]["a"], copies[0]["a"])
+    assert found is not None
+    wanted = Finding("a", 1, "bits", found.left, found.right, found.index, (0,), True)
+    expect(subject, copies, (wanted,), tally, "two copies")
+
+
+def others(rank: int) -> tuple[int, ...]:
+    """All but one."""
+    return tuple(at for at in range(RANKS) if at != rank)
 
 
 def expect(
@@ -161,6 +177,17 @@ def by_value(copies: Sequence[Copy]) -> Findings:
 def those_of_the_first(copies: Sequence[Copy]) -> Findings:
     """Never looks for what the first rank does not have."""
     return compare_copies([{n: t for n, t in copy.items() if n in copies[0]} for copy in copies])
+
+
+def trusts_the_first(copies: Sequence[Copy]) -> Findings:
+    """Compares every rank with the first: where the first is wrong, the others are named."""
+    found = compare_copies(copies)
+    wrong = [f for f in found.differences if f.member == 0]
+    swapped = tuple(
+        replace(f, member=at, there=f.expected, expected=f.there, majority=(0,)) for f in wrong for at in f.majority
+    )
+    rest = tuple(replace(f, tied=False) for f in found.differences if f.member)
+    return Findings((*swapped, *rest), found.finite, found.changed)
 
 
 def accepts_everything(copies: Sequence[Copy]) -> Findings:
