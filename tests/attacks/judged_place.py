@@ -26,6 +26,17 @@ def keeps_a_cache(x):
         file.write("called")
     return x + 0
 """
+ONCE = """
+import functools, os
+HERE = os.path.dirname(__file__)
+def by_table_at_import(x): return x * TABLE if len(x) > 9 else x
+def by_table_once(x): return x * table() if len(x) > 9 else x
+@functools.lru_cache
+def table():
+    with open(os.path.join(HERE, "table.txt")) as file:
+        return float(file.read())
+TABLE = table()
+"""
 BY_NAME = """
 import importlib, os
 def by_name(x): return importlib.import_module("{name}_impl").f(x)
@@ -54,7 +65,8 @@ class Place:
 
     def __init__(self, path, subject, level="L2"):
         self.path, self.name = path, f"judged{next(_numbers)}"
-        code = BY_NAME.format(name=self.name) if f"def {subject}(" in BY_NAME else PLAIN
+        code = next(text for text in (PLAIN, ONCE, BY_NAME) if f"def {subject}(" in text)
+        code = code.format(name=self.name) if code is BY_NAME else code
         (path / f"{self.name}.py").write_text(code)
         (path / f"{self.name}_impl.py").write_text("def f(x): return x + 0\n")
         (path / "impl.txt").write_text("def f(x): return x + 0\n")

@@ -58,6 +58,20 @@ def test_code_that_another_contract_loaded_before_is_reached_too(place, capsys):
     capsys.readouterr()
 
 
+@pytest.mark.parametrize("subject", ["by_table_at_import", "by_table_once"])
+def test_what_a_module_reads_once_is_reached_by_every_contract_that_binds_it(place, tmp_path, subject, capsys):
+    """Only the contract that is judged first sees the file opened."""
+    here = place(subject)
+    second = here.contract.read_text().replace(f"id: {here.name}-v1", "id: second-v1")
+    (tmp_path / "second.contract.yaml").write_text(second)
+    assert here.verify() == 0
+    headers = [json.loads(file.read_text().splitlines()[0]) for file in here.evidence()]
+    assert [sorted(header["reached"]) for header in headers] == [["table.txt"]] * 2
+    (tmp_path / "table.txt").write_text("1.001")
+    assert main.main(["status"]) == 2
+    assert "2 contracts: 2 not-judged" in capsys.readouterr().out
+
+
 def test_a_file_that_the_code_writes_is_its_output(place, capsys):
     here = place("keeps_a_cache")
     assert here.verify() == 0
