@@ -20,6 +20,9 @@ from isobit.contracts.tally import Tally
 from isobit.errors import ContractError, EngineError
 
 SECONDS_TO_SHRINK = 20.0
+SMALL = (
+    2**16
+)  # elements of the arguments of a fixed case up to which it is judged in both modes; L3 draws larger ones too
 # Triton, and torch on CUDA, HIP and XPU, where there is no device or no driver.
 NO_DEVICE = re.compile(
     r"0 active drivers|no nvidia driver|not compiled with cuda|no (cuda|hip|xpu) gpus?|accelerator device when none",
@@ -40,7 +43,9 @@ def examine(contract: Contract, bound: Bound, thorough: bool, first_only: bool =
         examine_integers(bound, tally, raising=first_only)
     else:
         for recipe in recipes_of(contract, claim, thorough, first_only):
-            run_both(contract, bound, recipe, tally, raising=first_only)
+            is_small = Case(recipe, contract.inputs[recipe.inputs]).elements <= SMALL
+            run = run_both if first_only or is_small else run_case
+            run(contract, bound, recipe, tally, raising=first_only)
             if tally.differing and failing is None:
                 failing = recipe
             if tally.differing and first_only:

@@ -214,7 +214,9 @@ def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Fin
     asked, reached, count = header.pop("asked"), header.pop("reached"), header.pop("count")
     if type(asked) is not int or set(header) != set(ABOUT) or not all(type(v) is str for v in header.values()):
         raise NotEvidence("its first line has other types")
-    if len(reached) > reach.MANY or not all(type(v) is str for v in reached.values()):
+    if len(reached) > reach.MANY:
+        raise NotEvidence("it names too many files")
+    if not all(type(v) is str for v in reached.values()):
         raise NotEvidence("its first line has other types")
     if not found or not count == len(found) == len(lines) - 1:
         raise NotEvidence("it holds fewer or more records than were made")

@@ -8,7 +8,7 @@ one differs, the evidence no longer counts.
 
 Not recorded, since a version or the digest covers it, or since it is no input: the interpreter and installed packages,
 isobit itself, temporary files, caches, evidence, /proc, /sys and /dev, and what the code writes itself. Not seen: files
-that native code opens without Python, what child processes open, environment variables, the network. `--again` judges
+that native code opens without Python, what child processes open, the shell's variables, the network. `--again` judges
 regardless.
 """
 
@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from blake3 import blake3
@@ -33,9 +34,14 @@ ABSENT = "absent"
 CACHES = frozenset({"__pycache__", ".cache", ".triton", ".hypothesis", ".pytest_cache"})
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 PSEUDO = ("/proc", "/sys", "/dev")
-MANY = 10_000  # files that one finding may name
+MANY = 100_000  # files that one finding may name
+
+WRITTEN = "written"
 
 _open: list[Reach] = []  # recorders that are recording now
+# By source file: what was opened while a function of it was running. A module reads a table once, for every contract
+# that binds it; only the first of them sees the event.
+_opened_by: dict[str, dict[str, str]] = {}
 _T = TypeVar("_T")
 
 
@@ -50,7 +56,6 @@ class Reach:
         own = [p for p in known if p.suffix == ".py" and ROOT not in p.parents]  # isobit reaches no one's code by name
         self._by_name = any(BY_NAME.search(path.read_bytes()) for path in own)
         self._found: dict[str, str] = {}
-        self._written: set[str] = set()
 
     def during(self, steps: Iterable[_T]) -> Iterator[_T]:
         """Records while each step is made, not while its receiver works on it."""
@@ -78,8 +83,13 @@ class Reach:
                 origin = getattr(module, "__file__", None)
                 if isinstance(origin, str) and os.path.isabs(origin):  # torch.ops says _ops.py
                     self.note(origin)
-        found = {path: digest for path, digest in self._found.items() if path not in self._written}
-        return tuple(sorted((_shown(path, self.base), digest) for path, digest in found.items()))[:MANY]
+        found = dict(self._found)
+        for source in self._known:
+            for path, digest in list(_opened_by.get(source, {}).items()):
+                if digest == WRITTEN or self._counts(path):
+                    found[path] = WRITTEN if digest == WRITTEN else found.get(path, digest)
+        inputs = ((_shown(path, self.base), digest) for path, digest in found.items() if digest != WRITTEN)
+        return tuple(sorted(inputs))
 
     def note(self, path: str, written: bool = False) -> None:
         """A file was opened."""
@@ -89,11 +99,15 @@ class Reach:
                 path = importlib.util.source_from_cache(path)
             except ValueError:
                 return
+        if not self._counts(path):
+            return
         if written:
-            self._written.add(path)
-        elif path not in self._found and self._counts(path):
+            self._found[path] = WRITTEN
+        elif path not in self._found:
             self._found[path] = ABSENT  # first, so that hashing it is not recorded again
             self._found[path] = hash_file(path)
+        for source in running_sources():
+            _opened_by.setdefault(source, {})[path] = self._found[path]
 
     def _counts(self, path: str) -> bool:
         if path in self._known or (CACHES | INSTALLED) & set(path.split(os.sep)) or os.path.isdir(path):
@@ -104,6 +118,16 @@ class Reach:
 
 
 _END: Any = object()
+
+
+def running_sources() -> set[str]:
+    """The files whose functions are running in this thread, without isobit's own, which run whatever is judged."""
+    found: set[str] = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    return {name for name in found if not _is_below(name, str(ROOT))}
 
 
 def changed(files: Iterable[tuple[str, str]], base: Path, known: dict[str, str]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -109,6 +110,11 @@ class Case:
     def rows(self) -> int:
         """Independent inputs in this case."""
         return self.sizes[self.inputs.rows] if self.inputs.rows else 1
+
+    @property
+    def elements(self) -> int:
+        """Of all arguments."""
+        return sum(math.prod(self.shape_of(name)) for name in self.inputs.arguments)
 
     @cached_property
     def arguments(self) -> dict[str, Tensor]:
