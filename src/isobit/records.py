@@ -114,7 +114,11 @@ class Planted:
 
 @dataclass(frozen=True)
 class ClaimRecord:
-    """What was found of one claim: kept, broken, void, vacuous, unbound, waived or could-not-run."""
+    """What was found of one claim: kept, broken, void, vacuous, unbound, waived or could-not-run.
+
+    `at` is the rung at which the counter-example came; 0 where there is none. `drawn` counts those of `inputs` that L3
+    drew. `level` and `required` are not stored in evidence: the ladder computes them.
+    """
 
     claim: str
     relation: str
@@ -130,11 +134,13 @@ class ClaimRecord:
     planted: tuple[Planted, ...] = ()
     proof: Proof | None = None
     seconds: float = 0.0
+    drawn: int = 0
+    at: int = 0
 
 
 @dataclass(frozen=True)
 class ContractStatus:
-    """Where one contract stands by the evidence at its present digest."""
+    """Where one contract stands by the evidence at its present digest: a claim's verdict, not-judged or below-level."""
 
     id: str
     version: str

@@ -189,7 +189,8 @@ def test_a_level_that_was_not_reached_is_not_kept():
     contract = parse_contract(TEXT.format(relation=predicate("is_double"), level="L3", **words), "here")
     (record,) = verify_contract(contract, Options(trusted=TRUST, level=2))
     assert (record.verdict, record.level, record.required) == ("kept", 2, 3)
-    assert ladder.contract_verdict(contract, [record]) == "could-not-run"
+    assert ladder.contract_verdict(contract, [record]) == "below-level"
+    assert ladder.contract_verdict(contract, []) == "not-judged"
 
 
 def test_a_deadline_is_said():

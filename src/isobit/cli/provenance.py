@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable
 
 import isobit
-from isobit.contracts.sources import engine, hash_text, installed_version
+from isobit.contracts.sources import hash_text, installed_version, machine
 from isobit.processor import cpu_name
 from isobit.records import Provenance
 
@@ -21,7 +21,7 @@ def provenance_of(options: argparse.Namespace, judged: Iterable[str]) -> Provena
         torch=installed_version("torch"),
         python=platform.python_version(),
         cpu=cpu_name(),
-        engine=engine(),
+        engine=machine(),
         command=shlex.join(["isobit", *options.words]),
         date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         digest=hash_text(*judged)[:32],

@@ -22,6 +22,7 @@ from isobit.contracts import ladder
 from isobit.contracts.explain import explain
 from isobit.contracts.language import LEVELS
 from isobit.contracts.load import load_contract
+from isobit.contracts.signing import read_private
 from isobit.contracts.tree import Entry
 from isobit.contracts.workspace import Run, Workspace, key_of, verdict_at
 from isobit.errors import ArgumentError
@@ -40,7 +41,8 @@ def add_parser(commands: Any) -> None:
         help="judge contracts, and keep the evidence",
         description="Judges every contract that has no evidence at its present digest (its text, the code it binds, "
         "the kernels, the machine's engine, and the contracts it rests on); an unchanged tree runs nothing. Exit 0: "
-        "all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run.",
+        "all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run or "
+        "was not judged.",
     )
     add_place(parser)
     add_trust(parser)
@@ -52,6 +54,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--shard", default="1/1", metavar="I/N", help="the i-th of n parts, by a hash of the id")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="contracts judged at once (default 1)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no claim after so long")
+    parser.add_argument(
+        "--sign", metavar="KEY", help="sign new evidence with this Ed25519 key; what it has not signed is judged again"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON records instead of tables")
     parser.add_argument("--junit", metavar="FILE", help="write JUnit XML")
     parser.add_argument("--sarif", metavar="FILE", help="write SARIF")
@@ -62,6 +67,8 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Judges what is stale, then shows all."""
     workspace, ids = open_workspace(options)
+    if options.sign:
+        sign_with(workspace, options.sign)
     asked = Run(tuple(options.trust), LEVELS.index(options.level), options.thorough, options.subject, options.seconds)
     entries = workspace.choose(ids, options.subject, shard_of(options.shard))
     # What they rest on is judged too; by another subject's run it is not.
@@ -80,6 +87,12 @@ def run(options: argparse.Namespace) -> int:
         show(found, judged, workspace, asked.level)
     verdicts = [verdict_at(status, asked.level) for status in every]
     return exit_code([*verdicts, *["broken"] * len(workspace.tree.broken)])
+
+
+def sign_with(workspace: Workspace, path: str) -> None:
+    """Evidence that this key did not sign may be anybody's: it is judged again, never signed unseen."""
+    workspace.evidence.signer = read_private(path)
+    workspace.require([workspace.evidence.signer.public_key()])
 
 
 def shard_of(text: str) -> tuple[int, int]:
@@ -146,8 +159,8 @@ def show(found: list[ContractStatus], judged: dict[str, list[ClaimRecord]], work
             console.print("  delete what was written in other surroundings", markup=False)
     for broken in workspace.tree.broken:
         console.print(f"REFUSED {broken.error}", markup=False)
-    for name in workspace.evidence.corrupt:
-        console.print(f"evidence set aside, its content is not what its name says: {name}", markup=False)
+    for name, reason in list(workspace.evidence.refused.items())[:FEW]:
+        console.print(f"evidence that does not count, {reason}: {name}", markup=False)
     claims = [c for s in found for c in s.claims]
     planted = [p for c in claims for p in c.planted]
     console.print(
@@ -170,9 +183,16 @@ def claims_table(found: list[ContractStatus], level: int) -> Table:
             caught = f"{sum(p.caught for p in claim.planted)} of {len(claim.planted)}"
             proof = f"{engine_word(claim.proof.engine)}, {claim.proof.cases:,}" if claim.proof else ""
             rung = f"L{claim.level}" if claim.level >= claim.required else f"L{claim.level} of L{claim.required}"
-            row = (f"{claim.inputs:,}", f"{claim.differing:,}", f"{claim.compared:,}", caught, proof)
+            row = (f"{claim.inputs:,}", differ_of(claim), f"{claim.compared:,}", caught, proof)
             table.add_row(f"  {claim.claim}", claim.verdict, rung, *row)
     return table
+
+
+def differ_of(claim: ClaimRecord) -> str:
+    """How many differ, and at which rung where it is not L2: an input drawn at L3, or what a proof found."""
+    if claim.at == 4:
+        return "proof, at L4"
+    return f"{claim.differing:,}" + (f", at L{claim.at}" if claim.at in (1, 3) else "")
 
 
 def engine_word(engine: str) -> str:

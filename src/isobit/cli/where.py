@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from isobit.contracts.ladder import UNSETTLED
 from isobit.contracts.tree import library
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError
@@ -71,8 +72,8 @@ def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
 
 
 def exit_code(verdicts: Iterable[str]) -> int:
-    """0 if all are kept, 2 if some could not run and none is worse, else 1. Nothing at all is not kept."""
+    """0 if all are kept, 2 if some could not run or were not judged and none is worse, else 1. Nothing is not kept."""
     found = set(verdicts)
     if found == {"kept"}:
         return 0
-    return 2 if found and found <= {"kept", "could-not-run"} else 1
+    return 2 if found and found <= {"kept", *UNSETTLED} else 1

@@ -6,8 +6,9 @@ import datetime
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from isobit.contracts.contract import Contract
+from isobit.contracts.contract import Claim, Contract
 from isobit.contracts.language import LEVELS
+from isobit.contracts.sabotage_names import planted_names
 from isobit.records import ClaimRecord
 
 RUNGS = {
@@ -19,9 +20,13 @@ RUNGS = {
 }
 ENOUGH_INPUTS = 10_000
 
-# Worst first: a contract has the worst verdict of its claims.
-VERDICTS = ("broken", "void", "vacuous", "unbound", "could-not-run", "waived", "kept")
+# Worst first: a contract has the worst verdict of its claims. "could-not-run" was tried, and something that it needs is
+# missing; "not-judged" has no evidence; "below-level" is kept, but not as high as it must reach.
+VERDICTS = ("broken", "void", "vacuous", "unbound", "could-not-run", "not-judged", "below-level", "waived", "kept")
 RED = ("broken", "void")
+UNSETTLED = ("could-not-run", "not-judged", "below-level")
+JUDGED = ("broken", "void", "vacuous", "unbound", "could-not-run", "kept")  # what judging a claim can say
+NOT_DRAWN = ("refuses", "launches")  # relations without inputs to draw
 
 
 def level_number(level: str) -> int:
@@ -40,13 +45,43 @@ def unlinked(contract: Contract) -> tuple[str, ...]:
     return tuple(o.id for o in contract.obligations if o.id not in linked)
 
 
+def recomputed(claim: Claim, record: ClaimRecord) -> ClaimRecord:
+    """The record with the level that its counts, planted subjects and proof earn.
+
+    Raises:
+        ValueError: a record that says kept, and whose counts say otherwise.
+    """
+    required = level_number(claim.level)
+    if record.relation != claim.relation:
+        raise ValueError(f"its relation is {claim.relation}")
+    if record.verdict != "kept":
+        return replace(record, required=required, level=1 if record.cases else 0)
+    if record.differing:
+        raise ValueError(f"kept, though {record.differing:,} differ")
+    if not record.compared or not record.cases:
+        raise ValueError("kept, though nothing was compared")
+    caught = {planted.name for planted in record.planted if planted.caught}
+    missed = [planted.name for planted in record.planted if not planted.caught]
+    if missed:
+        raise ValueError(f"kept, though {missed[0]} was not caught")
+    level = 1
+    expected = planted_names(claim)
+    if required >= 2 and expected and caught.issuperset(expected):
+        level = 2
+        if record.drawn >= ENOUGH_INPUTS:
+            level = 3
+        if claim.proof and record.proof and record.proof.kept and f"proof: {claim.proof.planted}" in caught:
+            level = 4 if level == 3 or claim.relation in NOT_DRAWN else level
+    return replace(record, required=required, level=level)
+
+
 def contract_verdict(contract: Contract, records: Sequence[ClaimRecord]) -> str:
     """Kept only if every obligation is linked and every claim is kept at the level it asks for."""
     if unlinked(contract) or not contract.claims:
         return worst([*(r.verdict for r in records), "unbound"])
     known = {record.claim for record in records}
-    missing = ["could-not-run" for claim in contract.claims if claim.id not in known]
-    short = ["could-not-run" for r in records if r.verdict == "kept" and r.level < r.required]
+    missing = ["not-judged" for claim in contract.claims if claim.id not in known]
+    short = ["below-level" for r in records if r.verdict == "kept" and r.level < r.required]
     return worst([*(r.verdict for r in records), *missing, *short])
 
 

@@ -8,7 +8,15 @@ from isobit.plain_text import one_line, plain
 from isobit.records import ContractStatus, Provenance, to_json
 from isobit.report.markup import as_metadata, escape, facts_of
 
-COLOURS = {"kept": "#2a7f4f", "waived": "#b08900", "could-not-run": "#7a7a7a", "unbound": "#7a7a7a"}
+GREY = "#7a7a7a"
+COLOURS = {
+    "kept": "#2a7f4f",
+    "waived": "#b08900",
+    "could-not-run": GREY,
+    "not-judged": GREY,
+    "below-level": GREY,
+    "unbound": GREY,
+}
 RED = "#b3261e"
 WIDTH, HEIGHT, GAP_X, GAP_Y = 230, 46, 26, 46
 

@@ -16,7 +16,14 @@ RUNGS = (
     "at least 10,000 inputs",
     "proved, by the engine named",
 )
-TONES = {"kept": "good", "waived": "warn", "could-not-run": "mute", "unbound": "mute"}
+TONES = {
+    "kept": "good",
+    "waived": "warn",
+    "could-not-run": "mute",
+    "not-judged": "mute",
+    "below-level": "mute",
+    "unbound": "mute",
+}
 OPEN = ("broken", "void", "vacuous")  # what a reader came for is unfolded
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -235,14 +242,14 @@ def _seen(claim: str) -> str:
 def _claim(record: ClaimRecord | None, section: Section | None) -> str:
     if record is None:
         assert section is not None
-        head = f"<header><b>{escape(section.name)}</b>{_chip('could-not-run')}</header>"
+        head = f"<header><b>{escape(section.name)}</b>{_chip('not-judged')}</header>"
         return f'<div class="claim mute">{head}{_lines(section.lines, "p")}</div>'
     sentence = section.lines[0].removeprefix(f"{record.claim}: ") if section and section.lines else ""
     counts = (
         f"<b>{record.differing:,}</b> of <b>{record.compared:,}</b> compared differ, in {record.cases:,} cases of "
         f"{record.inputs:,} inputs, {record.seconds:.1f} s"
     )
-    verdict = "could-not-run" if record.verdict == "kept" and not is_kept(record) else record.verdict
+    verdict = "below-level" if record.verdict == "kept" and not is_kept(record) else record.verdict
     words = f"kept to L{record.level} only" if verdict != record.verdict else verdict
     return (
         f'<div class="claim {tone_of(verdict)}"><header><b>{escape(record.claim)}</b>{_chip(verdict, words)}'

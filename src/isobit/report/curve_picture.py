@@ -1,4 +1,4 @@
-"""The picture of loss curves by layout: how far each differs from the first, by step; exactly 0 has a line of its own."""
+"""The picture of loss curves by layout: how far each differs from the first, by step; exactly 0 has its own line."""
 
 from __future__ import annotations
 
