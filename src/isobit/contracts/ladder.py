@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
 from isobit.contracts.contract import Claim, Contract
 from isobit.contracts.language import LEVELS
-from isobit.contracts.sabotage_names import planted_names
 from isobit.records import ClaimRecord
 
 RUNGS = {
@@ -45,34 +45,33 @@ def unlinked(contract: Contract) -> tuple[str, ...]:
     return tuple(o.id for o in contract.obligations if o.id not in linked)
 
 
-def recomputed(claim: Claim, record: ClaimRecord) -> ClaimRecord:
-    """The record with the level that its counts, planted subjects and proof earn.
+def earned_level(claim: Claim, expected: Set[str], found: Mapping[str, Any]) -> int:
+    """The level that a claim's counts, planted subjects and proof earn; `found` has the fields of a ClaimRecord.
+
+    `expected` are the wrong subjects that the claim must catch (`planted_names`).
 
     Raises:
         ValueError: a record that says kept, and whose counts say otherwise.
     """
-    required = level_number(claim.level)
-    if record.relation != claim.relation:
+    if found["relation"] != claim.relation:
         raise ValueError(f"its relation is {claim.relation}")
-    if record.verdict != "kept":
-        return replace(record, required=required, level=1 if record.cases else 0)
-    if record.differing:
-        raise ValueError(f"kept, though {record.differing:,} differ")
-    if not record.compared or not record.cases:
+    if found["verdict"] != "kept":
+        return 1 if found["cases"] else 0
+    if found["differing"]:
+        raise ValueError(f"kept, though {found['differing']:,} differ")
+    if not found["compared"] or not found["cases"]:
         raise ValueError("kept, though nothing was compared")
-    caught = {planted.name for planted in record.planted if planted.caught}
-    missed = [planted.name for planted in record.planted if not planted.caught]
-    if missed:
-        raise ValueError(f"kept, though {missed[0]} was not caught")
-    level = 1
-    expected = planted_names(claim)
-    if required >= 2 and expected and caught.issuperset(expected):
-        level = 2
-        if record.drawn >= ENOUGH_INPUTS:
-            level = 3
-        if claim.proof and record.proof and record.proof.kept and f"proof: {claim.proof.planted}" in caught:
-            level = 4 if level == 3 or claim.relation in NOT_DRAWN else level
-    return replace(record, required=required, level=level)
+    for planted in found["planted"]:
+        if not planted.caught:
+            raise ValueError(f"kept, though {planted.name} was not caught")
+    caught = {planted.name for planted in found["planted"]}
+    if claim.level in LEVELS[:2] or not expected or not caught >= expected:
+        return 1
+    is_drawn, proof = found["drawn"] >= ENOUGH_INPUTS, found["proof"]
+    is_proved = claim.proof and proof and proof.kept and f"proof: {claim.proof.planted}" in caught
+    if is_proved and (is_drawn or claim.relation in NOT_DRAWN):
+        return 4
+    return 3 if is_drawn else 2
 
 
 def contract_verdict(contract: Contract, records: Sequence[ClaimRecord]) -> str:
