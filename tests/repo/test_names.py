@@ -41,7 +41,8 @@ def test_banned_text(pattern):
 
 def test_no_environment_variable_is_read():
     source = [p for p in PYTHON if (ROOT / "src") in p.parents]
-    # sources.py notes one, whether Triton interprets: evidence of one executor says nothing of the other.
+    # sources.py notes, in one place, those that choose an engine behind the code's back (Triton's interpreter, oneDNN's
+    # and torch's instruction sets): evidence of one engine says nothing of another. Nothing is configured by them.
     readers = [p.name for p in source if re.search(r"\benviron\b|getenv", p.read_text())]
     # variables.py gives each simulated rank its own, for the programs that it runs, and reads none.
     # trusted_folder.py sets one for processes that commands start, and puts it back.

@@ -40,6 +40,9 @@ def test_the_tutorial_works(tmp_path):
         done = subprocess.run(words, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
         wanted = re.search(r"# exit (\d)", command)
         assert done.returncode == int(wanted[1] if wanted else 0), f"{command}\n{done.stdout}\n{done.stderr}"
+        if "# kept" in command:
+            assert "kept" in done.stdout, f"{command}\n{done.stdout}"
+            assert "not-judged" not in done.stdout
         if "exit 1" in command:
             # A quiet machine shrinks it to 65; a busy one stops where its time ends.
             assert int(re.search(r'"rows":256,"n":(\d+)', done.stdout)[1]) >= 65

@@ -8,7 +8,7 @@ one differs, the evidence no longer counts.
 
 Not recorded, since a version or the digest covers it, or since it is no input: the interpreter and installed packages,
 isobit itself, temporary files, caches, evidence, /proc, /sys and /dev, and what the code writes itself. Not seen: files
-that native code opens without Python, what child processes open, environment variables, the network. `--again` judges
+that native code opens without Python, what child processes open, the shell's variables, the network. `--again` judges
 regardless.
 """
 
