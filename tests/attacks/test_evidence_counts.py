@@ -117,7 +117,7 @@ def test_evidence_of_one_engine_does_not_count_for_another(place, variable, valu
     monkeypatch.setenv(variable, value)
     assert main.main(["status", "--json"]) == 2
     out = capsys.readouterr().out
-    (status,) = json.loads(out[out.index("[\n") :])
+    (status,) = json.loads(out[out.index("{\n") :])["contracts"]
     assert (status["verdict"], status["detail"]) == ("not-judged", f"evidence exists without {variable}={value}")
     assert here.verify() == 0
     assert "1 judged now" in capsys.readouterr().out

@@ -100,6 +100,7 @@ def test_a_cache_that_came_with_evidence_is_not_believed_where_a_signature_is_re
     text = CONTRACT.format(name=here.name, subject="right", level="L2").replace("claims:", "claims:\n  # more\n ")
     more = "\n - {id: d, obligations: [O-1], level: L2, relation: invariant, under: [threads], inputs: one}"
     here.contract.write_text(text.replace("[{id: c", "\n - {id: c").replace("inputs: one}]", "inputs: one}" + more))
+    (tmp_path / ".isobit").mkdir(exist_ok=True)
     Workspace([tmp_path])  # caches the facts of the new text
     facts = tmp_path / ".isobit" / "facts.json"
     cached = json.loads(facts.read_text())
@@ -140,6 +141,7 @@ def test_a_spoilt_cache_is_read_anew(place, tmp_path, text, capsys):
 
 def test_cached_facts_of_other_types_are_read_anew(place, tmp_path):
     place("right")
+    (tmp_path / ".isobit").mkdir()
     Workspace([tmp_path])
     facts = tmp_path / ".isobit" / "facts.json"
     cached = json.loads(facts.read_text())

@@ -14,6 +14,7 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.plain_text import one_line, plain, plain_json
+from isobit.pytest_plugin import ClaimItem, NotKept
 
 EVIL = "\x1b[31mred\x1b[0m\x1b]0;pwned\x07\x1b[2J\x9b5m\x85\u202eevil\u2066\u200b\x7f\x08[bold]b[/nope][link=file:///x]"
 SHOWN = "redevil[bold]b[/nope][link=file:///x]"
@@ -178,3 +179,11 @@ def test_plain_text():
     assert one_line("kept\n\x1b[1A  broken") == "kept broken"
     assert json.loads(plain_json(json.dumps([EVIL], ensure_ascii=False))) == [EVIL]
     assert acting(plain_json(json.dumps([EVIL, "\ud800", "\U000e0041"], ensure_ascii=False, indent=1))) == []
+
+
+def test_the_pytest_plugin():
+    item = ClaimItem.__new__(ClaimItem)  # without a session of pytest
+    item.problem = f"expected {EVIL}"
+    with pytest.raises(NotKept) as failed:
+        item.runtest()
+    assert str(failed.value) == f"expected {SHOWN}"

@@ -43,7 +43,7 @@ def test_no_environment_variable_is_read():
     source = [p for p in PYTHON if (ROOT / "src") in p.parents]
     # sources.py notes, in one place, those that choose an engine behind the code's back (Triton's interpreter, oneDNN's
     # and torch's instruction sets): evidence of one engine says nothing of another. Nothing is configured by them.
-    readers = [p.name for p in source if re.search(r"environ|getenv", p.read_text())]
+    readers = [p.name for p in source if re.search(r"\benviron\b|getenv", p.read_text())]
     # variables.py gives each simulated rank its own, for the programs that it runs, and reads none.
     # trusted_folder.py sets one for processes that commands start, and puts it back.
     assert readers == ["sources.py", "variables.py", "trusted_folder.py"]
