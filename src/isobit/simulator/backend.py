@@ -83,6 +83,10 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
     def pg_name(self) -> str:
         return self.group.name
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
     def __repr__(self) -> str:
         return f"RankGroup({self.group.name!r}, rank {self.member} of {len(self.group.members)})"
 

@@ -148,8 +148,8 @@ def spawn_of(plain: Any) -> Any:
         raise UnsupportedError(
             expected="a program that a launcher starts once per rank",
             received="torch.multiprocessing.spawn on a rank",
-            remedy="call the function itself, with int(os.environ['RANK']) as torchrun sets it; or leave `isobit "
-            "simulate` and start the script with python, with isobit.simulator.spawn in the place of this call",
+            remedy="call the function itself, with the rank that torchrun puts into the variable RANK; or leave "
+            "`isobit simulate` and start the script with python, with isobit.simulator.spawn in the place of this call",
         )
 
     return spawn

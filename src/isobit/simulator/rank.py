@@ -49,7 +49,7 @@ class Rank:
         self.folder = ""  # what it made the current folder, if it did
         self.questions = 0  # how often it asked for the time
         self.time_loop = (0, 0)  # (calls, how often it was asked a thousand times since)
-        self.asked_in, self.asked = -1, dict[object, int]()  # what else it asked for, in one turn
+        self.asked_in, self.asked = (-1, 0), dict[object, int]()  # what else it asked for, in one turn
         self.started: dict[int, Strand] = {}  # its threads besides the main one
         self.thread_ids: dict[int, int] = {}  # Python's, by strand
         self.value: Any = None

@@ -10,10 +10,14 @@ import asyncio.base_events
 import concurrent.futures.thread
 import functools
 import os
+import queue
+import sys
 import threading
+import weakref
 from _thread import allocate_lock
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +27,7 @@ from isobit.simulator import rank as ranks
 from isobit.simulator import waits
 from isobit.simulator.clock import replaced
 from isobit.simulator.judge import Killed
+from isobit.simulator.locks import InOrder
 from isobit.simulator.rank import INSTALLED, PYTHON, Rank
 from isobit.simulator.reads import watching_reads
 
@@ -32,7 +37,9 @@ if TYPE_CHECKING:
 registry: Any = torch._C._distributed_c10d
 OURS = os.path.dirname(__file__)  # what a program calls by another name, as time.sleep
 DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed")
-COOPERATIVE = (concurrent.futures.thread.__file__, asyncio.base_events.__file__, threading.__file__)
+POOL = concurrent.futures.thread.__file__
+COOPERATIVE = (asyncio.base_events.__file__, threading.__file__)
+SERVED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # libraries' threads, of this world and of earlier ones
 
 
 class Strand:
@@ -111,9 +118,19 @@ def is_programs(thread: threading.Thread) -> bool:
     target = getattr(target, "__wrapped__", target)
     code = getattr(target, "__code__", None) or getattr(getattr(target, "__call__", None), "__code__", None)  # noqa: B004
     path = code.co_filename if code is not None else ""
+    if path == POOL:
+        return started_by_program(sys._getframe(2))
     if path in COOPERATIVE or path.startswith((OURS, DISTRIBUTED)):
         return True
     return bool(path) and not path.startswith((INSTALLED, PYTHON, "<frozen"))
+
+
+def started_by_program(frame: FrameType | None) -> bool:
+    """Whether a pool is the program's or torch.distributed's; a library's outlives the rank, as do its locks."""
+    while frame is not None and waits.is_passing(frame.f_code.co_filename):
+        frame = frame.f_back
+    path = "" if frame is None else frame.f_code.co_filename
+    return path.startswith(DISTRIBUTED) or not path.startswith(INSTALLED)
 
 
 def start_of(plain: Any) -> Any:
@@ -127,9 +144,11 @@ def start_of(plain: Any) -> Any:
             strand = Strand(rank, self)
             vars(self).update(isobit_strand=strand, run=lambda: strand.run(body))
         else:
-            rank.world.served.append(self)
+            SERVED.add(self)
             vars(self).update(run=lambda: serve(rank, body))
+        asked, self._daemonic = self.daemon, True  # type: ignore[attr-defined]  # no thread keeps the process from its end
         plain(self)
+        self._daemonic = asked  # type: ignore[attr-defined]
 
     return start
 
@@ -189,18 +208,37 @@ def is_alive_of(plain: Any, join: Any) -> Any:
 
 def finish(rank: Rank, failed: bool) -> None:
     """At the end of a rank's function: waits for its threads as a process does, and ends its daemons."""
-    queues: Any = concurrent.futures.thread._threads_queues
-    started = [] if failed else list(rank.started.values())
+    started = list(rank.started.values())
+    pools = {id(pool): pool for strand in started if (pool := pool_of(strand.thread)) is not None}
+    open_pools = [pool for pool in pools.values() if not pool._shutdown]
     try:
+        for pool in open_pools:  # as Python does at its exit: what was submitted is still done
+            pool._shutdown = True
+            pool._work_queue.put(None)
         for strand in started:
-            if strand.thread in queues:
-                queues[strand.thread].put(None)
-        for strand in started:
-            if not strand.thread.daemon or strand.thread in queues:
+            if not failed and not strand.thread.daemon:
                 strand.join(None)
     finally:
         for strand in list(rank.started.values()):
             strand.cancel()
+        for pool in open_pools:  # a module may keep it for the next run
+            pool._shutdown, pool._threads, pool._work_queue = False, InOrder(), queue.SimpleQueue()
+            pool._idle_semaphore = threading.Semaphore(0)
+
+
+def pool_of(thread: threading.Thread) -> Any:
+    """The ThreadPoolExecutor that a thread works for, if it does."""
+    worker: Any = concurrent.futures.thread._worker
+    if getattr(thread, "_target", None) is not worker:
+        return None
+    return thread._args[0]()  # type: ignore[attr-defined]
+
+
+def has_library_threads() -> bool:
+    """Whether a thread without the baton is alive that may answer a rank."""
+    return any(thread.is_alive() for thread in SERVED) or any(
+        pool_of(thread) is not None and "isobit_strand" not in vars(thread) for thread in threading.enumerate()
+    )
 
 
 @contextmanager

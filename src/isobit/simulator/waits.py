@@ -79,10 +79,10 @@ def poll(what: str) -> None:
 def spin(key: object, what: str) -> None:
     """Counts questions: from the ninth for one key in one turn on, each of them is a poll."""
     rank = ranks.current()
-    turn = rank.world.schedule.turn
-    if rank.asked_in != turn:
-        rank.asked_in = turn
-        rank.asked.clear()
+    turn, calls = rank.world.schedule.turn, rank.calls
+    if rank.asked_in != (turn, calls):  # who polled in its last turn, and has made no call since, still does
+        rank.asked = {k: SPINS for k, n in rank.asked.items() if n > SPINS and rank.asked_in[1] == calls}
+        rank.asked_in = (turn, calls)
     rank.asked[key] = rank.asked.get(key, 0) + 1
     if rank.asked[key] > SPINS and is_programs(sys._getframe(2)):
         poll(what)

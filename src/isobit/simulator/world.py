@@ -33,7 +33,7 @@ from isobit.simulator.rank import strand as current_strand
 from isobit.simulator.reads import watching_reads
 from isobit.simulator.schedule import Schedule, Waiting
 from isobit.simulator.store import RankStore
-from isobit.simulator.strands import finish
+from isobit.simulator.strands import finish, has_library_threads
 from isobit.simulator.trace import Recorder, Trace
 from isobit.simulator.training import Training
 from isobit.simulator.variables import launcher_variables
@@ -111,7 +111,7 @@ class World:
         self.schedule.on_pass, self.schedule.on_take = self._pass, self._take
         self.schedule.on_stuck, self.schedule.patience = self._stuck, self.patience
         self.schedule.foreign = self._has_foreign
-        self.skews, self.served = self.schedule.skew(), list[threading.Thread]()
+        self.skews = self.schedule.skew()
         self.findings: list[SimulationError] = []
         self.watch = Watch(self.watch_for, self.findings)
         self.watch.training = Training(self) if "training" in self.watch_for else None
@@ -144,7 +144,7 @@ class World:
 
     def _has_foreign(self) -> bool:
         """Whether a thread that a library started, or another process, may still change something."""
-        return any(thread.is_alive() for thread in self.served) or has_children()
+        return has_library_threads() or has_children()
 
     def _pass(self, index: int) -> None:
         self.members[index].state = save_state()
@@ -156,6 +156,7 @@ class World:
 
     def _body(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
         rank.thread_ids[rank.index] = threading.get_ident()
+        vars(threading.current_thread())["_daemonic"] = False  # which the threads of a program inherit
         self.schedule.enter(rank.index)
         try:
             with being(rank, rank.index), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
