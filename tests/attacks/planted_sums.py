@@ -1,6 +1,7 @@
 """Sums of fp32 numbers that look like a plain tree of additions to some probes: functions of a list of floats."""
 
 import math
+from fractions import Fraction
 from zlib import crc32
 
 from isobit.order.evaluate import add_fp32 as add
@@ -135,6 +136,22 @@ def aligned_blocks(values):
     return total
 
 
+def wide_and_sorted(bits):
+    """Falling sizes into an accumulator of so many bits, then fp64, then fp32."""
+
+    def run(values):
+        total = Fraction(0)
+        for value in sorted(values, key=abs, reverse=True):
+            total += Fraction(value)
+            if total:
+                size = abs(total).numerator.bit_length() - total.denominator.bit_length()
+                unit = Fraction(2) ** (size - bits)
+                total = round(total / unit) * unit
+        return round_fp32(float(total))
+
+    return run
+
+
 # ---- other roundings -----------------------------------------------------------------------------------------
 
 
@@ -215,6 +232,10 @@ def without_zeros(values):
     return in_pairs([value for value in values if value] or [0.0])
 
 
+def by_being_sorted(values):
+    return in_pairs(values) if values == sorted(values) else fold(values)
+
+
 def by_size(values):
     return fold(sorted(values, key=abs, reverse=True))
 
@@ -258,6 +279,8 @@ WRONG = {
     "by equality": by_equality,
     "by positivity": by_positivity,
     "without zeros": without_zeros,
+    "by being sorted": by_being_sorted,
+    "sorted, 200 bits": wide_and_sorted(200),
     "by size": by_size,
     "Demmel and Hida": demmel_hida,
     "sorted, double-double": lambda values: double_double(sorted(values, key=abs, reverse=True)),
