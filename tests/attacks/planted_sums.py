@@ -161,19 +161,14 @@ def to_odd(values):
     for value in values[1:]:
         exact = total + value
         near = round_fp32(exact)
-        if near != exact and math.isfinite(near) and math.ldexp(*_mantissa(near)) == near and not _is_odd(near):
+        if near != exact and math.isfinite(near) and not _is_odd(near):
             near = round_fp32(exact + math.copysign(_last_place(near) / 2, exact - near))
         total = near
     return total
 
 
-def _mantissa(value):
-    fraction, exponent = math.frexp(value)
-    return round(fraction * 2**24), exponent - 24
-
-
 def _is_odd(value):
-    return _mantissa(value)[0] & 1 == 1
+    return round(math.frexp(value)[0] * 2**24) & 1 == 1
 
 
 def _last_place(value):
@@ -217,10 +212,6 @@ def by_first_sign(values):
 
 def by_largest_exponent(values):
     return in_pairs(values) if 2.0**6 < max(map(abs, values)) < 2.0**20 else fold(values)
-
-
-def by_equality(values):
-    return in_pairs(values) if len(set(values)) == 1 else fold(values)
 
 
 def by_positivity(values):
@@ -276,7 +267,7 @@ WRONG = {
     "every eighth sum flushed": flush_every_eighth,
     "by the first sign": by_first_sign,
     "by the largest exponent": by_largest_exponent,
-    "by equality": by_equality,
+    "by equality": lambda values: (in_pairs if len(set(values)) == 1 else fold)(values),
     "by positivity": by_positivity,
     "without zeros": without_zeros,
     "by being sorted": by_being_sorted,
