@@ -1,6 +1,7 @@
 """Sums of fp32 numbers that look like a plain tree of additions to some probes: functions of a list of floats."""
 
 import math
+from fractions import Fraction
 from zlib import crc32
 
 from isobit.order.evaluate import add_fp32 as add
@@ -135,6 +136,22 @@ def aligned_blocks(values):
     return total
 
 
+def wide_and_sorted(bits):
+    """Falling sizes into an accumulator of so many bits, then fp64, then fp32."""
+
+    def run(values):
+        total = Fraction(0)
+        for value in sorted(values, key=abs, reverse=True):
+            total += Fraction(value)
+            if total:
+                size = abs(total).numerator.bit_length() - total.denominator.bit_length()
+                unit = Fraction(2) ** (size - bits)
+                total = round(total / unit) * unit
+        return round_fp32(float(total))
+
+    return run
+
+
 # ---- other roundings -----------------------------------------------------------------------------------------
 
 
@@ -144,19 +161,14 @@ def to_odd(values):
     for value in values[1:]:
         exact = total + value
         near = round_fp32(exact)
-        if near != exact and math.isfinite(near) and math.ldexp(*_mantissa(near)) == near and not _is_odd(near):
+        if near != exact and math.isfinite(near) and not _is_odd(near):
             near = round_fp32(exact + math.copysign(_last_place(near) / 2, exact - near))
         total = near
     return total
 
 
-def _mantissa(value):
-    fraction, exponent = math.frexp(value)
-    return round(fraction * 2**24), exponent - 24
-
-
 def _is_odd(value):
-    return _mantissa(value)[0] & 1 == 1
+    return round(math.frexp(value)[0] * 2**24) & 1 == 1
 
 
 def _last_place(value):
@@ -202,10 +214,6 @@ def by_largest_exponent(values):
     return in_pairs(values) if 2.0**6 < max(map(abs, values)) < 2.0**20 else fold(values)
 
 
-def by_equality(values):
-    return in_pairs(values) if len(set(values)) == 1 else fold(values)
-
-
 def by_positivity(values):
     return in_pairs(values) if min(values) > 0 else fold(values)
 
@@ -213,6 +221,10 @@ def by_positivity(values):
 def without_zeros(values):
     """Compacts a sparse vector, then adds in pairs, so that zeros move its terms."""
     return in_pairs([value for value in values if value] or [0.0])
+
+
+def by_being_sorted(values):
+    return in_pairs(values) if values == sorted(values) else fold(values)
 
 
 def by_size(values):
@@ -255,9 +267,11 @@ WRONG = {
     "every eighth sum flushed": flush_every_eighth,
     "by the first sign": by_first_sign,
     "by the largest exponent": by_largest_exponent,
-    "by equality": by_equality,
+    "by equality": lambda values: (in_pairs if len(set(values)) == 1 else fold)(values),
     "by positivity": by_positivity,
     "without zeros": without_zeros,
+    "by being sorted": by_being_sorted,
+    "sorted, 200 bits": wide_and_sorted(200),
     "by size": by_size,
     "Demmel and Hida": demmel_hida,
     "sorted, double-double": lambda values: double_double(sorted(values, key=abs, reverse=True)),

@@ -186,7 +186,7 @@ def check_revealing() -> None:
         except RevealError:
             continue
         raise EngineError(
-            expected=f"a {planted.name} to be refused",
-            received="an order for it",
+            expected="a planted compensated sum to be refused",
+            received=f"an order for {planted.name}",
             remedy="replaying is broken on this machine; trust no certificate, and report this",
         )

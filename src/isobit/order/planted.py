@@ -36,7 +36,7 @@ class Planted:
 
     def replay_batch(self, batch: Sequence[Sequence[float]], factors: Sequence[float]) -> list[list[float]]:
         """One by one."""
-        return [[self.function(values)] for values in batch]
+        return [[self.function(list(values))] for values in batch]
 
 
 def plant_tree(branch: Branch, n: int) -> Planted:

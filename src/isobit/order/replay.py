@@ -30,11 +30,14 @@ def round_to(value: float, bits: int) -> float:
 
 
 def is_near_tie(value: float, bits: int) -> bool:
-    """Whether a rounding to so many bits could go the other way if the value were off by a few ulp of fp32."""
+    """Whether a rounding to so many bits could go the other way if a divisor were off by 2^-14.
+
+    Stock's bf16 attention divides by a sum of approximate exponentials, which is off by 2^-15 at equal weights.
+    """
     if not math.isfinite(value) or bits >= 24:
         return False
     fraction, _ = math.modf(math.ldexp(abs(value), -_quantum(value, bits)))
-    return abs(fraction - 0.5) < 2.0**-12
+    return abs(fraction - 0.5) < 2.0**-5
 
 
 def cut(value: float, bits: int, how: str) -> float:

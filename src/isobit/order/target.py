@@ -34,7 +34,7 @@ class Scale:
     lowest: int  # how far exponents of random terms may go below 1
     smallest: int  # the smallest number that a replay may use is 2^smallest
     largest: int  # and its largest exponent
-    divided: bool = False  # whether the sum is divided before it is read, by a number that may be off by an ulp
+    divided: bool = False  # whether the sum is divided before it is read, by a number that may be inexact
 
 
 # 2^100 absorbs units in fp64 too. fp16 ends at 2^16, so its unit is its smallest number.

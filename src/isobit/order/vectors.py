@@ -15,8 +15,8 @@ from isobit.order.space import Pairs, Space
 from isobit.order.target import Scale
 
 ROOM = 4  # exponents that a narrow draw spans on either side
-# Places below a number that fp32, fp64, x87, double-double and fp128 accumulators do not hold.
-DUST = (55, 26, 66, 108, 115)
+# Places below a number that fp32, fp64, x87, double-double and fp128 accumulators do not hold; 0: the smallest number.
+DUST = (55, 26, 66, 108, 115, 0)
 
 
 def _narrow(space: Space) -> list[float]:
@@ -169,7 +169,8 @@ def _lone_tie(space: Space) -> list[float]:
     exponent = space.random.randint(*((-3, 4) if space.turn % 2 else (0, space.safe)))
     far = space.random.randint(width + 1, max(exponent - space.scale.smallest, width + 1))
     values = space.zeros()
-    chosen = (space.number(exponent, 1), 2.0 ** (exponent - width), 2.0 ** (exponent - far))
+    first = space.number(exponent, 1) if space.turn % 3 == 2 else _even(space, exponent, width)
+    chosen = (first, 2.0 ** (exponent - width), 2.0 ** (exponent - far))
     for i, value in zip(at, chosen, strict=False):
         values[i] = space.fit(value) * space.random.choice((1, -1))
     return values
@@ -178,15 +179,22 @@ def _lone_tie(space: Space) -> list[float]:
 def _tie_and_dust(space: Space) -> list[float]:
     """The same, decided by many terms of one sign, each too small to be seen by an accumulator of some width alone."""
     width, at = space.widths[space.turn % len(space.widths)], _operands(space)
-    exponent = space.random.randint(-3, max(min(space.safe, 4), -3))
     turn, which = divmod(space.turn // len(space.widths), len(DUST))
+    exponent = space.random.randint(-3, max(min(space.safe, 4), -3)) if DUST[which] else space.safe
+    dust = space.fit(2.0 ** (exponent - DUST[which])) if DUST[which] else 2.0**space.scale.smallest
     values, sign = space.zeros(), space.random.choice((1, -1))
     for i in at:
-        values[i] = space.fit(2.0 ** (exponent - DUST[which])) * sign
+        values[i] = dust * sign
     ties = (width, 53) if turn % 2 else (width,)  # a tie of fp64 that decides the tie
-    for i, value in zip(at, (space.number(exponent, 1), *(2.0 ** (exponent - w) for w in ties)), strict=False):
+    for i, value in zip(at, (_even(space, exponent, width), *(2.0 ** (exponent - w) for w in ties)), strict=False):
         values[i] = space.fit(value) * sign
     return values
+
+
+def _even(space: Space, exponent: int, width: int) -> float:
+    """A number whose last place in this width is even, so that a tie above it is rounded down."""
+    kept = min(space.scale.bits, width) - 2
+    return math.ldexp(space.random.getrandbits(kept) | (1 << kept), exponent - kept)
 
 
 def _operands(space: Space) -> list[int]:
