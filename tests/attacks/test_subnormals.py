@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isobit
 from isobit import isolation, machine
@@ -48,6 +49,18 @@ def test_the_mode_of_this_thread_and_of_its_pool_is_known():
     assert in_new_thread(lambda: torch.set_flush_denormal(True) and machine.flushes_subnormals())
     assert not with_flushing_workers(machine.flushes_subnormals)
     assert with_flushing_workers(lambda: machine.flushes_subnormals(workers=True))
+
+
+def test_the_question_may_be_asked_inside_every_mode():
+    def ask():
+        seen = []
+        with torch.device("meta"), FakeTensorMode(), torch.inference_mode():
+            seen.append(machine.flushes_subnormals(workers=True))
+        torch.func.vmap(lambda x: seen.append(machine.flushes_subnormals(workers=True)) or x)(torch.ones(2))
+        return seen
+
+    assert ask() == [False, False]
+    assert with_flushing_workers(ask) == [True, True]
 
 
 def with_flushing_caller(function):
