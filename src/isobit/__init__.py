@@ -1,13 +1,19 @@
 """Bitwise-consistent training and inference for PyTorch, with the proof attached."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+
+# Known to type checkers by its name. Nothing that Python has not loaded yet is imported here: under `python -m isobit`
+# the current folder is still on the search path.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from isobit import bits, guards, nn, optim, parallel, simulator, targets
+    from isobit.adapters.causal import logprobs
     from isobit.adapters.sampling import KeyedSampling
     from isobit.adapters.strictness import coverage
-    from isobit.adapters.transformers import enable, logprobs
+    from isobit.adapters.transformers import enable
     from isobit.errors import (
         AgreementError,
         ArgumentError,
@@ -112,7 +118,7 @@ _HOMES = {
     "linear_group": "ops.linear.group",
     "linear_logprob": "ops.logprob.op",
     "log_softmax": "ops.log_softmax.op",
-    "logprobs": "adapters.transformers",
+    "logprobs": "adapters.causal",
     "reveal": "targets.accept",
     "rms_norm": "ops.rms_norm.op",
     "rotary": "ops.rotary.op",
@@ -122,7 +128,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> "Any":
     if name not in __all__:
         raise AttributeError(f"module 'isobit' has no attribute {name!r}")
     if name in ("bits", "guards", "nn", "optim", "parallel", "simulator", "targets"):

@@ -1,7 +1,12 @@
 """`python -m isobit` is the `isobit` command."""
 
+import os
 import sys
 
-from isobit.cli.main import main
+if __name__ == "__main__":
+    if sys.path[:1] in ([""], [os.getcwd()]):  # put first by -m; nothing in it may be imported unasked
+        del sys.path[0]
 
-sys.exit(main())
+    from isobit.cli.main import main
+
+    sys.exit(main())

@@ -19,6 +19,7 @@ IsobitError
     ├── TrainingError    ranks that all run through, and together train wrongly; `kind` says how
     ├── RankFailedError  a rank that raised an error of its own
     ├── RankLostError    a rank that died, or that waited for one that did
+    ├── BusyError        a rank that computes, or waits, without ever letting the others run
     └── ReplayError      a run that departs from its recorded trace
 
 PortableWarning          calls that the portable executor serves because there are no kernels (a UserWarning)
@@ -162,6 +163,12 @@ class RankLostError(SimulationError):
     """A rank died, or waited for one that did."""
 
     kind = "rank lost"
+
+
+class BusyError(SimulationError):
+    """A rank computes, or waits, without ever letting the others run."""
+
+    kind = "rank busy"
 
 
 class ReplayError(SimulationError):

@@ -7,12 +7,12 @@ import platform
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from isobit import native
+from isobit.processor import cpu_name
 from isobit.records import Fingerprint
 
 # Variables, since the compiler of Python would multiply constants by itself.
@@ -24,7 +24,7 @@ _GRAIN = 32768  # elements that torch gives to one thread of an elementwise oper
 def fingerprint(order_version: int) -> Fingerprint:
     """Read from the running process, never from configuration."""
     return Fingerprint(
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         capability=torch.backends.cpu.get_cpu_capability(),
         cores=os.cpu_count() or 0,
         threads=torch.get_num_threads(),
@@ -64,12 +64,3 @@ def thread_count(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-def _cpu_name() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

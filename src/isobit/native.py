@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-_loaded: set[str] = set()  # the loader maps a library once, however often it is asked
+_loads: list[str] = []  # an event each time that the library is looked for and loaded, and what came of it
 
 
 @lru_cache(maxsize=1)
@@ -18,18 +18,19 @@ def load() -> str | None:
     if not found:
         noted = FOLDER / "native_build_failure.txt"
         reason = noted.read_text().strip() if noted.exists() else "the package was installed without them"
+        _loads.append("not built")
         return f"not built: {reason}"
     try:
         torch.ops.load_library(str(found[0]))  # type: ignore[no-untyped-call]
     except OSError as error:
         return f"built, but not loadable: {error}"
-    _loaded.add(str(found[0]))
+    _loads.append(str(found[0]))
     return None
 
 
 def load_count() -> int:
-    """How many times the library was loaded in this process: 0 until a kernel is asked for, then 1."""
-    return len(_loaded)
+    """How many times this process looked for the library and loaded it: 0 until a kernel is asked for, then 1."""
+    return len(_loads)
 
 
 def build_flags() -> str:

@@ -77,6 +77,12 @@ def freeze(module: torch.nn.Module) -> Frozen:
     kept `data_ptr()`) is not: thaw before it. The first write while frozen moves the weight to new memory.
     """
     layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
+    if not layers and "_isobit_state" in module.__dict__:
+        raise ArgumentError(
+            expected="a module with isobit.nn.Linear layers",
+            received=f"{type(module).__name__}, a model that isobit.enable prepared",
+            remedy="leave freeze out: an enabled model packs weights as it computes, and keeps none packed",
+        )
     if not layers:
         raise ArgumentError(
             expected="a module with isobit.nn.Linear layers",

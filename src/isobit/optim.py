@@ -11,6 +11,8 @@ from torch import Tensor
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.isolation import keeping_subnormals
 from isobit.ops.exact_sum.op import exact_state, round_state
+from isobit.ops.nans import settle_nans
+from isobit.ops.unfinished import refuse_unfinished
 
 MARGIN = 1e-6  # as torch's, added to the norm before the division
 
@@ -35,6 +37,7 @@ def clip_grad_norm_(
     As torch.nn.utils.clip_grad_norm_ with the 2-norm, but with one value for the norm, however gradients are cut.
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    refuse_unfinished("clip_grad_norm_", given)
     grads = [p.grad for p in given if p.grad is not None]
     norm = total_norm(grads)
     if error_if_nonfinite and not norm.isfinite():
@@ -54,8 +57,8 @@ def scale_by_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> Non
     finite = bool(norm.isfinite())
     for grad in grads:
         grad.mul_(scale)
-        if not finite:  # stock's product has one bf16 NaN in vectors, and another in their tails
-            grad.masked_fill_(grad.isnan(), torch.nan)
+        if not finite:  # inf · 0: a 16-bit NaN would depend on the lane
+            settle_nans(grad)
 
 
 class AdamW(torch.optim.AdamW):

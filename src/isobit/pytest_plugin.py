@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +13,9 @@ from isobit.contracts.ladder import unlinked
 from isobit.contracts.load import load_contract
 from isobit.contracts.workspace import Run, Workspace, judge_file
 from isobit.errors import ContractError
+from isobit.plain_text import plain
 from isobit.records import ClaimRecord
+from isobit.trusted_folder import serve_folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -61,9 +62,9 @@ class ContractFile(pytest.File):
         config = self.config
         level = int(str(config.getoption("--isobit-level"))[1:])
         run = Run(tuple(config.getoption("--isobit-trust")), level)
-        here = str(config.invocation_params.dir)
-        if run.trusted and here not in sys.path:  # a trusted package may stand where pytest was called
-            sys.path.append(here)
+        serve_folder(
+            run.trusted, str(config.invocation_params.dir)
+        )  # a trusted package may stand where pytest was called
         return {record.claim: record for record in judge_file(str(self.path), run, float("inf"))}
 
 
@@ -77,13 +78,13 @@ class ClaimItem(pytest.Item):
     def runtest(self) -> None:
         """Everything but kept is a failure."""
         if self.problem:
-            raise NotKept(self.problem)
+            raise NotKept(plain(self.problem))
         assert isinstance(self.parent, ContractFile)
         record = self.parent.records[self.claim]
         wanted = min(record.required, int(str(self.config.getoption("--isobit-level"))[1:]))
         if record.verdict != "kept" or record.level < wanted:
             counts = f"{record.differing:,} of {record.compared:,} differ, {record.inputs:,} inputs, L{record.level}"
-            raise NotKept(f"{record.verdict}: {counts}: {record.detail}\n{record.replay}".rstrip())
+            raise NotKept(plain(f"{record.verdict}: {counts}: {record.detail}\n{record.replay}".rstrip()))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The verdict alone, without a traceback through the judge."""
@@ -96,4 +97,3 @@ class ClaimItem(pytest.Item):
 
 class NotKept(AssertionError):
     """A claim that is not kept."""
-

@@ -7,6 +7,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from isobit.plain_text import plain_json
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -57,6 +59,20 @@ class Fingerprint:
 
 
 @dataclass(frozen=True)
+class Provenance:
+    """Where a page or a record comes from: software, machine, command, time, and a digest of what was judged."""
+
+    isobit: str
+    torch: str
+    python: str
+    cpu: str
+    engine: str
+    command: str
+    date: str
+    digest: str
+
+
+@dataclass(frozen=True)
 class Verdict:
     """The outcome of one check, with its denominator; `kept` needs at least one comparison."""
 
@@ -98,7 +114,11 @@ class Planted:
 
 @dataclass(frozen=True)
 class ClaimRecord:
-    """What was found of one claim: kept, broken, void, vacuous, unbound, waived or could-not-run."""
+    """What was found of one claim: kept, broken, void, vacuous, unbound, waived or could-not-run.
+
+    `at` is the rung at which the counter-example came; 0 where there is none. `drawn` counts those of `inputs` that L3
+    drew. `level` and `required` are not stored in evidence: the ladder computes them.
+    """
 
     claim: str
     relation: str
@@ -114,11 +134,13 @@ class ClaimRecord:
     planted: tuple[Planted, ...] = ()
     proof: Proof | None = None
     seconds: float = 0.0
+    drawn: int = 0
+    at: int = 0
 
 
 @dataclass(frozen=True)
 class ContractStatus:
-    """Where one contract stands by the evidence at its present digest."""
+    """Where one contract stands by the evidence at its present digest: a claim's verdict, not-judged or below-level."""
 
     id: str
     version: str
@@ -148,7 +170,7 @@ class Section:
 
 def to_json(value: Any) -> str:
     """A record, or a container of records, as JSON."""
-    return json.dumps(value, default=_plain, indent=2, ensure_ascii=False)
+    return plain_json(json.dumps(value, default=_plain, indent=2, ensure_ascii=False))
 
 
 def _plain(value: Any) -> Any:

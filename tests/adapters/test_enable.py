@@ -49,6 +49,16 @@ def test_values_are_stock_s_to_rounding(name):
             torch.testing.assert_close(gradient, stock_gradients[name], atol=1e-5, rtol=1e-3)
 
 
+def test_strict_mode_accepts_the_portable_executor(model):
+    """fp64 has no native kernels: every sum is a portable operator's."""
+    model.double()
+    with isobit.enable(model):
+        loss = model(IDS, labels=IDS).loss
+        loss.backward()
+    assert loss.dtype == torch.float64
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_parameters_names_and_state_dict_stay(model, tmp_path):
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     digest, kind = bits.digest(model), type(model)
@@ -98,16 +108,17 @@ def test_a_forward_that_raises_leaves_the_model_usable(model):
         assert bits.equal(model(IDS).logits, expected)
 
 
-def test_an_earlier_forward_of_an_instance_comes_back(model):
+def test_an_earlier_forward_of_an_instance_is_refused(model):
     layer = model.model.layers[0].mlp
 
-    def wrapped(x):
-        return type(layer).forward(layer, x)
+    def doubled(x):
+        return 2 * type(layer).forward(layer, x)
 
-    layer.forward = wrapped
-    with isobit.enable(model):
-        assert layer.forward is not wrapped
-    assert layer.forward is wrapped
+    layer.forward = doubled  # isobit would compute the layer without it
+    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp.*before a trainer"):
+        isobit.enable(model)
+    assert layer.forward is doubled
+    assert find_state(model) is None
 
 
 def test_copies_and_pickles_are_enabled_and_independent(model):
@@ -247,7 +258,7 @@ def test_a_wrapped_layer_is_refused(model):
         pass
 
     model.model.layers[0].self_attn.q_proj.__class__ = Adapter
-    with pytest.raises(UnsupportedError, match="q_proj of type Adapter"):
+    with pytest.raises(UnsupportedError, match=r"q_proj of type test_enable\..*Adapter"):
         isobit.enable(model)
     assert find_state(model) is None
 

@@ -25,12 +25,13 @@ VOCABULARY = 1003
 def test_a_row_is_the_same_alone_and_in_a_batch(options):
     scores = 3 * torch.randn(5, VOCABULARY)
     ids = torch.zeros(5, 9, dtype=torch.int64)
-    whole = KeyedSampling(3, samples=[4, 8, 15, 16, 23], **options)(ids, scores)
+    whole = KeyedSampling(3, samples=[4, 8, 15, 16, 23], attention_mask=None, **options)(ids, scores)
     for row, sample in enumerate([4, 8, 15, 16, 23]):
-        alone = KeyedSampling(3, samples=[sample], **options)(ids[:1], scores[row : row + 1])
+        alone = KeyedSampling(3, samples=[sample], attention_mask=None, **options)(ids[:1], scores[row : row + 1])
         assert bits.equal(alone, whole[row : row + 1])
     order = torch.tensor([3, 0, 4, 1, 2])
-    moved = KeyedSampling(3, samples=torch.tensor([4, 8, 15, 16, 23])[order], **options)(ids, scores[order])
+    names = torch.tensor([4, 8, 15, 16, 23])[order]
+    moved = KeyedSampling(3, samples=names, attention_mask=None, **options)(ids, scores[order])
     assert bits.equal(moved, whole[order])
 
 
@@ -39,7 +40,7 @@ def test_left_padding_does_not_matter():
     padded = KeyedSampling(3, attention_mask=mask)
     for grown in (0, 1, 5):  # the mask is the prompt's; tokens follow
         found = padded(torch.zeros(2, 6 + grown, dtype=torch.int64), scores)
-        alone = KeyedSampling(3)(torch.zeros(1, 3 + grown, dtype=torch.int64), scores[:1])
+        alone = KeyedSampling(3, attention_mask=None)(torch.zeros(1, 3 + grown, dtype=torch.int64), scores[:1])
         assert bits.equal(found[:1], alone)
 
 
@@ -103,7 +104,7 @@ def test_generate_gives_a_sample_the_same_tokens_alone_padded_and_resumed():
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_frequencies_are_the_softmaxs(temperature):
     count, scores = 100_000, torch.tensor([2.0, 1.0, 0.0, -1.0, 0.5, 0.5, -3.0])
-    processor = KeyedSampling(11, temperature)
+    processor = KeyedSampling(11, temperature, attention_mask=None)
     drawn = processor(torch.zeros(count, 4, dtype=torch.int64), scores.expand(count, -1)).argmax(-1)
     expected = count * torch.softmax(scores.double() / temperature, -1)
     seen = torch.bincount(drawn, minlength=7).double()
@@ -159,11 +160,16 @@ def test_top_p_keeps_what_transformers_keeps():
 )
 def test_wrong_options_are_refused(options):
     with pytest.raises(ArgumentError, match="remedy"):
-        KeyedSampling(0, **options)
+        KeyedSampling(0, **{"attention_mask": None, **options})
+
+
+def test_a_mask_must_be_given():
+    with pytest.raises(ArgumentError, match="attention_mask=None where no prompt is padded"):
+        KeyedSampling(0)
 
 
 def test_wrong_row_counts_are_refused():
     ids, scores = torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3, 5)
     for options in ({"samples": [1, 2]}, {"attention_mask": torch.ones(2, 2)}):
         with pytest.raises(ArgumentError, match="rows"):
-            KeyedSampling(0, **options)(ids, scores)
+            KeyedSampling(0, **{"attention_mask": None, **options})(ids, scores)

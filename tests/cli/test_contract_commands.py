@@ -1,14 +1,21 @@
 """The commands about contracts: what they print, what they write, and their exit codes."""
 
+import datetime
+import html
 import json
+import re
+import shlex
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+import torch
 
+import isobit
 from isobit.cli import main
+from isobit.contracts.sources import hash_text
 
 CONTRACT = """
 id: doubled-v1
@@ -88,11 +95,11 @@ def test_verify_then_nothing_then_exactly_the_dependents(place, capsys):
     text = (place / "second.contract.yaml").read_text()
     (place / "second.contract.yaml").write_text(text.replace("text: even", "text: still even"))
     assert run("verify", "--trust", "doubling", "--changed", "--json") == 0
-    assert [s["id"] for s in json.loads(capsys.readouterr().out)] == ["second-v1"]
+    assert [s["id"] for s in json.loads(capsys.readouterr().out)["contracts"]] == ["second-v1"]
     text = (place / "doubled.contract.yaml").read_text()
     (place / "doubled.contract.yaml").write_text(text.replace("Twice the", "Two times the"))
     assert run("verify", "--trust", "doubling", "--changed", "--json") == 0
-    assert {s["id"] for s in json.loads(capsys.readouterr().out)} == {"doubled-v1", "second-v1"}
+    assert {s["id"] for s in json.loads(capsys.readouterr().out)["contracts"]} == {"doubled-v1", "second-v1"}
 
 
 def test_broken_code_is_broken_and_so_is_what_rests_on_it(place, capsys):
@@ -139,7 +146,7 @@ def test_shards_share_out_everything_once(place, capsys):
     seen = []
     for i in (1, 2, 3):
         run("verify", "--trust", "doubling", "--shard", f"{i}/3", "--json", "--level", "L2")
-        seen += [s["id"] for s in json.loads(capsys.readouterr().out)]
+        seen += [s["id"] for s in json.loads(capsys.readouterr().out)["contracts"]]
     assert sorted(seen) == ["doubled-v1", "second-v1"]
     assert run("verify", "--shard", "4/3") == 2
 
@@ -164,6 +171,25 @@ def test_status_graph_explain_lint(place, capsys):
     shown = capsys.readouterr().out
     assert "y = 2x" in shown
     assert "caught" in shown
+
+
+def test_what_only_reads_leaves_no_trace(place):
+    before = sorted(place.iterdir())
+    for words in (["status"], ["lint"], ["explain", "doubled-v1"], ["graph"], ["explain", "nothing-v1"]):
+        run(*words)
+    assert sorted(place.iterdir()) == before
+    assert run("verify", "--trust", "doubling", "--level", "L2") == 0
+    assert run("status") == 2
+    assert (place / ".isobit" / "facts.json").exists()
+
+
+def test_a_library_contract_replays_in_any_folder(tmp_path, monkeypatch, capsys):
+    """verify prints the command where no contract file is needed, so it runs there too."""
+    monkeypatch.chdir(tmp_path)
+    assert run("verify", "silu-kernel-v1", "--subject", "stock", "--level", "L2", "--quiet") == 1
+    command = re.search(r"isobit (replay silu-kernel-v1/.*)", capsys.readouterr().out)[1]
+    assert run(*shlex.split(command)) == 1
+    assert "differ" in capsys.readouterr().out
 
 
 def test_lint_says_file_line_and_remedy(place, capsys):
@@ -236,3 +262,60 @@ def test_unknown_ids_and_empty_places(tmp_path, monkeypatch, capsys):
     assert "did you mean 'softmax-kernel-v1'?" in capsys.readouterr().err
     assert run("replay", "softmax-kernel-v1/nothing") == 2
     assert run("status", str(tmp_path)) == 2
+    for word in ("nosuch.yaml", "nosuch.yml", "no/such/folder"):
+        capsys.readouterr()
+        assert run("verify", word) == 2
+        said = capsys.readouterr().err
+        assert f"received: no such file: {word}" in said
+        assert "softmax-kernel-v1" not in said  # not a list of ids
+
+
+def test_errors_have_three_lines(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run("verify") == 2
+    first, second, third = capsys.readouterr().err.splitlines()
+    assert first.startswith("isobit verify: expected contract.yaml")
+    assert second == "  received: none below ."
+    assert third.startswith("  remedy: isobit new NAME")
+
+
+def test_a_line_a_claim_off_a_terminal(place, capsys):
+    assert run("verify", "--trust", "doubling", "--level", "L2") == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert [re.sub(r"[\d.]+ s$", "", line) for line in lines] == [
+        "[1/3] doubled-v1/exact: kept, ",
+        "[2/3] doubled-v1/rows: kept, ",
+        "[3/3] second-v1/even: kept, ",
+    ]
+    assert run("verify", "--trust", "doubling", "--level", "L2", "--again", "--quiet") == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_every_report_says_where_it_comes_from(place, capsys):
+    files = ("--html", "p.html", "--junit", "j.xml", "--sarif", "s.json")
+    words = ("verify", "--trust", "doubling", "--level", "L2", "--json", *files)
+    assert run(*words) == 0
+    record = json.loads(capsys.readouterr().out)
+    origin = record["provenance"]
+    assert origin["command"] == shlex.join(["isobit", *words])
+    assert origin["isobit"] == isobit.__version__
+    assert origin["torch"] == torch.__version__.partition("+")[0] or origin["torch"] == torch.__version__
+    age = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(origin["date"])
+    assert datetime.timedelta(seconds=-1) < age < datetime.timedelta(minutes=5)
+    assert origin["cpu"]
+    assert origin["engine"]
+    assert origin["digest"] == hash_text(*(status["digest"] for status in record["contracts"]))[:32]
+    page, junit = Path("p.html").read_text(), Path("j.xml").read_text()
+    sarif = json.loads(Path("s.json").read_text())["runs"][0]
+    assert sarif["invocations"][0]["commandLine"] == origin["command"]
+    for value in (origin[name] for name in ("command", "isobit", "torch", "date", "digest", "cpu")):
+        assert html.escape(value) in page
+        assert html.escape(value) in junit
+        assert value in json.dumps(sarif["properties"])
+    for format, start in (("svg", "<svg"), ("mermaid", "%%"), ("dot", "//")):
+        assert run("graph", "--format", format) == 0
+        drawn = capsys.readouterr().out
+        assert drawn.startswith(start)
+        assert "isobit graph --format" in drawn
+    assert run("status", "--json") == 2
+    assert json.loads(capsys.readouterr().out)["provenance"]["command"] == "isobit status --json"

@@ -1,10 +1,13 @@
 """`isobit reveal`: exit codes, records, files, and a user's own kernel."""
 
 import json
+import re
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
+import isobit
 from isobit.cli.main import main
 
 KERNELS = """
@@ -83,7 +86,11 @@ def test_stock_has_several(capsys, tmp_path):
     assert main(["reveal", "linear", "--k", "1024", "--m", "1,64,256", "--html", str(page), "--svg", str(picture)]) == 1
     assert "orders, 0 not shown" in capsys.readouterr().out
     assert "<svg" in page.read_text()
-    ElementTree.fromstring(picture.read_text())
+    metadata = ElementTree.fromstring(picture.read_text()).find("{http://www.w3.org/2000/svg}metadata").text
+    for said in ("isobit reveal linear --k 1024", torch.__version__.partition("+")[0], isobit.__version__):
+        assert said in page.read_text()
+        assert said in metadata
+    assert re.search(r"date: \d{4}-\d\d-\d\dT.*digest: [0-9a-f]{32}", metadata)
     assert not [p for p in tmp_path.iterdir() if p not in (page, picture)]
 
 
@@ -91,6 +98,8 @@ def test_json(capsys):
     assert main(["reveal", "sum", "--k", "64", "--threads", "1,2", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert record["kept"] is True
+    assert record["provenance"]["command"] == "isobit reveal sum --k 64 --threads 1,2 --json"
+    assert record["title"] == "stock sum, fp32, 64 terms"
     assert record["configurations"] == 2
     assert record["classes"][0]["configurations"] == ["threads=1", "threads=2"]
     assert record["classes"][0]["replayed"] >= 8
@@ -98,7 +107,9 @@ def test_json(capsys):
 
 def test_what_a_kernel_prints_is_no_part_of_the_record(kernels, capsys):
     assert main(["reveal", "my_kernels:k_named", "--k", "12", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kept"] is True
+    record = json.loads(capsys.readouterr().out)
+    assert record["kept"] is True
+    assert record["title"] == "my_kernels:k_named, fp32, 12 terms"  # a user's own is not stock
 
 
 def test_places_that_add_otherwise_are_told(kernels, capsys):

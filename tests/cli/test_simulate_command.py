@@ -2,11 +2,17 @@
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
 
+from isobit import simulator
 from isobit.cli.main import main
+from isobit.cli.options.simulate import FAULTS, FINDINGS, WATCHES
+from isobit.errors import SimulationError
+from isobit.simulator import sweep
+from isobit.simulator.faults import KINDS
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bugs" / "logging_deadlock.py"
 START = "import sys, torch, torch.distributed as dist\ndist.init_process_group('gloo')\nrank = dist.get_rank()\n"
@@ -101,10 +107,13 @@ def test_a_script_that_never_starts_is_two(write, capsys, body, said):
 
 
 def test_a_script_that_says_nothing_to_others_tries_nothing(write, capsys):
-    code, found = record(capsys, write("print(rank)\n"), "--seeds", "1")
-    assert (code, found["calls"]) == (0, 0)
-    assert main(["simulate", write("print(rank)\n"), "--seeds", "1"]) == 0
-    assert "nothing was tried" in capsys.readouterr().out
+    for words in ([], ["--json"]):
+        assert main(["simulate", write("print(rank)\n"), "--seeds", "2", *words]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert "nothing was tried" in said.err
+        assert "remedy: name the script that torchrun starts" in said.err
+    assert main(["simulate", write("dist.barrier()\n"), "--seeds", "1"]) == 0
 
 
 def test_faults_are_planted_by_seed(write, capsys):
@@ -169,11 +178,44 @@ def test_a_kind_can_be_left_out(write, capsys):
 
 
 @pytest.mark.parametrize(
-    "words", [["missing.py"], [str(EXAMPLE), "--ranks", "0"], [str(EXAMPLE), "--one-worker", "--watch", "bits"]]
+    ("words", "said"),
+    [
+        (["missing.py"], "received: no such file: missing.py"),
+        ([str(EXAMPLE), "--one-worker", "--watch", "bits"], "received: --watch bits"),
+    ],
 )
-def test_what_cannot_run_is_two(words, capsys):
+def test_what_cannot_run_is_two(words, said, capsys):
     assert main(["simulate", *words]) == 2
-    assert "isobit simulate: " in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert shown.startswith("isobit simulate: expected ")
+    assert said in shown
+    assert "\n  remedy: " in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--ranks", "0"], "--ranks: expected a whole number from 1; received '0'"),
+        (["--seeds", "x"], "--seeds: expected a whole number from 1; received 'x'"),
+        (["--ignore", "foo"], "--ignore: invalid choice: 'foo'"),
+    ],
+)
+def test_options_that_make_no_sense_are_two(words, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["simulate", str(EXAMPLE), *words])
+    assert stopped.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_every_kind_of_finding_can_be_ignored():
+    """The options are read without torch, so they list what the simulator can find."""
+    sources = [path.read_text() for path in (Path(simulator.__file__).parent).glob("*.py")]
+    told = {kind for text in sources for kind in re.findall(r'Told\(\s*"([^"]+)"', text)}
+    assert "data alike" in told
+    assert told <= set(FINDINGS)
+    assert {error.kind for error in SimulationError.__subclasses__()} - {"fault"} <= set(FINDINGS)
+    assert set(FAULTS.values()) == set(KINDS)
+    assert WATCHES == sweep.WATCHES
 
 
 def test_a_script_that_is_no_python_is_two(write):

@@ -72,7 +72,8 @@ def test_the_sentence_says_where_how_far_and_what_must_be_caught():
     said = say_claim(contract_of(ROWS).claims[0])
     assert said == (
         "rows: bits of the output do not change under batch, threads; drawn from plain; must catch order by batch, "
-        "last row off by one ulp, sum shared among threads; must reach L4, proved by order certificate"
+        "last row off by one ulp, order by batch with gradients, sum shared among threads; must reach L4, "
+        "proved by order certificate"
     )
 
 

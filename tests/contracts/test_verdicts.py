@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from isobit.cli.verify import differ_of
 from isobit.contracts import ladder
 from isobit.contracts.load import parse_contract
 from isobit.contracts.verify import Options, verify_contract
@@ -127,6 +128,42 @@ def test_a_subject_that_writes_to_its_inputs_is_broken():
     assert "writes to its inputs" in record.detail
 
 
+def needs_a_device(x):
+    raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+
+def asks_for_cuda(x):
+    return x.cuda()
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is a device")
+@pytest.mark.parametrize("subject", ["needs_a_device", "asks_for_cuda"])
+def test_a_subject_without_its_device_could_not_run(subject):
+    for record in (
+        judge(subject=f"{HERE}:{subject}"),
+        judge(relation="invariant\n    under: [batch]", subject=f"{HERE}:{subject}", sabotage='"identity"'),
+    ):
+        assert (record.verdict, record.level) == ("could-not-run", 0)
+        assert "TRITON_INTERPRET=1" in record.detail
+
+
+def test_other_errors_that_speak_of_drivers_are_broken():
+    record = judge(subject=f"{HERE}:speaks_of_drivers")
+    assert record.verdict == "broken"
+
+
+def speaks_of_drivers(x):
+    raise RuntimeError("2 drivers disagree")
+
+
+def test_a_proof_that_fails_says_where():
+    from isobit.records import Proof
+
+    assert "at L4" not in differ_of(judge())
+    broken = replace(judge(), verdict="broken", at=4, differing=0, proof=Proof("z3", "all", 3, "k = 5"))
+    assert differ_of(broken) == "proof, at L4"
+
+
 def test_could_not_run():
     record = judge(subject=f"{HERE}:not_there")
     assert record.verdict == "could-not-run"
@@ -176,7 +213,9 @@ def test_l3_draws_ten_thousand_and_finds_what_fixed_inputs_miss():
     assert (record.verdict, record.level) == ("kept", 3)
     assert record.inputs >= 10_000
     record = judge(level="L3", subject=f"{HERE}:wrong_on_wide_batches")
-    assert record.verdict == "broken"
+    assert (record.verdict, record.at) == ("broken", 3)
+    assert record.differing == 257 * 8  # what differs where it was found, not the 0 of the fixed inputs
+    assert record.compared > record.differing
     assert '"rows":257' in record.replay  # the smallest of the ladder of row counts that breaks it
 
 
@@ -189,7 +228,8 @@ def test_a_level_that_was_not_reached_is_not_kept():
     contract = parse_contract(TEXT.format(relation=predicate("is_double"), level="L3", **words), "here")
     (record,) = verify_contract(contract, Options(trusted=TRUST, level=2))
     assert (record.verdict, record.level, record.required) == ("kept", 2, 3)
-    assert ladder.contract_verdict(contract, [record]) == "could-not-run"
+    assert ladder.contract_verdict(contract, [record]) == "below-level"
+    assert ladder.contract_verdict(contract, []) == "not-judged"
 
 
 def test_a_deadline_is_said():

@@ -4,6 +4,7 @@ Each once passed a version of the judge.
 """
 
 import json
+import shlex
 
 import pytest
 import torch
@@ -164,7 +165,7 @@ def test_what_rests_on_red_is_no_pass_anywhere(place, capsys):
     words = ["verify", "top-v1", "--trust", "sly_code", "--junit", "j.xml", "--json"]
     for level in ("L2", "L4"):
         assert main.main([*words, "--level", level]) == 2
-        (status,) = json.loads(capsys.readouterr().out)
+        (status,) = json.loads(capsys.readouterr().out)["contracts"]
         assert status["weak"] == "base-v1"
         assert 'errors="1"' in (place / "j.xml").read_text()
 
@@ -182,3 +183,15 @@ def test_places_that_cannot_be_written_are_said(place, capsys):
     (place / "top.contract.yaml").write_text(FILE.format(id="top", subject="right", rests=""))
     assert main.main(["verify", "--trust", "sly_code", "--junit", "no/such/folder/j.xml"]) == 2
     assert "no/such/folder" in capsys.readouterr().err
+
+
+def test_a_printed_replay_works_in_a_folder_without_contracts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["verify", "silu-kernel-v1", "--subject", "stock", "--level", "L2"]) == 1
+    said = capsys.readouterr().out
+    printed = next(line for line in said.splitlines() if "replay silu-kernel-v1/" in line and "--case" in line)
+    assert main.main(shlex.split(printed)[1:]) == 1
+    assert "differ" in capsys.readouterr().out
+    assert main.main(["replay", "silu-kernel-v1/no-such-claim"]) == 2
+    assert main.main(["replay", "no-such-v1/claim"]) == 2
+    capsys.readouterr()

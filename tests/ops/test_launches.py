@@ -55,8 +55,12 @@ def test_compiled_code_is_not_seen():
 
 
 @pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
-def test_the_library_is_loaded_once():
-    assert native.load_count() == 1
+def test_the_library_is_loaded_once_and_each_load_is_an_event():
+    before = native.load_count()
+    assert before >= 1
+    isobit.linear(X, W)
+    assert native.load() is None
+    assert native.load_count() == before
     native.load.cache_clear()
     assert native.load() is None
-    assert native.load_count() == 1
+    assert native.load_count() == before + 1

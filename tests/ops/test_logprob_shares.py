@@ -62,7 +62,7 @@ def weight_grads(function, hidden, weight, targets, cotangent, lengths, share) -
         leaf.grad_dtype = torch.float32
         rows = slice(edges[first], edges[first + share])
         part = Samples.packed(lengths[first : first + share], first=first, of=of)
-        with collecting(Share(first, of)):
+        with collecting(Share(first, of, share)):
             values = function(hidden[rows], leaf, targets[rows], samples=part)
         values.backward(cotangent[rows] if cotangent.dim() else cotangent)
         found.append(leaf.grad)
@@ -138,7 +138,7 @@ def test_a_share_that_nobody_collects_is_refused():
     leaf = weight.requires_grad_()
     with pytest.raises(UnsupportedError, match="collector"):
         linear_logprob(hidden, leaf, targets, samples=part)
-    with collecting(Share(0, 2)), pytest.raises(UnsupportedError, match="grad_dtype"):
+    with collecting(Share(0, 2, 1)), pytest.raises(UnsupportedError, match="grad_dtype"):
         linear_logprob(hidden, leaf, targets, samples=part)
     # A frozen head asks for no parameter's gradient: shares of several subtrees have values and dhidden.
     row = hidden.detach().requires_grad_()

@@ -86,7 +86,7 @@ class Problem:
         for count in counts:
             samples = Samples.packed(self.lengths[first : first + count], first=first, of=of)
             rows = slice(self.edges[first], self.edges[first + count])
-            with collecting(Share(first, of)):
+            with collecting(Share(first, of, count)):
                 self.function(self.x[rows], *self.parameters, samples=samples).backward(self.grad[rows])
             (node,) = samples.roots
             yield node, [p.grad for p in self.parameters]
@@ -157,7 +157,7 @@ def test_a_share_has_the_segments_of_the_global_batch():
         share = Samples.packed(problem.lengths, first=0, of=4096)
         for parameter in problem.parameters:
             parameter.grad_dtype = torch.float32
-        with collecting(Share(0, 4096)):
+        with collecting(Share(0, 4096, 4)):
             problem.function(problem.x, *problem.parameters, samples=share).backward(problem.grad)
         differs += not same([p.grad for p in problem.parameters], problem.whole())
     assert differs == len(OPERATORS)
@@ -210,7 +210,7 @@ def leaf(dtype=torch.bfloat16, grad_dtype=torch.float32) -> Tensor:
 
 REFUSED = {
     "no collector": (lambda: check_share(Samples.packed([1], first=1, of=4), leaf()), "no share is collected"),
-    "another share": (lambda: in_share(0, Samples.packed([1], first=1, of=4), leaf()), r"Share\(first=0, of=4\)"),
+    "another share": (lambda: in_share(0, Samples.packed([1], first=1, of=4), leaf()), "first=0, of=4, size=1"),
     "two subtrees": (lambda: in_share(1, Samples.packed([1, 1], first=1, of=4), leaf()), "2 subtrees"),
     "rounded": (lambda: in_share(1, Samples.packed([1], first=1, of=4), leaf(grad_dtype=torch.bfloat16)), "bfloat16"),
     "no leaf": (lambda: in_share(1, Samples.packed([1], first=1, of=4), leaf() * 1), "other operators"),
@@ -218,7 +218,7 @@ REFUSED = {
 
 
 def in_share(first: int, samples: Samples, parameter: Tensor) -> None:
-    with collecting(Share(first, 4)):
+    with collecting(Share(first, 4, len(samples.spans))):
         check_share(samples, None, parameter)
 
 
@@ -240,12 +240,12 @@ def test_no_gradient_no_refusal():
 
 def test_collecting_nests_and_ends():
     def fail():
-        with collecting(Share(2, 4)):
-            assert share_in_force() == Share(2, 4)
+        with collecting(Share(2, 4, 2)):
+            assert share_in_force() == Share(2, 4, 2)
             raise KeyError
 
-    with collecting(Share(0, 4)):
+    with collecting(Share(0, 4, 2)):
         with pytest.raises(KeyError):
             fail()
-        assert share_in_force() == Share(0, 4)
+        assert share_in_force() == Share(0, 4, 2)
     assert share_in_force() is None

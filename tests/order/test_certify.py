@@ -9,6 +9,7 @@ from isobit.order import certify as certificates
 from isobit.order.addition import chain, digest, find_parting, steps_of, write_formula
 from isobit.order.planted import Planted
 from isobit.order.reveal import Tree
+from isobit.order.trials import Replayed
 from tests.order.kernels import add_by, blocks, pairs, random_branch, stripes, target_of
 
 
@@ -65,7 +66,7 @@ def test_keywords_name_what_varies():
 
 
 def test_the_self_check_can_fail(monkeypatch):
-    wrong = Tree("planted", 33, chain(range(33)), replayed=8)
+    wrong = Tree("planted", 33, chain(range(33)), replays=Replayed(8))
     monkeypatch.setattr(certificates, "reveal", lambda target, **_: wrong)
     with pytest.raises(isobit.EngineError, match="planted order"):
         certificates.certify(by_rows, [1])

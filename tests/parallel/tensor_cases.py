@@ -37,7 +37,7 @@ def leaf(tensor):
 
 @contextmanager
 def collected(samples):
-    with collecting(Share(samples.first, samples.of)) if samples.is_share else nullcontext():
+    with collecting(Share(samples.first, samples.of, len(samples.spans))) if samples.is_share else nullcontext():
         yield
 
 

@@ -70,7 +70,15 @@ def special_values(world, pair):
     edges = torch.tensor([0.0, -0.0, nan, inf, -inf, 1e-45, -1e-45, 3e38, 1.0])
     values = [edges.roll(shift).repeat_interleave(len(edges)) for shift in range(4)]
     values[1] = edges.repeat(len(edges))
-    same(through(values, world), merge(values, torch.add))
+    wanted = merge(values, torch.add)
+    wanted = torch.where(wanted.isnan(), nan, wanted)  # one NaN, whatever the operands
+    same(through(values, world), wanted)
+    torch.set_flush_denormal(True)
+    try:
+        found = through(values, world)
+    finally:
+        torch.set_flush_denormal(False)
+    same(found, wanted)
     assert through([torch.tensor([-0.0])] * 4, world).signbit().all()
 
 

@@ -143,7 +143,7 @@ def halves():
         net = make(frozen=())
         for p in net.parameters():
             p.grad_dtype = torch.float32
-        share = Share(first, len(LENGTHS))
+        share = Share(first, len(LENGTHS), 4)
         with collecting(share):
             loss_of(net, range(first, first + 4), share, aside=first == 4).backward()
         found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}

@@ -63,7 +63,7 @@ def share_gradients(model, first):
         name: value[first : first + 2] if name != "use_cache" else value for name, value in models.batch().items()
     }
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-    with collecting(Share(first, len(models.LENGTHS))):
+    with collecting(Share(first, len(models.LENGTHS), 2)):
         loss = model(**inputs, labels=labels, num_items_in_batch=torch.tensor(22)).loss
         loss.backward()
     return {name: p.grad for name, p in model.named_parameters()} | {"loss": loss.detach()}

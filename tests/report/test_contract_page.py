@@ -11,12 +11,15 @@ import pytest
 from isobit.contracts import ladder
 from isobit.contracts.explain import explain
 from isobit.contracts.load import parse_contract
-from isobit.records import ClaimRecord, ContractStatus, Planted, Proof, Section
+from isobit.records import ClaimRecord, ContractStatus, Planted, Proof, Provenance, Section
 from isobit.report import contract_graph
 from isobit.report.contract_page import RUNGS, draw_contracts
 from isobit.report.exchange import as_junit, as_sarif
 
 HOSTILE = "<script>alert('x')</script>\"onload=\"&]]>"
+ORIGIN = Provenance(
+    "0.1.0", "2.13.0", "3.11.7", "A CPU", "x86_64 amx", "isobit verify --html <p>", "2027-01-02T03:04:05Z", "e" * 32
+)
 CAUGHT = Planted("order by batch", True, "12 of 64 elements differ")
 MISSED = Planted("one ulp off", False, "64 compared, none differ")
 CLAIMS = (
@@ -208,7 +211,7 @@ def test_junit_counts_and_says_why():
 
 
 def test_sarif_names_what_is_not_kept():
-    run = json.loads(as_sarif(TREE, "0.1.0"))["runs"][0]
+    run = json.loads(as_sarif(TREE, ORIGIN))["runs"][0]
     levels = {result["ruleId"]: result["level"] for result in run["results"]}
     wrong = dict.fromkeys(("c-v1/error", "c-v1/same", "c-v1/other", "top-v1"), "error")
     assert levels == wrong | {"c-v1/sums": "note"}

@@ -1,7 +1,18 @@
 """Right programs of many shapes, on which no watch may raise a false alarm: wrappers, shards, stages, lone buffers."""
 
+import asyncio
+import os
+import queue
+import shutil
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -182,7 +193,94 @@ def two_dimensions(rank, seed):
     train(fully_shard(model, mesh=mesh["data"]), seed, rank // 2)
 
 
+def shared_path(rank):
+    """A path that no file has, the same on all ranks."""
+    path = [os.path.join(tempfile.mkdtemp(), "ready") if rank == 0 else ""]
+    dist.broadcast_object_list(path, src=0)
+    return path[0]
+
+
+def polls_a_file(rank, seed):
+    """With a sleep, as scripts do while another rank downloads; and with a time limit of their own."""
+    path, begun = shared_path(rank), time.time()
+    if rank == seed % 4:
+        time.sleep(20.0)
+        with open(path, "w") as file:
+            file.write("downloaded")
+    while not os.path.exists(path):
+        assert time.time() - begun < 60.0
+        time.sleep(0.5)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(os.path.dirname(path))
+
+
+def polls_without_sleep(rank, seed):
+    """A file, a key of the store, the time and a handle, each in a loop that does nothing else."""
+    path, store = shared_path(rank), c10d._get_default_store()
+    if rank == seed % 4:
+        time.sleep(3.0)
+        with open(path, "w"):
+            store.set("ready", "1")
+    while not Path(path).exists():
+        pass
+    while not store.check(["ready"]):
+        pass
+    until = time.monotonic() + 0.01
+    while time.monotonic() < until:
+        pass
+    x = torch.ones(2)
+    work = dist.all_reduce(x, async_op=True)
+    while not work.is_completed():
+        pass
+    assert x.tolist() == [4.0, 4.0]
+    if rank == 0:
+        shutil.rmtree(os.path.dirname(path))
+
+
+def communicates_on_threads(rank, seed):
+    """One thread and a pool, each with a group of its own, while the main thread waits by event, queue and join."""
+    groups = [dist.new_group(range(4)) for _ in range(3)]
+    done, out = threading.Event(), queue.Queue()
+
+    def exchange(index):
+        x = torch.full((2,), float(rank + index))
+        dist.all_reduce(x, group=groups[index])
+        return x[0].item()
+
+    thread = threading.Thread(target=lambda: (out.put(exchange(0)), done.set()))
+    thread.start()
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(exchange, (1, 2))) == [10.0, 14.0]
+    assert done.wait(timeout=60.0)
+    assert out.get(timeout=60.0) == 6.0
+    thread.join()
+
+
+def beats_beside(rank, seed):
+    """A daemon that never ends, a timer, and an event loop that waits for a time and for a thread."""
+
+    def beat():
+        while True:
+            time.sleep(10.0)
+
+    async def wait():
+        await asyncio.sleep(30.0)
+        await asyncio.get_running_loop().run_in_executor(None, dist.barrier)
+
+    threading.Thread(target=beat, daemon=True).start()
+    timer = threading.Timer(5.0, lambda: None)
+    timer.start()
+    asyncio.run(wait())
+    timer.join()
+    dist.barrier()
+
+
 PROGRAMS = [
+    polls_a_file,
+    polls_without_sleep,
+    communicates_on_threads,
+    beats_beside,
     wrapped,
     one_batch_for_all,
     overlapped,

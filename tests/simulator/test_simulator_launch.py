@@ -15,6 +15,7 @@ from torch.optim import optimizer
 
 from isobit.errors import MismatchError, RankFailedError, UnsupportedError
 from isobit.simulator import World, run_script, spawn
+from isobit.simulator.rank import INSTALLED
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl", "isobit", None])
@@ -183,20 +184,27 @@ def test_worlds_do_not_nest():
     assert "process of its own" in caught.value.__cause__.remedy
 
 
-def test_a_thread_of_a_rank_is_not_the_rank():
+LIBRARY = """
+def call(group, tensor, caught):
+    try:
+        dist.all_reduce(tensor)
+    except RuntimeError as error:
+        caught.append(error)
+"""
+
+
+def test_a_thread_of_a_library_communicates_not_and_the_refusal_says_so():
+    """It runs beside the schedule, so that the order of its calls would follow the wall clock."""
+    names = {"dist": dist}
+    exec(compile(LIBRARY, os.path.join(INSTALLED, "library.py"), "exec"), names)
+
     def body(rank):
         caught = []
-
-        def call():
-            try:
-                group.allreduce([torch.ones(1)])
-            except UnsupportedError as error:
-                caught.append(error)
-
-        group = dist.group.WORLD
-        thread = threading.Thread(target=call)
+        thread = threading.Thread(target=names["call"], args=(dist.group.WORLD, torch.ones(1), caught))
         thread.start()
         thread.join()
-        return len(caught)
+        return caught
 
-    assert World(2).run(body).values == [1, 1]
+    for value in World(2).run(body).values:
+        assert [type(error) for error in value] == [UnsupportedError]
+        assert "ThreadPoolExecutor" in value[0].remedy

@@ -10,6 +10,7 @@ from torch import nn
 
 from isobit.adapters import modules
 from isobit.adapters.library import library
+from isobit.adapters.refusals import check_tree, plain_type, refuse, refuse_wrapper
 from isobit.errors import UnsupportedError
 
 NAMES = ("Qwen3", "Qwen2", "Llama")
@@ -50,24 +51,26 @@ def load_family(name: str) -> Family:
 
 def find_family(model: nn.Module) -> Family:
     """The family of a model, all of whose modules are known, or a refusal."""
+    library()  # the version is checked before anything of it is read
     for name in NAMES:
         if type(model).__name__ in (f"{name}ForCausalLM", f"{name}Model"):
             family = load_family(name)
             if type(model) in (family.causal, family.model):
-                check_model(model, family)
+                check_config(model.config)
+                check_tree(model, family)
                 return family
+    refuse_wrapper(model)
     raise UnsupportedError(
-        expected=f"a {', '.join(f'{name}ForCausalLM' for name in NAMES)} of transformers, or its bare model",
+        expected=f"a supported architecture: {', '.join(f'{name}ForCausalLM, {name}Model' for name in NAMES)}",
         received=f"{type(model).__module__}.{type(model).__name__}",
-        remedy="enable the model itself, not a wrapper; other architectures are not covered by this version",
+        remedy="use one of these families; others are not supported by this version",
     )
 
 
-def check_model(model: nn.Module, family: Family) -> None:
-    """Refuses what the operators do not compute."""
-    config: Any = model.config
+def check_config(config: Any) -> None:
+    """Raise on options that the operators do not compute."""
     if config.hidden_act != "silu":
-        refuse("a gated MLP with silu", f"hidden_act={config.hidden_act!r}", "only SwiGLU is covered")
+        refuse("a gated MLP with silu", f"hidden_act={config.hidden_act!r}", "only SwiGLU is supported")
     kind = config.rope_parameters["rope_type"]
     if kind not in ROTARY_KINDS:
         refuse(
@@ -77,26 +80,6 @@ def check_model(model: nn.Module, family: Family) -> None:
         )
     if getattr(config, "pretraining_tp", 1) > 1:
         refuse("whole products", f"pretraining_tp={config.pretraining_tp}", "set it to 1")
-    passive = (nn.ModuleList, type(model), family.model)
-    for name, module in model.named_modules():
-        if type(module) not in (*family.forwards, *passive) and not is_activation(name):
-            refuse(
-                "modules of the stock architecture",
-                f"{name or 'the model'} of type {type(module).__name__}",
-                "enable the model before wrapping it, and merge adapters into its weights",
-            )
-        if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq):
-            refuse("a plain embedding", f"{name} with max_norm or scale_grad_by_freq", "unset them")
-
-
-def is_activation(name: str) -> bool:
-    """Whether the module is the MLP's activation, which the fused operator computes."""
-    return name.endswith(".act_fn")
-
-
-def refuse(expected: str, received: str, remedy: str) -> None:
-    """Says what cannot be computed."""
-    raise UnsupportedError(expected=expected, received=received, remedy=remedy)
 
 
 def plan(model: nn.Module, family: Family, whole: dict[type[nn.Module], Forward]) -> list[tuple[nn.Module, Forward]]:
@@ -108,6 +91,6 @@ def plan(model: nn.Module, family: Family, whole: dict[type[nn.Module], Forward]
             found.append((module, modules.forward_head_norm))
         elif name == "lm_head":
             found.append((module, modules.forward_logits))
-        elif type(module) in table:
-            found.append((module, table[type(module)]))
+        elif plain_type(module) in table:
+            found.append((module, table[plain_type(module)]))
     return found

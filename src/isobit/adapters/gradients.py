@@ -12,6 +12,7 @@ from torch import Tensor
 
 from isobit.adapters import operators
 from isobit.adapters.operators import BROADCAST, CARRIERS, UNKNOWN, Carrier, Use, words
+from isobit.adapters.ours import is_our_node
 
 MEETING = Carrier(
     "autograd adds more than two gradients in the order of its graph",
@@ -35,10 +36,10 @@ ADDING = {
 }
 
 
-def walk_gradients(output: Tensor | Sequence[Tensor]) -> list[Use]:
+def walk_gradients(output: Tensor | Sequence[Tensor], *, held: bool = True) -> list[Use]:
     """What the backward pass of `output` will add, and by whom; an empty list where nothing carries an order.
 
-    To be called after the forward pass, before the backward pass.
+    To be called after the forward pass, before the backward pass. `held` counts gradients that parameters have already.
     """
     outputs = [output] if isinstance(output, Tensor) else list(output)
     found: Counter[tuple[str, Carrier]] = Counter()
@@ -48,9 +49,9 @@ def walk_gradients(output: Tensor | Sequence[Tensor]) -> list[Use]:
             found[name_of(node), carrier] += 1
         meetings.update((below, at) for below, at in node.next_functions if below is not None)
     for (node, _), edges in meetings.items():
-        held = is_leaf(node) and node.variable.grad is not None  # a gradient of before is one more to add
-        if edges + held > 2:
-            found[describe(node, edges + held), MEETING] += 1
+        before = held and is_leaf(node) and node.variable.grad is not None  # one more to add
+        if edges + before > 2:
+            found[describe(node, edges + before), MEETING] += 1
     return [Use(name, count, c.reason, c.remedy) for (name, c), count in sorted(found.items(), key=lambda f: f[0][0])]
 
 
@@ -69,7 +70,7 @@ def nodes_below(roots: Sequence[Any]) -> Iterator[Any]:
 def carriers_of(node: Any) -> Iterator[Carrier]:
     """Why this node's gradients carry an order: by its operator, and by values it has broadcast."""
     name = name_of(node)
-    if is_leaf(node) or is_ours(node):
+    if is_leaf(node) or is_our_node(node):
         return
     plain = name == "Pow" and getattr(node, "_saved_exponent", None) in operators.EXACT_POWERS
     carrier = None if plain else find_carrier(name)
@@ -101,14 +102,6 @@ def name_of(node: Any) -> str:
 
 def is_leaf(node: Any) -> bool:
     return name_of(node) == "AccumulateGrad"
-
-
-def is_ours(node: Any) -> bool:
-    """An operator of isobit, registered with torch or a torch.autograd.Function."""
-    forward = getattr(node, "_forward_cls", None)
-    return node.name().startswith("GeneratedBackwardFor_isobit_") or (
-        forward is not None and forward.__module__.split(".")[0] == "isobit"
-    )
 
 
 def size_of(node: Any, at: int) -> int:

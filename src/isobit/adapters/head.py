@@ -12,9 +12,9 @@ from isobit.adapters.layout import Layout
 from isobit.adapters.library import library
 from isobit.errors import UnsupportedError
 from isobit.ops import dispatch
-from isobit.ops.linear.op import linear_fp32, spans_of
+from isobit.ops.linear.op import cast_for_autocast, linear_fp32, spans_of
 from isobit.ops.logprob.op import IGNORED
-from isobit.ops.share import check_share
+from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.samples import Samples
 from isobit.parallel.shard import ranks_of
 from isobit.parallel.vocab_logits import vocab_logits
@@ -27,7 +27,7 @@ class Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, samples: Samples | None) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        ctx.samples = samples
+        ctx.samples, ctx.share = samples, share_in_force()
         return linear_fp32(hidden, weight)
 
     @staticmethod
@@ -39,14 +39,15 @@ class Logits(torch.autograd.Function):
         into_hidden, into_weight = (getattr(torch.ops.isobit, f"{prefix}_{part}_grad") for part in ("input", "weight"))
         return (
             into_hidden(rounded, weight) if want[0] else None,
-            into_weight(rounded, hidden, spans, of) if want[1] else None,
+            as_partial(into_weight(rounded, hidden, spans, of), ctx.share) if want[1] else None,
             None,
         )
 
 
 def logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tensor:
     """[..., V] in fp32: `isobit.log_softmax` of them at a token is `isobit.linear_logprob`, bit for bit."""
-    weight, ranks = head.weight, ranks_of(head)
+    ranks = ranks_of(head)
+    hidden, weight = cast_for_autocast(hidden, head.weight)
     if ranks is not None:
         return vocab_logits(hidden, weight, ranks=ranks, samples=samples)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
@@ -85,15 +86,17 @@ def loss_of(hidden: Tensor, head: nn.Linear, layout: Layout, labels: Tensor | No
         "samples": layout.samples,
     }
     ranks = ranks_of(head)
+    hidden, weight = cast_for_autocast(hidden, head.weight)
     if ranks is not None:
-        return vocab_cross_entropy(hidden, head.weight, targets, ranks=ranks, **asked)
-    return isobit.linear_cross_entropy(hidden, head.weight, targets, **asked)
+        return vocab_cross_entropy(hidden, weight, targets, ranks=ranks, **asked)
+    return isobit.linear_cross_entropy(hidden, weight, targets, **asked)
 
 
 def logprobs_of(hidden: Tensor, head: nn.Linear, layout: Layout, targets: Tensor, temperature: float) -> Tensor:
     """[B, T] in fp32: log p of each target, +0 where it is -100."""
     asked: dict[str, Any] = {"temperature": temperature, "samples": layout.samples}
     ranks = ranks_of(head)
+    hidden, weight = cast_for_autocast(hidden, head.weight)
     if ranks is not None:
-        return vocab_logprob(hidden, head.weight, targets, ranks=ranks, **asked)
-    return isobit.linear_logprob(hidden, head.weight, targets, **asked)
+        return vocab_logprob(hidden, weight, targets, ranks=ranks, **asked)
+    return isobit.linear_logprob(hidden, weight, targets, **asked)

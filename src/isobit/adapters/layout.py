@@ -68,6 +68,8 @@ def read_layout(
     if real is not None and bool(real.all()):
         real = None
     given = None if position_ids is None else read_positions(position_ids, batch, width)
+    if given is not None:
+        given = refuse_negative(given, real, past)
     if given is not None and has_restart(given, real, past):
         return read_packed(given, real, past)
     if real is None:
@@ -179,6 +181,19 @@ def read_positions(position_ids: Tensor, batch: int, width: int) -> Tensor:
             remedy="pass one position for each token of this call",
         )
     return position_ids.expand(batch, width)
+
+
+def refuse_negative(given: Tensor, real: Tensor | None, past: int) -> Tensor:
+    """Positions of tokens, which count from 0; those of padding are set to 0."""
+    if real is not None:
+        given = given.masked_fill(~real[:, past:], 0)
+    if bool((given < 0).any()):
+        raise ArgumentError(
+            expected="position_ids of 0 or more",
+            received=f"position {int(given.min())}",
+            remedy="count positions inside each sample from 0, or leave position_ids out",
+        )
+    return given
 
 
 def of_global_batch(spans: list[tuple[int, int]], rows: int) -> Samples:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 from isobit.errors import UnsupportedError
 
+FIRST, BEFORE = (5, 22), (6,)  # the versions whose modules were read; pyproject.toml has the same range
+RANGE = "transformers>=5.22,<6"
+REMEDY = f"pip install '{RANGE}'"
+
 
 def library(part: str = "") -> Any:
-    """The library, or one of its modules; a refusal where it is not installed."""
+    """Return transformers, or one of its modules; raise where it is missing or of another version."""
     try:
+        check_version(import_module("transformers").__version__)
         return import_module(f"transformers.{part}" if part else "transformers")
     except ImportError as error:
-        raise UnsupportedError(
-            expected="transformers to be installed", received=str(error), remedy="pip install transformers"
-        ) from error
+        raise UnsupportedError(expected=f"{RANGE} to be installed", received=str(error), remedy=REMEDY) from error
+
+
+@lru_cache(maxsize=4)
+def check_version(version: str) -> None:
+    """Raise unless the version is in the range: modules are matched by class, and earlier ones have other fields."""
+    numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if not FIRST <= numbers < BEFORE:
+        raise UnsupportedError(expected=RANGE, received=f"transformers {version}", remedy=REMEDY)

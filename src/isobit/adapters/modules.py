@@ -11,7 +11,10 @@ import isobit
 from isobit.adapters.head import logits_of
 from isobit.adapters.layout import Layout, current_layout, in_force
 from isobit.adapters.library import library
+from isobit.adapters.refusals import check_embedding
+from isobit.adapters.residual import add, fork
 from isobit.errors import UnsupportedError
+from isobit.ops.linear.op import cast_for_autocast
 from isobit.order.samples import Samples
 from isobit.parallel.column_linear import column_linear_group
 from isobit.parallel.head_norm import head_norm
@@ -21,6 +24,7 @@ from isobit.parallel.vocab_embedding import vocab_embedding
 
 ATTENTION = "isobit"  # our name in transformers' registry of attention functions
 LAYOUT = "isobit_layout"  # the keyword that takes a layout through transformers' own forwards
+ANGLES = "_isobit_angles"  # on a rotary embedding: frequencies and scaling, and the table made of them
 POSITIONS_AT_ONCE = 16
 
 
@@ -53,6 +57,7 @@ def forward_logits(module: nn.Linear, hidden: Tensor, samples: Samples | None = 
 
 def forward_embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
     """Rows of the table; their gradient is a sum over the samples' tokens."""
+    check_embedding("the embedding", module)
     samples, ranks = current_layout().samples, ranks_of(module)
     if ranks is not None:
         return vocab_embedding(ids, module.weight, ranks=ranks, samples=samples, padding_idx=module.padding_idx)
@@ -67,10 +72,16 @@ def forward_mlp(module: Any, x: Tensor) -> Tensor:
 
 
 def forward_layer(module: Any, hidden_states: Tensor, **inputs: Any) -> Tensor:
-    """Transformers' own layer; a checkpointed one runs again in backward, where only its keywords know the layout."""
+    """Two branches on the residual stream.
+
+    A checkpointed layer runs again in backward, where only its keywords know the layout.
+    """
     layout = inputs.get(LAYOUT)
     with in_force(current_layout() if layout is None else layout):
-        return type(module).forward(module, hidden_states, **inputs)  # type: ignore[no-any-return]
+        stream, entering = fork(hidden_states)
+        mixed, _ = module.self_attn(hidden_states=module.input_layernorm(entering), **inputs)
+        stream, entering = fork(add(stream, mixed))
+        return add(stream, module.mlp(module.post_attention_layernorm(entering)))
 
 
 def forward_attention(
@@ -91,6 +102,8 @@ def forward_attention(
         query, key = module.q_norm(query), module.k_norm(key)
     cos, sin = position_embeddings
     query, key = isobit.rotary(query, cos, sin), isobit.rotary(key, cos, sin)
+    # Under autocast a norm of heads gives fp32, while values have the product's dtype.
+    query, key, value = cast_for_autocast(query, key, value)
     key, value = key.transpose(1, 2), value.transpose(1, 2)
     if past_key_values is not None:
         key, value = past_key_values.update(key, value, module.layer_idx)
@@ -173,13 +186,14 @@ def registered_attention(module: Any) -> Any:
 def forward_rotary(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
     """cos and sin [B, T, D] in fp32, looked up by position: no batch can change the bits of a row."""
     rows = int(position_ids.max()) + 1 if position_ids.numel() else 1
-    table = module.__dict__.get("_isobit_angles")
-    if table is None or not torch.equal(table[0], module.inv_freq):
-        table = (module.inv_freq.clone(), torch.empty(2, 0, 2 * len(module.inv_freq)))
-    if table[1].shape[1] < rows:
-        table = (table[0], extend_angles(table[1], table[0].float(), module.attention_scaling, rows))
-        module.__dict__["_isobit_angles"] = table
-    cos, sin = table[1][:, position_ids].unbind(0)
+    frequencies, scaling, angles = module.__dict__.get(ANGLES, (None, None, None))
+    if frequencies is None or scaling != module.attention_scaling or not torch.equal(frequencies, module.inv_freq):
+        frequencies, scaling = module.inv_freq.clone(), module.attention_scaling
+        angles = torch.empty(2, 0, 2 * len(frequencies))
+    if angles.shape[1] < rows:
+        angles = extend_angles(angles, frequencies.float(), scaling, rows)
+        module.__dict__[ANGLES] = frequencies, scaling, angles
+    cos, sin = angles[:, position_ids].unbind(0)
     return cos, sin
 
 
@@ -196,7 +210,7 @@ def extend_angles(table: Tensor, frequencies: Tensor, scaling: float, rows: int)
 def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[Tensor, ...]:
     """The outputs of linear layers that share x: one operator, as dX is one sum. `groups` are of the whole layers."""
     weights = tuple(layer.weight for layer in layers)
-    biases = None if layers[0].bias is None else tuple(layer.bias for layer in layers)
+    biases = None if layers[0].bias is None else tuple(layer.bias for layer in layers)  # all or none: check_biases
     samples, ranks = current_layout().samples, ranks_of(layers[0])
     if ranks is not None:
         return column_linear_group(x, weights, biases, groups=groups, ranks=ranks, samples=samples)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.adapters.ours import PROFILER, is_our_operator
+
 
 @dataclass(frozen=True)
 class Carrier:
@@ -49,7 +51,7 @@ CREATIONS = words(
 ELEMENTWISE = words(
     "add sub rsub mul div neg abs sqrt reciprocal sign square maximum minimum clamp clamp_min clamp_max relu floor "
     "ceil round trunc frexp frac addcmul addcdiv lerp positive fmax fmin copysign exp log rsqrt tanh sin cos "
-    "threshold_backward where masked_fill"
+    "threshold_backward where masked_fill nan_to_num"
 )
 COMPARISONS = words(
     "eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor "
@@ -124,8 +126,8 @@ def find_carrier(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None =
     named = kwargs or {}
     tensors = list(tensors_in([*args, *named.values()]))
     if "::" in name:
-        space = name.partition("::")[0]
-        if space in ("isobit", "profiler"):
+        space, _, own = name.partition("::")
+        if (space == "isobit" and is_our_operator(own)) or (space == "profiler" and own in PROFILER):
             return None
         if "c10d" in space:
             return COLLECTIVE if "reduce" in name and any(t.is_floating_point() for t in tensors) else None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from types import EllipsisType
 
 import torch
 from torch import Tensor
@@ -27,8 +28,9 @@ class KeyedSampling(LogitsProcessor):
     """Perturbs the logits, so that the largest is the draw; for do_sample=False and one beam.
 
     `samples` names the rows (default 0, 1, …): a sample keeps its draws in any batch under its own name.
-    `attention_mask` is the one given to generate(): it tells how far each prompt is padded on its left. Without it
-    nothing is taken as padding. Nothing is remembered between calls: a position is the number of tokens before it.
+    `attention_mask` is the one given to generate(): it tells how far each prompt is padded on its left. It must be
+    given, and None says that no prompt is padded. Nothing is remembered between calls: a position is the number of
+    tokens before it.
     """
 
     def __init__(
@@ -39,14 +41,20 @@ class KeyedSampling(LogitsProcessor):
         top_p: float | None = None,
         samples: Sequence[int] | Tensor | None = None,
         *,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | EllipsisType | None = ...,
     ) -> None:
+        if attention_mask is ...:
+            raise ArgumentError(
+                expected="attention_mask=, since draws of a padded prompt would differ from those of the prompt alone",
+                received="no attention_mask",
+                remedy="pass the mask that generate() is given; or attention_mask=None where no prompt is padded",
+            )
         refuse_unless(temperature > 0 and math.isfinite(temperature), "temperature above 0", temperature)
         refuse_unless(top_k is None or top_k >= 1, "top_k of at least 1, or None", top_k)
         refuse_unless(top_p is None or 0 < top_p <= 1, "top_p in (0, 1], or None", top_p)
         self.seed, self.temperature, self.top_k, self.top_p = seed, temperature, top_k, top_p
         self.samples = None if samples is None else torch.as_tensor(samples, dtype=torch.int64).reshape(-1)
-        self.padding = None if attention_mask is None else count_padding(attention_mask)
+        self.padding = count_padding(attention_mask) if isinstance(attention_mask, Tensor) else None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores in fp64 whose largest is the draw."""

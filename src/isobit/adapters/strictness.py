@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from isobit.adapters.coverage import Coverage, Observer, observe, walk_gradients
+from isobit.adapters.escapes import Escapes
 from isobit.adapters.operators import find_carrier
+from isobit.adapters.refusals import refuse_flushing
 from isobit.errors import UnsupportedError
+from isobit.machine import flushes_subnormals
 
 Output = TypeVar("Output")
 
@@ -24,15 +27,22 @@ class Strictness:
         self.wanted = wanted
         self.watched: set[tuple[Any, ...]] = set()
 
+    def forget(self) -> None:
+        """Watch every kind anew: other modules or hooks may run other operators."""
+        self.watched.clear()
+
     def run(self, model: nn.Module, kind: tuple[Any, ...], call: Callable[[], Output]) -> Output:
         """The call's output; of a new kind, only where every operator that carries an order was ours."""
         if not self.wanted or kind in self.watched:
             return call()
-        with Placing(model) as seen:
+        if flushes_subnormals(workers=True):
+            refuse_flushing("threads of torch's pool that replace them by zero")
+        seen = Placing(model)
+        with seen, Escapes():
             output = call()
         # A gradient of before is added to the sum of this call's, not among them: it is not looked at.
-        with without_gradients(model):
-            found = seen.coverage(walk_gradients([t for t in tensors_of(output) if t.grad_fn is not None]))
+        graph = walk_gradients([t for t in tensors_of(output) if t.grad_fn is not None], held=False)
+        found = seen.coverage(graph)
         if not found.kept:
             refuse(found, seen)
         self.watched.add(kind)
@@ -45,44 +55,24 @@ class Placing(Observer):  # type: ignore[no-untyped-call]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.places: dict[str, str] = {}
-        self._model, self._inside, self._hooks = model, [""], ExitStack()
-        self._thread = threading.get_ident()
-
-    def __enter__(self) -> Placing:
-        for name, module in self._model.named_modules():
-            self._hooks.enter_context(within(module, name, self._enter, self._leave))
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._hooks.close()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._model = model
+        self._names = {id(module): name for name, module in model.named_modules()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Notes where an operator that carries an order ran first."""
-        if find_carrier(func, args, kwargs) is not None:
-            self.places.setdefault(func._schema.name, self._inside[-1])
+        name = func._schema.name
+        if name not in self.places and find_carrier(func, args, kwargs) is not None:
+            self.places[name] = self._running()
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def _enter(self, name: str) -> None:
-        if threading.get_ident() == self._thread:
-            self._inside.append(name)
-
-    def _leave(self) -> None:
-        if threading.get_ident() == self._thread:
-            self._inside.pop()
-
-
-@contextmanager
-def within(module: nn.Module, name: str, enter: Callable[[str], None], leave: Callable[[], None]) -> Iterator[None]:
-    """Tells when the module begins and ends, also where it ends by an exception."""
-    before = module.register_forward_pre_hook(lambda *_: enter(name))
-    after = module.register_forward_hook(lambda *_: leave(), always_call=True)
-    try:
-        yield
-    finally:
-        before.remove()
-        after.remove()
+    def _running(self) -> str:
+        """The innermost module that is being called, by the stack: hooks would be seen by other threads' calls."""
+        frame = inspect.currentframe()
+        while frame is not None:
+            if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in self._names:
+                return str(self._names[id(frame.f_locals["self"])])
+            frame = frame.f_back
+        return ""
 
 
 def refuse(found: Coverage, seen: Placing) -> None:
@@ -114,17 +104,29 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def coverage(model: nn.Module, batch: Mapping[str, Any]) -> Coverage:
-    """Every operator that runs in a forward and backward of the model on this batch, enabled or not.
+def coverage(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | Tensor) -> Coverage:
+    """List every operator that runs in a forward and backward of a module on this batch, enabled or not.
 
-    The batch is what the model takes; labels are its input_ids where it has none. Gradients held before stay.
+    Args:
+        model: a transformers model, or any module.
+        batch: its keywords, its positional arguments, or its one tensor. A transformers model is called with
+            use_cache=False, and with its input_ids as labels where there are none.
+
+    Returns:
+        The operators, and what the gradient's graph adds. Backward starts from the loss, or else from a gradient of
+        ones for each tensor of the output. Gradients held before stay.
     """
-    inputs = {"use_cache": False, **batch}
-    inputs.setdefault("labels", inputs.get("input_ids"))
+    named = dict(batch) if isinstance(batch, Mapping) else {}
+    placed = () if isinstance(batch, Mapping) else (batch,) if isinstance(batch, Tensor) else tuple(batch)
+    if hasattr(model, "config") and "input_ids" in named:
+        named = {"use_cache": False, "labels": named["input_ids"], **named}
     with without_gradients(model), torch.enable_grad(), observe() as seen:
-        loss = model(**inputs).loss
-        gradients = walk_gradients(loss)
-        loss.backward()
+        output = model(*placed, **named)
+        loss = getattr(output, "loss", None)
+        found = [t for t in tensors_of(output if loss is None else loss) if t.grad_fn is not None]
+        gradients = walk_gradients(found)
+        if found:
+            torch.autograd.backward(found, [torch.ones_like(t) for t in found])
     return seen.coverage(gradients)
 
 

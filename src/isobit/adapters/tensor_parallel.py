@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from isobit.adapters.modules import share_count
-from isobit.adapters.transformers import require_state
+from isobit.adapters.state import require_state
 from isobit.errors import CutError
 from isobit.order.cut import Cut
 from isobit.order.plan import FEATURE_CAP, count_segments

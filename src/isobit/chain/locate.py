@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isobit import bits
+from isobit.adapters.structure import is_called
 from isobit.chain.fixture import WIDTH, Batch, alone, packed, padded
 from isobit.chain.layouts import through_cache
 from isobit.chain.scorers import Scorer
@@ -44,7 +45,8 @@ def watch(scorer: Scorer, batch: Batch, chunks: Sequence[int] | None = None) -> 
 
     with ExitStack() as hooks:
         for name, module in scorer.model.named_modules():
-            hooks.callback(module.register_forward_hook(keep(name)).remove)
+            if scorer.name == "stock" or is_called(scorer.model, name, module):
+                hooks.callback(module.register_forward_hook(keep(name)).remove)
         if chunks is None:
             scorer.logprobs(batch, slice(0, batch.ids.shape[1]), None)
         else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import isobit
-from isobit.adapters.transformers import logprobs
+from isobit.adapters.causal import logprobs
 from isobit.chain.fixture import Batch
 from isobit.ops.logprob.op import IGNORED
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -12,32 +11,14 @@ from rich.table import Table
 from isobit.adapters.transformers import enable
 from isobit.chain.fixture import draw_samples
 from isobit.chain.gate import Report, Row, count_steps, run_gate
-from isobit.chain.models import MODELS, build_model
+from isobit.chain.models import build_model
 from isobit.chain.scorers import Ordered, Scorer, Stock
-from isobit.cli.progress import make_progress
+from isobit.cli.progress import SELDOM, Steps
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
 from isobit.records import to_json
-
-
-def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "chain",
-        help="put a whole model through every batch, padding, chunk and cache layout",
-        description="Builds a model from transformers' configuration with random weights, saves it, loads it with "
-        "from_pretrained, and compares raw bits across layouts: every selected log-probability, the loss, every "
-        "parameter's gradient and every weight after one AdamW step. Stock goes through the same gate beside it; "
-        "only isobit's result decides. Exit 0: kept; 1: broken; 2: could not run.",
-    )
-    parser.add_argument("--model", default="qwen3-small", choices=MODELS, help="default: %(default)s")
-    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="default: %(default)s")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default: %(default)s)")
-    parser.add_argument(
-        "--stock", action=argparse.BooleanOptionalAction, default=True, help="run stock through the same gate"
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON record instead of a table")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -45,6 +26,7 @@ def run(options: argparse.Namespace) -> int:
     ours, stock = go(options)
     if options.json:
         record = {
+            "provenance": provenance_of(options, [str(row) for row in ours.rows]),
             "machine": fingerprint(VERSION),
             "model": options.model,
             "dtype": options.dtype,
@@ -55,21 +37,20 @@ def run(options: argparse.Namespace) -> int:
         }
         print(to_json(record))
     else:
-        show(Console(highlight=False, width=140), options, ours, stock)
+        show(make_console(140), options, ours, stock)
     return 0 if ours.kept else 1
 
 
 def go(options: argparse.Namespace) -> tuple[Report, Report | None]:
     """Both sides, with a bar."""
-    with make_progress() as progress:
-        task = progress.add_task(f"building {options.model}", total=None)
+    with Steps(f"building {options.model}", quiet=options.quiet, every=SELDOM) as steps:
         model = build_model(options.model, getattr(torch, options.dtype), options.seed)
         samples = draw_samples(model.config.vocab_size, options.seed)
-        progress.update(task, total=count_steps(samples) * (2 if options.stock else 1))
+        steps.expect(count_steps(samples) * (2 if options.stock else 1))
 
         def judge(scorer: Scorer) -> Report:
             def tell(layout: str) -> None:
-                progress.update(task, advance=1, description=f"{scorer.name}: {layout}")
+                steps.done(f"{options.model}, {scorer.name}: {layout}")
 
             return run_gate(scorer, samples, tell)
 

@@ -4,46 +4,23 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.progress import make_progress
+from isobit.cli.progress import Steps
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console
 from isobit.curve.gate import Outcome, Verdict, judge, run_jobs
-from isobit.curve.launch import TRANSPORTS, Job
+from isobit.curve.launch import Job
 from isobit.curve.layouts import Layout, grid, refuse_uncut
-from isobit.curve.workload import DTYPES, WORKLOADS, find_workload
+from isobit.curve.workload import find_workload
 from isobit.errors import ArgumentError
 from isobit.files import write_text
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
-from isobit.records import to_json
+from isobit.records import Provenance, to_json
 from isobit.report.curve_picture import draw_curves
-
-
-def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "curve",
-        help="train one model in every layout of ranks and micro-batches, and compare raw bits",
-        description="Trains a Qwen3-architecture model with AdamW and clipping on a global batch of unequal samples: "
-        "data-parallel ranks × micro-batches × tensor-parallel ranks, DDP and FSDP2, in the simulator or as processes "
-        "under torchrun. Kept is one loss curve and one digest of weights, gradients and optimizer. Exit 0: kept; "
-        "1: broken; 2: could not run.",
-    )
-    parser.add_argument("--workload", default="small", choices=sorted(WORKLOADS), help="default: %(default)s")
-    parser.add_argument("--dtype", nargs="+", default=["float32"], choices=sorted(DTYPES), help="default: float32")
-    parser.add_argument("--transport", default="simulator", choices=TRANSPORTS, help="default: %(default)s")
-    parser.add_argument(
-        "--layouts", nargs="+", metavar="[ENGINE:]DATAxMICROxTENSOR", help="these, instead of the whole grid"
-    )
-    parser.add_argument("--stock", action="store_true", help="stock PyTorch beside it, in the same layouts")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="write outcomes to it, and go on where it stopped")
-    parser.add_argument("--picture", type=Path, metavar="SVG", help="draw how far losses part")
-    parser.add_argument("--json", action="store_true", help="print a JSON record instead of a table")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -59,12 +36,11 @@ def run(options: argparse.Namespace) -> int:
         for stock in sides
         for layout in layouts
     ]
-    with make_progress() as progress:
-        task = progress.add_task("training", total=len(jobs))
+    names = [f"{'stock' if job.stock else 'isobit'} {job.dtype} {job.layout}" for job in jobs]
+    with Steps(names[0], len(jobs), options.quiet) as steps:
 
         def tell(job: Job) -> None:
-            side = "stock" if job.stock else "isobit"
-            progress.update(task, advance=1, description=f"{side} {job.dtype} {job.layout}")
+            steps.done(names[steps.count], following="".join(names[steps.count + 1 : steps.count + 2]))
 
         outcomes = run_jobs(jobs, tell, options.keep)
     verdicts = [
@@ -72,15 +48,16 @@ def run(options: argparse.Namespace) -> int:
         for dtype in options.dtype
         for stock in sides
     ]
+    origin = provenance_of(options, [o.curve.digest for o in outcomes])
     if options.picture is not None:
-        write_text(options.picture, picture_of(outcomes))
+        write_text(options.picture, picture_of(outcomes, origin))
     kept = all(verdict.kept for verdict in verdicts if verdict.side == "isobit")
     if options.json:
         said = [{**asdict(o), "digest": o.curve.digest} for o in outcomes]
-        record = {"machine": fingerprint(VERSION), "workload": asdict(workload), "kept": kept}
+        record = {"provenance": origin, "machine": fingerprint(VERSION), "workload": asdict(workload), "kept": kept}
         print(to_json({**record, "verdicts": verdicts, "outcomes": said}))
     else:
-        show(Console(highlight=False, width=140), outcomes, verdicts)
+        show(make_console(140), outcomes, verdicts)
     return 0 if kept else 1
 
 
@@ -114,17 +91,17 @@ def sentence(verdict: Verdict) -> str:
     found = (
         f"{verdict.side}, {verdict.dtype}: {verdict.layouts} layouts, {verdict.steps} steps: {verdict.curves} loss "
         f"curve(s), digests of weights {verdict.weights}, gradients {verdict.gradients}, optimizer "
-        f"{verdict.optimizers}; losses part by up to {verdict.parted:.3g}"
+        f"{verdict.optimizers}; losses differ by up to {verdict.parted:.3g}"
     )
     if verdict.side == "stock":
-        return f"{found}: {'the control failed to part' if verdict.kept else 'control'}"
+        return f"{found}: {'the control shows no difference' if verdict.kept else 'control'}"
     return f"{found}: {'kept' if verdict.kept else 'BROKEN'}"
 
 
-def picture_of(outcomes: list[Outcome]) -> str:
+def picture_of(outcomes: list[Outcome], origin: Provenance) -> str:
     """A panel a dtype."""
     panels: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {}
     for outcome in outcomes:
         side = "stock" if outcome.stock else "isobit"
         panels.setdefault(outcome.dtype, {}).setdefault(side, {})[outcome.name] = outcome.curve.losses
-    return draw_curves(panels, "How far the loss of each layout parts from one rank's, by step")
+    return draw_curves(panels, "How far the loss of each layout differs from one rank's, by step", origin)

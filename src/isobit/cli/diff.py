@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from isobit.cli.terminal import say
 from isobit.contracts.diff import diff
 from isobit.contracts.load import load_contract
 from isobit.records import to_json
@@ -22,11 +23,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("old", metavar="A", type=Path)
     parser.add_argument("new", metavar="B", type=Path)
     parser.add_argument("--json", action="store_true", help="print a JSON record")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """A line a change, then the advice."""
     found = diff(load_contract(options.old), load_contract(options.new))
-    print(to_json(found) if options.json else found)
+    say(to_json(found) if options.json else found)
     return 0 if found.enough else 1

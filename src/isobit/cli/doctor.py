@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from isobit import native
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console
 from isobit.machine import fingerprint
 from isobit.ops import dispatch
 from isobit.order.plan import VERSION
 from isobit.records import Attestation, Fingerprint, to_json
-
-
-def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "doctor",
-        help="show the machine and its engines, and attest the kernels' order",
-        description="Shows the machine and the engine of each dtype, then reveals the order in which the loaded "
-        "kernels add and compares it with the defined one. Exit 0: kept; 1: not kept, so the portable executor "
-        "serves; 2: no native kernels to attest, so the portable executor serves.",
-    )
-    parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,6 +25,7 @@ def run(options: argparse.Namespace) -> int:
     executor = "native" if dispatch.has_native() else "portable"
     if options.json:
         record = {
+            "provenance": provenance_of(options, [machine.flags, *map(str, found)]),
             "machine": machine,
             "executor": executor,
             "native_missing": missing,
@@ -45,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         }
         print(to_json(record))
     else:
-        show(Console(highlight=False, width=100), machine, executor, missing, found)
+        show(make_console(100), machine, executor, missing, found)
     if missing is not None:
         return 2
     return 0 if executor == "native" else 1

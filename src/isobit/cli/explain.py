@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
+from isobit.cli.terminal import make_console
 from isobit.cli.where import open_workspace
 from isobit.contracts.explain import explain
 from isobit.contracts.load import load_contract
+from isobit.plain_text import one_line, plain
 
 
 def add_parser(commands: Any) -> None:
@@ -23,17 +23,16 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("which", nargs=1, metavar="ID|PATH", help="a contract")
     parser.add_argument("--evidence", metavar="DIR", help="where evidence is kept (default: .isobit here)")
     parser.add_argument("--subject", default="", metavar="NAME|CODE", help="of other code, judged by the same contract")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Sections, each a heading and its lines."""
     workspace, ids = open_workspace(options)
-    console = Console(highlight=False, width=118)
+    console = make_console(118)
     for entry in workspace.choose(ids):
         status = workspace.status(entry, options.subject, claims=True)
         for section in explain(load_contract(Path(entry.path)), status):
-            console.print(section.title, style="bold", markup=False)
+            console.print(one_line(section.title), style="bold")
             for line in section.lines:
-                console.print(f"  {line}", markup=False)
+                console.print("  " + plain(line).replace("\n", "\n  "))
     return 0

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from isobit import files
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import say
 from isobit.cli.where import add_place, open_workspace
 from isobit.report.contract_graph import FORMATS, draw
 
@@ -21,16 +23,16 @@ def add_parser(commands: Any) -> None:
     add_place(parser)
     parser.add_argument("--format", choices=tuple(FORMATS), default="text", help="(default text)")
     parser.add_argument("--out", metavar="FILE", help="write there instead of printing")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """The chosen contracts and all that they rest on."""
     workspace, ids = open_workspace(options)
     entries = workspace.with_dependencies(workspace.choose(ids))
-    text = draw(options.format, workspace.statuses(entries))
+    found = workspace.statuses(entries)
+    text = draw(options.format, found, provenance_of(options, [status.digest for status in found]))
     if options.out:
         files.write_text(Path(options.out), text + "\n")
     else:
-        print(text)
+        say(text)
     return 0

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from isobit import files
+from isobit.cli.terminal import say
 from isobit.contracts.foreign import read_foreign, to_ours
 from isobit.errors import ContractError
+from isobit.plain_text import one_line
 
 
 def add_parser(commands: Any) -> None:
@@ -22,7 +24,6 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("--to", type=Path, metavar="DIR", help="write there")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,14 +34,14 @@ def run(options: argparse.Namespace) -> int:
             found = read_foreign(path.read_bytes().decode("utf-8"), str(path))
         except (ContractError, OSError, UnicodeDecodeError) as error:
             refused += 1
-            print(f"REFUSED {error}")
+            say(one_line(f"REFUSED {error}"))
             continue
         obligations += len(found.obligations)
         executable += found.executable
-        print(f"{found.id}: {found.executable} of {len(found.obligations)} obligations executable: unbound")
+        say(f"{found.id}: {found.executable} of {len(found.obligations)} obligations executable: unbound")
         if options.to:
             options.to.mkdir(parents=True, exist_ok=True)
             files.write_text(options.to / f"{found.id}.contract.yaml", to_ours(found))
     total = len(options.files)
-    print(f"{total - refused} of {total} read; {executable} of {obligations} obligations executable; 0 are a pass")
+    say(f"{total - refused} of {total} read; {executable} of {obligations} obligations executable; 0 are a pass")
     return 1 if refused else 0

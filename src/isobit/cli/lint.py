@@ -6,10 +6,13 @@ import argparse
 import json
 from typing import Any
 
+from isobit.cli.terminal import say
 from isobit.cli.where import add_place, open_workspace
 from isobit.contracts.lint import lint
 from isobit.contracts.load import json_schema
 from isobit.errors import ContractError
+from isobit.plain_text import one_line
+from isobit.records import to_json
 
 
 def add_parser(commands: Any) -> None:
@@ -23,7 +26,6 @@ def add_parser(commands: Any) -> None:
     add_place(parser)
     parser.add_argument("--schema", action="store_true", help="print the JSON schema of a contract, for editors")
     parser.add_argument("--json", action="store_true", help="print JSON records")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,12 +38,12 @@ def run(options: argparse.Namespace) -> int:
         workspace.tree.chosen = [workspace.tree.find(id).id for id in ids]
     found = list(lint(workspace.tree))
     if options.json:
-        print(json.dumps([as_record(error) for error in found], indent=2, ensure_ascii=False))
+        print(to_json([as_record(error) for error in found]))
     else:
         for error in found:
-            print(error)
+            say(one_line(str(error)))
         count = len(workspace.tree.chosen) + len(workspace.tree.broken)
-        print(f"{len(found)} problems in {count} contracts")
+        say(f"{len(found)} problems in {count} contracts")
     return 1 if found else 0
 
 

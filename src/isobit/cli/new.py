@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit import files
-from isobit.cli.where import use_current_folder
+from isobit.cli.terminal import say
 from isobit.contracts.scaffold import scaffold
 from isobit.errors import ArgumentError
 
@@ -22,12 +22,10 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("name", metavar="NAME", help="the contract's id, as my-kernel-v1")
     parser.add_argument("--from", dest="reference", required=True, metavar="PACKAGE:FUNCTION", help="the subject")
     parser.add_argument("--force", action="store_true", help="replace a file that exists")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Refuses to replace what somebody wrote."""
-    use_current_folder()
     path = Path(f"{options.name}.contract.yaml")
     text = scaffold(options.name, options.reference)
     if path.exists() and not options.force:
@@ -36,5 +34,5 @@ def run(options: argparse.Namespace) -> int:
         )
     files.write_text(path, text)
     package = options.reference.partition(":")[0].partition(".")[0]
-    print(f"wrote {path}; fill in what it asks for, then: isobit verify {path} --trust {package}")
+    say(f"wrote {path}; fill in what it asks for, then: isobit verify {path} --trust {package}")
     return 0

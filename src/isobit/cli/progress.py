@@ -1,18 +1,81 @@
-"""The bar that commands show while they work: on the error stream, and gone when they are done."""
+"""Shows what a command is doing on the error stream: a bar that names it on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+import argparse
+import sys
+import time
+from types import TracebackType
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from isobit.cli.terminal import make_console, say
+from isobit.plain_text import one_line
+
+SELDOM = 5.0  # seconds between lines of commands whose steps are short
 
 
-def make_progress() -> Progress:
-    """What is done, a bar, how many of how many, and for how long."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-    )
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """The option that silences all of it."""
+    parser.add_argument("-q", "--quiet", action="store_true", help="show no progress on the error stream")
+
+
+class Steps:
+    """The steps of a command; use it as a context. Off a terminal, at most one line every `every` seconds."""
+
+    def __init__(self, title: str, total: int | None = None, quiet: bool = False, every: float = 0.0) -> None:
+        self.title, self.total, self.quiet, self.every = title, total, quiet, every
+        self.count, self.began, self.last = 0, time.monotonic(), time.monotonic()
+        self.bar: Progress | None = None
+        self.task = TaskID(0)
+
+    def __enter__(self) -> Steps:
+        console = make_console(stderr=True)
+        # Asked of the stream itself: colours may be forced where nobody could see a bar move.
+        if not self.quiet and sys.stderr.isatty() and not console.is_dumb_terminal:
+            words = TextColumn("{task.description}", markup=False)
+            columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+            self.bar = Progress(*columns, console=console, transient=True)
+            self.task = self.bar.add_task(one_line(self.title), total=self.total)
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.bar is not None:
+            self.bar.stop()
+
+    def now(self, name: str) -> None:
+        """Name what is being worked on."""
+        if self.bar is not None:
+            self.bar.update(self.task, description=one_line(name))
+
+    def expect(self, total: int) -> None:
+        """Say how many steps there will be, once that is known."""
+        self.total = total
+        if self.bar is not None:
+            self.bar.update(self.task, total=total)
+
+    def done(self, said: str, following: str = "", seconds: float | None = None) -> None:
+        """One step is finished; `said` is what came of it, `following` names what begins now."""
+        self.count += 1
+        if self.bar is not None:
+            self.bar.update(self.task, completed=self.count, description=one_line(following or said))
+        self._line(f"[{self.count}/{self.total or '?'}] {said}", seconds)
+
+    def at(self, stage: str, done: int, total: int) -> None:
+        """How far the present stage is."""
+        if self.bar is not None:
+            self.bar.update(self.task, description=one_line(stage), completed=done, total=total)
+        self._line(f"{stage}, {done} of {total}")
+
+    def _line(self, text: str, seconds: float | None = None) -> None:
+        if self.bar is not None or self.quiet:
+            return
+        now = time.monotonic()
+        if now - self.last >= self.every:
+            took = now - (self.began if self.every else self.last)  # of this step, where each has a line
+            say(f"{one_line(text)}, {took if seconds is None else seconds:.1f} s", sys.stderr)
+            sys.stderr.flush()
+            self.last = now

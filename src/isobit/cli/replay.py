@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from isobit.cli.terminal import say
 from isobit.cli.where import add_trust, open_workspace
 from isobit.contracts.load import load_contract
 from isobit.errors import ContractError, IsobitError
@@ -23,7 +24,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--file", metavar="PATH", help="the contract's file (default: found by its id)")
     parser.add_argument("--evidence", metavar="DIR", help=argparse.SUPPRESS)
     add_trust(parser)
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
     from isobit.contracts.verify import Options, replay
 
     id, _, name = options.claim.partition("/")
-    options.which = [options.file] if options.file else []
+    options.which = [options.file] if options.file else [id]  # an id of the library is in reach everywhere
     workspace, _ = open_workspace(options)
     contract = load_contract(Path(workspace.tree.find(id).path))
     claim = next((c for c in contract.claims if c.id == name), None)
@@ -47,8 +47,8 @@ def run(options: argparse.Namespace) -> int:
         raise
     except (Exception, SystemExit) as error:
         said = f"{type(error).__name__}: {error}"
-        raise ContractError(expected="code that runs", received=said, remedy="mend what the claim names") from None
-    print(f"{options.claim}: {tally.differing:,} of {tally.compared:,} differ, {tally.inputs:,} inputs")
+        raise ContractError(expected="code that runs", received=said, remedy="fix what the claim names") from None
+    say(f"{options.claim}: {tally.differing:,} of {tally.compared:,} differ, {tally.inputs:,} inputs")
     if tally.differing:
-        print(tally.first)
+        say(tally.first)
     return 0 if tally.compared and not tally.differing else 1

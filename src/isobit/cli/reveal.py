@@ -9,21 +9,22 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.table import Table
 
 from isobit import certify, files, targets
-from isobit.cli.progress import make_progress
+from isobit.cli.progress import SELDOM, Steps
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console
 from isobit.contracts.promises import linear_orders
 from isobit.errors import ArgumentError, IsobitError, RevealError
 from isobit.order.certify import Certificate
 from isobit.order.target import Progress as Told
 from isobit.records import to_json
 from isobit.report.order_page import draw_certificate, write_page
+from isobit.trusted_folder import serve_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOCK: dict[str, Callable[..., Any]] = {
@@ -47,53 +48,12 @@ STOCK: dict[str, Callable[..., Any]] = {
 SHAPE = ("k", "m", "n", "row", "dtype")
 
 
-def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "reveal",
-        help="show the order in which a kernel adds, and whether its configurations share it",
-        description="Reveals the order of addition of one sum in every configuration asked for, by probing, with what "
-        "each addition does; replays both on random terms, to the bit; compares. Exit 0: one order; 1: several; "
-        "2: some order could not be shown.",
-        epilog=f"targets: {', '.join(STOCK)}, all_reduce (gloo, a process a rank), or package.module:name, a callable "
-        "that sums a vector (or takes k, m, n, dtype and returns a target of isobit.targets)",
-    )
-    parser.add_argument("target", help="what to probe: a name below, or package.module:name")
-    parser.add_argument("--k", type=int, default=1024, help="terms of the sum (default 1024)")
-    parser.add_argument("--m", type=numbers, default=[], metavar="M,M…", help="row counts, each a configuration")
-    parser.add_argument("--n", type=int, help="columns of a product (default: as many as terms)")
-    parser.add_argument("--row", type=int, help="the row to read (default 0; of isobit's all are checked)")
-    parser.add_argument("--threads", type=numbers, default=[], metavar="T,T…", help="thread counts, likewise")
-    parser.add_argument("--ranks", type=int, default=4, help="processes of all_reduce (default 4)")
-    parser.add_argument("--elements", type=int, default=64, help="elements that all_reduce reduces (default 64)")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32")
-    whose = parser.add_mutually_exclusive_group()
-    whose.add_argument("--stock", action="store_true", help="PyTorch's own (default)")
-    whose.add_argument("--isobit", action="store_true", help=f"ours: {', '.join(linear_orders.TARGETS)}")
-    parser.add_argument("--order-only", action="store_true", help="do not probe and replay the arithmetic")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture alone")
-    parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
-    parser.set_defaults(run=run)
-
-
-def numbers(text: str) -> list[int]:
-    """1,2,8"""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected whole numbers like 1,2,8; received {text!r}") from None
-    if any(number < 1 for number in found):
-        raise argparse.ArgumentTypeError(f"expected numbers from 1; received {text!r}")
-    return found
-
-
 def run(options: argparse.Namespace) -> int:
     """Prints what was found; the exit code says whether it is one order."""
     check_options(options)
     with ExitStack() as stack:
         target, configurations, title = choose(options, stack)
-        told = stack.enter_context(progress_bar(title))
+        told = stack.enter_context(progress_bar(title, options.quiet))
         stack.enter_context(redirect_stdout(sys.stderr))  # what a kernel prints is no part of the record
         made = guarded(target, options.k, DTYPES[options.dtype])
         certificate = certify(made, configurations, arithmetic=not options.order_only, progress=told)
@@ -101,12 +61,22 @@ def run(options: argparse.Namespace) -> int:
     if options.isobit:
         expected = linear_orders.expected_order(options.target, options.k, DTYPES[options.dtype])
     defined = expected is None or certificate.matches(expected)
+    origin = provenance_of(options, [*(found.tree.digest for found in certificate.classes), repr(certificate.refused)])
     if options.html:
-        files.write_text(options.html, write_page(certificate, title))
+        files.write_text(options.html, write_page(certificate, title, origin))
     if options.svg:
-        files.write_text(options.svg, draw_certificate(certificate, title))
+        files.write_text(options.svg, draw_certificate(certificate, title, origin))
     if options.json:
-        print(to_json({"title": title, **certificate.summary(), "is_defined_order": expected and defined}))
+        print(
+            to_json(
+                {
+                    "title": title,
+                    "provenance": origin,
+                    **certificate.summary(),
+                    "is_defined_order": expected and defined,
+                }
+            )
+        )
     else:
         show(certificate, title, None if expected is None else defined)
     if certificate.refused:
@@ -146,7 +116,7 @@ def guarded(target: Callable[..., Any], k: int, dtype: torch.dtype) -> Callable[
             raise
         except (Exception, SystemExit) as error:
             raise RevealError(
-                expected="a target", received=f"{type(error).__name__}: {error}", remedy="mend what was named"
+                expected="a target", received=f"{type(error).__name__}: {error}", remedy="fix what was named"
             ) from error
 
     return make
@@ -154,8 +124,8 @@ def guarded(target: Callable[..., Any], k: int, dtype: torch.dtype) -> Callable[
 
 def choose(options: argparse.Namespace, stack: ExitStack) -> tuple[Callable[..., Any], list[dict[str, Any]], str]:
     """The target, its configurations, and a title."""
-    whose = "isobit" if options.isobit else "stock"
-    title = f"{whose} {options.target}, {options.dtype}, {options.k} terms"
+    whose = "" if ":" in options.target else "isobit " if options.isobit else "stock "
+    title = f"{whose}{options.target}, {options.dtype}, {options.k} terms"
     if options.target == "all_reduce":
         group = stack.enter_context(targets.Ranks(options.ranks, options.elements))
         title = f"gloo all_reduce, {options.ranks} ranks, {options.elements} elements"
@@ -185,6 +155,7 @@ def choose(options: argparse.Namespace, stack: ExitStack) -> tuple[Callable[...,
 def find(options: argparse.Namespace) -> Callable[..., Any]:
     """The factory of the target that was named."""
     if ":" in options.target:
+        serve_folder([options.target.partition(":")[0].partition(".")[0], *options.trust])
         return import_target(options.target, options.k, DTYPES[options.dtype])
     table = linear_orders.TARGETS if options.isobit else STOCK
     if options.target not in table:
@@ -199,17 +170,15 @@ def find(options: argparse.Namespace) -> Callable[..., Any]:
 def import_target(name: str, k: int, dtype: torch.dtype) -> Callable[..., Any]:
     """What the caller named, from the caller's folder or installed packages."""
     module, _, attribute = name.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (Exception, SystemExit) as error:  # whatever a stranger's module does when imported
         raise ArgumentError(
             expected="package.module:name of something that can be imported",
             received=f"{name} ({type(error).__name__}: {error})",
-            remedy="run where the package can be imported, or install it",
+            remedy="run where the package can be imported, or install it; what it imports from the current folder "
+            "needs --trust NAME",
         ) from error
-    finally:
-        sys.path.pop(0)
     try:
         known = inspect.signature(found).parameters
         takes_shape = "k" in known and bool(known.keys() & {"m", "n", "dtype"})
@@ -227,20 +196,19 @@ def import_target(name: str, k: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 
 @contextmanager
-def progress_bar(title: str) -> Iterator[Told]:
-    """A bar on the error stream, for what the current stage has done."""
-    with make_progress() as progress:
-        task = progress.add_task(title, total=None)
+def progress_bar(title: str, quiet: bool) -> Iterator[Told]:
+    """What the current stage has done, on the error stream."""
+    with Steps(title, quiet=quiet, every=SELDOM) as steps:
 
         def told(stage: str, done: int, total: int) -> None:
-            progress.update(task, description=f"{title}: {stage}", completed=done, total=total)
+            steps.at(f"{title}: {stage}", done, total)
 
         yield told
 
 
 def show(certificate: Certificate, title: str, defined: bool | None) -> None:
     """For people."""
-    console = Console(highlight=False, width=118)
+    console = make_console(118)
     table = Table("configurations", "order", "additions", "digest", "probes", title=title, title_justify="left")
     for found in certificate.classes:
         tree = found.tree

@@ -4,81 +4,36 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.progress import make_progress
+from isobit.cli.options.simulate import WATCHES
+from isobit.cli.progress import SELDOM, Steps
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console
 from isobit.errors import ArgumentError
 from isobit.records import to_json
 from isobit.simulator.checkers import listed
-from isobit.simulator.faults import KINDS
 from isobit.simulator.script import Script
-from isobit.simulator.sweep import WATCHES, Group, Plan, SeedRun, compare_prints, group_findings, run_seeds
-
-FAULTS = {kind.lower(): kind for kind in KINDS}
-
-
-def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
-    parser: argparse.ArgumentParser = commands.add_parser(
-        "simulate",
-        help="run a torchrun script on simulated ranks, under many schedules, and name what is wrong",
-        description="Runs a script as torchrun would, with every rank in this process, once per seed: each seed is "
-        "another schedule and other delays. Finds deadlocks, mismatched collectives, orphaned work and messages, reads "
-        "of pending results, flipped bits, and training in which replicas part. Exit 0: nothing found; 1: findings; "
-        "2: could not run.",
-        epilog="words after -- go to the script: isobit simulate train.py --ranks 8 -- --lr 0.1",
-    )
-    parser.add_argument("script", type=Path, help="a script that calls init_process_group; it is run")
-    parser.add_argument("--ranks", type=int, default=4, help="default: %(default)s")
-    parser.add_argument("--seeds", type=int, default=10, help="schedules to try, from seed 0 (default: %(default)s)")
-    parser.add_argument("--seed", type=int, help="this one alone: to replay a finding")
-    parser.add_argument(
-        "--faults", type=fault_kinds, default=(), metavar="K,K…", help=f"plant one per seed, out of {', '.join(FAULTS)}"
-    )
-    parser.add_argument(
-        "--fault-calls", type=int, default=20, help="at one of a rank's first so many calls (default: 20)"
-    )
-    parser.add_argument(
-        "--sends", choices=("buffered", "rendezvous"), default="buffered", help="as gloo's, or as NCCL's"
-    )
-    parser.add_argument(
-        "--watch", type=watches, default=WATCHES, metavar="W,W…", help=f"default: {','.join(WATCHES)}; none: nothing"
-    )
-    parser.add_argument("--ignore", action="append", default=[], metavar="KIND", help="a kind of finding to leave out")
-    parser.add_argument("--one-worker", action="store_true", help="compare each step with one rank of the same script")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="of that comparison (default: %(default)s)")
-    parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
-    parser.set_defaults(run=run)
-
-
-def fault_kinds(text: str) -> tuple[str, ...]:
-    """die,drop"""
-    words = text.lower().split(",")
-    if not set(words) <= set(FAULTS):
-        raise argparse.ArgumentTypeError(f"expected names out of {', '.join(FAULTS)}; received {text!r}")
-    return tuple(FAULTS[word] for word in words)
-
-
-def watches(text: str) -> tuple[str, ...]:
-    """bits,training"""
-    words = () if text == "none" else tuple(text.split(","))
-    if not set(words) <= {*WATCHES, "finite"}:
-        raise argparse.ArgumentTypeError(f"expected names out of {', '.join(WATCHES)}, finite; received {text!r}")
-    return words
+from isobit.simulator.sweep import Group, Plan, SeedRun, compare_prints, group_findings, run_seeds
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs every seed, prints what came of them."""
-    for wrong, expected, received in (
-        (options.ranks < 1 or options.seeds < 1, "a rank and a seed at least", f"{options.ranks}, {options.seeds}"),
-        (options.one_worker and "training" not in options.watch, "--one-worker with training watched", "none watched"),
-    ):
-        if wrong:
-            raise ArgumentError(expected=expected, received=received, remedy="isobit simulate --help")
+    if options.one_worker and "training" not in options.watch:
+        raise ArgumentError(
+            expected="--one-worker with training watched",
+            received=f"--watch {','.join(options.watch) or 'none'}",
+            remedy="add training to --watch, or leave --watch out",
+        )
+    if not options.script.is_file():
+        raise ArgumentError(
+            expected="a Python script",
+            received=f"no such file: {options.script}",
+            remedy="name a script by its path; words after -- go to the script",
+        )
     plan = Plan(
         Script(options.script, options.passed_on),
         options.ranks,
@@ -90,20 +45,22 @@ def run(options: argparse.Namespace) -> int:
         options.sends,
         options.one_worker,
         options.tolerance,
+        options.patience,
     )
     runs: list[SeedRun] = []
-    with make_progress() as progress:
-        task = progress.add_task(f"{options.script.name} on {options.ranks} ranks", total=len(plan.seeds))
+    title = f"{options.script.name} on {options.ranks} ranks"
+    with Steps(title, len(plan.seeds), options.quiet, SELDOM) as steps:
         for finished in run_seeds(plan):
             refuse_unstarted(options, finished)
             runs.append(finished)
             found = sum(bool(run.found) for run in runs)
-            progress.update(task, advance=1, description=f"{options.script.name}: {found} seeds with findings")
+            steps.done(f"{title}, seed {finished.seed}: {found} seeds with findings")
+    refuse_silent(options, runs)
     groups, departs = group_findings(runs), compare_prints(runs)
     if options.json:
         print(to_json(as_record(options, runs, groups, departs)))
     else:
-        show(Console(highlight=False, width=118, soft_wrap=True), options, runs, groups, departs)
+        show(make_console(118, soft_wrap=True), options, runs, groups, departs)
     return 1 if groups else 0
 
 
@@ -114,13 +71,25 @@ def refuse_unstarted(options: argparse.Namespace, run: SeedRun) -> None:
             raise ArgumentError(
                 expected="a script that reaches a call of torch.distributed",
                 received=f"{found.cause} on every rank" + (f", after {found.wrote!r}" if found.wrote else ""),
-                remedy="run it with python first; words after -- go to the script",
+                remedy=found.remedy or "run it with python first; words after -- go to the script",
             )
+
+
+def refuse_silent(options: argparse.Namespace, runs: list[SeedRun]) -> None:
+    """A script whose ranks never communicate shows nothing: zero comparisons are not a pass."""
+    if not any(run.calls or run.found for run in runs):
+        raise ArgumentError(
+            expected="a script whose ranks communicate through torch.distributed",
+            received=f"no collective and no message from any of {options.ranks} ranks, in {len(runs)} seeds: "
+            "nothing was tried",
+            remedy="name the script that torchrun starts, and let it reach its first collective",
+        )
 
 
 def as_record(options: argparse.Namespace, runs: list[SeedRun], groups: list[Group], departs: str) -> dict[str, Any]:
     """For machines."""
     return {
+        "provenance": provenance_of(options, [options.script.read_text(errors="replace"), *(r.digest for r in runs)]),
         "script": str(options.script),
         "ranks": options.ranks,
         "seeds": [run.seed for run in runs],
@@ -181,9 +150,9 @@ def show(console: Console, options: argparse.Namespace, runs: list[SeedRun], gro
         if group.first.wrote:
             console.print(f"  wrote: {group.first.wrote}", markup=False)
         console.print(f"  again: {replay_command(options, group)}", markup=False)
-    if not runs[0].calls:
-        console.print("no rank made a call of torch.distributed: nothing was tried")
     clean = sum(not run.found for run in runs)
     console.print(f"{len(runs)} seeds, {options.ranks} ranks: {clean} clean, {len(runs) - clean} with findings")
     if clean > 1:
-        console.print(f"prints part: {departs}" if departs else f"prints agree over {clean} clean seeds", markup=False)
+        console.print(
+            f"prints differ: {departs}" if departs else f"prints agree over {clean} clean seeds", markup=False
+        )

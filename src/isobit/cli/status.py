@@ -6,11 +6,13 @@ import argparse
 from collections import Counter
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console
 from isobit.cli.where import add_place, exit_code, open_workspace
 from isobit.contracts.ladder import RUNGS
+from isobit.contracts.signing import read_public
 from isobit.records import to_json
 
 FEW = 40
@@ -22,24 +24,34 @@ def add_parser(commands: Any) -> None:
         "status",
         help="show where contracts stand, from evidence alone",
         description="Reads contracts and evidence; runs nothing, imports neither torch nor the code they name. "
-        "Exit codes as of isobit verify.",
+        "Exit 0: all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run, was "
+        "not judged, or not as far as it must reach.",
     )
     add_place(parser)
     parser.add_argument(
         "--subject", default="", metavar="NAME|CODE", help="of other code, judged by the same contracts"
     )
+    parser.add_argument(
+        "--require-signature",
+        action="append",
+        default=[],
+        metavar="PUBKEY",
+        help="count only evidence that the holder of this Ed25519 key judged (a file; may be given several times)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON records instead of a table")
-    parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
     """Counts, and a table of what is not kept, or of all if they are few."""
     workspace, ids = open_workspace(options)
+    if options.require_signature:
+        workspace.require([read_public(path) for path in options.require_signature])
     found = workspace.statuses(workspace.choose(ids, options.subject), options.subject)
     if options.json:
-        print(to_json(found))
+        origin = provenance_of(options, [status.digest for status in found])
+        print(to_json({"provenance": origin, "contracts": found}))
     else:
-        console = Console(highlight=False, width=118)
+        console = make_console(118)
         table = Table("contract", "version", "verdict", "level", "detail")
         some = found if len(found) <= FEW else [s for s in found if s.verdict != "kept"]
         for status in some[:FEW]:
@@ -51,8 +63,8 @@ def run(options: argparse.Namespace) -> int:
             console.print(f"and {len(some) - FEW:,} more that are not kept")
         for broken in workspace.tree.broken[:FEW]:
             console.print(f"REFUSED {broken.error}", markup=False)
-        for name in workspace.evidence.corrupt[:FEW]:
-            console.print(f"evidence set aside, its content is not what its name says: {name}", markup=False)
+        for name, reason in list(workspace.evidence.refused.items())[:FEW]:
+            console.print(f"evidence that does not count, {reason}: {name}", markup=False)
         verdicts = Counter(s.verdict for s in found)
         levels = Counter(s.level for s in found if s.verdict == "kept")
         said = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from isobit.contracts.ladder import UNSETTLED
 from isobit.contracts.tree import library
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError
+from isobit.trusted_folder import serve_folder
 
 LIBRARY = "isobit"  # among ids and paths: the contracts of isobit's own operators
 
@@ -32,6 +33,17 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def refuse_missing(words: Iterable[str]) -> None:
+    """A word that can only be a path names something that exists."""
+    for word in words:
+        if not Path(word).exists() and ("/" in word or word.endswith((".yaml", ".yml"))):
+            raise ContractError(
+                expected="files or folders that exist, or ids of contracts",
+                received=f"no such file: {word}",
+                remedy="isobit status lists the contracts below a folder",
+            )
+
+
 def is_place(word: str) -> bool:
     """A file or folder, and not the word that means the library."""
     return word != LIBRARY and Path(word).exists()
@@ -39,7 +51,8 @@ def is_place(word: str) -> bool:
 
 def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
     """The contracts that were asked for: what exists as a path is one, the rest are ids."""
-    use_current_folder()  # to find the source of what contracts name; only what is trusted is imported
+    serve_folder(getattr(options, "trust", ()))
+    refuse_missing(options.which)
     paths = [Path(word) for word in options.which if is_place(word)]
     ids = [word for word in options.which if not is_place(word)]
     if LIBRARY in ids:
@@ -58,16 +71,9 @@ def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
     return workspace, chosen
 
 
-def use_current_folder() -> None:
-    """A package may stand in the current folder, which a console script does not search by itself."""
-    here = str(Path().resolve())
-    if here not in sys.path:
-        sys.path.append(here)
-
-
 def exit_code(verdicts: Iterable[str]) -> int:
-    """0 if all are kept, 2 if some could not run and none is worse, else 1. Nothing at all is not kept."""
+    """0 if all are kept, 2 if some could not run or were not judged and none is worse, else 1. Nothing is not kept."""
     found = set(verdicts)
     if found == {"kept"}:
         return 0
-    return 2 if found and found <= {"kept", "could-not-run"} else 1
+    return 2 if found and found <= {"kept", *UNSETTLED} else 1

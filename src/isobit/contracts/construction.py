@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from isobit import bits
+from isobit.contracts.cases import check_device
 from isobit.contracts.contract import Contract
 from isobit.contracts.recipes import Case, fixed_recipes
 from isobit.contracts.tally import Tally
@@ -49,6 +50,7 @@ def check_output(
         try:
             found = subject(*arguments.values(), **case.options)
         except (Exception, SystemExit) as error:
+            check_device(error)
             tally.fail(f"{what} at {case.recipe}: raised {type(error).__name__}: {str(error)[:200]}")
             return
         if expected is not None and (list(found.shape) != expected or found.dtype != case.dtype):

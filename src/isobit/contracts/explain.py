@@ -87,7 +87,7 @@ def _obligation(
 
 
 def _claim(claim: Claim, record: ClaimRecord | None) -> Section:
-    evidence = say_evidence(record) if record else ("could-not-run: no evidence at the present digest",)
+    evidence = say_evidence(record) if record else ("not-judged: no evidence that counts",)
     return Section(f"claim {claim.id}", (say_claim(claim), *evidence), "claim", claim.id)
 
 
@@ -170,7 +170,7 @@ def say_evidence(record: ClaimRecord) -> Iterator[str]:
     """What was found, each number with its denominator."""
     yield (
         f"{record.verdict} at L{record.level} of L{record.required}: "
-        f"{record.differing:,} of {record.compared:,} compared differ, "
+        f"{record.differing:,} of {record.compared:,} compared differ{f' (at L{record.at})' if record.at else ''}, "
         f"in {record.cases:,} cases of {record.inputs:,} inputs, {record.seconds:.1f} s"
     )
     missed = [p for p in record.planted if not p.caught]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import replace
+from typing import Any
 
-from isobit.contracts.contract import Contract
+from isobit.contracts.contract import Claim, Contract
 from isobit.contracts.language import LEVELS
 from isobit.records import ClaimRecord
 
@@ -19,9 +20,13 @@ RUNGS = {
 }
 ENOUGH_INPUTS = 10_000
 
-# Worst first: a contract has the worst verdict of its claims.
-VERDICTS = ("broken", "void", "vacuous", "unbound", "could-not-run", "waived", "kept")
+# Worst first: a contract has the worst verdict of its claims. "could-not-run" was tried, and something that it needs is
+# missing; "not-judged" has no evidence; "below-level" is kept, but not as high as it must reach.
+VERDICTS = ("broken", "void", "vacuous", "unbound", "could-not-run", "not-judged", "below-level", "waived", "kept")
 RED = ("broken", "void")
+UNSETTLED = ("could-not-run", "not-judged", "below-level")
+JUDGED = ("broken", "void", "vacuous", "unbound", "could-not-run", "kept")  # what judging a claim can say
+NOT_DRAWN = ("refuses", "launches")  # relations without inputs to draw
 
 
 def level_number(level: str) -> int:
@@ -40,13 +45,42 @@ def unlinked(contract: Contract) -> tuple[str, ...]:
     return tuple(o.id for o in contract.obligations if o.id not in linked)
 
 
+def earned_level(claim: Claim, expected: Set[str], found: Mapping[str, Any]) -> int:
+    """The level that a claim's counts, planted subjects and proof earn; `found` has the fields of a ClaimRecord.
+
+    `expected` are the wrong subjects that the claim must catch (`planted_names`).
+
+    Raises:
+        ValueError: a record that says kept, and whose counts say otherwise.
+    """
+    if found["relation"] != claim.relation:
+        raise ValueError(f"its relation is {claim.relation}")
+    if found["verdict"] != "kept":
+        return 1 if found["cases"] else 0
+    if found["differing"]:
+        raise ValueError(f"kept, though {found['differing']:,} differ")
+    if not found["compared"] or not found["cases"]:
+        raise ValueError("kept, though nothing was compared")
+    for planted in found["planted"]:
+        if not planted.caught:
+            raise ValueError(f"kept, though {planted.name} was not caught")
+    caught = {planted.name for planted in found["planted"]}
+    if claim.level in LEVELS[:2] or not expected or not caught >= expected:
+        return 1
+    is_drawn, proof = found["drawn"] >= ENOUGH_INPUTS, found["proof"]
+    is_proved = claim.proof and proof and proof.kept and f"proof: {claim.proof.planted}" in caught
+    if is_proved and (is_drawn or claim.relation in NOT_DRAWN):
+        return 4
+    return 3 if is_drawn else 2
+
+
 def contract_verdict(contract: Contract, records: Sequence[ClaimRecord]) -> str:
     """Kept only if every obligation is linked and every claim is kept at the level it asks for."""
     if unlinked(contract) or not contract.claims:
         return worst([*(r.verdict for r in records), "unbound"])
     known = {record.claim for record in records}
-    missing = ["could-not-run" for claim in contract.claims if claim.id not in known]
-    short = ["could-not-run" for r in records if r.verdict == "kept" and r.level < r.required]
+    missing = ["not-judged" for claim in contract.claims if claim.id not in known]
+    short = ["below-level" for r in records if r.verdict == "kept" and r.level < r.required]
     return worst([*(r.verdict for r in records), *missing, *short])
 
 

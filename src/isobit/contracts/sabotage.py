@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit import bits
+from isobit import bits, native
 from isobit.contracts.sabotage_names import LIBRARY_NAMES
 
 Function = Callable[..., Any]
@@ -160,6 +160,31 @@ def of_one_size(function: Function) -> Function:
     return wrong
 
 
+def loaded_each_time(function: Function) -> Function:
+    """Looks for the kernels' binary and loads it at every call."""
+
+    def wrong(*given: Any, **named: Any) -> Any:
+        native.load.__wrapped__()
+        return function(*given, **named)
+
+    return wrong
+
+
+def in_training(plant: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Wrong as `plant` is, but only where gradients are enabled and an input requires them: right in inference."""
+
+    def planted(function: Function) -> Function:
+        def wrong(*given: Any, **named: Any) -> Any:
+            trains = torch.is_grad_enabled() and any(t.requires_grad for t in given if isinstance(t, Tensor))
+            with torch.no_grad():  # a subject may not support gradients, and the plant must show all the same
+                plain = tuple(t.detach() if isinstance(t, Tensor) else t for t in given)
+                return (plant(function) if trains else function)(*plain, **named)
+
+        return wrong
+
+    return planted
+
+
 LIBRARY: dict[str, Callable[[Function], Function]] = {
     "order by batch": nudged(lambda x: len(x) > 16),
     "last row off by one ulp": nudged(last_row),
@@ -181,6 +206,9 @@ LIBRARY: dict[str, Callable[[Function], Function]] = {
     "accepts everything": careless,
     "never launched": never_called,
     "made for one size": of_one_size,
+    "loaded at each call": loaded_each_time,
+    "order by batch with gradients": in_training(nudged(lambda x: len(x) > 16)),
+    "constant output with gradients": in_training(replaced(lambda y, x: torch.zeros_like(y))),
 }
 
 assert tuple(LIBRARY) == LIBRARY_NAMES

@@ -8,8 +8,9 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -18,10 +19,29 @@ from typing import TypeGuard
 from blake3 import blake3
 
 from isobit.errors import ContractError
+from isobit.trusted_folder import find_in_folder
 
 ROOT = Path(__file__).parents[1]  # of isobit itself
 FLAGS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "amx_int8", "avx512_fp16")
-INTERPRETED = "triton-interpreter"
+# What chooses an executor or an instruction set behind the code's back. Evidence made under one setting says nothing of
+# another, so these are part of every digest. They are only noted here; nothing is configured by them.
+INTERPRET = "TRITON_INTERPRET"
+VARIABLES = (
+    INTERPRET,
+    "ONEDNN_MAX_CPU_ISA",
+    "DNNL_MAX_CPU_ISA",
+    "ONEDNN_CPU_ISA_HINTS",
+    "DNNL_CPU_ISA_HINTS",
+    "ONEDNN_DEFAULT_FPMATH_MODE",
+    "DNNL_DEFAULT_FPMATH_MODE",
+    "ATEN_CPU_CAPABILITY",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "GLIBC_TUNABLES",
+)
+# Words in a source that may reach other code by name, which its import statements do not show.
+BY_NAME = re.compile(rb"import_module|__import__|importlib|runpy|pkgutil|sys\.modules|\bexec\b|\beval\b|getattr\(sys")
 
 
 class Sources:
@@ -30,15 +50,24 @@ class Sources:
     def __init__(self) -> None:
         self._read: dict[Path, tuple[str, frozenset[str]]] = {}
         self._closures: dict[tuple[str, str], str] = {}
+        self._members: dict[tuple[str, str], frozenset[Path]] = {}
         self._lazies: dict[Path, dict[str, str]] = {}
 
     def digest_of(self, reference: str) -> str:
         """Of `package.module:name`: every file being worked on that it leads to; installed packages by version."""
+        key = self._key(reference)
+        if key not in self._closures:
+            self._closures[key], self._members[key] = self._closure(*key)
+        return self._closures[key]
+
+    def files_of(self, reference: str) -> frozenset[Path]:
+        """The files whose contents `digest_of` covers."""
+        self.digest_of(reference)
+        return self._members[self._key(reference)]
+
+    def _key(self, reference: str) -> tuple[str, str]:
         module, _, name = reference.partition(":")
-        home = self._lazy(module).get(name.partition(".")[0], "")
-        if (module, home) not in self._closures:
-            self._closures[module, home] = self._closure(module, home)
-        return self._closures[module, home]
+        return module, self._lazy(module).get(name.partition(".")[0], "")
 
     def _lazy(self, package: str) -> dict[str, str]:
         """Names that a package imports when they are first asked for, as it tells type checkers: name -> module."""
@@ -49,11 +78,12 @@ class Sources:
             self._lazies[path] = lazy_names(path.read_bytes())
         return self._lazies[path]
 
-    def _closure(self, module: str, home: str) -> str:
+    def _closure(self, module: str, home: str) -> tuple[str, frozenset[Path]]:
         package = module.partition(".")[0]
         if package != "isobit" and (version := installed_version(package)):
-            return f"{package} {version}"
+            return f"{package} {version}", frozenset()
         found: dict[str, str] = {}
+        members: set[Path] = set()
         queue = [module, *[home] * bool(home)]
         while queue:
             name = queue.pop()
@@ -64,6 +94,7 @@ class Sources:
             if name in found or path is None:
                 continue
             found[name], imports = self._file(path, name)
+            members.add(path)
             parent = name.rpartition(".")[0]
             queue += [parent] * bool(parent)
             for name in imports:
@@ -76,7 +107,7 @@ class Sources:
             raise ContractError(
                 expected=f"the source of {module}", received="none on the import path", remedy="mend the name"
             )
-        return hash_text(*(f"{name} {digest}" for name, digest in sorted(found.items())))
+        return hash_text(*(f"{name} {digest}" for name, digest in sorted(found.items()))), frozenset(members)
 
     def _file(self, path: Path, name: str) -> tuple[str, frozenset[str]]:
         if path not in self._read:
@@ -138,9 +169,9 @@ def lazy_names(text: bytes) -> dict[str, str]:
 
 @lru_cache(maxsize=1000)
 def find_package(package: str) -> ModuleSpec | None:
-    """By every finder there is, editable installs and archives included; a top-level name imports nothing."""
+    """By every finder there is, editable installs and archives included, else in the current folder: nothing runs."""
     try:
-        return importlib.util.find_spec(package)
+        return importlib.util.find_spec(package) or find_in_folder(package)
     except (ImportError, ValueError):
         return None
 
@@ -192,28 +223,40 @@ def installed_version(package: str) -> str:
         return blake3(Path(str(spec.origin)).read_bytes()).hexdigest()[:16]
 
 
-@lru_cache(maxsize=1)
-def executor_digest() -> str:
-    """What carries kernels out here: the native library's bytes, torch's version, the processor's features."""
+@lru_cache(maxsize=16)
+def executor_digest(machine: str) -> str:
+    """What runs kernels on a machine: the native library's bytes, torch's version, and the machine's identity."""
     library = [blake3(path.read_bytes()).hexdigest() for path in sorted(ROOT.glob("_native*.so"))]
-    return hash_text(*library, f"torch {installed_version('torch')}", engine())
+    return hash_text(*library, f"torch {installed_version('torch')}", machine)
+
+
+def machine(variables: Mapping[str, str] | None = None) -> str:
+    """The machine's identity, found without torch: processor features, and the variables that choose among engines."""
+    chosen = engine_variables() if variables is None else variables
+    return " ".join([_processor(), *(f"{name}={chosen[name]}" for name in sorted(chosen))])
 
 
 @lru_cache(maxsize=1)
-def engine() -> str:
-    """The features of this processor that decide which engine runs."""
+def _processor() -> str:
     info = Path("/proc/cpuinfo")
     words: set[str] = set()
     if info.exists():
         line = next((row for row in info.read_text().splitlines() if row.startswith("flags")), "")
         words = set(line.split())
-    features = " ".join(flag for flag in FLAGS if flag in words)
-    return f"{platform.machine()} {sys.platform} {features}{' ' + INTERPRETED if is_interpreted() else ''}".strip()
+    return " ".join([platform.machine(), sys.platform, *(flag for flag in FLAGS if flag in words)])
+
+
+def engine_variables() -> dict[str, str]:
+    """Those of VARIABLES that are set here; Triton's counts only as 1, as Triton reads it."""
+    found = {name: value for name in VARIABLES if (value := os.environ.get(name))}
+    if found.get(INTERPRET) != "1":
+        found.pop(INTERPRET, None)
+    return found
 
 
 def is_interpreted() -> bool:
     """Whether Triton interprets: another executor, so that evidence of one says nothing of the other."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    return INTERPRET in engine_variables()
 
 
 def hash_text(*parts: str) -> str:

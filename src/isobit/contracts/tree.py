@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,13 @@ from typing import Any
 from blake3 import blake3
 
 from isobit import files
+from isobit.contracts.contract import Claim, Contract, Obligation, ProofPlan
 from isobit.contracts.grammar import suggest
 from isobit.contracts.ladder import level_number, required_level, unlinked
+from isobit.contracts.language import LEVELS
 from isobit.contracts.load import load_contract, parse_contract
-from isobit.contracts.sources import ROOT, Sources, executor_digest, hash_text
+from isobit.contracts.sabotage_names import planted_names
+from isobit.contracts.sources import ROOT, Sources, executor_digest, hash_text, machine
 from isobit.errors import ContractError
 
 SKIPPED = frozenset({"node_modules", "__pycache__", "build", "dist", "site-packages"})
@@ -42,6 +45,17 @@ class Entry:
     subject: str
     subjects: dict[str, str]
     waivers: int
+    promised: tuple[str, ...]  # ids of the obligations
+    rungs: tuple[Any, ...]  # of each claim what the ladder needs: see `outline`
+
+    def outline(self) -> Contract:
+        """The contract as far as levels are computed from it: without texts, inputs and code."""
+        claims = []
+        for id, linked, relation, level, planted, proof in self.rungs:
+            plan = ProofPlan("", proof) if proof else None
+            claims.append(Claim(id, tuple(linked), relation, level, sabotage=tuple(planted), proof=plan))
+        obligations = tuple(Obligation(id, "") for id in self.promised)
+        return Contract(self.id, self.version, self.title, obligations, claims=tuple(claims))
 
 
 @dataclass(frozen=True)
@@ -72,21 +86,23 @@ def library() -> Path:
 class Tree:
     """Every contract in reach, by id; dependencies resolve against the library too."""
 
-    def __init__(self, folders: Sequence[Path], home: Path) -> None:
+    def __init__(self, folders: Sequence[Path], home: Path, cached: bool = True) -> None:
+        """Without `cached`, every text is read anew: a cache that came with evidence may be forged as well."""
         self.home = home
         self.entries: dict[str, Entry] = {}
         self.broken: list[Broken] = []
         self.chosen: list[str] = []
         self._seen: set[str] = set()
         self._sources = Sources()
-        self._digests: dict[tuple[str, str], str] = {}
-        facts = self._read_facts()
+        self._digests: dict[str, dict[tuple[str, str], str]] = {}  # by machine
+        self._here = machine()
+        facts = self._read_facts() if cached else {}
         kept: dict[str, Any] = {}
         for folder in folders:
             self._add(folder, facts, kept, chosen=True)
         if not any(library() == f or library() in f.parents for f in folders):
             self._add(library(), facts, kept, chosen=False)
-        if set(kept) - set(facts):
+        if cached and set(kept) - set(facts):
             self._write_facts(facts | kept)
 
     def _add(self, folder: Path, facts: dict[str, Any], kept: dict[str, Any], chosen: bool) -> None:
@@ -135,22 +151,32 @@ class Tree:
             )
         return self.entries[id]
 
-    def digest(self, id: str, subject: str = "") -> str:
-        """BLAKE3 over text, bound source, executor, engine, the judging code, and the dependencies' digests."""
-        if (id, subject) not in self._digests:
-            for name in self._below(id):
-                self._digests[name, ""] = self._digest(name, "")
-            self._digests[id, subject] = self._digest(id, subject)
-        return self._digests[id, subject]
+    def digest(self, id: str, subject: str = "", on: str = "") -> str:
+        """BLAKE3 over text, bound source, executor, machine, the judging code, and the dependencies' digests.
 
-    def _digest(self, id: str, subject: str) -> str:
+        `on` is the identity of a machine (`sources.machine`), this one by default.
+        """
+        on = on or self._here
+        known = self._digests.setdefault(on, {})
+        if (id, subject) not in known:
+            for name in self._below(id, known):
+                known[name, ""] = self._digest(name, "", on)
+            known[id, subject] = self._digest(id, subject, on)
+        return known[id, subject]
+
+    def _digest(self, id: str, subject: str, on: str) -> str:
         entry = self.entries[id]
-        parts = [entry.text_digest, subject, executor_digest(), self._sources.digest_of(MACHINERY)]
-        code = (*entry.code, subject) if ":" in subject else entry.code
-        parts += [self._sources.digest_of(reference) for reference in code]
-        return hash_text(*parts, *(self._digests[name, ""] for name in entry.depends_on))[:32]
+        parts = [entry.text_digest, subject, executor_digest(on), self._sources.digest_of(MACHINERY)]
+        parts += [self._sources.digest_of(reference) for reference in code_of(entry, subject)]
+        return hash_text(*parts, *(self._digests[on][name, ""] for name in entry.depends_on))[:32]
 
-    def _below(self, id: str) -> list[str]:
+    def files_of(self, id: str, subject: str = "") -> frozenset[Path]:
+        """The files that the digest covers: the contract, and the source of what it binds."""
+        entry = self.entries[id]
+        found = [self._sources.files_of(reference) for reference in (*code_of(entry, subject), MACHINERY)]
+        return frozenset({Path(entry.path)}.union(*found))
+
+    def _below(self, id: str, known: Collection[tuple[str, str]]) -> list[str]:
         """What it rests on at any remove and has no digest yet, lowest first; no recursion: chains may be long."""
         found: dict[str, None] = {}
         path: dict[str, None] = {id: None}
@@ -168,7 +194,7 @@ class Tree:
                     )
                 if name not in self.entries:
                     raise missing(self.entries[above], name, self.entries)
-                if name not in found and (name, "") not in self._digests:
+                if name not in found and (name, "") not in known:
                     path[name] = None
                     stack.append((name, iter(self.entries[name].depends_on)))
                     break
@@ -196,13 +222,19 @@ class Tree:
     def _read_facts(self) -> dict[str, Any]:
         try:
             found = json.loads((self.home / "facts.json").read_text())
-            return found["facts"] if found.get("form") == FORM else {}
-        except (OSError, ValueError, KeyError, AttributeError, TypeError):
+            return {k: v for k, v in found["facts"].items() if is_facts(v)} if found.get("form") == FORM else {}
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
             return {}
 
     def _write_facts(self, facts: dict[str, Any]) -> None:
-        self.home.mkdir(parents=True, exist_ok=True)
+        if not self.home.is_dir():  # evidence makes the folder; a command that only reads leaves no trace
+            return
         files.write_text(self.home / "facts.json", json.dumps({"form": FORM, "facts": facts}))
+
+
+def code_of(entry: Entry, subject: str) -> tuple[str, ...]:
+    """What a contract binds, and the other subject that the caller names as code."""
+    return (*entry.code, subject.partition(" ")[0]) if ":" in subject else entry.code
 
 
 def entry_from(path: str, digest: str, facts: dict[str, Any]) -> Entry:
@@ -212,7 +244,7 @@ def entry_from(path: str, digest: str, facts: dict[str, Any]) -> Entry:
 
 
 # Facts hold while the code that reads them does.
-_READERS = ("yaml_text", "grammar", "language", "contract", "load", "ladder", "tree")
+_READERS = ("yaml_text", "grammar", "language", "contract", "load", "ladder", "sabotage_names", "tree")
 FORM = hash_text(*((ROOT / "contracts" / f"{name}.py").read_text() for name in _READERS))
 
 
@@ -237,7 +269,37 @@ def read_facts(data: bytes, where: str) -> dict[str, Any]:
         "subject": contract.subject,
         "subjects": dict(contract.subjects),
         "waivers": len(contract.waivers),
+        "promised": [o.id for o in contract.obligations],
+        "rungs": [
+            [c.id, c.obligations, c.relation, c.level, planted_names(c), c.proof.planted if c.proof else ""]
+            for c in contract.claims
+        ],
     }
+
+
+TEXTS = ("id", "version", "title", "subject")
+COUNTS = ("required", "highest", "obligations", "claims", "waivers")
+LISTS = ("depends_on", "code", "unlinked", "promised")
+
+
+def is_facts(found: Any) -> bool:
+    """Whether something from the cache has the form of `read_facts`."""
+    if type(found) is not dict or set(found) != {*TEXTS, *COUNTS, *LISTS, "subjects", "rungs"}:
+        return False
+    plain = all(type(found[name]) is str for name in TEXTS) and all(type(found[name]) is int for name in COUNTS)
+    lists = all(type(found[name]) is list and all(type(v) is str for v in found[name]) for name in LISTS)
+    subjects = type(found["subjects"]) is dict and all(type(v) is str for v in found["subjects"].values())
+    return plain and lists and subjects and type(found["rungs"]) is list and all(map(is_rung, found["rungs"]))
+
+
+def is_rung(found: Any) -> bool:
+    """A claim's id, obligations, relation, level, what is planted, and what its proof must refuse."""
+    return (
+        type(found) is list
+        and [type(part) for part in found] == [str, list, str, str, list, str]
+        and all(type(word) is str for word in (*found[1], *found[4]))
+        and found[3] in LEVELS
+    )
 
 
 def missing(entry: Entry, name: str, known: Any) -> ContractError:

@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from isobit.errors import ContractError
+from isobit.trusted_folder import serve_folder
 
 OURS = ("isobit",)
 
@@ -38,6 +39,7 @@ def check_origin(found: Any, reference: str, trusted: Sequence[str]) -> None:
 def resolve(reference: str, trusted: Sequence[str]) -> Any:
     """The object that `package.module:name` names."""
     check_trusted(reference, trusted)
+    serve_folder(trusted)  # here, so that processes of --jobs do it too
     module, _, path = reference.partition(":")
     try:
         found: Any = importlib.import_module(module)

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
-
-from isobit import bits
 from isobit.contracts import construction, ladder, proving
+from isobit.contracts.cases import examine, find_breach, run_both, shrink
 from isobit.contracts.contract import Claim, Contract
-from isobit.contracts.integers_search import examine_integers, search_integers
-from isobit.contracts.recipes import Case, Recipe, fixed_recipes
-from isobit.contracts.relations import RELATIONS, Bound, refuses
+from isobit.contracts.integers_search import examine_integers
+from isobit.contracts.recipes import Recipe
+from isobit.contracts.relations import Bound
 from isobit.contracts.sabotage import LIBRARY
-from isobit.contracts.sabotage_names import BY_TRANSFORM, default_sabotage
-from isobit.contracts.search import reduce, search
+from isobit.contracts.sabotage_names import default_sabotage, for_transform
 from isobit.contracts.sources import is_interpreted
 from isobit.contracts.tally import Tally
 from isobit.contracts.trust import resolve
@@ -27,7 +23,6 @@ from isobit.errors import ContractError, IsobitError
 from isobit.records import ClaimRecord, Planted
 
 SECONDS_A_CLAIM = 120.0
-SECONDS_TO_SHRINK = 20.0
 
 
 @dataclass(frozen=True)
@@ -95,14 +90,15 @@ def judge(contract: Contract, claim: Claim, options: Options, empty: ClaimRecord
     """Up the ladder until the level asked for, or until a rung does not hold."""
     bound, wanted = bind(contract, claim, options), min(ladder.level_number(claim.level), options.level)
     if built.differing:
-        return replace(empty, verdict="broken", compared=built.compared, differing=built.differing, detail=built.first)
+        found = replace(empty, verdict="broken", at=1, detail=built.first)
+        return replace(found, compared=built.compared, differing=built.differing)
     if wanted < 2:
         return replace(empty, verdict="kept", level=1, compared=built.compared, cases=built.cases)
-    tally, failing = examine(contract, bound, options)
+    tally, failing = examine(contract, bound, options.thorough)
     record = replace(empty, level=1, **counts(tally))
     if tally.differing:
-        smallest = shrink(contract, bound, options, failing)
-        return replace(record, verdict="broken", **told(contract, claim, options, tally, smallest))
+        smallest = shrink(contract, bound, failing)
+        return replace(record, verdict="broken", at=2, **told(contract, claim, options, tally, smallest))
     idle = [name for name in claim.params.get("under", ()) if not tally.shares.get(name)]
     if not tally.compared or not tally.cases or idle:
         detail = f"nothing was compared under {idle[0]}" if idle else "nothing was compared"
@@ -125,11 +121,12 @@ def climb(
         drawn = Tally()  # L3 counts what it draws itself, beside what L2 listed
         failing = find_breach(contract, bound, drawn, options.seconds)
         tally.add(drawn)
-        record = replace(record, **counts(tally))
+        record = replace(record, drawn=drawn.inputs, **counts(tally))
         if failing is not None:
             if isinstance(failing, Recipe):
-                failing = shrink(contract, bound, options, failing)
-            return replace(record, verdict="broken", level=1, **told(contract, claim, options, tally, failing))
+                failing = shrink(contract, bound, failing)
+            found = told(contract, claim, options, tally, failing)
+            return replace(record, verdict="broken", level=1, at=3, **counts(tally), **found)
         if drawn.inputs >= ladder.ENOUGH_INPUTS:
             record = replace(record, level=3)
         else:
@@ -139,7 +136,8 @@ def climb(
     proof, wrongly = proving.prove(contract, bound, partial(plant, options=options))
     record = replace(record, proof=proof)
     if not proof.kept:
-        return replace(record, verdict="broken" if proof.cases else "could-not-run", level=1, detail=proof.failure)
+        verdict, at = ("broken", 4) if proof.cases else ("could-not-run", 0)
+        return replace(record, verdict=verdict, level=1, at=at, detail=proof.failure)
     record = replace(record, planted=(*record.planted, wrongly))
     if not wrongly.caught:
         return replace(record, verdict="void", level=1, detail=f"the proof holds for a wrong subject: {wrongly.name}")
@@ -156,85 +154,18 @@ def counts(tally: Tally) -> dict[str, Any]:
     }
 
 
-def examine(
-    contract: Contract, bound: Bound, options: Options, first_only: bool = False
-) -> tuple[Tally, Recipe | None]:
-    """L2: the fixed inputs of the claim; the first failing recipe, if any."""
-    tally, failing, claim = Tally(), None, bound.claim
-    if claim.relation == "refuses":
-        refuses(bound, tally, raising=first_only)
-    elif claim.relation == "algebra":
-        examine_integers(bound, tally, raising=first_only)
-    else:
-        for recipe in recipes_of(contract, claim, options.thorough, first_only):
-            run_case(contract, bound, recipe, tally, raising=first_only)
-            if tally.differing and failing is None:
-                failing = recipe
-            if tally.differing and first_only:
-                break
-    return tally, failing
-
-
-def recipes_of(contract: Contract, claim: Claim, thorough: bool, first_only: bool) -> Iterator[Recipe]:
-    """Of all its inputs; sabotage must show on the first of them."""
-    for name in claim.inputs[:1] if first_only else claim.inputs:
-        yield from fixed_recipes(name, contract.inputs[name], thorough and not first_only)
-
-
-def run_case(contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False) -> None:
-    """One case; a subject that raises breaks its promise, but a planted one that raises was not caught by the claim."""
-    case = Case(recipe, contract.inputs[recipe.inputs])
-    counted, before = tally.cases, {name: t.clone() for name, t in case.arguments.items()}
-    try:
-        with torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # edges overflow on purpose
-            RELATIONS[bound.claim.relation](bound, case, tally)
-        if tally.cases == counted:  # a predicate of the contract's own may count for itself
-            tally.count(case.rows if bound.claim.relation != "holds" else 1)
-        if not all(bits.equal(t, before[name]) for name, t in case.arguments.items()):
-            tally.fail("the subject writes to its inputs, so that nothing can be compared")
-    except ContractError:
-        raise
-    except (Exception, SystemExit) as error:
-        if raising:
-            raise
-        tally.count(1)
-        tally.compared += 1
-        tally.fail(f"raised {type(error).__name__}: {str(error)[:300]}")
-
-
-def find_breach(contract: Contract, bound: Bound, tally: Tally, seconds: float) -> Recipe | str | None:
-    """L3: many inputs; the smallest that breaks the claim, or None."""
-    if bound.claim.relation == "algebra":
-        return search_integers(bound, tally, ladder.ENOUGH_INPUTS)
-
-    def check(case: Case, found: Tally) -> None:
-        run_case(contract, bound, case.recipe, found)
-
-    first = bound.claim.inputs[0]
-    return search(check, first, contract.inputs[first], tally, seconds)
-
-
-def shrink(contract: Contract, bound: Bound, options: Options, failing: Recipe | None) -> Recipe | str | None:
-    """The smallest counter-example that a search finds, else the one that is known."""
-    if bound.claim.relation in ("refuses", "algebra"):
-        return search_integers(bound, Tally(), 1000) if bound.claim.relation == "algebra" else None
-    if failing is None:
-        return None
-
-    def check(case: Case, found: Tally) -> None:
-        run_case(contract, bound, case.recipe, found)
-
-    return reduce(check, failing, contract.inputs[failing.inputs], SECONDS_TO_SHRINK)
-
-
 def told(contract: Contract, claim: Claim, options: Options, tally: Tally, smallest: Any) -> dict[str, Any]:
-    """The first difference on the smallest counter-example, and the command that shows it again."""
+    """The first difference on the smallest counter-example, and the command that shows it again.
+
+    A search does not count the case that it fails on: where `tally` has no difference yet, that case is added.
+    """
     detail = tally.first
     if isinstance(smallest, Recipe):
         again = Tally()
-        run_case(contract, bind(contract, claim, options), smallest, again)
+        run_both(contract, bind(contract, claim, options), smallest, again)
         detail = again.first or detail
+        if not tally.differing:
+            tally.add(again)
     elif smallest:
         detail = f"{smallest}"
     words = ["TRITON_INTERPRET=1"] if is_interpreted() else []
@@ -254,11 +185,11 @@ def replay(contract: Contract, claim: Claim, options: Options, recipe: str) -> T
     """One case again, or all fixed ones."""
     bound, tally = bind(contract, claim, options), Tally()
     if not recipe or claim.relation == "refuses":
-        return examine(contract, bound, options)[0]
+        return examine(contract, bound, options.thorough)[0]
     if claim.relation == "algebra":
         examine_integers(bound, tally, recipe)
     else:
-        run_case(contract, bound, Recipe.parse(recipe, contract.inputs), tally)
+        run_both(contract, bound, Recipe.parse(recipe, contract.inputs), tally)
     return tally
 
 
@@ -288,7 +219,7 @@ def try_planted(contract: Contract, bound: Bound, options: Options) -> Iterable[
         # Each transform must catch by itself what is planted for it.
         for transform in claim.params["under"]:
             alone = replace(bound, claim=replace(claim, params={**claim.params, "under": (transform,)}))
-            names = BY_TRANSFORM.get(transform, ())
+            names = for_transform(transform, claim.params)
             if not names:
                 yield Planted(transform, False, "the library plants nothing for it: name its sabotage")
             for name in names:
@@ -300,7 +231,7 @@ def try_planted(contract: Contract, bound: Bound, options: Options) -> Iterable[
 def try_one(contract: Contract, bound: Bound, name: str, options: Options) -> Planted:
     """Caught by a difference; an exception is a fault of the plant, not a catch."""
     try:
-        tally, _ = examine(contract, bound, options, first_only=True)
+        tally, _ = examine(contract, bound, options.thorough, first_only=True)
     except (Exception, SystemExit) as error:
         return Planted(name, False, f"raised {type(error).__name__}: {str(error)[:200]}")
     if not tally.differing and bound.claim.relation == "algebra" and bound.claim.proof is not None:

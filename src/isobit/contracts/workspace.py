@@ -8,16 +8,21 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
 from isobit.contracts import ladder
-from isobit.contracts.contract import Contract
 from isobit.contracts.evidence import Evidence, Finding, merge_records
 from isobit.contracts.load import load_contract
+from isobit.contracts.reach import Reach
+from isobit.contracts.sources import INTERPRET, engine_variables, machine
 from isobit.contracts.tree import HOME, Entry, Tree, library
 from isobit.errors import ContractError, IsobitError
 from isobit.records import ClaimRecord, ContractStatus
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 THOROUGH = " thorough"  # no name of a subject holds a space
 
@@ -33,10 +38,20 @@ class Run:
     seconds: float = float("inf")
 
 
+@dataclass(frozen=True)
+class Judged:
+    """What judging one contract gave: records, the files that its code reached, and the engine that ran."""
+
+    records: tuple[ClaimRecord, ...]
+    files: tuple[tuple[str, str], ...]
+    engine: str
+
+
 class Workspace:
     """Contracts below some folders, and the evidence kept beside them."""
 
     def __init__(self, folders: Sequence[Path], home: Path | None = None) -> None:
+        self.folders = tuple(folders)
         first = folders[0] if folders else Path()
         self.home = home or (first if first.is_dir() else first.parent) / HOME
         self.tree = Tree(folders, self.home)
@@ -50,52 +65,63 @@ class Workspace:
         index, count = shard
         return [e for e in entries if int(blake3(e.id.encode()).hexdigest()[:8], 16) % count == index - 1]
 
+    def require(self, keys: Sequence[Ed25519PublicKey]) -> None:
+        """Counts only evidence that one of the keys has signed, and trusts no cache that may have come with it."""
+        self.evidence.keys = tuple(keys)
+        self.tree = Tree(self.folders, self.home, cached=False)
+
     def status(self, entry: Entry, subject: str = "", claims: bool = False) -> ContractStatus:
         """From evidence at the present digest alone; with `claims`, each claim's record too."""
-
         named = subject.removesuffix(THOROUGH)
-
-        def stands(
-            verdict: str, level: int, digest: str, detail: str = "", records: Iterable[ClaimRecord] = ()
-        ) -> ContractStatus:
-            return ContractStatus(
-                entry.id,
-                entry.version,
-                entry.title,
-                entry.path,
-                digest,
-                verdict,
-                level,
-                entry.required,
-                entry.depends_on,
-                entry.obligations,
-                tuple(records),
-                detail,
-                entry.subjects.get(named, named) or entry.subject,
-            )
-
+        stands = ContractStatus(
+            id=entry.id,
+            version=entry.version,
+            title=entry.title,
+            path=entry.path,
+            digest="",
+            verdict="not-judged",
+            level=0,
+            required=entry.required,
+            depends_on=entry.depends_on,
+            obligations=entry.obligations,
+            subject=entry.subjects.get(named, named) or entry.subject,
+        )
         try:
             digest = self.tree.digest(entry.id, subject)
         except IsobitError as error:
-            return stands("could-not-run", 0, "", str(error))
-        if not claims:
-            headers = self.evidence.headers(digest)
-            words = {str(h["verdict"]) for h in headers}
-            if headers and not entry.waivers:
-                red = sorted(words & set(ladder.RED), key=ladder.VERDICTS.index)
-                best = max(headers, key=lambda h: (h["verdict"] == "kept", int(h["level"]), str(h["date"])))
-                return stands(red[0] if red else str(best["verdict"]), 0 if red else int(best["level"]), digest)
-        findings = self.evidence.read(digest)
+            return replace(stands, verdict="could-not-run", detail=str(error))
+        stands = replace(stands, digest=digest)
+        outline = entry.outline()
+        findings = self.evidence.read(digest, outline)
         if not findings:
-            changed = "no evidence at its present digest" if entry.claims else "nothing in it is executable"
-            lacking = f"; not linked: {', '.join(entry.unlinked)}" if entry.unlinked else ""
-            return stands(
-                "unbound" if entry.unlinked or not entry.claims else "could-not-run", 0, digest, changed + lacking
-            )
-        contract = load_contract(Path(entry.path))
-        records = [ladder.waive(contract, r) for r in merge_records(findings)]
-        verdict, level = ladder.contract_verdict(contract, records), ladder.contract_level(contract, records)
-        return stands(verdict, level, digest, records=records)
+            word, why = self._without_evidence(entry, subject, digest)
+            return replace(stands, verdict=word, detail=why)
+        records: Sequence[ClaimRecord] = merge_records(findings)
+        if entry.waivers:
+            contract = load_contract(Path(entry.path))
+            records = [ladder.waive(contract, r) for r in records]
+        verdict, level = ladder.contract_verdict(outline, records), ladder.contract_level(outline, records)
+        said = f"kept as far as L{level}, must reach L{entry.required}" if verdict == "below-level" else ""
+        return replace(stands, verdict=verdict, level=level, detail=said, claims=tuple(records) if claims else ())
+
+    def _without_evidence(self, entry: Entry, subject: str, digest: str) -> tuple[str, str]:
+        """The word for a contract that nothing is known of, and why."""
+        if entry.unlinked or not entry.claims:
+            said = "no evidence at its present digest" if entry.claims else "nothing in it is executable"
+            return "unbound", said + (f"; not linked: {', '.join(entry.unlinked)}" if entry.unlinked else "")
+        elsewhere = self._elsewhere(entry, subject)
+        reasons = (self.evidence.why_not(digest), elsewhere and f"evidence exists {elsewhere}")
+        said = "; ".join(reason for reason in reasons if reason)
+        return "not-judged", said or "no evidence at its present digest"
+
+    def _elsewhere(self, entry: Entry, subject: str) -> str:
+        """Under which other settings of this machine there is evidence: `under A=1`, `without A=1`."""
+        here = engine_variables()
+        others = [({k: v for k, v in here.items() if k != name}, f"without {name}={here[name]}") for name in here]
+        if INTERPRET not in here:
+            others.append(({**here, INTERPRET: "1"}, f"under {INTERPRET}=1"))
+        there = [said for v, said in others if self.evidence.has(self.tree.digest(entry.id, subject, machine(v)))]
+        return there[0] if there else ""
 
     def statuses(
         self, entries: Sequence[Entry], subject: str = "", claims: bool = False, level: int = 4
@@ -109,7 +135,8 @@ class Workspace:
             weak = [known[d] for d in status.depends_on if d in known and verdict_at(known[d], level) != "kept"]
             if weak:
                 detail = f"rests on {weak[0].id}, which is {weak[0].verdict}"
-                word = ladder.worst([status.verdict, "could-not-run"])
+                word = weak[0].verdict if weak[0].verdict in ladder.UNSETTLED else "could-not-run"
+                word = ladder.worst([status.verdict, word])
                 status = replace(status, verdict=word, level=0, weak=weak[0].id, detail=status.detail or detail)
             known[entry.id] = status
         return [known[entry.id] for entry in entries]
@@ -131,13 +158,12 @@ class Workspace:
         found = []
         for entry in entries:
             try:
-                headers = self.evidence.headers(self.tree.digest(entry.id, key_of(run)))
+                findings = self.evidence.read(self.tree.digest(entry.id, key_of(run)), entry.outline())
             except ContractError:
                 found.append(entry)
                 continue
             enough = min(run.level, entry.highest)
-            settled = [h for h in headers if h["verdict"] in ladder.RED or (h.get("ran") and int(h["asked"]) >= enough)]
-            if not settled:
+            if not any(settles(finding, entry, enough) for finding in findings):
                 found.append(entry)
         return self.in_order(found)
 
@@ -170,11 +196,14 @@ class Workspace:
             yield from self._judge_apart(entries, run, jobs, deadline)
             return
         for entry in entries:
-            records = []
-            for record in judge_file(entry.path, run, deadline):
+            records, reached = [], self._reach(entry, run)
+            for record in reached.during(judge_file(entry.path, run, deadline)):
                 records.append(record)
                 yield entry, record
-            self._keep(entry, run, records)
+            self._keep(entry, run, Judged(tuple(records), reached.files(), engine_in_use()))
+
+    def _reach(self, entry: Entry, run: Run) -> Reach:
+        return Reach(self.home.parent, self.home, self.tree.files_of(entry.id, key_of(run)))
 
     def has_digest(self, entry: Entry, run: Run) -> bool:
         """Not if something it rests on is missing or rests on it."""
@@ -189,25 +218,28 @@ class Workspace:
         # Spawned: torch's threads do not survive a fork.
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             left = deadline - time.monotonic()
-            tasks = {pool.submit(judge_whole, entry.path, run, left): entry for entry in entries}
+            tasks = {pool.submit(judge_whole, e.path, run, left, self._reach(e, run)): e for e in entries}
             for task in as_completed(tasks):
                 entry = tasks[task]
-                records = task.result()
-                self._keep(entry, run, records)
-                for record in records:
+                judged = task.result()
+                self._keep(entry, run, judged)
+                for record in judged.records:
                     yield entry, record
 
-    def _keep(self, entry: Entry, run: Run, records: Sequence[ClaimRecord]) -> None:
-        reached = [record for record in records if not record.detail.startswith("not reached")]
-        if len(reached) < len(records) and not any(record.verdict in ladder.RED for record in reached):
+    def _keep(self, entry: Entry, run: Run, judged: Judged) -> None:
+        reached = tuple(record for record in judged.records if not record.detail.startswith("not reached"))
+        if len(reached) < len(judged.records) and not any(record.verdict in ladder.RED for record in reached):
             return  # cut short by --seconds, and nothing was settled
-        records = reached
-        contract: Contract = load_contract(Path(entry.path))
-        verdict, level = ladder.contract_verdict(contract, records), ladder.contract_level(contract, records)
-        digest = self.tree.digest(entry.id, key_of(run))
-        asked = min(run.level, entry.highest)
-        ran = all(record.verdict != "could-not-run" for record in records)
-        self.evidence.write(Finding(entry.id, digest, run.subject, asked, level, verdict, tuple(records), ran=ran))
+        digest, asked = self.tree.digest(entry.id, key_of(run)), min(run.level, entry.highest)
+        found = Finding(entry.id, digest, run.subject, asked, reached, engine=judged.engine, reached=judged.files)
+        self.evidence.write(found)
+
+
+def settles(finding: Finding, entry: Entry, enough: int) -> bool:
+    """Whether judging again could say more: not after red, nor after every claim ran as far as is asked."""
+    if any(record.verdict in ladder.RED for record in finding.records):
+        return True
+    return finding.ran and len(finding.records) == entry.claims and finding.asked >= enough
 
 
 def key_of(run: Run) -> str:
@@ -224,14 +256,24 @@ def judge_file(path: str, run: Run, deadline: float) -> Iterator[ClaimRecord]:
     yield from verify_contract(load_contract(Path(path)), options)
 
 
-def judge_whole(path: str, run: Run, seconds: float) -> list[ClaimRecord]:
+def judge_whole(path: str, run: Run, seconds: float, reached: Reach) -> Judged:
     """In another process."""
-    return list(judge_file(path, run, time.monotonic() + seconds))
+    records = tuple(reached.during(judge_file(path, run, time.monotonic() + seconds)))
+    return Judged(records, reached.files(), engine_in_use())
+
+
+def engine_in_use() -> str:
+    """The engine that runs bf16 here, and torch's instruction set, asked of the libraries that were just used."""
+    import torch
+
+    from isobit import native
+
+    return f"bf16 {'amx' if native.pairs_bf16() else 'chain'}, torch {torch.backends.cpu.get_cpu_capability()}"
 
 
 def verdict_at(status: ContractStatus, level: int) -> str:
     """Kept, if every claim is kept as far as was asked, and so is what it rests on."""
-    if status.verdict == "could-not-run" and status.claims and not status.weak:
+    if status.verdict == "below-level" and status.claims and not status.weak:
         reached = all(c.verdict == "kept" and c.level >= min(c.required, level) for c in status.claims)
         return "kept" if reached else status.verdict
     return status.verdict

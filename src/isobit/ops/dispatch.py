@@ -141,6 +141,10 @@ def engine_of(dtype: torch.dtype) -> str:
 # ---- which executors ran ---------------------------------------------------------------------------------
 
 
+# Of operators whose launches have other sizes than (rows, n).
+SIZE_NAMES: dict[str, tuple[str, ...]] = {"linear": ("rows", "k", "n")}
+
+
 @dataclass(frozen=True)
 class Launch:
     """One forward call of an operator, with its own sizes: linear's are (rows, K, N), a row function's (rows, n)."""
@@ -149,6 +153,13 @@ class Launch:
     executor: str  # native or portable
     dtype: str
     sizes: tuple[int, ...]
+
+    def named(self) -> dict[str, int]:
+        """Sizes by name: two problems with the same numbers in other places differ."""
+        names = SIZE_NAMES.get(self.operator, ("rows", "n"))
+        if len(names) != len(self.sizes):
+            names = tuple(f"size {at}" for at in range(len(self.sizes)))
+        return dict(zip(names, self.sizes, strict=True))
 
 
 _recordings: list[list[Launch]] = []

@@ -25,6 +25,7 @@ _are_transforms_active = torch._C._are_functorch_transforms_active
 _library = torch.library.Library("isobit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _lock = threading.Lock()
 _pending: dict[str, Callable[[str], None]] = {}
+_portable: set[str] = set()
 _is_loaded = False
 
 
@@ -38,9 +39,15 @@ def portable_operator(name: str) -> Callable[[Callable[..., Any]], Callable[...,
         schema = torch.library.infer_schema(function, mutates_args=())
         _library.define(f"{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         _library.impl(name, keeping_subnormals(function), "CPU")  # type: ignore[no-untyped-call]
+        _portable.add(name)
         return getattr(torch.ops.isobit, name)  # type: ignore[no-any-return]
 
     return register
+
+
+def is_portable_operator(name: str) -> bool:
+    """Tell whether `isobit::<name>` was made by `portable_operator`."""
+    return name in _portable
 
 
 def declare(name: str, register_formulas: Callable[[str], None]) -> None:

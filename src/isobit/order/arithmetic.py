@@ -19,6 +19,7 @@ from isobit.order.target import Session, Terms
 
 WIDTHS = (8, 11, 24, 53)  # significand bits of bf16, fp16, fp32, fp64
 NAMES = {8: "bf16", 11: "fp16", 24: "fp32", 53: "fp64"}
+BELOW_OVERFLOW = 32  # sums of so many 2^120 are finite, and bf16 holds them
 FUSED_BATCH = 1024  # residues of 2^-12 that one fp32 sum holds beside one of 2^-24
 
 
@@ -34,6 +35,9 @@ class Arithmetic:
     keeps_subnormal_terms: bool | None  # None: not seen
     keeps_subnormal_sums: bool | None
     keeps_negative_zero: bool  # whether a sum of nothing but -0.0 is -0.0; not, where one starts from +0.0
+    # Roundings of an addition whose operands are wider than its result. "": an addition of two rounds to its widest
+    # operand's format first, a fused one rounds once. "through fp64": all go through fp64. "at once": all round once.
+    passing: str = ""
 
     def __str__(self) -> str:
         count = Counter(self.widths[:-1] or self.widths)
@@ -60,6 +64,8 @@ class Arithmetic:
         said.append(kept[self.keeps_subnormal_terms, self.keeps_subnormal_sums])
         if self.keeps_negative_zero:
             said.append("-0 kept")
+        if self.passing:
+            said.append(f"rounded {self.passing}")
         return ", ".join(said)
 
     @property
@@ -67,6 +73,7 @@ class Arithmetic:
         """BLAKE3 of all of it."""
         text = repr((self.products, sorted(self.rounded), self.widths, self.terms_cut_to, self.cut_how))
         text += repr((self.keeps_subnormal_terms, self.keeps_subnormal_sums, self.keeps_negative_zero))
+        text += self.passing
         return blake3(text.encode()).digest()
 
 
@@ -184,11 +191,11 @@ def _surviving(session: Session, groups: list[list[_Place]], small: float) -> se
     return found
 
 
-def _leaf_places(session: Session, steps: list[Step]) -> list[list[tuple[int, int]]]:
-    """(term, a term of what it is added to), in groups that one probe can test."""
+def _leaf_places(session: Session, steps: list[Step], most: int = 0) -> list[list[tuple[int, int]]]:
+    """(term, a term of what it is added to), in groups of at most `most` that one probe can test."""
     some = _some_terms(steps)
     # A narrow accumulator must hold the sum of what a group leaves.
-    most = FUSED_BATCH if session.window >= session.target.n else max(session.window // 4, 1)
+    most = most or (FUSED_BATCH if session.window >= session.target.n else max(session.window // 4, 1))
     groups = []
     for group in _antichains(steps, lambda child: child < 0):
         pairs = []
@@ -220,30 +227,46 @@ def _find_cut(session: Session, steps: list[Step]) -> int | None:
 
 
 def _find_fusion(session: Session, steps: list[Step]) -> tuple[str, frozenset[int]]:
-    """With u = 1 + 2^-12, u*u - u is 2^-12 + 2^-24 where the product enters unrounded, else 2^-12."""
+    """Which products are rounded before they are added.
+
+    With u = 1 + 2^-12, u*u - u is 2^-12 + 2^-24 where the product enters unrounded, else 2^-12. Products of bf16
+    numbers fit fp32 unless they overflow: 2^128, minus a number just below it, is finite only where the product is not
+    rounded. Products of fp16 numbers do not overflow fp32 either.
+    """
     target = session.target
     if target.kind != "product":
         return "none", frozenset()
-    if target.scale.bits < 24:
+    if target.scale.bits == 24:
+        u = 1.0 + 2.0**-12
+        rounded = _rounded_products(session, steps, (u, -1.0), u, 2.0**-12 + 2.0**-24, 2.0**-12)
+    elif target.scale.largest > 100:
+        rounded = _rounded_products(session, steps, (2.0**64, 2.0**56 - 2.0**64), 2.0**64, 2.0**120, math.inf)
+        return ("rounded" if len(rounded) == target.n else "exact"), rounded
+    else:
         return "exact", frozenset()
-    u = 1.0 + 2.0**-12
-    groups, rounded, n = _leaf_places(session, steps), set[int](), target.n
+    if len(rounded) == target.n:
+        return "rounded", rounded
+    return ("fused" if _only_first(steps, rounded) else "mixed"), rounded
+
+
+def _rounded_products(
+    session: Session, steps: list[Step], pair: tuple[float, float], factor: float, kept: float, lost: float
+) -> frozenset[int]:
+    """The terms at which a pair leaves `lost` rather than `kept`; a group is one probe unless its members disagree."""
+    groups, rounded = _leaf_places(session, steps, BELOW_OVERFLOW if math.isinf(lost) else 0), set[int]()
     while groups:
-        batch = [Terms(tuple(chain.from_iterable(g)), (u, -1.0) * len(g), factor=u) for g in groups]
+        batch = [Terms(tuple(chain.from_iterable(g)), pair * len(g), factor=factor) for g in groups]
         halves: list[list[tuple[int, int]]] = []
         for group, value in zip(groups, session.ask(batch, "arithmetic"), strict=True):
-            plain = 2.0**-12 * len(group)
-            if value == plain:
+            if value == lost * len(group) and (len(group) == 1 or math.isfinite(lost)):
                 rounded |= {term for term, _ in group}
-            elif value != plain + 2.0**-24 * len(group) and len(group) > 1:
+            elif value != kept * len(group) and len(group) > 1:
                 halves += [group[: len(group) // 2], group[len(group) // 2 :]]
         groups = halves
-    if len(rounded) == n:
-        return "rounded", frozenset(rounded)
-    return ("fused" if _only_first(steps, rounded) else "mixed"), frozenset(rounded)
+    return frozenset(rounded)
 
 
-def _only_first(steps: Sequence[Step], rounded: set[int]) -> bool:
+def _only_first(steps: Sequence[Step], rounded: frozenset[int]) -> bool:
     """Whether just the first product of each run is rounded: it is added to nothing."""
     return all(
         sum(~child in rounded for child in step if child < 0) <= (1 if all(c < 0 for c in step) else 0)

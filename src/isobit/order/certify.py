@@ -9,7 +9,7 @@ from typing import Any
 
 from isobit.errors import ArgumentError, EngineError, RevealError
 from isobit.order.addition import digest, find_parting
-from isobit.order.planted import draw_branch, plant_compensated, plant_tree
+from isobit.order.planted import draw_branch, plant_compensated, plant_corrected, plant_tree
 from isobit.order.reveal import Tree, reveal
 from isobit.order.target import Progress, Target
 
@@ -73,9 +73,13 @@ class Certificate:
             return f"{what}one order; what its additions do was not seen"
         if not tree.replayed:
             return f"{what}one order and one arithmetic; not replayed"
+        replayed = f"replayed to the bit on {tree.replayed} vectors of {len(tree.replays.kinds)} kinds"
         if self.count == 1:
-            return f"{what}order and arithmetic foretell its bits; with one configuration there is nothing to compare"
-        return f"{what}equal bits in every configuration for all inputs without NaN, if it does not branch on them"
+            return f"{what}order and arithmetic predict its bits, {replayed}; one configuration is compared with none"
+        return (
+            f"{what}equal bits in every configuration for all inputs without NaN, if it does not branch on them; "
+            f"{replayed}, so a branch that none of these meets is not covered"
+        )
 
     def matches(self, order_digest: str) -> bool:
         """Whether every configuration has this order."""
@@ -110,6 +114,8 @@ def _summarise(found: OrderClass) -> dict[str, Any]:
         "depth": tree.depth,
         "probes": tree.probes,
         "replayed": tree.replayed,
+        "replays": str(tree.replays),
+        "replayed_kinds": tree.replays.kinds,
         "scope": tree.scope,
         "places_that_add_otherwise": tree.unlike,
         "parts_from_first": found.parting,
@@ -162,7 +168,10 @@ def _name_all(asked: list[Any]) -> list[str]:
 
 
 def check_revealing() -> None:
-    """A planted order must come back exactly, and a planted sum that is no tree must be refused."""
+    """A planted order must come back exactly, and planted sums that are no trees must be refused.
+
+    Kahan's sum has the probes of a chain, Sum2 those of one exact addition of all terms.
+    """
     branch = draw_branch(Random(PLANTED_TERMS), PLANTED_TERMS)
     tree = reveal(plant_tree(branch, PLANTED_TERMS))
     if tree.order_digest != digest(branch) or not tree.replayed:
@@ -171,12 +180,13 @@ def check_revealing() -> None:
             received=f"{tree.order_digest[:8]}, replayed {tree.replayed} times",
             remedy="revealing itself is broken on this machine; trust no certificate, and report this",
         )
-    try:
-        reveal(plant_compensated(PLANTED_TERMS))
-    except RevealError:
-        return
-    raise EngineError(
-        expected="a planted compensated sum to be refused",
-        received="an order for it",
-        remedy="replaying is broken on this machine; trust no certificate, and report this",
-    )
+    for planted in (plant_compensated(PLANTED_TERMS), plant_corrected(PLANTED_TERMS)):
+        try:
+            reveal(planted)
+        except RevealError:
+            continue
+        raise EngineError(
+            expected=f"a {planted.name} to be refused",
+            received="an order for it",
+            remedy="replaying is broken on this machine; trust no certificate, and report this",
+        )

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterable
 from fractions import Fraction
 
+_pack_fp32, _unpack_fp32 = struct.Struct("<f").pack, struct.Struct("<f").unpack
 
 def exact_sum(values: Iterable[float]) -> float:
     """The sum rounded once to fp64, whatever the order of the values."""
@@ -35,7 +36,7 @@ def exact_sum_fp32(values: Iterable[float]) -> float:
 def round_fp32(value: float) -> float:
     """fp64 to fp32, ties to even, overflow to infinity."""
     try:
-        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+        return _unpack_fp32(_pack_fp32(value))[0]  # type: ignore[no-any-return]
     except OverflowError:
         return math.copysign(math.inf, value)
 

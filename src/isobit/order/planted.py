@@ -13,7 +13,7 @@ from isobit.order.target import FP32, Terms
 class Planted:
     """A sum of plain numbers by a given function."""
 
-    kind, scale, output_bits, scope, unlike = "sum", FP32, 24, "", 0
+    kind, scale, output_bits, scope, unlike, storage = "sum", FP32, 24, "", 0, ""
 
     def __init__(self, name: str, n: int, function: Callable[[Sequence[float]], float]) -> None:
         self.name, self.n, self.function = name, n, function
@@ -33,6 +33,10 @@ class Planted:
     def replay(self, values: Sequence[float], factors: Sequence[float]) -> list[float]:
         """The one place that there is."""
         return [self.function(values)]
+
+    def replay_batch(self, batch: Sequence[Sequence[float]], factors: Sequence[float]) -> list[list[float]]:
+        """One by one."""
+        return [[self.function(values)] for values in batch]
 
 
 def plant_tree(branch: Branch, n: int) -> Planted:
@@ -63,6 +67,22 @@ def add_compensated(values: Sequence[float]) -> float:
         error = add_fp32(add_fp32(grown, -total), -corrected)
         total = grown
     return total
+
+
+def plant_corrected(n: int) -> Planted:
+    """Sum2 of Ogita, Rump and Oishi in fp32: its probes look like one exact addition of all terms."""
+    return Planted("planted compensated sum with a correction at the end", n, add_corrected)
+
+
+def add_corrected(values: Sequence[float]) -> float:
+    """The errors of a chain are summed beside it, and added at the end."""
+    total = errors = 0.0
+    for value in values:
+        grown = add_fp32(total, value)
+        there = add_fp32(grown, -total)
+        errors = add_fp32(errors, add_fp32(add_fp32(total, -add_fp32(grown, -there)), add_fp32(value, -there)))
+        total = grown
+    return add_fp32(total, errors)
 
 
 def draw_branch(random: Random, n: int) -> Branch:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 from isobit.errors import RevealError
@@ -32,13 +32,22 @@ class Scale:
     bits: int  # significand bits of a term as it is written
     subnormal: float  # the smallest normal number is twice this; 0 where a result so small is not seen
     lowest: int  # how far exponents of random terms may go below 1
+    smallest: int  # the smallest number that a replay may use is 2^smallest
+    largest: int  # and its largest exponent
+    divided: bool = False  # whether the sum is divided before it is read, by a number that may be off by an ulp
 
 
 # 2^100 absorbs units in fp64 too. fp16 ends at 2^16, so its unit is its smallest number.
-FP32 = Scale(2.0**100, 1.0, 2**24, 24, 2.0**-127, 60)
-BF16 = Scale(2.0**100, 1.0, 2**24, 8, 2.0**-127, 60)
-FP16 = Scale(2.0**15, 2.0**-24, 2**14, 11, 2.0**-15, 13)
-FP16_DIVIDED = Scale(2.0**15, 2.0**-14, 2**4, 11, 0.0, 13)  # the smallest numbers would not survive a division
+FP32 = Scale(2.0**100, 1.0, 2**24, 24, 2.0**-127, 60, -149, 127)
+BF16 = Scale(2.0**100, 1.0, 2**24, 8, 2.0**-127, 60, -133, 127)
+FP16 = Scale(2.0**15, 2.0**-24, 2**14, 11, 2.0**-15, 13, -24, 15)
+# The smallest numbers would not survive a division, and whether the largest overflow depends on when it is made.
+FP16_DIVIDED = Scale(2.0**15, 2.0**-14, 2**4, 11, 0.0, 13, -14, 5, True)
+
+
+def divided(scale: Scale) -> Scale:
+    """The same where the sum is divided before it is read."""
+    return FP16_DIVIDED if scale is FP16 else replace(scale, subnormal=0.0, smallest=-60, largest=60, divided=True)
 
 
 class Target(Protocol):
@@ -75,8 +84,15 @@ class Target(Protocol):
     def sums(self, batch: Sequence[Terms]) -> Sequence[float]:
         """The sum of each."""
 
+    @property
+    def storage(self) -> str:
+        """How the terms of replays are stored, for people: alignment, and strides."""
+
     def replay(self, values: Sequence[float], factors: Sequence[float]) -> Sequence[float]:
         """The sum of these terms at every place where the target makes it."""
+
+    def replay_batch(self, batch: Sequence[Sequence[float]], factors: Sequence[float]) -> Sequence[Sequence[float]]:
+        """For each vector of terms, every different sum that the target makes of it."""
 
 
 def as_range(terms: Sequence[int]) -> range | None:

@@ -65,7 +65,7 @@ class GlobalBatch:
         self._check("rank", rank, self.ranks)
         self._check("micro-batch", micro_batch, self.micro_batches)
         at = rank * self.micro_batches + micro_batch if self.order == "rank" else micro_batch * self.ranks + rank
-        return Share(at * self.size, self.of)
+        return Share(at * self.size, self.of, self.size)
 
     def samples(self, rank: int, micro_batch: int = 0) -> range:
         """The same as places in the global batch."""

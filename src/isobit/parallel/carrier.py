@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.ops.nans import settle_nans
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Node
+from isobit.parallel.additions import add_into, round_total
 from isobit.parallel.batch import GlobalBatch
 from isobit.parallel.buckets import BucketedExchange
 from isobit.parallel.partials import Partials
@@ -25,6 +27,10 @@ class Carrier(Protocol):
     @property
     def peak_bytes(self) -> int:
         """The most memory that partials held at the end of a micro-batch."""
+
+    @property
+    def leaves(self) -> list[tuple[str, Tensor]]:
+        """The tensors that autograd delivers gradients to, by name."""
 
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
         """Before a micro-batch's forward: its subtree of the sample tree."""
@@ -61,10 +67,14 @@ class OwnCarrier:
     def peak_bytes(self) -> int:
         return self._partials.peak_bytes
 
+    @property
+    def leaves(self) -> list[tuple[str, Tensor]]:
+        return trained_leaves(self._model)
+
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
         refuse_changed(self._model, self._parameters)
         self._uses.refuse_parted()
-        widen(self._parameters)
+        prepare(self._parameters, self._batch)
         self._under_way = node, last
         return nullcontext()
 
@@ -147,8 +157,8 @@ class Uses:
         added: dict[nn.Parameter, Tensor] = {}
         for leaf in self.leaves:
             if leaf in totals:
-                first, rounded = self._first[leaf], totals[leaf].to(leaf.dtype)
-                added[first] = rounded if first not in added else added[first] + rounded
+                first, rounded = self._first[leaf], round_total(totals[leaf], leaf.dtype)
+                added[first] = rounded if first not in added else settle_nans(add_into(added[first], rounded))
         return added
 
     def refuse_parted(self) -> None:
@@ -220,10 +230,18 @@ def refuse_idle(absent: list[Tensor], parameters: list[nn.Parameter]) -> None:
         )
 
 
-def widen(parameters: list[nn.Parameter]) -> None:
-    """Before a micro-batch: gradients to come are partials, in the dtype that sums have."""
+def trained_leaves(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """A model's own parameters, each once."""
+    return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+
+
+def prepare(parameters: list[nn.Parameter], batch: GlobalBatch) -> None:
+    """Before a micro-batch: gradients to come are partials, in the dtype that sums have; of the whole batch, rounded.
+
+    Where autograd converts a gradient, its mark is lost: the dtype is that of what the operators return.
+    """
     refuse_leftovers(parameters)
-    for parameter in parameters:
+    for parameter in parameters if batch.shares > 1 else ():
         parameter.grad_dtype = accumulation_dtype(parameter.dtype)
 
 

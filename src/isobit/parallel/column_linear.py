@@ -17,7 +17,7 @@ from isobit.ops.linear.group import check_groups
 from isobit.ops.linear.op import cast_for_autocast, check_linear, linear, spans_of
 from isobit.ops.linear.portable import round_once
 from isobit.ops.registration import refuse_second_order
-from isobit.ops.share import check_share
+from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
 from isobit.parallel.parameter_grads import bias_grad, samples_of, weight_grad
@@ -94,6 +94,7 @@ class Column(torch.autograd.Function):
         weights, biases = parameters[: call.count], parameters[call.count :]
         ctx.save_for_backward(x, *weights)
         ctx.call, ctx.has_bias = call, [bias is not None for bias in biases]
+        ctx.share = share_in_force()
         return tuple(linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
@@ -106,9 +107,9 @@ class Column(torch.autograd.Function):
         # dX is on its way between ranks while the parameters' gradients, which are local, are computed.
         finish = begin_input_grad(grads, weights, call) if want[0] else None
         local = (
-            *[weight_grad(g, x, call.samples) if want[2 + i] else None for i, g in enumerate(grads)],
+            *[weight_grad(g, x, call.samples, ctx.share) if want[2 + i] else None for i, g in enumerate(grads)],
             *[
-                bias_grad(g, call.samples) if has and want[after + i] else None
+                bias_grad(g, call.samples, ctx.share) if has and want[after + i] else None
                 for i, (g, has) in enumerate(zip(grads, ctx.has_bias, strict=True))
             ],
         )

@@ -11,10 +11,21 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from isobit.errors import UnsupportedError
+from isobit.ops.nans import settle_nans
+from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Node
 from isobit.parallel import exchange
 from isobit.parallel.batch import GlobalBatch
-from isobit.parallel.carrier import narrow, refuse_changed, refuse_idle, refuse_order, take_with, unaliased, widen
+from isobit.parallel.carrier import (
+    narrow,
+    prepare,
+    refuse_changed,
+    refuse_idle,
+    refuse_order,
+    take_with,
+    trained_leaves,
+    unaliased,
+)
 from isobit.parallel.partials import Partials
 
 
@@ -24,12 +35,7 @@ class DdpCarrier:
     def __init__(self, model: DistributedDataParallel, batch: GlobalBatch) -> None:
         refuse_tied(model)
         refuse_order(batch)
-        if model.find_unused_parameters or model.gradient_as_bucket_view:
-            raise UnsupportedError(
-                expected="DistributedDataParallel(find_unused_parameters=False, gradient_as_bucket_view=False)",
-                received="one of them True",
-                remedy="pass the model itself to Gradients: absent gradients are zeros there, and buckets its own",
-            )
+        refuse_options(model)
         self._model, self._batch = model, batch
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._partials = Partials(self._parameters)
@@ -42,9 +48,13 @@ class DdpCarrier:
     def peak_bytes(self) -> int:
         return self._partials.peak_bytes
 
+    @property
+    def leaves(self) -> list[tuple[str, Tensor]]:
+        return trained_leaves(self._model.module)
+
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
         refuse_changed(self._model.module, self._parameters)
-        widen(self._parameters)
+        prepare(self._parameters, self._batch)
         self._under_way = node, last
         return nullcontext() if last else self._model.no_sync()
 
@@ -69,11 +79,12 @@ class DdpCarrier:
                 received="a backward of its own",
                 remedy="run it under model.no_sync(), or wrap the module in DistributedDataParallel anew",
             )
-        flat = torch.cat([self._roots.pop(p).reshape(-1) for p in parameters])
+        roots = [self._roots.pop(p) for p in parameters]
+        flat = torch.cat([root.reshape(-1).to(accumulation_dtype(root.dtype)) for root in roots])
         work = exchange.all_reduce(flat, self._model.process_group, async_op=True)
 
         def round_once(_: Any) -> Tensor:
-            return buffer.copy_(flat)
+            return settle_nans(buffer.copy_(flat))
 
         assert work is not None
         return work.get_future().then(round_once)
@@ -113,6 +124,21 @@ def exchange_bucket(carrier: DdpCarrier, bucket: GradBucket) -> torch.futures.Fu
 
 # DDP compares the annotations themselves, which are words in a module that postpones them.
 exchange_bucket.__annotations__.update(bucket=GradBucket, **{"return": torch.futures.Future[Tensor]})
+
+
+def refuse_options(model: DistributedDataParallel) -> None:
+    """Options under which the wrapper takes gradients in another way than the hook relies on.
+
+    With static_graph it skips its own hooks until it has seen a whole backward: no bucket would find its roots.
+    """
+    names = ("find_unused_parameters", "gradient_as_bucket_view", "static_graph")
+    found = [name for name in names if getattr(model, name)]
+    if found:
+        raise UnsupportedError(
+            expected=f"DistributedDataParallel({', '.join(f'{name}=False' for name in names)})",
+            received=", ".join(f"{name}=True" for name in found),
+            remedy="leave these options out; or pass the model itself to Gradients, whose absent gradients are zeros",
+        )
 
 
 def refuse_tied(model: nn.Module) -> None:

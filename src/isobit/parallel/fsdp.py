@@ -15,11 +15,13 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceS
 from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 
 from isobit.errors import UnsupportedError
+from isobit.ops.nans import settle_nans
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Counter, Node
 from isobit.parallel import exchange
+from isobit.parallel.additions import add_into
 from isobit.parallel.batch import GlobalBatch
-from isobit.parallel.carrier import refuse_leftovers
+from isobit.parallel.carrier import refuse_changed, refuse_leftovers
 from isobit.parallel.ddp import refuse_tied
 
 
@@ -29,7 +31,7 @@ class TreeReduceScatter(ReduceScatter):
     def __init__(self) -> None:
         self.under_way: tuple[Node, bool] | None = None
         self.pushed: Node | None = None  # the micro-batch that was last taken in
-        self.counter: Counter[Tensor] = Counter(Tensor.add_)
+        self.counter: Counter[Tensor] = Counter(add_into)
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -63,7 +65,7 @@ class TreeReduceScatter(ReduceScatter):
         if last:
             ((_, total),) = self.counter
             if total is not output_tensor:
-                output_tensor.copy_(total)
+                output_tensor.copy_(settle_nans(total))
             self.counter.clear()
 
 
@@ -98,7 +100,20 @@ class FsdpCarrier:
                 self._scatters.append(scatter)
         self.peak_bytes = 0
 
+    @property
+    def leaves(self) -> list[tuple[str, Tensor]]:
+        """The gathered parameters, of which autograd delivers the gradients."""
+        groups = [g for m in self._model.modules() if isinstance(m, FSDPModule) for g in state_of(m)._fsdp_param_groups]
+        names = {p: name for name, p in self._model.named_parameters()}
+        return [
+            (names[held.sharded_param], held._unsharded_param)
+            for group in groups
+            for held in group.fsdp_params
+            if held._unsharded_param.requires_grad
+        ]
+
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
+        refuse_changed(self._model, self._parameters)
         refuse_leftovers(self._parameters)
         for scatter in self._scatters:
             scatter.under_way = node.ancestor(self._batch.ranks), last
@@ -119,6 +134,10 @@ class FsdpCarrier:
             scatter.under_way = scatter.pushed = None
         if not last:
             self._drop()
+            return
+        for parameter in self._parameters:  # the engine's own rounding to 16 bits has NaNs of its own
+            if parameter.grad is not None and parameter.dtype.itemsize < 4:
+                settle_nans(parameter.grad.to_local())  # type: ignore[attr-defined]
 
     def clear(self) -> None:
         for scatter in self._scatters:

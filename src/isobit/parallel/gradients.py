@@ -12,10 +12,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from isobit.errors import ArgumentError
 from isobit.ops.share import Share, collecting
+from isobit.ops.unfinished import Unfinished
+from isobit.parallel.alike import require_alike_trainers
 from isobit.parallel.batch import GlobalBatch
 from isobit.parallel.carrier import Carrier, OwnCarrier
 from isobit.parallel.ddp import DdpCarrier
+from isobit.parallel.deliveries import Deliveries
 from isobit.parallel.fsdp import FsdpCarrier
+from isobit.parallel.members import Members
 
 
 class Gradients:
@@ -28,8 +32,9 @@ class Gradients:
         # now every p.grad is that of the 16 samples in one batch, bit for bit
 
     `model` is an enabled or isobit model, DistributedDataParallel of one, or one that fully_shard split. Partials are
-    fp32 whatever the parameter's dtype, and gradients are dense. A module is called once a micro-batch: autograd would
-    add its calls within each share. A parameter that no micro-batch used has a gradient of zeros.
+    fp32 whatever the parameter's dtype, and gradients are dense. A parameter that no micro-batch used has a gradient of
+    zeros. Refused: a trained parameter's call without the share's samples, a gradient that a stock operator, several
+    calls of a module or several backwards contributed to, and optimizer.step() before the last micro-batch has ended.
     """
 
     def __init__(self, model: nn.Module, batch: GlobalBatch, *, group: dist.ProcessGroup | None = None) -> None:
@@ -45,8 +50,12 @@ class Gradients:
                 received=f"{ranks} ranks",
                 remedy="pass the data-parallel group, or cut the batch for its ranks",
             )
+        if ranks > 1:
+            require_alike_trainers(model, batch, Members.of(group))
         self._carrier = carrier_of(model, batch, group)
-        self._next, self._closed = 0, False
+        self._deliveries = Deliveries(self._carrier.leaves)
+        self._unfinished = Unfinished(model.parameters(), batch.micro_batches)
+        self._next, self._open, self._closed = 0, False, False
 
     @contextmanager
     def micro_batch(self, index: int) -> Iterator[Share]:
@@ -55,24 +64,46 @@ class Gradients:
             raise ArgumentError(
                 expected="Gradients that are in use", received="closed ones", remedy="make Gradients anew"
             )
-        if index != self._next:
+        if index != self._next or self._open:
             raise ArgumentError(
-                expected=f"micro-batch {self._next}: they are merged from left to right",
-                received=f"micro-batch {index}",
-                remedy="run micro-batches 0, 1, … of every step",
+                expected=f"micro-batch {self._next}: they are merged from left to right, one at a time",
+                received=f"micro-batch {index}" + (f" inside micro-batch {self._next}" if self._open else ""),
+                remedy="run micro-batches 0, 1, … of every step; to give a step up, call discard()",
             )
         share, node = self.batch.share(self.rank, index), self.batch.node(self.rank, index)
         last = index == self.batch.micro_batches - 1
         opened = self._carrier.begin(node, last)  # what it refuses leaves all as it was
+        self._open = True
+        self._unfinished.begin(index)
+        self._deliveries.begin(share)
         try:
             with collecting(share), opened:
                 yield share
             self._carrier.end(node, last)
             self._next = 0 if last else index + 1
         except BaseException:
-            self._next = 0
-            self._carrier.clear()
+            self._give_up()
             raise
+        finally:
+            self._open = False
+            self._deliveries.end()
+        if last:
+            self._unfinished.end()
+
+    def _give_up(self) -> None:
+        self._next = 0
+        self._unfinished.end()
+        self._carrier.clear()
+
+    def discard(self) -> None:
+        """Drops what was collected of this step: the next micro-batch is 0. All ranks call this at the same place."""
+        if self._open:
+            raise ArgumentError(
+                expected="discard() between micro-batches",
+                received=f"discard() inside micro-batch {self._next}",
+                remedy="raise an exception inside the block: it drops the step as well",
+            )
+        self._give_up()
 
     @property
     def peak_bytes(self) -> int:
@@ -83,6 +114,8 @@ class Gradients:
         """Takes the hooks off; the model is as it was, and gradients that are whole stay."""
         if not self._closed:
             self._closed = True
+            self._unfinished.end()
+            self._deliveries.close()
             self._carrier.close()
 
 

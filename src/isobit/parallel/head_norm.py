@@ -14,7 +14,7 @@ from isobit.ops.linear.portable import round_once
 from isobit.ops.registration import refuse_second_order
 from isobit.ops.rms_norm import partial
 from isobit.ops.rms_norm.op import check_norm, widen_for_autocast
-from isobit.ops.share import check_share
+from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.plan import FEATURE_CAP
 from isobit.order.samples import Samples
 from isobit.parallel.parameter_grads import samples_of
@@ -46,7 +46,7 @@ class HeadNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, samples: Samples, ranks: Ranks) -> Tensor:
         y, scales = launch("rms_norm", rows_and_columns(x), x, weight, eps, None, True, 0)
         ctx.save_for_backward(x, weight, scales)
-        ctx.samples, ctx.ranks = samples, ranks
+        ctx.samples, ctx.ranks, ctx.share = samples, ranks, share_in_force()
         return y  # type: ignore[no-any-return]
 
     @staticmethod
@@ -62,6 +62,7 @@ class HeadNorm(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             into_weight = merge_weight_grad(totals, samples, ranks)
             into_weight = into_weight if samples.is_share else round_once(into_weight, weight.dtype)
+            into_weight = as_partial(into_weight, ctx.share)
         return dx, into_weight, None, None, None
 
 

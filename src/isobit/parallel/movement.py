@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isobit.parallel.additions import add_rows, add_two
 from isobit.parallel.line import Line
 from isobit.parallel.meetings import Meeting, Span, cut_spans, meet
 
@@ -19,24 +20,6 @@ MESSAGES_AHEAD = 3  # arrive while one is added
 LONG_BYTES = 1 << 20
 PIECE_BYTES = 16 << 20  # of the whole tensor, where collectives move it
 PIECES_AHEAD = 2
-# Below torch's grain of 32,768 elements an addition never starts threads of its own, so a worker has no second team.
-ELEMENTS_AT_ONCE = 32768
-
-
-def add_two(left: Tensor, right: Tensor, total: Tensor) -> None:
-    """left + right, a stretch at a time."""
-    for at in range(0, total.numel(), ELEMENTS_AT_ONCE):
-        part = slice(at, at + ELEMENTS_AT_ONCE)
-        torch.add(left[part], right[part], out=total[part])
-
-
-def add_rows(rows: Sequence[Tensor], total: Tensor) -> None:
-    """The balanced tree over rows, by rank, into `total`; the rows are overwritten on the way."""
-    for at in range(0, total.numel(), ELEMENTS_AT_ONCE):
-        level = [row[at : at + ELEMENTS_AT_ONCE] for row in rows]
-        while len(level) > 2:
-            level = [torch.add(left, right, out=left) for left, right in zip(level[::2], level[1::2], strict=True)]
-        torch.add(level[0], level[1], out=total[at : at + ELEMENTS_AT_ONCE])
 
 
 class Move(Protocol):

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from isobit.ops import dispatch
 from isobit.ops.linear.op import spans_of, whole_samples
+from isobit.ops.share import Share, as_partial
 from isobit.order.samples import Samples
 
 
@@ -17,14 +18,14 @@ def samples_of(samples: Samples | None, rows: Tensor) -> Samples:
     return whole_samples(rows, None) if samples is None else samples
 
 
-def weight_grad(grad: Tensor, x: Tensor, samples: Samples) -> Tensor:
-    """dW [N, K] of these samples."""
-    return operator("weight", x)(grad, x, spans_of(samples, x), samples.of)
+def weight_grad(grad: Tensor, x: Tensor, samples: Samples, share: Share | None) -> Tensor:
+    """dW [N, K] of these samples; `share` is the one that was collected in the forward."""
+    return as_partial(operator("weight", x)(grad, x, spans_of(samples, x), samples.of), share)
 
 
-def bias_grad(grad: Tensor, samples: Samples) -> Tensor:
+def bias_grad(grad: Tensor, samples: Samples, share: Share | None) -> Tensor:
     """db [N] of these samples."""
-    return operator("bias", grad)(grad, spans_of(samples, grad), samples.of)
+    return as_partial(operator("bias", grad)(grad, spans_of(samples, grad), samples.of), share)
 
 
 def operator(kind: str, given: Tensor) -> Callable[..., Tensor]:

@@ -10,13 +10,14 @@ from torch import Tensor
 from isobit.errors import CutError
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Counter, Node
+from isobit.parallel.additions import add_into
 
 
 class Partials:
     """For each key at most one partial a level of the sample tree; the left one takes the right one in, in place."""
 
     def __init__(self, keys: Iterable[Tensor]) -> None:
-        self._counters: dict[Tensor, Counter[Tensor]] = {key: Counter(Tensor.add_) for key in keys}
+        self._counters: dict[Tensor, Counter[Tensor]] = {key: Counter(add_into) for key in keys}
         self._given: set[Tensor] = set()
         self.peak_bytes = 0
 

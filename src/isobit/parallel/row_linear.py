@@ -14,9 +14,10 @@ from isobit.ops.linear import partial
 from isobit.ops.linear.op import cast_for_autocast, check_linear, spans_of
 from isobit.ops.linear.portable import round_once
 from isobit.ops.registration import refuse_second_order
-from isobit.ops.share import check_share
+from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
+from isobit.parallel.additions import add_to_rows
 from isobit.parallel.parameter_grads import bias_grad, operator, samples_of, weight_grad
 from isobit.parallel.shard import Ranks, ranks_of, split_module
 
@@ -47,14 +48,14 @@ class Row(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut, ranks: Ranks, samples: Samples
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.samples, ctx.has_bias = samples, bias is not None
+        ctx.samples, ctx.has_bias, ctx.share = samples, bias is not None, share_in_force()
         total = partial.output(x, weight, cut).values[0]
         if dispatch.is_recording():
             sizes = (x.shape[:-1].numel(), *reversed(weight.shape))
             dispatch.record("linear", dispatch.is_native(x.dtype), x.dtype, sizes)
         ranks.merge(total)
         if bias is not None:
-            total += bias.to(total.dtype)
+            add_to_rows(total, bias.to(total.dtype))
         return round_once(total, x.dtype)
 
     @staticmethod
@@ -65,8 +66,8 @@ class Row(torch.autograd.Function):
         want = ctx.needs_input_grad
         return (
             operator("input", grad)(grad, weight) if want[0] else None,
-            weight_grad(grad, x, ctx.samples) if want[1] else None,
-            bias_grad(grad, ctx.samples) if ctx.has_bias and want[2] else None,
+            weight_grad(grad, x, ctx.samples, ctx.share) if want[1] else None,
+            bias_grad(grad, ctx.samples, ctx.share) if ctx.has_bias and want[2] else None,
             *[None] * 3,
         )
 

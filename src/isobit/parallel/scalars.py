@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.exact_sum.op import exact_state, round_state
 from isobit.ops.exact_sum.portable import DIGITS, LOWEST, to_digits
+from isobit.ops.unfinished import refuse_unfinished
 from isobit.optim import norm_of, scale_by_norm
 from isobit.order.exact_sum import round_fp32
 from isobit.parallel.members import Members
@@ -147,6 +148,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """isobit.optim.clip_grad_norm_ for a model that is spread over the group; returns the norm before, fp32."""
     given = list_of(parameters)
+    refuse_unfinished("clip_grad_norm_", given)
     norm = total_norm(parameters if isinstance(parameters, nn.Module) else given, group=group)
     if error_if_nonfinite and not norm.isfinite():
         raise UnsupportedError(

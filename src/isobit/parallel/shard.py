@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from isobit.errors import ArgumentError, CutError, UnsupportedError
 from isobit.parallel import exchange
+from isobit.parallel.alike import require_alike_engines
 
 _RANKS, _SHARDS = "_isobit_ranks", "_isobit_shards"
 _SHARD = "_isobit_shard"  # on a split parameter itself: lists of parameters have no module to ask
@@ -176,6 +177,8 @@ def split_module(module: nn.Module, axes: dict[str, int], ranks: Ranks, ties: Ti
             received=f"one split over {ranks_of(module)}",
             remedy="split it once",
         )
+    for dtype in {getattr(module, name).dtype for name in axes}:
+        require_alike_engines(dtype, ranks.group)
     shards = {name: Shard.equal(ranks, axis, getattr(module, name).shape[axis]) for name, axis in axes.items()}
     for name, shard in shards.items():
         setattr(replace_parameter(module, name, partial(take, shard=shard), ties), _SHARD, shard)

@@ -15,7 +15,7 @@ from isobit.ops.embedding import partial
 from isobit.ops.embedding.op import NO_PADDING, check_embedding
 from isobit.ops.linear.op import spans_of
 from isobit.ops.registration import refuse_second_order
-from isobit.ops.share import check_share
+from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.samples import Samples
 from isobit.parallel.parameter_grads import samples_of
 from isobit.parallel.shard import Ranks, Shard, ranks_of, split_module
@@ -62,7 +62,7 @@ class Embedding(torch.autograd.Function):
         ctx: Any, weight: Tensor, ids: Tensor, padding: int, samples: Samples, shard: Shard, ranks: Ranks
     ) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.padding, ctx.samples, ctx.shard = padding, samples, shard
+        ctx.padding, ctx.samples, ctx.shard, ctx.share = padding, samples, shard, share_in_force()
         if dispatch.is_recording():
             sizes = (ids.numel(), *weight.shape)
             dispatch.record("embedding", dispatch.is_native(weight.dtype), weight.dtype, sizes)
@@ -75,7 +75,7 @@ class Embedding(torch.autograd.Function):
             refuse_second_order("parallel.vocab_embedding")()
         shard, padding = ctx.shard, None if ctx.padding == NO_PADDING else ctx.padding
         found = partial.weight_grad(grad, ids, ctx.samples, shard.offset, shard.length, padding_idx=padding)
-        return found, *[None] * 5
+        return as_partial(found, ctx.share), *[None] * 5
 
 
 class VocabParallelEmbedding(nn.Embedding):

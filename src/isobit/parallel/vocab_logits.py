@@ -11,7 +11,7 @@ from isobit.ops.linear import partial
 from isobit.ops.linear.op import linear_fp32, spans_of
 from isobit.ops.linear.portable import round_once
 from isobit.ops.registration import refuse_second_order
-from isobit.ops.share import check_share
+from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
 from isobit.parallel.parameter_grads import samples_of, weight_grad
@@ -36,7 +36,7 @@ class Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, cut: Cut, ranks: Ranks, samples: Samples) -> Tensor:
         ctx.save_for_backward(hidden, weight)
-        ctx.cut, ctx.ranks, ctx.samples = cut, ranks, samples
+        ctx.cut, ctx.ranks, ctx.samples, ctx.share = cut, ranks, samples, share_in_force()
         return torch.cat(list(ranks.gather(linear_fp32(hidden, weight)).unbind(0)), -1)
 
     @staticmethod
@@ -51,4 +51,5 @@ class Logits(torch.autograd.Function):
             total = partial.input_grad(rounded, weight, cut).values[0]
             ctx.ranks.merge(total)
             into_hidden = round_once(total, hidden.dtype)
-        return into_hidden, weight_grad(rounded, hidden, ctx.samples) if want[1] else None, None, None, None
+        into_weight = weight_grad(rounded, hidden, ctx.samples, ctx.share) if want[1] else None
+        return into_hidden, into_weight, None, None, None

@@ -16,7 +16,7 @@ from isobit.ops.logprob import partial
 from isobit.ops.logprob.loss import count_active
 from isobit.ops.logprob.op import IGNORED, check_targets
 from isobit.ops.registration import refuse_second_order
-from isobit.ops.share import check_share
+from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
 from isobit.parallel.parameter_grads import samples_of
@@ -73,6 +73,7 @@ class Logprob(torch.autograd.Function):
         found, stats = partial.finish(partial.merge(held[:, :, :2]), of_target, targets)
         ctx.save_for_backward(hidden, weight, targets, stats, spans)
         ctx.temperature, ctx.cut, ctx.of, ctx.ranks = temperature, cut, of, ranks
+        ctx.share = share_in_force()
         return found
 
     @staticmethod
@@ -86,7 +87,7 @@ class Logprob(torch.autograd.Function):
         if want[0]:
             ctx.ranks.merge(total)
             into_hidden = round_once(total, ctx.saved_tensors[0].dtype)
-        return into_hidden, into_weight if want[1] else None, *[None] * 6
+        return into_hidden, as_partial(into_weight, ctx.share) if want[1] else None, *[None] * 6
 
 
 def vocab_cross_entropy(

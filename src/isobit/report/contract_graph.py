@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from html import escape
 
-from isobit.records import ContractStatus
+from isobit.plain_text import one_line, plain
+from isobit.records import ContractStatus, Provenance, to_json
+from isobit.report.markup import as_metadata, escape, facts_of
 
-COLOURS = {"kept": "#2a7f4f", "waived": "#b08900", "could-not-run": "#7a7a7a", "unbound": "#7a7a7a"}
+GREY = "#7a7a7a"
+COLOURS = {
+    "kept": "#2a7f4f",
+    "waived": "#b08900",
+    "could-not-run": GREY,
+    "not-judged": GREY,
+    "below-level": GREY,
+    "unbound": GREY,
+}
 RED = "#b3261e"
 WIDTH, HEIGHT, GAP_X, GAP_Y = 230, 46, 26, 46
 
 
-def draw(format: str, contracts: Sequence[ContractStatus]) -> str:
-    """In one of FORMATS."""
-    return FORMATS[format](contracts)
+def draw(format: str, contracts: Sequence[ContractStatus], origin: Provenance | None = None) -> str:
+    """In one of FORMATS; where it comes from is a comment, in those that have one."""
+    drawn = FORMATS[format](contracts)
+    if origin is None:
+        return drawn
+    if format == "svg":
+        return drawn.replace(">", f">{as_metadata(origin)}", 1)
+    mark = {"mermaid": "%%", "dot": "//"}.get(format)
+    notes = [f"{mark} {one_line(f'{name}: {value}')}" for name, value in facts_of(origin)] if mark else []
+    return "\n".join([*notes, drawn])
 
 
 def colour_of(contract: ContractStatus) -> str:
@@ -28,7 +43,7 @@ def as_text(contracts: Sequence[ContractStatus]) -> str:
     lines = []
     for contract in contracts:
         rests = f"  ← {', '.join(contract.depends_on)}" if contract.depends_on else ""
-        lines.append(f"{contract.id}  L{contract.level} {contract.verdict}{rests}")
+        lines.append(plain(f"{contract.id}  L{contract.level} {contract.verdict}{rests}"))
     return "\n".join(lines)
 
 
@@ -36,7 +51,7 @@ def as_mermaid(contracts: Sequence[ContractStatus]) -> str:
     """For pages that draw Mermaid."""
     names = {c.id: f"c{i}" for i, c in enumerate(contracts)}
     lines = ["graph BT"]
-    lines += [f'  {names[c.id]}["{c.id}<br/>L{c.level} {c.verdict}"]' for c in contracts]
+    lines += [f'  {names[c.id]}["{escape(c.id)}<br/>L{c.level} {escape(c.verdict)}"]' for c in contracts]
     lines += [f"  {names[c.id]} --> {names[d]}" for c in contracts for d in c.depends_on if d in names]
     lines += [f"  style {names[c.id]} stroke:{colour_of(c)},stroke-width:2px" for c in contracts]
     return "\n".join(lines)
@@ -46,10 +61,15 @@ def as_dot(contracts: Sequence[ContractStatus]) -> str:
     """For Graphviz."""
     lines = ["digraph contracts {", "  rankdir=BT; node [shape=box, fontname=Helvetica];"]
     for contract in contracts:
-        label = f"{contract.id}\\nL{contract.level} {contract.verdict}"
-        lines.append(f'  "{contract.id}" [label="{label}", color="{colour_of(contract)}"];')
-        lines += [f'  "{contract.id}" -> "{name}";' for name in contract.depends_on]
+        label = f"{quoted(contract.id)}\\nL{contract.level} {quoted(contract.verdict)}"
+        lines.append(f'  "{quoted(contract.id)}" [label="{label}", color="{colour_of(contract)}"];')
+        lines += [f'  "{quoted(contract.id)}" -> "{quoted(name)}";' for name in contract.depends_on]
     return "\n".join([*lines, "}"])
+
+
+def quoted(text: str) -> str:
+    """Inside quotes of DOT."""
+    return one_line(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
 def as_json(contracts: Sequence[ContractStatus]) -> str:
@@ -58,7 +78,7 @@ def as_json(contracts: Sequence[ContractStatus]) -> str:
         {"id": c.id, "level": c.level, "verdict": c.verdict, "digest": c.digest, "depends_on": c.depends_on}
         for c in contracts
     ]
-    return json.dumps(nodes, indent=2)
+    return to_json(nodes)
 
 
 def ranks_of(contracts: Sequence[ContractStatus]) -> dict[str, int]:

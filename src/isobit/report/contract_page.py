@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from html import escape
 
-from isobit.records import ClaimRecord, ContractStatus, Planted, Section
+from isobit.records import ClaimRecord, ContractStatus, Planted, Provenance, Section
 from isobit.report.contract_graph import as_svg
+from isobit.report.markup import FOOTER_STYLE, as_footer, escape
 
 # The words of the ladder; tests hold them to those that judge.
 RUNGS = (
@@ -17,7 +16,14 @@ RUNGS = (
     "at least 10,000 inputs",
     "proved, by the engine named",
 )
-TONES = {"kept": "good", "waived": "warn", "could-not-run": "mute", "unbound": "mute"}
+TONES = {
+    "kept": "good",
+    "waived": "warn",
+    "could-not-run": "mute",
+    "not-judged": "mute",
+    "below-level": "mute",
+    "unbound": "mute",
+}
 OPEN = ("broken", "void", "vacuous")  # what a reader came for is unfolded
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -52,7 +58,8 @@ color:var(--quiet);background:var(--panel);box-shadow:inset 0 0 0 1px var(--line
 details.contract{{border:1px solid var(--line);border-left:4px solid var(--tone);border-radius:8px;margin:.7rem 0;
 padding:.6rem 1rem}}
 summary{{cursor:pointer}}details.contract>summary{{display:flex;gap:.8rem;align-items:center;flex-wrap:wrap}}
-summary b{{font-size:1.02rem}}summary span.quiet{{flex:1 1 16rem}}.place{{scroll-margin-top:5rem;padding-top:.5rem}}
+summary b{{font-size:1.02rem}}summary span.quiet{{flex:1 1 16rem}}
+.place{{scroll-margin-top:5rem;padding-top:.5rem;overflow-wrap:anywhere}}
 code,pre,.formula{{font:13px/1.5 ui-monospace,Menlo,Consolas,monospace}}
 .formula{{background:var(--panel);border-radius:6px;padding:.4rem .7rem;margin:.3rem 0;overflow-wrap:anywhere}}
 .obligation{{margin:1.1rem 0 .4rem}}
@@ -63,16 +70,22 @@ margin:.5rem 0 .5rem .8rem}}
 .claim details{{margin:.35rem 0}}.tone{{color:var(--tone);font-weight:600}}
 pre{{background:var(--panel);border:1px solid var(--line);border-radius:6px;padding:.5rem .7rem;margin:.35rem 0;
 white-space:pre-wrap;overflow-wrap:anywhere}}
+.wide{{overflow-x:auto}}{footer_style}
 </style>
 <h1>{title}</h1>{numbers}
 <h2>The ladder</h2>{ladder}
 <h2>What rests on what</h2><div class="graph">{graph}</div>
-<h2>Contracts</h2>{contracts}
+<h2>Contracts</h2>{contracts}{origin}
 </html>
 """
 
 
-def draw_contracts(contracts: Sequence[ContractStatus], sections: Mapping[str, Sequence[Section]], title: str) -> str:
+def draw_contracts(
+    contracts: Sequence[ContractStatus],
+    sections: Mapping[str, Sequence[Section]],
+    title: str,
+    origin: Provenance | None = None,
+) -> str:
     """`sections` holds the words of each contract by id; a contract without words still shows all its claims."""
     ladder = "".join(_row(contract, claims_of(contract, sections)) for contract in contracts)
     rungs = "".join(f"<li><b>L{level}</b> {words}" for level, words in enumerate(RUNGS))
@@ -81,10 +94,11 @@ def draw_contracts(contracts: Sequence[ContractStatus], sections: Mapping[str, S
     return PAGE.format(
         title=escape(title),
         numbers=_numbers(contracts, sections),
-        ladder=f"<table>{heads}{ladder}</table>{legend}",
-        # Verdicts are read from files of evidence; the graph takes them for words.
-        graph=as_svg([replace(contract, verdict=escape(contract.verdict)) for contract in contracts]),
+        ladder=f'<div class="wide"><table>{heads}{ladder}</table></div>{legend}',
+        graph=as_svg(contracts),
         contracts="".join(_contract(contract, sections.get(contract.id, ())) for contract in contracts),
+        origin=as_footer(origin),
+        footer_style=FOOTER_STYLE,
     )
 
 
@@ -228,14 +242,14 @@ def _seen(claim: str) -> str:
 def _claim(record: ClaimRecord | None, section: Section | None) -> str:
     if record is None:
         assert section is not None
-        head = f"<header><b>{escape(section.name)}</b>{_chip('could-not-run')}</header>"
+        head = f"<header><b>{escape(section.name)}</b>{_chip('not-judged')}</header>"
         return f'<div class="claim mute">{head}{_lines(section.lines, "p")}</div>'
     sentence = section.lines[0].removeprefix(f"{record.claim}: ") if section and section.lines else ""
     counts = (
         f"<b>{record.differing:,}</b> of <b>{record.compared:,}</b> compared differ, in {record.cases:,} cases of "
         f"{record.inputs:,} inputs, {record.seconds:.1f} s"
     )
-    verdict = "could-not-run" if record.verdict == "kept" and not is_kept(record) else record.verdict
+    verdict = "below-level" if record.verdict == "kept" and not is_kept(record) else record.verdict
     words = f"kept to L{record.level} only" if verdict != record.verdict else verdict
     return (
         f'<div class="claim {tone_of(verdict)}"><header><b>{escape(record.claim)}</b>{_chip(verdict, words)}'

@@ -1,4 +1,4 @@
-"""The picture of loss curves by layout: how far each parts from the first, by step; exactly 0 has a line of its own."""
+"""The picture of loss curves by layout: how far each differs from the first, by step; exactly 0 has its own line."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
+from isobit.records import Provenance
 from isobit.report.svg import Canvas
 
 Losses = Mapping[str, Sequence[float]]  # by layout; the first is what the others are held to
 LEFT, WIDTH, HEIGHT, TOP = 74, 330, 210, 58
 
 
-def draw_curves(panels: Mapping[str, Mapping[str, Losses]], title: str) -> str:
+def draw_curves(panels: Mapping[str, Mapping[str, Losses]], title: str, origin: Provenance | None = None) -> str:
     """A panel a dtype; in each, a line a layout of every side: stock's in orange, isobit's in blue."""
     canvas = Canvas()
     canvas.text(LEFT, 22, title, "title")
@@ -27,7 +28,7 @@ def draw_curves(panels: Mapping[str, Mapping[str, Losses]], title: str) -> str:
     for column, (side, kind) in enumerate((("stock PyTorch", "differs"), ("isobit", "same"))):
         canvas.dot(LEFT + 8 + 130 * column, bottom - 4, 4, kind)
         canvas.text(LEFT + 18 + 130 * column, bottom, side)
-    return canvas.document(LEFT + max(len(panels) * (WIDTH + 26), 8 * len(title)), bottom + 16)
+    return canvas.document(LEFT + max(len(panels) * (WIDTH + 26), 8 * len(title)), bottom + 16, origin)
 
 
 def draw_panel(name: str, sides: Mapping[str, Losses], low: int, high: int, labelled: bool) -> Canvas:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from html import escape
-
 from isobit.order.addition import step_digests, steps_of
 from isobit.order.certify import Certificate, OrderClass
+from isobit.records import Provenance
+from isobit.report.markup import FOOTER_STYLE, as_footer, escape
 from isobit.report.order_picture import WIDTH, OrderPicture
 from isobit.report.svg import Canvas
 
@@ -19,18 +19,19 @@ body{{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:1180px;margin:2
 h1{{font-size:1.5rem;margin-bottom:.2rem}}.verdict{{font-size:1.1rem}}
 table{{border-collapse:collapse;margin:1rem 0}}
 td,th{{text-align:left;padding:.3rem .8rem .3rem 0;border-bottom:1px solid #8884;vertical-align:top}}
-svg{{max-width:100%;height:auto}}.note{{color:#777}}</style>
-<h1>{title}</h1><p class="verdict">{verdict}</p>{picture}{table}{refused}
-<p class="note">{legend}</p></html>
+svg{{max-width:100%;height:auto}}.note{{color:#777}}.wide{{overflow-x:auto}}.wide table{{min-width:50rem}}
+{footer_style}</style>
+<h1>{title}</h1><p class="verdict">{verdict}</p><p class="note">{legend}</p>{picture}{table}{refused}
+{origin}</html>
 """
 LEGEND = (
     "Terms run along the horizontal axis; a bar is a chain of neighbours, dots on a line a chain of terms that stand "
     "apart, a junction an addition. Blue: every order here makes this addition; violet: some others do; orange: none."
 )
-COLUMNS = ("configurations", "order", "arithmetic", "parts from the first", "digest", "probes, replayed")
+COLUMNS = ("configurations", "order", "arithmetic", "differs from the first", "digest", "probes, replayed")
 
 
-def draw_certificate(certificate: Certificate, title: str = "") -> str:
+def draw_certificate(certificate: Certificate, title: str = "", origin: Provenance | None = None) -> str:
     """Every class of configurations in its own panel."""
     held = [set(step_digests(steps_of(c.tree.branch))) for c in certificate.classes]
     pictures = [
@@ -51,7 +52,7 @@ def draw_certificate(certificate: Certificate, title: str = "") -> str:
             _head(whole, certificate.classes[at + column], x + 12, y + 20)
             whole.place(picture.canvas, x, y + height - picture.height)
         y += height + GAP
-    return whole.document(8 + columns * WIDTH + (columns - 1) * GAP, y)
+    return whole.document(8 + columns * WIDTH + (columns - 1) * GAP, y, origin)
 
 
 def _head(canvas: Canvas, found: OrderClass, x: float, y: float) -> None:
@@ -64,7 +65,7 @@ def _cut(words: str, room: int) -> str:
     return words if len(words) <= room else words[: room - 1] + "…"
 
 
-def write_page(certificate: Certificate, title: str) -> str:
+def write_page(certificate: Certificate, title: str, origin: Provenance | None = None) -> str:
     """The picture, what it means, and the numbers."""
     verdict = (
         f"One order in {certificate.count} configurations: {certificate.claim}."
@@ -72,7 +73,8 @@ def write_page(certificate: Certificate, title: str) -> str:
         else f"{len(certificate.classes)} orders in {certificate.count} configurations."
     )
     rows = "".join(_row(found) for found in certificate.classes)
-    table = "<table><tr>" + "".join(f"<th>{name}" for name in COLUMNS) + f"</tr>{rows}</table>"
+    heads = "".join(f"<th>{name}" for name in COLUMNS)
+    table = f'<div class="wide"><table><tr>{heads}</tr>{rows}</table></div>'
     refused = "".join(
         f"<p><b>{escape(found.label)}</b>: {found.tree.unlike} places of a call add in another order still.</p>"
         for found in certificate.classes
@@ -83,7 +85,14 @@ def write_page(certificate: Certificate, title: str) -> str:
     )
     picture = draw_certificate(certificate) if certificate.classes else ""
     return PAGE.format(
-        title=escape(title), verdict=escape(verdict), picture=picture, table=table, refused=refused, legend=LEGEND
+        title=escape(title),
+        verdict=escape(verdict),
+        picture=picture,
+        table=table,
+        refused=refused,
+        legend=LEGEND,
+        origin=as_footer(origin),
+        footer_style=FOOTER_STYLE,
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from html import escape
+from isobit.records import Provenance
+from isobit.report.markup import as_metadata, escape
 
 # Light and dark: what all orders do is blue, what some do is violet, what only one does is orange.
 STYLE = """
@@ -48,9 +49,10 @@ class Canvas:
         """Another drawing, moved."""
         self.parts.append(f'<g transform="translate({x:.1f},{y:.1f})">' + "".join(other.parts) + "</g>")
 
-    def document(self, width: float, height: float) -> str:
+    def document(self, width: float, height: float, origin: Provenance | None = None) -> str:
         """The whole picture."""
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}" role="img"><style>{STYLE}</style>{"".join(self.parts)}</svg>'
+            f'viewBox="0 0 {width:.0f} {height:.0f}" role="img">{as_metadata(origin)}'
+            f"<style>{STYLE}</style>{''.join(self.parts)}</svg>"
         )

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isobit import bits
-from isobit.errors import DeadlockError, DivergenceError, MismatchError, OrphanError
+from isobit.errors import BusyError, DeadlockError, DivergenceError, MismatchError, OrphanError
 from isobit.simulator.rank import user_line
 
 if TYPE_CHECKING:
@@ -89,6 +89,18 @@ def deadlock(
     )
     error.waits, error.cycle = waits, cycle
     return error
+
+
+def endless_turn(rank: int, seconds: float, stack: Sequence[str]) -> BusyError:
+    """A rank that keeps the others waiting, in real time, without a call that passes the baton."""
+    return BusyError(
+        expected=f"rank {rank} to reach a call that lets other ranks run within {seconds:g} s",
+        received="it computes, or waits, without a call that the simulator sees",
+        remedy=f"see the loop or the call at the place named for rank {rank}: wait there by a collective, time.sleep "
+        "or a lock of threading; if the work is only long, give it more time (World(patience=…), --patience)",
+        ranks=[rank],
+        stacks={rank: stack},
+    )
 
 
 def mismatch(operation: Operation, calls: Collection[Call]) -> MismatchError:

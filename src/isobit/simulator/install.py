@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -20,6 +19,11 @@ import torch.multiprocessing
 from isobit.errors import MismatchError, UnsupportedError
 from isobit.simulator import backend
 from isobit.simulator import rank as ranks
+from isobit.simulator.clock import replaced, virtual_time
+from isobit.simulator.events import cooperative_selection
+from isobit.simulator.folder import folder_per_rank
+from isobit.simulator.locks import cooperative_locks
+from isobit.simulator.strands import threads_of_ranks
 from isobit.simulator.variables import variables_per_rank
 
 if TYPE_CHECKING:
@@ -27,16 +31,17 @@ if TYPE_CHECKING:
 
 
 class WorldPerRank:
-    """Torch's table of process groups: one per rank's thread; other threads keep the process's own."""
+    """Torch's table of process groups: one per rank, for all its threads; other threads keep the process's own."""
 
     def __init__(self, plain: Any) -> None:
-        vars(self).update(_plain=plain, _tables=threading.local())
+        vars(self).update(_plain=plain)
 
     def _table(self) -> Any:
-        if not ranks.inside():
+        rank = ranks.owner()
+        if rank is None:
             return self._plain
-        if not hasattr(self._tables, "table"):
-            self._tables.table = SimpleNamespace(
+        if rank.groups is None:
+            rank.groups = SimpleNamespace(
                 default_pg=None,
                 pg_map={},
                 pg_names={},
@@ -49,23 +54,13 @@ class WorldPerRank:
                 comms=[],
                 pg_config_info=[],
             )
-        return self._tables.table
+        return rank.groups
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._table(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._table(), name, value)
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    kept = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, kept)
 
 
 @contextmanager
@@ -153,7 +148,8 @@ def spawn_of(plain: Any) -> Any:
         raise UnsupportedError(
             expected="a program that a launcher starts once per rank",
             received="torch.multiprocessing.spawn on a rank",
-            remedy="call isobit.simulator.spawn, which takes the same arguments, or start the script as torchrun does",
+            remedy="call the function itself, with int(os.environ['RANK']) as torchrun sets it; or leave `isobit "
+            "simulate` and start the script with python, with isobit.simulator.spawn in the place of this call",
         )
 
     return spawn
@@ -166,6 +162,15 @@ def signal_of(plain: Any) -> Any:
         return signal.SIG_DFL if ranks.inside() else plain(number, handler)
 
     return set_handler
+
+
+def alarm_of(plain: Any, none: Any) -> Any:
+    """No signal comes to a rank, so no alarm does; the default action of one would end the process."""
+
+    def set_alarm(*args: Any) -> Any:
+        return none if ranks.inside() else plain(*args)
+
+    return set_alarm
 
 
 @contextmanager
@@ -219,12 +224,19 @@ def installed(world: World) -> Iterator[None]:
             replaced(dist, "monitored_barrier", barrier),
             replaced(torch.multiprocessing, "spawn", spawn_of(vars(torch.multiprocessing)["spawn"])),
             replaced(signal, "signal", signal_of(signal.signal)),
+            replaced(signal, "alarm", alarm_of(signal.alarm, 0)),
+            replaced(signal, "setitimer", alarm_of(signal.setitimer, (0.0, 0.0))),
             replaced(c10d, "_backend", c10d._backend),
             replaced(c10d, "_default_pg_init_method", c10d._default_pg_init_method),
             compiling(world),
             thread_isolation(),
             nullcontext() if world.watch.training is None else world.watch.training.installed(),
             variables_per_rank(),
+            folder_per_rank(),
+            virtual_time(world),
+            cooperative_locks(),
+            cooperative_selection(),
+            threads_of_ranks(world),
         ):
             stack.enter_context(context)
         yield

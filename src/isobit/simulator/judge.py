@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from isobit.errors import RankFailedError, RankLostError, SimulationError
+from isobit.errors import IsobitError, RankFailedError, RankLostError, SimulationError
 from isobit.simulator import checkers
 from isobit.simulator.network import Operation
 from isobit.simulator.rank import is_users
@@ -121,10 +121,11 @@ def own_failure(world: World) -> SimulationError | None:
             ranks=alike,
             stacks=stacks,
         )
+    own = cause if isinstance(cause, IsobitError) else None  # it has three parts of its own, which are not nested
     error = RankFailedError(
-        expected=f"{checkers.listed(alike)} to return",
-        received=f"{type(cause).__name__}: {cause}",
-        remedy="see its cause; what other ranks report follows from it",
+        expected=f"{checkers.listed(alike)} to return" + (f", with {own.expected}" if own else ""),
+        received=f"{type(cause).__name__}: {own.received if own else cause}",
+        remedy=own.remedy if own else "see its cause; what other ranks report follows from it",
         ranks=alike,
         stacks=stacks,
     )

@@ -59,7 +59,7 @@ class Operation:
         return [r for i, r in enumerate(self.group.members) if i not in self.calls or i in self.lost]
 
 
-@dataclass
+@dataclass(eq=False)
 class Message:
     source: int  # member
     tensors: list[Tensor]
@@ -70,9 +70,10 @@ class Message:
     taken: bool = False
     receiver: int = -1
     digests: list[str] = field(default_factory=list)
+    sending: Send | None = None  # what its sender may wait on
 
 
-@dataclass
+@dataclass(eq=False)
 class Receive:
     """A posted receive; `source` None takes from any member."""
 
@@ -94,7 +95,7 @@ class Receive:
         return [rank for member, rank in enumerate(self.group.members) if member != self.member]
 
 
-@dataclass
+@dataclass(eq=False)
 class Send:
     """A send that waits for its receiver, as NCCL's do."""
 
@@ -153,8 +154,7 @@ class Network:
         operation.done = True
         operation.calls = {}
         for rank, at in zip(group.members, operation.at, strict=True):
-            if self.schedule.blocked.get(rank) is operation:
-                self.schedule.wake(rank, at)
+            self.schedule.wake_from(operation, rank, at)
         note = f"done {operation.kind} {group.name}#{operation.number}"
         self.world.recorder.note(calls[-1].rank, clocks[calls[-1].rank], note)
 
@@ -233,10 +233,9 @@ class Network:
     def _match(self, receive: Receive, message: Message) -> None:
         receive.message, message.taken = message, True
         receiver = receive.group.members[receive.member]
-        for rank, waited in ((receiver, receive), (message.sender, message)):
-            waiting = self.schedule.blocked.get(rank)
-            if waiting is waited or (isinstance(waiting, Send) and waiting.message is waited):
-                self.schedule.wake(rank, message.at)
+        self.schedule.wake_from(receive, receiver, message.at)
+        if message.sending is not None:
+            self.schedule.wake_from(message.sending, message.sender, message.at)
 
     def unreceived(self) -> list[Message]:
         return [message for mail in self.mail.values() for message in mail]

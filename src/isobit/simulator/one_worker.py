@@ -22,7 +22,15 @@ def compare_with_one(
 
     The function must make the same global batch whatever the number of ranks.
     """
-    one = World(1, world.seed, delays=world.delays, watch=("training",), poison=world.poison, sends=world.sends)
+    one = World(
+        1,
+        world.seed,
+        delays=world.delays,
+        watch=("training",),
+        poison=world.poison,
+        sends=world.sends,
+        patience=world.patience,
+    )
     if "training" not in world.watch_for:
         raise ArgumentError(
             expected="a world that watches training", received=f"watch {world.watch_for}", remedy='watch=("training",)'

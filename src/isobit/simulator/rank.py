@@ -17,6 +17,7 @@ from isobit.errors import UnsupportedError
 from isobit.simulator import python_random
 
 if TYPE_CHECKING:
+    from isobit.simulator.strands import Strand
     from isobit.simulator.work import RankWork
     from isobit.simulator.world import World
 
@@ -43,25 +44,40 @@ class Rank:
         self.variables = variables
         self.pending: dict[int, RankWork] = {}
         self.calls = self.refusals = 0
-        self.communicating = False  # inside a call, where the simulator itself touches buffers
         self.incarnations: dict[str, int] = {}
-        self.thread_id = 0
+        self.groups: Any = None  # torch's table of process groups, once it is asked for
+        self.folder = ""  # what it made the current folder, if it did
+        self.questions = 0  # how often it asked for the time
+        self.time_loop = (0, 0)  # (calls, how often it was asked a thousand times since)
+        self.asked_in, self.asked = -1, dict[object, int]()  # what else it asked for, in one turn
+        self.started: dict[int, Strand] = {}  # its threads besides the main one
+        self.thread_ids: dict[int, int] = {}  # Python's, by strand
         self.value: Any = None
         self.error: BaseException | None = None
         self.left = False
         self.death: BaseException | None = None  # what a fault ended it with, wherever the program caught that
         self.state = fresh_state(world.seed, index)
 
+    @property
+    def communicating(self) -> bool:
+        """Whether this thread is inside a call, where the simulator itself touches buffers."""
+        return getattr(_here, "communicating", False)
+
+    @communicating.setter
+    def communicating(self, value: bool) -> None:
+        _here.communicating = value
+
 
 class State:
     """Process-wide settings that a switch saves and restores."""
 
-    __slots__ = ("arguments", "dtype", "main", "numpy", "python", "torch")
+    __slots__ = ("arguments", "dtype", "main", "numpy", "python", "threads", "torch")
 
     def __init__(self, torch_state: torch.Tensor, python: Any, numpy: Any, dtype: torch.dtype) -> None:
         self.torch, self.python, self.numpy, self.dtype = torch_state, python, numpy, dtype
         self.main = sys.modules["__main__"]  # pickle looks there for what a script defines
         self.arguments = sys.argv
+        self.threads = torch.get_num_threads()
 
 
 def numpy_random() -> Any:
@@ -87,6 +103,8 @@ def restore_state(state: State) -> None:
         numpy_random().set_bit_generator(state.numpy)
     if torch.get_default_dtype() != state.dtype:
         torch.set_default_dtype(state.dtype)
+    if torch.get_num_threads() != state.threads:
+        torch.set_num_threads(state.threads)
     sys.modules["__main__"] = state.main
     sys.argv = state.arguments
 
@@ -109,9 +127,10 @@ def current() -> Rank:
     rank: Rank | None = getattr(_here, "rank", None)
     if rank is None:
         raise UnsupportedError(
-            expected="a communication call on the thread of a rank",
-            received=f"one on thread {threading.current_thread().name!r}",
-            remedy="call collectives from the function that the world runs, not from a thread that it starts",
+            expected="a communication call on a thread of the program's own",
+            received=f"one on thread {threading.current_thread().name!r}, which a library started",
+            remedy="make the call in a function of the script: on its main thread, a threading.Thread or a "
+            "ThreadPoolExecutor",
         )
     return rank
 
@@ -120,14 +139,48 @@ def inside() -> bool:
     return getattr(_here, "rank", None) is not None
 
 
+def owner() -> Rank | None:
+    """The rank that this thread belongs to, also where a library started it and it never has the baton."""
+    rank: Rank | None = getattr(_here, "rank", None)
+    return getattr(_here, "served", None) if rank is None else rank
+
+
+def strand() -> int:
+    """The number of this thread in the schedule."""
+    number: int = _here.strand
+    return number
+
+
+def has_baton() -> bool:
+    """Whether this thread can pass the baton: not in a process that a rank forked."""
+    return getattr(_here, "rank", None) is not None and not getattr(_here, "forked", False)
+
+
+def _note_fork() -> None:
+    _here.forked = inside()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 @contextmanager
-def being(rank: Rank) -> Iterator[None]:
-    """Makes the calling thread that of a rank."""
-    _here.rank = rank
+def being(rank: Rank, strand: int) -> Iterator[None]:
+    """Makes the calling thread a strand of a rank."""
+    _here.rank, _here.strand, _here.communicating = rank, strand, False
     try:
         yield
     finally:
         _here.rank = None
+
+
+@contextmanager
+def serving(rank: Rank) -> Iterator[None]:
+    """Makes the calling thread one that a library started on a rank: it runs beside the schedule."""
+    _here.served = rank
+    try:
+        yield
+    finally:
+        _here.served = None
 
 
 def user_stack(frame: FrameType | None) -> list[str]:

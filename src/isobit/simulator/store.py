@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from isobit.simulator import waits
 from isobit.simulator.rank import current
 
 if TYPE_CHECKING:
@@ -43,10 +44,9 @@ class RankStore(TorchStore):  # type: ignore[misc]
         self._kept[key] = value.encode() if isinstance(value, str) else bytes(value)
         for entry in list(self._waiting):
             rank, waiting = entry
-            if self.check(waiting.keys):
+            if self._has(waiting.keys):
                 self._waiting.remove(entry)
-                if self._world.schedule.blocked.get(rank) is waiting:
-                    self._world.schedule.wake(rank, self._world.schedule.clocks[current().index])
+                self._world.schedule.wake_from(waiting, rank, self._world.schedule.clocks[current().index])
 
     def get(self, key: str) -> bytes:
         self.wait([key])
@@ -63,16 +63,24 @@ class RankStore(TorchStore):  # type: ignore[misc]
             self.set(key, desired)
         return self._kept.get(key, wanted)
 
-    def check(self, keys: Sequence[str]) -> bool:
+    def _has(self, keys: Sequence[str]) -> bool:
         return all(key in self._kept for key in keys)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether the keys are there; if not, others get their turn, since the program will ask again."""
+        if not self._has(keys):
+            waits.poll(f"{', '.join(map(repr, keys))} in the store")
+        return self._has(keys)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         rank = current()
-        if not self.check(keys):
+        if not self._has(keys):
             others = [other.index for other in self._world.members if other is not rank]
-            waiting = KeyWait(list(keys), others)
-            self._waiting.append((rank.index, waiting))
-            self._world.wait_for(rank, waiting, False)
+            entry = (rank.index, KeyWait(list(keys), others))
+            self._waiting.append(entry)
+            if not waits.wait(entry[1], None if timeout is None else timeout.total_seconds()):
+                self._waiting.remove(entry)
+                raise dist.DistStoreError(f"wait timeout after {timeout}, keys: {', '.join(keys)}")
 
     def deleteKey(self, key: str) -> bool:
         return self._kept.pop(key, None) is not None
@@ -80,6 +88,7 @@ class RankStore(TorchStore):  # type: ignore[misc]
     delete_key = deleteKey
 
     def getNumKeys(self) -> int:
+        waits.spin(id(self), "the number of keys in the store")
         return len(self._kept)
 
     num_keys = getNumKeys

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from isobit.errors import RankFailedError, SimulationError
+from isobit.errors import BusyError, IsobitError, RankFailedError, SimulationError
 from isobit.simulator.faults import draw_faults
 from isobit.simulator.one_worker import compare_with_one
 from isobit.simulator.script import Script
@@ -29,6 +29,8 @@ class Plan:
     sends: str = "buffered"
     one_worker: bool = False
     tolerance: float = 1e-4
+    patience: float = 120.0
+    """Real seconds that one turn of a rank may take."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Found:
     text: str
     stacks: dict[int, tuple[str, ...]]
     cause: str = ""
+    remedy: str = ""
+    """Of a refusal that a rank met; empty where Python or the script itself raised."""
     wrote: str = ""
     """The last lines that the failed rank wrote to its error stream: argparse says there what it misses."""
 
@@ -68,15 +72,18 @@ class Group:
 
 
 def run_seeds(plan: Plan) -> Iterator[SeedRun]:
-    """One after the other."""
+    """One after the other; none after one in which a rank was busy for all its time, as it would be in the next."""
     for seed in plan.seeds:
-        yield run_seed(plan, seed)
+        run = run_seed(plan, seed)
+        yield run
+        if any(found.kind == BusyError.kind for found in run.found):
+            return
 
 
 def run_seed(plan: Plan, seed: int) -> SeedRun:
     """One world, with its findings instead of an exception."""
     faults = draw_faults(seed, plan.ranks, plan.fault_calls, 1, plan.fault_kinds) if plan.fault_kinds else ()
-    world = World(plan.ranks, seed, faults, watch=plan.watch, sends=plan.sends)
+    world = World(plan.ranks, seed, faults, watch=plan.watch, sends=plan.sends, patience=plan.patience)
     world.ignore = plan.ignore
     errors: list[SimulationError] = []
     with plan.script.installed(capture=True) as body:
@@ -97,13 +104,13 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
 
 def in_words(error: SimulationError, plan: Plan) -> Found:
     """What outlives the run; of a rank's own failure, its last words too."""
-    cause = wrote = ""
+    cause = remedy = wrote = ""
     if isinstance(error, RankFailedError) and error.__cause__ is not None:
-        cause = f"{type(error.__cause__).__name__}: {error.__cause__}"
+        cause, remedy = error.received, error.remedy if isinstance(error.__cause__, IsobitError) else ""
         wrote = "\n".join(plan.script.errors.text(min(error.stacks), plan.ranks).splitlines()[-LAST_LINES:])
     text = f"expected {error.expected}; received {error.received}; remedy: {error.remedy}"
     stacks = {rank: tuple(lines) for rank, lines in error.stacks.items()}
-    return Found(error.kind, error.ranks, text, stacks, cause, wrote)
+    return Found(error.kind, error.ranks, text, stacks, cause, remedy, wrote)
 
 
 def group_findings(runs: Sequence[SeedRun]) -> list[Group]:

@@ -36,7 +36,8 @@ class VariablesView(MutableMapping[bytes, bytes]):
         self.touched: set[bytes] = set()
 
     def _data(self) -> dict[bytes, bytes]:
-        return ranks.current().variables if ranks.inside() else self._plain
+        rank = ranks.owner()
+        return self._plain if rank is None else rank.variables
 
     def __getitem__(self, key: bytes) -> bytes:
         return self._data()[key]

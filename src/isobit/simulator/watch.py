@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -23,6 +23,25 @@ def mark_of(tensor: Tensor) -> int | str:
     if tensor.untyped_storage().nbytes() > tensor.nbytes:
         return bits.digest(tensor)
     return 0 if tensor.is_inference() else tensor._version
+
+
+Seen = list[tuple[Tensor, int | str, Tensor | None]]
+
+
+def look_at(tensors: Sequence[Tensor], sent: Sequence[Tensor] = ()) -> Seen:
+    """What a call is under way with: each tensor with its mark and, where a copy travels, the copy."""
+    copies: Sequence[Tensor | None] = sent or [None] * len(tensors)
+    return [(tensor, mark_of(tensor), copy) for tensor, copy in zip(tensors, copies, strict=True)]
+
+
+def find_change(seen: Seen) -> int | None:
+    """The first tensor that was written to since it was looked at."""
+    for at, (tensor, mark, copy) in enumerate(seen):
+        if tensor.untyped_storage().nbytes() < tensor.nbytes:  # its memory was given up
+            return at
+        if mark_of(tensor) != mark or (copy is not None and not bits.equal(tensor.detach().reshape(copy.shape), copy)):
+            return at
+    return None
 
 
 class Watch:
@@ -93,6 +112,18 @@ def changed_early(operation: Operation, call: Call) -> PendingError:
         remedy="call .wait() first, or send a clone",
         ranks=[call.rank],
         stacks={call.rank: [call.site]},
+    )
+
+
+def overwritten(rank: int, what: str, site: str, tensor: Tensor, at: int, stack: Sequence[str]) -> PendingError:
+    """A buffer of a call that was written to between the call and its wait."""
+    shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+    return PendingError(
+        expected=f"buffer {at} of rank {rank} ({shape} {dtype}) in {what} left alone until wait()",
+        received=f"a write to it before wait(); the call was at {site}",
+        remedy="call .wait() first, or pass a clone",
+        ranks=[rank],
+        stacks={rank: stack},
     )
 
 

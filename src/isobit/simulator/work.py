@@ -14,8 +14,9 @@ from isobit.errors import IsobitError
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import flip_bit
 from isobit.simulator.network import Group, Message, Operation, Receive, Send, check_message, write
-from isobit.simulator.rank import Rank, called_by_torch, current
+from isobit.simulator.rank import Rank, called_by_torch, current, strand, user_stack
 from isobit.simulator.reads import Memory, memory_of
+from isobit.simulator.watch import Seen, find_change, look_at, overwritten
 
 TorchWork: Any = dist.Work
 
@@ -26,13 +27,15 @@ def begin(rank: Rank, group: Group, member: int, number: int, call: Call, value:
     rank.communicating = True
     lost = world.arrive(rank, call, f"{call.kind} {group.name}#{number}")
     if call.asynchronous:
-        world.schedule.pause(rank.index)
+        world.schedule.pause(strand())
     call.clock = world.schedule.clocks[rank.index]
     if call.asynchronous and world.poison:
         poison_outputs(call, member)
     operation = world.network.join(group, member, number, call, lost)
     work = PendingWork(rank, operation, member, call, value)
     work.torchs_own = call.asynchronous and called_by_torch(sys._getframe(2))
+    if call.asynchronous and not work.torchs_own:
+        work.seen = look_at([*call.inputs, *call.outputs])
     if call.asynchronous and "reads" in world.watch.chosen and not (call.kind == "broadcast" and call.root == member):
         work.memory = memory_of(call.outputs)
     rank.communicating = False
@@ -68,6 +71,7 @@ class RankWork(TorchWork):  # type: ignore[misc]
         self.finished = False
         self.error: IsobitError | None = None
         self.memory: Memory = {}
+        self.seen: Seen = []  # buffers that nobody may write to before the wait
         self.torchs_own = False
         owner.pending[id(self)] = self
 
@@ -88,6 +92,7 @@ class RankWork(TorchWork):  # type: ignore[misc]
         rank = current()
         self.owner.pending.pop(id(self), None)
         rank.communicating = True
+        self.look_back(rank)
         try:
             self.settle()
         except IsobitError as error:
@@ -99,12 +104,20 @@ class RankWork(TorchWork):  # type: ignore[misc]
         rank.world.check(rank)
         return True
 
+    def look_back(self, rank: Rank) -> None:
+        """Reports a buffer that was written to since the call."""
+        at, seen = find_change(self.seen), self.seen
+        self.seen = []
+        if at is not None:
+            stack = user_stack(sys._getframe(2))
+            rank.world.watch.findings.append(overwritten(rank.index, self.what, self.site, seen[at][0], at, stack))
+
     def is_completed(self) -> bool:
         if self.finished:
             return True
         world = self.owner.world
         world.check(self.owner)
-        if not self.ready() and not world.schedule.poll(self.owner.index):
+        if not self.ready() and not world.schedule.poll(strand()):
             self.wait()  # nothing can change any more: blocks, and the deadlock is named
         return self.ready() and self.wait()
 
@@ -154,7 +167,7 @@ class PendingWork(RankWork):
         world.schedule.clocks[self.owner.index] = max(
             world.schedule.clocks[self.owner.index], operation.at[self.member]
         )
-        world.schedule.pause(self.owner.index)
+        world.schedule.pause(strand())
         if operation.failure is not None:
             raise world.again(operation.failure)
         write(operation.copies[self.member])
@@ -179,18 +192,21 @@ class MessageWork(RankWork):
         rank.communicating = True
         call = Call(rank.index, "send", list(tensors), [], site=site)
         lost = world.arrive(rank, call, f"send {group.name} {member}>{target} tag {tag}")
-        world.schedule.pause(rank.index)
+        world.schedule.pause(strand())
         at = world.schedule.clocks[rank.index] + world.schedule.delay()
         sent = [tensor.data.clone(memory_format=torch.contiguous_format) for tensor in call.carried]
         message = Message(member, sent, at, site, rank.index, rank.calls, receiver=group.members[target])
         message.digests = call.digests
         if call.flipped_to is not None and call.flipped_to.to == message.receiver:
             flip_bit(sent[0], call.flipped_to.element, call.flipped_to.bit)
+        message.sending = Send(group, target, message)
         if not lost:
             world.network.send(group, target, tag, message)
         work = cls(rank, site, list(tensors))
+        work.waiting = message.sending
+        if call.sent is None and call.flipped_to is None:
+            work.seen = look_at(tensors, sent)
         rank.communicating = False
-        work.waiting = Send(group, target, message)
         return work
 
     @classmethod
@@ -200,7 +216,7 @@ class MessageWork(RankWork):
         rank.communicating = True
         call = Call(rank.index, "recv", [], receive.tensors, site=receive.site)
         world.arrive(rank, call, f"recv {receive.group.name} {source}>{receive.member} tag {receive.tag}")
-        world.schedule.pause(rank.index)
+        world.schedule.pause(strand())
         if world.poison:
             for tensor in receive.tensors:
                 poison(tensor)
@@ -228,7 +244,7 @@ class MessageWork(RankWork):
         assert message is not None
         clocks = world.schedule.clocks
         clocks[self.owner.index] = max(clocks[self.owner.index], message.at)
-        world.schedule.pause(self.owner.index)
+        world.schedule.pause(strand())
         if isinstance(waiting, Receive):
             check_message(waiting, message)
             world.watch.deliver(waiting, message)

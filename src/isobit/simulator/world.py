@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 import threading
 from collections.abc import Callable, Collection, Sequence
@@ -18,23 +20,28 @@ from isobit.errors import (
     SimulationError,
     UnsupportedError,
 )
-from isobit.simulator import faults
+from isobit.simulator import checkers, faults
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import Fault
+from isobit.simulator.folder import restore_folder
 from isobit.simulator.install import installed
 from isobit.simulator.judge import Killed, Result, Stalled, diagnose, judge, origin
 from isobit.simulator.ledger import Ledger
 from isobit.simulator.network import Network
 from isobit.simulator.rank import Rank, being, inside, restore_state, save_state, user_line, user_stack
+from isobit.simulator.rank import strand as current_strand
 from isobit.simulator.reads import watching_reads
 from isobit.simulator.schedule import Schedule, Waiting
 from isobit.simulator.store import RankStore
+from isobit.simulator.strands import finish
 from isobit.simulator.trace import Recorder, Trace
 from isobit.simulator.training import Training
 from isobit.simulator.variables import launcher_variables
+from isobit.simulator.waits import LocalWait
 from isobit.simulator.watch import Watch
 
 REFUSALS = 100  # calls that a rank may make after the world was stopped
+GRACE = 2.0  # seconds in which a rank that is ended must reach Python
 _running = threading.Lock()
 
 
@@ -55,6 +62,7 @@ class World:
         poison: bool = True,
         sends: str = "buffered",
         strict: bool = True,
+        patience: float = 120.0,
     ) -> None:
         if ranks < 1 or sends not in ("buffered", "rendezvous") or any(not 0 <= f.rank < ranks for f in faults):
             raise ArgumentError(
@@ -64,6 +72,7 @@ class World:
             )
         self.ranks, self.seed, self.faults, self.delays = ranks, seed, tuple(faults), delays
         self.watch_for, self.poison, self.sends, self.strict = tuple(watch), poison, sends, strict
+        self.patience = patience
 
     def run(self, function: Callable[..., Any], *args: Any, init: bool = True, recorded: Trace | None = None) -> Result:
         """Calls `function(rank, *args)` on every rank; with `init`, torch.distributed is initialised around it."""
@@ -85,11 +94,11 @@ class World:
                 for thread in threads:
                     thread.start()
                 try:
-                    self.schedule.run()
+                    ended = self.schedule.run(self._watch_turn)
                 except KeyboardInterrupt:
                     self._interrupt()
                     raise
-                for thread in threads:
+                for thread in threads if ended else ():
                     thread.join()
             return judge(self)
         finally:
@@ -100,7 +109,9 @@ class World:
         self.schedule = Schedule(self.ranks, self.seed, self.delays, self.recorder)
         self.members = [Rank(self, index, launcher_variables(index, self.ranks)) for index in range(self.ranks)]
         self.schedule.on_pass, self.schedule.on_take = self._pass, self._take
-        self.schedule.on_stuck = self._stuck
+        self.schedule.on_stuck, self.schedule.patience = self._stuck, self.patience
+        self.schedule.foreign = self._has_foreign
+        self.skews, self.served = self.schedule.skew(), list[threading.Thread]()
         self.findings: list[SimulationError] = []
         self.watch = Watch(self.watch_for, self.findings)
         self.watch.training = Training(self) if "training" in self.watch_for else None
@@ -115,19 +126,39 @@ class World:
     def _interrupt(self) -> None:
         """Ranks leave at their next call; whoever presses twice need not wait for that."""
         self.root = RankLostError(expected="the run to end", received="an interrupt", remedy="start it again")
-        self.schedule.rest()
+        self.schedule.rest(self._watch_turn)
+
+    def _watch_turn(self, strand: int, seconds: float) -> bool:
+        """Called by the waiting thread: ends a run in which one turn takes for ever; False gives its threads up."""
+        if seconds < self.patience:
+            return True
+        rank = self.members[self.schedule.owner[strand]]
+        ident = rank.thread_ids.get(strand, 0)
+        if seconds < self.patience + GRACE:
+            if self.root is None:
+                stack = user_stack(sys._current_frames().get(ident))
+                self.root = checkers.endless_turn(rank.index, self.patience, stack)
+                interrupt_thread(ident)
+            return True
+        return False
+
+    def _has_foreign(self) -> bool:
+        """Whether a thread that a library started, or another process, may still change something."""
+        return any(thread.is_alive() for thread in self.served) or has_children()
 
     def _pass(self, index: int) -> None:
         self.members[index].state = save_state()
 
     def _take(self, index: int) -> None:
-        restore_state(self.members[index].state)
+        rank = self.members[index]
+        restore_state(rank.state)
+        restore_folder(rank)
 
     def _body(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
-        rank.thread_id = threading.get_ident()
+        rank.thread_ids[rank.index] = threading.get_ident()
         self.schedule.enter(rank.index)
         try:
-            with being(rank), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
+            with being(rank, rank.index), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
                 self._call(rank, function, args, init)
             if rank.death is not None:  # a bare `except` of the program caught it
                 raise Killed(str(rank.death))
@@ -142,10 +173,16 @@ class World:
         try:
             if init:
                 dist.init_process_group("isobit", rank=rank.index, world_size=self.ranks, store=self.store)
-            rank.value = function(rank.index, *args)
-        except SystemExit as left:
-            if left.code not in (None, 0):
-                raise
+            failed = True
+            try:
+                rank.value = function(rank.index, *args)
+                failed = False
+            except SystemExit as left:
+                if left.code not in (None, 0):
+                    raise
+                failed = False
+            finally:
+                finish(rank, failed)
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -201,16 +238,19 @@ class World:
     def wait_for(self, rank: Rank, waiting: Waiting, done: bool) -> None:
         if not done:
             self.check(rank)
-            self.schedule.block(rank.index, waiting)
+            self.schedule.block(current_strand(), waiting)
         self.check(rank)
 
     def check(self, rank: Rank) -> None:
         """Raises what this rank was released with, or what stopped the world."""
         if rank.death is not None:  # a program's `finally` may still call
             raise Killed(str(rank.death))
-        verdict = self._verdicts.pop(rank.index, None)
+        strand = current_strand()
+        verdict = self._verdicts.pop(strand, None)
         if verdict is not None:
             raise verdict
+        if strand in rank.started and rank.started[strand].cancelled:
+            raise Killed("its rank ended")
         if self.root is not None:
             rank.refusals += 1
             if rank.refusals > REFUSALS:  # a program that tries again for ever
@@ -240,9 +280,11 @@ class World:
 
     def _stuck(self) -> None:
         """No rank can run: finds the root, and releases every blocked rank with it."""
-        blocked = dict(self.schedule.blocked)
+        strands, owner = dict(self.schedule.blocked), self.schedule.owner
+        told = {owner[strand]: strand for strand in sorted(strands, key=lambda s: (by_network(strands[s]), -s))}
+        blocked = {rank: strands[told[rank]] for rank in sorted(told)}
         frames = sys._current_frames()
-        stacks = {i: user_stack(frames.get(self.members[i].thread_id)) for i in blocked}
+        stacks = {i: user_stack(frames.get(self.members[i].thread_ids.get(told[i], 0))) for i in blocked}
         if self.root is None:
             try:
                 self.root = diagnose(self, blocked, stacks)
@@ -250,7 +292,26 @@ class World:
                 self.root = DeadlockError(
                     expected="ranks that can go on", received=f"none, and {error!r} on asking why", remedy="report it"
                 )
-        for index in sorted(blocked):
-            stalled = isinstance(blocked[index], Stalled)
-            self._verdicts[index] = Killed("stalled") if stalled else self.again(self.root)
-            self.schedule.wake(index)
+        for strand in sorted(strands):
+            stalled = isinstance(strands[strand], Stalled)
+            self._verdicts[strand] = Killed("stalled") if stalled else self.again(self.root)
+            self.schedule.wake(strand)
+
+
+def by_network(waiting: Waiting) -> bool:
+    """Whether this is a wait for another rank's call, which says more than a join or a lock."""
+    return not isinstance(waiting, LocalWait)
+
+
+def has_children() -> bool:
+    """Whether this process started others that have not been waited for."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except (ChildProcessError, AttributeError):
+        return False
+    return True
+
+
+def interrupt_thread(ident: int) -> None:
+    """Raises Killed in a thread as soon as it runs Python again."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(Killed))

@@ -97,6 +97,7 @@ class RankTarget:
     output_bits: int = 24
     scope: str = ""
     unlike: int = 0
+    storage: str = "one aligned tensor a rank"
 
     @property
     def n(self) -> int:
@@ -122,6 +123,10 @@ class RankTarget:
         """One place: this element; asked anew each time, so that a change would show."""
         self.group.forget(tuple(values))
         return [self.group.add([tuple(values)])[0][self.element]]
+
+    def replay_batch(self, batch: Sequence[Sequence[float]], factors: Sequence[float]) -> list[list[float]]:
+        """The processes are asked only what no other element has asked."""
+        return [[found[self.element]] for found in self.group.add([tuple(values) for values in batch])]
 
 
 def _serve(store: str, rank: int, ranks: int, elements: int, line: Connection) -> None:

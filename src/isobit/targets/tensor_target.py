@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from typing import Any
 
@@ -12,11 +13,14 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.order.target import BF16, FP16, FP16_DIVIDED, FP32, Scale, Terms
+from isobit.order.target import BF16, FP16, FP16_DIVIDED, FP32, Scale, Terms, divided
 
 SCALES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 TRIALS = 8
 FEW_MARKS = 512
+REPLAYED_PLACES = 64  # of one call, at least where there are so many: all of them would take long on subnormal terms
+# Elements past an aligned address at which replays are stored: not aligned at all, to a vector, to a cache line.
+OFFSETS = (1, 3, 8, 2, 4, 16, 5, 12, 7, 32, 9, 24)
 BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11, torch.float64: 53}
 
 
@@ -51,6 +55,8 @@ class TensorTarget:
     place: int = 0
     scope: str = ""
     calls: int = 0
+    run_moved: Callable[[int], Tensor] | None = None  # run, its terms stored so many elements past an aligned address
+    storage: str = "in the target's own tensors, aligned as allocated"
     unlike: int = field(default=0, init=False)
     _filled: tuple[float, range] = field(default=(0.0, range(0)), init=False)
     _factor: float | None = field(default=None, init=False)
@@ -62,7 +68,7 @@ class TensorTarget:
     def __post_init__(self) -> None:
         self.scale = scale_of(self.terms.dtype)
         if self.divided_by != 1:
-            self.scale = FP16_DIVIDED if self.scale is FP16 else replace(self.scale, subnormal=0.0)
+            self.scale = divided(self.scale)
         self.n = self.terms.shape[1]
         self._zero = self.encode(0.0)
         if self.terms.is_contiguous():
@@ -181,15 +187,44 @@ class TensorTarget:
         self._write_all(torch.tensor(values, dtype=torch.float64), torch.tensor(factors, dtype=torch.float64))
         self.calls += 1
         out = self.run()[self.alike()] if self.everywhere is None else self.everywhere()
-        flat = out.flatten()
-        if bool((flat == flat[0]).all()):  # the usual case; and no list of a million equal numbers
-            flat = flat[:1]
-        found = sorted(set((flat.double() * self.divided_by).tolist()))
+        found = self._different(out.flatten())
         self._clear()
         return found
 
+    def replay_batch(self, batch: Sequence[Sequence[float]], factors: Sequence[float]) -> list[list[float]]:
+        """As many vectors in a call as there are places alike, of which some spread evenly are used."""
+        alike, found = self.alike(), list[list[float]]()
+        places = alike[:: -(-len(alike) // max(REPLAYED_PLACES, len(batch)))]
+        given = torch.tensor(batch, dtype=torch.float64).to(self.terms.dtype)
+        moves = -(-4 * len(OFFSETS) // len(batch))  # every offset is used four times at least
+        self._clear()
+        self._write_factors(torch.tensor(factors, dtype=torch.float64))
+        for call, at in enumerate(range(0, len(batch), len(places))):
+            some = given[at : at + len(places)]
+            which = torch.arange(len(places)) % len(some)
+            self.terms[places] = some[which]
+            self.calls += 1
+            outs = [self.run()[places]]
+            if self.run_moved is not None:
+                outs += [self.run_moved(OFFSETS[(call * moves + i) % len(OFFSETS)])[places] for i in range(moves)]
+            out = torch.stack(outs)  # [storages, places]
+            found += [self._different(out[:, which == i].flatten()) for i in range(len(some))]
+        self._clear()
+        return found
+
+    def _different(self, sums: Tensor) -> list[float]:
+        """Each different sum once, and NaN once."""
+        if bool((sums == sums[0]).all()):  # the usual case; and no list of a million equal numbers
+            sums = sums[:1]
+        numbers = sums[~sums.isnan()]
+        found = sorted(set((numbers.double() * self.divided_by).tolist()))
+        return found if len(numbers) == len(sums) else [*found, math.nan]
+
     def _write_all(self, values: Tensor, factors: Tensor) -> None:
         self.terms.copy_(values.to(self.terms.dtype).expand(self.terms.shape))
+        self._write_factors(factors)
+
+    def _write_factors(self, factors: Tensor) -> None:
         if self.factors is not None:
             self.factors.copy_(factors.to(self.factors.dtype).expand(self.factors.shape))
             self._factor = None

@@ -28,6 +28,7 @@ class Bug:
     watch: tuple[str, ...]
     against_one: bool
     ranks: int = 4
+    patience: float = 120.0
 
 
 def one(seed: int) -> tuple[int, ...]:
@@ -42,7 +43,7 @@ def all_four(seed: int) -> tuple[int, ...]:
 
 def find(bug: Bug, seed: int, wrong: bool) -> SimulationError | None:
     """What the simulator says of the bug, or of its clean twin."""
-    world = World(bug.ranks, seed, bug.faults(seed) if wrong else (), watch=bug.watch)
+    world = World(bug.ranks, seed, bug.faults(seed) if wrong else (), watch=bug.watch, patience=bug.patience)
     try:
         if bug.against_one:
             compare_with_one(world, bug.program, seed, wrong)
@@ -70,13 +71,14 @@ def planted(
     watch: tuple[str, ...] = ("bits", "reads", "training"),
     against_one: bool = False,
     name: str = "",
+    patience: float = 120.0,
 ) -> Callable[[Program], Program]:
     """Adds a program to the catalogue, under its own name."""
 
     def add(program: Program) -> Program:
         called = name or program.__name__.replace("_", "-")
         assert called not in CATALOGUE, called
-        CATALOGUE[called] = Bug(called, title, program, kind, culprits, faults, watch, against_one)
+        CATALOGUE[called] = Bug(called, title, program, kind, culprits, faults, watch, against_one, patience=patience)
         return program
 
     return add

@@ -72,7 +72,7 @@ class Problem:
         for count in counts:
             samples = Samples.packed(self.lengths[first : first + count], first=first, of=of)
             rows = slice(edges[first], edges[first + count])
-            with torch.enable_grad(), collecting(Share(first, of)):
+            with torch.enable_grad(), collecting(Share(first, of, count)):
                 y = table[self.operator](self.x[rows], *leaves, samples=samples)
             torch.autograd.backward(y, self.grad[rows].reshape(y.shape))
             yield samples.roots[0], [leaf.grad for leaf in leaves]
@@ -151,9 +151,9 @@ def refuses(subject: Accumulation, case: Case, tally: Tally) -> None:
     """Every operator refuses a share that is not the one collected, is not one subtree, or would be rounded."""
     shares: dict[str, tuple[Samples, Share | None, torch.dtype]] = {
         "nobody collects": (Samples.packed([1, 1], first=2, of=8), None, torch.float32),
-        "another is collected": (Samples.packed([1, 1], first=2, of=8), Share(0, 8), torch.float32),
-        "not one subtree": (Samples.packed([1, 1], first=1, of=8), Share(1, 8), torch.float32),
-        "would be rounded": (Samples.packed([1, 1], first=2, of=8), Share(2, 8), torch.bfloat16),
+        "another is collected": (Samples.packed([1, 1], first=2, of=8), Share(0, 8, 2), torch.float32),
+        "not one subtree": (Samples.packed([1, 1], first=1, of=8), Share(1, 8, 2), torch.float32),
+        "would be rounded": (Samples.packed([1, 1], first=2, of=8), Share(2, 8, 2), torch.bfloat16),
     }
     for problem in problems(case, 8):
         for what, (samples, share, dtype) in shares.items():

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from isobit.contracts.recipes import Case
 from isobit.contracts.tally import Tally
+from isobit.ops.nans import settle_nans
 from isobit.order.addition import Branch, digest
 from isobit.order.certify import certify
 from isobit.order.tree import merge
+from isobit.parallel.additions import add_rows, add_two
 from isobit.parallel.meetings import folded_spans, meet
-from isobit.parallel.movement import add_rows, add_two
 from isobit.records import Proof
 from isobit.targets.tensor_target import TensorTarget
 
@@ -52,7 +53,17 @@ def is_the_tree(subject: Subject, case: Case, tally: Tally) -> None:
     """The definition's tree, by rank."""
     x = case.arguments["x"]
     tally.count(case.rows)
-    tally.same(subject(x), merge(list(x.t()), torch.add), "against the definition")
+    tally.same(subject(x), settle_nans(by_stock_additions(x)), "against the definition")
+
+
+def has_one_nan(subject: Subject, case: Case, tally: Tally) -> None:
+    """inf − inf, NaNs of any payload, and both at once, are one NaN wherever they meet."""
+    x = case.arguments["x"].clone()
+    tally.count(case.rows)
+    odd = torch.full((len(x),), -1, dtype=torch.int32).view(torch.float32)  # a NaN with its sign and all bits set
+    for first, last in ((torch.inf, -torch.inf), (-torch.inf, torch.inf), (torch.nan, odd), (odd, 1.0), (1.0, odd)):
+        x[:, 0], x[:, -1] = first, last
+        tally.same(subject(x), torch.full((len(x),), torch.nan), f"{first} and {last}")
 
 
 def executors_agree(subject: Subject, case: Case, tally: Tally) -> None:
@@ -98,6 +109,12 @@ def prove_tree(subject: Subject) -> Proof:
         if not found.matches(digest(merge(leaves, lambda left, right: (left, right)))):
             return Proof("order certificate", "", count, f"{ranks} ranks: {found}")
     return Proof("order certificate", f"all inputs without NaN: {list(RANKS)} ranks, 1, 3 and 64 elements", count)
+
+
+def by_stock_additions(x: Tensor) -> Tensor:
+    """The tree, with the NaNs that the processor makes."""
+    total: Tensor = merge(list(x.t()), torch.add)
+    return total.clone()
 
 
 def ring(x: Tensor) -> Tensor:

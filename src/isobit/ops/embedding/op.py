@@ -13,7 +13,7 @@ from isobit.ops.embedding import portable
 from isobit.ops.launch import launch
 from isobit.ops.linear.op import describe, whole_samples
 from isobit.ops.registration import declare, portable_operator, register_operator
-from isobit.ops.share import described_dtype
+from isobit.ops.share import as_partial, described_dtype, share_in_force
 from isobit.order.samples import Samples
 
 ID_DTYPES = (torch.int64, torch.int32)
@@ -68,7 +68,7 @@ def check_embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> int
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ids, weight, spans, ctx.padding, ctx.of = inputs
-    ctx.vocabulary = weight.shape[0]
+    ctx.vocabulary, ctx.share = weight.shape[0], share_in_force()
     ctx.save_for_backward(ids, spans)
 
 
@@ -78,7 +78,8 @@ def backward_with(prefix: str) -> Any:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, spans = ctx.saved_tensors
         operator = getattr(torch.ops.isobit, f"{prefix}_weight_grad")
-        return None, operator(grad, ids, spans, ctx.vocabulary, ctx.padding, ctx.of), None, None, None
+        found = operator(grad, ids, spans, ctx.vocabulary, ctx.padding, ctx.of)
+        return None, as_partial(found, ctx.share), None, None, None
 
     return backward
 

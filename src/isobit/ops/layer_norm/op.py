@@ -13,7 +13,7 @@ from isobit.ops.layer_norm import portable
 from isobit.ops.linear.op import describe, whole_samples
 from isobit.ops.registration import declare, portable_operator, register_operator
 from isobit.ops.rms_norm.op import check_norm, empty_statistics, widen_for_autocast
-from isobit.ops.share import described_dtype
+from isobit.ops.share import as_partial, described_dtype, share_in_force
 from isobit.order.samples import Samples
 
 
@@ -39,7 +39,7 @@ def layer_norm(
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, _, spans, ctx.of = inputs
-    ctx.has_bias = bias is not None
+    ctx.has_bias, ctx.share = bias is not None, share_in_force()
     ctx.save_for_backward(x, weight, *output[1:], spans)
 
 
@@ -48,7 +48,8 @@ def backward_with(prefix: str) -> Any:
 
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         dx, dweight, dbias = getattr(torch.ops.isobit, f"{prefix}_backward")(grad, *ctx.saved_tensors, ctx.of)
-        return dx, dweight, dbias if ctx.has_bias else None, None, None, None
+        dbias = as_partial(dbias, ctx.share) if ctx.has_bias else None
+        return dx, as_partial(dweight, ctx.share), dbias, None, None, None
 
     return backward
 

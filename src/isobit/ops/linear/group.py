@@ -13,6 +13,7 @@ from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
 from isobit.ops.linear.op import cast_for_autocast, check_linear, describe
 from isobit.ops.registration import check_derivatives, refuse_forward_mode, refuse_second_order, refuse_vmap
+from isobit.ops.share import as_partial, share_in_force
 from isobit.order.samples import Samples
 
 
@@ -82,7 +83,7 @@ class _Group(torch.autograd.Function):
         x, spans, ctx.of, ctx.groups, native, count, *parameters = inputs
         ctx.save_for_backward(x, spans, *parameters[:count])
         ctx.prefix = "linear" if native else "portable_linear"
-        ctx.has_bias = [bias is not None for bias in parameters[count:]]
+        ctx.has_bias, ctx.share = [bias is not None for bias in parameters[count:]], share_in_force()
 
     jvp = staticmethod(refuse_forward_mode("linear_group"))
     vmap = staticmethod(refuse_vmap("linear_group"))
@@ -105,9 +106,12 @@ class _Group(torch.autograd.Function):
         return (
             input_grad,
             *[None] * 5,
-            *[weight_grad(g, x, spans, ctx.of) if want[6 + i] else None for i, g in enumerate(grads)],
             *[
-                bias_grad(g, spans, ctx.of) if has and want[6 + count + i] else None
+                as_partial(weight_grad(g, x, spans, ctx.of), ctx.share) if want[6 + i] else None
+                for i, g in enumerate(grads)
+            ],
+            *[
+                as_partial(bias_grad(g, spans, ctx.of), ctx.share) if has and want[6 + count + i] else None
                 for i, (g, has) in enumerate(zip(grads, ctx.has_bias, strict=True))
             ],
         )

@@ -13,7 +13,15 @@ from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear import portable
 from isobit.ops.registration import declare, portable_operator, register_operator
-from isobit.ops.share import check_share, check_subtree, described_dtype, gradient_dtype
+from isobit.ops.share import (
+    as_partial,
+    check_default,
+    check_share,
+    check_subtree,
+    described_dtype,
+    gradient_dtype,
+    share_in_force,
+)
 from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
 
@@ -84,6 +92,7 @@ def spans_of(samples: Samples, x: Tensor) -> Tensor:
 def describe(samples: Samples | None, tokens: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, int]:
     """The samples as the operators take them, spans and the size of the global batch, once gradients may be taken."""
     if samples is None:
+        check_default(tokens, *parameters)
         return None, 0
     check_share(samples, *parameters)
     return spans_of(samples, tokens), samples.of
@@ -104,6 +113,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, spans = inputs[:4]
     ctx.save_for_backward(x, weight, spans)
     ctx.of, ctx.arity, ctx.has_bias = inputs[-1], len(inputs), bias is not None
+    ctx.share = share_in_force()
 
 
 def backward_with(prefix: str) -> Any:
@@ -111,11 +121,12 @@ def backward_with(prefix: str) -> Any:
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, spans = ctx.saved_tensors
-        ops, want = torch.ops.isobit, ctx.needs_input_grad
+        ops, want, share = torch.ops.isobit, ctx.needs_input_grad, ctx.share
+        weight_grad, bias_grad = (getattr(ops, f"{prefix}_{kind}_grad") for kind in ("weight", "bias"))
         return (
             getattr(ops, f"{prefix}_input_grad")(grad, weight) if want[0] else None,
-            getattr(ops, f"{prefix}_weight_grad")(grad, x, spans, ctx.of) if want[1] else None,
-            getattr(ops, f"{prefix}_bias_grad")(grad, spans, ctx.of) if ctx.has_bias and want[2] else None,
+            as_partial(weight_grad(grad, x, spans, ctx.of), share) if want[1] else None,
+            as_partial(bias_grad(grad, spans, ctx.of), share) if ctx.has_bias and want[2] else None,
             *[None] * (ctx.arity - 3),
         )
 

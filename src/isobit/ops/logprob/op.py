@@ -14,7 +14,14 @@ from isobit.ops.launch import launch
 from isobit.ops.linear.op import check_linear, spans_of, whole_samples
 from isobit.ops.logprob import portable
 from isobit.ops.registration import declare, portable_operator, register_operator
-from isobit.ops.share import accumulation_dtype, check_share, gradient_dtype
+from isobit.ops.share import (
+    accumulation_dtype,
+    as_partial,
+    check_default,
+    check_share,
+    gradient_dtype,
+    share_in_force,
+)
 from isobit.order.samples import Samples
 
 IGNORED = -100  # as torch's cross_entropy
@@ -40,7 +47,10 @@ def linear_logprob(
     check_temperature(temperature)
     described = whole_samples(hidden, None) if samples is None else samples
     spans = spans_of(described, hidden)
-    check_share(described, weight)
+    if samples is None:
+        check_default(hidden, weight)
+    else:
+        check_share(samples, weight)
     rows, chosen = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(torch.int64).contiguous()
     sizes = (targets.numel(), *reversed(weight.shape))
     found, _ = launch("linear_logprob", sizes, rows, weight, chosen, float(temperature), spans, described.of)
@@ -83,6 +93,7 @@ def check_temperature(temperature: float) -> None:
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     hidden, weight, targets, ctx.temperature, spans, ctx.of = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.share = share_in_force()
     ctx.save_for_backward(hidden, weight, targets, output[1], spans)
 
 
@@ -92,8 +103,9 @@ def backward_with(prefix: str) -> Any:
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         want = ctx.needs_input_grad[:2]
         operator = getattr(torch.ops.isobit, f"{prefix}_backward")
-        grads = operator(grad, *ctx.saved_tensors, ctx.temperature, *want, ctx.of)
-        return (*[g if wanted else None for g, wanted in zip(grads, want, strict=True)], None, None, None, None)
+        dhidden, dweight = operator(grad, *ctx.saved_tensors, ctx.temperature, *want, ctx.of)
+        dweight = as_partial(dweight, ctx.share) if want[1] else None
+        return dhidden if want[0] else None, dweight, None, None, None, None
 
     return backward
 

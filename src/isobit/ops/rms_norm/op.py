@@ -14,7 +14,7 @@ from isobit.ops.launch import launch, rows_and_columns
 from isobit.ops.linear.op import describe, whole_samples
 from isobit.ops.registration import declare, portable_operator, register_operator
 from isobit.ops.rms_norm import portable
-from isobit.ops.share import accumulation_dtype, described_dtype
+from isobit.ops.share import accumulation_dtype, as_partial, described_dtype, share_in_force
 from isobit.order.samples import Samples
 
 
@@ -58,6 +58,7 @@ def check_norm(x: Tensor, weight: Tensor, eps: float, axes: int) -> None:
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, _, spans, ctx.heads, ctx.of = inputs
+    ctx.share = share_in_force()
     ctx.save_for_backward(x, weight, output[1], spans)
 
 
@@ -66,8 +67,9 @@ def backward_with(prefix: str) -> Any:
 
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, scales, spans = ctx.saved_tensors
-        found = getattr(torch.ops.isobit, f"{prefix}_backward")(grad, x, weight, scales, spans, ctx.heads, ctx.of)
-        return *found, None, None, None, None
+        operator = getattr(torch.ops.isobit, f"{prefix}_backward")
+        dx, dweight = operator(grad, x, weight, scales, spans, ctx.heads, ctx.of)
+        return dx, as_partial(dweight, ctx.share), None, None, None, None
 
     return backward
 

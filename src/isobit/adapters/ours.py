@@ -1,0 +1,51 @@
+"""Which operators and gradient nodes are isobit's own: by what is registered, since anyone may take the name."""
+
+from __future__ import annotations
+
+import re
+import sys
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from isobit.ops.registration import is_portable_operator
+
+GENERATED = re.compile(r"GeneratedBackwardFor_isobit_(\w+)_default")
+# What torch.profiler.record_function calls; nothing else in that namespace is torch's.
+PROFILER = frozenset(("_record_function_enter", "_record_function_enter_new", "_record_function_exit"))
+
+
+@lru_cache(maxsize=256)
+def is_our_operator(name: str) -> bool:
+    """Whether `isobit::<name>` is a compiled kernel, or one of the portable executor's operators."""
+    if is_portable_operator(name):
+        return True
+    try:
+        said = torch._C._dispatch_dump(f"isobit::{name}")
+    except RuntimeError:
+        return False
+    # Kernels that Python registers have no unboxed form.
+    kernels = [line for line in said.splitlines() if line.startswith(("CPU:", "Composite"))]
+    return bool(kernels) and all("unboxed" in line for line in kernels)
+
+
+def is_our_node(node: Any) -> bool:
+    """Whether a node of the gradient's graph is the formula of our operator, or our torch.autograd.Function."""
+    made = getattr(node, "_forward_cls", None)
+    if made is None:
+        return False
+    generated = GENERATED.fullmatch(made.__name__)
+    if generated is not None:
+        return made.__module__ == "torch._library.autograd" and is_our_operator(generated[1])
+    return is_in_package(made.__module__, made.__qualname__, made)
+
+
+def is_in_package(module: str, name: str, wanted: Any) -> bool:
+    """Whether this very object is found under its name in a module of isobit."""
+    if module.partition(".")[0] != "isobit":
+        return False
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found is wanted

@@ -1,0 +1,57 @@
+"""The residual stream: its additions, forward and backward, give one NaN whichever lane or thread computes them.
+
+Stock's addition of 16-bit numbers writes another NaN in its vector body than in its tail, so that a NaN's bits would
+depend on the batch. Finite sums have stock's bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def add(left: Tensor, right: Tensor) -> Tensor:
+    """left + right, where every NaN has the same bits."""
+    if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+        return _Add.apply(left, right)  # type: ignore[no-untyped-call,no-any-return]
+    return plain_add(left, right)
+
+
+def fork(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x for two uses, whose gradients are added here and not by autograd."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Fork.apply(x)  # type: ignore[no-untyped-call,no-any-return]
+    return x, x
+
+
+def plain_add(left: Tensor, right: Tensor) -> Tensor:
+    """The sum itself, by stock's addition."""
+    return (left + right).nan_to_num_(math.nan, math.inf, -math.inf)
+
+
+class _Add(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Tensor, right: Tensor) -> Tensor:
+        ctx.dtypes = left.dtype, right.dtype  # under autocast a branch is narrower than the stream
+        return plain_add(left, right)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        left, right = ctx.dtypes
+        return grad.to(left), grad.to(right)
+
+
+class _Fork(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)  # zeros would change the sign of a zero
+        return x.view_as(x), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, first: Tensor | None, second: Tensor | None) -> Tensor | None:
+        if first is None or second is None:
+            return second if first is None else first
+        return plain_add(first, second)

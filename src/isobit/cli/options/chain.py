@@ -1,0 +1,42 @@
+"""Options of `isobit chain`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from isobit.cli.dtypes import long_dtype
+from isobit.cli.progress import add_quiet
+
+# Named here, since their own module loads torch; a test compares.
+MODELS = (
+    "qwen3-0.6b",
+    "qwen3-small",
+    "qwen2-small",
+    "llama-small",
+    "qwen3-tiny",
+    "qwen2-tiny",
+    "llama-tiny",
+)
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "chain",
+        help="put a whole model through every batch, padding, chunk and cache layout",
+        description="Builds a model from transformers' configuration with random weights, saves it, loads it with "
+        "from_pretrained, and compares raw bits across layouts: every selected log-probability, the loss, every "
+        "parameter's gradient and every weight after one AdamW step. Stock goes through the same gate beside it; "
+        "only isobit's result decides. Exit 0: kept; 1: broken; 2: could not run.",
+    )
+    parser.add_argument("--model", default="qwen3-small", choices=MODELS, help="default: %(default)s")
+    parser.add_argument(
+        "--dtype", default="float32", type=long_dtype("float32", "bfloat16"), metavar="fp32|bf16", help="default: fp32"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default: %(default)s)")
+    parser.add_argument(
+        "--stock", action=argparse.BooleanOptionalAction, default=True, help="run stock through the same gate"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of a table")
+    add_quiet(parser)

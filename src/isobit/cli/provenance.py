@@ -1,0 +1,28 @@
+"""Where a report comes from, for every page and record: versions, machine, command, time, digest; without torch."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import platform
+import shlex
+from collections.abc import Iterable
+
+import isobit
+from isobit.contracts.sources import hash_text, installed_version, machine
+from isobit.processor import cpu_name
+from isobit.records import Provenance
+
+
+def provenance_of(options: argparse.Namespace, judged: Iterable[str]) -> Provenance:
+    """Of the command that runs; `judged` are the digests of what it judged."""
+    return Provenance(
+        isobit=isobit.__version__,
+        torch=installed_version("torch"),
+        python=platform.python_version(),
+        cpu=cpu_name(),
+        engine=machine(),
+        command=shlex.join(["isobit", *options.words]),
+        date=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        digest=hash_text(*judged)[:32],
+    )

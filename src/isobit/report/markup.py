@@ -1,0 +1,48 @@
+"""Text for pages and pictures: escaped, without control characters; and where they come from, in every form."""
+
+from __future__ import annotations
+
+import html
+
+from isobit.plain_text import plain
+from isobit.records import Provenance
+
+
+def escape(text: str) -> str:
+    """For HTML, SVG and XML, as text or in a quoted attribute."""
+    return html.escape(plain(text))
+
+
+def facts_of(origin: Provenance) -> tuple[tuple[str, str], ...]:
+    """Names and values, as pages show them."""
+    return (
+        ("command", origin.command),
+        ("date", origin.date),
+        ("isobit", origin.isobit),
+        ("torch", f"{origin.torch}, Python {origin.python}"),
+        ("machine", f"{origin.cpu}; {origin.engine}"),
+        ("digest", origin.digest),
+    )
+
+
+def as_footer(origin: Provenance | None) -> str:
+    """A list at the end of a page; styled by the page."""
+    if origin is None:
+        return ""
+    items = "".join(f"<dt>{name}<dd><code>{escape(value)}</code>" for name, value in facts_of(origin))
+    return f'<footer><h2>Where this page comes from</h2><dl class="origin">{items}</dl></footer>'
+
+
+def as_metadata(origin: Provenance | None) -> str:
+    """An element of an SVG that is not drawn."""
+    if origin is None:
+        return ""
+    return "<metadata>" + escape("; ".join(f"{name}: {value}" for name, value in facts_of(origin))) + "</metadata>"
+
+
+FOOTER_STYLE = (
+    "footer{margin-top:2.5rem;border-top:1px solid #8884;font-size:.85rem}"
+    "footer h2{font-size:.95rem;margin:.8rem 0 .4rem}"
+    ".origin{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;margin:0}"
+    ".origin dt{opacity:.7}.origin dd{margin:0;overflow-wrap:anywhere}"
+)

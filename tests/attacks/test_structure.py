@@ -1,0 +1,321 @@
+"""An enabled model computes every module it has: what is put into it later runs, or is refused at every call."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import isobit
+from isobit import bits
+from isobit.chain.models import build_model
+from isobit.errors import UnsupportedError
+
+IDS = torch.arange(24).reshape(2, 12) % 128
+AGAIN = "enable it again"
+
+
+@pytest.fixture(scope="module")
+def built():
+    return build_model("qwen3-tiny", torch.float32)
+
+
+@pytest.fixture
+def model(built):
+    return copy.deepcopy(built)
+
+
+class Lora(nn.Module):
+    """As adapters are: they have the weight of what they wrap."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.lora_A = base, nn.Linear(base.in_features, 4, bias=False)
+        self.lora_B = nn.Linear(4, base.out_features, bias=False)
+
+    @property
+    def weight(self):
+        return self.base.weight
+
+    @property
+    def bias(self):
+        return self.base.bias
+
+    def forward(self, x):
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+class Quantised(torch.Tensor):
+    pass
+
+
+def place(path, make):
+    """Puts what `make` makes of a module in its place."""
+
+    def change(model):
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, make(model.get_submodule(path)))
+
+    return change
+
+
+def act(path, what):
+    return lambda model: what(model.get_submodule(path))
+
+
+def plain_weight(layer):
+    weight = layer.weight.detach().clone()
+    del layer.weight
+    layer.weight = weight
+
+
+def subclass_weight(layer):
+    layer._parameters["weight"] = layer.weight.detach().as_subclass(Quantised)
+
+
+def double_forward(module):
+    earlier = module.forward
+    module.forward = lambda *given, **named: 2 * earlier(*given, **named)
+
+
+def limit_norm(embedding):
+    embedding.max_norm = 1.0
+
+
+def stock_linear(layer):
+    return nn.Linear(layer.in_features, layer.out_features, bias=False)
+
+
+def replaced_container(layer):
+    """A dictionary of hooks of its own, which nothing that was kept refers to."""
+    layer._forward_hooks = type(layer._forward_hooks)({0: lambda *_: None})
+
+
+FIRST = "model.layers.0"
+Q, O = f"{FIRST}.self_attn.q_proj", f"{FIRST}.self_attn.o_proj"
+GATE, DOWN = f"{FIRST}.mlp.gate_proj", f"{FIRST}.mlp.down_proj"
+NOTHING = lambda *_: None  # noqa: E731
+# What is done to an enabled model, and what the refusal says.
+CHANGES = {
+    "LoRA on q": (place(Q, Lora), r"adapter.*q_proj.*merge_and_unload"),
+    "LoRA on gate": (place(GATE, Lora), r"adapter.*gate_proj.*merge_and_unload"),
+    "LoRA on down": (place(DOWN, Lora), r"adapter.*down_proj.*merge_and_unload"),
+    "another q": (place(Q, stock_linear), f"q_proj.*{AGAIN}"),
+    "another o": (place(O, stock_linear), f"o_proj.*{AGAIN}"),
+    "another head": (place("lm_head", stock_linear), f"lm_head.*{AGAIN}"),
+    "a stock layer": (place(FIRST, lambda layer: type(layer)(layer.self_attn.config, 0)), rf"layers\.0.*{AGAIN}"),
+    "another activation": (place(f"{FIRST}.mlp.act_fn", lambda _: nn.GELU()), r"act_fn of type GELU"),
+    "a forward taken off": (act(DOWN, lambda layer: layer.__dict__.pop("forward")), f"down_proj.*{AGAIN}"),
+    "a forward wrapped": (act(DOWN, double_forward), f"down_proj.*{AGAIN}"),
+    "a forward of a layer wrapped": (act(FIRST, double_forward), rf"layers\.0.*{AGAIN}"),
+    "a parametrization of q": (act(Q, nn.utils.parametrizations.weight_norm), "parametrization.*q_proj"),
+    "a parametrization of o": (act(O, nn.utils.parametrizations.weight_norm), "parametrization.*o_proj"),
+    "a hook on q": (act(Q, lambda m: m.register_forward_hook(NOTHING)), "no hook on .*q_proj"),
+    "a hook before gate": (act(GATE, lambda m: m.register_forward_pre_hook(NOTHING)), "no hook on .*gate_proj"),
+    "a backward hook on q": (act(Q, lambda m: m.register_full_backward_hook(NOTHING)), "no hook on .*q_proj"),
+    "a hook before q's backward": (act(Q, lambda m: m.register_full_backward_pre_hook(NOTHING)), "no hook on"),
+    "a hook on the activation": (act(f"{FIRST}.mlp.act_fn", lambda m: m.register_forward_hook(NOTHING)), "act_fn"),
+    "other hooks of q": (act(Q, replaced_container), "no hook on .*q_proj"),
+    "a weight that is no parameter": (act(Q, plain_weight), "q_proj.weight as a parameter"),
+    "a subclass of tensors": (act(Q, subclass_weight), "q_proj.weight as a plain.*Quantised"),
+    "a bias of q alone": (act(Q, lambda m: setattr(m, "bias", nn.Parameter(torch.ones(256)))), "a bias on all"),
+    "a bias of the head": (act("lm_head", lambda m: setattr(m, "bias", nn.Parameter(torch.ones(128)))), "head without"),
+    "an embedding of bounded norm": (act("model.embed_tokens", limit_norm), "plain embedding"),
+    "a layer compiled by itself": (act(FIRST, lambda m: m.compile(backend="eager")), "run eagerly"),
+}
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_would_not_be_computed_is_refused_at_every_call(model, name, strict):
+    change, said = CHANGES[name]
+    isobit.enable(model, strict=strict)
+    with torch.no_grad():
+        isobit.logprobs(model, IDS)
+        model(IDS)
+        change(model)
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match=said):
+                model(IDS)
+            with pytest.raises(UnsupportedError, match=said):
+                isobit.logprobs(model, IDS)
+
+
+def test_a_patched_class_is_refused(model, monkeypatch):
+    isobit.enable(model)
+    kind = type(model.model.layers[0].mlp)
+    expected = model(IDS).logits
+    with monkeypatch.context() as patched:
+        patched.setattr(kind, "forward", lambda self, x: x)
+        with pytest.raises(UnsupportedError, match=r"MLP\.forward as transformers"):
+            model(IDS)
+    assert bits.equal(model(IDS).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["a hook on q", "LoRA on down", "a bias of the head"])
+def test_enable_refuses_the_same(model, name):
+    change, said = CHANGES[name]
+    change(model)
+    with pytest.raises(UnsupportedError, match=said):
+        isobit.enable(model)
+
+
+def test_what_is_undone_runs_again(model):
+    isobit.enable(model)
+    expected = model(IDS).logits
+    hook = model.get_submodule(Q).register_forward_hook(NOTHING)
+    with pytest.raises(UnsupportedError):
+        model(IDS)
+    hook.remove()
+    assert bits.equal(model(IDS).logits, expected)
+
+
+def test_more_words_are_computed_where_the_head_stays(model):
+    with isobit.enable(model):
+        model(IDS)
+        model.resize_token_embeddings(140)  # tied: the modules stay, their weight is another
+        found = model(IDS).logits.detach()
+    torch.testing.assert_close(model(IDS).logits, found, atol=1e-5, rtol=1e-5)
+
+
+def test_the_remedy_of_a_head_that_more_words_replaced():
+    model = build_model("llama-tiny", torch.float32)
+    enabled = isobit.enable(model)
+    model(IDS)
+    model.resize_token_embeddings(140)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=AGAIN):
+            model(IDS)
+    enabled.disable()
+    stock = model(IDS).logits.detach()
+    isobit.enable(model)
+    torch.testing.assert_close(model(IDS).logits, stock, atol=1e-5, rtol=1e-5)
+
+
+def test_copies_check_their_own_modules(model):
+    isobit.enable(model)
+    expected = model(IDS).logits
+    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert bits.equal(twin(IDS).logits, expected)
+        twin.get_submodule(Q).register_forward_hook(NOTHING)
+        with pytest.raises(UnsupportedError, match="no hook"):
+            twin(IDS)
+    assert bits.equal(model(IDS).logits, expected)
+
+
+# ---- hooks of modules that are called --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [O, DOWN, FIRST, f"{FIRST}.self_attn.q_norm", "model.norm", "model", "lm_head"])
+def test_a_hook_of_a_called_module_runs(model, path):
+    isobit.enable(model)
+    expected = model(IDS).logits
+    ran = []
+    hook = model.get_submodule(path).register_forward_hook(lambda *_: ran.append(path))
+    assert bits.equal(model(IDS).logits, expected)
+    assert ran == [path]
+    hook.remove()
+
+
+def stock_mean(_, __, output):
+    return output - output.mean(dim=(0, 1), keepdim=True)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_stock_operator_of_a_hook_is_found_whenever_it_comes(model, warm):
+    isobit.enable(model)
+    if warm:
+        model(IDS)
+        isobit.logprobs(model, IDS)
+    hook = model.get_submodule(DOWN).register_forward_hook(stock_mean)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"aten::mean in .*down_proj"):
+            model(IDS)
+        with pytest.raises(UnsupportedError, match=r"aten::mean"):
+            isobit.logprobs(model, IDS)
+    hook.remove()
+    model(IDS)
+
+
+def test_one_hook_in_the_place_of_another_is_watched_too(model):
+    isobit.enable(model)
+    layer = model.get_submodule(DOWN)
+    first = layer.register_forward_hook(lambda _, __, output: output * 2.0)
+    model(IDS)
+    first.remove()
+    layer.register_forward_hook(stock_mean)
+    with pytest.raises(UnsupportedError, match="aten::mean"):
+        model(IDS)
+
+
+def test_a_hook_of_the_head_is_refused_where_the_head_is_not_called(model):
+    isobit.enable(model)
+    model.lm_head.register_forward_hook(NOTHING)
+    model(IDS)
+    with pytest.raises(UnsupportedError, match="no hook on lm_head"):
+        model(IDS, labels=IDS)
+    with pytest.raises(UnsupportedError, match="no hook on lm_head"):
+        isobit.logprobs(model, IDS)
+
+
+def test_global_hooks_are_refused_in_strict_mode(model):
+    isobit.enable(model)
+    expected = model(IDS).logits
+    hook = nn.modules.module.register_module_forward_hook(NOTHING)
+    try:
+        with pytest.raises(UnsupportedError, match="global module hooks"):
+            model(IDS)
+    finally:
+        hook.remove()
+    assert bits.equal(model(IDS).logits, expected)
+
+
+# ---- the backbone alone ----------------------------------------------------------------------------------
+
+
+def test_a_head_of_stock_over_an_enabled_backbone_is_refused(model):
+    """As a trainer does that puts its own forward over the model's: backbone, then a stock product."""
+    isobit.enable(model)
+    original = model.forward
+
+    def fused(ids, fused=False, **named):
+        if not fused:
+            return original(ids, **named)
+        return F.linear(model.base_model(ids, use_cache=False).last_hidden_state, model.lm_head.weight)
+
+    expected = model(IDS).logits
+    model.forward = fused
+    assert bits.equal(model(IDS).logits, expected)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"backbone|alone.*isobit\.logprobs"):
+            model(IDS, fused=True)
+    assert isobit.logprobs(model, IDS).isfinite().all()
+
+
+def test_a_backbone_that_was_enabled_itself_may_be_called_alone_and_is_watched(model):
+    whole = isobit.enable(model)
+    backbone = isobit.enable(model.model)
+    together = model.model(IDS).last_hidden_state
+    assert bits.equal(together[:1], model.model(IDS[:1]).last_hidden_state)
+    model.model.norm.register_forward_hook(stock_mean)
+    with pytest.raises(UnsupportedError, match="aten::mean"):
+        model.model(IDS)
+    model.model.norm._forward_hooks.clear()
+    backbone.disable()
+    with pytest.raises(UnsupportedError, match="alone"):
+        model.model(IDS)
+    whole.disable()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_the_backbone_may_be_enabled_first(model):
+    backbone = isobit.enable(model.model)
+    whole = isobit.enable(model)
+    expected = model(IDS, output_hidden_states=True).hidden_states[-1]
+    assert bits.equal(model.model(IDS).last_hidden_state, expected)
+    whole.disable()
+    assert bits.equal(model.model(IDS).last_hidden_state, expected)
+    backbone.disable()
+    assert not any("forward" in vars(module) for module in model.modules())

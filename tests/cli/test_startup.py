@@ -1,0 +1,73 @@
+"""Help, the version and mistakes are answered without torch; the options name what the modules behind them know."""
+
+import subprocess
+import sys
+
+import pytest
+
+from isobit.cli import main
+
+ASKED = """
+import sys
+from isobit.cli.main import COMMANDS, main
+asked = [[], ["--help"], ["--version"], ["verfy"], ["reveal", "--htlm"], ["simulate", "x.py", "--ranks", "0"]]
+for words in [*asked, *([name, "--help"] for name in COMMANDS)]:
+    try:
+        main(words)
+    except SystemExit as stop:
+        assert stop.code in (0, 2), words
+    else:
+        raise AssertionError(words)
+    assert "torch" not in sys.modules, words
+"""
+
+
+def test_help_and_mistakes_do_not_wait_for_torch():
+    done = subprocess.run([sys.executable, "-c", ASKED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-1000:]
+
+
+def test_options_name_what_is_there():
+    from isobit.chain.models import MODELS
+    from isobit.cli import reveal
+    from isobit.cli.options import chain as chain_options
+    from isobit.cli.options import curve as curve_options
+    from isobit.cli.options import reveal as reveal_options
+    from isobit.contracts.promises import linear_orders
+    from isobit.curve.launch import TRANSPORTS
+    from isobit.curve.workload import DTYPES, WORKLOADS
+
+    assert tuple(MODELS) == chain_options.MODELS
+    assert tuple(sorted(WORKLOADS)) == curve_options.WORKLOADS
+    assert tuple(sorted(DTYPES)) == curve_options.DTYPES
+    assert curve_options.TRANSPORTS == TRANSPORTS
+    assert tuple(reveal.STOCK) == reveal_options.STOCK
+    assert tuple(linear_orders.TARGETS) == reveal_options.OURS
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"),
+    [
+        (["reveal", "sum", "--dtype", "bfloat16"], "bf16"),
+        (["reveal", "sum", "--dtype", "bf16"], "bf16"),
+        (["chain", "--dtype", "bf16"], "bfloat16"),
+        (["chain", "--dtype", "float32"], "float32"),
+        (["curve", "--dtype", "fp32", "bfloat16"], ["float32", "bfloat16"]),
+    ],
+)
+def test_dtypes_have_two_names(words, dtype):
+    assert main.build_parser().parse_args(words).dtype == dtype
+
+
+def test_a_dtype_that_is_not_there_is_refused_with_the_names(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main.main(["chain", "--dtype", "fp16"])
+    assert stopped.value.code == 2
+    assert "expected one of fp32 (float32), bf16 (bfloat16); received 'fp16'" in capsys.readouterr().err
+
+
+def test_the_module_behind_the_command_does_not_pass_for_it():
+    """`python -m isobit.cli.main` imports with the current folder on the path."""
+    done = subprocess.run([sys.executable, "-m", "isobit.cli.main", "--version"], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "python -m isobit" in done.stderr

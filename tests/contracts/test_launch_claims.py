@@ -1,0 +1,78 @@
+"""Theorem: `launches` goes red for sizes in other places, for a second load, for no launch; so DIM-002 can fail."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import isobit
+from isobit import native
+from isobit.contracts.load import load_contract
+from isobit.contracts.promises import linear_planted
+from isobit.contracts.tree import library
+from isobit.contracts.verify import Options, verify_contract
+from isobit.ops import dispatch
+
+HERE = "tests.contracts.test_launch_claims"
+
+
+def right(x, weight, bias):
+    return isobit.linear(x, weight, bias)
+
+
+def exchanges_sizes(x, weight, bias):
+    return linear_planted.sizes_exchanged(x, weight, bias)
+
+
+def loads_each_time(x, weight, bias):
+    native.load.__wrapped__()
+    return isobit.linear(x, weight, bias)
+
+
+def loads_for_few_rows(x, weight, bias):
+    if len(x) == 1:
+        native.load.cache_clear()
+        native.load()
+    return isobit.linear(x, weight, bias)
+
+
+def launches_nothing(x, weight, bias):
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def judge(subject):
+    contract = load_contract(library() / "ops/dimension-independent.contract.yaml")
+    claims = tuple(c for c in contract.claims if c.id == "DIM-002")
+    alone = replace(contract, claims=claims, subject=f"{HERE}:{subject}", operator="", output=())
+    (record,) = verify_contract(alone, Options(trusted=("tests",)))
+    return record
+
+
+@pytest.mark.parametrize(
+    ("subject", "said"),
+    [
+        ("exchanges_sizes", "launched with [{'rows': "),
+        ("loads_each_time", "the call loaded the binary 1 times, expected 0"),
+        ("loads_for_few_rows", "the call loaded the binary 1 times, expected 0"),
+        ("launches_nothing", "no launch was recorded"),
+    ],
+)
+def test_wrong_launches_are_broken(subject, said):
+    record = judge(subject)
+    assert record.verdict == "broken"
+    assert said in record.detail
+
+
+def test_right_launches_are_kept_and_each_plant_is_caught():
+    record = judge("right")
+    assert record.verdict == "kept"
+    caught = {planted.name for planted in record.planted if planted.caught}
+    assert {"never launched", "made for one size", "loaded at each call"} < caught
+    assert "isobit.contracts.promises.linear_planted:sizes_exchanged" in caught
+
+
+def test_sizes_have_names():
+    with dispatch.record_launches() as seen:
+        isobit.linear(torch.randn(2, 3, 5), torch.randn(7, 5))
+        isobit.softmax(torch.randn(2, 3, 5))
+    assert [launch.named() for launch in seen] == [{"rows": 6, "k": 5, "n": 7}, {"rows": 6, "n": 5}]
