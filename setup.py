@@ -1,12 +1,13 @@
 """Builds the native kernels; where that fails, the package installs without them and says why."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from torch.utils.cpp_extension import BuildExtension, CppExtension, get_cxx_compiler
 
 ROOT = Path(__file__).parent
-REASON = ROOT / "src" / "isobit" / "native_build_failure.txt"
+REASON = "native_build_failure.txt"
 
 # Pinned: nothing of the build machine (-march=native) and nothing that reorders or fuses additions.
 FLAGS = ["-O3", "-g0", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-fast-math", "-Wall"]
@@ -16,11 +17,18 @@ class Build(BuildExtension):
     """Builds, or writes down why not: the portable executor serves then, and `isobit doctor` reads the reason."""
 
     def run(self) -> None:
-        REASON.unlink(missing_ok=True)
+        # What is installed is the source folder (editable), or the folder that becomes the wheel.
+        package = (ROOT / "src" if self.inplace else Path(self.build_lib)) / "isobit"
+        for folder in (ROOT / "src" / "isobit", package):
+            (folder / REASON).unlink(missing_ok=True)
         try:
+            compiler = get_cxx_compiler()
+            if shutil.which(compiler) is None:
+                raise RuntimeError(f"no C++ compiler, as `{compiler}` is not found")
             super().run()
         except Exception as error:
-            REASON.write_text(f"{error}; for the compiler's words: pip install -v -e . --no-build-isolation")
+            package.mkdir(parents=True, exist_ok=True)
+            (package / REASON).write_text(f"{error}; for the compiler's words: pip install -v . --no-build-isolation")
             print(f"isobit: native kernels were not built ({error}); the portable executor will serve")
 
 

@@ -21,6 +21,8 @@ IsobitError
     ├── RankLostError    a rank that died, or that waited for one that did
     ├── BusyError        a rank that computes, or waits, without ever letting the others run
     └── ReplayError      a run that departs from its recorded trace
+
+PortableWarning          calls that the portable executor serves because there are no kernels (a UserWarning)
 """
 
 from __future__ import annotations
@@ -51,6 +53,10 @@ class UnsupportedError(IsobitError, RuntimeError):
 
 class EngineError(IsobitError, RuntimeError):
     """Kernels that are missing, disabled or not attested."""
+
+
+class PortableWarning(UserWarning):
+    """The portable executor serves, exactly and very slowly, as there are no native kernels; given once a process."""
 
 
 class RevealError(IsobitError, RuntimeError):

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from isobit import native
 from isobit.processor import cpu_name
@@ -42,15 +43,16 @@ def flushes_subnormals(*, workers: bool = False) -> bool:
     results of stock operations may depend on which thread computes an element. isobit's kernels set their own mode.
 
     Args:
-        workers: ask every thread of torch's intra-op pool too: tens of microseconds instead of 0.1. Call it outside
-            of torch's modes (FakeTensorMode, torch.func), as it runs an operation.
+        workers: ask every thread of torch's intra-op pool too: tens of microseconds instead of 0.1.
     """
     if _LEAST_NORMAL * _HALF == 0.0:
         return True
     if not workers or torch.get_num_threads() == 1:
         return False
-    subnormals = torch.tensor(_LEAST_FP32, dtype=torch.float32, device="cpu").expand(torch.get_num_threads() * _GRAIN)
-    return int(torch.count_nonzero(subnormals)) < subnormals.numel()
+    with _disable_current_modes():  # a watching mode must not see this operation
+        number = torch.tensor(_LEAST_FP32, dtype=torch.float32, device="cpu")
+        subnormals = number.expand(torch.get_num_threads() * _GRAIN)
+        return int(torch.count_nonzero(subnormals)) < subnormals.numel()
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """The operator in torch's world: opcheck, gradcheck, compile, autocast, specials, refusals, freezing."""
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -153,8 +155,15 @@ REFUSED = {
     "bias": lambda x, w: isobit.linear(x, w, w[0]),
     "sparse": lambda x, w: isobit.linear(x.to_sparse(), w),
     "list": lambda x, w: isobit.linear(x.tolist(), w),
+    "nested": lambda x, w: isobit.linear(nested(x), w),
     "rows": lambda x, w: isobit.linear(x, w, samples=Samples.packed([3, 4])),
 }
+
+
+def nested(x):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls them a prototype
+        return torch.nested.nested_tensor([x, x[:2]])
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -46,7 +46,7 @@ def engine_names() -> dict[str, str]:
     names = {}
     for dtype in dispatch.NATIVE_DTYPES:
         name = str(dtype).removeprefix("torch.")
-        if not dispatch.is_native(dtype):
+        if not dispatch.serves_native(dtype):
             names[name] = "portable, chain"
         elif dispatch.engine_of(dtype) == "amx":
             names[name] = "AMX, even and odd chains of 32"

@@ -21,6 +21,7 @@ def check_tensors(**tensors: torch.Tensor | None) -> None:
         if not (
             isinstance(tensor, torch.Tensor)
             and tensor.layout is torch.strided
+            and not tensor.is_nested
             and tensor.dtype in DTYPES
             and tensor.dtype is first.dtype
             and tensor.device == first.device
@@ -43,6 +44,12 @@ def refuse_tensors(known: dict[str, torch.Tensor]) -> NoReturn:
                 expected=f"{name} with strided layout",
                 received=str(tensor.layout),
                 remedy=f"pass {name}.to_dense()",
+            )
+        if tensor.is_nested:
+            raise ArgumentError(
+                expected=f"{name} with one shape",
+                received="a nested tensor",
+                remedy=f"pass {name}.to_padded_tensor(0.0), or join its rows, and describe them by samples=",
             )
         if tensor.device.type not in DEVICES:
             raise ArgumentError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import Generic, TypeVar
 import torch
 
 from isobit import native
+from isobit.errors import PortableWarning
 from isobit.isolation import run_apart
 from isobit.ops.registration import register_native_operators
 from isobit.records import Attestation
@@ -104,13 +106,36 @@ def has_native() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_native(dtype: torch.dtype) -> bool:
-    """Whether calls of this dtype go to native kernels."""
+    """Tell whether calls of this dtype go to native kernels; warn once where there should be one and is none."""
+    if serves_native(dtype):
+        return True
+    if dtype in NATIVE_DTYPES:
+        warn_of_portable()
+    return False
+
+
+def serves_native(dtype: torch.dtype) -> bool:
+    """Tell the same, without a call in mind."""
     return dtype in NATIVE_DTYPES and has_native()
+
+
+@lru_cache(maxsize=1)
+def warn_of_portable() -> None:
+    """Warn that calls will be slow, and why; once per process."""
+    broken = "; ".join(f"{a.dtype}: {a.detail}" for a in attestations() if not a.kept)
+    reason = native.load() or f"kernels that do not keep the order ({broken})"
+    warnings.warn(
+        f"isobit: expected native kernels; received {reason}. The portable executor serves: one order too, but "
+        "thousands of times slower (a linear of 256 rows and a weight of 1024 x 1024 took 86 s on two cores). "
+        "remedy: install a C++ compiler (g++ 12 or later), then install isobit again; `isobit doctor` shows the state",
+        PortableWarning,
+        stacklevel=2,
+    )
 
 
 def engine_of(dtype: torch.dtype) -> str:
     """The engine whose leaf order calls of this dtype have; it is part of every digest's meaning."""
-    return "amx" if dtype == torch.bfloat16 and is_native(dtype) and native.pairs_bf16() else "chain"
+    return "amx" if dtype == torch.bfloat16 and serves_native(dtype) and native.pairs_bf16() else "chain"
 
 
 # ---- which executors ran ---------------------------------------------------------------------------------

@@ -113,6 +113,14 @@ def refuse_forward_mode(public: str) -> Callable[..., None]:
     return refuse
 
 
+def check_derivatives(public: str, arguments: tuple[Any, ...]) -> None:
+    """Raise where a derivative is asked for that would be silently zero, or fail without a name."""
+    if forward_ad._current_level >= 0:  # -1 unless forward mode is in use anywhere in the process
+        check_tangents(public, arguments)
+    if _are_transforms_active():
+        check_transforms(public, arguments)
+
+
 def check_transforms(public: str, arguments: tuple[Any, ...]) -> None:
     """Raise where torch.func differentiates: torch's registered gradients do not serve its transforms."""
     if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
@@ -160,10 +168,7 @@ def register_operator(
     kernel = make_autograd_impl(operator, Info(backward or refuse_second_order(public), setup_context))
 
     def differentiate(keyset: Any, *arguments: Any, **options: Any) -> Any:
-        if forward_ad._current_level >= 0:  # -1 unless forward mode is in use anywhere in the process
-            check_tangents(public, arguments)
-        if _are_transforms_active():
-            check_transforms(public, arguments)
+        check_derivatives(public, arguments)
         return kernel(keyset, *arguments, **options)
 
     _library.impl(name, differentiate, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]

@@ -12,7 +12,7 @@ from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
 from isobit.ops.linear.op import cast_for_autocast, check_linear, describe
-from isobit.ops.registration import refuse_forward_mode, refuse_second_order, refuse_vmap
+from isobit.ops.registration import check_derivatives, refuse_forward_mode, refuse_second_order, refuse_vmap
 from isobit.ops.share import as_partial, share_in_force
 from isobit.order.samples import Samples
 
@@ -44,6 +44,7 @@ def linear_group(
         check_tensors(x=x, weight=weight, bias=bias)
         check_linear(x, weight, bias)
         check_groups(weight, groups)
+    check_derivatives("linear_group", (x, *weights, *given))
     described = describe(samples, x, *weights, *given)
     native = dispatch.is_native(x.dtype)
     if dispatch.is_recording():
@@ -90,6 +91,7 @@ class _Group(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         x, spans, *weights = ctx.saved_tensors
+        check_derivatives("linear_group", grads)
         if any(grad.requires_grad for grad in grads) and torch.is_grad_enabled():
             refuse_second_order("linear_group")()
         want = ctx.needs_input_grad
