@@ -21,7 +21,7 @@ def run(quick, threads, dtypes):
     console = Console(highlight=False, width=118)
     if not is_green(console):
         return 1
-    table = Table("threads", "dtype", "batch", "modules", "check µs", "decode step ms", "share", "each round %")
+    table = Table("threads", "dtype", "batch", "modules", "check µs of CPU", "step ms of CPU", "share", "each round %")
     kept = True
     for dtype in dtypes:
         model = build_model("qwen3-0.6b", getattr(torch, dtype))
@@ -45,7 +45,7 @@ def run(quick, threads, dtypes):
 
 @torch.no_grad()
 def measure(model, batch):
-    """Seconds of one check, and of one decode step with it: taken in turn, so that a busy machine slows both."""
+    """CPU seconds of one check, and of one decode step by thread: taken in turn."""
     state, cache = require_state(model), DynamicCache(config=model.config)
     ids = draw(batch, CONTEXT)
     model(ids, past_key_values=cache, logits_to_keep=1)
@@ -53,7 +53,7 @@ def measure(model, batch):
     for place in range(4):
         steps.append(seconds(lambda at=place: model(ids[:, at : at + 1], past_key_values=cache, logits_to_keep=1)))
         checks.append(seconds(lambda: check(state)))  # right after a step, with caches as cold as they are in one
-    return statistics.median(checks), statistics.median(steps)
+    return statistics.median(checks), statistics.median(steps) / torch.get_num_threads()
 
 
 def check(state):
@@ -62,6 +62,7 @@ def check(state):
 
 
 def seconds(call):
-    started = time.perf_counter()
+    """Of this process, over all its threads: other programs on the machine do not count."""
+    started = time.process_time()
     call()
-    return time.perf_counter() - started
+    return time.process_time() - started
