@@ -1,4 +1,4 @@
-"""Strict mode: the first call of each kind is watched, and a stock operator that carries an order is an error."""
+"""Strict mode: new kinds of call, and those whose modules changed, are watched; stock operators with an order are refused."""
 
 from __future__ import annotations
 

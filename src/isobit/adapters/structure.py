@@ -20,7 +20,14 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from isobit.adapters.families import Family, plan
-from isobit.adapters.refusals import check_tree, is_read, plain_type, refuse_global_hooks, refuse_head_hooks
+from isobit.adapters.refusals import (
+    check_tree,
+    is_read,
+    plain_type,
+    refuse_global_hooks,
+    refuse_head_hooks,
+    refuse_model_hooks,
+)
 
 _forward, _children, _parameters = itemgetter("forward"), itemgetter("_modules"), itemgetter("_parameters")
 _hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -40,12 +47,13 @@ class Structure:
         """Say which functions compute the model and its backbone."""
         self._outer = outer
 
-    def check(self, *, strict: bool, calls_head: bool) -> bool:
+    def check(self, *, strict: bool, calls_head: bool = True, calls_model: bool = True) -> bool:
         """Raise where the tree has something that would not be computed.
 
         Args:
             strict: also raise on torch's global hooks, which miss the modules that are not called.
             calls_head: the language-model head is called as a module, so that its hooks run.
+            calls_model: the model itself is.
 
         Returns:
             True where modules or hooks changed since the last call, so that other operators may run.
@@ -58,6 +66,8 @@ class Structure:
             self._known = known = fresh
         if known.head_is_hooked and not calls_head:
             refuse_head_hooks()
+        if known.model_is_hooked and not calls_model:
+            refuse_model_hooks()
         if strict and known.has_global_hooks:
             refuse_global_hooks()
         return changed
@@ -81,6 +91,7 @@ class Snapshot:
         self.code, self.counts = self._gather_code(), self._gather_counts()
         head = getattr(model, "lm_head", None)
         self.head_is_hooked = head is not None and any(_hooks(vars(head)))
+        self.model_is_hooked = any(_hooks(vars(model)))
         self.has_global_hooks = any(global_hooks())
 
     def is_current(self) -> bool:
