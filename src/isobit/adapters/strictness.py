@@ -1,4 +1,4 @@
-"""Strict mode: new kinds of call, and those whose modules changed, are watched; stock operators with an order are refused."""
+"""Strict mode: watches new kinds of call, and those whose modules changed; refuses stock operators with an order."""
 
 from __future__ import annotations
 
