@@ -75,12 +75,14 @@ def test_one_hook_in_the_place_of_another_is_watched_too(model):
 
 def test_a_hook_of_the_head_is_refused_where_the_head_is_not_called(model):
     isobit.enable(model)
-    model.lm_head.register_forward_hook(nothing)
+    hook = model.lm_head.register_forward_hook(nothing)
     model(IDS)
     with pytest.raises(UnsupportedError, match="no hook on lm_head"):
         model(IDS, labels=IDS)
     with pytest.raises(UnsupportedError, match="no hook on lm_head"):
         isobit.logprobs(model, IDS)
+    hook.remove()
+    isobit.logprobs(model, IDS)
 
 
 def test_a_hook_of_the_model_is_refused_where_the_model_is_not_called(model):
