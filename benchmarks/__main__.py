@@ -4,7 +4,7 @@ import argparse
 import sys
 from importlib import import_module
 
-CASES = ("linear", "softmax", "model", "logprob", "exchange", "step", "agreement", "simulator", "bugs")
+CASES = ("linear", "softmax", "model", "structure", "logprob", "exchange", "step", "agreement", "simulator", "bugs")
 
 parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Each against stock, in one run, by turns.")
 parser.add_argument("case", choices=CASES)

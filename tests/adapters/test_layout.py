@@ -90,6 +90,8 @@ REFUSED = {
     "a mask of the new tokens only": {"past": 3, "attention_mask": torch.ones(2, 5)},
     "numbered samples": {"attention_mask": torch.tensor([[1, 1, 2, 2, 2]] * 2)},
     "a hole": {"attention_mask": torch.tensor([[1, 1, 0, 1, 1]] * 2)},
+    "constant positions": {"position_ids": torch.zeros(2, 5, dtype=torch.int64)},
+    "negative positions": {"position_ids": torch.arange(-1, 4).expand(2, 5)},
     "a jump": {"position_ids": torch.tensor([[0, 1, 5, 6, 7]] * 2)},
     "packing behind a cache": {"past": 1, "position_ids": torch.tensor([[1, 2, 0, 1, 2]] * 2)},
     "positions of another width": {"position_ids": torch.zeros(2, 4)},

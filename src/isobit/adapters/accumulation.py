@@ -37,7 +37,8 @@ def warn_if_held(of_state: Any, of_model: Any, _: Tensor) -> None:
     state, model = of_state(), of_model()
     if state is None or model is None or state.warned_of_accumulation:
         return
-    held = [p.grad for p in model.parameters() if p.grad is not None]
+    # Of a sharded gradient the local part: ranks must not exchange anything here.
+    held = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters() if p.grad is not None]
     if held and bool(min(held, key=Tensor.numel).any()):
         state.warned_of_accumulation = True
         warnings.warn(MESSAGE, stacklevel=2)

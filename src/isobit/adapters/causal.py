@@ -23,13 +23,13 @@ Output = TypeVar("Output")
 
 
 def run_checked(
-    state: State, model: nn.Module, kind: tuple[Any, ...], call: Callable[[], Output], *, calls_head: bool = True
+    state: State, model: nn.Module, kind: tuple[Any, ...], call: Callable[[], Output], **calls: bool
 ) -> Output:
     """Check the modules, then call; in strict mode, watch a kind of call that is new, or whose modules changed."""
     strict = state.strictness.wanted
     if strict and flushes_subnormals():
         refuse_flushing("torch.set_flush_denormal(True)")
-    if state.structure.check(strict=strict, calls_head=calls_head):
+    if state.structure.check(strict=strict, **calls):
         state.strictness.forget()
     output = state.strictness.run(model, kind, call)
     warn_at_backward(state, model, output)
@@ -162,7 +162,7 @@ def logprobs(
         return logprobs_of(hidden, causal.lm_head, layout, wanted, temperature)
 
     kind = (*kind_of(model, layout, past, cached), "logprobs")
-    return run_checked(state, model, kind, run, calls_head=False)
+    return run_checked(state, model, kind, run, calls_head=False, calls_model=False)
 
 
 def layout_of(

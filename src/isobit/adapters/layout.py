@@ -121,6 +121,7 @@ def read_packed(given: Tensor, real: Tensor | None, past: int) -> Layout:
     held = torch.ones_like(given, dtype=torch.bool) if real is None else real
     starts = held.clone()
     starts[:, 1:] &= ~held[:, :-1] | (given[:, 1:] != given[:, :-1] + 1)
+    refuse_constant(starts, held)
     flat = starts.reshape(-1).nonzero().reshape(-1).tolist()
     places = given.reshape(-1)
     seen: set[int] = set()
@@ -137,6 +138,16 @@ def read_packed(given: Tensor, real: Tensor | None, past: int) -> Layout:
     rows = held.reshape(-1)
     spans = of_global_batch([(a, int(rows[a:b].sum())) for a, b in zip(flat, ends, strict=True)], batch * width)
     return Layout("packed", given.masked_fill(~held, 0), spans, spans, width)
+
+
+def refuse_constant(starts: Tensor, held: Tensor) -> None:
+    """Positions that are the same for all tokens would be samples of one token each, which nobody packs."""
+    if bool((starts == held).all()) and bool((held.sum(-1) > 1).any()):
+        raise ArgumentError(
+            expected="position_ids that count on inside each sample",
+            received="positions of which none follows another, so that each token would be a sample by itself",
+            remedy="count positions inside each sample from 0, or leave position_ids out",
+        )
 
 
 def has_restart(given: Tensor, real: Tensor | None, past: int) -> bool:

@@ -184,6 +184,15 @@ def refuse_head_hooks() -> NoReturn:
     )
 
 
+def refuse_model_hooks() -> NoReturn:
+    """`isobit.logprobs` calls the backbone, and takes the head's weight."""
+    refuse(
+        "no hook on the model itself where isobit.logprobs computes, since it calls the backbone",
+        "a hook, which would not run (fully_shard puts one there too)",
+        "remove the hook, put it on model.model, or take isobit.log_softmax of the logits of model(…)",
+    )
+
+
 def refuse_global_hooks() -> NoReturn:
     """Of torch.nn.modules.module."""
     refuse(

@@ -1,4 +1,4 @@
-"""Strict mode: the first call of each kind is watched, and a stock operator that carries an order is an error."""
+"""Strict mode: watches new kinds of call, and those whose modules changed; refuses stock operators with an order."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ its installed forward, its children, its hooks, the types of its parameters, the
 of their classes, and torch's global hooks. The gathering is a few `map`s over lists made once, without a line of Python
 per module, and the lists are compared with those of the last call that was accepted. Only where they differ are the
 modules inspected one by one (refusals.py), and strict mode then watches the operators of each kind of call anew.
+Hooks of modules that are called run; these are gathered only after torch made a handle of some hook, which it counts.
 """
 
 from __future__ import annotations
@@ -18,9 +19,17 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils.hooks import RemovableHandle
 
 from isobit.adapters.families import Family, plan
-from isobit.adapters.refusals import check_tree, is_read, plain_type, refuse_global_hooks, refuse_head_hooks
+from isobit.adapters.refusals import (
+    check_tree,
+    is_read,
+    plain_type,
+    refuse_global_hooks,
+    refuse_head_hooks,
+    refuse_model_hooks,
+)
 
 _forward, _children, _parameters = itemgetter("forward"), itemgetter("_modules"), itemgetter("_parameters")
 _hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -40,12 +49,13 @@ class Structure:
         """Say which functions compute the model and its backbone."""
         self._outer = outer
 
-    def check(self, *, strict: bool, calls_head: bool) -> bool:
+    def check(self, *, strict: bool, calls_head: bool = True, calls_model: bool = True) -> bool:
         """Raise where the tree has something that would not be computed.
 
         Args:
             strict: also raise on torch's global hooks, which miss the modules that are not called.
             calls_head: the language-model head is called as a module, so that its hooks run.
+            calls_model: the model itself is.
 
         Returns:
             True where modules or hooks changed since the last call, so that other operators may run.
@@ -54,11 +64,13 @@ class Structure:
         if known is None or not known.is_current():
             check_tree(self._model, self._family, plan(self._model, self._family, self._outer))
             fresh = Snapshot(self._model, self._family)
-            changed = known is None or fresh.code != known.code
+            changed = known is None or fresh.code != known.code or fresh.hooks != known.hooks
             self._known = known = fresh
-        if known.head_is_hooked and not calls_head:
+        if not calls_head and is_hooked(getattr(self._model, "lm_head", None)):
             refuse_head_hooks()
-        if strict and known.has_global_hooks:
+        if not calls_model and is_hooked(self._model):
+            refuse_model_hooks()
+        if strict and any(global_hooks()):
             refuse_global_hooks()
         return changed
 
@@ -78,17 +90,24 @@ class Snapshot:
         self._replaced = [table for table in self._tables[1:] if "forward" in table]
         self._parents = [table for table in self._tables if table["_modules"]]
         self._owners = [table for table in self._tables if table["_parameters"]]
+        self._read = [vars(module) for name, module in model.named_modules() if is_read(name)]
+        self.registered = RemovableHandle.next_id
         self.code, self.counts = self._gather_code(), self._gather_counts()
-        head = getattr(model, "lm_head", None)
-        self.head_is_hooked = head is not None and any(_hooks(vars(head)))
-        self.has_global_hooks = any(global_hooks())
+        self.hooks = self._gather_hooks()
 
     def is_current(self) -> bool:
         """Whether a fresh look finds the same; a table without its key is another structure."""
         try:
-            return self._gather_code() == self.code and self._gather_counts() == self.counts
+            if self._gather_code() != self.code or self._gather_counts() != self.counts:
+                return False
         except KeyError:
             return False
+        now = RemovableHandle.next_id
+        if self.registered != now:
+            if self._gather_hooks() != self.hooks:
+                return False
+            self.registered = now
+        return True
 
     def _gather_code(self) -> tuple[list[Any], ...]:
         return (
@@ -96,13 +115,21 @@ class Snapshot:
             list(map(_forward, self._replaced)),
             list(chain.from_iterable(map(dict.values, map(_children, self._parents)))),
             list(map(_class_forward, self._classes)),
-            contents(chain.from_iterable(map(_hooks, self._tables))),
+            contents(chain.from_iterable(map(_hooks, self._read))),
             contents(global_hooks()),
         )
+
+    def _gather_hooks(self) -> list[list[tuple[int, Any]]]:
+        return contents(chain.from_iterable(map(_hooks, self._tables)))
 
     def _gather_counts(self) -> tuple[list[Any], ...]:
         values = chain.from_iterable(map(dict.values, map(_parameters, self._owners)))
         return list(map(len, self._tables)), list(map(type, values))
+
+
+def is_hooked(module: nn.Module | None) -> bool:
+    """Whether a module has hooks."""
+    return module is not None and any(_hooks(vars(module)))
 
 
 def contents(hooks: Iterable[dict[int, Any]]) -> list[list[tuple[int, Any]]]:

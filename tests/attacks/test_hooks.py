@@ -1,0 +1,156 @@
+"""Hooks of an enabled model's modules run, or are refused; a backbone alone is refused, or watched."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import isobit
+from isobit import bits
+from isobit.chain.models import build_model
+from isobit.errors import UnsupportedError
+
+IDS = torch.arange(24).reshape(2, 12) % 128
+FIRST = "model.layers.0"
+O, DOWN = f"{FIRST}.self_attn.o_proj", f"{FIRST}.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def built():
+    return build_model("qwen3-tiny", torch.float32)
+
+
+@pytest.fixture
+def model(built):
+    return copy.deepcopy(built)
+
+
+def nothing(*_):
+    pass
+
+
+@pytest.mark.parametrize("path", [O, DOWN, FIRST, f"{FIRST}.self_attn.q_norm", "model.norm", "model", "lm_head"])
+def test_a_hook_of_a_called_module_runs(model, path):
+    isobit.enable(model)
+    expected = model(IDS).logits
+    ran = []
+    hook = model.get_submodule(path).register_forward_hook(lambda *_: ran.append(path))
+    assert bits.equal(model(IDS).logits, expected)
+    assert ran == [path]
+    hook.remove()
+
+
+def stock_mean(_, __, output):
+    return output - output.mean(dim=(0, 1), keepdim=True)
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_stock_operator_of_a_hook_is_found_whenever_it_comes(model, warm):
+    isobit.enable(model)
+    if warm:
+        model(IDS)
+        isobit.logprobs(model, IDS)
+    hook = model.get_submodule(DOWN).register_forward_hook(stock_mean)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"aten::mean in .*down_proj"):
+            model(IDS)
+        with pytest.raises(UnsupportedError, match=r"aten::mean"):
+            isobit.logprobs(model, IDS)
+    hook.remove()
+    model(IDS)
+
+
+def test_one_hook_in_the_place_of_another_is_watched_too(model):
+    isobit.enable(model)
+    layer = model.get_submodule(DOWN)
+    first = layer.register_forward_hook(lambda _, __, output: output * 2.0)
+    model(IDS)
+    first.remove()
+    layer.register_forward_hook(stock_mean)
+    with pytest.raises(UnsupportedError, match="aten::mean"):
+        model(IDS)
+
+
+def test_a_hook_of_the_head_is_refused_where_the_head_is_not_called(model):
+    isobit.enable(model)
+    hook = model.lm_head.register_forward_hook(nothing)
+    model(IDS)
+    with pytest.raises(UnsupportedError, match="no hook on lm_head"):
+        model(IDS, labels=IDS)
+    with pytest.raises(UnsupportedError, match="no hook on lm_head"):
+        isobit.logprobs(model, IDS)
+    hook.remove()
+    isobit.logprobs(model, IDS)
+
+
+def test_a_hook_of_the_model_is_refused_where_the_model_is_not_called(model):
+    isobit.enable(model)
+    ran = []
+    model.register_forward_hook(lambda *_: ran.append(1))
+    model(IDS)
+    assert ran == [1]
+    with pytest.raises(UnsupportedError, match="no hook on the model itself"):
+        isobit.logprobs(model, IDS)
+
+
+def test_global_hooks_are_refused_in_strict_mode(model):
+    isobit.enable(model)
+    expected = model(IDS).logits
+    hook = nn.modules.module.register_module_forward_hook(nothing)
+    try:
+        with pytest.raises(UnsupportedError, match="global module hooks"):
+            model(IDS)
+    finally:
+        hook.remove()
+    assert bits.equal(model(IDS).logits, expected)
+
+
+# ---- the backbone alone ----------------------------------------------------------------------------------
+
+
+def test_a_head_of_stock_over_an_enabled_backbone_is_refused(model):
+    """As a trainer does that puts its own forward over the model's: backbone, then a stock product."""
+    isobit.enable(model)
+    original = model.forward
+
+    def fused(ids, fused=False, **named):
+        if not fused:
+            return original(ids, **named)
+        return F.linear(model.base_model(ids, use_cache=False).last_hidden_state, model.lm_head.weight)
+
+    expected = model(IDS).logits
+    model.forward = fused
+    assert bits.equal(model(IDS).logits, expected)
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=r"backbone|alone.*isobit\.logprobs"):
+            model(IDS, fused=True)
+    assert isobit.logprobs(model, IDS).isfinite().all()
+
+
+def test_a_backbone_that_was_enabled_itself_may_be_called_alone_and_is_watched(model):
+    whole = isobit.enable(model)
+    backbone = isobit.enable(model.model)
+    together = model.model(IDS).last_hidden_state
+    assert bits.equal(together[:1], model.model(IDS[:1]).last_hidden_state)
+    model.model.norm.register_forward_hook(stock_mean)
+    with pytest.raises(UnsupportedError, match="aten::mean"):
+        model.model(IDS)
+    model.model.norm._forward_hooks.clear()
+    backbone.disable()
+    with pytest.raises(UnsupportedError, match="alone"):
+        model.model(IDS)
+    whole.disable()
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_the_backbone_may_be_enabled_first(model):
+    backbone = isobit.enable(model.model)
+    whole = isobit.enable(model)
+    expected = model(IDS, output_hidden_states=True).hidden_states[-1]
+    assert bits.equal(model.model(IDS).last_hidden_state, expected)
+    whole.disable()
+    assert bits.equal(model.model(IDS).last_hidden_state, expected)
+    backbone.disable()
+    assert not any("forward" in vars(module) for module in model.modules())
