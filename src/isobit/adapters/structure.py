@@ -149,7 +149,7 @@ def global_hooks() -> tuple[dict[int, Any], ...]:
 
 def is_called(model: nn.Module, name: str, module: nn.Module) -> bool:
     """Whether an enabled model calls this module, so that its hooks run, in every kind of call."""
-    return not (is_read(name) or module is getattr(model, "lm_head", None))
+    return not (is_read(name) or module in (model, getattr(model, "lm_head", None)))
 
 
 __all__ = ["Structure", "is_called", "plain_type"]
