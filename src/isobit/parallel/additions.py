@@ -8,7 +8,7 @@ puts one NaN in place of all. A sum that holds a NaN holds it to the end, so it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -23,7 +23,10 @@ ELEMENTS_AT_ONCE = 32768
 
 @contextmanager
 def subnormals_kept() -> Iterator[None]:
-    """This thread's additions keep subnormal numbers inside; its mode is as before afterwards."""
+    """Keep subnormal numbers in this thread's additions, then restore its mode; also a decorator: `@subnormals_kept()`.
+
+    Unlike isolation.keeping_subnormals it starts no thread: for additions that never reach torch's pool.
+    """
     flushing = machine.flushes_subnormals()
     if flushing:
         torch.set_flush_denormal(False)
@@ -75,13 +78,3 @@ def _stretches(tensor: Tensor) -> Sequence[Tensor]:
     if tensor.numel() <= ELEMENTS_AT_ONCE:
         return (tensor,)
     return torch.split(tensor.view(-1), ELEMENTS_AT_ONCE)
-
-
-def keeping_subnormals(task: Callable[[], None]) -> Callable[[], None]:
-    """The task, whichever thread runs it."""
-
-    def run() -> None:
-        with subnormals_kept():
-            task()
-
-    return run

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isobit.errors import ArgumentError, CutError
-from isobit.parallel.additions import keeping_subnormals
+from isobit.parallel.additions import subnormals_kept
 from isobit.parallel.flight import Flight
 from isobit.parallel.levels import TwoLevel
 from isobit.parallel.line import Line, line_of
@@ -101,7 +101,7 @@ class Copy:
 def _launch(move: Move, back: Callable[[], None] | None, result: Tensor, line: Line, async_op: bool) -> Flight | None:
     beside = async_op and move.runs_beside
 
-    @keeping_subnormals
+    @subnormals_kept()
     def finish() -> None:
         if beside:
             move.start()
