@@ -31,7 +31,7 @@ from isobit.adapters.refusals import (
     refuse_model_hooks,
 )
 
-_forward, _children, _parameters = itemgetter("forward"), itemgetter("_modules"), itemgetter("_parameters")
+_forward, _children = itemgetter("forward"), itemgetter("_modules")
 _hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _class_forward = attrgetter("forward")
 Forwards = dict[type[nn.Module], Callable[..., Any]]
@@ -89,7 +89,7 @@ class Snapshot:
         # The root's forward may be wrapped by others, as accelerate does: whoever gets here came through it.
         self._replaced = [table for table in self._tables[1:] if "forward" in table]
         self._parents = [table for table in self._tables if table["_modules"]]
-        self._owners = [table for table in self._tables if table["_parameters"]]
+        self._owners = [table["_parameters"] for table in self._tables if table["_parameters"]]
         self._read = [vars(module) for name, module in model.named_modules() if is_read(name)]
         self.registered = RemovableHandle.next_id
         self.code, self.counts = self._gather_code(), self._gather_counts()
@@ -123,7 +123,7 @@ class Snapshot:
         return contents(chain.from_iterable(map(_hooks, self._tables)))
 
     def _gather_counts(self) -> tuple[list[Any], ...]:
-        values = chain.from_iterable(map(dict.values, map(_parameters, self._owners)))
+        values = chain.from_iterable(map(dict.values, self._owners))
         return list(map(len, self._tables)), list(map(type, values))
 
 
