@@ -228,8 +228,7 @@ def show(certificate: Certificate, title: str, defined: bool | None) -> None:
         console.print(f"{name or 'it'} could not be shown: {reason}")
     count = f"{certificate.count} configuration{'s' if certificate.count > 1 else ''}"
     if certificate.kept:
-        replayed = certificate.classes[0].tree.replayed
-        console.print(f"{count}, one order: {certificate.claim}" + (f"; replayed {replayed} times" if replayed else ""))
+        console.print(f"{count}, one order: {certificate.claim}")
         if defined is not None:
             console.print("it is the defined order" if defined else "it is NOT the defined order")
     else:
