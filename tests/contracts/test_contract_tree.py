@@ -185,6 +185,7 @@ def test_ids_are_unique_and_broken_files_are_named(tmp_path):
 
 def test_facts_that_are_no_facts_are_read_anew(diamond):
     before = digests(diamond)
+    (diamond / ".isobit").mkdir(exist_ok=True)  # what only reads does not make the folder
     for text in ("", "[]", "{}", '{"form": 5}', "\x00"):
         (diamond / ".isobit" / "facts.json").write_text(text)
         assert digests(diamond) == before
