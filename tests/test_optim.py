@@ -125,3 +125,16 @@ def test_a_state_dict_brings_no_fused_form_back():
     ours.load_state_dict(stock.state_dict())
     with pytest.raises(ArgumentError, match="fused"):
         ours.step()
+
+
+def test_hooks_of_a_step_run_once():
+    """Also where torch's AdamW was made before, which puts hooks around the parent's step."""
+    parameter = torch.nn.Parameter(torch.ones(4))
+    torch.optim.AdamW([parameter])
+    optimizer, seen = AdamW([parameter]), []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    assert seen == ["before", "after"]
+    assert not torch.equal(parameter, torch.ones(4))

@@ -82,8 +82,14 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        keeping_subnormals(super().step)()
+        keeping_subnormals(unhooked_step)(self)
         return loss
+
+
+def unhooked_step(optimizer: AdamW) -> None:
+    """Torch's step alone: it runs hooks around AdamW.step, and around its parent's once a parent was made too."""
+    step: Any = torch.optim.AdamW.step
+    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def refuse_fused(fused: bool | None) -> None:

@@ -58,7 +58,11 @@ def train(model, collate, folder, **options):
     return bits.digest(model)
 
 
-@pytest.mark.parametrize("options", [{"bf16": True}, {"bf16": True, "gradient_checkpointing": True}, {}], ids=str)
+REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+OPTIONS = [{}, REENTRANT, {"bf16": True}, {"bf16": True, "gradient_checkpointing": True}, {"bf16": True, **REENTRANT}]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_padding_does_not_change_what_is_trained(built, tmp_path, options):
     digests = set()
     for width, side in ((12, "right"), (17, "right"), (14, "left")):

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 import isobit
 from isobit import bits
@@ -150,6 +151,20 @@ def test_a_patched_class_is_refused(model, monkeypatch):
         patched.setattr(kind, "forward", lambda self, x: x)
         with pytest.raises(UnsupportedError, match=r"MLP\.forward as transformers"):
             model(IDS)
+    assert bits.equal(model(IDS).logits, expected)
+
+
+def test_another_attention_under_our_name_is_refused(model):
+    isobit.enable(model)
+    expected = model(IDS).logits
+    ours = ALL_ATTENTION_FUNCTIONS["isobit"]
+    AttentionInterface.register("isobit", ALL_ATTENTION_FUNCTIONS["sdpa"])
+    try:
+        for _ in range(2):
+            with pytest.raises(UnsupportedError, match=r"registry; received transformers\..*sdpa"):
+                model(IDS)
+    finally:
+        AttentionInterface.register("isobit", ours)
     assert bits.equal(model(IDS).logits, expected)
 
 

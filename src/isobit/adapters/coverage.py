@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isobit.adapters.gradients import walk_gradients
@@ -66,10 +67,19 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Judged before the call, since it may write to its arguments."""
+        """Under inference_mode torch does not take composites apart before it calls a mode: done here."""
         named = kwargs or {}
-        self._calls[func._schema.name, find_carrier(func, args, named)] += 1
+        if func.namespace == "aten" and torch.is_inference_mode_enabled():
+            with self:
+                result = func.decompose(*args, **named)
+            if result is not NotImplemented:
+                return result
+        self.note(func, args, named)
         return func(*args, **named)
+
+    def note(self, func: Any, args: Any, named: dict[str, Any]) -> None:
+        """Count a call, before it is made, since it may write to its arguments."""
+        self._calls[func._schema.name, find_carrier(func, args, named)] += 1
 
     def coverage(self, gradients: Iterable[Use] = ()) -> Coverage:
         """What was seen until now, by name."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 
 from isobit.adapters import operators
 from isobit.adapters.operators import BROADCAST, CARRIERS, UNKNOWN, Carrier, Use, words
@@ -17,6 +18,10 @@ from isobit.adapters.ours import is_our_node
 MEETING = Carrier(
     "autograd adds more than two gradients in the order of its graph",
     "one operator that owns the sum, as isobit.linear_group for linears that share an input",
+)
+RECOMPUTED = Carrier(
+    "runs again in backward what is not watched there: hooks, or more than a layer",
+    "gradient_checkpointing_kwargs={'use_reentrant': False}, or remove the hooks of the layers",
 )
 # Backward nodes, as autograd names them without "Backward0", that move or scale gradients and add nothing.
 FREE = words(
@@ -36,16 +41,22 @@ ADDING = {
 }
 
 
-def walk_gradients(output: Tensor | Sequence[Tensor], *, held: bool = True) -> list[Use]:
+def walk_gradients(
+    output: Tensor | Sequence[Tensor], *, held: bool = True, known: Collection[nn.Module] = ()
+) -> list[Use]:
     """What the backward pass of `output` will add, and by whom; an empty list where nothing carries an order.
 
-    To be called after the forward pass, before the backward pass. `held` counts gradients that parameters have already.
+    To be called after the forward pass, before the backward pass.
+
+    Args:
+        held: count gradients that parameters have already.
+        known: modules whose call a reentrant checkpoint may run again: it makes their graph in backward.
     """
     outputs = [output] if isinstance(output, Tensor) else list(output)
     found: Counter[tuple[str, Carrier]] = Counter()
     meetings: Counter[tuple[Any, int]] = Counter()
     for node in nodes_below([t.grad_fn for t in outputs if t.grad_fn is not None]):
-        for carrier in carriers_of(node):
+        for carrier in () if recomputed_module(node) in known else carriers_of(node):
             found[name_of(node), carrier] += 1
         meetings.update((below, at) for below, at in node.next_functions if below is not None)
     for (node, _), edges in meetings.items():
@@ -82,12 +93,22 @@ def carriers_of(node: Any) -> Iterator[Carrier]:
             yield BROADCAST
 
 
+def recomputed_module(node: Any) -> nn.Module | None:
+    """The module that a reentrant checkpoint, as transformers' layers make it, calls again in backward."""
+    if getattr(node, "_forward_cls", None) is not CheckpointFunction:
+        return None
+    call = getattr(node.run_function, "func", node.run_function)  # a partial that holds the keywords
+    return call.__self__ if getattr(call, "__func__", None) is nn.Module.__call__ else None
+
+
 def find_carrier(name: str) -> Carrier | None:
     """By the node's name; what is not known carries an order."""
     if name in FREE:
         return None
     if name in ADDING:
         return ADDING[name]
+    if name == CheckpointFunction.__name__:
+        return RECOMPUTED
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     for candidate in (snake, f"_{snake}"):
         if candidate in CARRIERS:

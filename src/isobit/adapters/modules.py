@@ -179,7 +179,14 @@ def registered_attention(module: Any) -> Any:
             received=repr(chosen),
             remedy="disable isobit before setting another, and give each enabled model a config of its own",
         )
-    return library("modeling_utils").ALL_ATTENTION_FUNCTIONS[chosen]
+    found = library("modeling_utils").ALL_ATTENTION_FUNCTIONS[chosen]
+    if found is not attend:
+        raise UnsupportedError(
+            expected=f"isobit's attention under the name {ATTENTION!r} in transformers' registry",
+            received=f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', type(found).__name__)}",
+            remedy=f"register other attention functions under other names than {ATTENTION!r}",
+        )
+    return found
 
 
 @torch.no_grad()

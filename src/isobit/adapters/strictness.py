@@ -14,6 +14,7 @@ from isobit.adapters.coverage import Coverage, Observer, observe, walk_gradients
 from isobit.adapters.escapes import Escapes
 from isobit.adapters.operators import find_carrier
 from isobit.adapters.refusals import refuse_flushing
+from isobit.adapters.structure import is_hooked
 from isobit.errors import UnsupportedError
 from isobit.machine import flushes_subnormals
 
@@ -41,7 +42,8 @@ class Strictness:
         with seen, Escapes():
             output = call()
         # A gradient of before is added to the sum of this call's, not among them: it is not looked at.
-        graph = walk_gradients([t for t in tensors_of(output) if t.grad_fn is not None], held=False)
+        outputs = [t for t in tensors_of(output) if t.grad_fn is not None]
+        graph = walk_gradients(outputs, held=False, known=unhooked_modules(model))
         found = seen.coverage(graph)
         if not found.kept:
             refuse(found, seen)
@@ -58,12 +60,12 @@ class Placing(Observer):  # type: ignore[no-untyped-call]
         self._model = model
         self._names = {id(module): name for name, module in model.named_modules()}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Notes where an operator that carries an order ran first."""
+    def note(self, func: Any, args: Any, named: dict[str, Any]) -> None:
+        """Also where an operator that carries an order ran first."""
         name = func._schema.name
-        if name not in self.places and find_carrier(func, args, kwargs) is not None:
+        if name not in self.places and find_carrier(func, args, named) is not None:
             self.places[name] = self._running()
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        super().note(func, args, named)
 
     def _running(self) -> str:
         """The innermost module that is being called, by the stack: hooks would be seen by other threads' calls."""
@@ -73,6 +75,11 @@ class Placing(Observer):  # type: ignore[no-untyped-call]
                 return str(self._names[id(frame.f_locals["self"])])
             frame = frame.f_back
         return ""
+
+
+def unhooked_modules(model: nn.Module) -> set[nn.Module]:
+    """Modules without a hook inside: run again in backward, they call what was watched in the forward pass."""
+    return {module for module in model.modules() if not any(is_hooked(part) for part in module.modules())}
 
 
 def refuse(found: Coverage, seen: Placing) -> None:
@@ -124,7 +131,7 @@ def coverage(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | Tensor
         output = model(*placed, **named)
         loss = getattr(output, "loss", None)
         found = [t for t in tensors_of(output if loss is None else loss) if t.grad_fn is not None]
-        gradients = walk_gradients(found)
+        gradients = walk_gradients(found, known=unhooked_modules(model))
         if found:
             torch.autograd.backward(found, [torch.ones_like(t) for t in found])
     return seen.coverage(gradients)

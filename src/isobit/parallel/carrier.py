@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -144,6 +146,7 @@ class Uses:
                     leaf = parameter
                 else:
                     leaf = nn.Parameter(parameter.detach(), requires_grad=parameter.requires_grad)
+                    leaf.__deepcopy__ = partial(copy.deepcopy, parameter)  # type: ignore[method-assign]  # copies are tied
                     module._parameters[name] = leaf
                     self._placed.append((module, name, parameter))
                 self._first[leaf] = parameter
