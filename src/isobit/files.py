@@ -1,8 +1,9 @@
-"""Writes files whole or not at all."""
+"""Writes files whole or not at all; reads only files that have an end."""
 
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -20,3 +21,15 @@ def write_text(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def read_bytes(path: Path, largest: int) -> bytes:
+    """The bytes of a regular file; a device, which has no end, a pipe, which blocks, and a huge file are an OSError."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(handle, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{path} is no regular file")
+        found: bytes = file.read(largest + 1) or b""
+    if len(found) > largest:
+        raise OSError(f"{path} is larger than {largest:,} bytes")
+    return found

@@ -9,6 +9,7 @@ from typing import Any
 from isobit import files
 from isobit.cli.terminal import say
 from isobit.contracts.foreign import read_foreign, to_ours
+from isobit.contracts.yaml_text import MAX_BYTES
 from isobit.errors import ContractError
 from isobit.plain_text import one_line
 
@@ -31,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     refused = obligations = executable = 0
     for path in options.files:
         try:
-            found = read_foreign(path.read_bytes().decode("utf-8"), str(path))
+            found = read_foreign(files.read_bytes(path, MAX_BYTES).decode("utf-8"), str(path))
         except (ContractError, OSError, UnicodeDecodeError) as error:
             refused += 1
             say(one_line(f"REFUSED {error}"))

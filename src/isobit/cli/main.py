@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import isobit
-from isobit.cli.terminal import PlainParser, say, say_error
+from isobit.cli.terminal import PlainParser, say, say_error, stop_writing
 from isobit.errors import IsobitError
 from isobit.trusted_folder import guarded_path
 
@@ -61,6 +61,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # A simulated script starts its processes as `python script.py` would.
         with guarded_path(processes=options.command != "simulate"):
             code: int = import_module(f"isobit.cli.{COMMANDS[options.command]}").run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `isobit status | head`
+        stop_writing()
+        return COULD_NOT_RUN
     except (IsobitError, OSError) as error:
         say_error(options.command, error)
         return COULD_NOT_RUN

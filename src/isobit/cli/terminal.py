@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterable
 from typing import Any, NoReturn, TextIO
@@ -27,6 +28,10 @@ class PlainConsole(Console):
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(plain(segment.text), segment.style)
 
+    def on_broken_pipe(self) -> NoReturn:
+        """Leave the exit code to the command line: rich's own, 1, would say that something is broken."""
+        raise BrokenPipeError
+
 
 def make_console(width: int | None = None, stderr: bool = False, soft_wrap: bool = False) -> Console:
     """For results on the output stream, or for progress on the error stream."""
@@ -36,6 +41,12 @@ def make_console(width: int | None = None, stderr: bool = False, soft_wrap: bool
 def say(text: object, stream: TextIO | None = None) -> None:
     """Print one text, plain."""
     print(plain(str(text)), file=stream)
+
+
+def stop_writing() -> None:
+    """After whoever read the output has gone: what Python still holds for it is dropped, without a complaint."""
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def say_error(command: str, error: BaseException) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from isobit import files
 from isobit.contracts.contract import Claim, Contract
 from isobit.contracts.grammar import Key, RecordOf
 from isobit.contracts.language import CLAIM, CLAIM_KEYS, CONTRACT, NAME, PROOF, RELATIONS, nearest
-from isobit.contracts.yaml_text import read_yaml
+from isobit.contracts.yaml_text import MAX_BYTES, read_yaml
 from isobit.errors import ContractError
 
 # Relations that draw tensors.
@@ -21,7 +22,7 @@ DRAWING = frozenset(RELATIONS) - {"refuses", "algebra"}
 def load_contract(path: Path) -> Contract:
     """A file, or a ContractError that says where and what."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        text = files.read_bytes(path, MAX_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ContractError(
             expected="a readable UTF-8 file", received=str(error), remedy="mend or remove it", where=str(path)

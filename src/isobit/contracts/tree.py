@@ -19,6 +19,7 @@ from isobit.contracts.language import LEVELS
 from isobit.contracts.load import load_contract, parse_contract
 from isobit.contracts.sabotage_names import planted_names
 from isobit.contracts.sources import ROOT, Sources, executor_digest, hash_text, machine
+from isobit.contracts.yaml_text import MAX_BYTES
 from isobit.errors import ContractError
 
 SKIPPED = frozenset({"node_modules", "__pycache__", "build", "dist", "site-packages"})
@@ -78,6 +79,17 @@ def find_contracts(folder: Path) -> Iterator[Path]:
                 yield Path(top, name)
 
 
+def refuse_link_out(path: Path, folder: Path) -> None:
+    """A link in somebody's folder may lead to any file of ours, which a message about its text would then quote."""
+    if path.is_symlink() and folder.is_dir() and not path.resolve().is_relative_to(folder.resolve()):
+        raise ContractError(
+            expected=f"a contract below {folder}",
+            received="a link to a file elsewhere",
+            remedy="name the file that it leads to, or copy it",
+            where=str(path),
+        )
+
+
 def library() -> Path:
     """The contracts of isobit's own operators, wherever it is installed."""
     return ROOT
@@ -109,7 +121,8 @@ class Tree:
         for path in find_contracts(folder):
             name = str(path)
             try:
-                data = path.read_bytes()
+                refuse_link_out(path, folder)
+                data = files.read_bytes(path, MAX_BYTES)
                 digest = blake3(data).hexdigest()[:32]
                 found = facts.get(digest) or kept.get(digest) or read_facts(data, name)
                 kept[digest] = found

@@ -12,6 +12,7 @@ import yaml  # type: ignore[import-untyped]
 from isobit.errors import ContractError
 
 MAX_CHARACTERS = 1_000_000
+MAX_BYTES = 4 * MAX_CHARACTERS  # of UTF-8
 MAX_DEPTH = 24
 MAX_NODES = 100_000
 MAX_DIGITS = 40  # of a number: longer ones are no sizes, limits or dates
