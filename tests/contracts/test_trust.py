@@ -43,6 +43,15 @@ claims:
 """
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["cli.main:main", "files:write_text", "simulator:World", "simulator.script:Script", "trusted_folder:serve_folder"],
+)
+def test_isobits_own_machinery_is_nothing_that_a_contract_calls(name):
+    with pytest.raises(ContractError, match="machinery"):
+        resolve(f"isobit.{name}", ())
+
+
 @pytest.fixture
 def packages(tmp_path, monkeypatch):
     """A package to trust, and one that leaves a file behind when it is imported."""

@@ -12,11 +12,20 @@ from isobit.errors import ContractError
 from isobit.trusted_folder import serve_folder
 
 OURS = ("isobit",)
+# Parts of isobit that run programs, serve folders or write files: no kernel, and nothing that a contract may call.
+MACHINERY = ("cli", "contracts.trust", "files", "native", "pytest_plugin", "simulator", "trusted_folder")
 
 
 def check_trusted(reference: str, trusted: Sequence[str]) -> None:
     """Refuses before anything is imported."""
-    package = reference.partition(":")[0].partition(".")[0]
+    module = reference.partition(":")[0]
+    package = module.partition(".")[0]
+    if package in OURS and f"{module}.".startswith(tuple(f"{package}.{part}." for part in MACHINERY)):
+        raise ContractError(
+            expected="a kernel, or code that judges one",
+            received=f"{reference}, which is part of isobit's own machinery",
+            remedy="name a function of your own package, and trust that package",
+        )
     if package not in (*OURS, *trusted):
         raise ContractError(
             expected=f"code from a trusted package ({', '.join((*OURS, *trusted))})",

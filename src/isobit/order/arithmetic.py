@@ -1,6 +1,6 @@
 """Probes what one addition does, once the order is known: products fused or rounded first, widths, subnormals.
 
-Equal orders with equal arithmetic give equal bits for all inputs without NaN, if the kernel does not branch on them.
+Equal orders with equal arithmetic give equal bits for all finite inputs, if the kernel does not branch on them.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Certificate:
         if self.count == 1:
             return f"{what}order and arithmetic predict its bits, {replayed}; one configuration is compared with none"
         return (
-            f"{what}equal bits in every configuration for all inputs without NaN, if it does not branch on them; "
+            f"{what}equal bits in every configuration for all finite inputs, if it does not branch on them; "
             f"{replayed}, so a branch that none of these meets is not covered"
         )
 

@@ -108,7 +108,7 @@ def prove_tree(subject: Subject) -> Proof:
         leaves: list[Branch] = list(range(ranks))
         if not found.matches(digest(merge(leaves, lambda left, right: (left, right)))):
             return Proof("order certificate", "", count, f"{ranks} ranks: {found}")
-    return Proof("order certificate", f"all inputs without NaN: {list(RANKS)} ranks, 1, 3 and 64 elements", count)
+    return Proof("order certificate", f"all finite inputs: {list(RANKS)} ranks, 1, 3 and 64 elements", count)
 
 
 def by_stock_additions(x: Tensor) -> Tensor:

@@ -153,5 +153,5 @@ def prove_orders(subject: Callable[..., Any], questions: Iterator[Question], cov
         if not found.matches(expected_order(name, shapes[0]["k"], dtype)) or not found.classes[0].tree.replayed:
             failure = f"{name} {dtype} over {shapes[0]['k']} terms: {found}"
             break
-    said = f"all inputs without NaN: {covers}, {' and '.join(sorted(dtypes))}, {list(THREADS)} threads"
+    said = f"all finite inputs: {covers}, {' and '.join(sorted(dtypes))}, {list(THREADS)} threads"
     return Proof("order certificate", said, count, failure)
