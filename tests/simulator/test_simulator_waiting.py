@@ -12,6 +12,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from multiprocessing import resource_tracker
 
 import pytest
 import torch
@@ -263,6 +264,31 @@ def test_a_deadlock_is_named_beside_threads_that_never_end():
         World(3).run(body)
     assert caught.value.ranks == (0,)
     assert "rank 0 in a loop of time.sleep" in caught.value.received
+
+
+def sleep_for_ever(rank):
+    while rank == 0:
+        time.sleep(10.0)
+    dist.barrier()
+
+
+def test_the_resource_tracker_is_nobody_to_wait_for():
+    resource_tracker.ensure_running()
+    started = time.monotonic()
+    with pytest.raises(DeadlockError):
+        World(2, patience=600.0).run(sleep_for_ever)
+    assert time.monotonic() - started < 100
+
+
+def test_another_process_is_waited_for_as_long_as_patience_lasts():
+    with subprocess.Popen(["sleep", "600"]) as other:
+        try:
+            started = time.monotonic()
+            with pytest.raises(DeadlockError):
+                World(2, patience=1.0).run(sleep_for_ever)
+            assert 1 <= time.monotonic() - started < 60
+        finally:
+            other.kill()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -215,10 +215,10 @@ class Schedule:
             self._calm_since = REAL[1]()
         if least >= CALM and self.foreign():
             REAL[0](min(microseconds * 1e-6, LONGEST))  # what is waited for comes in real time
-        elif least >= CALM and count % CALM == 0:
+            return REAL[1]() - self._calm_since >= self.patience
+        if least >= CALM and count % CALM == 0:
             REAL[0](PAUSE)
-        enough = least >= POLLS or (least >= FEW_POLLS and sum(others) + count >= ALL_POLLS)
-        return enough and not (self.foreign() and REAL[1]() - self._calm_since < self.patience)
+        return least >= POLLS or (least >= FEW_POLLS and sum(others) + count >= ALL_POLLS)
 
     def _next(self) -> int:
         since = 0.0
