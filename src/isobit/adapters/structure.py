@@ -25,7 +25,6 @@ from isobit.adapters.families import Family, plan
 from isobit.adapters.refusals import (
     check_tree,
     is_read,
-    plain_type,
     refuse_global_hooks,
     refuse_head_hooks,
     refuse_model_hooks,
@@ -150,6 +149,3 @@ def global_hooks() -> tuple[dict[int, Any], ...]:
 def is_called(model: nn.Module, name: str, module: nn.Module) -> bool:
     """Whether an enabled model calls this module, so that its hooks run, in every kind of call."""
     return not (is_read(name) or module in (model, getattr(model, "lm_head", None)))
-
-
-__all__ = ["Structure", "is_called", "plain_type"]
