@@ -28,8 +28,12 @@ class Build(BuildExtension):
             super().run()
         except Exception as error:
             package.mkdir(parents=True, exist_ok=True)
-            (package / REASON).write_text(f"{error}; for the compiler's words: pip install -v . --no-build-isolation")
-            print(f"isobit: native kernels were not built ({error}); the portable executor will serve")
+            (package / REASON).write_text(
+                f"{error}; for the compiler's words: pip install -v . --no-build-isolation"
+            )
+            print(
+                f"isobit: native kernels were not built ({error}); the portable executor will serve"
+            )
 
 
 setup(

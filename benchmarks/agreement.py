@@ -41,15 +41,27 @@ def run(quick, threads, dtypes):
     found = ranks[0]
     if not quick:
         table = Table(
-            "dtype", "parameters", "step s", "check s", f"share of a step, every {EVERY}", "bytes sent", "each round"
+            "dtype",
+            "parameters",
+            "step s",
+            "check s",
+            f"share of a step, every {EVERY}",
+            "bytes sent",
+            "each round",
         )
         for dtype, times in found["steps"].items():
             step, check = statistics.median(times["step"]), statistics.median(times["check"])
-            each = " ".join(f"{c / s / EVERY:.2%}" for s, c in zip(times["step"], times["check"], strict=True))
+            each = " ".join(
+                f"{c / s / EVERY:.2%}" for s, c in zip(times["step"], times["check"], strict=True)
+            )
             share, count = f"{check / step / EVERY:.2%}", f"{times['elements']:,}"
-            table.add_row(dtype, count, f"{step:.2f}", f"{check:.3f}", share, str(times["sent"]), each)
+            table.add_row(
+                dtype, count, f"{step:.2f}", f"{check:.3f}", share, str(times["sent"]), each
+            )
         console.print(table)
-    console.print(f"{COUNT:,} fp32 parameters agree: {found['agree']:.2f} s, {found['agree sent']} bytes a rank")
+    console.print(
+        f"{COUNT:,} fp32 parameters agree: {found['agree']:.2f} s, {found['agree sent']} bytes a rank"
+    )
     console.print(
         f"one bit flipped, found: {found['found']}, in {found['search']:.2f} s, {found['sent']} bytes from rank 0"
     )
@@ -59,7 +71,9 @@ def run(quick, threads, dtypes):
 
 def work(rank, folder, quick, dtypes):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
     found = search(rank)
     if not quick:
         found["steps"] = {dtype: steps(rank, getattr(torch, dtype)) for dtype in dtypes}
@@ -69,7 +83,9 @@ def work(rank, folder, quick, dtypes):
 
 def search(rank):
     generator = torch.Generator().manual_seed(0)
-    held = {str(i): torch.randn(COUNT // PARAMETERS, generator=generator) for i in range(PARAMETERS)}
+    held = {
+        str(i): torch.randn(COUNT // PARAMETERS, generator=generator) for i in range(PARAMETERS)
+    }
     agreed, seconds = timed(lambda: rank_agreement(held))
     if rank == 1:
         flip_bit(held[str(PLACE // (COUNT // PARAMETERS))], PLACE % (COUNT // PARAMETERS), BIT)

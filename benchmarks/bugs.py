@@ -15,7 +15,12 @@ def run(quick, threads, dtypes):
     torch.set_num_threads(1)
     started = time.process_time()
     table = Table(
-        "bug", "named as", "ranks with seeds 0, 1", f"named of {seeds}", f"alarms of {clean_seeds}", "ms a run"
+        "bug",
+        "named as",
+        "ranks with seeds 0, 1",
+        f"named of {seeds}",
+        f"alarms of {clean_seeds}",
+        "ms a run",
     )
     missed, alarms, judged = 0, 0, set()
     for bug in CATALOGUE.values():
@@ -33,8 +38,12 @@ def run(quick, threads, dtypes):
     console = Console(width=170, highlight=False)
     console.print(table)
     total, clean = len(CATALOGUE) * seeds, len(judged) * clean_seeds
-    console.print(f"{len(CATALOGUE)} bugs x {seeds} seeds: {total - missed} of {total} named with kind and ranks")
-    console.print(f"{len(judged)} right programs x {clean_seeds} seeds: {alarms} false alarms of {clean}")
+    console.print(
+        f"{len(CATALOGUE)} bugs x {seeds} seeds: {total - missed} of {total} named with kind and ranks"
+    )
+    console.print(
+        f"{len(judged)} right programs x {clean_seeds} seeds: {alarms} false alarms of {clean}"
+    )
     console.print(f"{time.process_time() - started:.0f} s of one core")
     return 1 if missed or alarms else 0
 

@@ -28,13 +28,23 @@ ROUNDS = {1: 41, 4: 41, 16: 21, 64: 11, 256: 5}
 
 def run(quick, threads, dtypes):
     table = Table(
-        "processes", "MB", "gloo ms", "ours ms", "ratio", "cpu", "bytes sent", "2(P−1)/P", "digest of the sum"
+        "processes",
+        "MB",
+        "gloo ms",
+        "ours ms",
+        "ratio",
+        "cpu",
+        "bytes sent",
+        "2(P−1)/P",
+        "digest of the sum",
     )
     with tempfile.TemporaryDirectory() as folder:
         for ranks in RANKS:
             found = Path(folder) / f"found{ranks}"
             sizes = MEGABYTES[:-1] if quick else MEGABYTES
-            processes.spawn(serve, (ranks, str(Path(folder) / f"store{ranks}"), str(found), sizes), ranks)
+            processes.spawn(
+                serve, (ranks, str(Path(folder) / f"store{ranks}"), str(found), sizes), ranks
+            )
             for row in torch.load(found):
                 table.add_row(*row)
     Console(highlight=False, width=118).print(table)
@@ -66,15 +76,28 @@ def measure(rank, ranks, megabytes):
             dist.barrier()
             times[name].append(time.perf_counter() - start)
     medians = [f"{statistics.median(times[name]) * 1e3:.2f}" for name in contenders]
-    pairs = [statistics.median(a / b for a, b in zip(s["ours"], s["gloo"], strict=True)) for s in (times, spent)]
+    pairs = [
+        statistics.median(a / b for a, b in zip(s["ours"], s["gloo"], strict=True))
+        for s in (times, spent)
+    ]
     share = sent / (elements * 4)
     ratios = [f"{pair:.2f}" for pair in pairs]
-    return [str(ranks), str(megabytes), *medians, *ratios, f"{share:.4f} n", f"{2 * (ranks - 1) / ranks:.4f} n", digest]
+    return [
+        str(ranks),
+        str(megabytes),
+        *medians,
+        *ratios,
+        f"{share:.4f} n",
+        f"{2 * (ranks - 1) / ranks:.4f} n",
+        digest,
+    ]
 
 
 def check(rank, ranks, elements):
     """Times nothing whose bits are not the tree's; counts what is posted."""
-    values = [torch.randn(elements, generator=torch.Generator().manual_seed(r)) for r in range(ranks)]
+    values = [
+        torch.randn(elements, generator=torch.Generator().manual_seed(r)) for r in range(ranks)
+    ]
     mine, sent, post = values[rank].clone(), [], Line.send
 
     def counted(line, tensor, peer, tag):

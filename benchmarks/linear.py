@@ -46,17 +46,44 @@ def run(quick, threads, dtypes):
         return 1
     strict = Strict()
     ratios = {}
-    cases = [(count, dtype, name, rows) for count in threads for dtype in dtypes for name in shapes for rows in ROWS]
+    cases = [
+        (count, dtype, name, rows)
+        for count in threads
+        for dtype in dtypes
+        for name in shapes
+        for rows in ROWS
+    ]
     table = Table(
-        "threads", "dtype", "layer", "M", "stock ms", "frozen", "not frozen", "strict", "fwd+bwd", "digest of y"
+        "threads",
+        "dtype",
+        "layer",
+        "M",
+        "stock ms",
+        "frozen",
+        "not frozen",
+        "strict",
+        "fwd+bwd",
+        "digest of y",
     )
-    for count, dtype, name, rows in track(cases, "timing", console=Console(stderr=True), transient=True):
+    for count, dtype, name, rows in track(
+        cases, "timing", console=Console(stderr=True), transient=True
+    ):
         with thread_count(count):
             found = time_case(getattr(torch, dtype), shapes[name], rows, count, strict, quick)
         for what in ("frozen", "plain", "step"):
             ratios.setdefault((dtype, count, what), []).append((rows, found[what]))
-        cells = [f"{found[w]:.2f}" if found[w] else "" for w in ("frozen", "plain", "strict", "step")]
-        table.add_row(str(count), dtype, name, str(rows), f"{found['stock'] * 1e3:.3f}", *cells, found["digest"])
+        cells = [
+            f"{found[w]:.2f}" if found[w] else "" for w in ("frozen", "plain", "strict", "step")
+        ]
+        table.add_row(
+            str(count),
+            dtype,
+            name,
+            str(rows),
+            f"{found['stock'] * 1e3:.3f}",
+            *cells,
+            found["digest"],
+        )
     strict.close()
     console.print(table)
     summarise(console, ratios, threads, dtypes)
@@ -79,7 +106,11 @@ def time_case(dtype, shape, rows, threads, strict, quick):
     torch.manual_seed(0)
     layer = isobit.nn.Linear(k, n, bias=False, dtype=dtype)
     # A copy each: a weight that two contenders touch would be warmer for both than a packed one for itself.
-    x, weight, stock_weight = torch.randn(rows, k).to(dtype), layer.weight.clone(), layer.weight.clone()
+    x, weight, stock_weight = (
+        torch.randn(rows, k).to(dtype),
+        layer.weight.clone(),
+        layer.weight.clone(),
+    )
     work = rows * k * n
     rounds = max(3 if work > 5e10 else 5, min(15 if quick else 31, int(3e10 / (work + 2e8))))
     with torch.inference_mode():
@@ -96,7 +127,11 @@ def time_case(dtype, shape, rows, threads, strict, quick):
         digest = bits.digest(isobit.linear(x, weight))[:12]
         assert digest == bits.digest(layer(x))[:12]
     frozen.thaw()
-    found = {name: times["stock"] / times[name] for name in ("frozen", "plain", "strict") if name in times}
+    found = {
+        name: times["stock"] / times[name]
+        for name in ("frozen", "plain", "strict")
+        if name in times
+    }
     step = None
     if rows in TRAINING_ROWS:
         steps = take_turns(
@@ -145,12 +180,21 @@ def geomean(values):
 def summarise(console, ratios, threads, dtypes):
     """Geometric means per dtype and thread count, then the last line, over frozen cases."""
     table = Table(
-        "dtype", "threads", "frozen: geomean", "least", "not frozen M≥64", "M=8", "M=1", "fwd+bwd M≥512", "least"
+        "dtype",
+        "threads",
+        "frozen: geomean",
+        "least",
+        "not frozen M≥64",
+        "M=8",
+        "M=1",
+        "fwd+bwd M≥512",
+        "least",
     )
     for dtype in dtypes:
         for count in threads:
             frozen, plain, step = (
-                [(m, r) for m, r in ratios[dtype, count, what] if r] for what in ("frozen", "plain", "step")
+                [(m, r) for m, r in ratios[dtype, count, what] if r]
+                for what in ("frozen", "plain", "step")
             )
             table.add_row(
                 dtype,

@@ -57,17 +57,33 @@ def run(quick, threads, dtypes):
     console = Console(highlight=False, width=118)
     if not is_green(console, "logprob"):
         return 1
-    table = Table("threads", "dtype", "what", "stock s", "ours s", "ratio", "stock MiB", "ours MiB", "share")
+    table = Table(
+        "threads", "dtype", "what", "stock s", "ours s", "ratio", "stock MiB", "ours MiB", "share"
+    )
     cases = [(t, d, what) for t in threads for d in dtypes for what in ("forward", "step")]
     for count, dtype, what in track(cases, "timing", console=Console(stderr=True), transient=True):
         found = {"stock": [], "ours": []}
         for _ in range(1 if quick else 3):
             for side in found:
-                words = [sys.executable, "-c", PROBE, side, dtype, what, count, TOKENS, WIDTH, VOCABULARY]
-                done = subprocess.run([str(w) for w in words], capture_output=True, text=True, check=True)
+                words = [
+                    sys.executable,
+                    "-c",
+                    PROBE,
+                    side,
+                    dtype,
+                    what,
+                    count,
+                    TOKENS,
+                    WIDTH,
+                    VOCABULARY,
+                ]
+                done = subprocess.run(
+                    [str(w) for w in words], capture_output=True, text=True, check=True
+                )
                 found[side].append(json.loads(done.stdout))
         seconds, extra = (
-            {side: statistics.median(f[key] for f in found[side]) for side in found} for key in ("seconds", "extra")
+            {side: statistics.median(f[key] for f in found[side]) for side in found}
+            for key in ("seconds", "extra")
         )
         table.add_row(
             str(count),
@@ -78,6 +94,8 @@ def run(quick, threads, dtypes):
             *(f"{extra[side] / 2**20:,.0f}" for side in found),
             f"{extra['ours'] / extra['stock']:.3f}",
         )
-    console.print(f"{TOKENS} tokens, hidden {WIDTH}, vocabulary {VOCABULARY:,}; memory beside inputs and results")
+    console.print(
+        f"{TOKENS} tokens, hidden {WIDTH}, vocabulary {VOCABULARY:,}; memory beside inputs and results"
+    )
     console.print(table)
     return 0

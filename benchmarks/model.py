@@ -27,7 +27,9 @@ def run(quick, threads, dtypes):
     table = Table("threads", "dtype", "case", "stock s", "ours s", "ratio", "each round")
     rounds = 3 if quick else 5
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("timing", total=len(threads) * len(dtypes) * len(CASES) * (rounds + 1))
+        bar = progress.add_task(
+            "timing", total=len(threads) * len(dtypes) * len(CASES) * (rounds + 1)
+        )
         for count in threads:
             for dtype in dtypes:
                 stock = build_model("qwen3-0.6b", getattr(torch, dtype))
@@ -36,12 +38,19 @@ def run(quick, threads, dtypes):
                 isobit.enable(ours)
                 for name, case in CASES.items():
                     with thread_count(count):
-                        times = take_turns({"stock": stock, "ours": ours}, case, rounds, lambda: progress.advance(bar))
+                        times = take_turns(
+                            {"stock": stock, "ours": ours},
+                            case,
+                            rounds,
+                            lambda: progress.advance(bar),
+                        )
                     each = [s / o for s, o in zip(times["stock"], times["ours"], strict=True)]
                     middle = {side: statistics.median(found) for side, found in times.items()}
                     cells = [f"{middle[side]:.3f}" for side in ("stock", "ours")]
                     ratio = f"{middle['stock'] / middle['ours']:.2f}"
-                    table.add_row(str(count), dtype, name, *cells, ratio, " ".join(f"{r:.2f}" for r in each))
+                    table.add_row(
+                        str(count), dtype, name, *cells, ratio, " ".join(f"{r:.2f}" for r in each)
+                    )
     console.print(table)
     return 0
 
@@ -51,7 +60,10 @@ def is_green(console):
     model = build_model("qwen3-tiny", torch.float32)
     with isobit.enable(model):
         report = run_gate(Ordered(model), draw_samples(model.config.vocab_size))
-    differ, numbers = sum(row.differ for row in report.rows), sum(row.numbers for row in report.rows)
+    differ, numbers = (
+        sum(row.differ for row in report.rows),
+        sum(row.numbers for row in report.rows),
+    )
     console.print(f"gate: {differ} of {numbers:,} differ")
     return report.kept
 

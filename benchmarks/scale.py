@@ -5,7 +5,10 @@ from math import log2
 
 HOST = 8  # ranks of a host
 INSIDE, ACROSS = 3e-6, 10e-6  # seconds that a message takes, however short
-INSIDE_RATE, ACROSS_RATE = 300e9, 50e9  # bytes a second of one rank, each way: its link inside, its own adapter outside
+INSIDE_RATE, ACROSS_RATE = (
+    300e9,
+    50e9,
+)  # bytes a second of one rank, each way: its link inside, its own adapter outside
 POST = 1e-6  # seconds of a rank's processor for each message it posts
 MEMORY_RATE = 2e12  # bytes a second; an addition reads two and writes one
 RANKS = (8, 64, 512, 4096, 16384)
@@ -30,14 +33,18 @@ def ring(n, p):
     """2(P−1) steps of n/P; as many rings as adapters, so that each carries its share of the host's traffic."""
     hosts = p // HOST
     latency = 2 * (p - 1) * (INSIDE if hosts == 1 else ((HOST - 1) * INSIDE + ACROSS) / HOST)
-    bytes_time = 2 * n * (p - 1) / p / (INSIDE_RATE if hosts == 1 else min(HOST * ACROSS_RATE, INSIDE_RATE))
+    bytes_time = (
+        2 * n * (p - 1) / p / (INSIDE_RATE if hosts == 1 else min(HOST * ACROSS_RATE, INSIDE_RATE))
+    )
     return Cost(latency + bytes_time + adding(n, p), 2 * (p - 1), n / p, n / p)
 
 
 def double_tree(n, p):
     """A chain inside the host and two binary trees across: logarithmic, and pipelined at the rate of the ring."""
     hosts = p // HOST
-    latency = 2 * (HOST - 1) * INSIDE + 2 * log2(hosts) * ACROSS if hosts > 1 else 2 * (HOST - 1) * INSIDE
+    latency = (
+        2 * (HOST - 1) * INSIDE + 2 * log2(hosts) * ACROSS if hosts > 1 else 2 * (HOST - 1) * INSIDE
+    )
     bytes_time = 2 * n / (INSIDE_RATE if hosts == 1 else min(HOST * ACROSS_RATE, INSIDE_RATE))
     pieces = max(n / (512 * 1024), 1)
     return Cost(latency + bytes_time + adding(n, p), 2 * pieces, min(n, 512 * 1024), 2 * MEGABYTE)
@@ -59,7 +66,9 @@ def two_levels(n, p):
     hosts = p // HOST
     inside = (HOST - 1) * (n / HOST / INSIDE_RATE + POST) + INSIDE
     across = (hosts - 1) * (n / p / ACROSS_RATE + POST) + (ACROSS if hosts > 1 else 0)
-    return Cost(2 * (inside + across) + adding(n, p), 2 * (HOST + hosts - 2), n / p, n + 2 * n / HOST)
+    return Cost(
+        2 * (inside + across) + adding(n, p), 2 * (HOST + hosts - 2), n / p, n + 2 * n / HOST
+    )
 
 
 def meetings(n, p):
@@ -68,7 +77,9 @@ def meetings(n, p):
     for step in range(int(log2(p))):
         near = 2**step < HOST
         size = n / 2 ** (step + 1)
-        seconds += 2 * (size / (INSIDE_RATE if near else ACROSS_RATE) + (INSIDE if near else ACROSS) + POST)
+        seconds += 2 * (
+            size / (INSIDE_RATE if near else ACROSS_RATE) + (INSIDE if near else ACROSS) + POST
+        )
     return Cost(seconds, 2 * log2(p), n / p, min(12 * MEGABYTE, n / 2))
 
 
@@ -98,7 +109,9 @@ def sizes(n, p):
     ]
     for name, cost in ALGORITHMS.items():
         found = cost(n, p)
-        lines.append(f"| {name} | {found.messages:,.0f} | {found.smallest:,.0f} | {found.memory / MEGABYTE:.2f} |")
+        lines.append(
+            f"| {name} | {found.messages:,.0f} | {found.smallest:,.0f} | {found.memory / MEGABYTE:.2f} |"
+        )
     return "\n".join(lines)
 
 

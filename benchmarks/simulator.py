@@ -38,7 +38,9 @@ def all_reduces(rank, count=100):
 def tensor_parallel(rank, steps=3):
     torch.manual_seed(0)
     model = parallelize_module(
-        MLP(), init_device_mesh("cpu", (dist.get_world_size(),)), {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        MLP(),
+        init_device_mesh("cpu", (dist.get_world_size(),)),
+        {"up": ColwiseParallel(), "down": RowwiseParallel()},
     )
     optimizer, x = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.randn(8, 64)
     for _ in range(steps):
@@ -49,12 +51,17 @@ def tensor_parallel(rank, steps=3):
     return loss.item()
 
 
-CASES = {"all-reduce": ("100 × 1024 floats", all_reduces), "tensor parallel": ("MLP, 3 steps", tensor_parallel)}
+CASES = {
+    "all-reduce": ("100 × 1024 floats", all_reduces),
+    "tensor parallel": ("MLP, 3 steps", tensor_parallel),
+}
 
 
 def run(quick, threads, dtypes):
     console = Console(highlight=False, width=118)
-    table = Table("case", "what", "ranks", "wall s", "processor s", "events", "peak MB", "digest of the trace")
+    table = Table(
+        "case", "what", "ranks", "wall s", "processor s", "events", "peak MB", "digest of the trace"
+    )
     late = []
     with thread_count(1), warnings.catch_warnings():
         warnings.simplefilter("ignore")

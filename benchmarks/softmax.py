@@ -27,10 +27,15 @@ def run(quick, threads, dtypes):
             rounds = 15 if quick else 41
             with torch.inference_mode():
                 times = take_turns(
-                    {"ours": lambda x=x: isobit.softmax(x), "stock": lambda x=x: torch.softmax(x, -1)}, rounds
+                    {
+                        "ours": lambda x=x: isobit.softmax(x),
+                        "stock": lambda x=x: torch.softmax(x, -1),
+                    },
+                    rounds,
                 )
             steps = take_turns(
-                {"ours": step(isobit.softmax, x), "stock": step(lambda t: torch.softmax(t, -1), x)}, rounds
+                {"ours": step(isobit.softmax, x), "stock": step(lambda t: torch.softmax(t, -1), x)},
+                rounds,
             )
         found = times["stock"] / times["ours"], steps["stock"] / steps["ours"]
         for name, ratio in zip(ratios, found, strict=True):
@@ -43,7 +48,9 @@ def run(quick, threads, dtypes):
         table.add_row(str(count), dtype, f"{shape[0]} × {shape[1]}", *cells)
     console.print(table)
     for name, values in ratios.items():
-        console.print(f"{name}: geomean {geomean(values):.3f} min {min(values):.2f} max {max(values):.2f}")
+        console.print(
+            f"{name}: geomean {geomean(values):.3f} min {min(values):.2f} max {max(values):.2f}"
+        )
     return 0
 
 

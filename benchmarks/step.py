@@ -24,24 +24,49 @@ TOKENS, RANKS = 64, (2, 4)
 
 def run(quick, threads, dtypes):
     console = Console(highlight=False, width=118)
-    verdict = judge(run_jobs([Job(Layout(1), "tiny", "float32"), Job(Layout(2, 2), "tiny", "float32")]))
+    verdict = judge(
+        run_jobs([Job(Layout(1), "tiny", "float32"), Job(Layout(2, 2), "tiny", "float32")])
+    )
     console.print(f"gate: {verdict.weights} digest of {verdict.layouts} layouts")
     if not verdict.kept:
         return 1
-    table = Table("ranks", "micro-batches", "dtype", "stock DDP s", "ours s", "ours / stock", "each round", "partials")
+    table = Table(
+        "ranks",
+        "micro-batches",
+        "dtype",
+        "stock DDP s",
+        "ours s",
+        "ours / stock",
+        "each round",
+        "partials",
+    )
     rounds = 3 if quick else 7
     for ranks in RANKS[:1] if quick else RANKS:
         for dtype in dtypes:
             for micro in (1, 4):
-                with tempfile.TemporaryDirectory() as folder, console.status(f"{ranks} ranks, {dtype}, {micro}"):
+                with (
+                    tempfile.TemporaryDirectory() as folder,
+                    console.status(f"{ranks} ranks, {dtype}, {micro}"),
+                ):
                     out = os.path.join(folder, "times")
-                    processes.spawn(time_rank, (ranks, micro, dtype, rounds, folder, out), nprocs=ranks)
+                    processes.spawn(
+                        time_rank, (ranks, micro, dtype, rounds, folder, out), nprocs=ranks
+                    )
                     found = torch.load(out)
                 ours, stock = (statistics.median(found[side]) for side in ("isobit", "stock"))
-                each = " ".join(f"{o / s:.2f}" for o, s in zip(found["isobit"], found["stock"], strict=True))
+                each = " ".join(
+                    f"{o / s:.2f}" for o, s in zip(found["isobit"], found["stock"], strict=True)
+                )
                 held = f"{found['peak'] / 2**20:,.0f} MiB"
                 table.add_row(
-                    str(ranks), str(micro), dtype, f"{stock:.3f}", f"{ours:.3f}", f"{ours / stock:.2f}", each, held
+                    str(ranks),
+                    str(micro),
+                    dtype,
+                    f"{stock:.3f}",
+                    f"{ours:.3f}",
+                    f"{ours / stock:.2f}",
+                    each,
+                    held,
                 )
     console.print(table)
     return 0
@@ -50,7 +75,9 @@ def run(quick, threads, dtypes):
 def time_rank(rank, ranks, micro, dtype, rounds, folder, out):
     """Both sides in every process, by turns; the first round warms up."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=ranks
+    )
     workload = dataclasses.replace(WORKLOADS["whole"], layers=2, shortest=TOKENS, longest=TOKENS)
     kind = getattr(torch, dtype)
     ours = make_run(workload, Layout(ranks, micro), kind)

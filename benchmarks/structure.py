@@ -21,7 +21,16 @@ def run(quick, threads, dtypes):
     console = Console(highlight=False, width=118)
     if not is_green(console):
         return 1
-    table = Table("threads", "dtype", "batch", "modules", "check µs of CPU", "step ms of CPU", "share", "each round %")
+    table = Table(
+        "threads",
+        "dtype",
+        "batch",
+        "modules",
+        "check µs of CPU",
+        "step ms of CPU",
+        "share",
+        "each round %",
+    )
     kept = True
     for dtype in dtypes:
         model = build_model("qwen3-0.6b", getattr(torch, dtype))
@@ -36,7 +45,9 @@ def run(quick, threads, dtypes):
                 check, step = (statistics.median(found) for found in zip(*rounds, strict=True))
                 each = " ".join(f"{100 * found:.2f}" for found in shares)
                 cells = [f"{check * 1e6:.0f}", f"{step * 1e3:.1f}", f"{100 * share:.2f} %", each]
-                table.add_row(str(count), dtype, str(batch), str(len(list(model.modules()))), *cells)
+                table.add_row(
+                    str(count), dtype, str(batch), str(len(list(model.modules()))), *cells
+                )
         del model
     console.print(table)
     console.print(f"share of a decode step at most {100 * LIMIT} %: {'kept' if kept else 'missed'}")
@@ -51,8 +62,14 @@ def measure(model, batch):
     model(ids, past_key_values=cache, logits_to_keep=1)
     checks, steps = [], []
     for place in range(4):
-        steps.append(seconds(lambda at=place: model(ids[:, at : at + 1], past_key_values=cache, logits_to_keep=1)))
-        checks.append(seconds(lambda: check(state)))  # right after a step, with caches as cold as they are in one
+        steps.append(
+            seconds(
+                lambda at=place: model(ids[:, at : at + 1], past_key_values=cache, logits_to_keep=1)
+            )
+        )
+        checks.append(
+            seconds(lambda: check(state))
+        )  # right after a step, with caches as cold as they are in one
     return statistics.median(checks), statistics.median(steps) / torch.get_num_threads()
 
 

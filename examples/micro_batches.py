@@ -23,4 +23,9 @@ for size in (1, 2, 4):
         share = Samples.packed(lengths[first : first + size], first=first, of=8)
         partials.append(partial.weight_grad(grad[rows], x[rows], share))
         stock += grad[rows].t() @ x[rows]
-    print(f"micro-batch {size}  ", bits.digest(partial.merge(partials, dtype=x.dtype)), " stock", bits.digest(stock))
+    print(
+        f"micro-batch {size}  ",
+        bits.digest(partial.merge(partials, dtype=x.dtype)),
+        " stock",
+        bits.digest(stock),
+    )

@@ -25,7 +25,10 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.table, self.head = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.Linear(WIDTH, VOCABULARY, bias=False),
+        )
         self.up, self.down = isobit.nn.Linear(WIDTH, 4 * WIDTH), isobit.nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, ids, targets, samples):
@@ -39,13 +42,17 @@ class StockModel(Model):
 
     def forward(self, ids, targets):
         x = self.table(ids)
-        x = x + linear(gelu(linear(x, self.up.weight, self.up.bias)), self.down.weight, self.down.bias)
+        x = x + linear(
+            gelu(linear(x, self.up.weight, self.up.bias)), self.down.weight, self.down.bias
+        )
         return -cross_entropy(self.head(x), targets, reduction="none")
 
 
 def tokens(step, held):
     """Ids and targets of a run of samples, one after the other."""
-    drawn = torch.randint(0, VOCABULARY, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(step))
+    drawn = torch.randint(
+        0, VOCABULARY, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(step)
+    )
     return drawn[:, sum(LENGTHS[: held.start]) : sum(LENGTHS[: held.stop])]
 
 
@@ -60,9 +67,13 @@ def train(rank, batch):
         for micro in range(batch.micro_batches):
             held = batch.samples(rank, micro)
             with gradients.micro_batch(micro) as share:
-                samples = Samples.packed(LENGTHS[held.start : held.stop], first=share.first, of=share.of)
+                samples = Samples.packed(
+                    LENGTHS[held.start : held.stop], first=share.first, of=share.of
+                )
                 logprobs = model(*tokens(step, held), samples)
-                (isobit.exact_sum(logprobs) / -sum(LENGTHS)).backward()  # the count is the global batch's
+                (
+                    isobit.exact_sum(logprobs) / -sum(LENGTHS)
+                ).backward()  # the count is the global batch's
             meter.add(-logprobs)
         loss = meter.value()
         clip_grad_norm_(model, 1.0)
@@ -91,7 +102,9 @@ def train_stock(rank, batch):
 
 
 def show(batch, ours, theirs):
-    print(f"{batch.ranks} ranks × {batch.micro_batches} micro-batches   isobit {ours}   stock {theirs}")
+    print(
+        f"{batch.ranks} ranks × {batch.micro_batches} micro-batches   isobit {ours}   stock {theirs}"
+    )
 
 
 def on_processes():

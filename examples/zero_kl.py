@@ -16,14 +16,27 @@ from isobit.adapters.sampling import KeyedSampling
 from isobit.report.svg import Canvas
 
 PROMPTS, GROUP, NEW, WANTED = 4, 4, 16, 16
-SIZES = {"vocab_size": 64, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "head_dim": 64}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "eos_token_id": None}
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+}
+HEADS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+    "eos_token_id": None,
+}
 
 
 def roll_out(model, prompts, step):
     """Tokens, and their log-probability as the sampler saw it."""
     width = max(len(prompt) for prompt in prompts)
-    ids = torch.stack([torch.cat((torch.zeros(width - len(p), dtype=torch.int64), p)) for p in prompts])
+    ids = torch.stack(
+        [torch.cat((torch.zeros(width - len(p), dtype=torch.int64), p)) for p in prompts]
+    )
     mask = torch.stack([(torch.arange(width) >= width - len(p)).long() for p in prompts])
     made = model.generate(
         ids,
@@ -43,12 +56,16 @@ def score(model, prompts, tokens):
     """The log-probability of the same tokens as the trainer sees it, with gradients."""
     whole = [torch.cat(pair) for pair in zip(prompts, tokens, strict=True)]
     ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in whole], batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence(
+        [torch.ones_like(row) for row in whole], batch_first=True
+    )
     places = torch.stack([torch.arange(len(p) - 1, len(p) - 1 + NEW) for p in prompts])
     if is_enabled(model):
         return isobit.logprobs(model, ids, mask).gather(1, places)
     logits = model(ids, attention_mask=mask, use_cache=False).logits
-    return select(logits.gather(1, places[..., None].expand(-1, -1, logits.shape[-1])), tokens, False)
+    return select(
+        logits.gather(1, places[..., None].expand(-1, -1, logits.shape[-1])), tokens, False
+    )
 
 
 def select(logits, tokens, ordered):
@@ -72,7 +89,9 @@ def train(model, steps):
         prompts = [prompt for prompt in prompts for _ in range(GROUP)]
         tokens, rolled = roll_out(model, prompts, step)
         reward = (tokens < WANTED).float().mean(-1).view(PROMPTS, GROUP)
-        advantage = ((reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)).view(-1, 1)
+        advantage = (
+            (reward - reward.mean(1, keepdim=True)) / (reward.std(1, keepdim=True) + 1e-4)
+        ).view(-1, 1)
         scored = score(model, prompts, tokens)
         ratio = (scored - rolled).exp()
         loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
@@ -80,7 +99,9 @@ def train(model, steps):
         loss.backward()
         optimiser.step()
         d = (scored.detach() - rolled).double()
-        history.append((float((torch.expm1(d) - d).mean()), float(d.abs().max()), float(reward.mean())))
+        history.append(
+            (float((torch.expm1(d) - d).mean()), float(d.abs().max()), float(reward.mean()))
+        )
     return history
 
 
@@ -92,7 +113,11 @@ def draw(histories, path):
     canvas.panel(left, 36, width, 190)
 
     def height(value):
-        return 206.0 if value <= 0 else 176 - (min(max(math.log10(value), low), high) - low) / (high - low) * 130
+        return (
+            206.0
+            if value <= 0
+            else 176 - (min(max(math.log10(value), low), high) - low) / (high - low) * 130
+        )
 
     for power in range(low, high + 1, 2):
         canvas.text(left - 8, height(10.0**power) + 4, f"1e{power}", "quiet", "end")

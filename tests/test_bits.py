@@ -25,7 +25,13 @@ def test_first_difference(dtype):
     b[3, 2] = torch.nextafter(b[3, 2], torch.tensor(torch.inf, dtype=dtype))
     b[4, 6] = 0.0
     found = bits.first_difference(a, b)
-    assert (found.what, found.index, found.ulps, found.count, found.total) == ("bits", (3, 2), 1, 2, 35)
+    assert (found.what, found.index, found.ulps, found.count, found.total) == (
+        "bits",
+        (3, 2),
+        1,
+        2,
+        35,
+    )
     assert found.left.startswith("0x")
     assert len(found.left) == 2 + 2 * a.element_size()
     assert bits.first_difference(a, a.clone()) is None

@@ -30,7 +30,13 @@ def with_grads(*grads):
 def test_the_norm_of_pieces_is_the_norm(dtype):
     x = torch.randn(10_007).to(dtype)
     whole = total_norm(x)
-    for pieces in (x.split(1000), x.tensor_split(3), [x[::2], x[1::2]], [x.flip(0), x[:0]], iter([x[:1], x[1:]])):
+    for pieces in (
+        x.split(1000),
+        x.tensor_split(3),
+        [x[::2], x[1::2]],
+        [x.flip(0), x[:0]],
+        iter([x[:1], x[1:]]),
+    ):
         assert bits.equal(total_norm(pieces), whole)
     torch.testing.assert_close(whole, x.double().norm().float(), rtol=2.0**-23, atol=0)
 

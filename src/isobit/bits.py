@@ -26,7 +26,9 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     """Whether dtype, shape and every bit agree: -0.0 is not +0.0, a NaN equals the same NaN."""
     return (
-        left.dtype == right.dtype and left.shape == right.shape and torch.equal(as_integers(left), as_integers(right))
+        left.dtype == right.dtype
+        and left.shape == right.shape
+        and torch.equal(as_integers(left), as_integers(right))
     )
 
 

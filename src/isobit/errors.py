@@ -72,7 +72,9 @@ class AgreementError(IsobitError, RuntimeError):
 class ContractError(IsobitError, ValueError):
     """A contract that is not well-formed, names code that is not trusted, or asks for what cannot be checked."""
 
-    def __init__(self, *, expected: str, received: str, remedy: str, where: str = "", line: int = 0) -> None:
+    def __init__(
+        self, *, expected: str, received: str, remedy: str, where: str = "", line: int = 0
+    ) -> None:
         super().__init__(expected=expected, received=received, remedy=remedy)
         self.where, self.line = where, line
 
@@ -97,11 +99,16 @@ class SimulationError(IsobitError, RuntimeError):
         stacks: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         super().__init__(expected=expected, received=received, remedy=remedy)
-        self.ranks, self.stacks = tuple(ranks), {rank: tuple(lines) for rank, lines in (stacks or {}).items()}
+        self.ranks, self.stacks = (
+            tuple(ranks),
+            {rank: tuple(lines) for rank, lines in (stacks or {}).items()},
+        )
         self.result: Any = None  # what the world had when it raised: values, trace, findings
 
     def __str__(self) -> str:
-        places = [f"\n  rank {rank} at {lines[0]}" for rank, lines in sorted(self.stacks.items()) if lines]
+        places = [
+            f"\n  rank {rank} at {lines[0]}" for rank, lines in sorted(self.stacks.items()) if lines
+        ]
         return super().__str__() + "".join(places)
 
 

@@ -55,7 +55,9 @@ def keeping_subnormals(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> T:
-        with torch._C.DisableTorchFunction():  # torch.device(...) and set_default_device are modes of this kind
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # torch.device(...) and set_default_device are modes of this kind
             if not flushes_subnormals(workers=True):
                 return function(*args, **options)
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()

@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-_loads: list[str] = []  # an event each time that the library is looked for and loaded, and what came of it
+_loads: list[
+    str
+] = []  # an event each time that the library is looked for and loaded, and what came of it
 
 
 @lru_cache(maxsize=1)
@@ -17,7 +19,11 @@ def load() -> str | None:
     found = sorted(FOLDER.glob("_native*.so"))
     if not found:
         noted = FOLDER / "native_build_failure.txt"
-        reason = noted.read_text().strip() if noted.exists() else "the package was installed without them"
+        reason = (
+            noted.read_text().strip()
+            if noted.exists()
+            else "the package was installed without them"
+        )
         _loads.append("not built")
         return f"not built: {reason}"
     try:

@@ -31,7 +31,9 @@ class Linear(torch.nn.Linear):
         """x · weightᵀ + bias; see isobit.linear."""
         packed = self._packed
         # A compiled graph packs on the fly: it cannot look whether the weight was written.
-        current = None if packed is None or torch.compiler.is_compiling() else packed.current(self.weight)
+        current = (
+            None if packed is None or torch.compiler.is_compiling() else packed.current(self.weight)
+        )
         return linear_with_packed(input, self.weight, self.bias, samples, current)
 
 

@@ -19,7 +19,9 @@ MARGIN = 1e-6  # as torch's, added to the norm before the division
 
 def total_norm(tensors: Tensor | Iterable[Tensor]) -> Tensor:
     """The 2-norm of all elements, fp32: the root of their exact sum of squares, the same bits however they are cut."""
-    return norm_of(exact_state([tensors] if isinstance(tensors, Tensor) else list(tensors), squared=True))
+    return norm_of(
+        exact_state([tensors] if isinstance(tensors, Tensor) else list(tensors), squared=True)
+    )
 
 
 @keeping_subnormals

@@ -23,7 +23,9 @@ def plain(text: str) -> str:
     if text.isprintable():
         return text
     text = _LINES.sub("\n", _SEQUENCE.sub("", text))
-    return "".join(c for c in text if c in "\n\t" or not (c in _NONE or unicodedata.category(c) in _REMOVED))
+    return "".join(
+        c for c in text if c in "\n\t" or not (c in _NONE or unicodedata.category(c) in _REMOVED)
+    )
 
 
 def one_line(text: str) -> str:

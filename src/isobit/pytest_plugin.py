@@ -21,9 +21,24 @@ from isobit.trusted_folder import serve_folder
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Off unless asked for."""
     group = parser.getgroup("isobit")
-    group.addoption("--isobit", action="store_true", help="collect contract.yaml and *.contract.yaml: a test a claim")
-    group.addoption("--isobit-trust", action="append", default=[], metavar="PACKAGE", help="whose code may be named")
-    group.addoption("--isobit-level", default="L4", choices=("L2", "L3", "L4"), help="how high to climb (default L4)")
+    group.addoption(
+        "--isobit",
+        action="store_true",
+        help="collect contract.yaml and *.contract.yaml: a test a claim",
+    )
+    group.addoption(
+        "--isobit-trust",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="whose code may be named",
+    )
+    group.addoption(
+        "--isobit-level",
+        default="L4",
+        choices=("L2", "L3", "L4"),
+        help="how high to climb (default L4)",
+    )
 
 
 def pytest_collect_file(parent: pytest.Collector, file_path: Path) -> pytest.Collector | None:
@@ -49,7 +64,9 @@ class ContractFile(pytest.File):
         reach = Workspace([Path(self.config.rootpath)]).tree.entries if contract.depends_on else {}
         for name in contract.depends_on:
             if name not in reach:  # where it is in reach, its own file is judged
-                yield ClaimItem.from_parent(self, name=f"rests on {name}", claim="", problem=f"{name} is not in reach")
+                yield ClaimItem.from_parent(
+                    self, name=f"rests on {name}", claim="", problem=f"{name} is not in reach"
+                )
         for name in unlinked(contract):
             said = f"unbound: no claim makes {name} executable"
             yield ClaimItem.from_parent(self, name=name, claim="", problem=said)
@@ -84,11 +101,17 @@ class ClaimItem(pytest.Item):
         wanted = min(record.required, int(str(self.config.getoption("--isobit-level"))[1:]))
         if record.verdict != "kept" or record.level < wanted:
             counts = f"{record.differing:,} of {record.compared:,} differ, {record.inputs:,} inputs, L{record.level}"
-            raise NotKept(plain(f"{record.verdict}: {counts}: {record.detail}\n{record.replay}".rstrip()))
+            raise NotKept(
+                plain(f"{record.verdict}: {counts}: {record.detail}\n{record.replay}".rstrip())
+            )
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """The verdict alone, without a traceback through the judge."""
-        return str(excinfo.value) if isinstance(excinfo.value, NotKept) else super().repr_failure(excinfo, style)
+        return (
+            str(excinfo.value)
+            if isinstance(excinfo.value, NotKept)
+            else super().repr_failure(excinfo, style)
+        )
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
         """As pytest lists it."""

@@ -31,7 +31,11 @@ class TrustedFolder(MetaPathFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         """Answer for a trusted top-level name; leave every other to the other finders."""
-        return PathFinder.find_spec(fullname, [self.folder]) if path is None and fullname in self.names else None
+        return (
+            PathFinder.find_spec(fullname, [self.folder])
+            if path is None and fullname in self.names
+            else None
+        )
 
 
 def serve_folder(names: Iterable[str], folder: str | None = None) -> None:
@@ -62,7 +66,9 @@ def guarded_path(processes: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        sys.meta_path[:] = [f for f in sys.meta_path if f in finders or not isinstance(f, TrustedFolder)]
+        sys.meta_path[:] = [
+            f for f in sys.meta_path if f in finders or not isinstance(f, TrustedFolder)
+        ]
         if before is None:
             os.environ.pop(SAFE_PATH, None)
         else:

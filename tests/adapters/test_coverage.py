@@ -46,13 +46,25 @@ PLANTED = {
     "logsumexp": (lambda x: x.logsumexp(-1), None),
     "cumsum": (lambda x: x.cumsum(0), "aten::cumsum"),
     "norm": (torch.linalg.vector_norm, "aten::linalg_vector_norm"),
-    "index_add": (lambda x: x.clone().index_add_(0, torch.tensor([0, 0]), x[:2]), "aten::index_add_"),
-    "index_put": (lambda x: x.clone().index_put_((torch.tensor([0]),), x[:1], accumulate=True), "aten::index_put_"),
-    "attention": (lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]), None),
+    "index_add": (
+        lambda x: x.clone().index_add_(0, torch.tensor([0, 0]), x[:2]),
+        "aten::index_add_",
+    ),
+    "index_put": (
+        lambda x: x.clone().index_put_((torch.tensor([0]),), x[:1], accumulate=True),
+        "aten::index_put_",
+    ),
+    "attention": (
+        lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]),
+        None,
+    ),
     "multinomial": (lambda x: torch.multinomial(x.abs(), 1), "aten::multinomial"),
     "dropout": (lambda x: F.dropout(x, 0.5), None),
     "pow": (lambda x: x.abs() ** 0.3, "aten::pow"),
-    "fused AdamW": (lambda x: torch.optim.AdamW([leaf(x)], fused=True).step(), "aten::_fused_adamw_"),
+    "fused AdamW": (
+        lambda x: torch.optim.AdamW([leaf(x)], fused=True).step(),
+        "aten::_fused_adamw_",
+    ),
     "total norm": (lambda x: torch.nn.utils.get_total_norm([x, x]), "aten::linalg_vector_norm"),
 }
 
@@ -74,11 +86,17 @@ def test_planted_operators_are_found(name):
 
 
 FREE = {
-    "moves": lambda x: torch.cat([x.t().reshape(4, 8), x.clone()]).split(2)[0].contiguous().flip(0)[..., None],
-    "elements": lambda x: (x * 2 + x / 3 - x.sqrt().neg()).clamp(-1, 1).rsqrt().exp().log().tanh() ** 2,
+    "moves": lambda x: (
+        torch.cat([x.t().reshape(4, 8), x.clone()]).split(2)[0].contiguous().flip(0)[..., None]
+    ),
+    "elements": lambda x: (
+        (x * 2 + x / 3 - x.sqrt().neg()).clamp(-1, 1).rsqrt().exp().log().tanh() ** 2
+    ),
     "rotary": lambda x: torch.cat([-x[..., 4:], x[..., :4]], -1) * x.cos() + x * x.sin(),
     "choices": lambda x: (x.amax(-1), x.argmax(-1), x.topk(2), x.sort(), (x > 0).any(), x.max()),
-    "lookups": lambda x: F.embedding(torch.tensor([1, 1]), x).gather(1, torch.zeros(2, 1, dtype=torch.int64)),
+    "lookups": lambda x: F.embedding(torch.tensor([1, 1]), x).gather(
+        1, torch.zeros(2, 1, dtype=torch.int64)
+    ),
     "whole numbers": lambda x: ((x > 0).sum(), (x > 0).long().cumsum(0), torch.arange(5).sum()),
     "masks": lambda x: torch.where(x > 0, x, 0.0).masked_fill(x < 1, -1.0).tril(),
     "writes": lambda x: x.clone().index_put_((torch.tensor([0]),), x[:1]),
@@ -165,7 +183,9 @@ def test_nodes_that_add_are_found():
     w, x = nn.Parameter(W.clone()), torch.randn(4, 8)
     found = {use.operator for use in walk_gradients(F.silu(x @ w).softmax(-1))}
     assert found == {"Mm", "Silu", "Softmax"}
-    assert [u.operator for u in walk_gradients(F.embedding(torch.tensor([0, 0]), w))] == ["Embedding"]
+    assert [u.operator for u in walk_gradients(F.embedding(torch.tensor([0, 0]), w))] == [
+        "Embedding"
+    ]
     assert walk_gradients(isobit.softmax(isobit.linear(x, w)).reshape(-1).exp() * 2) == []
 
 

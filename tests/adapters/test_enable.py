@@ -32,8 +32,12 @@ def model(built):
 def gradients(model):
     model.zero_grad(set_to_none=True)
     model.train()
-    mask = MASK.flip(1)  # on the right: without position_ids, stock counts left padding as positions
-    model(IDS, attention_mask=mask, labels=IDS.masked_fill(mask == 0, -100), use_cache=False).loss.backward()
+    mask = MASK.flip(
+        1
+    )  # on the right: without position_ids, stock counts left padding as positions
+    model(
+        IDS, attention_mask=mask, labels=IDS.masked_fill(mask == 0, -100), use_cache=False
+    ).loss.backward()
     model.eval()
     return {name: p.grad for name, p in model.named_parameters()}
 
@@ -153,7 +157,9 @@ def test_logits_and_logprobs_are_one(model):
 def test_the_head_s_gradient_by_logits(model):
     with isobit.enable(model):
         logits = model(IDS, attention_mask=MASK).logits
-        (isobit.log_softmax(logits)[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0] * MASK[:, :-1]).mean().backward()
+        (
+            isobit.log_softmax(logits)[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0] * MASK[:, :-1]
+        ).mean().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -179,7 +185,9 @@ def test_generate_equals_a_score_afterwards(model):
             output_logits=True,
             return_dict_in_generate=True,
         )
-        rolled = isobit.log_softmax(torch.stack(made.logits, 1)).gather(-1, made.sequences[:, -5:, None])[..., 0]
+        rolled = isobit.log_softmax(torch.stack(made.logits, 1)).gather(
+            -1, made.sequences[:, -5:, None]
+        )[..., 0]
         mask = torch.cat((MASK, torch.ones(2, 5, dtype=torch.int64)), dim=1)
         scored = isobit.logprobs(model, made.sequences, mask)[:, -6:-1]
         alone = model.generate(IDS[:1, 3:], max_new_tokens=5, do_sample=False, pad_token_id=0)
@@ -190,21 +198,33 @@ def test_generate_equals_a_score_afterwards(model):
 def test_threads_have_their_own_layouts(model):
     found = {}
     with isobit.enable(model), torch.no_grad():
-        expected = {width: isobit.logprobs(model, IDS[:, :width], MASK[:, :width]) for width in (6, 12)}
+        expected = {
+            width: isobit.logprobs(model, IDS[:, :width], MASK[:, :width]) for width in (6, 12)
+        }
 
         def run(width):
-            found[width] = [isobit.logprobs(model, IDS[:, :width], MASK[:, :width]) for _ in range(4)]
+            found[width] = [
+                isobit.logprobs(model, IDS[:, :width], MASK[:, :width]) for _ in range(4)
+            ]
 
         running = [threading.Thread(target=run, args=(width,)) for width in expected]
         for thread in running:
             thread.start()
         for thread in running:
             thread.join()
-    assert all(bits.equal(value, expected[width]) for width, values in found.items() for value in values)
+    assert all(
+        bits.equal(value, expected[width]) for width, values in found.items() for value in values
+    )
 
 
 def test_a_sliding_window_is_honoured():
-    sizes = {**TINY, "head_dim": 64, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    sizes = {
+        **TINY,
+        "head_dim": 64,
+        "use_sliding_window": True,
+        "sliding_window": 4,
+        "max_window_layers": 1,
+    }
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     model = Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()

@@ -44,7 +44,8 @@ def test_another_version_of_transformers_is_refused_before_anything_else(monkeyp
     model = build_model("qwen3-tiny", torch.float32)
     monkeypatch.setattr(transformers, "__version__", version)
     with pytest.raises(
-        UnsupportedError, match=rf"transformers {version}; remedy: pip install 'transformers>=5\.22,<6'"
+        UnsupportedError,
+        match=rf"transformers {version}; remedy: pip install 'transformers>=5\.22,<6'",
     ):
         isobit.enable(model)
 
@@ -64,7 +65,9 @@ def test_other_families_are_named_as_such():
         nn.Linear(2, 2),
     ]
     for other in others:
-        with pytest.raises(UnsupportedError, match=r"supported architecture.*Qwen3ForCausalLM.*Llama") as refused:
+        with pytest.raises(
+            UnsupportedError, match=r"supported architecture.*Qwen3ForCausalLM.*Llama"
+        ) as refused:
             isobit.enable(other)
         assert "wrapper" not in str(refused.value)
 
@@ -72,7 +75,8 @@ def test_other_families_are_named_as_such():
 def test_wrappers_are_named_as_such():
     model = build_model("qwen3-tiny", torch.float32)
     with pytest.raises(
-        UnsupportedError, match=r"a wrapper, .*DataParallel; remedy: pass the model itself, wrapper\.module"
+        UnsupportedError,
+        match=r"a wrapper, .*DataParallel; remedy: pass the model itself, wrapper\.module",
     ):
         isobit.enable(nn.DataParallel(model))
     with pytest.raises(UnsupportedError, match=r"compiled model.*enable the model first"):
@@ -81,7 +85,10 @@ def test_wrappers_are_named_as_such():
 
 def test_freeze_says_that_it_is_not_for_enabled_models():
     model = build_model("qwen3-tiny", torch.float32)
-    with isobit.enable(model), pytest.raises(ArgumentError, match=r"isobit\.enable prepared.*leave freeze out"):
+    with (
+        isobit.enable(model),
+        pytest.raises(ArgumentError, match=r"isobit\.enable prepared.*leave freeze out"),
+    ):
         isobit.freeze(model)
 
 

@@ -60,7 +60,9 @@ def test_packed_rows_restart_their_positions():
 
 def test_packed_rows_may_be_padded():
     positions = torch.tensor([[0, 1, 0, 1, 9]])
-    layout = read_layout((1, 5), position_ids=positions, attention_mask=torch.tensor([[1, 1, 1, 1, 0]]))
+    layout = read_layout(
+        (1, 5), position_ids=positions, attention_mask=torch.tensor([[1, 1, 1, 1, 0]])
+    )
     assert layout.samples.spans == ((0, 2), (2, 2))
     assert layout.positions.tolist() == [[0, 1, 0, 1, 0]]
 

@@ -14,11 +14,15 @@ REMEDY = r"merge_and_unload\(\).*isobit\.enable"
 
 def wrap(model, *targets):
     torch.manual_seed(0)
-    asked = peft.LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM")
+    asked = peft.LoraConfig(
+        r=4, target_modules=list(targets), init_lora_weights=False, task_type="CAUSAL_LM"
+    )
     return peft.get_peft_model(model, asked)
 
 
-@pytest.mark.parametrize("targets", [("q_proj", "v_proj"), ("gate_proj",), ("o_proj",), ("lm_head",)], ids=str)
+@pytest.mark.parametrize(
+    "targets", [("q_proj", "v_proj"), ("gate_proj",), ("o_proj",), ("lm_head",)], ids=str
+)
 @pytest.mark.parametrize("warm", [False, True])
 def test_an_adapter_on_an_enabled_model_is_refused_until_it_is_merged(targets, warm):
     model, twin = (build_model("llama-tiny", torch.float32) for _ in range(2))

@@ -21,13 +21,19 @@ VOCABULARY = 1003
 # ---- 1. what must not matter -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 20}, {"top_p": 0.8}, {"top_k": 50, "top_p": 0.5, "temperature": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"top_k": 20}, {"top_p": 0.8}, {"top_k": 50, "top_p": 0.5, "temperature": 2}]
+)
 def test_a_row_is_the_same_alone_and_in_a_batch(options):
     scores = 3 * torch.randn(5, VOCABULARY)
     ids = torch.zeros(5, 9, dtype=torch.int64)
-    whole = KeyedSampling(3, samples=[4, 8, 15, 16, 23], attention_mask=None, **options)(ids, scores)
+    whole = KeyedSampling(3, samples=[4, 8, 15, 16, 23], attention_mask=None, **options)(
+        ids, scores
+    )
     for row, sample in enumerate([4, 8, 15, 16, 23]):
-        alone = KeyedSampling(3, samples=[sample], attention_mask=None, **options)(ids[:1], scores[row : row + 1])
+        alone = KeyedSampling(3, samples=[sample], attention_mask=None, **options)(
+            ids[:1], scores[row : row + 1]
+        )
         assert bits.equal(alone, whole[row : row + 1])
     order = torch.tensor([3, 0, 4, 1, 2])
     names = torch.tensor([4, 8, 15, 16, 23])[order]
@@ -36,17 +42,29 @@ def test_a_row_is_the_same_alone_and_in_a_batch(options):
 
 
 def test_left_padding_does_not_matter():
-    scores, mask = torch.randn(2, VOCABULARY), torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]])
+    scores, mask = (
+        torch.randn(2, VOCABULARY),
+        torch.tensor([[0, 0, 0, 1, 1, 1], [1, 1, 1, 1, 1, 1]]),
+    )
     padded = KeyedSampling(3, attention_mask=mask)
     for grown in (0, 1, 5):  # the mask is the prompt's; tokens follow
         found = padded(torch.zeros(2, 6 + grown, dtype=torch.int64), scores)
-        alone = KeyedSampling(3, attention_mask=None)(torch.zeros(1, 3 + grown, dtype=torch.int64), scores[:1])
+        alone = KeyedSampling(3, attention_mask=None)(
+            torch.zeros(1, 3 + grown, dtype=torch.int64), scores[:1]
+        )
         assert bits.equal(found[:1], alone)
 
 
 def test_seed_sample_position_and_token_all_matter():
     base = gumbel_noise(1, torch.tensor([2]), torch.tensor([3]), 50)
-    for seed, sample, position in ((0, 2, 3), (1, 3, 3), (1, 2, 4), (1, 3, 2), (-1, 2, 3), (2**63 + 1, 2, 3)):
+    for seed, sample, position in (
+        (0, 2, 3),
+        (1, 3, 3),
+        (1, 2, 4),
+        (1, 3, 2),
+        (-1, 2, 3),
+        (2**63 + 1, 2, 3),
+    ):
         other = gumbel_noise(seed, torch.tensor([sample]), torch.tensor([position]), 50)
         assert not (other == base).any()
     assert len(set(base.flatten().tolist())) == 50
@@ -55,8 +73,14 @@ def test_seed_sample_position_and_token_all_matter():
 
 def test_the_control_depends_on_the_batch():
     weights = torch.softmax(torch.randn(4, VOCABULARY), -1)
-    whole = [torch.multinomial(weights, 1, generator=torch.Generator().manual_seed(s))[3] for s in range(8)]
-    alone = [torch.multinomial(weights[3:], 1, generator=torch.Generator().manual_seed(s))[0] for s in range(8)]
+    whole = [
+        torch.multinomial(weights, 1, generator=torch.Generator().manual_seed(s))[3]
+        for s in range(8)
+    ]
+    alone = [
+        torch.multinomial(weights[3:], 1, generator=torch.Generator().manual_seed(s))[0]
+        for s in range(8)
+    ]
     assert [int(t) for t in whole] != [int(t) for t in alone]
 
 
@@ -74,7 +98,9 @@ def tiny_model():
         bos_token_id=None,
     )
     torch.manual_seed(1)
-    return transformers.Qwen3ForCausalLM(config).double().eval()  # fp64: stock's own differences choose no token
+    return (
+        transformers.Qwen3ForCausalLM(config).double().eval()
+    )  # fp64: stock's own differences choose no token
 
 
 def test_generate_gives_a_sample_the_same_tokens_alone_padded_and_resumed():
@@ -86,7 +112,11 @@ def test_generate_gives_a_sample_the_same_tokens_alone_padded_and_resumed():
     def generate(ids, mask, samples, count):
         processor = KeyedSampling(5, temperature=2.0, samples=samples, attention_mask=mask)
         return model.generate(
-            ids, attention_mask=mask, do_sample=False, max_new_tokens=count, logits_processor=[processor]
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=count,
+            logits_processor=[processor],
         )
 
     both = generate(ids, mask, [10, 11], 8)
@@ -136,14 +166,18 @@ def test_top_k_and_top_p():
     assert keep_most_likely(logits, None, 0.79).tolist() == [[True, True, False, False]]
     assert keep_most_likely(logits, None, 0.81).tolist() == [[True, True, True, False]]
     assert keep_most_likely(logits, None, 0.01).tolist() == [[True, False, False, False]]
-    assert keep_most_likely(logits, 2, 0.6).tolist() == [[True, False, False, False]]  # 5/8 of the two
+    assert keep_most_likely(logits, 2, 0.6).tolist() == [
+        [True, False, False, False]
+    ]  # 5/8 of the two
     assert keep_most_likely(logits, 9, 1.0).all()
 
 
 def test_top_p_keeps_what_transformers_keeps():
     scores = 3 * torch.randn(20, VOCABULARY)
     theirs = transformers.TopPLogitsWarper(0.9)(None, scores).isfinite()
-    assert (keep_most_likely(scores.double(), None, 0.9) != theirs).sum() <= 2  # they add fp32 in some order
+    assert (
+        keep_most_likely(scores.double(), None, 0.9) != theirs
+    ).sum() <= 2  # they add fp32 in some order
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ def model(built):
 
 def draw_samples():
     generator = torch.Generator().manual_seed(0)
-    return [{"input_ids": torch.randint(1, 128, (length,), generator=generator)} for length in LENGTHS]
+    return [
+        {"input_ids": torch.randint(1, 128, (length,), generator=generator)} for length in LENGTHS
+    ]
 
 
 def pad_to(width, side):
@@ -44,22 +46,44 @@ def pad_to(width, side):
             at = slice(width - length, width) if side == "left" else slice(0, length)
             ids[row, at], mask[row, at] = sample["input_ids"], 1
         labels = ids.masked_fill(mask == 0, -100)
-        labels[torch.arange(len(samples)), mask.argmax(-1)] = -100  # a sample's first token is predicted by nothing
+        labels[
+            torch.arange(len(samples)), mask.argmax(-1)
+        ] = -100  # a sample's first token is predicted by nothing
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
     return collate
 
 
 def train(model, collate, folder, **options):
-    asked = {"per_device_train_batch_size": 4, "max_steps": 2, "optim": "adamw_torch", "learning_rate": 1e-3}
-    asked |= {"save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "logging_strategy": "no"}
+    asked = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 2,
+        "optim": "adamw_torch",
+        "learning_rate": 1e-3,
+    }
+    asked |= {
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "logging_strategy": "no",
+    }
     arguments = TrainingArguments(str(folder), **(asked | options))
     Trainer(model, arguments, data_collator=collate, train_dataset=draw_samples()).train()
     return bits.digest(model)
 
 
-REENTRANT = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
-OPTIONS = [{}, REENTRANT, {"bf16": True}, {"bf16": True, "gradient_checkpointing": True}, {"bf16": True, **REENTRANT}]
+REENTRANT = {
+    "gradient_checkpointing": True,
+    "gradient_checkpointing_kwargs": {"use_reentrant": True},
+}
+OPTIONS = [
+    {},
+    REENTRANT,
+    {"bf16": True},
+    {"bf16": True, "gradient_checkpointing": True},
+    {"bf16": True, **REENTRANT},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -117,7 +141,10 @@ def test_the_remedy_of_the_warning_gives_the_gradient_of_the_whole(model):
             with gradients.micro_batch(micro):
                 backward(model, slice(2 * micro, 2 * micro + 2))
         gradients.close()
-    assert all(bits.equal(a.grad, b.grad) for a, b in zip(model.parameters(), whole.parameters(), strict=True))
+    assert all(
+        bits.equal(a.grad, b.grad)
+        for a, b in zip(model.parameters(), whole.parameters(), strict=True)
+    )
 
 
 # ---- the loss of padded samples ---------------------------------------------------------------------------
@@ -136,7 +163,9 @@ def test_the_loss_is_of_tokens_that_follow_in_their_own_sample(built):
         positions = (left["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         stock_left = model(**left, position_ids=positions, num_items_in_batch=tokens).loss
         with isobit.enable(model):
-            ours_right, ours_left = (model(**batch, num_items_in_batch=tokens).loss for batch in (right, left))
+            ours_right, ours_left = (
+                model(**batch, num_items_in_batch=tokens).loss for batch in (right, left)
+            )
             mean = model(**left).loss
             selected = isobit.logprobs(model, left["input_ids"], left["attention_mask"])
     assert bits.equal(ours_right, ours_left)

@@ -29,14 +29,26 @@ def build_tokenizer():
     words = {f"t{i}": i for i in range(250)} | {"<pad>": 250, "<eos>": 251, "<unk>": 252}
     plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
 
 
 def build_model(dtype):
     torch.manual_seed(0)
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     config = Qwen3Config(
-        vocab_size=256, **sizes, num_key_value_heads=1, head_dim=64, pad_token_id=250, eos_token_id=251
+        vocab_size=256,
+        **sizes,
+        num_key_value_heads=1,
+        head_dim=64,
+        pad_token_id=250,
+        eos_token_id=251,
     )
     return Qwen3ForCausalLM(config).to(dtype)
 
@@ -45,8 +57,19 @@ def trainer_of(kind, model, folder, **options):
     from datasets import Dataset
 
     prompts = [" ".join(f"t{(7 * i + j) % 250}" for j in range(3 + i % 5)) for i in range(32)]
-    asked = {"per_device_train_batch_size": 8, "num_generations": 4, "max_completion_length": 12, "max_steps": 2}
-    asked |= {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "bf16": False}
+    asked = {
+        "per_device_train_batch_size": 8,
+        "num_generations": 4,
+        "max_completion_length": 12,
+        "max_steps": 2,
+    }
+    asked |= {
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "bf16": False,
+    }
     return kind(
         model=model,
         reward_funcs=lambda completions, **_: [float(len(set(c.split()))) for c in completions],

@@ -101,8 +101,12 @@ def window(low, high=1024):
     """A fixed-point accumulator from 2^low to 2^high."""
 
     def run(values):
-        total = sum(round(math.ldexp(value, -low)) if abs(value) >= 2.0**low else 0 for value in values)
-        return round_fp32(math.ldexp(float(max(min(total, 1 << (high - low)), -(1 << (high - low)))), low))
+        total = sum(
+            round(math.ldexp(value, -low)) if abs(value) >= 2.0**low else 0 for value in values
+        )
+        return round_fp32(
+            math.ldexp(float(max(min(total, 1 << (high - low)), -(1 << (high - low)))), low)
+        )
 
     return run
 

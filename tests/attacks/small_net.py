@@ -43,7 +43,9 @@ class Net(nn.Module):
         elif wrong == "a stock operator beside isobit's":
             y = self.first(rows, samples=samples) + self.first.weight.sum()
         elif wrong == "a norm without samples":
-            y = isobit.rms_norm(self.first(rows, samples=samples).reshape(x.shape), self.norm).reshape(-1, WIDTH)
+            y = isobit.rms_norm(
+                self.first(rows, samples=samples).reshape(x.shape), self.norm
+            ).reshape(-1, WIDTH)
         else:
             y = self.first(rows, samples=samples)
         return self.second(isobit.rms_norm(y, self.norm, samples=samples), samples=samples).clone()
@@ -63,12 +65,16 @@ def micro_batch(gradients, net, index, dtype, wrong=None):
 
 def read(net):
     grads = {name: p.grad for name, p in net.named_parameters()}
-    return bits.digest({name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()})
+    return bits.digest(
+        {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in grads.items()}
+    )
 
 
 def held(net):
     """A digest of this rank's parameters."""
-    return bits.digest({n: p.to_local() if hasattr(p, "to_local") else p for n, p in net.named_parameters()})
+    return bits.digest(
+        {n: p.to_local() if hasattr(p, "to_local") else p for n, p in net.named_parameters()}
+    )
 
 
 def alone(dtype):

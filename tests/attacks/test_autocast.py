@@ -69,10 +69,16 @@ def test_every_way_of_calling_agrees():
         logits = model(IDS).logits
         assert bits.equal(model(IDS, use_cache=False).logits, logits)
         selected = isobit.logprobs(model, IDS)[:, :-1]
-        assert bits.equal(isobit.log_softmax(logits)[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0], selected)
+        assert bits.equal(
+            isobit.log_softmax(logits)[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0], selected
+        )
         asked = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-        made = model.generate(IDS, attention_mask=mask, **asked, output_logits=True, return_dict_in_generate=True)
-        rolled = isobit.log_softmax(torch.stack(made.logits, 1)).gather(-1, made.sequences[:, -4:, None])[..., 0]
+        made = model.generate(
+            IDS, attention_mask=mask, **asked, output_logits=True, return_dict_in_generate=True
+        )
+        rolled = isobit.log_softmax(torch.stack(made.logits, 1)).gather(
+            -1, made.sequences[:, -4:, None]
+        )[..., 0]
         assert bits.equal(isobit.logprobs(model, made.sequences)[:, -5:-1], rolled)
 
 
@@ -100,7 +106,12 @@ def test_a_share_under_autocast_is_refused_and_the_remedy_works():
     gradients = Gradients(model, GlobalBatch(of=2, micro_batches=2))
     for row in range(2):
         with gradients.micro_batch(row):
-            found = model(IDS[row : row + 1], labels=IDS[row : row + 1], num_items_in_batch=22, use_cache=False)
+            found = model(
+                IDS[row : row + 1],
+                labels=IDS[row : row + 1],
+                num_items_in_batch=22,
+                use_cache=False,
+            )
             found.loss.backward()
     whole(IDS, labels=IDS, num_items_in_batch=22, use_cache=False).loss.backward()
     for found, wanted in zip(model.parameters(), whole.parameters(), strict=True):

@@ -16,7 +16,9 @@ SERVING = {"linear_cross_entropy": "(linear_logprob|exact_sum)", "a parameter's 
 
 def test_every_public_operator_is_attacked():
     """A new operator is added to operators.calls(); the files on first calls, subnormals and NaN then try it too."""
-    public = {name for name, home in isobit._HOMES.items() if home.startswith("ops.") and name.islower()}
+    public = {
+        name for name, home in isobit._HOMES.items() if home.startswith("ops.") and name.islower()
+    }
     assert public <= set(NAMES)
     assert len(public) > 12
 
@@ -45,7 +47,9 @@ def dual_in_backward(call):
 FORWARD = {
     "jvp": lambda call: jvp(call, (X,), (T,)),
     "jvp of jvp": lambda call: jvp(lambda x: jvp(call, (x,), (T,))[1], (X,), (T,)),
-    "jvp of another jvp": lambda call: jvp(lambda x: jvp(lambda z: z * call(x).sum(), (X,), (T,))[1], (X,), (T,)),
+    "jvp of another jvp": lambda call: jvp(
+        lambda x: jvp(lambda z: z * call(x).sum(), (X,), (T,))[1], (X,), (T,)
+    ),
     "jvp of grad": lambda call: jvp(grad(total(call)), (X,), (T,)),
     "grad of jvp": lambda call: grad(lambda x: jvp(call, (x,), (T,))[1].sum())(X),
     "jacfwd": lambda call: jacfwd(call)(X),
@@ -62,7 +66,9 @@ def test_a_tangent_is_refused_by_name(name, executor, monkeypatch):
         force_portable(monkeypatch)
     call = calls()[name]
     for way, derive in FORWARD.items():
-        with pytest.raises(isobit.UnsupportedError, match=f"isobit.{SERVING.get(name, name)}") as refused:
+        with pytest.raises(
+            isobit.UnsupportedError, match=f"isobit.{SERVING.get(name, name)}"
+        ) as refused:
             derive(call)
         assert "forward-mode" in str(refused.value) or way == "jvp of grad", way
         assert "torch.autograd.grad" in refused.value.remedy
@@ -72,7 +78,9 @@ def test_a_tangent_is_refused_by_name(name, executor, monkeypatch):
 def test_the_remedy_gives_the_directional_derivative(name):
     x = X.clone().requires_grad_()
     (found,) = torch.autograd.grad(total(calls()[name])(x), x)
-    ahead, behind = (total(calls()[name])(X.double().add(T.double(), alpha=a).float()) for a in (1e-3, -1e-3))
+    ahead, behind = (
+        total(calls()[name])(X.double().add(T.double(), alpha=a).float()) for a in (1e-3, -1e-3)
+    )
     assert torch.allclose((found * T).sum().double(), (ahead - behind) / 2e-3, rtol=3e-2, atol=3e-2)
 
 

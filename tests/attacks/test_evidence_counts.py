@@ -59,7 +59,9 @@ def test_code_that_another_contract_loaded_before_is_reached_too(place, capsys):
 
 
 @pytest.mark.parametrize("subject", ["by_table_at_import", "by_table_once"])
-def test_what_a_module_reads_once_is_reached_by_every_contract_that_binds_it(place, tmp_path, subject, capsys):
+def test_what_a_module_reads_once_is_reached_by_every_contract_that_binds_it(
+    place, tmp_path, subject, capsys
+):
     """Only the contract that is judged first sees the file opened."""
     here = place(subject)
     second = here.contract.read_text().replace(f"id: {here.name}-v1", "id: second-v1")
@@ -110,7 +112,9 @@ def test_a_plain_contract_reaches_nothing_that_its_digest_does_not_cover(place, 
     ("variable", "value"),
     [("ONEDNN_MAX_CPU_ISA", "AVX2"), ("ATEN_CPU_CAPABILITY", "default"), ("TRITON_INTERPRET", "1")],
 )
-def test_evidence_of_one_engine_does_not_count_for_another(place, variable, value, monkeypatch, capsys):
+def test_evidence_of_one_engine_does_not_count_for_another(
+    place, variable, value, monkeypatch, capsys
+):
     monkeypatch.delenv(variable, raising=False)
     here = place("right")
     assert here.verify() == 0
@@ -118,7 +122,10 @@ def test_evidence_of_one_engine_does_not_count_for_another(place, variable, valu
     assert main.main(["status", "--json"]) == 2
     out = capsys.readouterr().out
     (status,) = json.loads(out[out.index("{\n") :])["contracts"]
-    assert (status["verdict"], status["detail"]) == ("not-judged", f"evidence exists without {variable}={value}")
+    assert (status["verdict"], status["detail"]) == (
+        "not-judged",
+        f"evidence exists without {variable}={value}",
+    )
     assert here.verify() == 0
     assert "1 judged now" in capsys.readouterr().out
     monkeypatch.delenv(variable)
@@ -137,7 +144,9 @@ def test_evidence_made_in_the_interpreter_is_pointed_to(place, monkeypatch, caps
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     for words in (["status"], ["explain", f"{here.name}-v1"]):
         main.main(words)
-        assert "evidence exists under TRITON_INTERPRET=1" in " ".join(capsys.readouterr().out.replace("│", " ").split())
+        assert "evidence exists under TRITON_INTERPRET=1" in " ".join(
+            capsys.readouterr().out.replace("│", " ").split()
+        )
 
 
 # ---- words -----------------------------------------------------------------------------------------------
@@ -166,7 +175,9 @@ def test_untrusted_code_could_not_run(place, capsys):
 
 def test_what_rests_on_something_that_was_not_judged_says_so(place, tmp_path, capsys):
     here = place("right")
-    above = here.contract.read_text().replace(f"id: {here.name}-v1", f"id: above-v1\ndepends_on: [{here.name}-v1]")
+    above = here.contract.read_text().replace(
+        f"id: {here.name}-v1", f"id: above-v1\ndepends_on: [{here.name}-v1]"
+    )
     (tmp_path / "above.contract.yaml").write_text(above)
     workspace = Workspace([tmp_path])
     stands = {status.id: status for status in workspace.statuses(workspace.choose([]))}
@@ -174,5 +185,8 @@ def test_what_rests_on_something_that_was_not_judged_says_so(place, tmp_path, ca
     for _ in workspace.judge([workspace.tree.find("above-v1")], Run((here.name,), 2)):
         pass
     stands = {status.id: status for status in workspace.statuses(workspace.choose([]))}
-    assert (stands["above-v1"].verdict, stands["above-v1"].weak) == ("not-judged", f"{here.name}-v1")
+    assert (stands["above-v1"].verdict, stands["above-v1"].weak) == (
+        "not-judged",
+        f"{here.name}-v1",
+    )
     capsys.readouterr()

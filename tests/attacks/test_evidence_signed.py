@@ -28,10 +28,14 @@ def keys(folder, name):
     plain = forms.NoEncryption()
     if name == "ssh":
         secret = private.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.OpenSSH, plain)
-        public = private.public_key().public_bytes(forms.Encoding.OpenSSH, forms.PublicFormat.OpenSSH)
+        public = private.public_key().public_bytes(
+            forms.Encoding.OpenSSH, forms.PublicFormat.OpenSSH
+        )
     else:
         secret = private.private_bytes(forms.Encoding.PEM, forms.PrivateFormat.PKCS8, plain)
-        public = private.public_key().public_bytes(forms.Encoding.PEM, forms.PublicFormat.SubjectPublicKeyInfo)
+        public = private.public_key().public_bytes(
+            forms.Encoding.PEM, forms.PublicFormat.SubjectPublicKeyInfo
+        )
     (folder / name).write_bytes(secret)
     (folder / f"{name}.pub").write_bytes(public)
     return str(folder / name), str(folder / f"{name}.pub")
@@ -43,11 +47,15 @@ def forged(here) -> None:
     (entry,) = workspace.choose([])
     planted = tuple(Planted(f"{name}, under batch", True, "") for name in PLANTED)
     record = ClaimRecord("c", "invariant", "kept", 2, 2, 2, 24, 192, planted=planted)
-    Evidence(here.path / ".isobit").write(Finding(entry.id, workspace.tree.digest(entry.id), "", 2, (record,)))
+    Evidence(here.path / ".isobit").write(
+        Finding(entry.id, workspace.tree.digest(entry.id), "", 2, (record,))
+    )
 
 
 @pytest.mark.parametrize("form", ["ssh", "pem"])
-def test_only_what_the_key_signed_counts_where_a_signature_is_required(place, tmp_path, form, capsys):
+def test_only_what_the_key_signed_counts_where_a_signature_is_required(
+    place, tmp_path, form, capsys
+):
     secret, public = keys(tmp_path, form)
     here = place("wrong")
     forged(here)
@@ -55,7 +63,10 @@ def test_only_what_the_key_signed_counts_where_a_signature_is_required(place, tm
     assert main.main(["status"]) == 0
     assert main.main(["status", "--require-signature", public]) == 2
     said = capsys.readouterr().out
-    assert f"it is not signed by the required key: \n{here.evidence()[0].relative_to(tmp_path)}" in said
+    assert (
+        f"it is not signed by the required key: \n{here.evidence()[0].relative_to(tmp_path)}"
+        in said
+    )
     assert here.verify("--sign", secret) == 1  # judged, not believed
     assert main.main(["status", "--require-signature", public]) == 1
     capsys.readouterr()
@@ -91,15 +102,25 @@ def test_a_signature_of_one_file_is_none_of_another(place, tmp_path, capsys):
         if text is not None:
             next(tmp_path.glob(".isobit/evidence/*/*.sig")).write_text(text)
         assert main.main(["status", "--require-signature", public]) == 2
-        reason = "it is not signed by the required key" if text == "\xff" * 500 else "its signature is false"
+        reason = (
+            "it is not signed by the required key"
+            if text == "\xff" * 500
+            else "its signature is false"
+        )
         assert reason in capsys.readouterr().out
 
 
-def test_a_cache_that_came_with_evidence_is_not_believed_where_a_signature_is_required(place, tmp_path, capsys):
+def test_a_cache_that_came_with_evidence_is_not_believed_where_a_signature_is_required(
+    place, tmp_path, capsys
+):
     here = place("right")
-    text = CONTRACT.format(name=here.name, subject="right", level="L2").replace("claims:", "claims:\n  # more\n ")
+    text = CONTRACT.format(name=here.name, subject="right", level="L2").replace(
+        "claims:", "claims:\n  # more\n "
+    )
     more = "\n - {id: d, obligations: [O-1], level: L2, relation: invariant, under: [threads], inputs: one}"
-    here.contract.write_text(text.replace("[{id: c", "\n - {id: c").replace("inputs: one}]", "inputs: one}" + more))
+    here.contract.write_text(
+        text.replace("[{id: c", "\n - {id: c").replace("inputs: one}]", "inputs: one}" + more)
+    )
     (tmp_path / ".isobit").mkdir(exist_ok=True)
     Workspace([tmp_path])  # caches the facts of the new text
     facts = tmp_path / ".isobit" / "facts.json"
@@ -145,7 +166,16 @@ def test_cached_facts_of_other_types_are_read_anew(place, tmp_path):
     Workspace([tmp_path])
     facts = tmp_path / ".isobit" / "facts.json"
     cached = json.loads(facts.read_text())
-    for odd in (5, [], {}, {"id": 5}, {"rungs": [[]]}, {"rungs": 5}, {"claims": "9"}, {"promised": [5]}):
+    for odd in (
+        5,
+        [],
+        {},
+        {"id": 5},
+        {"rungs": [[]]},
+        {"rungs": 5},
+        {"claims": "9"},
+        {"promised": [5]},
+    ):
         known = {
             digest: {**found, **odd} if isinstance(odd, dict) and odd else odd
             for digest, found in cached["facts"].items()

@@ -32,7 +32,16 @@ def vectors(n, seeds=12):
         halves[n // 2 :] = -halves[: n // 2]
         halves[0] *= 1.5
         whole = torch.ldexp(normal, torch.randint(-140, 120, (n,), generator=generator))
-        for values in (normal, wide, halves, wide.abs(), whole, normal * 1e-40, normal * 1e35, torch.full((n,), 0.1)):
+        for values in (
+            normal,
+            wide,
+            halves,
+            wide.abs(),
+            whole,
+            normal * 1e-40,
+            normal * 1e35,
+            torch.full((n,), 0.1),
+        ):
             yield values.tolist()
 
 
@@ -49,7 +58,9 @@ def test_plain_trees_and_exact_sums_are_predicted(name):
     steps = steps_of(tree.branch)
     for values in vectors(N):
         want = RIGHT[name](values)
-        assert replay(steps, tree.arithmetic, values, [], 24) == pytest.approx(want, rel=0, abs=0, nan_ok=True)
+        assert replay(steps, tree.arithmetic, values, [], 24) == pytest.approx(
+            want, rel=0, abs=0, nan_ok=True
+        )
 
 
 @pytest.mark.parametrize("n", [8, 90])
@@ -130,7 +141,9 @@ def test_a_certificate_says_what_it_covers():
     assert summary["replays"] == str(tree.replays)
 
 
-@pytest.mark.parametrize("result", [numpy.float32, numpy.float64, numpy.asarray, float, torch.tensor])
+@pytest.mark.parametrize(
+    "result", [numpy.float32, numpy.float64, numpy.asarray, float, torch.tensor]
+)
 def test_numbers_of_numpy_are_results(result):
     tree = isobit.reveal(lambda x: result(fold(x.tolist())), 16)
     assert str(tree) == "chain of 16"

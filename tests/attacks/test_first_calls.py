@@ -48,7 +48,9 @@ print("complete")
 
 def test_first_calls_from_many_threads_have_gradients():
     root = Path(__file__).parents[2]
-    done = subprocess.run([sys.executable, "-c", RACE], capture_output=True, text=True, check=False, cwd=root)
+    done = subprocess.run(
+        [sys.executable, "-c", RACE], capture_output=True, text=True, check=False, cwd=root
+    )
     assert done.stdout == "complete\n", done.stderr[-2000:]
 
 

@@ -15,8 +15,31 @@ from isobit.errors import ContractError
 from isobit.trusted_folder import guarded_path, serve_folder
 
 PLANTED = (
-    *("dill", "numpy", "torch", "yaml", "rich", "opt_einsum", "pandas", "onnx", "blake3", "transformers", "triton"),
-    *("pickle", "selectors", "struct", "signal", "secrets", "random", "typing", "argparse", "json", "copyreg"),
+    *(
+        "dill",
+        "numpy",
+        "torch",
+        "yaml",
+        "rich",
+        "opt_einsum",
+        "pandas",
+        "onnx",
+        "blake3",
+        "transformers",
+        "triton",
+    ),
+    *(
+        "pickle",
+        "selectors",
+        "struct",
+        "signal",
+        "secrets",
+        "random",
+        "typing",
+        "argparse",
+        "json",
+        "copyreg",
+    ),
 )
 HOSTILE = "import pathlib\npathlib.Path(__file__).with_suffix('.ran').touch()\nraise ImportError\n"
 CONTRACT = """
@@ -98,7 +121,9 @@ def folder(tmp_path):
     (here / "other.py").write_text("")
     (here / "scripts").mkdir()
     (here / "scripts" / "train.py").write_text(SCRIPT)
-    (here / "scripts" / "dill_like.py").write_text("")  # a script's own folder is importable, as under python
+    (here / "scripts" / "dill_like.py").write_text(
+        ""
+    )  # a script's own folder is importable, as under python
     return here
 
 
@@ -173,7 +198,9 @@ def test_a_folder_that_nobody_trusts_is_read_and_not_run(folder, monkeypatch):
 
     monkeypatch.chdir(folder)
     find_package.cache_clear()
-    assert Path(find_package("sibling").origin) == folder / "sibling.py"  # evidence rests on its text
+    assert (
+        Path(find_package("sibling").origin) == folder / "sibling.py"
+    )  # evidence rests on its text
     with pytest.raises(ContractError, match="--trust sibling"):
         resolve("sibling:total", ())
     with guarded_path(), pytest.raises(ContractError, match="No module named 'other'"):

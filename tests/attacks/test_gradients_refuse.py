@@ -15,7 +15,18 @@ import isobit
 from isobit import Samples, UnsupportedError, bits
 from isobit.parallel import GlobalBatch, Gradients
 from isobit.simulator import World
-from tests.attacks.small_net import DTYPES, OF, REDUCERS, TOKENS, WIDTH, Net, alone, micro_batch, read, tokens
+from tests.attacks.small_net import (
+    DTYPES,
+    OF,
+    REDUCERS,
+    TOKENS,
+    WIDTH,
+    Net,
+    alone,
+    micro_batch,
+    read,
+    tokens,
+)
 
 # ---- 1. refused ------------------------------------------------------------------------------------------------
 
@@ -51,7 +62,9 @@ def test_refused_at_every_micro_batch_and_the_next_step_is_right(wrong, reducer,
     assert set(World(ranks).run(run).values) == {alone(dtype)}
 
 
-@pytest.mark.parametrize("wrong", ["a stock operator", "a module called twice", "a stock operator beside isobit's"])
+@pytest.mark.parametrize(
+    "wrong", ["a stock operator", "a module called twice", "a stock operator beside isobit's"]
+)
 def test_refused_where_one_share_is_the_whole_batch(wrong):
     """So that no program works at one layout and is refused at the next."""
     net = Net(torch.bfloat16)
@@ -72,16 +85,25 @@ def test_the_default_reading_is_right_where_one_share_is_the_whole_batch():
 def test_all_samples_of_the_batch_in_one_micro_batch_are_refused():
     """Each sample would count once in every micro-batch."""
     layer = isobit.nn.Linear(WIDTH, WIDTH)
-    x, gradients = tokens(torch.float32).reshape(-1, WIDTH), Gradients(layer, GlobalBatch(OF, micro_batches=4))
+    x, gradients = (
+        tokens(torch.float32).reshape(-1, WIDTH),
+        Gradients(layer, GlobalBatch(OF, micro_batches=4)),
+    )
     for count in (8, 4):
         samples = Samples.packed([TOKENS] * count, first=0, of=OF)
-        with pytest.raises(UnsupportedError, match=f"samples 0 to {count} of 8, while Share"), gradients.micro_batch(0):
+        with (
+            pytest.raises(UnsupportedError, match=f"samples 0 to {count} of 8, while Share"),
+            gradients.micro_batch(0),
+        ):
             layer(x[: count * TOKENS], samples=samples)
 
 
 def test_the_graph_of_another_micro_batch_is_refused():
     layer = isobit.nn.Linear(WIDTH, WIDTH)
-    x, gradients = tokens(torch.float32).reshape(-1, WIDTH), Gradients(layer, GlobalBatch(OF, micro_batches=2))
+    x, gradients = (
+        tokens(torch.float32).reshape(-1, WIDTH),
+        Gradients(layer, GlobalBatch(OF, micro_batches=2)),
+    )
     kept = []
     with gradients.micro_batch(0) as share:
         samples = Samples.packed([TOKENS] * 4, first=share.first, of=share.of)
@@ -115,13 +137,21 @@ def test_a_hook_that_changes_a_gradient_is_refused(registered):
     assert len(seen) == 3
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch's own, of what follows a disabled function
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute"
+)  # torch's own, of what follows a disabled function
 def test_compiled_code_is_refused_and_runs_where_it_is_not_compiled():
     layer = isobit.nn.Linear(WIDTH, WIDTH)
     gradients = Gradients(layer, GlobalBatch(OF, micro_batches=2))
-    x, samples = tokens(torch.float32)[:4].reshape(-1, WIDTH), Samples.packed([TOKENS] * 4, first=0, of=OF)
+    x, samples = (
+        tokens(torch.float32)[:4].reshape(-1, WIDTH),
+        Samples.packed([TOKENS] * 4, first=0, of=OF),
+    )
     compiled = torch.compile(lambda: layer(x, samples=samples), backend="eager")
-    with pytest.raises(UnsupportedError, match=r"torch\.compiler\.disable"), gradients.micro_batch(0):
+    with (
+        pytest.raises(UnsupportedError, match=r"torch\.compiler\.disable"),
+        gradients.micro_batch(0),
+    ):
         compiled()
     eager = torch.compiler.disable(lambda: layer(x, samples=samples))
     compiled = torch.compile(lambda: eager() * 2, backend="eager")
@@ -129,7 +159,9 @@ def test_compiled_code_is_refused_and_runs_where_it_is_not_compiled():
         compiled().sum().backward()
 
 
-@pytest.mark.parametrize("function", ["embedding", "layer_norm", "linear_group", "linear_logprob", "rms_norm"])
+@pytest.mark.parametrize(
+    "function", ["embedding", "layer_norm", "linear_group", "linear_logprob", "rms_norm"]
+)
 def test_every_operator_with_parameters_asks_for_samples(function):
     weight = nn.Parameter(torch.randn(WIDTH) if "norm" in function else torch.randn(WIDTH, WIDTH))
     x, ids = torch.randn(2, TOKENS, WIDTH), torch.randint(0, WIDTH, (2, TOKENS))
@@ -146,8 +178,13 @@ def test_every_operator_with_parameters_asks_for_samples(function):
     for index in range(4):
         for last in range(index):
             with gradients.micro_batch(last) as share:
-                calls[function](Samples.packed([TOKENS] * 2, first=share.first, of=OF)).sum().backward()
-        with pytest.raises(UnsupportedError, match="samples=") as refusal, gradients.micro_batch(index):
+                calls[function](
+                    Samples.packed([TOKENS] * 2, first=share.first, of=OF)
+                ).sum().backward()
+        with (
+            pytest.raises(UnsupportedError, match="samples=") as refusal,
+            gradients.micro_batch(index),
+        ):
             calls[function](None)
         assert "first=share.first, of=share.of" in str(refusal.value)
 
@@ -192,7 +229,9 @@ def test_recomputation_is_not_a_second_call(reentrant):
         return digest_of(
             net,
             micro_batches,
-            lambda x, samples: checkpoint(net, x.requires_grad_(), samples, use_reentrant=reentrant),
+            lambda x, samples: checkpoint(
+                net, x.requires_grad_(), samples, use_reentrant=reentrant
+            ),
         )
 
     net = Net(torch.bfloat16)
@@ -204,7 +243,9 @@ def test_frozen_layers_need_no_samples():
         net = Net(torch.bfloat16)
         net.first.requires_grad_(False)
         net.norm.requires_grad_(False)
-        return digest_of(net, micro_batches, lambda x, s: net.second(isobit.rms_norm(net.first(x), net.norm), s))
+        return digest_of(
+            net, micro_batches, lambda x, s: net.second(isobit.rms_norm(net.first(x), net.norm), s)
+        )
 
     assert run(1) == run(8)
 
@@ -224,13 +265,17 @@ def test_a_module_for_each_call_that_shares_the_weight():
 def test_a_plain_backward_outside_a_micro_batch_is_the_callers_own():
     layer = isobit.nn.Linear(WIDTH, WIDTH)
     Gradients(layer, GlobalBatch(OF, micro_batches=2))
-    (layer(tokens(torch.float32)).sum() + F.linear(tokens(torch.float32), layer.weight).sum()).backward()
+    (
+        layer(tokens(torch.float32)).sum() + F.linear(tokens(torch.float32), layer.weight).sum()
+    ).backward()
     assert layer.weight.grad is not None
 
 
 def test_static_graph_is_refused_by_name():
     def run(_):
         with pytest.raises(UnsupportedError, match="static_graph=True"):
-            Gradients(DistributedDataParallel(Net(torch.float32), static_graph=True), GlobalBatch(OF, 2))
+            Gradients(
+                DistributedDataParallel(Net(torch.float32), static_graph=True), GlobalBatch(OF, 2)
+            )
 
     World(2).run(run)

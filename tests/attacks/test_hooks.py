@@ -31,7 +31,9 @@ def nothing(*_):
     pass
 
 
-@pytest.mark.parametrize("path", [O, DOWN, FIRST, f"{FIRST}.self_attn.q_norm", "model.norm", "model", "lm_head"])
+@pytest.mark.parametrize(
+    "path", [O, DOWN, FIRST, f"{FIRST}.self_attn.q_norm", "model.norm", "model", "lm_head"]
+)
 def test_a_hook_of_a_called_module_runs(model, path):
     isobit.enable(model)
     expected = model(IDS).logits
@@ -118,7 +120,9 @@ def test_a_head_of_stock_over_an_enabled_backbone_is_refused(model):
     def fused(ids, fused=False, **named):
         if not fused:
             return original(ids, **named)
-        return F.linear(model.base_model(ids, use_cache=False).last_hidden_state, model.lm_head.weight)
+        return F.linear(
+            model.base_model(ids, use_cache=False).last_hidden_state, model.lm_head.weight
+        )
 
     expected = model(IDS).logits
     model.forward = fused

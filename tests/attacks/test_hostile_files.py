@@ -73,7 +73,9 @@ def test_a_file_of_the_largest_size_is_read(tmp_path):
         files.read_bytes(tmp_path / "file", 3)
 
 
-@pytest.mark.parametrize("words", [["status"], ["status", "--json"], ["graph"], ["lint"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["status"], ["status", "--json"], ["graph"], ["lint"]], ids=" ".join
+)
 def test_a_reader_who_leaves_early_is_no_verdict(here, words, monkeypatch, capsys):
     """`isobit status | head -1` once ended with 1, which means broken."""
     read, write = os.pipe()

@@ -9,7 +9,11 @@ from isobit.ops.linear.portable import round_once
 from tests.attacks.operators import FEATURES, ROWS, calls, draw, force_portable
 
 QUIET = {torch.float32: 0x7FC00000, torch.bfloat16: 0x7FC0, torch.float16: 0x7E00}
-NEGATIVE = {torch.float32: -0x3FFFFF, torch.bfloat16: -1, torch.float16: -1}  # all bits set but a few
+NEGATIVE = {
+    torch.float32: -0x3FFFFF,
+    torch.bfloat16: -1,
+    torch.float16: -1,
+}  # all bits set but a few
 
 
 def nan_bits(tensor):
@@ -43,7 +47,9 @@ def test_operators_give_one_nan(dtype, executor, monkeypatch):
             continue  # a lookup copies bits
         x = strange_nans(ROWS, FEATURES, dtype=dtype).requires_grad_()
         y = call(x)
-        y.backward(strange_nans(*y.shape, dtype=y.dtype) if y.dim() else torch.full_like(y, torch.nan))
+        y.backward(
+            strange_nans(*y.shape, dtype=y.dtype) if y.dim() else torch.full_like(y, torch.nan)
+        )
         assert nan_bits(y.detach()) <= {QUIET[y.dtype]}, name
         assert nan_bits(x.grad) <= {QUIET[dtype]}, name
         assert x.grad.isnan().any(), name

@@ -37,7 +37,9 @@ def read(model):
 
 
 def recompute(model, use_reentrant):
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": use_reentrant})
+    model.gradient_checkpointing_enable(
+        gradient_checkpointing_kwargs={"use_reentrant": use_reentrant}
+    )
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

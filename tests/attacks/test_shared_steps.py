@@ -50,7 +50,9 @@ def test_one_share_that_is_the_whole_batch_may_have_a_mean(model):
     gradients.close()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: copy.deepcopy(pickle.loads(pickle.dumps(model)))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda model: copy.deepcopy(pickle.loads(pickle.dumps(model)))]
+)
 def test_copies_made_while_gradients_are_collected_are_tied(model, copied):
     whole = copy.deepcopy(model)
     gradients = Gradients(model, GlobalBatch(of=8, micro_batches=2))

@@ -35,7 +35,10 @@ def wrong(program):
 def ring_of_batches(rank):
     mine, theirs = torch.full((3,), float(rank)), torch.empty(3)
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, mine, (rank + 1) % 4), dist.P2POp(dist.irecv, theirs, (rank - 1) % 4)]
+        [
+            dist.P2POp(dist.isend, mine, (rank + 1) % 4),
+            dist.P2POp(dist.irecv, theirs, (rank - 1) % 4),
+        ]
     )
     for work in works:
         work.wait()
@@ -160,7 +163,9 @@ def one_rank_exits_early(rank):
 @wrong
 def thread_of_one_rank_calls_another_collective(rank):
     x = torch.ones(1)
-    thread = threading.Thread(target=(dist.all_reduce if rank else dist.broadcast), args=(x, *(() if rank else (0,))))
+    thread = threading.Thread(
+        target=(dist.all_reduce if rank else dist.broadcast), args=(x, *(() if rank else (0,)))
+    )
     thread.start()
     thread.join()
 

@@ -68,7 +68,9 @@ def collected(rank, dtype, ranks, micro_batches, wrap, order):
         with gradients.micro_batch(index) as share:
             samples = Samples.packed([1] * batch.size, first=share.first, of=OF)
             held = slice(share.first, share.first + batch.size)
-            wrapped(torch.ones(batch.size, IN, dtype=dtype), samples=samples).backward(output_gradient(dtype)[held])
+            wrapped(torch.ones(batch.size, IN, dtype=dtype), samples=samples).backward(
+                output_gradient(dtype)[held]
+            )
     return layer
 
 
@@ -87,11 +89,16 @@ def test_a_nan_of_shares_is_the_nan_of_the_whole(layout, dtype):
     assert [n & (2 ** (8 * dtype.itemsize) - 1) for n in nans] == [NAN[dtype]]
 
     def run(rank):
-        return {name: full(p.grad).clone() for name, p in collected(rank, dtype, *LAYOUTS[layout]).named_parameters()}
+        return {
+            name: full(p.grad).clone()
+            for name, p in collected(rank, dtype, *LAYOUTS[layout]).named_parameters()
+        }
 
     for found in World(LAYOUTS[layout][0]).run(run).values:
         for name, grad in expected.items():
-            assert bits.equal(found[name], grad), f"{name}: {bits.first_difference(found[name], grad)}"
+            assert bits.equal(found[name], grad), (
+                f"{name}: {bits.first_difference(found[name], grad)}"
+            )
 
 
 def test_a_nan_of_tied_uses():
@@ -101,12 +108,20 @@ def test_a_nan_of_tied_uses():
         torch.manual_seed(0)
         one, two = (isobit.nn.Linear(9, 9, bias=False).bfloat16() for _ in range(2))
         two.weight = one.weight
-        gradients = Gradients(nn.ModuleList([one, two]), GlobalBatch(2, micro_batches=micro_batches))
+        gradients = Gradients(
+            nn.ModuleList([one, two]), GlobalBatch(2, micro_batches=micro_batches)
+        )
         for index in range(micro_batches):
             with gradients.micro_batch(index) as share:
                 size = 2 // micro_batches
-                samples, x = Samples.packed([1] * size, first=share.first, of=2), torch.ones(size, 9).bfloat16()
-                loss = one(x, samples).float().sum() * torch.inf - two(x, samples).float().sum() * torch.inf
+                samples, x = (
+                    Samples.packed([1] * size, first=share.first, of=2),
+                    torch.ones(size, 9).bfloat16(),
+                )
+                loss = (
+                    one(x, samples).float().sum() * torch.inf
+                    - two(x, samples).float().sum() * torch.inf
+                )
                 loss.backward()
         return one.weight.grad
 
@@ -142,7 +157,11 @@ def test_a_nan_of_tensor_parallel_ranks():
         hidden = torch.ones(3, 8).to(dtype).requires_grad_()
         loss = isobit.linear_cross_entropy(hidden, words, targets)
         loss.backward()
-        expected = isobit.linear(x.to(dtype), layer.weight, layer.bias).detach(), loss.detach(), hidden.grad
+        expected = (
+            isobit.linear(x.to(dtype), layer.weight, layer.bias).detach(),
+            loss.detach(),
+            hidden.grad,
+        )
         assert expected[0].isnan().any()
         for found in World(2).run(run).values:
             for ours, theirs in zip(found, expected, strict=True):
@@ -169,7 +188,9 @@ def test_clipping_by_a_norm_that_is_not_finite(layout, dtype):
     for found, grads in World(LAYOUTS[layout][0]).run(run).values:
         assert bits.equal(found, norm)
         for name, grad in clipped.items():
-            assert bits.equal(grads[name], grad), f"{name}: {bits.first_difference(grads[name], grad)}"
+            assert bits.equal(grads[name], grad), (
+                f"{name}: {bits.first_difference(grads[name], grad)}"
+            )
 
 
 def test_losses_of_ranks():

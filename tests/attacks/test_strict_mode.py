@@ -60,7 +60,9 @@ def test_a_custom_operator_that_takes_our_name_is_not_ours():
     with observe() as seen:
         y = pretends(x)
     assert [use.operator for use in seen.coverage().carriers] == ["isobit::pretends"]
-    assert [use.operator for use in walk_gradients(y)] == ["GeneratedBackwardFor_isobit_pretends_default"]
+    assert [use.operator for use in walk_gradients(y)] == [
+        "GeneratedBackwardFor_isobit_pretends_default"
+    ]
 
 
 def test_ranges_of_the_profiler_are_still_free(model):
@@ -85,13 +87,18 @@ class Pretends(torch.autograd.Function):
 @pytest.mark.parametrize("module", ["isobit.nowhere", "isobit.adapters.residual"])
 def test_a_function_that_says_it_is_of_isobit_is_not(model, module, monkeypatch):
     monkeypatch.setattr(Pretends, "__module__", module)
-    model.train().model.layers[0].register_forward_hook(lambda _, __, output: Pretends.apply(output))
+    model.train().model.layers[0].register_forward_hook(
+        lambda _, __, output: Pretends.apply(output)
+    )
     with pytest.raises(UnsupportedError, match="Pretends in the gradient's graph"):
         model(IDS, labels=IDS, use_cache=False)
 
 
 LEAVES = {
-    "a tensor hook": (lambda output: output.register_hook(lambda grad: grad - grad.mean()), "no tensor hook"),
+    "a tensor hook": (
+        lambda output: output.register_hook(lambda grad: grad - grad.mean()),
+        "no tensor hook",
+    ),
     "NumPy": (lambda output: output.detach().numpy().mean(), "NumPy"),
     "an array": (lambda output: __import__("numpy").asarray(output.detach()), "NumPy"),
 }
@@ -115,7 +122,9 @@ def test_a_backward_hook_of_a_called_module_is_refused(model, warm):
     model.train()
     if warm:
         model(IDS, labels=IDS, use_cache=False)
-    model.model.layers[0].register_full_backward_hook(lambda _, grads, __: tuple(g * g.norm() for g in grads))
+    model.model.layers[0].register_full_backward_hook(
+        lambda _, grads, __: tuple(g * g.norm() for g in grads)
+    )
     with pytest.raises(UnsupportedError, match="BackwardHook"):
         model(IDS, labels=IDS, use_cache=False)
 
@@ -132,7 +141,10 @@ def test_watching_in_one_thread_keeps_the_gradients_of_another(model):
         other.start()
         model(IDS, labels=IDS, use_cache=False).loss.backward()
         other.join()
-        assert all(bits.equal(p.grad, wanted) for p, wanted in zip(model.parameters(), expected, strict=True))
+        assert all(
+            bits.equal(p.grad, wanted)
+            for p, wanted in zip(model.parameters(), expected, strict=True)
+        )
 
 
 # ---- numbers that are not normal --------------------------------------------------------------------------
@@ -159,10 +171,14 @@ def test_nan_in_the_residual_stream_is_one_nan(built, dtype, value):
     model = copy.deepcopy(built).to(dtype)
     ids = torch.randint(1, 128, (3, 43), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        model.model.layers[0].self_attn.o_proj.weight[:] = value  # inf - inf where the stream has another sign
+        model.model.layers[0].self_attn.o_proj.weight[:] = (
+            value  # inf - inf where the stream has another sign
+        )
         model.model.embed_tokens.weight[ids[0, 5]] = -value
         with isobit.enable(model):
-            alone, among = (model(part, output_hidden_states=True).hidden_states for part in (ids[:1], ids))
+            alone, among = (
+                model(part, output_hidden_states=True).hidden_states for part in (ids[:1], ids)
+            )
     assert all(bits.equal(a, b[:1]) for a, b in zip(alone, among, strict=True))
     seen = among[1][among[1].isnan()]
     assert len(seen)
@@ -175,7 +191,9 @@ def test_nan_in_the_gradient_of_the_stream_is_one_nan():
     torch.autograd.backward(list(fork(x)), [nan.clone(), nan.clone()])
     assert bits.equal(x.grad, nan)
     whole = torch.zeros(3, 33, dtype=torch.bfloat16, requires_grad=True)
-    torch.autograd.backward([whole.view_as(whole), whole.view_as(whole)], [nan.clone(), nan.clone()])
+    torch.autograd.backward(
+        [whole.view_as(whole), whole.view_as(whole)], [nan.clone(), nan.clone()]
+    )
     assert not bits.equal(whole.grad, nan)  # the control: autograd's own addition
 
 

@@ -105,23 +105,56 @@ CHANGES = {
     "another q": (place(Q, stock_linear), f"q_proj.*{AGAIN}"),
     "another o": (place(O, stock_linear), f"o_proj.*{AGAIN}"),
     "another head": (place("lm_head", stock_linear), f"lm_head.*{AGAIN}"),
-    "a stock layer": (place(FIRST, lambda layer: type(layer)(layer.self_attn.config, 0)), rf"layers\.0.*{AGAIN}"),
-    "another activation": (place(f"{FIRST}.mlp.act_fn", lambda _: nn.GELU()), r"act_fn of type GELU"),
-    "a forward taken off": (act(DOWN, lambda layer: layer.__dict__.pop("forward")), f"down_proj.*{AGAIN}"),
+    "a stock layer": (
+        place(FIRST, lambda layer: type(layer)(layer.self_attn.config, 0)),
+        rf"layers\.0.*{AGAIN}",
+    ),
+    "another activation": (
+        place(f"{FIRST}.mlp.act_fn", lambda _: nn.GELU()),
+        r"act_fn of type GELU",
+    ),
+    "a forward taken off": (
+        act(DOWN, lambda layer: layer.__dict__.pop("forward")),
+        f"down_proj.*{AGAIN}",
+    ),
     "a forward wrapped": (act(DOWN, double_forward), f"down_proj.*{AGAIN}"),
     "a forward of a layer wrapped": (act(FIRST, double_forward), rf"layers\.0.*{AGAIN}"),
-    "a parametrization of q": (act(Q, nn.utils.parametrizations.weight_norm), "parametrization.*q_proj"),
-    "a parametrization of o": (act(O, nn.utils.parametrizations.weight_norm), "parametrization.*o_proj"),
+    "a parametrization of q": (
+        act(Q, nn.utils.parametrizations.weight_norm),
+        "parametrization.*q_proj",
+    ),
+    "a parametrization of o": (
+        act(O, nn.utils.parametrizations.weight_norm),
+        "parametrization.*o_proj",
+    ),
     "a hook on q": (act(Q, lambda m: m.register_forward_hook(NOTHING)), "no hook on .*q_proj"),
-    "a hook before gate": (act(GATE, lambda m: m.register_forward_pre_hook(NOTHING)), "no hook on .*gate_proj"),
-    "a backward hook on q": (act(Q, lambda m: m.register_full_backward_hook(NOTHING)), "no hook on .*q_proj"),
-    "a hook before q's backward": (act(Q, lambda m: m.register_full_backward_pre_hook(NOTHING)), "no hook on"),
-    "a hook on the activation": (act(f"{FIRST}.mlp.act_fn", lambda m: m.register_forward_hook(NOTHING)), "act_fn"),
+    "a hook before gate": (
+        act(GATE, lambda m: m.register_forward_pre_hook(NOTHING)),
+        "no hook on .*gate_proj",
+    ),
+    "a backward hook on q": (
+        act(Q, lambda m: m.register_full_backward_hook(NOTHING)),
+        "no hook on .*q_proj",
+    ),
+    "a hook before q's backward": (
+        act(Q, lambda m: m.register_full_backward_pre_hook(NOTHING)),
+        "no hook on",
+    ),
+    "a hook on the activation": (
+        act(f"{FIRST}.mlp.act_fn", lambda m: m.register_forward_hook(NOTHING)),
+        "act_fn",
+    ),
     "other hooks of q": (act(Q, replaced_container), "no hook on .*q_proj"),
     "a weight that is no parameter": (act(Q, plain_weight), "q_proj.weight as a parameter"),
     "a subclass of tensors": (act(Q, subclass_weight), "q_proj.weight as a plain.*Quantised"),
-    "a bias of q alone": (act(Q, lambda m: setattr(m, "bias", nn.Parameter(torch.ones(256)))), "a bias on all"),
-    "a bias of the head": (act("lm_head", lambda m: setattr(m, "bias", nn.Parameter(torch.ones(128)))), "head without"),
+    "a bias of q alone": (
+        act(Q, lambda m: setattr(m, "bias", nn.Parameter(torch.ones(256)))),
+        "a bias on all",
+    ),
+    "a bias of the head": (
+        act("lm_head", lambda m: setattr(m, "bias", nn.Parameter(torch.ones(128)))),
+        "head without",
+    ),
     "an embedding of bounded norm": (act("model.embed_tokens", limit_norm), "plain embedding"),
     "a layer compiled by itself": (act(FIRST, lambda m: m.compile(backend="eager")), "run eagerly"),
 }

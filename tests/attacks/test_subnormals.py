@@ -56,7 +56,9 @@ def test_the_question_may_be_asked_inside_every_mode():
         seen = []
         with torch.device("meta"), FakeTensorMode(), torch.inference_mode():
             seen.append(machine.flushes_subnormals(workers=True))
-        torch.func.vmap(lambda x: seen.append(machine.flushes_subnormals(workers=True)) or x)(torch.ones(2))
+        torch.func.vmap(lambda x: seen.append(machine.flushes_subnormals(workers=True)) or x)(
+            torch.ones(2)
+        )
         return seen
 
     assert ask() == [False, False]
@@ -160,5 +162,7 @@ def test_a_closure_runs_as_the_caller_left_it():
 def test_an_error_apart_is_raised_here():
     with pytest.raises(ZeroDivisionError):
         isolation.run_apart(lambda: 1 // 0)
-    apart = isolation.run_apart(lambda: (torch.is_grad_enabled(), machine.flushes_subnormals(workers=True)))
+    apart = isolation.run_apart(
+        lambda: (torch.is_grad_enabled(), machine.flushes_subnormals(workers=True))
+    )
     assert apart == (True, False)

@@ -72,7 +72,13 @@ FAILS = SCRIPT + "if rank: raise RuntimeError(EVIL)\ndist.barrier()\n"
 
 def acting(text):
     """Characters that do something instead of being shown."""
-    return sorted({hex(ord(c)) for c in text if c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cf", "Cs")})
+    return sorted(
+        {
+            hex(ord(c))
+            for c in text
+            if c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cf", "Cs")
+        }
+    )
 
 
 @pytest.fixture
@@ -105,7 +111,9 @@ def test_commands_about_contracts(place, shown):
     assert shown("status")[0] == 2
     code, said = shown("explain", "y-v1")
     assert (code, SHOWN in "".join(said.split())) == (0, True)  # markup is shown as it was written
-    assert "RuntimeError: red" in " ".join(shown("verify", "--trust", "evil_code", "--level", "L2")[1].split())
+    assert "RuntimeError: red" in " ".join(
+        shown("verify", "--trust", "evil_code", "--level", "L2")[1].split()
+    )
     assert shown("status")[0] in (1, 2)
     assert shown("explain", "y-v1")[0] == 0
     assert shown("replay", "y-v1/rows", "--trust", "evil_code")[0] in (1, 2)
@@ -120,7 +128,9 @@ def test_commands_about_contracts(place, shown):
 def test_reports(place, shown, subject):
     (place / "y.contract.yaml").write_text(CONTRACT.format(subject=subject))
     files = ("--html", "p.html", "--junit", "j.xml", "--sarif", "s.json")
-    code, said = shown("verify", "--trust", "evil_code", "--level", "L2", "--json", "--quiet", *files)
+    code, said = shown(
+        "verify", "--trust", "evil_code", "--level", "L2", "--json", "--quiet", *files
+    )
     assert code in (1, 2)
     assert json.loads(said)["contracts"][0]["title"] == EVIL  # for machines, nothing is lost
     for name in ("p.html", "j.xml", "s.json"):
@@ -135,7 +145,13 @@ def test_files_that_are_no_contracts(place, shown):
     (place / "other.contract.yaml").write_text(f"id: {QUOTED}\n")
     for words in (["lint"], ["lint", "--json"], ["status"], ["verify"]):
         assert shown(*words)[0] in (1, 2)
-    for words in (["explain", EVIL], ["replay", EVIL], ["verify", EVIL], ["verify", f"{EVIL}.yaml"], [EVIL]):
+    for words in (
+        ["explain", EVIL],
+        ["replay", EVIL],
+        ["verify", EVIL],
+        ["verify", f"{EVIL}.yaml"],
+        [EVIL],
+    ):
         assert shown(*words)[0] == 2
     assert shown("doctor", EVIL)[0] == 2
     (place / "foreign-v1.yaml").write_text(FOREIGN)
@@ -178,7 +194,10 @@ def test_plain_text():
     assert plain("\ud800\uffff\ufeffx") == "x"
     assert one_line("kept\n\x1b[1A  broken") == "kept broken"
     assert json.loads(plain_json(json.dumps([EVIL], ensure_ascii=False))) == [EVIL]
-    assert acting(plain_json(json.dumps([EVIL, "\ud800", "\U000e0041"], ensure_ascii=False, indent=1))) == []
+    assert (
+        acting(plain_json(json.dumps([EVIL, "\ud800", "\U000e0041"], ensure_ascii=False, indent=1)))
+        == []
+    )
 
 
 def test_the_pytest_plugin():

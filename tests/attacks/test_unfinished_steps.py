@@ -8,7 +8,17 @@ import isobit
 from isobit import ArgumentError, Samples, UnsupportedError, bits
 from isobit.parallel import GlobalBatch, Gradients
 from isobit.simulator import World
-from tests.attacks.small_net import OF, REDUCERS, TOKENS, Net, alone, held, micro_batch, read, tokens
+from tests.attacks.small_net import (
+    OF,
+    REDUCERS,
+    TOKENS,
+    Net,
+    alone,
+    held,
+    micro_batch,
+    read,
+    tokens,
+)
 
 OPTIMIZERS = {
     "isobit": lambda p: isobit.optim.AdamW(p, lr=0.1),
@@ -85,9 +95,14 @@ def test_a_step_may_be_skipped(reducer):
         with gradients.micro_batch(0) as share:
             with pytest.raises(ArgumentError, match=r"discard\(\) inside micro-batch 0"):
                 gradients.discard()
-            with pytest.raises(ArgumentError, match="inside micro-batch 0"), gradients.micro_batch(0):
+            with (
+                pytest.raises(ArgumentError, match="inside micro-batch 0"),
+                gradients.micro_batch(0),
+            ):
                 pass
-            samples = Samples.packed([TOKENS] * gradients.batch.size, first=share.first, of=share.of)
+            samples = Samples.packed(
+                [TOKENS] * gradients.batch.size, first=share.first, of=share.of
+            )
             x = tokens(dtype)[share.first : share.first + gradients.batch.size]
             isobit.exact_sum(wrapped(x, samples).float().square()).backward()
         for index in range(1, micro_batches):

@@ -77,7 +77,9 @@ def test_strict_mode_names_a_stock_operator(tiny, monkeypatch):
     monkeypatch.setattr(isobit, "linear", stock_linear)
     with (
         isobit.enable(tiny),
-        pytest.raises(isobit.UnsupportedError, match=r"aten::mm in model\.layers\.0\.self_attn\.o_proj"),
+        pytest.raises(
+            isobit.UnsupportedError, match=r"aten::mm in model\.layers\.0\.self_attn\.o_proj"
+        ),
     ):
         tiny(torch.arange(12)[None])
 
@@ -93,7 +95,11 @@ def test_a_row_without_evidence_is_not_kept():
 
 def test_batches_hold_the_same_tokens():
     samples = fixture.draw_samples(4096)
-    for batch in (fixture.padded(samples, "left"), fixture.padded(samples, "right"), fixture.packed(samples)):
+    for batch in (
+        fixture.padded(samples, "left"),
+        fixture.padded(samples, "right"),
+        fixture.packed(samples),
+    ):
         assert all(torch.equal(rows, samples[i]) for i, rows in batch.gather(batch.ids).items())
         assert int((batch.targets() != -100).sum()) == fixture.SELECTED == 55
         assert int((batch.labels() != -100).sum()) == fixture.TRAINED == 27

@@ -89,7 +89,10 @@ def run(*words):
 
 def test_verify_then_nothing_then_exactly_the_dependents(place, capsys):
     assert run("verify", "--trust", "doubling") == 0
-    assert "2 of 2 contracts kept, 2 judged now; 3 of 3 claims; sabotage caught" in capsys.readouterr().out
+    assert (
+        "2 of 2 contracts kept, 2 judged now; 3 of 3 claims; sabotage caught"
+        in capsys.readouterr().out
+    )
     assert run("verify", "--trust", "doubling") == 0
     assert "2 of 2 contracts kept, 0 judged now" in capsys.readouterr().out
     text = (place / "second.contract.yaml").read_text()
@@ -99,7 +102,10 @@ def test_verify_then_nothing_then_exactly_the_dependents(place, capsys):
     text = (place / "doubled.contract.yaml").read_text()
     (place / "doubled.contract.yaml").write_text(text.replace("Twice the", "Two times the"))
     assert run("verify", "--trust", "doubling", "--changed", "--json") == 0
-    assert {s["id"] for s in json.loads(capsys.readouterr().out)["contracts"]} == {"doubled-v1", "second-v1"}
+    assert {s["id"] for s in json.loads(capsys.readouterr().out)["contracts"]} == {
+        "doubled-v1",
+        "second-v1",
+    }
 
 
 def test_broken_code_is_broken_and_so_is_what_rests_on_it(place, capsys):
@@ -175,7 +181,13 @@ def test_status_graph_explain_lint(place, capsys):
 
 def test_what_only_reads_leaves_no_trace(place):
     before = sorted(place.iterdir())
-    for words in (["status"], ["lint"], ["explain", "doubled-v1"], ["graph"], ["explain", "nothing-v1"]):
+    for words in (
+        ["status"],
+        ["lint"],
+        ["explain", "doubled-v1"],
+        ["graph"],
+        ["explain", "nothing-v1"],
+    ):
         run(*words)
     assert sorted(place.iterdir()) == before
     assert run("verify", "--trust", "doubling", "--level", "L2") == 0
@@ -244,7 +256,17 @@ def test_import_is_never_a_pass(place, capsys):
 
 
 def test_the_pytest_plugin(place):
-    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--isobit", "--isobit-level", "L2"]
+    words = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--isobit",
+        "--isobit-level",
+        "L2",
+    ]
     done = subprocess.run([*words, "--isobit-trust", "doubling"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 passed" in done.stdout
@@ -299,8 +321,13 @@ def test_every_report_says_where_it_comes_from(place, capsys):
     origin = record["provenance"]
     assert origin["command"] == shlex.join(["isobit", *words])
     assert origin["isobit"] == isobit.__version__
-    assert origin["torch"] == torch.__version__.partition("+")[0] or origin["torch"] == torch.__version__
-    age = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(origin["date"])
+    assert (
+        origin["torch"] == torch.__version__.partition("+")[0]
+        or origin["torch"] == torch.__version__
+    )
+    age = datetime.datetime.now(datetime.timezone.utc) - datetime.datetime.fromisoformat(
+        origin["date"]
+    )
     assert datetime.timedelta(seconds=-1) < age < datetime.timedelta(minutes=5)
     assert origin["cpu"]
     assert origin["engine"]

@@ -83,11 +83,35 @@ def test_ours_is_one_order(capsys):
 
 def test_stock_has_several(capsys, tmp_path):
     page, picture = tmp_path / "out.html", tmp_path / "out.svg"
-    assert main(["reveal", "linear", "--k", "1024", "--m", "1,64,256", "--html", str(page), "--svg", str(picture)]) == 1
+    assert (
+        main(
+            [
+                "reveal",
+                "linear",
+                "--k",
+                "1024",
+                "--m",
+                "1,64,256",
+                "--html",
+                str(page),
+                "--svg",
+                str(picture),
+            ]
+        )
+        == 1
+    )
     assert "orders, 0 not shown" in capsys.readouterr().out
     assert "<svg" in page.read_text()
-    metadata = ElementTree.fromstring(picture.read_text()).find("{http://www.w3.org/2000/svg}metadata").text
-    for said in ("isobit reveal linear --k 1024", torch.__version__.partition("+")[0], isobit.__version__):
+    metadata = (
+        ElementTree.fromstring(picture.read_text())
+        .find("{http://www.w3.org/2000/svg}metadata")
+        .text
+    )
+    for said in (
+        "isobit reveal linear --k 1024",
+        torch.__version__.partition("+")[0],
+        isobit.__version__,
+    ):
         assert said in page.read_text()
         assert said in metadata
     assert re.search(r"date: \d{4}-\d\d-\d\dT.*digest: [0-9a-f]{32}", metadata)
@@ -165,7 +189,9 @@ def test_what_cannot_be_shown_exits_2(kernels, arguments, word, capsys):
     assert word in " ".join((said.out + said.err).split())
 
 
-@pytest.mark.parametrize("wrong", [["linear", "--m", "1,x"], ["linear", "--m", "0"], ["linear", "--dtype", "fp8"]])
+@pytest.mark.parametrize(
+    "wrong", [["linear", "--m", "1,x"], ["linear", "--m", "0"], ["linear", "--dtype", "fp8"]]
+)
 def test_options_that_make_no_sense_exit_2(wrong):
     with pytest.raises(SystemExit) as stopped:
         main(["reveal", *wrong])

@@ -45,7 +45,9 @@ def test_a_deadlock_is_named_and_replayed(capsys):
 
 
 def test_rank_zero_prints_once_and_arguments_pass(write, capsys):
-    script = write("total = torch.tensor([rank]); dist.all_reduce(total)\nprint('sum', int(total), *sys.argv[1:])\n")
+    script = write(
+        "total = torch.tensor([rank]); dist.all_reduce(total)\nprint('sum', int(total), *sys.argv[1:])\n"
+    )
     code = main(["simulate", script, "--ranks", "3", "--seeds", "3", "--", "--lr", "0.5"])
     said = capsys.readouterr().out
     assert code == 0
@@ -54,7 +56,9 @@ def test_rank_zero_prints_once_and_arguments_pass(write, capsys):
 
 
 def test_streams_do_what_programs_ask_of_them(write, capsys, monkeypatch):
-    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's own, beside which basicConfig does nothing
+    monkeypatch.setattr(
+        logging.root, "handlers", []
+    )  # pytest's own, beside which basicConfig does nothing
     body = "import logging\nlogging.basicConfig(stream=sys.stdout, level='INFO', format='%(message)s')\n"
     body += "sys.stdout.reconfigure(line_buffering=True)\nassert sys.stdout.encoding\n"
     body += "sys.stdout.buffer.write(b'bytes ')\nlogging.info('a line')\ndist.barrier()\n"
@@ -80,7 +84,9 @@ def test_a_seed_replays_its_trace(write, capsys):
 
 
 def test_a_failure_of_the_script_is_a_finding(write, capsys):
-    code, found = record(capsys, write("assert rank != 2, 'no room'\ndist.barrier()\n"), "--seeds", "1")
+    code, found = record(
+        capsys, write("assert rank != 2, 'no room'\ndist.barrier()\n"), "--seeds", "1"
+    )
     (finding,) = found["findings"]
     assert (code, finding["kind"], finding["ranks"]) == (1, "rank failed", [2])
     assert finding["first"]["cause"] == "AssertionError: no room"
@@ -98,7 +104,10 @@ def test_a_failed_rank_is_heard(write, capsys):
     ("body", "said"),
     [
         ("import no_such_module\n", "No module named 'no_such_module' on every rank"),
-        ("import argparse\np = argparse.ArgumentParser()\np.add_argument('lr')\np.parse_args()\n", "required: lr"),
+        (
+            "import argparse\np = argparse.ArgumentParser()\np.add_argument('lr')\np.parse_args()\n",
+            "required: lr",
+        ),
     ],
 )
 def test_a_script_that_never_starts_is_two(write, capsys, body, said):
@@ -117,7 +126,9 @@ def test_a_script_that_says_nothing_to_others_tries_nothing(write, capsys):
 
 
 def test_faults_are_planted_by_seed(write, capsys):
-    code, found = record(capsys, write("dist.barrier()\ndist.barrier()\n"), "--faults", "die", "--fault-calls", "2")
+    code, found = record(
+        capsys, write("dist.barrier()\ndist.barrier()\n"), "--faults", "die", "--fault-calls", "2"
+    )
     assert code == 1
     assert {finding["kind"] for finding in found["findings"]} == {"rank lost"}
     assert len(found["faults"]) == len(found["seeds"]) == 10
@@ -226,5 +237,12 @@ def test_the_process_is_as_before(write, capsys):
     import sys
 
     before = sys.argv, sys.stdout, list(sys.path), sys.modules["__main__"]
-    main(["simulate", write("import os; os.environ['RANK'] = '9'; sys.argv.append('x')\n"), "--seeds", "1"])
+    main(
+        [
+            "simulate",
+            write("import os; os.environ['RANK'] = '9'; sys.argv.append('x')\n"),
+            "--seeds",
+            "1",
+        ]
+    )
     assert (sys.argv, sys.stdout, list(sys.path), sys.modules["__main__"]) == before

@@ -63,11 +63,16 @@ def test_a_dtype_that_is_not_there_is_refused_with_the_names(capsys):
     with pytest.raises(SystemExit) as stopped:
         main.main(["chain", "--dtype", "fp16"])
     assert stopped.value.code == 2
-    assert "expected one of fp32 (float32), bf16 (bfloat16); received 'fp16'" in capsys.readouterr().err
+    assert (
+        "expected one of fp32 (float32), bf16 (bfloat16); received 'fp16'"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_module_behind_the_command_does_not_pass_for_it():
     """`python -m isobit.cli.main` imports with the current folder on the path."""
-    done = subprocess.run([sys.executable, "-m", "isobit.cli.main", "--version"], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "isobit.cli.main", "--version"], capture_output=True, text=True
+    )
     assert done.returncode == 2
     assert "python -m isobit" in done.stderr

@@ -37,7 +37,9 @@ CONTRACT = Contract(
 def record(claim: str = "rows", verdict: str = "kept", level: int = 3, **rest) -> ClaimRecord:
     """As a judge makes it: what is counted earns the level."""
     relation, asked = CLAIMS[claim]
-    planted = (Planted(PLANTED, True, "1 of 2 differ"), Planted("proof: wrong", True, "no"))[: 1 + (level == 4)]
+    planted = (Planted(PLANTED, True, "1 of 2 differ"), Planted("proof: wrong", True, "no"))[
+        : 1 + (level == 4)
+    ]
     known = {
         "cases": 7,
         "inputs": 10_000,
@@ -51,8 +53,12 @@ def record(claim: str = "rows", verdict: str = "kept", level: int = 3, **rest) -
     return ClaimRecord(claim, relation, verdict, level, int(asked[1]), **known | rest)
 
 
-def finding(*records: ClaimRecord, digest: str = DIGEST, date: str = "2027-01-01", **rest) -> Finding:
-    return Finding(CONTRACT.id, digest, "", 3, records or (record(),), date, "x86_64 linux avx2", **rest)
+def finding(
+    *records: ClaimRecord, digest: str = DIGEST, date: str = "2027-01-01", **rest
+) -> Finding:
+    return Finding(
+        CONTRACT.id, digest, "", 3, records or (record(),), date, "x86_64 linux avx2", **rest
+    )
 
 
 def read(home: Path, digest: str = DIGEST) -> tuple[list[Finding], dict[str, str]]:

@@ -77,7 +77,14 @@ def test_a_change_of_text_changes_exactly_the_dependents(diamond, id):
 def test_another_subject_has_another_digest(diamond):
     tree = Tree([diamond], diamond / ".isobit")
     assert (
-        len({tree.digest("e"), tree.digest("e", "stock"), tree.digest("e", "torch:sum"), tree.digest("e", " thorough")})
+        len(
+            {
+                tree.digest("e"),
+                tree.digest("e", "stock"),
+                tree.digest("e", "torch:sum"),
+                tree.digest("e", " thorough"),
+            }
+        )
         == 4
     )
 
@@ -194,7 +201,9 @@ def test_facts_that_are_no_facts_are_read_anew(diamond):
 
 def record_of(verdict: str = "kept", detail: str = "", claim: str = "c") -> ClaimRecord:
     planted = (Planted("accepts everything", True, "accepted"),)
-    return ClaimRecord(claim, "refuses", verdict, 2, 2, 1, 1, 1, int(verdict != "kept"), detail, planted=planted)
+    return ClaimRecord(
+        claim, "refuses", verdict, 2, 2, 1, 1, 1, int(verdict != "kept"), detail, planted=planted
+    )
 
 
 def settle(workspace: Workspace, verdict: str = "kept") -> None:
@@ -265,8 +274,20 @@ def timed(folder, what: str) -> tuple[int, float]:
 def grow(folder, claims=("c",)) -> Workspace:
     """Half of them are one chain, the others a binary tree."""
     for n in range(COUNT):
-        below = () if n in (0, COUNT // 2) else (f"c{n - 1}",) if n < COUNT // 2 else (f"c{(n + COUNT // 2 - 1) // 2}",)
-        write(folder / f"{n % 100:02d}", f"c{n}", depends_on=below, title=f"contract {n}", claims=claims)
+        below = (
+            ()
+            if n in (0, COUNT // 2)
+            else (f"c{n - 1}",)
+            if n < COUNT // 2
+            else (f"c{(n + COUNT // 2 - 1) // 2}",)
+        )
+        write(
+            folder / f"{n % 100:02d}",
+            f"c{n}",
+            depends_on=below,
+            title=f"contract {n}",
+            claims=claims,
+        )
     return Workspace([folder])
 
 
@@ -293,13 +314,20 @@ def test_a_million_records(tmp_path, capsys):
     plain = Evidence(tmp_path / ".isobit")
     for entry in workspace.choose([]):
         for day in range(4):
-            quickly(plain, Finding(entry.id, workspace.tree.digest(entry.id), "", 2, records, f"2027-01-{day}"))
+            quickly(
+                plain,
+                Finding(
+                    entry.id, workspace.tree.digest(entry.id), "", 2, records, f"2027-01-{day}"
+                ),
+            )
     runs = [timed(tmp_path, "status") for _ in range(3)]
     assert {count for count, _ in runs} == {0}
     seconds = statistics.median(second for _, second in runs)
     with capsys.disabled():
         print(f"\n1,000,000 records: status of {COUNT:,} contracts in {seconds:.2f} s")
-    assert seconds < 60.0  # every record is read, hashed and checked: levels are never taken from a header
+    assert (
+        seconds < 60.0
+    )  # every record is read, hashed and checked: levels are never taken from a header
 
 
 def quickly(evidence: Evidence, finding: Finding) -> None:

@@ -23,7 +23,10 @@ def digests(root, home):
     ("changed", "touched"),
     [
         # layer_norm shares its checks
-        ("ops/rms_norm/op.py", {"rmsnorm-kernel-v1", "layernorm-kernel-v1", "gradient-accumulation-v1", *WHOLE}),
+        (
+            "ops/rms_norm/op.py",
+            {"rmsnorm-kernel-v1", "layernorm-kernel-v1", "gradient-accumulation-v1", *WHOLE},
+        ),
         ("ops/rotary/portable.py", {"rope-kernel-v1", *WHOLE}),
         ("ops/attention/cache.py", {"kv-cache-kernel-v1", *WHOLE}),
     ],

@@ -88,8 +88,16 @@ TIGHTER = [
     ),
     ("[batch, threads]", "[batch, threads, cache]", "tightened: claim rows: under: with cache"),
     ("rows: [1..9]", "rows: [1..20]", "tightened: inputs plain: sizes of rows: with 10..20"),
-    ("[float32, bfloat16]", "[float32, bfloat16, float16]", "tightened: inputs plain: dtypes: with float16"),
-    ("edges: [nans, zeros]", "edges: [nans, zeros, ties]", "tightened: inputs plain: edges: with ties"),
+    (
+        "[float32, bfloat16]",
+        "[float32, bfloat16, float16]",
+        "tightened: inputs plain: dtypes: with float16",
+    ),
+    (
+        "edges: [nans, zeros]",
+        "edges: [nans, zeros, ties]",
+        "tightened: inputs plain: edges: with ties",
+    ),
     ("low: 0", "low: 0.5", "tightened: claim range: low: 0 → 0.5"),
     ("high: 1", "high: 0.5", "tightened: claim range: high: 1 → 0.5"),
     ("k: [1, 64]", "k: [0, 64]", "tightened: claim integers: integers: k: low"),
@@ -99,40 +107,80 @@ TIGHTER = [
         "[order by batch, identity, negated]",
         "tightened: claim rows: sabotage: with negated",
     ),
-    ("obligations: [A-2]", "obligations: [A-2, A-1]", "tightened: claim error: obligations: with A-1"),
+    (
+        "obligations: [A-2]",
+        "obligations: [A-2, A-1]",
+        "tightened: claim error: obligations: with A-1",
+    ),
     ("[base-v1]", "[base-v1, more-v1]", "tightened: depends_on: with more-v1"),
-    (WAIVER, WAIVER.replace("2027", "2026"), "tightened: waiver of range: expires: 2027-01-01 → 2026-01-01"),
+    (
+        WAIVER,
+        WAIVER.replace("2027", "2026"),
+        "tightened: waiver of range: expires: 2027-01-01 → 2026-01-01",
+    ),
     ("waivers:\n" + WAIVER, "", "tightened: waiver of range"),
 ]
 ADDED = [
-    ("  - {id: A-2, text: Second}", "  - {id: A-2, text: Second}\n  - {id: A-3, text: Third}", "added: obligation A-3"),
+    (
+        "  - {id: A-2, text: Second}",
+        "  - {id: A-2, text: Second}\n  - {id: A-3, text: Third}",
+        "added: obligation A-3",
+    ),
     ("  - id: same\n", NEW + "  - id: same\n", "added: claim new"),
     ("  y: {", "  z: {formula: z = 2}\n  y: {", "added: equation z"),
     ("domain: x in F", "domain: x in F, codomain: F", "added: equation y: codomain"),
 ]
 CHANGED = [
-    ("subject: isobit:linear", "subject: isobit:softmax", "changed: subject: isobit:linear → isobit:softmax"),
+    (
+        "subject: isobit:linear",
+        "subject: isobit:softmax",
+        "changed: subject: isobit:linear → isobit:softmax",
+    ),
     ("id: c-v1", "id: c-v2", "changed: id"),
     ("formula: y = x + 1", "formula: y = x + 2", "changed: equation y: formula"),
     ("unit: ulp", "unit: abs", "changed: claim error: unit"),
     ("isobit.a:exact", "isobit.a:looser", "changed: claim error: against"),
     ("engine: interval", "engine: order", "changed: claim error: proof: engine"),
-    ("inputs: [plain, square]", "inputs: [square, plain]", "changed: claim rows: inputs of L3 and sabotage"),
-    ("dtypes: [float32, bfloat16]", "dtypes: [float32, bfloat16]\n    values: unit", "changed: inputs plain: values"),
-    ("relation: parity", "relation: accurate\n    limit: 0\n    unit: ulp", "changed: claim same: relation"),
-    ("under: [batch, threads]", "under: [batch, threads]\n    of: x", "changed: claim rows: of: output → x"),
+    (
+        "inputs: [plain, square]",
+        "inputs: [square, plain]",
+        "changed: claim rows: inputs of L3 and sabotage",
+    ),
+    (
+        "dtypes: [float32, bfloat16]",
+        "dtypes: [float32, bfloat16]\n    values: unit",
+        "changed: inputs plain: values",
+    ),
+    (
+        "relation: parity",
+        "relation: accurate\n    limit: 0\n    unit: ulp",
+        "changed: claim same: relation",
+    ),
+    (
+        "under: [batch, threads]",
+        "under: [batch, threads]\n    of: x",
+        "changed: claim rows: of: output → x",
+    ),
 ]
 GONE = [
     (SAME, SAME + "\n    limit: 0\n    unit: ulp", "loosened: claim same: limit: none → 0"),
     ("    high: 1\n", "", "loosened: claim range"),
-    ('    control: ["isobit.a:stock"]\n', "", "loosened: claim rows: control: without isobit.a:stock"),
+    (
+        '    control: ["isobit.a:stock"]\n',
+        "",
+        "loosened: claim rows: control: without isobit.a:stock",
+    ),
     (
         "waivers:\n",
         "waivers:\n  - {claim: rows, reason: r, owner: o, expires: 2027-01-01}\n",
         "loosened: waiver of rows",
     ),
     ("operator: isobit::linear\n", "", "removed: operator"),
-    ("    thorough: {rows: [1..99]}\n", "", "loosened: inputs plain: thorough of rows: without 1..99"),
+    (
+        "    thorough: {rows: [1..99]}\n",
+        "",
+        "loosened: inputs plain: thorough of rows: without 1..99",
+    ),
 ]
 WORDS = [
     ("title: A title", "title: Another", "reworded: title"),
@@ -140,7 +188,11 @@ WORDS = [
     ("text: in words", "text: in other words", "reworded: claim rows: text"),
     ("[a paper]", "[another]", "reworded: references"),
     ("owner: Ann", "owner: Bob", "reworded: waiver of range: owner"),
-    ("sizes: {rows: [4]}\nclaims", "sizes: {rows: [4, 5]}\nclaims", "reworded: inputs unused: sizes of rows"),
+    (
+        "sizes: {rows: [4]}\nclaims",
+        "sizes: {rows: [4, 5]}\nclaims",
+        "reworded: inputs unused: sizes of rows",
+    ),
 ]
 
 
@@ -151,7 +203,9 @@ def contract_of(text):
 def change(old, new, version="1.0.0"):
     assert old in TEXT
     altered = TEXT.replace(old, new, 1).replace("version: 1.0.0", f"version: {version}")
-    return diff(contract_of(TEXT), contract_of(altered)), diff(contract_of(altered), contract_of(TEXT))
+    return diff(contract_of(TEXT), contract_of(altered)), diff(
+        contract_of(altered), contract_of(TEXT)
+    )
 
 
 @pytest.mark.parametrize(("old", "new", "said"), TIGHTER + ADDED)

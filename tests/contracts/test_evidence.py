@@ -115,7 +115,13 @@ def test_kill_minus_nine_leaves_no_half_file(tmp_path):
     kills = 0
     while len(acknowledged) < 200:
         # The last ones may run to their end; at least four are killed within their work.
-        after = choose.uniform(0.0, 0.05) if kills < 4 else 30.0 if kills > 12 else choose.uniform(0.05, 0.4)
+        after = (
+            choose.uniform(0.0, 0.05)
+            if kills < 4
+            else 30.0
+            if kills > 12
+            else choose.uniform(0.05, 0.4)
+        )
         acknowledged += run_and_kill(tmp_path, len(acknowledged), after)
         kills += 1
     assert kills > 4

@@ -44,7 +44,9 @@ SENTENCES = {
 
 
 def contract_of(*claims, more=""):
-    return parse_contract(HEAD + "claims:\n" + "".join(f"  {claim}\n" for claim in claims) + more, "c.yaml")
+    return parse_contract(
+        HEAD + "claims:\n" + "".join(f"  {claim}\n" for claim in claims) + more, "c.yaml"
+    )
 
 
 def status_of(*claims, verdict="kept"):
@@ -57,7 +59,9 @@ def words_of(contract, *claims, **status):
 
 @pytest.mark.parametrize("keys", SENTENCES)
 def test_every_relation_has_a_sentence(keys):
-    (claim,) = contract_of(f"- {{id: a, obligations: [A-1], inputs: plain, level: L2, {keys}}}").claims
+    (claim,) = contract_of(
+        f"- {{id: a, obligations: [A-1], inputs: plain, level: L2, {keys}}}"
+    ).claims
     said = say_claim(claim)
     assert said.startswith("a: ")
     assert SENTENCES[keys] in said
@@ -93,16 +97,28 @@ def test_the_parts_are_said_in_order():
 
 
 def test_evidence_has_its_denominators():
-    planted = (Planted("order by batch", True, ""), Planted("stale cache", False, "64 compared, none differ"))
+    planted = (
+        Planted("order by batch", True, ""),
+        Planted("stale cache", False, "64 compared, none differ"),
+    )
     kept = ClaimRecord("rows", "invariant", "kept", 4, 4, 9, 10_240, 123_456, planted=planted[:1])
     kept = replace(kept, proof=Proof("order", "K ≤ 4096", 7))
     said = words_of(contract_of(ROWS), kept)
     assert said["obligation A-1"].endswith("kept, at L4")
-    assert "kept at L4 of L4: 0 of 123,456 compared differ, in 9 cases of 10,240 inputs" in said["claim rows"]
+    assert (
+        "kept at L4 of L4: 0 of 123,456 compared differ, in 9 cases of 10,240 inputs"
+        in said["claim rows"]
+    )
     assert "planted: 1 of 1 caught: order by batch" in said["claim rows"]
     assert "proof by order certificate, 7 cases, covers K ≤ 4096" in said["claim rows"]
     broken = replace(
-        kept, verdict="broken", level=1, differing=3, planted=planted, detail="at [0]", replay="isobit replay"
+        kept,
+        verdict="broken",
+        level=1,
+        differing=3,
+        planted=planted,
+        detail="at [0]",
+        replay="isobit replay",
     )
     said = words_of(contract_of(ROWS), broken)
     assert said["obligation A-1"].endswith("broken, at L0")
@@ -114,7 +130,10 @@ def test_evidence_has_its_denominators():
         "replay: isobit replay",
     ):
         assert line in said["claim rows"]
-    assert "planted: none was tried" in words_of(contract_of(ROWS), replace(kept, planted=()))["claim rows"]
+    assert (
+        "planted: none was tried"
+        in words_of(contract_of(ROWS), replace(kept, planted=()))["claim rows"]
+    )
 
 
 def test_runs_of_sizes_are_short():
@@ -125,7 +144,9 @@ def test_runs_of_sizes_are_short():
 def test_every_claim_of_the_library_is_explained(path):
     contract = load_contract(path)
     sections = explain(contract, status_of())
-    assert {s.name for s in sections if s.kind == "claim"} == {claim.id for claim in contract.claims}
+    assert {s.name for s in sections if s.kind == "claim"} == {
+        claim.id for claim in contract.claims
+    }
 
 
 def test_words_need_no_torch():

@@ -41,7 +41,11 @@ qa_gate: {id: F-HALF, name: Halves}
 
 def test_a_sample_is_read_whole():
     found = read_foreign(SAMPLE, "somewhere/half-v1.yaml")
-    assert (found.id, found.version, found.title) == ("half-v1", "1.2.0", "Halving: exact, and undone by doubling")
+    assert (found.id, found.version, found.title) == (
+        "half-v1",
+        "1.2.0",
+        "Halving: exact, and undone by doubling",
+    )
     assert found.equations["half"].domain == "x is finite"
     assert found.invariants["half"] == ("h(0) = 0",)
     # A made id steps aside for the file's own.
@@ -56,7 +60,9 @@ def test_proved_counts_for_nothing():
     assert "status: proved" in SAMPLE
     unlinked_test = SAMPLE.replace(", obligation: HALF-001}\nkani", "}\nkani")
     assert unlinked_test != SAMPLE
-    assert read_foreign(unlinked_test, "half-v1.yaml").executable == 0  # a command that names no obligation
+    assert (
+        read_foreign(unlinked_test, "half-v1.yaml").executable == 0
+    )  # a command that names no obligation
 
 
 def test_in_our_form_all_is_kept_and_nothing_passes():
@@ -64,7 +70,14 @@ def test_in_our_form_all_is_kept_and_nothing_passes():
     contract = parse_contract(text, "half-v1")
     assert contract.depends_on == ("doubling-v1",)
     assert contract.obligations[0].equation == "half"
-    for said in ("Halving zero gives zero", "try zero", "verify_half", "A note on halves", "h(0) = 0", "tolerance 0"):
+    for said in (
+        "Halving zero gives zero",
+        "try zero",
+        "verify_half",
+        "A note on halves",
+        "h(0) = 0",
+        "tolerance 0",
+    ):
         assert said in text
     assert "proved" not in text
     assert contract.claims == ()
@@ -81,7 +94,11 @@ def test_in_our_form_all_is_kept_and_nothing_passes():
         (("  references:", "  version: 2\n  references:"), 5, "'version' twice"),
         (("half:\n", "half: &a\n"), 8, "no anchors"),
         (("id: KANI-HALF-001", "id: !!python/name:os.system x"), 21, "no tags"),
-        (("id: HALF-001}", "id: HALF-001}\n  - {type: a, property: b, id: HALF-001}"), 2, "each obligation id once"),
+        (
+            ("id: HALF-001}", "id: HALF-001}\n  - {type: a, property: b, id: HALF-001}"),
+            2,
+            "each obligation id once",
+        ),
     ],
 )
 def test_refused_with_line_and_reason(change, line, said):
@@ -93,7 +110,8 @@ def test_refused_with_line_and_reason(change, line, said):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "- a\n- b\n", "just words", "tests: []", "metadata: {version: 1.0.0, description: d}"]
+    "text",
+    ["", "- a\n- b\n", "just words", "tests: []", "metadata: {version: 1.0.0, description: d}"],
 )
 def test_other_shapes_are_refused(text):
     with pytest.raises(ContractError):
@@ -127,7 +145,8 @@ def test_what_counts_as_executable(text, executable):
 
 
 @pytest.mark.parametrize(
-    "text", ["a\x7fb", "a\u2028b", "a\x85b", "\ufeff", "\x00\x1f", '🙂 \\ "', "a: b # c", "\ud800", "a\nb"]
+    "text",
+    ["a\x7fb", "a\u2028b", "a\x85b", "\ufeff", "\x00\x1f", '🙂 \\ "', "a: b # c", "\ud800", "a\nb"],
 )
 def test_quoted_text_reads_back(text):
     try:
@@ -136,7 +155,9 @@ def test_quoted_text_reads_back(text):
         assert text == "\ud800"  # half a character, which no YAML holds
 
 
-@pytest.mark.skipif(not DATA.is_dir(), reason="the contracts of others are not beside this checkout")
+@pytest.mark.skipif(
+    not DATA.is_dir(), reason="the contracts of others are not beside this checkout"
+)
 def test_every_contract_of_others_loads_and_becomes_ours():
     files = sorted(path for folder in FOLDERS for path in (DATA / folder).glob("*.yaml"))
     assert len(files) == sum(FOLDERS.values())
@@ -145,7 +166,10 @@ def test_every_contract_of_others_loads_and_becomes_ours():
         foreign = read_foreign(path.read_text(encoding="utf-8"), str(path))
         contract = parse_contract(to_ours(foreign), foreign.id)
         assert [o.id for o in contract.obligations] == [o.id for o in foreign.obligations]
-        assert all(o.text in written.text for o, written in zip(foreign.obligations, contract.obligations, strict=True))
+        assert all(
+            o.text in written.text
+            for o, written in zip(foreign.obligations, contract.obligations, strict=True)
+        )
         assert contract_verdict(contract, ()) == "unbound"
         obligations += len(foreign.obligations)
         executable += foreign.executable

@@ -28,7 +28,16 @@ waivers:
   - {{claim: it, reason: "not yet", owner: me, expires: 2027-01-31}}
 """
 TOKENS = (
-    *("&a ", "*a", "*a ", "!!python/object/apply:os.system ['true']", "!!python/name:os.system", "!x ", "! ", "<<: *a"),
+    *(
+        "&a ",
+        "*a",
+        "*a ",
+        "!!python/object/apply:os.system ['true']",
+        "!!python/name:os.system",
+        "!x ",
+        "! ",
+        "<<: *a",
+    ),
     *(
         "{",
         "}",
@@ -45,7 +54,21 @@ TOKENS = (
         "...\n",
         "%TAG ! x\n",
     ),
-    *("9" * 60, "9" * 5000, "1e999", ".nan", "-.inf", "-0", "1..9999999", "0..100000", "null", "~", "''", '"', "'"),
+    *(
+        "9" * 60,
+        "9" * 5000,
+        "1e999",
+        ".nan",
+        "-.inf",
+        "-0",
+        "1..9999999",
+        "0..100000",
+        "null",
+        "~",
+        "''",
+        '"',
+        "'",
+    ),
     *(
         "\x00",
         "\x07",
@@ -106,7 +129,11 @@ def tokens_inserted(text: str, random: random.Random) -> str:
     for _ in range(random.randint(1, 3)):
         # Most where a value begins, since elsewhere most of them are but letters of a word.
         starts = [n + 2 for n in range(len(text) - 2) if text[n : n + 2] in (": ", "- ", ", ")]
-        at = random.choice(starts) if starts and random.random() < 0.7 else random.randint(0, len(text))
+        at = (
+            random.choice(starts)
+            if starts and random.random() < 0.7
+            else random.randint(0, len(text))
+        )
         text = text[:at] + random.choice(TOKENS) + text[at:]
     return text
 
@@ -135,7 +162,9 @@ def truncated(text: str, random: random.Random) -> str:
 def indented(text: str, random: random.Random) -> str:
     lines = text.splitlines(keepends=True)
     at = random.randrange(len(lines))
-    lines[at] = random.choice([" " * random.randrange(9) + lines[at], lines[at].lstrip(), "\t" + lines[at]])
+    lines[at] = random.choice(
+        [" " * random.randrange(9) + lines[at], lines[at].lstrip(), "\t" + lines[at]]
+    )
     return "".join(lines)
 
 
@@ -163,13 +192,19 @@ def fuzz(count: int, seed: int) -> Counter:
             assert isinstance(found, Contract)
             outcomes["loaded"] += 1
         except ContractError as error:
-            outcomes["refused" if error.expected and error.received and error.remedy else "refused without a word"] += 1
+            outcomes[
+                "refused"
+                if error.expected and error.received and error.remedy
+                else "refused without a word"
+            ] += 1
         except BaseException as error:
             raise AssertionError(
                 f"mutation {number} of seed {seed}: {type(error).__name__}: {error}\n{text}"
             ) from error
         # Of this thread's own time: machines are shared.
-        outcomes["slowest, ms"] = max(outcomes["slowest, ms"], int(1000 * (time.thread_time() - started)))
+        outcomes["slowest, ms"] = max(
+            outcomes["slowest, ms"], int(1000 * (time.thread_time() - started))
+        )
     return outcomes
 
 

@@ -110,7 +110,9 @@ FALSE = {
     "planted nothing but names": at(1, planted=[PLANTED]),
     "caught a text": at(1, planted=[{"name": PLANTED, "caught": "yes", "detail": ""}]),
     "proof a list": at(2, proof=[1]),
-    "proof of too many words": at(2, proof={"engine": "z3", "covers": "", "cases": 1, "failure": "", "more": 1}),
+    "proof of too many words": at(
+        2, proof={"engine": "z3", "covers": "", "cases": 1, "failure": "", "more": 1}
+    ),
     "detail a number": at(1, detail=5),
     "another relation": at(1, relation="refuses"),
     "a claim that the contract has not": at(1, claim="elsewhere"),
@@ -139,7 +141,14 @@ def test_what_contradicts_itself_does_not_count_whatever_its_name(tmp_path, how)
 
 
 def test_evidence_of_the_older_form_is_recognised_and_does_not_count(tmp_path):
-    header = {"contract": CONTRACT.id, "digest": DIGEST, "subject": "", "asked": 4, "level": 4, "verdict": "kept"}
+    header = {
+        "contract": CONTRACT.id,
+        "digest": DIGEST,
+        "subject": "",
+        "asked": 4,
+        "level": 4,
+        "verdict": "kept",
+    }
     header |= {"date": "2027-01-01", "engine": "x86_64", "ran": True, "records": 0}
     text = json.dumps(header) + "\n"
     folder = tmp_path / "evidence" / DIGEST[:2]

@@ -57,7 +57,10 @@ def test_min_and_max():
 
 
 def test_arithmetic_with_plain_numbers_on_either_side():
-    assert_proved(lambda x: 3 + x - 3 == x and 3 - (3 - x) == x and 2 * x == x * 2 and x - (-x) == 2 * x, x=ANY)
+    assert_proved(
+        lambda x: 3 + x - 3 == x and 3 - (3 - x) == x and 2 * x == x * 2 and x - (-x) == 2 * x,
+        x=ANY,
+    )
     assert_proved(lambda x: 10 // x * x + 10 % x == 10, x=POSITIVE)
 
 
@@ -100,7 +103,16 @@ def test_a_refusal_that_is_caught_is_still_a_refusal():
 
 @pytest.mark.parametrize(
     "use",
-    [int, float, hash, range, lambda x: [0][x], lambda x: {x: 1}, lambda x: x == 1.0, lambda x: x * 0.5],
+    [
+        int,
+        float,
+        hash,
+        range,
+        lambda x: [0][x],
+        lambda x: {x: 1},
+        lambda x: x == 1.0,
+        lambda x: x * 0.5,
+    ],
     ids=["int", "float", "hash", "range", "index", "key", "equals a float", "times a float"],
 )
 def test_symbols_are_not_numbers(use):
@@ -204,7 +216,11 @@ def test_the_same_answer_twice():
 
 @settings(max_examples=30)
 @given(
-    terms=st.lists(st.tuples(st.integers(-3, 3), st.integers(-3, 3), st.integers(-4, 4)), min_size=1, max_size=3),
+    terms=st.lists(
+        st.tuples(st.integers(-3, 3), st.integers(-3, 3), st.integers(-4, 4)),
+        min_size=1,
+        max_size=3,
+    ),
     divisor=st.integers(1, 4),
 )
 def test_the_prover_agrees_with_brute_force(terms, divisor):

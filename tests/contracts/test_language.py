@@ -90,7 +90,12 @@ CHANGES = [
     ("    unit: ulp", "    unit: ulp\n    of: y", 16, "an argument"),
     ("relation: accurate", "relation: gradient\n    of: output", 16, "an argument"),
     ("level: L4", "level: L5", 23, "one of L2, L3, L4"),
-    ('    proof: {engine: interval, by: "halves:prove", planted: one ulp off}\n', "", 16, "a proof for L4"),
+    (
+        '    proof: {engine: interval, by: "halves:prove", planted: one ulp off}\n',
+        "",
+        16,
+        "a proof for L4",
+    ),
     ('by: "halves:prove", ', "", 16, "by: a function for engine interval"),
     (", planted: one ulp off", "", 24, "add planted"),
     ("halves:exact", "halves:_exact", 19, "no leading underscore"),
@@ -111,7 +116,12 @@ CHANGES = [
     ("3..5", f'"{"9" * 5000}"', 13, "at most 1,000 characters"),
     ("3..5", f"1..{'9' * 900}", 13, "runs as 1..257"),
     ("3..5", "0..1000000", 13, "runs as 1..257"),
-    ("equation: half}", "equation: half}\n  - {id: H-1, text: again}", 0, "each obligation id once"),
+    (
+        "equation: half}",
+        "equation: half}\n  - {id: H-1, text: again}",
+        0,
+        "each obligation id once",
+    ),
     ("title: Halves", "title: &a Halves", 3, "no anchors and no aliases"),
     ("title: Halves", "title: *a", 3, "no anchors and no aliases"),
     ("title: Halves", "title: !!python/object/apply:os.system [true]", 3, "no tags"),
@@ -155,7 +165,9 @@ def test_each_relation_asks_for_its_own(params, said):
     assert said in str(refused(text))
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "# only words\n", "---\n", "- a", "words", "5", "null", "[]", "{}"])
+@pytest.mark.parametrize(
+    "text", ["", "\n\n", "# only words\n", "---\n", "- a", "words", "5", "null", "[]", "{}"]
+)
 def test_what_is_no_mapping_is_refused(text):
     refused(text)
 
@@ -185,7 +197,8 @@ HOSTILE = {
     ),
     "many obligations": SMALL.replace(
         "inputs:\n",
-        "".join(f"  - {{id: O-{n}, text: t}}\n" for n in range(9_000)) + "  - {id: O-1, text: t}\ninputs:\n",
+        "".join(f"  - {{id: O-{n}, text: t}}\n" for n in range(9_000))
+        + "  - {id: O-1, text: t}\ninputs:\n",
         1,
     ),
     "half a character": "title: \ud800",
@@ -239,8 +252,28 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
 
 def accepts(schema: dict, value: object, path: str = "") -> str:
     """Where a value does not fit, or nothing: the keywords that we write, by themselves (jsonschema is not needed)."""
-    known = {"$schema", "title", "description", "format", "type", "properties", "required", "additionalProperties"}
-    known |= {"items", "minItems", "minLength", "maxLength", "pattern", "enum", "const", "anyOf", "oneOf", "minimum"}
+    known = {
+        "$schema",
+        "title",
+        "description",
+        "format",
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+    }
+    known |= {
+        "items",
+        "minItems",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "enum",
+        "const",
+        "anyOf",
+        "oneOf",
+        "minimum",
+    }
     assert set(schema) <= known, set(schema) - known
     for word, fits in (("anyOf", lambda n: n >= 1), ("oneOf", lambda n: n == 1)):
         if word in schema and not fits(sum(not accepts(s, value) for s in schema[word])):
@@ -249,11 +282,19 @@ def accepts(schema: dict, value: object, path: str = "") -> str:
         return f"{path}: enum"
     if "const" in schema and value != schema["const"]:
         return f"{path}: const"
-    types = {"string": str, "integer": int, "number": (int, float), "boolean": bool, "null": type(None)}
+    types = {
+        "string": str,
+        "integer": int,
+        "number": (int, float),
+        "boolean": bool,
+        "null": type(None),
+    }
     types |= {"array": list, "object": dict}
     wanted = schema.get("type", [])
     wanted = [wanted] if isinstance(wanted, str) else wanted
-    if wanted and not any(isinstance(value, types[t]) and (t == "boolean" or value is not True) for t in wanted):
+    if wanted and not any(
+        isinstance(value, types[t]) and (t == "boolean" or value is not True) for t in wanted
+    ):
         return f"{path}: type {wanted}"
     if isinstance(value, str) and not re.search(schema.get("pattern", ""), value):
         return f"{path}: pattern"
@@ -261,7 +302,10 @@ def accepts(schema: dict, value: object, path: str = "") -> str:
         return f"{path}: minimum"
     if isinstance(value, list):
         found = [accepts(schema.get("items", {}), v, f"{path}[{n}]") for n, v in enumerate(value)]
-        return next(filter(None, found), "" if len(value) >= schema.get("minItems", 0) else f"{path}: minItems")
+        return next(
+            filter(None, found),
+            "" if len(value) >= schema.get("minItems", 0) else f"{path}: minItems",
+        )
     if isinstance(value, dict):
         own, other = schema.get("properties", {}), schema.get("additionalProperties", {})
         for key in schema.get("required", []):
@@ -269,7 +313,10 @@ def accepts(schema: dict, value: object, path: str = "") -> str:
                 return f"{path}: {key} is missing"
         if other is False and set(value) - set(own):
             return f"{path}: {set(value) - set(own)}"
-        return next(filter(None, (accepts(own.get(k, other), v, f"{path}.{k}") for k, v in value.items())), "")
+        return next(
+            filter(None, (accepts(own.get(k, other), v, f"{path}.{k}") for k, v in value.items())),
+            "",
+        )
     return ""
 
 

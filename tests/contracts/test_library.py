@@ -101,8 +101,12 @@ def test_an_unchanged_library_judges_nothing(verified, capsys):
 
 def judge(path, subject="", claims=(), level=2):
     contract = load_contract(path)
-    options = Options(trusted=("torch",), subject=subject, level=level, file="" if subject else str(path))
-    return {r.claim: r for r in verify_contract(contract, options) if not claims or r.claim in claims}
+    options = Options(
+        trusted=("torch",), subject=subject, level=level, file="" if subject else str(path)
+    )
+    return {
+        r.claim: r for r in verify_contract(contract, options) if not claims or r.claim in claims
+    }
 
 
 def replays(record):
@@ -116,7 +120,11 @@ def replays(record):
 STOCK_BREAKS = {
     "silu": (ROOT / "examples/stock/silu.yaml", "", {"batch", "layout"}),
     "attention": (ROOT / "examples/stock/attention.yaml", "", {"decode-is-prefill"}),
-    "softmax": (library() / "ops/softmax/contract.yaml", "stock", {"executors-agree", "refusals", "no-answer"}),
+    "softmax": (
+        library() / "ops/softmax/contract.yaml",
+        "stock",
+        {"executors-agree", "refusals", "no-answer"},
+    ),
 }
 
 
@@ -127,7 +135,9 @@ def test_stock_breaks_what_it_is_known_to_break(name, monkeypatch, capsys):
     found = judge(path, subject)
     # Whether its backward depends on threads, or its sums on the machine, is not ours to promise.
     assert broken <= {id for id, r in found.items() if r.verdict == "broken"}
-    assert "kept" in {r.verdict for r in found.values()}  # accuracy is fine: it is the order that is not kept
+    assert "kept" in {
+        r.verdict for r in found.values()
+    }  # accuracy is fine: it is the order that is not kept
     for id in broken - {"refusals"}:
         assert found[id].differing > 0
         assert replays(found[id])
@@ -174,7 +184,15 @@ def test_ten_thousand_inputs_take_no_time(name):
 @pytest.mark.full
 def test_thorough(tmp_path):
     """The linear layer at every row count from 1 to 257."""
-    words = ["verify", "matmul-kernel-v1", "--thorough", "--level", "L2", "--evidence", str(tmp_path)]
+    words = [
+        "verify",
+        "matmul-kernel-v1",
+        "--thorough",
+        "--level",
+        "L2",
+        "--evidence",
+        str(tmp_path),
+    ]
     assert main.main(words) == 0
 
 

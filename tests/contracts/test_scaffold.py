@@ -36,7 +36,9 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / "drafted"
     folder.mkdir()
     (folder / "ops.py").write_text(SOURCE)
-    (folder / "__init__.py").write_text("from .ops import norm as renamed\nfrom drafted import loop\n")
+    (folder / "__init__.py").write_text(
+        "from .ops import norm as renamed\nfrom drafted import loop\n"
+    )
     (folder / "loop.py").write_text("from drafted.loop import around\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     sources.find_file.cache_clear()
@@ -52,7 +54,13 @@ def test_the_source_is_read_and_not_imported(package):
     assert plain.arguments == {"x": ("rows", "k"), "weight": ("k",)}
     assert plain.options == {"groups": None}
     assert "left at their defaults: eps=1e-06, mode='a\\nb'" in text
-    assert contract.claims[0].params["under"] == ("batch", "position", "neighbours", "layout", "threads")
+    assert contract.claims[0].params["under"] == (
+        "batch",
+        "position",
+        "neighbours",
+        "layout",
+        "threads",
+    )
     assert contract.claims[1].params["against"] == "drafted.ops:reference_of_norm"
     (problem,) = lint_contract(contract, "x")
     assert "reference_of_" in problem.expected  # all that is left is to write it
@@ -63,14 +71,20 @@ def test_names_are_followed_to_where_they_are_defined(package):
     contract = parse_contract(scaffold("a", "drafted:renamed"), "x")
     assert contract.subject == "drafted:renamed"
     assert list(contract.inputs["plain"].arguments) == ["x", "weight"]
-    assert list(parse_contract(scaffold("a", "drafted.ops:Holder.method"), "x").inputs["plain"].arguments) == ["x"]
+    assert list(
+        parse_contract(scaffold("a", "drafted.ops:Holder.method"), "x").inputs["plain"].arguments
+    ) == ["x"]
 
 
 def test_without_annotations_what_must_be_given_is_a_tensor(package):
-    assert list(parse_contract(scaffold("a", "drafted.ops:bare"), "x").inputs["plain"].arguments) == ["x", "null"]
+    assert list(
+        parse_contract(scaffold("a", "drafted.ops:bare"), "x").inputs["plain"].arguments
+    ) == ["x", "null"]
 
 
-@pytest.mark.parametrize("reference", ["isobit:linear", "isobit:softmax", "torch.nn.functional:layer_norm"])
+@pytest.mark.parametrize(
+    "reference", ["isobit:linear", "isobit:softmax", "torch.nn.functional:layer_norm"]
+)
 def test_it_cannot_pass(reference):
     contract = parse_contract(scaffold("my-v1", reference), "x")
     (problem,) = lint_contract(contract, "x")

@@ -10,7 +10,12 @@ from isobit.contracts.recipes import Case, Recipe
 from isobit.contracts.relations import RELATIONS, Bound
 from isobit.contracts.tally import Tally
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
 STEPS = 4  # the limit, in ulps of a result in [1, 2)
 
 # The error in ulps of the result, or what stands in its place; and the verdict.
@@ -26,23 +31,47 @@ SURVEY = {
 }
 # Of each relation: its parameters by the dtype's ulp, the exact row, and which element of it is put off by the error.
 RULES = {
-    "accurate abs": ("accurate", lambda ulp: {"against": "a:b", "limit": STEPS * ulp, "unit": "abs"}, (1.0, 1.0)),
-    "accurate rel": ("accurate", lambda ulp: {"against": "a:b", "limit": STEPS * ulp, "unit": "rel"}, (8.0, 1.0)),
+    "accurate abs": (
+        "accurate",
+        lambda ulp: {"against": "a:b", "limit": STEPS * ulp, "unit": "abs"},
+        (1.0, 1.0),
+    ),
+    "accurate rel": (
+        "accurate",
+        lambda ulp: {"against": "a:b", "limit": STEPS * ulp, "unit": "rel"},
+        (8.0, 1.0),
+    ),
     # The row's largest is 2, so that the limit is half as many of it.
     "accurate norm": (
         "accurate",
         lambda ulp: {"against": "a:b", "limit": STEPS / 2 * ulp, "unit": "norm"},
         (-2.0, 1.0),
     ),
-    "accurate ulp": ("accurate", lambda ulp: {"against": "a:b", "limit": STEPS, "unit": "ulp"}, (1000.0, 1.0)),
+    "accurate ulp": (
+        "accurate",
+        lambda ulp: {"against": "a:b", "limit": STEPS, "unit": "ulp"},
+        (1000.0, 1.0),
+    ),
     "gradient abs": (
         "gradient",
         lambda ulp: {"against": "a:b", "limit": STEPS * ulp, "unit": "abs", "of": "-"},
         (0, 1.0),
     ),
-    "parity abs": ("parity", lambda ulp: {"against": "a:b", "limit": STEPS * ulp, "unit": "abs"}, (1.0, 1.0)),
-    "parity rel": ("parity", lambda ulp: {"against": "a:b", "limit": STEPS * ulp, "unit": "rel"}, (8.0, 1.0)),
-    "parity ulp": ("parity", lambda ulp: {"against": "a:b", "limit": STEPS, "unit": "ulp"}, (1000.0, 1.0)),
+    "parity abs": (
+        "parity",
+        lambda ulp: {"against": "a:b", "limit": STEPS * ulp, "unit": "abs"},
+        (1.0, 1.0),
+    ),
+    "parity rel": (
+        "parity",
+        lambda ulp: {"against": "a:b", "limit": STEPS * ulp, "unit": "rel"},
+        (8.0, 1.0),
+    ),
+    "parity ulp": (
+        "parity",
+        lambda ulp: {"against": "a:b", "limit": STEPS, "unit": "ulp"},
+        (1000.0, 1.0),
+    ),
     "bound": ("bound", lambda ulp: {"low": -1, "high": 1 + STEPS * ulp}, (0.0, 1.0)),
     "sums_to": ("sums_to", lambda ulp: {"total": 1.0, "limit": STEPS * ulp}, (0.0, 1.0)),
 }
@@ -74,7 +103,10 @@ def test_at_the_threshold(rule, what, dtype):
     found = exact.clone()
     found[rows // 2 : rows // 2 + 1, 1] = 1.0 + error * ulp
     # Errors are whole ulps, so nothing is rounded here: what is surveyed is the comparison.
-    assert torch.equal(found.to(DTYPES[dtype]).double().nan_to_num(9), found.nan_to_num(9)) or error == math.inf
+    assert (
+        torch.equal(found.to(DTYPES[dtype]).double().nan_to_num(9), found.nan_to_num(9))
+        or error == math.inf
+    )
     other = exact.to(DTYPES[dtype]) if relation == "parity" else exact
     assert verdict(relation, params_of(ulp), found.to(DTYPES[dtype]), other) == expected
 
@@ -84,7 +116,14 @@ def test_at_the_threshold(rule, what, dtype):
 def test_at_the_limit_itself(relation, sign):
     """Around zero the error is the output: the limit's own neighbours among fp64 are told apart."""
     limit = 1e-5
-    params = {"against": "a:b", "limit": limit, "unit": "abs", "low": -limit, "high": limit, "total": 0.0}
+    params = {
+        "against": "a:b",
+        "limit": limit,
+        "unit": "abs",
+        "low": -limit,
+        "high": limit,
+        "total": 0.0,
+    }
     exact = torch.zeros(1, 2, dtype=torch.float64)
     for error, expected in (
         (math.nextafter(limit, 0), "kept"),
@@ -106,7 +145,10 @@ def test_what_is_not_finite_must_be_the_same(relation, unit):
         for exact in odd:
             same = found == exact or (math.isnan(found) and math.isnan(exact))
             pair = (torch.tensor([[1.0, found]]), torch.tensor([[1.0, exact]]))
-            assert verdict(relation, params, *pair) == ("kept" if same else "broken"), (found, exact)
+            assert verdict(relation, params, *pair) == ("kept" if same else "broken"), (
+                found,
+                exact,
+            )
 
 
 @pytest.mark.parametrize("unit", ["rel", "norm"])
@@ -136,4 +178,9 @@ def test_other_shapes_and_dtypes_break():
     for relation in ("accurate", "parity"):
         assert verdict(relation, params, torch.zeros(1, 2), torch.zeros(1, 3)) == "broken"
         assert verdict(relation, params, torch.zeros(0, 2), torch.zeros(1, 2)) == "broken"
-    assert verdict("parity", {"against": "a:b"}, torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.float64)) == "broken"
+    assert (
+        verdict(
+            "parity", {"against": "a:b"}, torch.zeros(1, 2), torch.zeros(1, 2, dtype=torch.float64)
+        )
+        == "broken"
+    )

@@ -45,7 +45,13 @@ claims:
 
 @pytest.mark.parametrize(
     "name",
-    ["cli.main:main", "files:write_text", "simulator:World", "simulator.script:Script", "trusted_folder:serve_folder"],
+    [
+        "cli.main:main",
+        "files:write_text",
+        "simulator:World",
+        "simulator.script:Script",
+        "trusted_folder:serve_folder",
+    ],
 )
 def test_isobits_own_machinery_is_nothing_that_a_contract_calls(name):
     with pytest.raises(ContractError, match="machinery"):
@@ -67,7 +73,9 @@ def packages(tmp_path, monkeypatch):
 
 
 def sprung(trap) -> bool:
-    return bool(list(trap.glob("*.was_here"))) or any(n.partition(".")[0] == TRAP for n in sys.modules)
+    return bool(list(trap.glob("*.was_here"))) or any(
+        n.partition(".")[0] == TRAP for n in sys.modules
+    )
 
 
 def contract(claim: str, level: str = "L2", subject: str = f"{SUBJECT}:subject") -> Contract:
@@ -80,10 +88,16 @@ PLANTED = 'sabotage: ["GOOD:wrong"]'
 # Every place in a claim that may name code, once with the trap in it.
 PLACES = {
     "against": ('relation: accurate, against: "TRAP:exact", limit: 0, unit: ulp', "L2"),
-    "against of parity": ('relation: parity, against: "TRAP.inner:other", sabotage: ["GOOD:wrong"]', "L2"),
+    "against of parity": (
+        'relation: parity, against: "TRAP.inner:other", sabotage: ["GOOD:wrong"]',
+        "L2",
+    ),
     "sabotage": (f'{EXACT}, sabotage: ["TRAP:wrong"]', "L2"),
     "control": (f'{EXACT}, {PLANTED}, control: ["TRAP.inner:wrong"]', "L2"),
-    "proof.by": (f'{EXACT}, {PLANTED}, proof: {{engine: interval, by: "TRAP:prove", planted: "GOOD:wrong"}}', "L4"),
+    "proof.by": (
+        f'{EXACT}, {PLANTED}, proof: {{engine: interval, by: "TRAP:prove", planted: "GOOD:wrong"}}',
+        "L4",
+    ),
     "proof.planted": (
         f'{EXACT}, {PLANTED}, proof: {{engine: interval, by: "GOOD:prove", planted: "TRAP:wrong"}}',
         "L4",
@@ -133,7 +147,9 @@ def test_the_trap_can_close(packages):
     assert sprung(packages)
 
 
-@pytest.mark.parametrize("name", [TRAP, f"{TRAP}.inner", "os", "builtins", "isobits", "isobit_evil", "", ".", "Isobit"])
+@pytest.mark.parametrize(
+    "name", [TRAP, f"{TRAP}.inner", "os", "builtins", "isobits", "isobit_evil", "", ".", "Isobit"]
+)
 def test_only_whole_package_names_are_trusted(packages, name):
     before = set(sys.modules)
     with pytest.raises(ContractError, match="trusted package"):
@@ -171,7 +187,9 @@ def test_what_does_not_exist_is_refused(packages, reference):
         resolve(f"{SUBJECT}:{reference}", (SUBJECT,))
 
 
-@pytest.mark.parametrize("module", ["isobit.no_such_module", "isobit.", "isobit..bits", "isobit.bits.x"])
+@pytest.mark.parametrize(
+    "module", ["isobit.no_such_module", "isobit.", "isobit..bits", "isobit.bits.x"]
+)
 def test_modules_that_do_not_exist_are_refused(module):
     with pytest.raises(ContractError, match="to exist"):
         resolve(f"{module}:x", ())
@@ -182,7 +200,9 @@ def test_what_is_trusted_is_found(packages):
     assert resolve(f"{SUBJECT}:Deep.Inner", (SUBJECT,)).__name__ == "Inner"
 
 
-@pytest.mark.parametrize("reference", ["isobit.machine:os.system", "isobit.ops.dispatch:import_module"])
+@pytest.mark.parametrize(
+    "reference", ["isobit.machine:os.system", "isobit.ops.dispatch:import_module"]
+)
 def test_other_packages_are_not_reached_through_trusted_ones(reference):
     with pytest.raises(ContractError):
         resolve(reference, ())

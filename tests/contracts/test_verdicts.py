@@ -113,7 +113,11 @@ def test_a_sabotage_that_raises_is_not_caught():
 
 def test_a_subject_that_raises_or_returns_no_tensor_is_broken():
     assert judge(subject=f"{HERE}:raises").verdict == "broken"
-    record = judge(relation="invariant\n    under: [batch]", subject=f"{HERE}:returns_no_tensor", sabotage='"identity"')
+    record = judge(
+        relation="invariant\n    under: [batch]",
+        subject=f"{HERE}:returns_no_tensor",
+        sabotage='"identity"',
+    )
     assert record.verdict == "broken"
     assert "expected the subject to return a tensor" in record.detail
 
@@ -141,7 +145,11 @@ def asks_for_cuda(x):
 def test_a_subject_without_its_device_could_not_run(subject):
     for record in (
         judge(subject=f"{HERE}:{subject}"),
-        judge(relation="invariant\n    under: [batch]", subject=f"{HERE}:{subject}", sabotage='"identity"'),
+        judge(
+            relation="invariant\n    under: [batch]",
+            subject=f"{HERE}:{subject}",
+            sabotage='"identity"',
+        ),
     ):
         assert (record.verdict, record.level) == ("could-not-run", 0)
         assert "TRITON_INTERPRET=1" in record.detail
@@ -160,7 +168,9 @@ def test_a_proof_that_fails_says_where():
     from isobit.records import Proof
 
     assert "at L4" not in differ_of(judge())
-    broken = replace(judge(), verdict="broken", at=4, differing=0, proof=Proof("z3", "all", 3, "k = 5"))
+    broken = replace(
+        judge(), verdict="broken", at=4, differing=0, proof=Proof("z3", "all", 3, "k = 5")
+    )
     assert differ_of(broken) == "proof, at L4"
 
 
@@ -169,18 +179,24 @@ def test_could_not_run():
     assert record.verdict == "could-not-run"
     assert "not_there" in record.detail
     words = {"subject": f"{HERE}:double", "rows": 4, "sabotage": ""}
-    contract = parse_contract(TEXT.format(relation=predicate("is_double"), level="L2", **words), "here")
+    contract = parse_contract(
+        TEXT.format(relation=predicate("is_double"), level="L2", **words), "here"
+    )
     (record,) = verify_contract(contract, Options())
     assert record.verdict == "could-not-run"
     assert "--trust tests" in record.detail
 
 
 def test_unbound():
-    text = TEXT.format(relation=predicate("is_double"), level="L2", subject="x:y", rows=4, sabotage="")
+    text = TEXT.format(
+        relation=predicate("is_double"), level="L2", subject="x:y", rows=4, sabotage=""
+    )
     contract = parse_contract(text.replace("subject: x:y\n", ""), "here")
     (record,) = verify_contract(contract, Options(trusted=TRUST))
     assert record.verdict == "unbound"
-    more = replace(contract, obligations=(*contract.obligations, replace(contract.obligations[0], id="O-2")))
+    more = replace(
+        contract, obligations=(*contract.obligations, replace(contract.obligations[0], id="O-2"))
+    )
     kept = replace(record, verdict="kept", level=4)
     assert ladder.contract_verdict(more, [kept]) == "unbound"
     assert ladder.contract_level(more, [kept]) == 0
@@ -197,7 +213,10 @@ WAIVER = "\nwaivers:\n  - {claim: claim, reason: known, owner: me, expires: 2030
 @pytest.mark.parametrize("day", ["2030-01-30", "2030-01-31", "2030-02-01"])
 def test_waivers_end(day):
     word = "waived" if day <= "2030-01-31" else "broken"
-    text = TEXT.format(relation=predicate("is_double"), level="L2", subject="x:y", rows=4, sabotage="") + WAIVER
+    text = (
+        TEXT.format(relation=predicate("is_double"), level="L2", subject="x:y", rows=4, sabotage="")
+        + WAIVER
+    )
     contract = parse_contract(text, "here")
     record = replace(judge(subject=f"{HERE}:triple"), claim="claim")
     found = ladder.waive(contract, record, datetime.date.fromisoformat(day))
@@ -214,7 +233,9 @@ def test_l3_draws_ten_thousand_and_finds_what_fixed_inputs_miss():
     assert record.inputs >= 10_000
     record = judge(level="L3", subject=f"{HERE}:wrong_on_wide_batches")
     assert (record.verdict, record.at) == ("broken", 3)
-    assert record.differing == 257 * 8  # what differs where it was found, not the 0 of the fixed inputs
+    assert (
+        record.differing == 257 * 8
+    )  # what differs where it was found, not the 0 of the fixed inputs
     assert record.compared > record.differing
     assert '"rows":257' in record.replay  # the smallest of the ladder of row counts that breaks it
 
@@ -225,7 +246,9 @@ def wrong_on_wide_batches(x):
 
 def test_a_level_that_was_not_reached_is_not_kept():
     words = {"subject": f"{HERE}:double", "rows": 4, "sabotage": f'"{HERE}:triple"'}
-    contract = parse_contract(TEXT.format(relation=predicate("is_double"), level="L3", **words), "here")
+    contract = parse_contract(
+        TEXT.format(relation=predicate("is_double"), level="L3", **words), "here"
+    )
     (record,) = verify_contract(contract, Options(trusted=TRUST, level=2))
     assert (record.verdict, record.level, record.required) == ("kept", 2, 3)
     assert ladder.contract_verdict(contract, [record]) == "below-level"
@@ -234,7 +257,14 @@ def test_a_level_that_was_not_reached_is_not_kept():
 
 def test_a_deadline_is_said():
     contract = parse_contract(
-        TEXT.format(relation=predicate("is_double"), level="L2", subject=f"{HERE}:double", rows=4, sabotage=""), "here"
+        TEXT.format(
+            relation=predicate("is_double"),
+            level="L2",
+            subject=f"{HERE}:double",
+            rows=4,
+            sabotage="",
+        ),
+        "here",
     )
     (record,) = verify_contract(contract, Options(trusted=TRUST, deadline=0.0))
     assert record.verdict == "could-not-run"

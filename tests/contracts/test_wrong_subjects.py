@@ -128,7 +128,8 @@ def test_a_planted_subject_that_raises_is_not_caught_by_algebra():
 
 
 @pytest.mark.parametrize(
-    "reference", ["isobit.contracts.transforms:LAYOUTS.popitem", "isobit:import_module", "isobit.files:os"]
+    "reference",
+    ["isobit.contracts.transforms:LAYOUTS.popitem", "isobit:import_module", "isobit.files:os"],
 )
 def test_neither_tables_nor_foreign_code_are_reached_through_a_trusted_package(reference):
     with pytest.raises(ContractError):
@@ -161,7 +162,9 @@ def place(tmp_path, monkeypatch):
 
 def test_what_rests_on_red_is_no_pass_anywhere(place, capsys):
     (place / "base.contract.yaml").write_text(FILE.format(id="base", subject="wrong", rests=""))
-    (place / "top.contract.yaml").write_text(FILE.format(id="top", subject="right", rests="base-v1"))
+    (place / "top.contract.yaml").write_text(
+        FILE.format(id="top", subject="right", rests="base-v1")
+    )
     words = ["verify", "top-v1", "--trust", "sly_code", "--junit", "j.xml", "--json"]
     for level in ("L2", "L4"):
         assert main.main([*words, "--level", level]) == 2
@@ -172,7 +175,9 @@ def test_what_rests_on_red_is_no_pass_anywhere(place, capsys):
 
 def test_red_outlives_a_waiver_and_a_green_run(place, capsys):
     waiver = "waivers: [{claim: c, reason: 'x; it is kept: y', owner: me, expires: 2999-01-01}]\n"
-    (place / "base.contract.yaml").write_text(FILE.format(id="base", subject="wrong", rests="") + waiver)
+    (place / "base.contract.yaml").write_text(
+        FILE.format(id="base", subject="wrong", rests="") + waiver
+    )
     for again in ([], ["--again"]):
         assert main.main(["verify", "--trust", "sly_code", *again]) == 1
         assert "WAIVED base-v1/c" in capsys.readouterr().out
@@ -189,7 +194,9 @@ def test_a_printed_replay_works_in_a_folder_without_contracts(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     assert main.main(["verify", "silu-kernel-v1", "--subject", "stock", "--level", "L2"]) == 1
     said = capsys.readouterr().out
-    printed = next(line for line in said.splitlines() if "replay silu-kernel-v1/" in line and "--case" in line)
+    printed = next(
+        line for line in said.splitlines() if "replay silu-kernel-v1/" in line and "--case" in line
+    )
     assert main.main(shlex.split(printed)[1:]) == 1
     assert "differ" in capsys.readouterr().out
     assert main.main(["replay", "silu-kernel-v1/no-such-claim"]) == 2

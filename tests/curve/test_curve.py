@@ -40,12 +40,22 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def first(folder):
     """The exit code of a run with stock beside it, whose outcomes are kept."""
-    return curve("--layouts", *LAYOUTS, "--stock", "--keep", folder / "kept", "--picture", folder / "curve.svg")
+    return curve(
+        "--layouts",
+        *LAYOUTS,
+        "--stock",
+        "--keep",
+        folder / "kept",
+        "--picture",
+        folder / "curve.svg",
+    )
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(first, folder):
-    return gate.read_outcomes(folder / "kept")[Layout(), "tiny", "float32", False, "simulator"].curve
+    return gate.read_outcomes(folder / "kept")[
+        Layout(), "tiny", "float32", False, "simulator"
+    ].curve
 
 
 @pytest.fixture
@@ -100,8 +110,15 @@ def test_the_picture(first, folder):
     root = ElementTree.fromstring((folder / "curve.svg").read_text())
     (panel,) = root.findall(f"{SVG}g")
     words = [text.text for text in root.iter(f"{SVG}text")]
-    assert {"isobit", "stock PyTorch", "exactly 0", "float32 — isobit: 3 layouts, stock: 3 layouts"} <= set(words)
-    dots = {kind: panel.findall(f"{SVG}circle[@class='{kind}-fill']") for kind in ("same", "differs")}
+    assert {
+        "isobit",
+        "stock PyTorch",
+        "exactly 0",
+        "float32 — isobit: 3 layouts, stock: 3 layouts",
+    } <= set(words)
+    dots = {
+        kind: panel.findall(f"{SVG}circle[@class='{kind}-fill']") for kind in ("same", "differs")
+    }
     assert [len(found) for found in dots.values()] == [3 * 2, 3 * 2]  # a layout's dot a step
     floor = curve_picture.HEIGHT - 18
     assert {float(dot.get("cy")) for dot in dots["same"]} == {floor}
@@ -109,7 +126,9 @@ def test_the_picture(first, folder):
     for dot in (*dots["same"], *dots["differs"]):
         assert 0 < float(dot.get("cx")) < curve_picture.WIDTH
         assert 0 < float(dot.get("cy")) < curve_picture.HEIGHT
-    assert panel.findall(f"{SVG}circle")[-1] in dots["same"]  # not hidden by stock's first layout, at 0 by definition
+    assert (
+        panel.findall(f"{SVG}circle")[-1] in dots["same"]
+    )  # not hidden by stock's first layout, at 0 by definition
     assert float(root.get("width")) > 8 * len(words[0])
     x, y = map(float, re.findall(r"[\d.]+", panel.get("transform")))
     assert x + curve_picture.WIDTH < float(root.get("width"))
@@ -119,7 +138,9 @@ def test_the_picture(first, folder):
 
 
 def test_the_picture_of_a_run_that_blew_up():
-    drawn = curve_picture.draw_curves({"float32": {"stock": {"a": [1.0, 2.0], "b": [math.nan, math.inf]}}}, "Losses")
+    drawn = curve_picture.draw_curves(
+        {"float32": {"stock": {"a": [1.0, 2.0], "b": [math.nan, math.inf]}}}, "Losses"
+    )
     dots = list(ElementTree.fromstring(drawn).iter(f"{SVG}circle"))
     heights = [float(dot.get("cy")) for dot in dots if dot.find(f"{SVG}title") is not None]
     assert heights == [curve_picture.HEIGHT - 18] * 2 + [8] * 2
@@ -138,7 +159,8 @@ def test_a_wrong_merge_is_broken(first, folder, trained, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "layout", ["16x1x1", "3x1x1", "1x1x4", "1x1x3", "0x1x1", "ddp:2x1x2", "ddp:1x1x1", "gpipe:2x1x1", "2x2"]
+    "layout",
+    ["16x1x1", "3x1x1", "1x1x4", "1x1x3", "0x1x1", "ddp:2x1x2", "ddp:1x1x1", "gpipe:2x1x1", "2x2"],
 )
 def test_a_layout_that_cannot_be_cut(layout, trained, capsys):
     assert curve("--layouts", "1x1x1", layout) == 2
@@ -198,7 +220,9 @@ def test_processes_have_the_simulators_digest(uninterrupted):
 def test_a_launch_that_fails_says_why(code, printed, monkeypatch):
     done = CompletedProcess([], code, printed, "out of memory")
     monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: done)
-    with pytest.raises(UnsupportedError, match=f"exit code {code}: out of memory.*-m isobit.curve --data=2"):
+    with pytest.raises(
+        UnsupportedError, match=f"exit code {code}: out of memory.*-m isobit.curve --data=2"
+    ):
         launch.under_torchrun(Job(Layout(2), "tiny", "float32", transport="gloo"))
 
 
@@ -233,7 +257,10 @@ def test_verdicts(first, folder):
         {"losses": (0.0, 0.0)},
     ):
         assert not judge([kept[0], replace(kept[1], curve=replace(kept[1].curve, **change))]).kept
-    zeros = [replace(o, curve=replace(o.curve, losses=(zero, 1.0))) for o, zero in zip(kept, (0.0, -0.0), strict=False)]
+    zeros = [
+        replace(o, curve=replace(o.curve, losses=(zero, 1.0)))
+        for o, zero in zip(kept, (0.0, -0.0), strict=False)
+    ]
     assert judge(zeros).curves == 2
     assert not judge([replace(o, curve=replace(o.curve, losses=(), norms=())) for o in kept]).kept
 

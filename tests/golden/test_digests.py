@@ -16,7 +16,11 @@ from isobit.order.plan import VERSION
 from isobit.order.samples import Samples
 
 GOLDEN = json.loads((Path(__file__).parent / "linear.json").read_text())
-CASES = [(d, k, n) for d in ("float32", "bfloat16", "float16") for k, n in ((1024, 192), (3072, 70), (333, 65))]
+CASES = [
+    (d, k, n)
+    for d in ("float32", "bfloat16", "float16")
+    for k, n in ((1024, 192), (3072, 70), (333, 65))
+]
 
 
 def digests(dtype, k, n):
@@ -29,7 +33,9 @@ def digests(dtype, k, n):
     x, grad = mirror(draw(5, k, seed=1), 1, 1), mirror(draw(5, n, seed=2), 1, 1)
     rows = sum(SAMPLE_LENGTHS)
     token_grad, token_x = mirror(draw(rows, n, seed=3), 0, -1), mirror(draw(rows, k, seed=4), 0, 1)
-    weight_grad, bias_grad = OURS.parameter_grads(token_grad, token_x, Samples.packed(SAMPLE_LENGTHS))
+    weight_grad, bias_grad = OURS.parameter_grads(
+        token_grad, token_x, Samples.packed(SAMPLE_LENGTHS)
+    )
     return {
         "x": bits.digest(x),
         "y": bits.digest(OURS.output(x, weight, bias)),

@@ -125,7 +125,11 @@ def many(rank):
     try:
         rank_agreement(made)
     except AgreementError as error:
-        return {"found": plain(report), "raised": str(error), "record": len(error.agreement.differences)}
+        return {
+            "found": plain(report),
+            "raised": str(error),
+            "record": len(error.agreement.differences),
+        }
 
 
 def tied(rank):
@@ -195,7 +199,9 @@ def sharded(rank, mesh):
 
 def drawn(seed, *shape):
     generator = torch.Generator().manual_seed(seed)
-    return torch.ldexp(torch.randn(shape, generator=generator), torch.randint(-9, 9, shape, generator=generator))
+    return torch.ldexp(
+        torch.randn(shape, generator=generator), torch.randint(-9, 9, shape, generator=generator)
+    )
 
 
 def with_grad(grad, part=None):
@@ -234,8 +240,13 @@ def norms(rank, mesh):
         theirs = [alone[0].grad[edges[rank] : edges[rank + 1]], alone[1].grad, alone[2].grad]
         clipped += sum(not bits.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         rows = distribute_tensor(drawn(seed, 100, 7), mesh, [Shard(0), Shard(0)])
-        found, exact = torch.nn.utils.get_total_norm([rows]), torch.nn.utils.get_total_norm([drawn(seed, 100, 7)])
-        stock_differs += not bits.equal(found.full_tensor() if isinstance(found, DTensor) else found, exact)
+        found, exact = (
+            torch.nn.utils.get_total_norm([rows]),
+            torch.nn.utils.get_total_norm([drawn(seed, 100, 7)]),
+        )
+        stock_differs += not bits.equal(
+            found.full_tensor() if isinstance(found, DTensor) else found, exact
+        )
     return {"differ": sum(differ), "clipped": clipped, "stock": stock_differs}
 
 
@@ -251,14 +262,18 @@ def fully_sharded(rank, mesh):
     agreed = outcome(lambda: rank_agreement(made))
     clip_grad_norm_(made, 0.5)
     optim.scale_by_norm(whole, wanted, 0.5)
-    clipped = all(bits.equal(p.grad.full_tensor(), w) for p, w in zip(made.parameters(), whole, strict=True))
+    clipped = all(
+        bits.equal(p.grad.full_tensor(), w) for p, w in zip(made.parameters(), whole, strict=True)
+    )
     return {"norm": bits.equal(found, wanted), "clipped": clipped, "empty": empty, "agreed": agreed}
 
 
 def norms_of_groups(rank, mesh):
     """Groups that hold all pieces, and those that do not."""
     spread = drawn(5, 7, 5)
-    dtensor = nn.Parameter(distribute_tensor(torch.zeros_like(spread), mesh, [Replicate(), Shard(0)]))
+    dtensor = nn.Parameter(
+        distribute_tensor(torch.zeros_like(spread), mesh, [Replicate(), Shard(0)])
+    )
     dtensor.grad = distribute_tensor(spread, mesh, [Replicate(), Shard(0)])
     shards, replicas = mesh.get_group("shard"), mesh.get_group("replicate")
     part = with_grad(spread, Part(rank % 2, 2))
@@ -288,15 +303,25 @@ def losses(rank):
         "mean": mean_loss(terms[24 * rank : 24 * rank + 24]).item().hex(),
         "of means": torch.stack(means).mean().item().hex(),
         "nothing": outcome(lambda: empty.value()),
-        "outside": outcome(lambda: meter.value(group)) if rank > 1 else meter.value(group).isfinite().item(),
+        "outside": outcome(lambda: meter.value(group))
+        if rank > 1
+        else meter.value(group).isfinite().item(),
     }
 
 
 def work(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS
+    )
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    found = {check.__name__: check(rank) for check in (agreements, flips, many, tied, unlike, refusals, losses)}
-    found |= {check.__name__: check(rank, mesh) for check in (sharded, norms, fully_sharded, norms_of_groups)}
+    found = {
+        check.__name__: check(rank)
+        for check in (agreements, flips, many, tied, unlike, refusals, losses)
+    }
+    found |= {
+        check.__name__: check(rank, mesh)
+        for check in (sharded, norms, fully_sharded, norms_of_groups)
+    }
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

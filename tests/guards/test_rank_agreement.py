@@ -67,12 +67,19 @@ def test_the_minority_is_named_whoever_it_is(ranks):
 
 def test_without_a_majority_the_groups_are_listed(ranks):
     found = on_all(ranks, "tied")
-    assert [(d["rank"], d["majority"], d["tied"]) for d in found["found"]] == [(2, [0, 1], True), (3, [0, 1], True)]
+    assert [(d["rank"], d["majority"], d["tied"]) for d in found["found"]] == [
+        (2, [0, 1], True),
+        (3, [0, 1], True),
+    ]
     assert found["minority"] == []
     assert "rank 2, 0.weight, bits at [3, 4]" in found["said"]
     assert "as ranks 0, 1, and no majority" in found["said"]
     assert "where there is no majority" in found["said"]
-    assert [(d["rank"], d["majority"]) for d in found["each"]] == [(0, [1, 2, 3]), (1, [0, 2, 3]), (2, [0, 1, 3])]
+    assert [(d["rank"], d["majority"]) for d in found["each"]] == [
+        (0, [1, 2, 3]),
+        (1, [0, 2, 3]),
+        (2, [0, 1, 3]),
+    ]
     assert found["all"] == [0, 1, 2]
 
 
@@ -115,7 +122,15 @@ def test_shards_are_compared_with_their_replicas_alone(ranks):
 
 # ---- 3. in one process -------------------------------------------------------------------------------------
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.complex64]
+DTYPES = [
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+    torch.int64,
+    torch.uint8,
+    torch.complex64,
+]
 
 
 @settings(max_examples=60)
@@ -127,16 +142,29 @@ def test_flips_are_found_where_they_are(data):
 
     def draw(shape, dtype):
         size = torch.empty(shape, dtype=dtype).element_size()
-        return torch.randint(0, 256, (*shape, size), dtype=torch.uint8, generator=generator).view(dtype).reshape(shape)
+        return (
+            torch.randint(0, 256, (*shape, size), dtype=torch.uint8, generator=generator)
+            .view(dtype)
+            .reshape(shape)
+        )
 
-    first = {str(i): draw(shape, dtype) for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))}
-    copies = [{name: t.clone() for name, t in first.items()} for _ in range(data.draw(st.integers(1, 5)))]
+    first = {
+        str(i): draw(shape, dtype)
+        for i, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+    }
+    copies = [
+        {name: t.clone() for name, t in first.items()} for _ in range(data.draw(st.integers(1, 5)))
+    ]
     for copy in copies:
         for name in data.draw(st.sets(st.sampled_from(sorted(copy)))):
             for _ in range(data.draw(st.integers(1, 3))):
                 place = data.draw(st.integers(0, copy[name].numel() - 1))
-                flip_bit(copy[name], place, data.draw(st.integers(0, 8 * copy[name].element_size() - 1)))
-    wanted = {finding for name in first for finding in minority([copy[name] for copy in copies], name)}
+                flip_bit(
+                    copy[name], place, data.draw(st.integers(0, 8 * copy[name].element_size() - 1))
+                )
+    wanted = {
+        finding for name in first for finding in minority([copy[name] for copy in copies], name)
+    }
     assert set(compare_copies(copies).differences) == wanted
 
 
@@ -151,11 +179,17 @@ def minority(tensors, name):
     tied = sum(len(group) == most for group in groups) > 1
     for group in groups:
         for at in group if group is not right else ():
-            found = bits.first_difference(bits.as_integers(tensors[at]), bits.as_integers(tensors[right[0]]))
-            yield Finding(name, at, "bits", found.left, found.right, found.index, tuple(right), tied)
+            found = bits.first_difference(
+                bits.as_integers(tensors[at]), bits.as_integers(tensors[right[0]])
+            )
+            yield Finding(
+                name, at, "bits", found.left, found.right, found.index, tuple(right), tied
+            )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+)
 def test_finite(dtype):
     big = torch.finfo(dtype).max
     assert is_finite(torch.full((1000,), big, dtype=dtype))  # though their sum is not
@@ -179,6 +213,8 @@ def test_one_rank_alone():
 
 @pytest.mark.full
 def test_one_bit_in_a_hundred_million():
-    done = subprocess.run([sys.executable, "-m", "benchmarks", "agreement", "--quick"], cwd=ROOT, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "agreement", "--quick"], cwd=ROOT, capture_output=True
+    )
     assert done.returncode == 0, done.stderr.decode()[-3000:]
     assert b"found: rank 1" in done.stdout

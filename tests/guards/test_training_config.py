@@ -70,7 +70,9 @@ def test_rules_agree_with_a_run_walked_step_by_step(config):
         "tokens": sum(tokens) >= 10 * config.parameters,
     }
     assert {name: rule(config) for name, rule in tc.RULES.items()} == walked
-    assert [f.rule for f in check_training(config)] == [name for name, kept in walked.items() if not kept]
+    assert [f.rule for f in check_training(config)] == [
+        name for name, kept in walked.items() if not kept
+    ]
     assert accepts(config) == all(walked.values())
 
 
@@ -148,13 +150,18 @@ def test_falsification(promise):
     assert not promise(PLANTED["accepts_everything"].subject, **wrong.counterexample)
 
 
-
 def test_the_run_that_ended_early():
     assert tc.steps_per_epoch(ENDED_EARLY) == tc.actual_steps(ENDED_EARLY) == 43
     assert tc.min_epochs(ENDED_EARLY) == 117
     assert tc.peak_step(ENDED_EARLY) is None
     findings = {f.rule: f for f in check_training(ENDED_EARLY)}
-    assert list(findings) == ["reachable", "warmup-completes", "warmup-short", "peak-reached", "tokens"]
+    assert list(findings) == [
+        "reachable",
+        "warmup-completes",
+        "warmup-short",
+        "peak-reached",
+        "tokens",
+    ]
     assert findings["reachable"].remedy == "set epochs to at least 117, or max_steps to at most 43"
     assert findings["warmup-completes"].received == "warmup_steps = 2000 of 43 steps"
     # More epochs alone would not have saved it: 10 tokens a parameter need more steps.
@@ -162,7 +169,9 @@ def test_the_run_that_ended_early():
     (finding,) = check_training(longer)
     assert finding.rule == "tokens"
     assert finding.remedy == "train for at least 7058 steps, or set parameters to at most 262144000"
-    assert accepts(replace(longer, max_steps=7058, epochs=tc.min_epochs(replace(longer, max_steps=7058))))
+    assert accepts(
+        replace(longer, max_steps=7058, epochs=tc.min_epochs(replace(longer, max_steps=7058)))
+    )
     assert accepts(MENDED)
     assert tc.peak_step(MENDED) == 500
 

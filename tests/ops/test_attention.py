@@ -48,7 +48,10 @@ def test_stock_decode_is_not_prefill():
     q, k, v = (t.transpose(1, 2) for t in problem(150))
     attend = torch.nn.functional.scaled_dot_product_attention
     whole = attend(q, k, v, is_causal=True, enable_gqa=True)
-    rows = [attend(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], enable_gqa=True) for t in range(150)]
+    rows = [
+        attend(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], enable_gqa=True)
+        for t in range(150)
+    ]
     assert not bits.equal(torch.cat(rows, 2), whole)
 
 
@@ -127,7 +130,9 @@ def test_error_is_within_stocks(depth, dtype):
     def stock(q, k, v):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         k, v = (t.repeat_interleave(2, 1) for t in (k, v))
-        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(
+            1, 2
+        )
 
     def errors(function, exact):
         y = function(*tensors)
@@ -178,7 +183,9 @@ def test_pages_forks_and_cuts_change_no_bit():
         assert bits.equal(cache.attend(q[150:], [main], [50]), whole[150:])
         both = cache.attend(torch.cat([q[99:100], q[190:]]), [fork, main], [1, 10])
         assert bits.equal(both[1:], whole[190:])
-        other = isobit.attention(q[99:100], torch.cat([k[:100], v[:50]]), torch.cat([v[:100], k[:50]]))
+        other = isobit.attention(
+            q[99:100], torch.cat([k[:100], v[:50]]), torch.cat([v[:100], k[:50]])
+        )
         assert bits.equal(both[:1], other)
         cache.truncate(fork, 100)
         assert bits.equal(cache.attend(q[99:100], [fork]), whole[99:100])

@@ -23,8 +23,14 @@ from tests.ops.elements import DTYPES, FUNCTIONS, STOCK, UP, gradient, of_each
 needs_native = pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
 PORTABLE = {
     "silu": (portable_silu.silu, portable_silu.silu_backward),
-    "gelu": (lambda x: portable_gelu.gelu(x, False), lambda g, x: portable_gelu.gelu_backward(g, x, False)),
-    "gelu by tanh": (lambda x: portable_gelu.gelu(x, True), lambda g, x: portable_gelu.gelu_backward(g, x, True)),
+    "gelu": (
+        lambda x: portable_gelu.gelu(x, False),
+        lambda g, x: portable_gelu.gelu_backward(g, x, False),
+    ),
+    "gelu by tanh": (
+        lambda x: portable_gelu.gelu(x, True),
+        lambda g, x: portable_gelu.gelu_backward(g, x, True),
+    ),
     "swiglu": (
         lambda x: portable_swiglu.swiglu(x, torch.full_like(x, UP)),
         lambda g, x: portable_swiglu.swiglu_backward(g, x, torch.full_like(x, UP))[0],
@@ -44,7 +50,9 @@ def many_values(count: int) -> Tensor:
     """Half of them of any bits, half where results are neither 0 nor x."""
     generator = torch.Generator().manual_seed(5)
     any_bits = torch.randint(-(2**31), 2**31, (count // 2,), dtype=torch.int32, generator=generator)
-    return torch.cat([any_bits.view(torch.float32), 5 * torch.randn(count - count // 2, generator=generator)])
+    return torch.cat(
+        [any_bits.view(torch.float32), 5 * torch.randn(count - count // 2, generator=generator)]
+    )
 
 
 def backward_of(function):
@@ -67,7 +75,10 @@ def in_pieces(function, x: Tensor) -> bool:
     room[:, 1:8] = x[:n].view(-1, 7)
     if not bits.equal(function(room[:, 1:8]).reshape(-1), whole[:n]):
         return False
-    return all(bits.equal(function(x[k : k + 7]), whole[k : k + 7]) for k in range(0, n, n // 100 // 7 * 7 or 7))
+    return all(
+        bits.equal(function(x[k : k + 7]), whole[k : k + 7])
+        for k in range(0, n, n // 100 // 7 * 7 or 7)
+    )
 
 
 def strided(function, x: Tensor) -> bool:
@@ -76,7 +87,9 @@ def strided(function, x: Tensor) -> bool:
     wide[:, 1] = x
     n = len(x) // 8 * 8
     columns = x[:n].view(8, -1).t()
-    return bits.equal(function(wide[:, 1]), whole) and bits.equal(function(columns), whole[:n].view(8, -1).t())
+    return bits.equal(function(wide[:, 1]), whole) and bits.equal(
+        function(columns), whole[:n].view(8, -1).t()
+    )
 
 
 PLACES = (at_every_lane, in_pieces, strided)
@@ -92,7 +105,9 @@ def test_every_16_bit_value_has_one_result(name, dtype):
 
 @of_each
 def test_ten_million_values_have_one_result(name):
-    x = many_values(10_000_000 if name != "swiglu's up" else 1_000_000)  # a product, and no function of x
+    x = many_values(
+        10_000_000 if name != "swiglu's up" else 1_000_000
+    )  # a product, and no function of x
     assert in_pieces(FUNCTIONS[name], x)
     assert strided(FUNCTIONS[name], x)
     assert at_every_lane(FUNCTIONS[name], x[-100_003:])
@@ -119,7 +134,9 @@ PLANTED = {
     "a tail by libm": tail_by_libm,
     "small batches by stock": lambda x: F.silu(x) if x.numel() < 100 else silu(x),
     "strided input by stock": lambda x: silu(x) if x.is_contiguous() else F.silu(x),
-    "first element rounded to bf16": lambda x: torch.cat([silu(x[:1]).bfloat16().float(), silu(x[1:])]),
+    "first element rounded to bf16": lambda x: torch.cat(
+        [silu(x[:1]).bfloat16().float(), silu(x[1:])]
+    ),
     "unaligned memory by stock": lambda x: silu(x) if x.storage_offset() % 16 == 0 else F.silu(x),
 }
 
@@ -161,7 +178,9 @@ def test_native_equals_portable(name, dtype):
 
 def test_swiglu_rounds_once_and_no_sooner():
     """A bf16 silu between would show."""
-    gate, up = (wide_values((64, 100), torch.bfloat16, torch.Generator().manual_seed(s)) for s in (1, 2))
+    gate, up = (
+        wide_values((64, 100), torch.bfloat16, torch.Generator().manual_seed(s)) for s in (1, 2)
+    )
     assert bits.equal(swiglu(gate, up), swiglu(gate.float(), up.float()).bfloat16())
     assert not bits.equal(swiglu(gate, up), silu(gate) * up)
 

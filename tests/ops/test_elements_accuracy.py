@@ -33,12 +33,20 @@ def ulps(found: Tensor, true: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_are_within_stocks(name, dtype):
     """The largest in units of the last place, and the largest of the gradient, from -80 to 80."""
-    x = torch.cat([torch.linspace(-80, 80, 400_001), 3 * torch.randn(400_000), torch.randn(100_000) / 1000]).to(dtype)
+    x = torch.cat(
+        [torch.linspace(-80, 80, 400_001), 3 * torch.randn(400_000), torch.randn(100_000) / 1000]
+    ).to(dtype)
     true = exact(name, x.double())
-    ours, theirs = (ulps(function(x), true).max().item() for function in (FUNCTIONS[name], STOCK[name]))
+    ours, theirs = (
+        ulps(function(x), true).max().item() for function in (FUNCTIONS[name], STOCK[name])
+    )
     slope = gradient(lambda t: exact(name, t), x.double())
-    errors = [(gradient(f, x).double() - slope).abs().max().item() for f in (FUNCTIONS[name], STOCK[name])]
-    print(f"\n{name} {dtype}: {ours:.3f} ulp, stock {theirs:.3f}; gradient {errors[0]:.3e}, stock {errors[1]:.3e}")
+    errors = [
+        (gradient(f, x).double() - slope).abs().max().item() for f in (FUNCTIONS[name], STOCK[name])
+    ]
+    print(
+        f"\n{name} {dtype}: {ours:.3f} ulp, stock {theirs:.3f}; gradient {errors[0]:.3e}, stock {errors[1]:.3e}"
+    )
     assert ours <= 1.25 * theirs
     assert errors[0] <= 1.25 * errors[1]
 
@@ -68,8 +76,14 @@ SPECIAL = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 100.0, -100.0, 3e4, -3e4
 def test_special_values_are_stocks(name, dtype):
     x = torch.tensor(SPECIAL, dtype=dtype)
     if name != "swiglu's up":
-        assert FUNCTIONS[name](x[:3]).tolist()[1:2] == [torch.inf]  # stock's gelu has a NaN here in some lanes
-        assert FUNCTIONS[name](x[:3]).isnan().tolist() == [True, False, True]  # 0 times infinity, as in stock
+        assert FUNCTIONS[name](x[:3]).tolist()[1:2] == [
+            torch.inf
+        ]  # stock's gelu has a NaN here in some lanes
+        assert FUNCTIONS[name](x[:3]).isnan().tolist() == [
+            True,
+            False,
+            True,
+        ]  # 0 times infinity, as in stock
     finite = x[3:]
     torch.testing.assert_close(FUNCTIONS[name](finite), STOCK[name](finite))
     torch.testing.assert_close(gradient(FUNCTIONS[name], finite), gradient(STOCK[name], finite))

@@ -56,7 +56,9 @@ def test_launches_are_told_with_their_sizes():
 def test_compiles_whole_with_the_same_bits(name):
     x = torch.randn(3, 5, 21, requires_grad=True)
     function = FUNCTIONS[name]
-    compiled = torch.compile(lambda t: function(t).square().sum(), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda t: function(t).square().sum(), fullgraph=True, backend="aot_eager"
+    )
     plain = torch.autograd.grad(function(x).square().sum(), x)[0]
     assert bits.equal(plain, torch.autograd.grad(compiled(x), x)[0])
 

@@ -53,7 +53,9 @@ def test_native_equals_portable(lengths, vocabulary, dtype):
         weight, grad = drawn((vocabulary, 19), 1, dtype), drawn((samples.rows, 19), 2, dtype)
         assert bits.equal(embedding(ids, weight, samples=samples), F.embedding(ids, weight))
         for padding in (-1, 1):
-            found = table_grad(ids, weight, grad, samples=samples, padding_idx=None if padding < 0 else padding)
+            found = table_grad(
+                ids, weight, grad, samples=samples, padding_idx=None if padding < 0 else padding
+            )
             expected = portable.embedding_weight_grad(grad, ids, samples, vocabulary, padding)
             assert bits.first_difference(found, expected) is None
 
@@ -69,7 +71,9 @@ def test_the_sparse_sum_is_the_dense_definition():
         for at, leaf in enumerate(segment):
             run = torch.zeros(vocabulary, 3)
             for token in range(leaf.start, leaf.start + leaf.length):
-                run += torch.where(torch.arange(vocabulary)[:, None] == ids[token], grad[token], 0.0)
+                run += torch.where(
+                    torch.arange(vocabulary)[:, None] == ids[token], grad[token], 0.0
+                )
             total = total + run if at else run
         sums.append(total)
     expected = merge(sums, torch.add)
@@ -82,7 +86,9 @@ def test_special_values(dtype):
     ids, grad = torch.tensor([0, 0, 1, 1, 2, 2, 3]), torch.ones(7, 2, dtype=dtype)
     grad[0], grad[2], grad[3], grad[4:6] = torch.nan, torch.inf, -torch.inf, -0.0
     found = table_grad(ids, torch.zeros(5, 2, dtype=dtype), grad)
-    expected = torch.tensor([torch.nan, torch.nan, 0.0, 1.0, 0.0], dtype=dtype).unsqueeze(1).expand(5, 2)
+    expected = (
+        torch.tensor([torch.nan, torch.nan, 0.0, 1.0, 0.0], dtype=dtype).unsqueeze(1).expand(5, 2)
+    )
     assert bits.equal(found, expected.contiguous())
 
 
@@ -93,13 +99,17 @@ def test_shapes_are_stocks(shape):
         ours, stock = embedding(ids.to(kind), weight), F.embedding(ids.to(kind), weight)
         assert bits.equal(ours.detach(), stock.detach())
         grad = drawn((*shape, 5), 2)
-        torch.testing.assert_close(*(torch.autograd.grad(y, weight, grad)[0] for y in (ours, stock)))
+        torch.testing.assert_close(
+            *(torch.autograd.grad(y, weight, grad)[0] for y in (ours, stock))
+        )
 
 
 def test_strided_tables_and_gradients():
     ids, weight, grad = drawn_ids((20,), 6), drawn((6, 9), 1), drawn((20, 9), 2)
     assert bits.equal(embedding(ids, weight.t().contiguous().t()), weight[ids])
-    assert bits.equal(table_grad(ids, weight, grad.t().contiguous().t()), table_grad(ids, weight, grad))
+    assert bits.equal(
+        table_grad(ids, weight, grad.t().contiguous().t()), table_grad(ids, weight, grad)
+    )
 
 
 # ---- 2. the order ----------------------------------------------------------------------------------------
@@ -108,7 +118,10 @@ def test_strided_tables_and_gradients():
 @pytest.mark.parametrize("tokens", [17, 260])
 def test_the_revealed_order_is_the_defined_one(tokens):
     expected = digest(expected_tree(Samples.packed([tokens]).segments, "chain"))
-    assert isobit.reveal(targets.embedding_grad(tokens, 8, function=embedding)).order_digest == expected
+    assert (
+        isobit.reveal(targets.embedding_grad(tokens, 8, function=embedding)).order_digest
+        == expected
+    )
 
 
 def test_gradcheck_in_fp64():
@@ -118,10 +131,16 @@ def test_gradcheck_in_fp64():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_errors_are_at_most_stocks(dtype):
-    ids, weight, grad = drawn_ids((4, 500), 20), drawn((20, 8), 1, dtype), drawn((4, 500, 8), 2, dtype)
+    ids, weight, grad = (
+        drawn_ids((4, 500), 20),
+        drawn((20, 8), 1, dtype),
+        drawn((4, 500, 8), 2, dtype),
+    )
     leaf = weight.clone().requires_grad_()
     stock = torch.autograd.grad(F.embedding(ids, leaf), leaf, grad)[0].double()
-    exact = torch.zeros(20, 8, dtype=torch.float64).index_add(0, ids.flatten(), grad.double().flatten(0, 1))
+    exact = torch.zeros(20, 8, dtype=torch.float64).index_add(
+        0, ids.flatten(), grad.double().flatten(0, 1)
+    )
     ours = (table_grad(ids, weight, grad).double() - exact).abs().max()
     assert ours <= 1.25 * (stock - exact).abs().max()
 
@@ -153,12 +172,16 @@ def test_opcheck():
     ids, weight = drawn_ids((2, 5), 4), torch.randn(4, 3, requires_grad=True)
     embedding(ids, weight)
     for prefix in ("", "portable_"):
-        torch.library.opcheck(getattr(torch.ops.isobit, f"{prefix}embedding"), (ids, weight, None, -1))
+        torch.library.opcheck(
+            getattr(torch.ops.isobit, f"{prefix}embedding"), (ids, weight, None, -1)
+        )
 
 
 def test_compiles_whole_with_the_same_bits():
     ids, weight = drawn_ids((2, 5), 4), torch.randn(4, 3, requires_grad=True)
-    compiled = torch.compile(lambda i, w: embedding(i, w).square().sum(), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda i, w: embedding(i, w).square().sum(), fullgraph=True, backend="aot_eager"
+    )
     plain = torch.autograd.grad(embedding(ids, weight).square().sum(), weight)[0]
     assert bits.equal(torch.autograd.grad(compiled(ids, weight), weight)[0], plain)
 

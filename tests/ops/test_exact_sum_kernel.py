@@ -41,11 +41,18 @@ def true_sum(x: torch.Tensor, squared: bool) -> Fraction:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
 def test_digits_are_the_true_sums(size, dtype):
-    for x in (wide(size, dtype), wide(size, dtype, -3, 3), torch.cat([wide(size, dtype), -wide(size, dtype)])):
+    for x in (
+        wide(size, dtype),
+        wide(size, dtype, -3, 3),
+        torch.cat([wide(size, dtype), -wide(size, dtype)]),
+    ):
         for squared in (False, True):
             state = exact_state([x], squared)
             assert bits.equal(state, portable.state([x], squared))
-            held = sum(Fraction(2) ** (32 * i + portable.LOWEST) * d for i, d in enumerate(state.tolist()[:-3]))
+            held = sum(
+                Fraction(2) ** (32 * i + portable.LOWEST) * d
+                for i, d in enumerate(state.tolist()[:-3])
+            )
             assert held == true_sum(x, squared)
             found = round_state(state, torch.float64)
             assert found.item() == float(held)
@@ -82,7 +89,9 @@ def test_hard_sums(name):
     for padded in (x, torch.cat([torch.zeros(3000), x, torch.zeros(17)])):
         assert bits.equal(exact_sum(padded), want)
         assert bits.equal(portable.exact_sum(padded), want)
-        assert bits.equal(exact_sum(padded.double()), torch.tensor(defined_fp64(HARD[name]), dtype=torch.float64))
+        assert bits.equal(
+            exact_sum(padded.double()), torch.tensor(defined_fp64(HARD[name]), dtype=torch.float64)
+        )
     squares = round_state(exact_state([x], squared=True), torch.float64).item()
     if all(map(math.isfinite, HARD[name])):
         assert squares == float(true_sum(x, True))
@@ -98,9 +107,17 @@ def test_hard_sums(name):
 def test_nothing_but_the_values_matters(dtype):
     x = wide(30_011, dtype)
     whole, total = exact_state([x], True), exact_sum(x)
-    for pieces in ([x.flip(0)], list(x.split(777)), [x[::2], x[1::2]], [x[:1], x[1:]], [x.reshape(1, 1, -1)]):
+    for pieces in (
+        [x.flip(0)],
+        list(x.split(777)),
+        [x[::2], x[1::2]],
+        [x[:1], x[1:]],
+        [x.reshape(1, 1, -1)],
+    ):
         assert bits.equal(exact_state(pieces, True), whole)
-    assert bits.equal(round_state(exact_state([x[:100]]) + exact_state([x[100:]])), total)  # as ranks merge
+    assert bits.equal(
+        round_state(exact_state([x[:100]]) + exact_state([x[100:]])), total
+    )  # as ranks merge
     matrix = x[:30_000].reshape(300, 100)
     wanted = exact_sum(matrix)
     for stored in (matrix.t(), matrix.t().contiguous(), torch.cat([matrix, matrix], 1)[:, :100]):
@@ -162,7 +179,9 @@ def test_torchs_own_checks():
     assert bits.equal(torch.autograd.grad(compiled(narrow), narrow)[0], plain)
 
 
-@pytest.mark.parametrize("wrong", [torch.ones(3).int(), torch.eye(2).to_sparse(), [1.0], torch.ones(2).cfloat()])
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(3).int(), torch.eye(2).to_sparse(), [1.0], torch.ones(2).cfloat()]
+)
 def test_refusals(wrong):
     with pytest.raises(ArgumentError, match="remedy"):
         exact_sum(wrong)

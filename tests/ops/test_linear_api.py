@@ -32,7 +32,9 @@ def test_opcheck_native(dtype):
     grad = torch.randn(2, 5, 9, dtype=dtype)
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.isobit.linear_input_grad, (grad, w.detach()), test_utils=tests)
-    torch.library.opcheck(torch.ops.isobit.linear_weight_grad, (grad, x.detach(), None), test_utils=tests)
+    torch.library.opcheck(
+        torch.ops.isobit.linear_weight_grad, (grad, x.detach(), None), test_utils=tests
+    )
     torch.library.opcheck(torch.ops.isobit.linear_bias_grad, (grad, spans), test_utils=tests)
 
 
@@ -72,7 +74,9 @@ def test_vmap_and_second_order_are_refused():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(0, 8), (2, 0, 8), (0, 3, 8), (8,), (1, 8), (2, 3, 4, 8), (3, 0)])
+@pytest.mark.parametrize(
+    "shape", [(0, 8), (2, 0, 8), (0, 3, 8), (8,), (1, 8), (2, 3, 4, 8), (3, 0)]
+)
 def test_leading_shapes(dtype, shape):
     x = torch.randn(*shape, dtype=dtype, requires_grad=True)
     w, b = (torch.randn(*s, dtype=dtype, requires_grad=True) for s in ((5, shape[-1]), (5,)))
@@ -192,7 +196,10 @@ class TestFreeze:
         "numpy": lambda w: w.detach().numpy().__setitem__((0, 0), 7.0),
         "dlpack": lambda w: np.from_dlpack(w.detach()).__setitem__((0, 0), 7.0),
         "storage": lambda w: w.untyped_storage().copy_(torch.randn(64, 64).untyped_storage()),
-        "optimizer": lambda w: (setattr(w, "grad", torch.ones_like(w)), torch.optim.AdamW([w], lr=1.0).step()),
+        "optimizer": lambda w: (
+            setattr(w, "grad", torch.ones_like(w)),
+            torch.optim.AdamW([w], lr=1.0).step(),
+        ),
         "out=": lambda w: torch.mul(torch.randn_like(w), 2, out=w.data),
     }
 
@@ -236,7 +243,9 @@ class TestFreeze:
         outer.thaw()
         assert model[0]._packed is None
         isobit.freeze(model[0])
-        blocked = torch.nn.Sequential(isobit.nn.Linear(8, 8), isobit.nn.Linear(8, 8, dtype=torch.float64))
+        blocked = torch.nn.Sequential(
+            isobit.nn.Linear(8, 8), isobit.nn.Linear(8, 8, dtype=torch.float64)
+        )
         with pytest.raises(isobit.EngineError):
             isobit.freeze(blocked)
         assert blocked[0]._packed is None
@@ -261,7 +270,9 @@ def test_sharing_keeps_parameters_and_state():
 
 
 def test_tail_lanes_of_every_width_have_the_same_bits():
-    x, w = (wide_values((n, 48), torch.bfloat16, torch.Generator().manual_seed(n)) for n in (130, 131))
+    x, w = (
+        wide_values((n, 48), torch.bfloat16, torch.Generator().manual_seed(n)) for n in (130, 131)
+    )
     whole = isobit.linear(x, w)
     for n in range(1, 131):
         assert bits.equal(isobit.linear(x[:n], w[:n]), whole[:n, :n])
@@ -288,7 +299,12 @@ def test_direct_calls_cannot_read_outside_memory():
     outside = Samples(((2, 50),), 4, 0, 1)
     with pytest.raises(RuntimeError, match=r"inside 4 rows.*remedy"):
         isobit.linear(x, torch.randn(3, 5, requires_grad=True), samples=outside).sum().backward()
-    for spans in (torch.tensor([[0, 5]]), torch.tensor([[-1, 2]]), torch.tensor([0, 4]), torch.tensor([[0.0, 4.0]])):
+    for spans in (
+        torch.tensor([[0, 5]]),
+        torch.tensor([[-1, 2]]),
+        torch.tensor([0, 4]),
+        torch.tensor([[0.0, 4.0]]),
+    ):
         with pytest.raises(RuntimeError, match="remedy"):
             torch.ops.isobit.linear_weight_grad(grad, x, spans)
         with pytest.raises(RuntimeError, match="remedy"):

@@ -29,7 +29,10 @@ def exact_matrix(segments, left, right, engine, bias=None):
     """left [R, k], right [C, k] → fp32 [R, C]."""
     a, b = left.double().tolist(), right.double().tolist()
     shift = [0.0] * len(b) if bias is None else bias.double().tolist()
-    total = [[evaluate(segments, list(zip(row, col, strict=True)), ENGINES[engine]) for col in b] for row in a]
+    total = [
+        [evaluate(segments, list(zip(row, col, strict=True)), ENGINES[engine]) for col in b]
+        for row in a
+    ]
     if bias is not None:
         total = [[add_fp32(v, s) for v, s in zip(row, shift, strict=True)] for row in total]
     return torch.tensor(total, dtype=torch.float32)
@@ -45,7 +48,11 @@ def test_forward_and_input_gradient(dtype, m, k, n, executor):
         pytest.skip("no native kernels")
     x, w, b = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype, seed=1), draw(n, dtype=dtype, seed=2)
     if executor == "native":
-        y, dx, engine = isobit.linear(x, w, b), torch.ops.isobit.linear_input_grad(x, w.t()), dispatch.engine_of(dtype)
+        y, dx, engine = (
+            isobit.linear(x, w, b),
+            torch.ops.isobit.linear_input_grad(x, w.t()),
+            dispatch.engine_of(dtype),
+        )
     else:
         y, dx, engine = op.portable_linear(x, w, b, None), op.portable_input_grad(x, w.t()), "chain"
     segments = FeaturePlan(k).segments
@@ -54,7 +61,9 @@ def test_forward_and_input_gradient(dtype, m, k, n, executor):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("lengths", [[3], [2, 0, 5], [1, 4, 0, 2], [300, 7], [0, 0], [33, 1, 1, 1, 65, 2]])
+@pytest.mark.parametrize(
+    "lengths", [[3], [2, 0, 5], [1, 4, 0, 2], [300, 7], [0, 0], [33, 1, 1, 1, 65, 2]]
+)
 @pytest.mark.parametrize("executor", ["native", "portable"])
 def test_parameter_gradients(dtype, lengths, executor):
     if executor == "native" and not dispatch.has_native():
@@ -78,7 +87,13 @@ def test_parameter_gradients(dtype, lengths, executor):
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 70), st.sampled_from(DTYPES), st.integers(0, 99))
+@given(
+    st.integers(1, 40),
+    st.integers(1, 70),
+    st.integers(1, 70),
+    st.sampled_from(DTYPES),
+    st.integers(0, 99),
+)
 def test_native_equals_portable_where_the_engine_is_the_same(m, k, n, dtype, seed):
     if not dispatch.has_native() or dispatch.engine_of(dtype) != "chain":
         return
@@ -113,7 +128,9 @@ def test_shares_are_the_segments_themselves(dtype):
 def test_the_portable_fused_multiply_add_is_exact():
     from isobit.order.evaluate import fma_fp32
 
-    values = torch.cat([draw(400, dtype=torch.float32), torch.tensor([0.0, -0.0, 2.0**-149, 2.0**-126, 3e38, 1.0])])
+    values = torch.cat(
+        [draw(400, dtype=torch.float32), torch.tensor([0.0, -0.0, 2.0**-149, 2.0**-126, 3e38, 1.0])]
+    )
     a, b, c = values, values.flip(0), values.roll(7) * 2.0**-20
     found = portable.multiply_add(a, b, c).tolist()
     wanted = [fma_fp32(*t) for t in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
@@ -127,7 +144,10 @@ def test_one_nan_in_every_executor_and_share(dtype):
     x[1, 3] = torch.nan
     whole = isobit.linear(x, weight)
     cuts = [isobit.Cut(512, 2, i) for i in range(2)]
-    parts = [partial.output(x[:, c.start : c.start + 256], weight[:, c.start : c.start + 256], c) for c in cuts]
+    parts = [
+        partial.output(x[:, c.start : c.start + 256], weight[:, c.start : c.start + 256], c)
+        for c in cuts
+    ]
     assert whole[1].isnan().all()
     for other in (partial.merge(parts, dtype=dtype), op.portable_linear(x, weight, None, None)):
         assert isobit.bits.equal(other[1], whole[1])

@@ -14,7 +14,13 @@ from isobit.order.samples import Samples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (rows of each weight, groups): queries, keys and values in groups; gate and up; a plan of one segment.
-GROUPS = [((256, 128, 128), 2), ((512, 256, 256), 8), ((96, 48, 48), 1), ((300, 300), 1), ((288, 96, 96), 3)]
+GROUPS = [
+    ((256, 128, 128), 2),
+    ((512, 256, 256), 8),
+    ((96, 48, 48), 1),
+    ((300, 300), 1),
+    ((288, 96, 96), 3),
+]
 
 
 def problem(dims, dtype=torch.float32, shape=(2, 37), width=64):
@@ -30,7 +36,9 @@ def problem(dims, dtype=torch.float32, shape=(2, 37), width=64):
 
 def run(x, weights, biases, grads, **options):
     leaves = [t.detach().requires_grad_() for t in (x, *weights, *biases)]
-    outputs = linear_group(leaves[0], leaves[1 : 1 + len(weights)], leaves[1 + len(weights) :], **options)
+    outputs = linear_group(
+        leaves[0], leaves[1 : 1 + len(weights)], leaves[1 + len(weights) :], **options
+    )
     return outputs, torch.autograd.grad(outputs, leaves, grads)
 
 
@@ -58,7 +66,9 @@ def test_autograd_alone_would_add_dx_otherwise():
     x, weights, biases, grads = problem((256, 128, 128))
     leaf = x.detach().requires_grad_()
     outputs = [linear(leaf, w, b) for w, b in zip(weights, biases, strict=True)]
-    assert not bits.equal(torch.autograd.grad(outputs, leaf, grads)[0], run(x, weights, biases, grads)[1][0])
+    assert not bits.equal(
+        torch.autograd.grad(outputs, leaf, grads)[0], run(x, weights, biases, grads)[1][0]
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,7 +83,9 @@ def test_ranks_that_hold_whole_groups_merge_to_the_whole(ranks, dtype):
         for left, right in zip(part, outputs, strict=True):
             assert bits.equal(left, right.chunk(ranks, -1)[rank].contiguous())
         given = interleave([g.chunk(ranks, -1)[rank] for g in grads], -1, 4 // ranks)
-        shares.append(partial.input_grad(given, interleave(own, 0, 4 // ranks), Cut(1024, ranks, rank)))
+        shares.append(
+            partial.input_grad(given, interleave(own, 0, 4 // ranks), Cut(1024, ranks, rank))
+        )
     assert bits.equal(partial.merge(shares, dtype=dtype), found[0])
 
 
@@ -88,7 +100,10 @@ def test_rows_storage_and_threads_change_no_bit(dtype):
     for threads in (1, 2):
         with thread_count(threads):
             again = run(x.t().contiguous().t(), stored, biases, grads, groups=2)
-            assert all(bits.equal(a, b) for a, b in zip((*again[0], *again[1]), (*outputs, *found), strict=True))
+            assert all(
+                bits.equal(a, b)
+                for a, b in zip((*again[0], *again[1]), (*outputs, *found), strict=True)
+            )
 
 
 def test_parameters_are_one_sum_over_samples():
@@ -108,7 +123,9 @@ def test_parameters_are_one_sum_over_samples():
 def test_gradcheck_in_fp64():
     x, weights, biases, _ = problem((6, 3), torch.float64, (4,), 5)
     leaves = [t.requires_grad_() for t in (x, *weights, *biases)]
-    assert torch.autograd.gradcheck(lambda x, a, b, c, d: linear_group(x, [a, b], [c, d], groups=3), leaves)
+    assert torch.autograd.gradcheck(
+        lambda x, a, b, c, d: linear_group(x, [a, b], [c, d], groups=3), leaves
+    )
 
 
 def test_without_biases_and_with_some():
@@ -146,4 +163,6 @@ def test_second_order_and_shares_are_refused():
         torch.autograd.grad(linear_group(leaf, weights)[0].square().sum(), leaf, create_graph=True)
     rows = x.detach().reshape(-1, 64)[:6]
     with pytest.raises(UnsupportedError, match="global batch"):
-        linear_group(rows, [weights[0].requires_grad_()], samples=Samples.packed([6], first=0, of=2))
+        linear_group(
+            rows, [weights[0].requires_grad_()], samples=Samples.packed([6], first=0, of=2)
+        )

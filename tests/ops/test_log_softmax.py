@@ -47,10 +47,18 @@ def gradient(function, x: Tensor, grad: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", EXTENTS)
 def test_native_is_portable(n, dtype):
-    x, grad = hard_rows(6, n, dtype), wide_values((6, n), dtype, torch.Generator().manual_seed(n + 1))
+    x, grad = (
+        hard_rows(6, n, dtype),
+        wide_values((6, n), dtype, torch.Generator().manual_seed(n + 1)),
+    )
     y = log_softmax(x)
     assert bits.first_difference(y, portable.log_softmax(x)) is None
-    assert bits.first_difference(gradient(log_softmax, x, grad), portable.log_softmax_backward(grad, y)) is None
+    assert (
+        bits.first_difference(
+            gradient(log_softmax, x, grad), portable.log_softmax_backward(grad, y)
+        )
+        is None
+    )
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
@@ -69,15 +77,24 @@ def test_rows_without_an_answer_spoil_no_other(n, dtype):
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float64])
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0), (2, 0, 4), (1,), (4, 1), (2, 3, 4, 5)])
 def test_shapes_and_axes_are_stocks_in_fp64(shape, dtype):
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype).requires_grad_()
+    x = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+        .to(dtype)
+        .requires_grad_()
+    )
     grad = torch.randn(shape).to(dtype)
     wide = x.detach().double().requires_grad_()
     eps = torch.finfo(dtype).eps
     for dim in range(-len(shape), len(shape)):
         y, stock = log_softmax(x, dim), torch.log_softmax(wide, dim)
         assert y.dtype == dtype
-        torch.testing.assert_close(y.double(), stock, rtol=eps, atol=2 * eps if dtype == torch.float32 else 1e-6)
-        ours, theirs = torch.autograd.grad(y, x, grad)[0], torch.autograd.grad(stock, wide, grad.double())[0]
+        torch.testing.assert_close(
+            y.double(), stock, rtol=eps, atol=2 * eps if dtype == torch.float32 else 1e-6
+        )
+        ours, theirs = (
+            torch.autograd.grad(y, x, grad)[0],
+            torch.autograd.grad(stock, wide, grad.double())[0],
+        )
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=16 * eps)
 
 
@@ -85,8 +102,12 @@ def test_shapes_and_axes_are_stocks_in_fp64(shape, dtype):
 def test_the_sum_has_the_defined_order(k):
     expected = digest(expected_tree(FeaturePlan(k).segments, "striped"))
     with thread_count(1):
-        assert isobit.reveal(targets.log_softmax(k, 5, function=log_softmax)).order_digest == expected
-        assert isobit.reveal(targets.log_softmax(k)).order_digest != expected  # the control: stock's is another
+        assert (
+            isobit.reveal(targets.log_softmax(k, 5, function=log_softmax)).order_digest == expected
+        )
+        assert (
+            isobit.reveal(targets.log_softmax(k)).order_digest != expected
+        )  # the control: stock's is another
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +132,12 @@ def test_rows_alone_stored_otherwise_and_by_threads(n, dtype):
 
 def test_the_logarithm_is_within_one_ulp_and_monotone():
     swept = torch.cat([mantissas(e, 0, 2**23, 40_009) for e in range(-126, 128)])
-    for x in (mantissas(0, 0, 2**23, 31), mantissas(1, 0, 2**23, 31), mantissas(-1, 2**22, 2**23, 31), swept):
+    for x in (
+        mantissas(0, 0, 2**23, 31),
+        mantissas(1, 0, 2**23, 31),
+        mantissas(-1, 2**22, 2**23, 31),
+        swept,
+    ):
         error, rises = log_error(x)
         assert error < 0.83
         assert rises

@@ -28,16 +28,22 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_native = pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
 
 
-def problem(rows: int, vocabulary: int, width: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+def problem(
+    rows: int, vocabulary: int, width: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, ...]:
     """(hidden, weight, targets), some of them without."""
     generator = torch.Generator().manual_seed(vocabulary + rows)
-    hidden, weight = (torch.randn(n, width, generator=generator).to(dtype) for n in (rows, vocabulary))
+    hidden, weight = (
+        torch.randn(n, width, generator=generator).to(dtype) for n in (rows, vocabulary)
+    )
     targets = torch.randint(0, vocabulary, (rows,), generator=generator)
     targets[0], targets[2::5] = vocabulary - 1, -100
     return hidden, weight, targets
 
 
-def gradients(function, hidden: Tensor, weight: Tensor, targets: Tensor, grad: Tensor, **options) -> tuple[Tensor, ...]:
+def gradients(
+    function, hidden: Tensor, weight: Tensor, targets: Tensor, grad: Tensor, **options
+) -> tuple[Tensor, ...]:
     leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     return torch.autograd.grad(function(*leaves, targets, **options), leaves, grad)
 
@@ -49,16 +55,26 @@ def gradients(function, hidden: Tensor, weight: Tensor, targets: Tensor, grad: T
 @needs_native
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(
-    ("rows", "vocabulary", "width"), [(5, 1, 3), (7, 67, 8), (70, 300, 16), (9, 1100, 8), (6, 1101, 8), (3, 5003, 4)]
+    ("rows", "vocabulary", "width"),
+    [(5, 1, 3), (7, 67, 8), (70, 300, 16), (9, 1100, 8), (6, 1101, 8), (3, 5003, 4)],
 )
 def test_native_and_portable_agree(rows, vocabulary, width, temperature):
     hidden, weight, targets = problem(rows, vocabulary, width)
     samples = Samples.packed([2, rows - 2])
     known, stats = portable.linear_logprob(hidden, weight, targets, temperature)
-    assert bits.first_difference(linear_logprob(hidden, weight, targets, temperature=temperature), known) is None
+    assert (
+        bits.first_difference(
+            linear_logprob(hidden, weight, targets, temperature=temperature), known
+        )
+        is None
+    )
     grad = torch.randn(rows)
-    found = gradients(linear_logprob, hidden, weight, targets, grad, temperature=temperature, samples=samples)
-    wanted = portable.linear_logprob_backward(grad, hidden, weight, targets, stats, samples, temperature)
+    found = gradients(
+        linear_logprob, hidden, weight, targets, grad, temperature=temperature, samples=samples
+    )
+    wanted = portable.linear_logprob_backward(
+        grad, hidden, weight, targets, stats, samples, temperature
+    )
     for left, right in zip(found, wanted, strict=True):
         assert bits.first_difference(left, right) is None
 
@@ -96,7 +112,10 @@ def test_rows_alone_stored_otherwise_and_by_threads(rows, vocabulary, dtype):
     )
     for part in (slice(0, 1), slice(5, 8), slice(3, rows)):
         assert bits.equal(linear_logprob(hidden[part], weight, targets[part]), whole[part])
-        assert bits.equal(gradients(linear_logprob, hidden[part], weight, targets[part], grad[part])[0], by_row[part])
+        assert bits.equal(
+            gradients(linear_logprob, hidden[part], weight, targets[part], grad[part])[0],
+            by_row[part],
+        )
     stored = hidden.t().contiguous().t(), weight.t().contiguous().t(), targets
     for threads in (1, 2):
         with thread_count(threads):
@@ -167,7 +186,8 @@ def test_errors_are_near_stocks(vocabulary):
         *gradients(stock, hidden.double(), weight.double(), targets, grad.double()),
     )
     ours, theirs = (
-        (f(hidden, weight, targets), *gradients(f, hidden, weight, targets, grad)) for f in (linear_logprob, stock)
+        (f(hidden, weight, targets), *gradients(f, hidden, weight, targets, grad))
+        for f in (linear_logprob, stock)
     )
     for exact, mine, other in zip(true, ours, theirs, strict=True):
         error, limit = ((t.double() - exact).square().mean().sqrt().item() for t in (mine, other))
@@ -181,7 +201,9 @@ def test_gradcheck_in_fp64():
     assert torch.autograd.gradcheck(
         lambda h, w: linear_logprob(h, w, targets, temperature=0.7, samples=samples), leaves
     )
-    assert torch.autograd.gradcheck(lambda h, w: linear_cross_entropy(h, w, targets, samples=samples), leaves)
+    assert torch.autograd.gradcheck(
+        lambda h, w: linear_cross_entropy(h, w, targets, samples=samples), leaves
+    )
 
 
 MEASURED = """
@@ -210,7 +232,9 @@ print(step(linear_cross_entropy, 512, 65536), step(stock, 512, 65536))
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_is_a_tenth_of_stocks():
     """The peak only grows, so stock, which comes second, is charged too little rather than too much."""
-    done = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True
+    )
     ours, stock = map(int, done.stdout.split())
     assert ours * 10 <= stock
 
@@ -231,11 +255,15 @@ def test_opcheck():
 def test_second_order_and_shares_are_refused():
     hidden, weight, targets = problem(6, 70, 8)
     leaf = hidden.requires_grad_()
-    (first,) = torch.autograd.grad(linear_logprob(leaf, weight, targets).square().sum(), leaf, create_graph=True)
+    (first,) = torch.autograd.grad(
+        linear_logprob(leaf, weight, targets).square().sum(), leaf, create_graph=True
+    )
     with pytest.raises(UnsupportedError, match="first-order"):
         first.sum().backward()
     with pytest.raises(UnsupportedError, match="global batch"):
-        linear_logprob(hidden, weight.requires_grad_(), targets, samples=Samples.packed([6], first=0, of=2))
+        linear_logprob(
+            hidden, weight.requires_grad_(), targets, samples=Samples.packed([6], first=0, of=2)
+        )
 
 
 REFUSED = {

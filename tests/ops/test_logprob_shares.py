@@ -38,7 +38,9 @@ def wide(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) 
     return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
 
-def problem(rows: int, vocabulary: int, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def problem(
+    rows: int, vocabulary: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight = (wide((n, width), n + vocabulary, dtype) for n in (rows, vocabulary))
     targets = torch.randint(0, vocabulary, (rows,), generator=torch.Generator().manual_seed(rows))
     targets[2::5] = -100
@@ -48,7 +50,9 @@ def problem(rows: int, vocabulary: int, width: int, dtype: torch.dtype) -> tuple
 # ---- 1. shares of the samples ----------------------------------------------------------------------------
 
 
-def weight_grads(function, hidden, weight, targets, cotangent, lengths, share) -> tuple[Tensor, list[Tensor]]:
+def weight_grads(
+    function, hidden, weight, targets, cotangent, lengths, share
+) -> tuple[Tensor, list[Tensor]]:
     """dweight of the whole batch, and of each share of `share` samples by autograd."""
     of, edges = len(lengths), [0]
     for length in lengths:
@@ -100,7 +104,9 @@ def test_micro_batches_where_the_cap_binds(dtype):
     for first in range(0, 4096, 1024):
         rows = slice(first, first + 1024)
         leaf = weight.detach().float().requires_grad_()
-        values = linear_logprob(hidden[rows].float(), leaf, targets[rows], samples=Samples.packed(lengths[rows]))
+        values = linear_logprob(
+            hidden[rows].float(), leaf, targets[rows], samples=Samples.packed(lengths[rows])
+        )
         own.append(torch.autograd.grad(values, leaf, cotangent[rows])[0])
     assert not bits.equal(torch.stack(own), torch.stack(parts))
 
@@ -127,7 +133,17 @@ def test_shapes_without_values_have_the_gradients_dtype():
             with FakeTensorMode():
                 hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16) for n in (6, 70))
                 rows = torch.empty(6), torch.empty(6, dtype=torch.int64), torch.empty(6, 2)
-                given = rows[0], hidden, weight, *rows[1:], torch.empty(2, 2, dtype=torch.int64), 1.0, True, True, of
+                given = (
+                    rows[0],
+                    hidden,
+                    weight,
+                    *rows[1:],
+                    torch.empty(2, 2, dtype=torch.int64),
+                    1.0,
+                    True,
+                    True,
+                    of,
+                )
                 found = getattr(torch.ops.isobit, f"{name}_backward")(*given)
             assert [t.dtype for t in found] == [torch.bfloat16, dtype]
 
@@ -143,7 +159,9 @@ def test_a_share_that_nobody_collects_is_refused():
     # A frozen head asks for no parameter's gradient: shares of several subtrees have values and dhidden.
     row = hidden.detach().requires_grad_()
     three = Samples.packed([2, 2, 2], first=0, of=4)
-    found = torch.autograd.grad(linear_logprob(row, weight.detach(), targets, samples=three), row, torch.ones(6))
+    found = torch.autograd.grad(
+        linear_logprob(row, weight.detach(), targets, samples=three), row, torch.ones(6)
+    )
     known = torch.autograd.grad(linear_logprob(row, weight.detach(), targets), row, torch.ones(6))
     assert bits.equal(found[0], known[0])
 
@@ -173,7 +191,9 @@ def test_the_loss_of_micro_batches_has_the_gradient_of_the_global_mean(dtype):
 # ---- 3. shares of the vocabulary -------------------------------------------------------------------------
 
 
-def linear_logprob_stats(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def linear_logprob_stats(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """Values and sums of the unsplit operator."""
     linear_logprob(hidden[:1], weight[:1], torch.tensor([0]))
     prefix = "linear_logprob" if dispatch.is_native(hidden.dtype) else "portable_linear_logprob"
@@ -183,15 +203,30 @@ def linear_logprob_stats(hidden: Tensor, weight: Tensor, targets: Tensor, temper
 def forward_of(hidden, weight, targets, temperature, parts) -> tuple[Tensor, Tensor]:
     """[P, T, 2] pairs and [P, T] logits of all shares."""
     cuts = [Cut(len(weight), parts, index) for index in range(parts)]
-    given = [partial.forward(hidden, weight[c.start : c.start + c.length], targets, temperature, c) for c in cuts]
+    given = [
+        partial.forward(hidden, weight[c.start : c.start + c.length], targets, temperature, c)
+        for c in cuts
+    ]
     return torch.stack([p for p, _ in given]), torch.stack([c for _, c in given])
 
 
-def backward_of(grad, hidden, weight, targets, stats, spans, temperature, parts, of) -> tuple[list[Tensor], Tensor]:
+def backward_of(
+    grad, hidden, weight, targets, stats, spans, temperature, parts, of
+) -> tuple[list[Tensor], Tensor]:
     """Roots of dhidden of all shares, and dweight."""
     cuts = [Cut(len(weight), parts, index) for index in range(parts)]
     given = [
-        partial.backward(grad, hidden, weight[c.start : c.start + c.length], targets, stats, spans, temperature, c, of)
+        partial.backward(
+            grad,
+            hidden,
+            weight[c.start : c.start + c.length],
+            targets,
+            stats,
+            spans,
+            temperature,
+            c,
+            of,
+        )
         for c in cuts
     ]
     return [h for h, _ in given], torch.cat([w for _, w in given])
@@ -201,14 +236,18 @@ def hard_problem(vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     """Logits of hundreds, equal ones, infinities and a NaN; targets at the edges of shares, and none."""
     hidden, weight, targets = problem(13, vocabulary, 16, dtype)
     hidden[3], hidden[4], hidden[5, 2], hidden[6, 1] = hidden[3] * 64, 0.0, torch.inf, torch.nan
-    targets[:6] = torch.tensor([0, vocabulary - 1, vocabulary // 2, vocabulary // 2 - 1, vocabulary // 4, -100])
+    targets[:6] = torch.tensor(
+        [0, vocabulary - 1, vocabulary // 2, vocabulary // 2 - 1, vocabulary // 4, -100]
+    )
     return hidden, weight, targets
 
 
 # Whole segments by the run; folded leaves; a segment longer than a run.
 @pytest.mark.parametrize("vocabulary", [4096, 17600, 67200])
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
-@pytest.mark.parametrize(("dtype", "temperature"), [(torch.float32, 0.7), (torch.bfloat16, 0.7), (torch.float16, 1.0)])
+@pytest.mark.parametrize(
+    ("dtype", "temperature"), [(torch.float32, 0.7), (torch.bfloat16, 0.7), (torch.float16, 1.0)]
+)
 def test_vocabulary_shares_merge_to_the_whole(vocabulary, parts, dtype, temperature):
     if not dispatch.has_native():
         pytest.skip("no native kernels: the smaller vocabulary below serves")
@@ -269,7 +308,9 @@ def test_both_executors_have_one_share_of_the_vocabulary(dtype):
     )
     known = (
         *portable.pairs_and_chosen(hidden, local, targets, 0.7, cut),
-        *portable.shard_backward(grad, hidden, local, targets, stats, whole_samples(hidden, spans, 4), 0.7, cut),
+        *portable.shard_backward(
+            grad, hidden, local, targets, stats, whole_samples(hidden, spans, 4), 0.7, cut
+        ),
     )
     for left, right in zip(found, known, strict=True):
         assert bits.first_difference(left, right) is None
@@ -298,7 +339,9 @@ def test_other_merges_differ():
 def test_dhidden_rounded_by_the_shares_differs(dtype):
     hidden, weight, targets = problem(40, 1024, 16, dtype)
     stats = linear_logprob_stats(hidden, weight, targets, 1.0)[1]
-    roots = backward_of(wide((40,), 11), hidden, weight, targets, stats, torch.tensor([[0, 40]]), 1.0, 4, 0)[0]
+    roots = backward_of(
+        wide((40,), 11), hidden, weight, targets, stats, torch.tensor([[0, 40]]), 1.0, 4, 0
+    )[0]
     assert not bits.equal(merged([r.to(dtype).float() for r in roots], dtype), merged(roots, dtype))
 
 
@@ -320,7 +363,11 @@ def test_refusals():
     with pytest.raises(CutError, match="power of two"):
         partial.merge(torch.ones(3, 6, 2))
     stats, spans = torch.ones(6, 2), torch.tensor([[0, 2], [2, 2], [4, 2]])
-    for of in (2, 4, 4096):  # fewer than there are; three segments of one; a part of a segment of four
+    for of in (
+        2,
+        4,
+        4096,
+    ):  # fewer than there are; three segments of one; a part of a segment of four
         with pytest.raises(UnsupportedError, match="subtree"):
             partial.backward(torch.ones(6), hidden, local, targets, stats, spans, 1.0, cut, of)
     with pytest.raises(ArgumentError, match="float32"):

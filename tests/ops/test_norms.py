@@ -111,14 +111,19 @@ def test_sums_are_the_exact_evaluators():
     n, tokens = 1040, 300
     x, weight = drawn((3, n), 1), torch.ones(n)
     squares = (x * x).double().tolist()
-    exact = [evaluate(FeaturePlan(n).segments, [(t, 1.0) for t in row], ENGINES["striped"]) for row in squares]
+    exact = [
+        evaluate(FeaturePlan(n).segments, [(t, 1.0) for t in row], ENGINES["striped"])
+        for row in squares
+    ]
     scale = 1 / (torch.tensor(exact).unsqueeze(1) / n + 1e-6).sqrt()
     assert bits.equal(rms_norm(x, weight), x * scale)
     x, grad, samples = drawn((tokens, 4), 2), drawn((tokens, 4), 3), Samples.packed([7, 280, 13])
     _, _, found = gradients(norm(1, samples=samples), [x, torch.ones(4)], grad)
     scales = rms_portable.rms_norm(x, torch.ones(4), 1e-5)[1].unsqueeze(1)
     terms = (grad * (x * scales)).double().t().tolist()
-    want = [evaluate(samples.segments, [(t, 1.0) for t in row], ENGINES["striped"]) for row in terms]
+    want = [
+        evaluate(samples.segments, [(t, 1.0) for t in row], ENGINES["striped"]) for row in terms
+    ]
     assert bits.equal(found, torch.tensor(want))
 
 
@@ -142,9 +147,13 @@ def test_shapes_are_stocks(shape):
 @pytest.mark.parametrize("k", [64, 300, 1024])
 def test_the_revealed_order_over_features_is_the_defined_one(k):
     expected = digest(expected_tree(FeaturePlan(k).segments, "striped"))
-    target = targets.rms_norm(k, 3, function=lambda x, shape, _, eps: rms_norm(x, torch.ones(shape), eps))
+    target = targets.rms_norm(
+        k, 3, function=lambda x, shape, _, eps: rms_norm(x, torch.ones(shape), eps)
+    )
     assert isobit.reveal(target).order_digest == expected
-    assert isobit.reveal(targets.rms_norm(k, 3)).order_digest != expected  # the control: stock's is another
+    assert (
+        isobit.reveal(targets.rms_norm(k, 3)).order_digest != expected
+    )  # the control: stock's is another
 
 
 @pytest.mark.parametrize("function", [rms_norm, layer_norm], ids=lambda f: f.__name__)
@@ -185,20 +194,28 @@ def test_padding_packing_threads_and_storage_change_no_weight_gradient(count, he
             for room, rows in zip(spread, (x, grad), strict=True):
                 room[start : start + length] = rows[at : at + length]
             at += length
-        found = gradients(norm(count, samples=padded, **more), [spread[0], *parameters], spread[1])[2:]
+        found = gradients(norm(count, samples=padded, **more), [spread[0], *parameters], spread[1])[
+            2:
+        ]
         assert same(found, whole), side
     strided = torch.stack([x, x], -1)[..., 0]
-    assert same(gradients(norm(count, samples=packed, **more), [strided, *parameters], grad)[2:], whole)
+    assert same(
+        gradients(norm(count, samples=packed, **more), [strided, *parameters], grad)[2:], whole
+    )
     for threads in (1, 2, 3):
         with thread_count(threads):
-            assert same(gradients(norm(count, samples=packed, **more), [x, *parameters], grad)[2:], whole)
+            assert same(
+                gradients(norm(count, samples=packed, **more), [x, *parameters], grad)[2:], whole
+            )
 
 
 def test_a_share_of_the_samples_is_refused_under_autograd():
     x, weight = torch.randn(4, 8), torch.ones(8, requires_grad=True)
     share = Samples.packed([2, 2], first=0, of=4)
     for function in (rms_norm, layer_norm):
-        with pytest.raises(UnsupportedError, match="samples 0 to 2 of 4, while no share is collected"):
+        with pytest.raises(
+            UnsupportedError, match="samples 0 to 2 of 4, while no share is collected"
+        ):
             function(x, weight, samples=share)
         with torch.no_grad():
             assert function(x, weight, samples=share).shape == x.shape
@@ -211,23 +228,34 @@ def test_a_share_of_the_samples_is_refused_under_autograd():
 @pytest.mark.parametrize("shape", [(64, 1024), (500, 96)])
 @pytest.mark.parametrize("count", [1, 2])
 def test_errors_are_at_most_stocks(count, shape, dtype):
-    x, grad = drawn(shape, 1, dtype), torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype)
+    x, grad = (
+        drawn(shape, 1, dtype),
+        torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(dtype),
+    )
     parameters = [drawn((shape[1],), 3 + i, dtype) for i in range(count)]
 
     def stock(x, weight, bias=None):
         n = (shape[1],)
-        return F.rms_norm(x, n, weight, 1e-5) if bias is None else F.layer_norm(x, n, weight, bias, 1e-5)
+        return (
+            F.rms_norm(x, n, weight, 1e-5)
+            if bias is None
+            else F.layer_norm(x, n, weight, bias, 1e-5)
+        )
 
     exact = gradients(stock, [t.double() for t in (x, *parameters)], grad.double())
     ours = gradients(norm(count), [x, *parameters], grad)
     theirs = gradients(stock, [x, *parameters], grad)
-    for name, true, mine, other in zip(("y", "dx", "dw", "db")[: len(exact)], exact, ours, theirs, strict=True):
+    for name, true, mine, other in zip(
+        ("y", "dx", "dw", "db")[: len(exact)], exact, ours, theirs, strict=True
+    ):
         error, limit = ((t.double() - true).abs().max().item() for t in (mine, other))
         assert error <= 1.25 * limit, (name, error, limit)
 
 
 def test_gradcheck_in_fp64():
-    x, weight, bias = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 2, 5), (5,), (5,)))
+    x, weight, bias = (
+        torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((2, 3, 2, 5), (5,), (5,))
+    )
     assert torch.autograd.gradcheck(rms_norm, (x, weight))
     assert torch.autograd.gradcheck(lambda x, w: rms_norm(x, w, heads=True), (x, weight))
     assert torch.autograd.gradcheck(layer_norm, (x, weight, bias))
@@ -242,14 +270,20 @@ def test_opcheck():
     rms_norm(torch.ones(1, 1), torch.ones(1)), layer_norm(torch.ones(1, 1), torch.ones(1))
     x, weight, bias = (torch.randn(s, requires_grad=True) for s in ((2, 5, 3, 7), (7,), (7,)))
     for prefix in ("", "portable_"):
-        torch.library.opcheck(getattr(torch.ops.isobit, f"{prefix}rms_norm"), (x, weight, 1e-6, None, True))
-        torch.library.opcheck(getattr(torch.ops.isobit, f"{prefix}layer_norm"), (x, weight, bias, 1e-6, None))
+        torch.library.opcheck(
+            getattr(torch.ops.isobit, f"{prefix}rms_norm"), (x, weight, 1e-6, None, True)
+        )
+        torch.library.opcheck(
+            getattr(torch.ops.isobit, f"{prefix}layer_norm"), (x, weight, bias, 1e-6, None)
+        )
 
 
 @pytest.mark.parametrize("function", [rms_norm, layer_norm], ids=lambda f: f.__name__)
 def test_compiles_whole_with_the_same_bits(function):
     x, weight = torch.randn(3, 5, 64, requires_grad=True), torch.randn(64, requires_grad=True)
-    compiled = torch.compile(lambda *t: function(*t).square().sum(), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda *t: function(*t).square().sum(), fullgraph=True, backend="aot_eager"
+    )
     plain = torch.autograd.grad(function(x, weight).square().sum(), (x, weight))
     assert same(torch.autograd.grad(compiled(x, weight), (x, weight)), plain)
 
@@ -279,7 +313,9 @@ REFUSED = {
     "eps": lambda x, w: rms_norm(x, w, -1.0),
     "eps that is a tensor": lambda x, w: layer_norm(x, w, eps=w),
     "samples": lambda x, w: rms_norm(x, w, samples=Samples.packed([3])),
-    "samples that count heads": lambda x, w: rms_norm(x.view(2, 2, 8), w, samples=Samples.packed([4]), heads=True),
+    "samples that count heads": lambda x, w: rms_norm(
+        x.view(2, 2, 8), w, samples=Samples.packed([4]), heads=True
+    ),
 }
 
 

@@ -64,7 +64,9 @@ def test_one_rounding_with_angles_in_fp32(dtype):
     if dtype != torch.float32:
         narrow = rotary(x, cos.to(dtype), sin.to(dtype))
         assert not bits.equal(rotary(x, cos, sin), narrow)
-        assert not bits.equal(stock(x, cos.to(dtype), sin.to(dtype)), narrow)  # stock rounds each product to bf16
+        assert not bits.equal(
+            stock(x, cos.to(dtype), sin.to(dtype)), narrow
+        )  # stock rounds each product to bf16
 
 
 def test_nans_and_infinities_stay_in_their_pairs():
@@ -85,11 +87,16 @@ def both(function, x, cos, sin):
 
 def batch(function, x, cos, sin):
     whole = both(function, x, cos, sin)
-    return all(bits.equal(both(function, x[b : b + 1], cos, sin), whole[b : b + 1]) for b in range(len(x)))
+    return all(
+        bits.equal(both(function, x[b : b + 1], cos, sin), whole[b : b + 1]) for b in range(len(x))
+    )
 
 
 def chunks(function, x, cos, sin):
-    parts = [both(function, x[:, t : t + 3], cos[t : t + 3], sin[t : t + 3]) for t in range(0, x.shape[1], 3)]
+    parts = [
+        both(function, x[:, t : t + 3], cos[t : t + 3], sin[t : t + 3])
+        for t in range(0, x.shape[1], 3)
+    ]
     return bits.equal(torch.cat(parts, 1), both(function, x, cos, sin))
 
 
@@ -101,7 +108,9 @@ def heads(function, x, cos, sin):
 def packed(function, x, cos, sin):
     """All samples one after the other, with the angles of each again."""
     rows, again = x.flatten(0, 1), (t.repeat(len(x), 1) for t in (cos, sin))
-    return bits.equal(both(function, rows, *again).view(*x.shape[:-1], -1), both(function, x, cos, sin))
+    return bits.equal(
+        both(function, rows, *again).view(*x.shape[:-1], -1), both(function, x, cos, sin)
+    )
 
 
 def layouts(function, x, cos, sin):
@@ -163,7 +172,9 @@ def test_decoding_has_the_bits_of_prefill():
         assert bits.equal(rotary(x[:, t : t + 1], *angles(1, 64, t)), whole[:, t : t + 1])
 
 
-@pytest.mark.parametrize("shape", [(40, 70), (1, 40, 70), (4, 40, 70), (4, 1, 70), (1, 1, 70), (70,)])
+@pytest.mark.parametrize(
+    "shape", [(40, 70), (1, 40, 70), (4, 40, 70), (4, 1, 70), (1, 1, 70), (70,)]
+)
 def test_angles_are_shared_as_in_torch(shape):
     x, cos, sin = draw(4, 40, 6, 70), draw(*shape), draw(*shape).flip(-1)
     whole = [t.expand(4, 40, 70).contiguous() for t in (cos, sin)]
@@ -186,18 +197,26 @@ def test_errors_are_within_stocks(dtype):
     back = stock(x.double(), cos.double(), -sin.double())
     theirs = stock(x, cos.to(dtype), sin.to(dtype))
     slope = gradient(stock, x, cos.to(dtype), sin.to(dtype), x)
-    worst = [(found.double() - exact).abs().max() for found, exact in ((theirs, true), (slope, back))]
+    worst = [
+        (found.double() - exact).abs().max() for found, exact in ((theirs, true), (slope, back))
+    ]
     ours = [rotary(x, cos, sin), gradient(rotary, x, cos, sin, x)]
     found = [(f.double() - exact).abs().max() for f, exact in zip(ours, (true, back), strict=True)]
-    print(f"\n{dtype}: {found[0]:.3e}, stock {worst[0]:.3e}; gradient {found[1]:.3e}, stock {worst[1]:.3e}")
+    print(
+        f"\n{dtype}: {found[0]:.3e}, stock {worst[0]:.3e}; gradient {found[1]:.3e}, stock {worst[1]:.3e}"
+    )
     assert found[0] <= 1.25 * worst[0]
     assert found[1] <= 1.25 * worst[1]
 
 
 WRONG = {
-    "one half's sign": lambda x, c, s: stock(x, c, s * torch.ones(70).index_fill(0, torch.arange(35), -1.0)),
+    "one half's sign": lambda x, c, s: stock(
+        x, c, s * torch.ones(70).index_fill(0, torch.arange(35), -1.0)
+    ),
     "the neighbour's position": lambda x, c, s: stock(x, c.roll(1, -2), s.roll(1, -2)),
-    "pairs of neighbours": lambda x, c, s: stock(x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), c, s),
+    "pairs of neighbours": lambda x, c, s: stock(
+        x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2), c, s
+    ),
     "the halves exchanged": lambda x, c, s: stock(x, c, -s),
     "angles in bf16": lambda x, c, s: stock(x, c.bfloat16().float(), s.bfloat16().float()),
 }
@@ -237,12 +256,16 @@ def test_opcheck(prefix):
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(getattr(torch.ops.isobit, f"{prefix}rotary"), (x, cos, sin))
     given = (x.detach(), cos, sin)
-    torch.library.opcheck(getattr(torch.ops.isobit, f"{prefix}rotary_backward"), given, test_utils=tests)
+    torch.library.opcheck(
+        getattr(torch.ops.isobit, f"{prefix}rotary_backward"), given, test_utils=tests
+    )
 
 
 def test_compiles_whole_with_the_same_bits():
     x, (cos, sin) = torch.randn(2, 5, 3, 34, requires_grad=True), angles(5, 34)
-    compiled = torch.compile(lambda t: rotary(t, cos, sin).square().sum(), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda t: rotary(t, cos, sin).square().sum(), fullgraph=True, backend="aot_eager"
+    )
     plain = torch.autograd.grad(rotary(x, cos, sin).square().sum(), x)[0]
     assert bits.equal(plain, torch.autograd.grad(compiled(x), x)[0])
 

@@ -27,7 +27,10 @@ from isobit.order.tree import Counter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 IDS = torch.tensor([0, 3, 4])  # few, so that each occurs in most samples; 3 is padding
-EXACT = [("embedding", torch.bfloat16), ("embedding", torch.float16)]  # sums of 16-bit values that never round
+EXACT = [
+    ("embedding", torch.bfloat16),
+    ("embedding", torch.float16),
+]  # sums of 16-bit values that never round
 needs_native = pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
 
 
@@ -37,12 +40,32 @@ def grouped(x, w, v, b, samples):
 
 # (function of rows and parameters; shape of a row of its input, of the parameters, of a row of its output)
 OPERATORS = {
-    "linear": (lambda x, w, b, samples: linear(x, w, b, samples=samples), (7,), ((5, 7), (5,)), (5,)),
+    "linear": (
+        lambda x, w, b, samples: linear(x, w, b, samples=samples),
+        (7,),
+        ((5, 7), (5,)),
+        (5,),
+    ),
     "linear_group": (grouped, (7,), ((4, 7), (2, 7), (4,)), (6,)),
     "rms_norm": (lambda x, w, samples: rms_norm(x, w, samples=samples), (19,), ((19,),), (19,)),
-    "rms_norm of heads": (lambda x, w, samples: rms_norm(x, w, samples=samples, heads=True), (6, 9), ((9,),), (6, 9)),
-    "layer_norm": (lambda x, w, b, samples: layer_norm(x, w, b, samples=samples), (19,), ((19,), (19,)), (19,)),
-    "embedding": (lambda ids, w, samples: embedding(ids, w, samples=samples, padding_idx=3), (), ((5, 6),), (6,)),
+    "rms_norm of heads": (
+        lambda x, w, samples: rms_norm(x, w, samples=samples, heads=True),
+        (6, 9),
+        ((9,),),
+        (6, 9),
+    ),
+    "layer_norm": (
+        lambda x, w, b, samples: layer_norm(x, w, b, samples=samples),
+        (19,),
+        ((19,), (19,)),
+        (19,),
+    ),
+    "embedding": (
+        lambda ids, w, samples: embedding(ids, w, samples=samples, padding_idx=3),
+        (),
+        ((5, 6),),
+        (6,),
+    ),
 }
 # (lengths of the global batch's samples, samples of each share): equal and unequal shares; three samples in a segment
 # with empty ones; samples beyond a leaf of tokens; more samples than segments, so that the cap of 1024 binds.
@@ -54,7 +77,10 @@ CUTS = {
     "odd, unequal": ((3, 0, 1, 8, 0, 0, 0, 6, 2, 2, 9, 1), (3, 3, 6)),
     "long": ((300, 0, 257, 5), (1, 1, 2)),
     "capped": ((1, 0, 2, 1) * 512, (2, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)),
-    "capped, four a segment": ((1, 0, 1, 0) * 1024, (2048, 4, 4, 8, 16, 32, 64, 128, 256, 512, 1024)),
+    "capped, four a segment": (
+        (1, 0, 1, 0) * 1024,
+        (2048, 4, 4, 8, 16, 32, 64, 128, 256, 512, 1024),
+    ),
 }
 
 
@@ -71,7 +97,9 @@ class Problem:
         ids = IDS[torch.randint(0, 3, (tokens,), generator=torch.Generator().manual_seed(1))]
         self.x = drawn((tokens, *row), 1, dtype) if row else ids
         self.grad = drawn((tokens, *out), 2, dtype)
-        self.parameters = [drawn(shape, 3 + at, dtype).requires_grad_() for at, shape in enumerate(shapes)]
+        self.parameters = [
+            drawn(shape, 3 + at, dtype).requires_grad_() for at, shape in enumerate(shapes)
+        ]
 
     def whole(self) -> list[Tensor]:
         leaves = [p.detach().requires_grad_() for p in self.parameters]
@@ -81,13 +109,17 @@ class Problem:
     def shares(self, counts: tuple[int, ...]):
         """(node, gradients) of each share, as autograd delivers them to a collector."""
         for parameter in self.parameters:
-            parameter.grad_dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            parameter.grad_dtype = (
+                torch.float64 if parameter.dtype == torch.float64 else torch.float32
+            )
         of, first = len(self.lengths), 0
         for count in counts:
             samples = Samples.packed(self.lengths[first : first + count], first=first, of=of)
             rows = slice(self.edges[first], self.edges[first + count])
             with collecting(Share(first, of, count)):
-                self.function(self.x[rows], *self.parameters, samples=samples).backward(self.grad[rows])
+                self.function(self.x[rows], *self.parameters, samples=samples).backward(
+                    self.grad[rows]
+                )
             (node,) = samples.roots
             yield node, [p.grad for p in self.parameters]
             for parameter in self.parameters:
@@ -96,7 +128,9 @@ class Problem:
 
 
 def merged(shares) -> list[Tensor]:
-    counter: Counter[list[Tensor]] = Counter(lambda a, b: [x + y for x, y in zip(a, b, strict=True)])
+    counter: Counter[list[Tensor]] = Counter(
+        lambda a, b: [x + y for x, y in zip(a, b, strict=True)]
+    )
     for node, gradients in shares:
         counter.push(node, gradients)
         assert len(counter) <= 11
@@ -145,7 +179,9 @@ def test_other_merges_have_other_bits(operator):
         if (operator, dtype) not in EXACT:
             assert not same(left, tree)
         if dtype != torch.float32:
-            early = merged((n, [t.to(dtype).float() for t in p]) for n, p in zip(nodes, partials, strict=True))
+            early = merged(
+                (n, [t.to(dtype).float() for t in p]) for n, p in zip(nodes, partials, strict=True)
+            )
             assert not same(rounded(early, dtype), rounded(tree, dtype))
 
 
@@ -171,7 +207,9 @@ def test_native_equals_portable_on_shares(dtype, monkeypatch):
             found = [gradients for _, gradients in Problem(operator, lengths, dtype).shares(counts)]
             with monkeypatch.context() as patch:
                 patch.setattr(dispatch, "is_native", lambda _: False)
-                expected = [gradients for _, gradients in Problem(operator, lengths, dtype).shares(counts)]
+                expected = [
+                    gradients for _, gradients in Problem(operator, lengths, dtype).shares(counts)
+                ]
             assert all(same(a, b) for a, b in zip(found, expected, strict=True)), operator
 
 
@@ -192,7 +230,9 @@ def test_operators_say_their_dtypes():
     for name, arguments in calls.items():
         for prefix in ("", "portable_"):
             operator = getattr(torch.ops.isobit, f"{prefix}{name}")
-            torch.library.opcheck(operator, arguments, test_utils=("test_schema", "test_faketensor"))
+            torch.library.opcheck(
+                operator, arguments, test_utils=("test_schema", "test_faketensor")
+            )
             found = operator(*arguments)
             assert (found if isinstance(found, Tensor) else found[1]).dtype == torch.float32
             with pytest.raises(RuntimeError, match="one subtree"):
@@ -209,11 +249,26 @@ def leaf(dtype=torch.bfloat16, grad_dtype=torch.float32) -> Tensor:
 
 
 REFUSED = {
-    "no collector": (lambda: check_share(Samples.packed([1], first=1, of=4), leaf()), "no share is collected"),
-    "another share": (lambda: in_share(0, Samples.packed([1], first=1, of=4), leaf()), "first=0, of=4, size=1"),
-    "two subtrees": (lambda: in_share(1, Samples.packed([1, 1], first=1, of=4), leaf()), "2 subtrees"),
-    "rounded": (lambda: in_share(1, Samples.packed([1], first=1, of=4), leaf(grad_dtype=torch.bfloat16)), "bfloat16"),
-    "no leaf": (lambda: in_share(1, Samples.packed([1], first=1, of=4), leaf() * 1), "other operators"),
+    "no collector": (
+        lambda: check_share(Samples.packed([1], first=1, of=4), leaf()),
+        "no share is collected",
+    ),
+    "another share": (
+        lambda: in_share(0, Samples.packed([1], first=1, of=4), leaf()),
+        "first=0, of=4, size=1",
+    ),
+    "two subtrees": (
+        lambda: in_share(1, Samples.packed([1, 1], first=1, of=4), leaf()),
+        "2 subtrees",
+    ),
+    "rounded": (
+        lambda: in_share(1, Samples.packed([1], first=1, of=4), leaf(grad_dtype=torch.bfloat16)),
+        "bfloat16",
+    ),
+    "no leaf": (
+        lambda: in_share(1, Samples.packed([1], first=1, of=4), leaf() * 1),
+        "other operators",
+    ),
 }
 
 

@@ -57,15 +57,21 @@ def test_groups_merge_to_the_whole(rows, groups, dtype, executor):
             continue
         shares = []
         for index in range(parts):
-            mine = [slice(index * groups // parts * n, (index + 1) * groups // parts * n) for n in rows]
+            mine = [
+                slice(index * groups // parts * n, (index + 1) * groups // parts * n) for n in rows
+            ]
             own = [g[:, rows_] for g, rows_ in zip(grads, mine, strict=True)]
             some = [w[rows_] for w, rows_ in zip(weights, mine, strict=True)]
-            shares.append(partial.group_input_grad(own, some, groups // parts, Cut(extent, parts, index)))
+            shares.append(
+                partial.group_input_grad(own, some, groups // parts, Cut(extent, parts, index))
+            )
             assert shares[-1].values.dtype == torch.float32
             assert len(shares[-1].nodes) == 1
         assert bits.equal(partial.merge(shares, dtype=dtype), whole)
     if len(shares) > 1:
-        wrong = partial.input_grad(torch.cat(grads, -1), torch.cat(weights), Cut(extent, 1, 0))  # not by groups
+        wrong = partial.input_grad(
+            torch.cat(grads, -1), torch.cat(weights), Cut(extent, 1, 0)
+        )  # not by groups
         assert not bits.equal(wrong.values[0], partial.merge(shares, dtype=torch.float32))
 
 
@@ -119,14 +125,18 @@ def test_samples_of_heads_are_shares_too(executor):
     whole = heads_of.merge_samples(totals, 12)
     halves = [heads_of.merge_samples(totals[at : at + 6], 12) for at in (0, 6)]
     assert bits.equal(halves[0] + halves[1], whole)
-    assert not bits.equal(heads_of.merge_samples(totals[:4], 4), heads_of.merge_samples(totals[:4], 4096))
+    assert not bits.equal(
+        heads_of.merge_samples(totals[:4], 4), heads_of.merge_samples(totals[:4], 4096)
+    )
 
 
 def test_heads_that_are_no_subtree_are_refused():
     samples, x, weight = Samples.packed([2]), torch.ones(2, 2, 3), torch.ones(3)
     for total, first in ((12, 0), (8, 1), (8, 7), (3, 0)):
         with pytest.raises(CutError, match="one subtree"):
-            heads_of.sample_grads(x, x, weight, torch.ones(2, 2), samples, heads_total=total, first_head=first)
+            heads_of.sample_grads(
+                x, x, weight, torch.ones(2, 2), samples, heads_total=total, first_head=first
+            )
     with pytest.raises(CutError, match="one subtree"):
         heads_of.merge_samples(torch.ones(3, 2), 8)
 
@@ -160,7 +170,9 @@ def test_rows_of_a_table_over_a_share_of_samples(executor):
     generator, grad = torch.Generator().manual_seed(1), drawn((8, 6), 3, torch.bfloat16)
     ids = torch.randint(0, 4, (8,), generator=generator)
     halves = [
-        table.weight_grad(grad[at : at + 4], ids[at : at + 4], Samples.packed((1, 3), first=first, of=4), 1, 2)
+        table.weight_grad(
+            grad[at : at + 4], ids[at : at + 4], Samples.packed((1, 3), first=first, of=4), 1, 2
+        )
         for at, first in ((0, 0), (4, 2))
     ]
     assert {h.dtype for h in halves} == {torch.float32}

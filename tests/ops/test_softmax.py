@@ -46,10 +46,16 @@ def gradient(function, x: Tensor, grad: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", EXTENTS)
 def test_native_equals_portable(n, dtype):
-    x, grad = hard_rows(6, n, dtype), wide_values((6, n), dtype, torch.Generator().manual_seed(n + 1))
+    x, grad = (
+        hard_rows(6, n, dtype),
+        wide_values((6, n), dtype, torch.Generator().manual_seed(n + 1)),
+    )
     y = softmax(x)
     assert bits.first_difference(y, portable.softmax(x)) is None
-    assert bits.first_difference(gradient(softmax, x, grad), portable.softmax_backward(grad, y)) is None
+    assert (
+        bits.first_difference(gradient(softmax, x, grad), portable.softmax_backward(grad, y))
+        is None
+    )
 
 
 @needs_native
@@ -68,7 +74,10 @@ def test_sums_are_the_exact_evaluators(n):
     x = hard_rows(3, n)
     terms = portable.exp_nonpositive(x - x.amax(1, keepdim=True))
     segments = FeaturePlan(n).segments
-    want = [evaluate(segments, [(t, 1.0) for t in row], ENGINES["striped"]) for row in terms.double().tolist()]
+    want = [
+        evaluate(segments, [(t, 1.0) for t in row], ENGINES["striped"])
+        for row in terms.double().tolist()
+    ]
     assert bits.equal(portable.sum_last(terms)[:, 0], torch.tensor(want))
     assert bits.equal(softmax(x), terms / torch.tensor(want).unsqueeze(1))
 
@@ -91,7 +100,9 @@ def test_special_values(n, dtype):
 
 
 def test_every_nan_leaves_as_one():
-    payloads = torch.tensor([0x7FC001FF, -0x3F0001, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    payloads = torch.tensor([0x7FC001FF, -0x3F0001, 0x7F800001], dtype=torch.int32).view(
+        torch.float32
+    )
     x = torch.zeros(3, 20)
     x[:, 18] = payloads
     assert bits.equal(softmax(x), torch.full((3, 20), torch.nan))
@@ -106,7 +117,9 @@ def test_shapes_are_stocks(shape, dtype):
         torch.testing.assert_close(y, stock)
         grad = torch.randn(shape).to(dtype)
         ours, theirs = (torch.autograd.grad(t, x, grad)[0] for t in (y, stock))
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=4 * torch.finfo(dtype).eps)  # y (g - D) cancels
+        torch.testing.assert_close(
+            ours, theirs, rtol=0, atol=4 * torch.finfo(dtype).eps
+        )  # y (g - D) cancels
     assert bits.equal(softmax(x[..., :1]), torch.ones_like(x[..., :1]))
 
 
@@ -118,14 +131,19 @@ def test_the_revealed_order_is_the_defined_one(k):
     expected = digest(expected_tree(FeaturePlan(k).segments, "striped"))
     for rows in (1, 5):
         assert isobit.reveal(targets.softmax(k, rows, function=softmax)).order_digest == expected
-    assert isobit.reveal(targets.softmax(k)).order_digest != expected  # the control: stock's is another
+    assert (
+        isobit.reveal(targets.softmax(k)).order_digest != expected
+    )  # the control: stock's is another
 
 
 # ---- 3. what must not matter -----------------------------------------------------------------------------
 
 
 def alone(function, x, grad):
-    return all(bits.equal(run(function, x, grad, slice(i, i + 1)), run(function, x, grad)[i : i + 1]) for i in (0, 7))
+    return all(
+        bits.equal(run(function, x, grad, slice(i, i + 1)), run(function, x, grad)[i : i + 1])
+        for i in (0, 7)
+    )
 
 
 def chunks(function, x, grad):
@@ -175,7 +193,9 @@ class Planted(torch.autograd.Function):
     def backward(ctx, grad):
         (y,) = ctx.saved_tensors
         stock = ctx.wrong(grad)
-        return torch._softmax_backward_data(grad, y, -1, y.dtype) if stock else portable.softmax_backward(grad, y), None
+        return torch._softmax_backward_data(
+            grad, y, -1, y.dtype
+        ) if stock else portable.softmax_backward(grad, y), None
 
 
 INVARIANCES = {
@@ -218,7 +238,11 @@ def test_flush_denormal_mode_does_not_reach_the_kernels():
 
 def exponential_holds(first: int, stop: int, step: int) -> bool:
     """Whether arguments of these raw bits, ascending in size, have results in order and within 1 ulp."""
-    x = (torch.arange(first, stop, step, dtype=torch.int64) - 2**31).to(torch.int32).view(torch.float32)
+    x = (
+        (torch.arange(first, stop, step, dtype=torch.int64) - 2**31)
+        .to(torch.int32)
+        .view(torch.float32)
+    )
     y, true = portable.exp_nonpositive(x), x.double().exp()
     ulp = torch.ldexp(torch.ones_like(true), torch.frexp(true).exponent - 24)
     flushed = x < portable.FP32.lowest
@@ -234,14 +258,20 @@ def test_the_exponential_is_accurate_and_monotone():
     for octaves in range(1, 126):  # around the edges of the reduction
         edge = torch.tensor((octaves - 0.5) * 0.6931471805599453).view(torch.int32).item()
         assert exponential_holds(edge - 2000, edge + 2000, 1)
-    assert portable.exp_nonpositive(torch.tensor([0.0, -0.0, -torch.inf])).tolist() == [1.0, 1.0, 0.0]
+    assert portable.exp_nonpositive(torch.tensor([0.0, -0.0, -torch.inf])).tolist() == [
+        1.0,
+        1.0,
+        0.0,
+    ]
 
 
 @pytest.mark.full
 def test_the_exponential_of_every_argument():
     first, size = 0x32000000, 1 << 22  # -2^-27, whose result is 1, as are those before it
     assert portable.exp_nonpositive(torch.tensor(-(2.0**-27))) == 1
-    assert all(exponential_holds(at, min(at + size + 1, LOWEST), 1) for at in range(first, LOWEST, size))
+    assert all(
+        exponential_holds(at, min(at + size + 1, LOWEST), 1) for at in range(first, LOWEST, size)
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -253,8 +283,12 @@ def test_error_is_within_the_bound_of_the_tree(n, dtype):
     terms = (wide - wide.amax(1, keepdim=True)).double().exp()
     true = terms / terms.sum(1, keepdim=True)
     depth = depth_of(expected_tree(FeaturePlan(n).segments, "striped"))
-    relative = (depth + 6) * 2.0**-24 + (0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2)
-    allowed = true * relative + max(2.0**-126, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps)
+    relative = (depth + 6) * 2.0**-24 + (
+        0 if dtype == torch.float32 else torch.finfo(dtype).eps / 2
+    )
+    allowed = true * relative + max(
+        2.0**-126, torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
+    )
     assert ((softmax(x).double() - true).abs() <= allowed).all()
 
 
@@ -277,13 +311,17 @@ def test_opcheck(dtype):
     for prefix in ("softmax", "portable_softmax"):
         torch.library.opcheck(getattr(torch.ops.isobit, prefix), (x,))
         pair, tests = (x.detach(), x.detach().softmax(-1)), ("test_schema", "test_faketensor")
-        torch.library.opcheck(getattr(torch.ops.isobit, f"{prefix}_backward"), pair, test_utils=tests)
+        torch.library.opcheck(
+            getattr(torch.ops.isobit, f"{prefix}_backward"), pair, test_utils=tests
+        )
 
 
 def test_compiles_whole_with_the_same_bits():
     x = torch.randn(3, 5, 64, requires_grad=True)
     plain = torch.autograd.grad(softmax(x, 1).square().sum(), x)[0]
-    compiled = torch.compile(lambda t: softmax(t, 1).square().sum(), fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(
+        lambda t: softmax(t, 1).square().sum(), fullgraph=True, backend="aot_eager"
+    )
     assert bits.equal(plain, torch.autograd.grad(compiled(x), x)[0])
 
 

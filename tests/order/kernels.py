@@ -13,7 +13,10 @@ def pairs(items):
     """Neighbours first; an odd one waits for the next level."""
     items = list(items)
     while len(items) > 1:
-        items = [tuple(items[i : i + 2]) if i + 1 < len(items) else items[i] for i in range(0, len(items), 2)]
+        items = [
+            tuple(items[i : i + 2]) if i + 1 < len(items) else items[i]
+            for i in range(0, len(items), 2)
+        ]
     return items[0]
 
 
@@ -85,4 +88,6 @@ def target_of(branch, n, places=512, add=torch.add, **given):
 
 
 def exact(parts):
-    return torch.tensor([math.fsum(column) for column in torch.stack(parts).double().t().tolist()]).float()
+    return torch.tensor(
+        [math.fsum(column) for column in torch.stack(parts).double().t().tolist()]
+    ).float()

@@ -16,7 +16,9 @@ def rounded_to(dtype):
 
 
 @pytest.mark.parametrize(("dtype", "word"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
-@pytest.mark.parametrize("name", ["left fold", "16 stripes, pairs", "pairwise", "right fold", "random"])
+@pytest.mark.parametrize(
+    "name", ["left fold", "16 stripes, pairs", "pairwise", "right fold", "random"]
+)
 def test_narrow_accumulators_are_counted_by_segments(dtype, word, name):
     n = 700
     branch = ORDERS[name](n)
@@ -46,12 +48,17 @@ def test_narrowing_at_merges_is_seen():
     terms = torch.zeros(n, 64).t()
 
     def run():
-        parts = [add_by(chain(range(64)), list(terms.t()[at : at + 64])).bfloat16().float() for at in range(0, n, 64)]
+        parts = [
+            add_by(chain(range(64)), list(terms.t()[at : at + 64])).bfloat16().float()
+            for at in range(0, n, 64)
+        ]
         return add_by(chain(range(4)), parts)
 
     tree = reveal(TensorTarget("split", terms, run))
     assert tree.order_digest == digest(branch)
-    assert str(tree.arithmetic) == "fp32 sums, 4 additions rounded to bf16, subnormals kept, -0 kept"
+    assert (
+        str(tree.arithmetic) == "fp32 sums, 4 additions rounded to bf16, subnormals kept, -0 kept"
+    )
     assert tree.arithmetic.widths.count(8) == 4
     assert tree != reveal(target_of(branch, n))
     assert tree.order_digest == reveal(target_of(branch, n)).order_digest
@@ -105,7 +112,9 @@ def test_flushed_subnormals_are_seen():
 def test_an_accumulator_that_starts_from_zero_is_another_arithmetic():
     branch = chain(range(20))
     terms = torch.zeros(20, 8).t()
-    from_zero = reveal(TensorTarget("from zero", terms, lambda: add_by(branch, list(terms.t())) + 0.0))
+    from_zero = reveal(
+        TensorTarget("from zero", terms, lambda: add_by(branch, list(terms.t())) + 0.0)
+    )
     plain = reveal(target_of(branch, 20))
     assert from_zero.order_digest == plain.order_digest
     assert from_zero != plain
@@ -192,7 +201,9 @@ def test_replays_of_narrow_terms_still_round(dtype):
         for value in x[1:]:
             exact = total + value.double()
             near = exact.float()
-            total = torch.where(near.double().abs() > exact.abs(), torch.nextafter(near, near * 0), near).double()
+            total = torch.where(
+                near.double().abs() > exact.abs(), torch.nextafter(near, near * 0), near
+            ).double()
         return total.to(dtype)
 
     with pytest.raises(RevealError):
@@ -251,6 +262,6 @@ def test_subnormals_flushed_in_one_half_are_refused():
 def test_a_wider_result_and_a_narrow_last_addition_are_told():
     tree = isobit.reveal(lambda x: fold(x), 20, dtype=torch.bfloat16)  # fp32 out of bf16 terms
     assert tree.replayed >= 8
-    narrow = lambda x: ((x[0] + x[1]).bfloat16().float() + (x[2] + x[3]).bfloat16().float())  # noqa: E731
+    narrow = lambda x: (x[0] + x[1]).bfloat16().float() + (x[2] + x[3]).bfloat16().float()  # noqa: E731
     tree = isobit.reveal(narrow, 4)
     assert tree.arithmetic.widths == (8, 8, 24)

@@ -41,7 +41,9 @@ def test_equal_orders_with_other_arithmetic_are_two_classes():
     def narrow(a, b):
         return (a + b).bfloat16().float()
 
-    found = isobit.certify(lambda m: target_of(chain(range(40)), 40, add=narrow if m else torch.add), [0, 1])
+    found = isobit.certify(
+        lambda m: target_of(chain(range(40)), 40, add=narrow if m else torch.add), [0, 1]
+    )
     assert len(found.classes) == 2
     assert found.classes[1].parting is None
     assert found.classes[0].tree.order_digest == found.classes[1].tree.order_digest
@@ -73,7 +75,9 @@ def test_the_self_check_can_fail(monkeypatch):
 
 
 def test_the_self_check_wants_the_compensated_sum_refused(monkeypatch):
-    plain = Planted("plain", 33, lambda values: add_by(chain(range(33)), torch.tensor(values)).item())
+    plain = Planted(
+        "plain", 33, lambda values: add_by(chain(range(33)), torch.tensor(values)).item()
+    )
     monkeypatch.setattr(certificates, "plant_compensated", lambda n: plain)
     with pytest.raises(isobit.EngineError, match="compensated"):
         certificates.check_revealing()

@@ -56,7 +56,9 @@ def test_engines_differ():
     assert amx_engine(None, factors) > 1.0
     assert chain_engine(1.0, [(2.0**-24, 1.0)] * 2) == 1.0 + 2.0**-23
     assert amx_engine(1.0, [(2.0**-24, 1.0)] * 2) == 1.0 + 2.0**-23
-    assert amx_engine(1.0, ([(2.0**-24, 1.0)] + [(0.0, 0.0)] * 31) * 2) == 1.0  # it continues from 1.0
+    assert (
+        amx_engine(1.0, ([(2.0**-24, 1.0)] + [(0.0, 0.0)] * 31) * 2) == 1.0
+    )  # it continues from 1.0
     tiny = [(2.0**-70, 2.0**-70)]
     assert chain_engine(None, tiny) == 2.0**-140
     assert amx_engine(None, tiny) == 0.0

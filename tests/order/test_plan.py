@@ -12,7 +12,15 @@ from isobit.order.samples import Samples
 
 @pytest.mark.parametrize(
     ("extent", "count", "length"),
-    [(1024, 4, 256), (4096, 16, 256), (12288, 16, 768), (3072, 8, 384), (151936, 16, 9496), (511, 1, 511), (1, 1, 1)],
+    [
+        (1024, 4, 256),
+        (4096, 16, 256),
+        (12288, 16, 768),
+        (3072, 8, 384),
+        (151936, 16, 9496),
+        (511, 1, 511),
+        (1, 1, 1),
+    ],
 )
 def test_known_extents(extent, count, length):
     assert (FeaturePlan(extent).count, FeaturePlan(extent).length) == (count, length)
@@ -38,7 +46,11 @@ def test_segments_and_leaves_tile_the_extent(extent):
 @given(st.integers(1, 10_000), st.integers(1, 300), st.integers(1, 64))
 def test_count_is_the_largest_that_fits(extent, unit, cap):
     count = count_segments(extent, unit, cap)
-    fits = [s for s in (1 << i for i in range(14)) if extent % s == 0 and extent // s >= unit and s <= cap]
+    fits = [
+        s
+        for s in (1 << i for i in range(14))
+        if extent % s == 0 and extent // s >= unit and s <= cap
+    ]
     assert count == max(fits, default=1)
 
 
@@ -53,7 +65,9 @@ def rows(segments, first=0):
 @pytest.mark.skipif(native.load() is not None, reason="no native kernels")
 def test_native_plan_is_this_plan():
     for extent in [*range(1, 3000), 3072, 4096, 6144, 12288, 24576, 151936, 151937]:
-        assert torch.ops.isobit.feature_schedule(extent).tolist() == rows(FeaturePlan(extent).segments), extent
+        assert torch.ops.isobit.feature_schedule(extent).tolist() == rows(
+            FeaturePlan(extent).segments
+        ), extent
 
 
 @pytest.mark.skipif(native.load() is not None, reason="no native kernels")

@@ -12,7 +12,16 @@ from isobit import RevealError, targets
 from isobit.order.addition import chain, digest
 from isobit.order.planted import plant_compensated, plant_tree
 from isobit.order.reveal import reveal
-from tests.order.kernels import ORDERS, add_by, blocks, pairs, permuted, random_branch, stripes, target_of
+from tests.order.kernels import (
+    ORDERS,
+    add_by,
+    blocks,
+    pairs,
+    permuted,
+    random_branch,
+    stripes,
+    target_of,
+)
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -49,7 +58,9 @@ def test_any_binary_tree_comes_back(n, seed, places):
 )
 def test_families_come_back(n, width, order, seed):
     for branch in (stripes(n, width, order), blocks(n, width, order), permuted(n, seed)):
-        assert reveal(target_of(branch, n, places=64), arithmetic=False).order_digest == digest(branch)
+        assert reveal(target_of(branch, n, places=64), arithmetic=False).order_digest == digest(
+            branch
+        )
 
 
 def test_few_probes():
@@ -67,7 +78,9 @@ def test_compensated_sums_are_not_plain_trees():
         reveal(plant_compensated(40))
 
 
-@pytest.mark.parametrize("function", [torch.amax, torch.prod, lambda x: x[0], lambda x: (x * x).sum()])
+@pytest.mark.parametrize(
+    "function", [torch.amax, torch.prod, lambda x: x[0], lambda x: (x * x).sum()]
+)
 def test_what_is_no_sum_is_refused(function):
     with pytest.raises(RevealError):
         isobit.reveal(function, 20)

@@ -30,7 +30,11 @@ class Net(nn.Module):
         super().__init__()
         self.table = nn.Embedding(VOCABULARY, WIDTH)
         self.norm = nn.Parameter(torch.randn(WIDTH))
-        self.block, self.aside, self.idle = Block(), nn.Parameter(torch.randn(WIDTH)), nn.Parameter(torch.randn(7))
+        self.block, self.aside, self.idle = (
+            Block(),
+            nn.Parameter(torch.randn(WIDTH)),
+            nn.Parameter(torch.randn(7)),
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         if tied:
             self.head.weight = self.table.weight
@@ -55,7 +59,9 @@ def make(dtype=torch.float32, frozen=("aside", "idle"), **options):
 
 def tokens(first, stop):
     """Packed ids and targets of these samples."""
-    drawn = torch.randint(0, VOCABULARY, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(4))
+    drawn = torch.randint(
+        0, VOCABULARY, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(4)
+    )
     return drawn[:, sum(LENGTHS[:first]) : sum(LENGTHS[:stop])]
 
 
@@ -67,7 +73,10 @@ def loss_of(net, held, share=None, **options):
 
 def read(net):
     found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
-    return {name: (g.full_tensor() if isinstance(g, DTensor) else g).clone() for name, g in found.items()}
+    return {
+        name: (g.full_tensor() if isinstance(g, DTensor) else g).clone()
+        for name, g in found.items()
+    }
 
 
 def whole(net):

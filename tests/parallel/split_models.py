@@ -47,7 +47,11 @@ def measure(model):
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     loss = model(**inputs, labels=labels).loss
     loss.backward()
-    return {**found, "loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    return {
+        **found,
+        "loss": loss.detach(),
+        **{name: p.grad for name, p in model.named_parameters()},
+    }
 
 
 def differing(ranks, dtype, tied, expected):
@@ -61,5 +65,7 @@ def differing(ranks, dtype, tied, expected):
     return [
         name
         for name, value in found.items()
-        if not bits.equal(value, take(expected[name], shards[name]) if name in shards else expected[name])
+        if not bits.equal(
+            value, take(expected[name], shards[name]) if name in shards else expected[name]
+        )
     ]

@@ -37,7 +37,11 @@ def leaf(tensor):
 
 @contextmanager
 def collected(samples):
-    with collecting(Share(samples.first, samples.of, len(samples.spans))) if samples.is_share else nullcontext():
+    with (
+        collecting(Share(samples.first, samples.of, len(samples.spans)))
+        if samples.is_share
+        else nullcontext()
+    ):
         yield
 
 
@@ -104,9 +108,18 @@ def group(ranks, dtype, samples):
         torch.autograd.backward(y1, [part(g, ranks, 2) for g in grads])
     return differing(
         input_grad=(x1.grad, x0.grad),
-        **{f"output_{i}": (b, part(a.detach(), ranks, 2)) for i, (a, b) in enumerate(zip(y0, y1, strict=True))},
-        **{f"weight_{i}": (b.grad, part(a.grad, ranks, 0)) for i, (a, b) in enumerate(zip(w0, w1, strict=True))},
-        **{f"bias_{i}": (b.grad, part(a.grad, ranks, 0)) for i, (a, b) in enumerate(zip(b0, b1, strict=True))},
+        **{
+            f"output_{i}": (b, part(a.detach(), ranks, 2))
+            for i, (a, b) in enumerate(zip(y0, y1, strict=True))
+        },
+        **{
+            f"weight_{i}": (b.grad, part(a.grad, ranks, 0))
+            for i, (a, b) in enumerate(zip(w0, w1, strict=True))
+        },
+        **{
+            f"bias_{i}": (b.grad, part(a.grad, ranks, 0))
+            for i, (a, b) in enumerate(zip(b0, b1, strict=True))
+        },
     )
 
 
@@ -161,7 +174,9 @@ def logits(ranks, dtype, samples):
     y0.backward(g)
     y1.backward(g)
     return differing(
-        output=(y1, y0), hidden_grad=(h1.grad, h0.grad), weight_grad=(w1.grad, part(head.weight.grad, ranks, 0))
+        output=(y1, y0),
+        hidden_grad=(h1.grad, h0.grad),
+        weight_grad=(w1.grad, part(head.weight.grad, ranks, 0)),
     )
 
 
@@ -181,7 +196,9 @@ def norm_of_heads(ranks, dtype, samples):
     )
 
 
-CASES = {case.__name__: case for case in (column, row, group, embedding, logprob, logits, norm_of_heads)}
+CASES = {
+    case.__name__: case for case in (column, row, group, embedding, logprob, logits, norm_of_heads)
+}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -45,13 +45,20 @@ def refusals(ranks, function):
 def other_engine(monkeypatch):
     """Rank 2 is on a host without AMX."""
     monkeypatch.setattr(
-        dispatch, "engine_of", lambda dtype: "chain" if dtype != BF16 or dist.get_rank() == 2 else "amx"
+        dispatch,
+        "engine_of",
+        lambda dtype: "chain" if dtype != BF16 or dist.get_rank() == 2 else "amx",
     )
 
 
 @pytest.mark.parametrize("wrap", [lambda net: net, DistributedDataParallel, fully_shard])
 def test_another_engine_is_named(other_engine, wrap):
-    said = refusals(4, lambda _: Gradients(wrap(isobit.nn.Linear(8, 8).to(BF16)), GlobalBatch(4, 4, order="micro")))
+    said = refusals(
+        4,
+        lambda _: Gradients(
+            wrap(isobit.nn.Linear(8, 8).to(BF16)), GlobalBatch(4, 4, order="micro")
+        ),
+    )
     assert "engine of bfloat16" in said
     assert "chain on rank 2 (not that of most ranks, amx on ranks 0, 1, 3)" in said
     assert "ONEDNN_MAX_CPU_ISA=AVX2" in said
@@ -64,7 +71,9 @@ def test_an_engine_that_no_parameter_uses_does_not_matter(other_engine):
 def test_the_dtype_that_fully_shard_gathers_counts(other_engine):
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=torch.float32)
     batch = GlobalBatch(4, 4, order="micro")
-    said = refusals(4, lambda _: Gradients(fully_shard(isobit.nn.Linear(8, 8), mp_policy=policy), batch))
+    said = refusals(
+        4, lambda _: Gradients(fully_shard(isobit.nn.Linear(8, 8), mp_policy=policy), batch)
+    )
     assert "engine of bfloat16" in said
 
 
@@ -147,13 +156,20 @@ except AgreementError as refusal:
 
 
 @pytest.mark.full
-@pytest.mark.skipif(native.load() is not None or not native.pairs_bf16(), reason="AMX is what one rank shall lack")
+@pytest.mark.skipif(
+    native.load() is not None or not native.pairs_bf16(), reason="AMX is what one rank shall lack"
+)
 def test_a_process_without_amx_is_named():
     with tempfile.TemporaryDirectory() as folder:
         limits = ({}, {"ONEDNN_MAX_CPU_ISA": "AVX2"})
         words = [sys.executable, "-W", "ignore", "-c", PROGRAM]
         ranks = [
-            subprocess.Popen([*words, str(rank), folder], env=os.environ | limit, stdout=subprocess.PIPE, cwd=ROOT)
+            subprocess.Popen(
+                [*words, str(rank), folder],
+                env=os.environ | limit,
+                stdout=subprocess.PIPE,
+                cwd=ROOT,
+            )
             for rank, limit in enumerate(limits)
         ]
         said = [process.communicate(timeout=120)[0].decode() for process in ranks]

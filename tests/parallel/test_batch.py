@@ -18,7 +18,10 @@ def batches(draw, of=None):
     most = (of & -of).bit_length() - 1
     ranks = draw(st.integers(0, most))
     return GlobalBatch(
-        of, 1 << ranks, 1 << draw(st.integers(0, most - ranks)), draw(st.sampled_from(["rank", "micro"]))
+        of,
+        1 << ranks,
+        1 << draw(st.integers(0, most - ranks)),
+        draw(st.sampled_from(["rank", "micro"])),
     )
 
 
@@ -40,7 +43,9 @@ def test_what_is_merged_first_is_a_run(batch):
     """Order rank: a rank's micro-batches; order micro: a micro-batch's ranks."""
     for outer in range(batch.ranks if batch.order == "rank" else batch.micro_batches):
         inner = range(batch.micro_batches if batch.order == "rank" else batch.ranks)
-        runs = [batch.samples(*((outer, i) if batch.order == "rank" else (i, outer))) for i in inner]
+        runs = [
+            batch.samples(*((outer, i) if batch.order == "rank" else (i, outer))) for i in inner
+        ]
         joined = list(chain(*runs))
         assert joined == list(range(joined[0], joined[0] + len(joined)))
         assert len(Samples.packed([1] * len(joined), first=joined[0], of=batch.of).roots) == 1
@@ -74,7 +79,9 @@ def in_global_order(batch, handed):
     for at in range(0, len(handed[0]), batch.micro_batches):
         whole = [None] * batch.of
         for rank, micro in places(batch):
-            for place, index in zip(batch.samples(rank, micro), handed[rank][at + micro], strict=True):
+            for place, index in zip(
+                batch.samples(rank, micro), handed[rank][at + micro], strict=True
+            ):
                 whole[place] = index
         found.append(whole)
     return found
@@ -108,7 +115,9 @@ def test_a_state_goes_on_at_another_layout(data, done):
         one.load_state_dict(state)
         one.set_epoch(state["epoch"])
     assert in_global_order(after, [list(one) for one in resumed]) == wanted[done:]
-    assert in_global_order(after, [list(one) for one in resumed]) == wanted  # the next pass is a whole one
+    assert (
+        in_global_order(after, [list(one) for one in resumed]) == wanted
+    )  # the next pass is a whole one
 
 
 def test_a_batch_counts_when_its_last_micro_batch_is_handed_out():
@@ -149,7 +158,10 @@ def test_refusals():
 
 def test_a_loader_takes_it():
     sampler = GlobalBatchSampler(32, GlobalBatch(16, 2, 2), 1, shuffle=False)
-    assert [b.tolist() for b in DataLoader(range(32), batch_sampler=sampler)][:2] == [[8, 9, 10, 11], [12, 13, 14, 15]]
+    assert [b.tolist() for b in DataLoader(range(32), batch_sampler=sampler)][:2] == [
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+    ]
 
 
 def test_the_control_hands_out_no_runs():

@@ -41,7 +41,9 @@ def whole_state(model, optimizer):
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             cut = name in shards and value.dim()
-            found[f"{key} {name}"] = gather(value, shards[name], owner_of(model, name)) if cut else value
+            found[f"{key} {name}"] = (
+                gather(value, shards[name], owner_of(model, name)) if cut else value
+            )
     return bits.digest(found)
 
 

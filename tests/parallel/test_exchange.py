@@ -112,7 +112,9 @@ def many_in_flight(world, pair):
     values = {size: leaves(4, size) for size in sizes}
     mine = {size: values[size][world.rank()].clone() for size in sizes}
     flights = [all_reduce(mine[size], async_op=True) for size in sizes]
-    same(through(leaves(4, 99), world), merge(leaves(4, 99), torch.add))  # one that waits, past those that do not
+    same(
+        through(leaves(4, 99), world), merge(leaves(4, 99), torch.add)
+    )  # one that waits, past those that do not
     futures = [flight.get_future() for flight in flights]
     for size, flight, future in zip(sizes, flights, futures, strict=True):
         same(future.wait(), merge(values[size], torch.add))
@@ -160,12 +162,19 @@ def buckets_launch_in_one_order(world, pair):
     sizes = (5, 70_000, 3, 40_000, 80_000)
     exchange = BucketedExchange(sizes, world, bucket_bytes=4 * 75_000)
     held = []
-    for step in range(2):  # the second use must not see the first, nor write to what the first has handed out
+    for step in range(
+        2
+    ):  # the second use must not see the first, nor write to what the first has handed out
         values = [leaves(4, size + step)[:] for size in sizes]
-        order = torch.randperm(len(sizes), generator=torch.Generator().manual_seed(world.rank() + step)).tolist()
+        order = torch.randperm(
+            len(sizes), generator=torch.Generator().manual_seed(world.rank() + step)
+        ).tolist()
         for index in order:
             exchange.ready(index, values[index][world.rank()][: sizes[index]])
-        sums = [merge([v[:size] for v in value], torch.add) for size, value in zip(sizes, values, strict=True)]
+        sums = [
+            merge([v[:size] for v in value], torch.add)
+            for size, value in zip(sizes, values, strict=True)
+        ]
         held += zip(exchange.finish(), sums, strict=True)
     for total, wanted in held:
         same(total, wanted)
@@ -193,7 +202,9 @@ def bytes_on_the_wire(world, pair):
             all_reduce(torch.ones(size))
             everyones = torch.tensor([sum(sent)])
             dist.all_reduce(everyones)  # whole numbers: any order
-            assert everyones.item() == 2 * 3 * size * 4  # of all four ranks: P times 2(P−1)/P of the data
+            assert (
+                everyones.item() == 2 * 3 * size * 4
+            )  # of all four ranks: P times 2(P−1)/P of the data
             assert size % 4 or sum(sent) == 2 * 3 * size
     finally:
         Line.send = post
@@ -267,7 +278,9 @@ def outcomes():
         lines, processes = [], []
         for rank in range(4):
             ours, theirs = context.Pipe()
-            processes.append(context.Process(target=serve, args=(str(Path(folder) / "store"), rank, theirs)))
+            processes.append(
+                context.Process(target=serve, args=(str(Path(folder) / "store"), rank, theirs))
+            )
             processes[-1].start()
             theirs.close()
             lines.append(ours)
@@ -304,7 +317,9 @@ def test_what_one_gives_the_other_keeps(ranks):
                 assert meeting.given == plans[meeting.peer][step].kept
                 assert meeting.longest == plans[meeting.peer][step].longest
             assert plan[-1].kept == (spans[rank],)
-    assert all(len(m.given) == 1 for rank in range(ranks) for m in meet(rank, folded_spans(1 << 12, ranks)))
+    assert all(
+        len(m.given) == 1 for rank in range(ranks) for m in meet(rank, folded_spans(1 << 12, ranks))
+    )
 
 
 def test_groups_by_size():

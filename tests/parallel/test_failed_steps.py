@@ -5,7 +5,19 @@ import functools
 
 import pytest
 import torch
-from gradient_nets import LENGTHS, collect, differing, loss_of, make, on_ranks, plain, read, sharded, step, whole
+from gradient_nets import (
+    LENGTHS,
+    collect,
+    differing,
+    loss_of,
+    make,
+    on_ranks,
+    plain,
+    read,
+    sharded,
+    step,
+    whole,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -48,7 +60,9 @@ def fail_in_backward(loss):
     ],
 )
 def test_a_failed_step_leaves_nothing(ranks, micro, wrap, order, wrong, monkeypatch):
-    monkeypatch.setattr(carrier, "BucketedExchange", functools.partial(BucketedExchange, bucket_bytes=4))
+    monkeypatch.setattr(
+        carrier, "BucketedExchange", functools.partial(BucketedExchange, bucket_bytes=4)
+    )
     expected = whole(make(BF16))
 
     def run(_):
@@ -87,7 +101,10 @@ def test_refusals_change_nothing():
         pass
     assert differing(read(net), before) == []
     net.zero_grad()
-    with pytest.raises(ArgumentError, match="micro-batch 0: they are merged"), gradients.micro_batch(1):
+    with (
+        pytest.raises(ArgumentError, match="micro-batch 0: they are merged"),
+        gradients.micro_batch(1),
+    ):
         pass
     step(gradients, net)
     assert differing(read(net), before) == []
@@ -106,7 +123,9 @@ def test_refusals_of_engines():
         with pytest.raises(UnsupportedError, match="tied"):
             Gradients(DistributedDataParallel(make(tied=True)), GlobalBatch(8, 2))
         with pytest.raises(UnsupportedError, match="gradient_as_bucket_view"):
-            Gradients(DistributedDataParallel(make(), gradient_as_bucket_view=True), GlobalBatch(8, 2))
+            Gradients(
+                DistributedDataParallel(make(), gradient_as_bucket_view=True), GlobalBatch(8, 2)
+            )
         net = fully_shard(make())
         with pytest.raises(UnsupportedError, match="order='micro'"):
             Gradients(net, GlobalBatch(8, 2, 2))
@@ -137,7 +156,9 @@ def test_fully_shard_is_refused_where_it_would_divide_or_add_by_itself():
             Gradients(fully_shard(make(), mesh=mesh), GlobalBatch(8, 2), group=group)
         with pytest.raises(UnsupportedError, match="the batch's ranks"):
             Gradients(fully_shard(make(), mesh=mesh["replicas"]), GlobalBatch(8, 2), group=group)
-        double, forced = (fully_shard(make(dtype), mesh=mesh["data"]) for dtype in (torch.float64, torch.float32))
+        double, forced = (
+            fully_shard(make(dtype), mesh=mesh["data"]) for dtype in (torch.float64, torch.float32)
+        )
         forced.set_force_sum_reduction_for_comms(True)
         for net in (double, forced):
             gradients = Gradients(net, GlobalBatch(8, 2), group=group)
@@ -168,17 +189,25 @@ def test_two_backwards_of_a_share_are_refused():
         for _ in range(2):
             loss_of(net, range(4), share).backward()
 
-    with pytest.raises(UnsupportedError, match="a second gradient of head"), gradients.micro_batch(0) as share:
+    with (
+        pytest.raises(UnsupportedError, match="a second gradient of head"),
+        gradients.micro_batch(0) as share,
+    ):
         twice(share)
     assert read(net) == {}
 
 
-@pytest.mark.parametrize(("ranks", "wrap"), [(1, plain), (2, plain), (2, DistributedDataParallel), (2, sharded)])
+@pytest.mark.parametrize(
+    ("ranks", "wrap"), [(1, plain), (2, plain), (2, DistributedDataParallel), (2, sharded)]
+)
 def test_a_backward_after_the_block_is_refused(ranks, wrap):
     def run(_):
         net = wrap(make())
         gradients = Gradients(net, GlobalBatch(len(LENGTHS), ranks))
-        with pytest.raises(UnsupportedError, match="backward in"), gradients.micro_batch(0) as share:
+        with (
+            pytest.raises(UnsupportedError, match="backward in"),
+            gradients.micro_batch(0) as share,
+        ):
             loss_of(net, gradients.batch.samples(gradients.rank), share)
         return read(net)
 

@@ -10,7 +10,19 @@ import functools
 
 import pytest
 import torch
-from gradient_nets import LENGTHS, WIDTH, collect, differing, loss_of, make, on_ranks, plain, read, sharded, whole
+from gradient_nets import (
+    LENGTHS,
+    WIDTH,
+    collect,
+    differing,
+    loss_of,
+    make,
+    on_ranks,
+    plain,
+    read,
+    sharded,
+    whole,
+)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +44,9 @@ def found_by(ranks, micro, wrap=plain, order="rank", **options):
     def run(_):
         net = make(**options)
         gradients = collect(wrap(net), ranks, micro, order)
-        count = sum(p.numel() for p in net.parameters() if p.requires_grad)  # of each use, where it is tied
+        count = sum(
+            p.numel() for p in net.parameters() if p.requires_grad
+        )  # of each use, where it is tied
         assert gradients.peak_bytes <= micro.bit_length() * count * 4
         assert gradients.peak_bytes or micro == 1
         return read(net)
@@ -146,7 +160,10 @@ def halves():
         share = Share(first, len(LENGTHS), 4)
         with collecting(share):
             loss_of(net, range(first, first + 4), share, aside=first == 4).backward()
-        found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in net.named_parameters()}
+        found = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad
+            for name, p in net.named_parameters()
+        }
         totals = {name: totals[name] + grad if totals else grad for name, grad in found.items()}
     return totals
 

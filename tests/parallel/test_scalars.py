@@ -16,7 +16,14 @@ from isobit import ArgumentError, UnsupportedError, bits, exact_sum
 from isobit.order.exact_sum import round_fp32
 from isobit.parallel.members import Members
 from isobit.parallel.pieces import counted_here, find_shards, piece_of
-from isobit.parallel.scalars import MOST_RANKS, LossMeter, add_states, clip_grad_norm_, divide, total_norm
+from isobit.parallel.scalars import (
+    MOST_RANKS,
+    LossMeter,
+    add_states,
+    clip_grad_norm_,
+    divide,
+    total_norm,
+)
 from tests.guards.gloo_ranks import TRIES, Part, drawn, found_by_ranks, with_grad
 
 
@@ -77,7 +84,9 @@ def test_quotients_are_rounded_once(whole, count):
     assert divide(whole, count, torch.float64) == float(exact)
     large = exact * 2**240  # within fp32
     found = divide(whole << 240, count, torch.float32)
-    assert all(abs(Fraction(found) - large) <= abs(Fraction(other) - large) for other in neighbours(found))
+    assert all(
+        abs(Fraction(found) - large) <= abs(Fraction(other) - large) for other in neighbours(found)
+    )
 
 
 def neighbours(value):
@@ -102,7 +111,9 @@ def test_micro_batches_in_any_cut_and_order(terms, random):
     for piece in pieces:
         cut.add(piece)
     assert bits.equal(cut.value(), whole.value())
-    assert bits.equal(cut.cross_entropy(), exact_sum(-x) / -len(terms)) or cut.cross_entropy().isnan()
+    assert (
+        bits.equal(cut.cross_entropy(), exact_sum(-x) / -len(terms)) or cut.cross_entropy().isnan()
+    )
 
 
 def test_meter_refuses():

@@ -22,12 +22,16 @@ def on_ranks(count, check):
     """The value of check(ranks) on each rank."""
 
     def run(_):
-        return check(Ranks.of(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))))
+        return check(
+            Ranks.of(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
+        )
 
     return World(count).run(run).values
 
 
-@pytest.fixture(scope="module", params=[(torch.float32, False), (BF16, True)], ids=["fp32", "bf16 tied"])
+@pytest.fixture(
+    scope="module", params=[(torch.float32, False), (BF16, True)], ids=["fp32", "bf16 tied"]
+)
 def whole(request):
     dtype, tied = request.param
     model = models.build(dtype, tied)
@@ -60,7 +64,8 @@ def share_gradients(model, first):
     for parameter in model.parameters():
         parameter.grad_dtype = torch.float32
     inputs = {
-        name: value[first : first + 2] if name != "use_cache" else value for name, value in models.batch().items()
+        name: value[first : first + 2] if name != "use_cache" else value
+        for name, value in models.batch().items()
     }
     labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
     with collecting(Share(first, len(models.LENGTHS), 2)):
@@ -84,7 +89,9 @@ def test_a_share_of_the_batch(first):
         return [
             name
             for name, value in found.items()
-            if not bits.equal(value, take(expected[name], shards[name]) if name in shards else expected[name])
+            if not bits.equal(
+                value, take(expected[name], shards[name]) if name in shards else expected[name]
+            )
         ]
 
     assert on_ranks(2, check) == [[], []]
@@ -119,7 +126,9 @@ def test_a_stock_sum_over_ranks_carries_an_order():
     finally:
         dist.destroy_process_group()
     assert [use.operator for use in added.coverage().carriers] == ["c10d::allreduce_"]
-    assert {"c10d::allreduce_", "c10d::allgather_"} <= {use.operator for use in moved.coverage().operators}
+    assert {"c10d::allreduce_", "c10d::allgather_"} <= {
+        use.operator for use in moved.coverage().operators
+    }
     assert moved.coverage().kept
 
 

@@ -13,7 +13,9 @@ RANKS = 2
 
 def run(rank, folder):
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS
+    )
     ranks = Ranks.of(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)))
     found = cases.differences(ranks, (torch.bfloat16,))
     dist.destroy_process_group()

@@ -47,7 +47,13 @@ def test_every_operator_has_the_unsplit_bits(count):
 def test_eight_ranks():
     def check(ranks):
         wide = [case(ranks, FP32, WHOLE, features=2048) for case in (cases.column, cases.row)]
-        return [*wide, *(case(ranks, FP32, WHOLE) for case in (cases.group, cases.logprob, cases.norm_of_heads))]
+        return [
+            *wide,
+            *(
+                case(ranks, FP32, WHOLE)
+                for case in (cases.group, cases.logprob, cases.norm_of_heads)
+            ),
+        ]
 
     assert on_ranks(8, check) == [[[]] * 5] * 8
 
@@ -69,14 +75,23 @@ def round_before_the_merge(total, group, *, async_op=False, all_reduce=exchange.
 @pytest.mark.parametrize("wrong", [fold_left, round_before_the_merge])
 def test_another_merge_of_ranks_is_seen(monkeypatch, wrong):
     monkeypatch.setattr(exchange, "all_reduce", wrong)
-    for case, name in ((cases.row, "output"), (cases.column, "input_grad"), (cases.logprob, "hidden_grad")):
-        assert all(name in found for found in on_ranks(4, lambda ranks, case=case: case(ranks, FP32, WHOLE)))
+    for case, name in (
+        (cases.row, "output"),
+        (cases.column, "input_grad"),
+        (cases.logprob, "hidden_grad"),
+    ):
+        assert all(
+            name in found
+            for found in on_ranks(4, lambda ranks, case=case: case(ranks, FP32, WHOLE))
+        )
 
 
 def test_a_bias_added_on_each_rank_is_seen(monkeypatch):
     def biased(x, weight, cut, output=partial.output):
         found = output(x, weight, cut)
-        found.values.add_(cases.parameters(80, 1024, FP32)[1] / cut.parts)  # the sum is right, its order is not
+        found.values.add_(
+            cases.parameters(80, 1024, FP32)[1] / cut.parts
+        )  # the sum is right, its order is not
         return found
 
     def check(ranks):
@@ -95,7 +110,9 @@ def test_samples_merged_before_heads_are_seen(monkeypatch):
         return total
 
     monkeypatch.setattr(head_norm, "merge_weight_grad", samples_first)
-    assert on_ranks(2, lambda ranks: cases.norm_of_heads(ranks, FP32, WHOLE)) == [["weight_grad"]] * 2
+    assert (
+        on_ranks(2, lambda ranks: cases.norm_of_heads(ranks, FP32, WHOLE)) == [["weight_grad"]] * 2
+    )
 
 
 def test_floats_added_over_the_vocabulary_lose_minus_zero(monkeypatch):
@@ -114,7 +131,11 @@ class Network(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(3)
-        self.table, self.up, self.down = nn.Embedding(512, 96), nn.Linear(96, 1024), nn.Linear(1024, 80)
+        self.table, self.up, self.down = (
+            nn.Embedding(512, 96),
+            nn.Linear(96, 1024),
+            nn.Linear(1024, 80),
+        )
 
     def forward(self, ids):
         return self.down(self.up(self.table(ids)))
@@ -122,7 +143,9 @@ class Network(nn.Module):
 
 def unsplit(net, ids):
     hidden = isobit.embedding(ids, net.table.weight)
-    return isobit.linear(isobit.linear(hidden, net.up.weight, net.up.bias), net.down.weight, net.down.bias)
+    return isobit.linear(
+        isobit.linear(hidden, net.up.weight, net.up.bias), net.down.weight, net.down.bias
+    )
 
 
 IDS = torch.arange(0, 512, 23).reshape(1, -1)
@@ -151,7 +174,9 @@ def test_styles_of_parallelize_module(count):
         split = copy.deepcopy(whole)
         if ranks.coordinate:  # as with torch's own styles, rank 0's weights are everybody's
             nn.init.zeros_(split.up.weight)
-        parallelize_module(split, ranks.mesh, {"table": Vocabulary(), "up": Column(), "down": Row()})
+        parallelize_module(
+            split, ranks.mesh, {"table": Vocabulary(), "up": Column(), "down": Row()}
+        )
         assert type(split.up) is ColumnParallelLinear
         assert split.up.weight.shape == (1024 // count, 96)
         return compare_networks(split, whole, ranks)
@@ -168,14 +193,19 @@ def test_modules_made_from_whole_ones():
         split.down = RowParallelLinear.from_linear(split.down, ranks)
         wrong = compare_networks(split, whole, ranks)
         fresh = nn.ModuleDict({"down": RowParallelLinear(1024, 80, mesh=ranks)})
-        load_full_state(fresh, {f"down.{name}": value for name, value in whole.down.state_dict().items()})
+        load_full_state(
+            fresh, {f"down.{name}": value for name, value in whole.down.state_dict().items()}
+        )
         return [*wrong, *([] if bits.equal(fresh.down.weight, split.down.weight) else ["loaded"])]
 
     assert on_ranks(2, check) == [[], []]
 
 
 def test_what_is_frozen_stays_frozen():
-    for kind, whole in ((RowParallelLinear, nn.Linear(1024, 8)), (ColumnParallelLinear, nn.Linear(8, 1024))):
+    for kind, whole in (
+        (RowParallelLinear, nn.Linear(1024, 8)),
+        (ColumnParallelLinear, nn.Linear(8, 1024)),
+    ):
         made = kind.from_linear(whole.requires_grad_(False), None)
         assert [p.requires_grad for p in made.parameters()] == [False, False]
 
@@ -201,7 +231,9 @@ def test_stock_styles_have_other_bits_when_split():
     def check(ranks):
         torch.manual_seed(3)
         whole = nn.Sequential(nn.Linear(96, 1024), nn.Linear(1024, 80))
-        split = parallelize_module(copy.deepcopy(whole), ranks.mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        split = parallelize_module(
+            copy.deepcopy(whole), ranks.mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        )
         x = draw(4, 7, 96, dtype=FP32, seed=1)
         return bits.equal(split(x), whole(x))
 
@@ -220,10 +252,14 @@ def test_what_the_plan_cannot_cut_is_refused():
     x = torch.randn(2, 3, 96)
     for call in (
         lambda: column_linear(x, torch.randn(100, 96), ranks=alone(3)),
-        lambda: column_linear(x, torch.randn(128, 96), ranks=alone(4)),  # segments of 512 are 256 long
+        lambda: column_linear(
+            x, torch.randn(128, 96), ranks=alone(4)
+        ),  # segments of 512 are 256 long
         lambda: column_linear_group(x, [torch.randn(512, 96)] * 2, groups=2, ranks=alone(4)),
         lambda: row_linear(x, torch.randn(8, 96), ranks=alone(4)),
-        lambda: vocab_logprob(x, torch.randn(64, 96), torch.zeros(2, 3, dtype=torch.int64), ranks=alone(4)),
+        lambda: vocab_logprob(
+            x, torch.randn(64, 96), torch.zeros(2, 3, dtype=torch.int64), ranks=alone(4)
+        ),
         lambda: head_norm.head_norm(torch.randn(2, 3, 5, 64), torch.randn(64), ranks=alone(3)),
         lambda: VocabParallelEmbedding(100, 8, mesh=alone(3)),
         lambda: ColumnParallelLinear(96, 512, mesh=alone(4)),
@@ -238,11 +274,18 @@ def test_other_refusals():
     with pytest.raises(isobit.ArgumentError, match="ids from 0 to 15"):
         vocab_embedding(torch.tensor([16]), table_part, ranks=alone(2))
     with pytest.raises(UnsupportedError, match="Gradients"):  # a share that nobody collects
-        column_linear(torch.randn(4, 7, 96), torch.randn(256, 96).requires_grad_(), ranks=alone(1), samples=cases.SHARE)
+        column_linear(
+            torch.randn(4, 7, 96),
+            torch.randn(256, 96).requires_grad_(),
+            ranks=alone(1),
+            samples=cases.SHARE,
+        )
     with pytest.raises(UnsupportedError, match="split it once"):
         Column()._apply(ColumnParallelLinear(96, 512, mesh=None), None)
     with pytest.raises(UnsupportedError, match="a plain Embedding"):
         Vocabulary()._apply(isobit.nn.Linear(4, 4), None)
     x = torch.randn(3, 96, requires_grad=True)
     with pytest.raises(UnsupportedError, match="first-order"):
-        torch.autograd.grad(column_linear(x, torch.randn(256, 96), ranks=alone(1)).sum(), x, create_graph=True)
+        torch.autograd.grad(
+            column_linear(x, torch.randn(256, 96), ranks=alone(1)).sum(), x, create_graph=True
+        )

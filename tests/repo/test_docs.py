@@ -27,7 +27,9 @@ def test_python_blocks_run(name, capsys, tmp_path):
     path = tmp_path / "block.py"
     path.write_text(block)
     if "os.environ" in block:  # it sets what must be set before torch is imported
-        printed = subprocess.run([sys.executable, str(path)], check=True, capture_output=True, text=True).stdout
+        printed = subprocess.run(
+            [sys.executable, str(path)], check=True, capture_output=True, text=True
+        ).stdout
     else:
         exec(compile(block, str(path), "exec"), {"__name__": "readme"})
         printed = capsys.readouterr().out
@@ -38,13 +40,17 @@ def test_python_blocks_run(name, capsys, tmp_path):
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_run(path, tmp_path):
     """Where they are run is where they may write."""
-    subprocess.run([sys.executable, str(path)], check=True, capture_output=True, timeout=120, cwd=tmp_path)
+    subprocess.run(
+        [sys.executable, str(path)], check=True, capture_output=True, timeout=120, cwd=tmp_path
+    )
 
 
 def test_commands_in_pages_exist():
     from isobit.cli.main import build_parser
 
-    shells = [b for page in PAGES for b in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)]
+    shells = [
+        b for page in PAGES for b in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
+    ]
     used = set(re.findall(r"^isobit (\w+)", "\n".join(shells), re.MULTILINE))
     actions = build_parser()._subparsers._group_actions[0].choices
     assert used

@@ -74,7 +74,8 @@ def test_only_gates_and_commands_know_of_the_simulator():
     knowing = {
         path.relative_to(SOURCE).parts[0]
         for path in FILES
-        if path.name != "__init__.py" and "simulator" in {layer_of(name) for name in imports_of(path)}
+        if path.name != "__init__.py"
+        and "simulator" in {layer_of(name) for name in imports_of(path)}
     }
     assert knowing == {"simulator", "curve", "cli"}
 
@@ -87,7 +88,12 @@ def test_order_is_plain_python():
 def test_reports_draw_and_compute_nothing():
     for path in (SOURCE / "report").glob("*.py"):
         assert "import torch" not in path.read_text(), path.name
-        assert {layer_of(name) for name in imports_of(path)} <= {"order", "plain_text", "records", "report"}, path.name
+        assert {layer_of(name) for name in imports_of(path)} <= {
+            "order",
+            "plain_text",
+            "records",
+            "report",
+        }, path.name
 
 
 def test_commands_that_only_read_import_neither_torch_nor_what_contracts_name(tmp_path):

@@ -33,7 +33,11 @@ def test_file_names_explain_themselves():
 @pytest.mark.parametrize("pattern", BANNED_TEXT)
 def test_banned_text(pattern):
     allowed = {THIS, "setup.py", "test_cli.py"}
-    hits = [str(p.relative_to(ROOT)) for p in FILES if p.name not in allowed and re.search(pattern, p.read_text())]
+    hits = [
+        str(p.relative_to(ROOT))
+        for p in FILES
+        if p.name not in allowed and re.search(pattern, p.read_text())
+    ]
     if pattern == r"-march=native":
         hits = [h for h in hits if not h.startswith("docs")]
     assert hits == [], BANNED_TEXT[pattern]
@@ -47,7 +51,10 @@ def test_no_environment_variable_is_read():
     # variables.py gives each simulated rank its own, for the programs that it runs, and reads none.
     # trusted_folder.py sets one for processes that commands start, and puts it back.
     assert readers == ["sources.py", "variables.py", "trusted_folder.py"]
-    assert len(re.findall(r"environ|getenv", (ROOT / "src/isobit/contracts/sources.py").read_text())) == 1
+    assert (
+        len(re.findall(r"environ|getenv", (ROOT / "src/isobit/contracts/sources.py").read_text()))
+        == 1
+    )
     native = [p for p in FILES if p.suffix in (".cpp", ".h")]
     assert [p.name for p in native if "getenv" in p.read_text()] == []
 
@@ -65,4 +72,6 @@ def test_additions_of_floats_stand_in_one_header():
     """Outside order.h no C++ adds to, or accumulates into, a float."""
     for path in (ROOT / "csrc").iterdir():
         if path.name != "order.h":
-            assert not re.search(r"\b(float|double)\s+\w+\s*\+=|\]\s*\+=", path.read_text()), path.name
+            assert not re.search(r"\b(float|double)\s+\w+\s*\+=|\]\s*\+=", path.read_text()), (
+                path.name
+            )

@@ -61,9 +61,25 @@ def test_signatures():
         "(x: 'Tensor', weight: 'Tensor', bias: 'Tensor | None' = None, *, samples: 'Samples | None' = None) -> 'Tensor'"
     )
     assert str(inspect.signature(isobit.freeze)) == "(module: 'torch.nn.Module') -> 'Frozen'"
-    assert list(inspect.signature(isobit.reveal).parameters) == ["target", "n", "dtype", "arithmetic", "progress"]
-    assert list(inspect.signature(isobit.certify).parameters)[:3] == ["target", "configurations", "n"]
-    assert list(inspect.signature(isobit.Samples.padded).parameters) == ["lengths", "width", "side", "first", "of"]
+    assert list(inspect.signature(isobit.reveal).parameters) == [
+        "target",
+        "n",
+        "dtype",
+        "arithmetic",
+        "progress",
+    ]
+    assert list(inspect.signature(isobit.certify).parameters)[:3] == [
+        "target",
+        "configurations",
+        "n",
+    ]
+    assert list(inspect.signature(isobit.Samples.padded).parameters) == [
+        "lengths",
+        "width",
+        "side",
+        "first",
+        "of",
+    ]
 
 
 def test_every_error_is_an_isobit_error_with_three_parts():

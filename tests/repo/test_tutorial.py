@@ -37,9 +37,13 @@ def test_the_tutorial_works(tmp_path):
             assert mended != text
             (tmp_path / "my_kernels.py").write_text(mended)
         words = command.partition("  #")[0]
-        done = subprocess.run(words, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            words, shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
         wanted = re.search(r"# exit (\d)", command)
-        assert done.returncode == int(wanted[1] if wanted else 0), f"{command}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode == int(wanted[1] if wanted else 0), (
+            f"{command}\n{done.stdout}\n{done.stderr}"
+        )
         if "# kept" in command:
             assert "kept" in done.stdout, f"{command}\n{done.stdout}"
             assert "not-judged" not in done.stdout

@@ -18,25 +18,81 @@ from isobit.report.exchange import as_junit, as_sarif
 
 HOSTILE = "<script>alert('x')</script>\"onload=\"&]]>"
 ORIGIN = Provenance(
-    "0.1.0", "2.13.0", "3.11.7", "A CPU", "x86_64 amx", "isobit verify --html <p>", "2027-01-02T03:04:05Z", "e" * 32
+    "0.1.0",
+    "2.13.0",
+    "3.11.7",
+    "A CPU",
+    "x86_64 amx",
+    "isobit verify --html <p>",
+    "2027-01-02T03:04:05Z",
+    "e" * 32,
 )
 CAUGHT = Planted("order by batch", True, "12 of 64 elements differ")
 MISSED = Planted("one ulp off", False, "64 compared, none differ")
 CLAIMS = (
     ClaimRecord(
-        "rows", "invariant", "kept", 4, 4, 9, 10_240, 1000, planted=(CAUGHT,), proof=Proof("order", "K ≤ 4096", 7)
+        "rows",
+        "invariant",
+        "kept",
+        4,
+        4,
+        9,
+        10_240,
+        1000,
+        planted=(CAUGHT,),
+        proof=Proof("order", "K ≤ 4096", 7),
     ),
     ClaimRecord(
-        "error", "accurate", "broken", 1, 3, 4, 65, 2000, 3, "3 of 64 differ", "isobit replay c-v1/error", (CAUGHT,)
+        "error",
+        "accurate",
+        "broken",
+        1,
+        3,
+        4,
+        65,
+        2000,
+        3,
+        "3 of 64 differ",
+        "isobit replay c-v1/error",
+        (CAUGHT,),
     ),
-    ClaimRecord("same", "parity", "void", 1, 2, 2, 20, 30, 0, "not caught: one ulp off", planted=(CAUGHT, MISSED)),
-    ClaimRecord("sums", "sums_to", "waived", 0, 2, detail="waived by Ann until 2027-01-01: slow; it is broken: 1 of 2"),
-    ClaimRecord("other", "holds", "could-not-run", 0, 4, detail="no z3", proof=Proof("z3", "all k", 5, "k = 3")),
+    ClaimRecord(
+        "same",
+        "parity",
+        "void",
+        1,
+        2,
+        2,
+        20,
+        30,
+        0,
+        "not caught: one ulp off",
+        planted=(CAUGHT, MISSED),
+    ),
+    ClaimRecord(
+        "sums",
+        "sums_to",
+        "waived",
+        0,
+        2,
+        detail="waived by Ann until 2027-01-01: slow; it is broken: 1 of 2",
+    ),
+    ClaimRecord(
+        "other",
+        "holds",
+        "could-not-run",
+        0,
+        4,
+        detail="no z3",
+        proof=Proof("z3", "all k", 5, "k = 3"),
+    ),
 )
 
 
 def status_of(id="c-v1", verdict="broken", claims=CLAIMS, depends_on=(), level=0, required=4):
-    return ContractStatus(id, "1.0.0", "A title", "c.yaml", "d" * 32, verdict, level, required, depends_on, 1, claims)
+    return ContractStatus(
+        id, "1.0.0", "A title", "c.yaml", "d" * 32, verdict, level, required, depends_on, 1, claims
+    )
 
 
 TREE = (
@@ -130,7 +186,9 @@ def test_the_ladder_is_that_of_the_judges():
 
 @pytest.mark.parametrize("verdict", ladder.VERDICTS)
 def test_only_kept_is_green(verdict):
-    row = draw_contracts([status_of(verdict=verdict, claims=())], {}, "t").partition("<h2>The ladder")[2]
+    row = draw_contracts([status_of(verdict=verdict, claims=())], {}, "t").partition(
+        "<h2>The ladder"
+    )[2]
     assert ('chip good">' in row) == (verdict == "kept")
     assert ('chip bad">' in row) == (verdict in ("broken", "void", "vacuous"))
 
@@ -144,12 +202,23 @@ def test_kept_on_too_few_rungs_is_not_kept():
 def test_a_page_is_offline_and_escaped():
     proof = Proof(HOSTILE, HOSTILE, 1, HOSTILE)
     planted = (Planted(HOSTILE, False, HOSTILE),)
-    claim = ClaimRecord(*[HOSTILE] * 3, 1, 2, detail=HOSTILE, replay=HOSTILE, planted=planted, proof=proof)
-    bad = replace(status_of(HOSTILE, HOSTILE, (claim,), (HOSTILE,)), title=HOSTILE, path=HOSTILE, detail=HOSTILE)
+    claim = ClaimRecord(
+        *[HOSTILE] * 3, 1, 2, detail=HOSTILE, replay=HOSTILE, planted=planted, proof=proof
+    )
+    bad = replace(
+        status_of(HOSTILE, HOSTILE, (claim,), (HOSTILE,)),
+        title=HOSTILE,
+        path=HOSTILE,
+        detail=HOSTILE,
+    )
     kinds = ("about", "equation", "obligation", "claim", "inputs", "waiver", HOSTILE)
-    words = [Section(HOSTILE, (HOSTILE, HOSTILE), kind, f"{HOSTILE}{i}") for i, kind in enumerate(kinds)]
+    words = [
+        Section(HOSTILE, (HOSTILE, HOSTILE), kind, f"{HOSTILE}{i}") for i, kind in enumerate(kinds)
+    ]
     for sections in ({}, {HOSTILE: words}):
-        page = draw_contracts([bad, replace(bad, version=HOSTILE, digest=HOSTILE)], sections, HOSTILE)
+        page = draw_contracts(
+            [bad, replace(bad, version=HOSTILE, digest=HOSTILE)], sections, HOSTILE
+        )
         found = Text(page)
         assert {tag for tag, _ in found.tags} & {"script", "img", "link", "iframe"} == set()
         assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
@@ -182,7 +251,11 @@ def test_graphs_draw_the_edges_that_exist():
     mermaid = contract_graph.as_mermaid(TREE).splitlines()
     assert {line.strip() for line in mermaid if "-->" in line} == {"c2 --> c0", "c2 --> c1"}
     assert contract_graph.as_dot(TREE).count(" -> ") == 3
-    assert json.loads(contract_graph.as_json(TREE))[2]["depends_on"] == ["c-v1", "base-v1", "absent-v1"]
+    assert json.loads(contract_graph.as_json(TREE))[2]["depends_on"] == [
+        "c-v1",
+        "base-v1",
+        "absent-v1",
+    ]
     root = ElementTree.fromstring(contract_graph.as_svg(TREE))
     assert len(root.findall("{http://www.w3.org/2000/svg}line")) == 2
 
@@ -202,7 +275,11 @@ def test_junit_counts_and_says_why():
     root = ElementTree.fromstring(as_junit((*TREE, status_of("bad-v1", claims=(hostile,)))))
     suites = {suite.get("name"): suite for suite in root}
     assert [suites["c-v1"].get(key) for key in ("tests", "failures", "errors")] == ["5", "3", "1"]
-    assert [suites["base-v1"].get(key) for key in ("tests", "failures", "errors")] == ["1", "0", "0"]
+    assert [suites["base-v1"].get(key) for key in ("tests", "failures", "errors")] == [
+        "1",
+        "0",
+        "0",
+    ]
     assert suites["top-v1"].get("errors") == "1"  # a contract without evidence is not a pass
     failure = suites["c-v1"].find("testcase[@name='error']/failure")
     assert "3 of 2,000 differ" in failure.text
@@ -216,4 +293,6 @@ def test_sarif_names_what_is_not_kept():
     wrong = dict.fromkeys(("c-v1/error", "c-v1/same", "c-v1/other", "top-v1"), "error")
     assert levels == wrong | {"c-v1/sums": "note"}
     assert {rule["id"] for rule in run["tool"]["driver"]["rules"]} == set(levels)
-    assert run["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "c.yaml"
+    assert (
+        run["results"][0]["locations"][0]["physicalLocation"]["artifactLocation"]["uri"] == "c.yaml"
+    )

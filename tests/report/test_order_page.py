@@ -14,7 +14,10 @@ from tests.order.kernels import ORDERS, blocks, chain, pairs, target_of
 
 def certificate_of(*branches, n, names=None):
     names = names or [f"m={i}" for i in range(len(branches))]
-    classes = [OrderClass((name,), Tree("t", n, branch), None) for name, branch in zip(names, branches, strict=True)]
+    classes = [
+        OrderClass((name,), Tree("t", n, branch), None)
+        for name, branch in zip(names, branches, strict=True)
+    ]
     return Certificate(tuple(classes), ())
 
 
@@ -46,14 +49,18 @@ def test_large_chains_are_one_bar():
 def test_what_differs_is_coloured():
     alike = draw_certificate(certificate_of(blocks(512, 128, pairs), n=512))
     assert "differs" not in alike.split("</style>")[1]
-    other = draw_certificate(certificate_of(blocks(512, 128, pairs), blocks(512, 256, pairs), n=512))
+    other = draw_certificate(
+        certificate_of(blocks(512, 128, pairs), blocks(512, 256, pairs), n=512)
+    )
     body = other.split("</style>")[1]
     assert "bar same" in body  # the first 128 terms are added alike
     assert "bar differs" in body
 
 
 def test_a_page_is_offline_and_escaped():
-    page = write_page(certificate_of(chain(range(40)), n=40, names=["<script>alert(1)</script>"]), "a <b> & c")
+    page = write_page(
+        certificate_of(chain(range(40)), n=40, names=["<script>alert(1)</script>"]), "a <b> & c"
+    )
     assert "<script" not in page
     assert "&lt;script&gt;" in page
     assert not re.search(r'(?:src|href)="http', page)

@@ -67,7 +67,9 @@ def overlapped(rank, seed):
     update = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         update.zero_grad()
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * seed + 10 * step + rank))
+        x = torch.randn(
+            4, WIDTH, generator=torch.Generator().manual_seed(100 * seed + 10 * step + rank)
+        )
         model(x).square().mean().backward()
         while works:
             works.pop().wait()
@@ -118,7 +120,9 @@ def zero_one(rank, seed):
     parameters = list(model.parameters())
     update = torch.optim.AdamW([parameters[rank]], lr=0.01)
     for step in range(2):
-        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * seed + 10 * step + rank))
+        x = torch.randn(
+            4, WIDTH, generator=torch.Generator().manual_seed(100 * seed + 10 * step + rank)
+        )
         model.zero_grad()
         model(x).square().mean().backward()
         for owner, parameter in enumerate(parameters):
@@ -135,7 +139,10 @@ def sparse_and_by_name(rank, seed):
     class Words(nn.Module):
         def __init__(self):
             super().__init__()
-            self.words, self.places = nn.Embedding(32, 4, sparse=True), nn.Embedding(8, 4, sparse=True)
+            self.words, self.places = (
+                nn.Embedding(32, 4, sparse=True),
+                nn.Embedding(8, 4, sparse=True),
+            )
 
         def forward(self, *, tokens):
             return self.places(torch.arange(tokens.shape[-1])) + self.words(tokens)
@@ -145,7 +152,9 @@ def sparse_and_by_name(rank, seed):
     for step in range(2):
         generator = torch.Generator().manual_seed(100 * seed + 10 * step + rank)
         update.zero_grad()
-        model(tokens=torch.randint(32, (2, 3 + step), generator=generator)).square().sum().backward()
+        model(
+            tokens=torch.randint(32, (2, 3 + step), generator=generator)
+        ).square().sum().backward()
         for parameter in model.parameters():
             gradient = parameter.grad.to_dense()
             dist.all_reduce(gradient)
@@ -156,7 +165,9 @@ def sparse_and_by_name(rank, seed):
 def fully_sharded(rank, seed):
     from torch.distributed.fsdp import fully_shard
 
-    train(fully_shard(build(seed), mesh=init_device_mesh("cpu", (dist.get_world_size(),))), seed, rank)
+    train(
+        fully_shard(build(seed), mesh=init_device_mesh("cpu", (dist.get_world_size(),))), seed, rank
+    )
 
 
 def fully_sharded_of_old(rank, seed):
@@ -178,18 +189,32 @@ def buckets_of_one_buffer(rank, seed):
 
 
 def tensor_parallel(rank, seed):
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    train(parallelize_module(build(seed), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}), seed, 0)
+    train(
+        parallelize_module(build(seed), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()}),
+        seed,
+        0,
+    )
 
 
 def two_dimensions(rank, seed):
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = parallelize_module(build(seed), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    model = parallelize_module(
+        build(seed), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    )
     train(fully_shard(model, mesh=mesh["data"]), seed, rank // 2)
 
 

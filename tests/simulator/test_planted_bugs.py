@@ -12,7 +12,9 @@ from tests.simulator.clean_programs import PROGRAMS
 
 TWINS = {bug.program.__name__: bug for bug in CATALOGUE.values()}
 WATCHES = ("bits", "reads", "training")
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # an advice, given to every such module
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:FSDP2-wrapped module"
+)  # an advice, given to every such module
 
 
 def judge(name, seeds):
@@ -28,7 +30,9 @@ def judge(name, seeds):
 
 def alarms(name, seeds):
     """Seeds on which a right program was blamed."""
-    return {seed: str(error) for seed in seeds if (error := find(TWINS[name], seed, False)) is not None}
+    return {
+        seed: str(error) for seed in seeds if (error := find(TWINS[name], seed, False)) is not None
+    }
 
 
 def test_there_are_enough():

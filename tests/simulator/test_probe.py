@@ -51,7 +51,11 @@ def test_the_minority_is_odd_and_without_one_all_are():
 
 
 def test_replicas_begin_alike_in_more_than_constants_and_send_no_messages():
-    alike, other, constant = Start(("d",), ("s",), True), Start(("e",), ("s",), True), Start(("z",), ("s",), False)
+    alike, other, constant = (
+        Start(("d",), ("s",), True),
+        Start(("e",), ("s",), True),
+        Start(("z",), ("s",), False),
+    )
     assert find_replicas({0: alike, 1: alike, 2: other}) == [(0, 1)]
     assert find_replicas({0: constant, 1: constant}) == []
     assert find_replicas({0: alike, 1: alike}, [frozenset((0, 1))]) == []
@@ -89,4 +93,6 @@ def test_a_comparison_of_nothing_is_refused():
 
 def test_not_strict_returns_the_findings():
     result = World(4, watch=WATCH, strict=False).run(speak, (2,), probe.same)
-    assert [(finding.kind, finding.ranks) for finding in result.findings] == [("tensors differ", (2,))]
+    assert [(finding.kind, finding.ranks) for finding in result.findings] == [
+        ("tensors differ", (2,))
+    ]

@@ -31,7 +31,9 @@ def drawn(rank, dtype=torch.float32, shape=(5, 3)):
     g = torch.Generator().manual_seed(rank)
     if dtype in WHOLE:
         return torch.randint(0, 100, shape, generator=g).to(dtype)
-    wide = torch.randn(shape, generator=g, dtype=torch.float64) * 2.0 ** torch.randint(-8, 8, shape, generator=g)
+    wide = torch.randn(shape, generator=g, dtype=torch.float64) * 2.0 ** torch.randint(
+        -8, 8, shape, generator=g
+    )
     return torch.complex(wide, wide.flip(0)).to(dtype) if dtype.is_complex else wide.to(dtype)
 
 
@@ -60,7 +62,9 @@ def test_reductions_fold_left_in_rank_order(ranks, dtype):
         wanted = fold(op, [drawn(r, dtype) for r in range(ranks)])
         for rank in range(ranks):
             assert bits.equal(values[rank][i][0], wanted), (op, rank)
-            assert bits.equal(values[rank][i][1], wanted if rank == ranks - 1 else drawn(rank, dtype))
+            assert bits.equal(
+                values[rank][i][1], wanted if rank == ranks - 1 else drawn(rank, dtype)
+            )
 
 
 def test_another_order_of_addition_has_other_bits():
@@ -103,13 +107,20 @@ def test_moves_bring_the_senders_bits(ranks, dtype, waits):
         rows = [torch.empty_like(mine) for _ in range(ranks)] if rank == root else None
         call(dist.gather, mine, rows, root)
         dealt = torch.empty_like(mine)
-        call(dist.scatter, dealt, [drawn(10 + r, dtype) for r in range(ranks)] if rank == root else None, root)
+        call(
+            dist.scatter,
+            dealt,
+            [drawn(10 + r, dtype) for r in range(ranks)] if rank == root else None,
+            root,
+        )
         swapped = [torch.empty_like(mine) for _ in range(ranks)]
         call(dist.all_to_all, swapped, [drawn(100 * rank + r, dtype) for r in range(ranks)])
         return every, flat, copied, rows, dealt, swapped
 
     all_inputs = [drawn(r, dtype) for r in range(ranks)]
-    for rank, (every, flat, copied, rows, dealt, swapped) in enumerate(World(ranks, seed=3).run(body).values):
+    for rank, (every, flat, copied, rows, dealt, swapped) in enumerate(
+        World(ranks, seed=3).run(body).values
+    ):
         assert all(map(bits.equal, every, all_inputs))
         assert bits.equal(flat, torch.cat(all_inputs))
         assert bits.equal(copied, all_inputs[-1])
@@ -190,7 +201,10 @@ def test_messages_in_order_from_anyone_and_batched():
         dist.barrier()  # or rank 0 may take a message of the ring for one to anyone
         nxt, last = (rank + 1) % 3, (rank - 1) % 3
         ring = torch.zeros(1)
-        ops = [dist.P2POp(dist.isend, torch.tensor([float(rank)]), nxt), dist.P2POp(dist.irecv, ring, last)]
+        ops = [
+            dist.P2POp(dist.isend, torch.tensor([float(rank)]), nxt),
+            dist.P2POp(dist.irecv, ring, last),
+        ]
         for work in dist.batch_isend_irecv(ops):
             work.wait()
         return ring.item(), seen if rank < 2 else None
@@ -234,7 +248,10 @@ def test_functional_collectives_and_device_mesh():
             functional.all_reduce(x, "sum", mesh["inner"].get_group()) + 0,
             functional.all_gather_tensor(x, 0, mesh["outer"].get_group()) + 0,
             functional.reduce_scatter_tensor(x, "sum", 0, dist.group.WORLD) + 0,
-            functional.all_to_all_single(torch.arange(4.0) + 10 * rank, None, None, dist.group.WORLD) + 0,
+            functional.all_to_all_single(
+                torch.arange(4.0) + 10 * rank, None, None, dist.group.WORLD
+            )
+            + 0,
             functional.broadcast(x, 1, dist.group.WORLD) + 0,
         )
 

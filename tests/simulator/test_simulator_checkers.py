@@ -36,9 +36,14 @@ def test_a_rank_that_skips_a_collective():
         if rank != 2:
             dist.all_reduce(torch.ones(1))
 
-    error = expect(DeadlockError, [2], body, match="all_reduce number 1 of group .* waiting for rank 2")
+    error = expect(
+        DeadlockError, [2], body, match="all_reduce number 1 of group .* waiting for rank 2"
+    )
     assert set(error.stacks) == {0, 1, 3}
-    assert all(re.search(r"test_simulator_checkers.py:\d+ in body", lines[0]) for lines in error.stacks.values())
+    assert all(
+        re.search(r"test_simulator_checkers.py:\d+ in body", lines[0])
+        for lines in error.stacks.values()
+    )
     assert error.waits == {0: [2], 1: [2], 3: [2]}
 
 
@@ -132,7 +137,12 @@ def test_a_mismatched_collective(wrong, match):
 
 
 def test_a_mismatched_root():
-    expect(MismatchError, [1], lambda rank: dist.broadcast(torch.ones(1), 2 if rank == 1 else 0), match="root 2")
+    expect(
+        MismatchError,
+        [1],
+        lambda rank: dist.broadcast(torch.ones(1), 2 if rank == 1 else 0),
+        match="root 2",
+    )
 
 
 def test_a_mismatch_that_others_never_reach_is_still_one():
@@ -153,7 +163,9 @@ def test_a_group_made_of_other_ranks():
         if rank < 2:
             dist.barrier(group)
 
-    error = expect(MismatchError, [1], body, match="group '1' of ranks 0, 1; received rank 1 of ranks 0–2")
+    error = expect(
+        MismatchError, [1], body, match="group '1' of ranks 0, 1; received rank 1 of ranks 0–2"
+    )
     assert "in body" in error.stacks[1][0]
     expect(MismatchError, [3], lambda rank: dist.new_group([0, 3] if rank == 3 else [0, 1]))
 
@@ -183,7 +195,9 @@ def test_messages_and_splits_that_do_not_fit():
 
 def test_a_gather_into_too_short_a_list():
     def body(rank):
-        dist.distributed_c10d._get_default_group().allgather([[torch.ones(1)]], [torch.ones(1)]).wait()
+        dist.distributed_c10d._get_default_group().allgather(
+            [[torch.ones(1)]], [torch.ones(1)]
+        ).wait()
 
     expect(RankFailedError, [0, 1, 2], body, count=3, match="ArgumentError")
 
@@ -233,7 +247,9 @@ def test_an_input_changed_before_wait():
             x.zero_()
         work.wait()
 
-    found = [error for seed in range(10) for error in World(3, seed, strict=False).run(body).findings]
+    found = [
+        error for seed in range(10) for error in World(3, seed, strict=False).run(body).findings
+    ]
     assert found
     assert all(isinstance(error, PendingError) and error.ranks == (0,) for error in found)
 

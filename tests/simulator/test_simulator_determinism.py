@@ -98,7 +98,10 @@ def test_random_numbers_are_those_of_a_process_of_ones_own():
     values = World(3, seed=1).run(draws, seed_all).values
     for rank in range(3):
         seed_all(rank)
-        alone = [(torch.rand(1).item(), random.random(), random.gauss(0, 1), np.random.rand()) for _ in range(3)]
+        alone = [
+            (torch.rand(1).item(), random.random(), random.gauss(0, 1), np.random.rand())
+            for _ in range(3)
+        ]
         assert values[rank] == alone
 
 

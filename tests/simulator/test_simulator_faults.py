@@ -13,7 +13,17 @@ from isobit.errors import (
     NonFiniteError,
     RankLostError,
 )
-from isobit.simulator import Die, Drop, Flip, PlantNaN, Stall, Straggle, World, draw_faults, same_on_all_ranks
+from isobit.simulator import (
+    Die,
+    Drop,
+    Flip,
+    PlantNaN,
+    Stall,
+    Straggle,
+    World,
+    draw_faults,
+    same_on_all_ranks,
+)
 
 
 def steps(rank, count=4):
@@ -113,7 +123,9 @@ def test_a_flipped_bit_to_one_rank_makes_it_diverge():
     assert corrupted.value.ranks == (0,)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool], ids=str
+)
 def test_a_flipped_message_of_any_dtype(dtype):
     def body(rank):
         x = torch.tensor([0, 1, 0]).to(dtype)
@@ -148,7 +160,9 @@ def test_the_first_nan_is_named():
     with pytest.raises(NonFiniteError, match="element 1") as caught:
         World(3, faults=[PlantNaN(2, 3, element=1)], watch=["finite"]).run(steps)
     assert caught.value.ranks == (2,)
-    assert all(value.isnan()[1] for value in World(3, faults=[PlantNaN(2, 3, element=1)]).run(steps).values)
+    assert all(
+        value.isnan()[1] for value in World(3, faults=[PlantNaN(2, 3, element=1)]).run(steps).values
+    )
 
 
 def test_faults_of_ranks_that_do_not_exist_are_refused():

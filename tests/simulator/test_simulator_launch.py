@@ -21,7 +21,9 @@ from isobit.simulator.rank import INSTALLED
 @pytest.mark.parametrize("backend", ["gloo", "nccl", "isobit", None])
 def test_spawn_serves_any_backend(backend):
     def body(rank, ranks, base):
-        dist.init_process_group(backend, rank=rank, world_size=ranks, init_method="tcp://127.0.0.1:1")
+        dist.init_process_group(
+            backend, rank=rank, world_size=ranks, init_method="tcp://127.0.0.1:1"
+        )
         x = torch.tensor([base + rank])
         dist.all_reduce(x)
         dist.all_reduce(x, group=dist.new_group(backend="gloo"))
@@ -134,8 +136,14 @@ def held():
         sys.argv,
         torch.compile,
         torch._dynamo.config.recompile_limit,
-        *[len(hooks) for hooks in (optimizer._global_optimizer_pre_hooks, module._global_forward_hooks)],
-        *[len(hooks) for hooks in (optimizer._global_optimizer_post_hooks, module._global_forward_pre_hooks)],
+        *[
+            len(hooks)
+            for hooks in (optimizer._global_optimizer_pre_hooks, module._global_forward_hooks)
+        ],
+        *[
+            len(hooks)
+            for hooks in (optimizer._global_optimizer_post_hooks, module._global_forward_pre_hooks)
+        ],
     )
 
 
@@ -200,7 +208,9 @@ def test_a_thread_of_a_library_communicates_not_and_the_refusal_says_so():
 
     def body(rank):
         caught = []
-        thread = threading.Thread(target=names["call"], args=(dist.group.WORLD, torch.ones(1), caught))
+        thread = threading.Thread(
+            target=names["call"], args=(dist.group.WORLD, torch.ones(1), caught)
+        )
         thread.start()
         thread.join()
         return caught

@@ -24,10 +24,17 @@ from isobit.errors import BusyError, DeadlockError, RankFailedError, Unsupported
 from isobit.simulator import World
 from isobit.simulator.script import Script
 from isobit.simulator.sweep import Plan, run_seeds
-from tests.simulator.clean_programs import beats_beside, communicates_on_threads, polls_a_file, polls_without_sleep
+from tests.simulator.clean_programs import (
+    beats_beside,
+    communicates_on_threads,
+    polls_a_file,
+    polls_without_sleep,
+)
 
 
-@pytest.mark.parametrize("program", [polls_a_file, polls_without_sleep, communicates_on_threads, beats_beside])
+@pytest.mark.parametrize(
+    "program", [polls_a_file, polls_without_sleep, communicates_on_threads, beats_beside]
+)
 def test_a_seed_is_a_run_also_with_polls_and_threads(program):
     runs = [World(4, seed).run(program, seed) for seed in (3, 3, 4)]
     assert runs[0].digest == runs[1].digest != runs[2].digest
@@ -39,7 +46,11 @@ def test_sleep_takes_virtual_time_alone():
         begun = time.time(), time.monotonic(), time.perf_counter_ns()
         time.sleep(300.0 * (rank + 1))
         dist.barrier()
-        return time.time() - begun[0], time.monotonic() - begun[1], (time.perf_counter_ns() - begun[2]) * 1e-9
+        return (
+            time.time() - begun[0],
+            time.monotonic() - begun[1],
+            (time.perf_counter_ns() - begun[2]) * 1e-9,
+        )
 
     begun = time.monotonic()
     result = World(3, delays=False).run(body)
@@ -97,7 +108,9 @@ def test_a_thread_has_its_ranks_groups_random_numbers_and_variables():
         found = [torch.rand(1).item()]
 
         def call():
-            total = functional.wait_tensor(functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD))
+            total = functional.wait_tensor(
+                functional.all_reduce(torch.ones(1), "sum", dist.group.WORLD)
+            )
             found.append((torch.rand(1).item(), dist.get_rank(), os.environ["RANK"], total.item()))
 
         thread = threading.Thread(target=call)
@@ -116,7 +129,9 @@ def test_threads_that_nobody_joins_are_waited_for_as_a_process_does():
 
     def body(rank):
         done = []
-        threading.Thread(target=lambda: (time.sleep(5.0), dist.barrier(), done.append("thread"))).start()
+        threading.Thread(
+            target=lambda: (time.sleep(5.0), dist.barrier(), done.append("thread"))
+        ).start()
         pools[rank:] = pools[rank:] or [ThreadPoolExecutor(1)]
         pools[rank].submit(lambda: (time.sleep(9.0), done.append("pool")))
         return done
@@ -197,7 +212,10 @@ def test_no_alarm_comes_to_a_rank():
 def test_what_was_replaced_is_put_back():
     def held():
         return (
-            *[getattr(time, name) for name in ("time", "time_ns", "monotonic", "perf_counter", "sleep")],
+            *[
+                getattr(time, name)
+                for name in ("time", "time_ns", "monotonic", "perf_counter", "sleep")
+            ],
             *[getattr(threading, name) for name in ("Lock", "RLock", "_allocate_lock", "_time")],
             *[getattr(threading.Thread, name) for name in ("start", "join", "is_alive")],
             *[getattr(os, name) for name in ("stat", "listdir", "access", "scandir", "chdir")],
@@ -223,7 +241,9 @@ def test_a_rank_that_never_lets_others_run_is_named_with_its_line():
     assert caught.value.ranks == (2,)
     assert "in body" in caught.value.stacks[2][0]
     assert "patience" in caught.value.remedy
-    World(3, patience=60.0).run(lambda rank: dist.barrier())  # the remedy, and nothing is left of the rank
+    World(3, patience=60.0).run(
+        lambda rank: dist.barrier()
+    )  # the remedy, and nothing is left of the rank
 
 
 def test_a_rank_that_waits_in_c_is_named_and_left_behind():
@@ -243,7 +263,9 @@ def test_a_rank_that_waits_in_c_is_named_and_left_behind():
 
 def test_a_sweep_ends_with_a_rank_that_is_busy(tmp_path):
     path = tmp_path / "busy.py"
-    path.write_text("import torch.distributed as dist\ndist.init_process_group()\nwhile dist.get_rank(): pass\n")
+    path.write_text(
+        "import torch.distributed as dist\ndist.init_process_group()\nwhile dist.get_rank(): pass\n"
+    )
     runs = list(run_seeds(Plan(Script(path), 2, range(9), patience=0.3)))
     assert [[found.kind for found in run.found] for run in runs] == [["rank busy"]]
 
@@ -303,7 +325,9 @@ def test_a_thread_that_died_is_part_of_the_deadlock():
         thread.start()
         thread.join()
 
-    with pytest.raises(DeadlockError, match="thread 'loader' of rank 1 raised ValueError: no such shard") as caught:
+    with pytest.raises(
+        DeadlockError, match="thread 'loader' of rank 1 raised ValueError: no such shard"
+    ) as caught:
         World(3).run(body)
     assert caught.value.ranks == (1,)
 

@@ -36,7 +36,14 @@ def test_values_do_not_depend_on_the_schedule(work, tmp_path):
 
 
 def test_torchrun_with_gloo_prints_the_same_values(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+    ]
     script = [workloads.__file__, str(tmp_path / "gloo")]
     done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -44,6 +51,8 @@ def test_torchrun_with_gloo_prints_the_same_values(tmp_path):
     ours = World(4).run(workloads.run_all, str(tmp_path / "simulated")).values[0]
     assert list(ours) == list(gloo) == [work.__name__ for work in workloads.WORKLOADS]
     for name, values in ours.items():
-        torch.testing.assert_close(torch.tensor(values), torch.tensor(gloo[name]), rtol=1e-4, atol=1e-5, msg=name)
+        torch.testing.assert_close(
+            torch.tensor(values), torch.tensor(gloo[name]), rtol=1e-4, atol=1e-5, msg=name
+        )
     assert ours["saved_and_loaded"] == gloo["saved_and_loaded"]
     assert ours["pipeline"] == gloo["pipeline"]

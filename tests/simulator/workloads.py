@@ -80,7 +80,9 @@ def tensor_parallel(rank, folder):
 
 def fsdp2_by_tensor_parallel(rank, folder):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    model = parallelize_module(MLP(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model = parallelize_module(
+        MLP(), mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    )
     fully_shard(model, mesh=mesh["data"])
     return train(model, batch(rank // 2)) + weight_sums(model)
 
@@ -98,9 +100,13 @@ def pipeline(rank, folder):
     ranks, x = dist.get_world_size(), batch(0)
     part = MLP()
     stage = PipelineStage(part, rank, ranks, torch.device("cpu"))
-    schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=lambda out, target: ((out - target) ** 2).mean())
+    schedule = Schedule1F1B(
+        stage, n_microbatches=4, loss_fn=lambda out, target: ((out - target) ** 2).mean()
+    )
     schedule.step(*([x] if rank == 0 else []), **({"target": x} if rank == ranks - 1 else {}))
-    sizes = torch.tensor([float(part.up.weight.grad.abs().sum()), float(part.down.weight.grad.abs().sum())])
+    sizes = torch.tensor(
+        [float(part.up.weight.grad.abs().sum()), float(part.down.weight.grad.abs().sum())]
+    )
     every = [torch.empty(2) for _ in range(ranks)]
     dist.all_gather(every, sizes)
     return torch.cat(every).tolist()
@@ -117,7 +123,16 @@ def compiled(rank, folder):
     return torch.compile(step, backend="aot_eager", fullgraph=True)(batch(rank)[0]).tolist()
 
 
-WORKLOADS = (ddp, fsdp1, fsdp2, tensor_parallel, fsdp2_by_tensor_parallel, saved_and_loaded, pipeline, compiled)
+WORKLOADS = (
+    ddp,
+    fsdp1,
+    fsdp2,
+    tensor_parallel,
+    fsdp2_by_tensor_parallel,
+    saved_and_loaded,
+    pipeline,
+    compiled,
+)
 
 
 def run_all(rank, folder):

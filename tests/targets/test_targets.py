@@ -70,13 +70,17 @@ def test_features_of_any_number(k):
         (targets.attention, {"k": 100, "m": 7}),
         (targets.embedding_grad, {"k": 70}),
     ],
-    ids=lambda v: v.__name__ if callable(v) else "-".join(str(x) for x in v.values() if isinstance(x, int)),
+    ids=lambda v: (
+        v.__name__ if callable(v) else "-".join(str(x) for x in v.values() if isinstance(x, int))
+    ),
 )
 def test_stock_sums_are_shown(target, shape, dtype):
     tree = isobit.reveal(target(**shape, dtype=dtype))
     assert tree.n == shape["k"]
     # What follows the sum is plain, except a division by what is no power of two (or, in fp16, any).
-    divided = target in (targets.mean, targets.attention) and (shape["k"] == 100 or dtype == torch.float16)
+    divided = target in (targets.mean, targets.attention) and (
+        shape["k"] == 100 or dtype == torch.float16
+    )
     assert (tree.replayed >= 8) != divided
 
 
@@ -101,7 +105,10 @@ def test_stock_softmax_has_sixteen_stripes():
 
 
 def test_rms_norm_adds_as_sum_does():
-    assert isobit.reveal(targets.rms_norm(128)).order_digest == isobit.reveal(targets.sum(128)).order_digest
+    assert (
+        isobit.reveal(targets.rms_norm(128)).order_digest
+        == isobit.reveal(targets.sum(128)).order_digest
+    )
 
 
 def test_stock_layer_norm_is_no_plain_sum_of_squares():
@@ -117,7 +124,9 @@ def test_a_two_pass_layer_norm_is_shown():
             total = total + centred[..., k] * centred[..., k]
         return centred * torch.rsqrt(total / x.shape[-1] + eps).unsqueeze(-1)
 
-    assert isobit.reveal(targets.layer_norm(50, 4, function=two_pass)).order_digest == digest(chain(range(50)))
+    assert isobit.reveal(targets.layer_norm(50, 4, function=two_pass)).order_digest == digest(
+        chain(range(50))
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -154,6 +163,11 @@ def test_any_callable_is_a_target():
 def test_gloo_adds_each_chunk_in_another_order_of_ranks():
     with targets.Ranks(4, 64) as group:
         found = isobit.certify(group.element, [{"element": e} for e in range(64)])
-    assert [c.label for c in found.classes] == ["element=0–15", "element=16–31", "element=32–47", "element=48–63"]
+    assert [c.label for c in found.classes] == [
+        "element=0–15",
+        "element=16–31",
+        "element=32–47",
+        "element=48–63",
+    ]
     assert all(c.tree.replayed >= 8 for c in found.classes)
     assert all(c.parting for c in found.classes[1:])

@@ -25,9 +25,16 @@ MESSAGE = (
 
 def warn_at_backward(state: State, model: nn.Module, output: Any) -> None:
     """Warn, once per model, when backward of this output begins while the model holds gradients."""
-    if state.warned_of_accumulation or not (model.training and torch.is_grad_enabled()) or share_in_force() is not None:
+    if (
+        state.warned_of_accumulation
+        or not (model.training and torch.is_grad_enabled())
+        or share_in_force() is not None
+    ):
         return
-    first = next((tensor for tensor in tensors_of(output) if tensor.requires_grad and not tensor.is_leaf), None)
+    first = next(
+        (tensor for tensor in tensors_of(output) if tensor.requires_grad and not tensor.is_leaf),
+        None,
+    )
     if first is not None:
         first.register_hook(partial(warn_if_held, weakref.ref(state), weakref.ref(model)))  # type: ignore[no-untyped-call]
 
@@ -38,7 +45,9 @@ def warn_if_held(of_state: Any, of_model: Any, _: Tensor) -> None:
     if state is None or model is None or state.warned_of_accumulation:
         return
     # Of a sharded gradient the local part: ranks must not exchange anything here.
-    held = [getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters() if p.grad is not None]
+    held = [
+        getattr(p.grad, "_local_tensor", p.grad) for p in model.parameters() if p.grad is not None
+    ]
     if held and bool(min(held, key=Tensor.numel).any()):
         state.warned_of_accumulation = True
         warnings.warn(MESSAGE, stacklevel=2)

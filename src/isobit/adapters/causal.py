@@ -52,7 +52,9 @@ def forward_base(
     layout: Layout | None = inputs.get(modules.LAYOUT)
     outermost = layout is None
     if layout is None:
-        layout = layout_of(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, inputs)
+        layout = layout_of(
+            input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, inputs
+        )
     if layout.kind == "packed":
         use_cache = refuse_packed_cache(past_key_values, use_cache)
     inputs[modules.LAYOUT] = layout
@@ -93,7 +95,9 @@ def forward_causal(
     **inputs: Any,
 ) -> Any:
     """With labels the loss, and no logits; without, logits in fp32 that were never rounded."""
-    layout = layout_of(input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, inputs)
+    layout = layout_of(
+        input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, inputs
+    )
     inputs[modules.LAYOUT] = layout
 
     def run() -> Any:
@@ -177,7 +181,9 @@ def layout_of(
     tokens = input_ids if input_ids is not None else inputs_embeds
     if tokens is None or (input_ids is not None and inputs_embeds is not None):
         raise ArgumentError(
-            expected="input_ids or inputs_embeds", received="both or neither", remedy="pass exactly one of them"
+            expected="input_ids or inputs_embeds",
+            received="both or neither",
+            remedy="pass exactly one of them",
         )
     if inputs.get("cu_seq_lens_q") is not None and position_ids is None:
         raise ArgumentError(
@@ -202,7 +208,9 @@ def refuse_packed_cache(past_key_values: Any, use_cache: bool | None) -> bool:
     if past_key_values is not None or use_cache:
         raise UnsupportedError(
             expected="no cache where samples are packed into one row",
-            received="use_cache=True" if past_key_values is None else type(past_key_values).__name__,
+            received="use_cache=True"
+            if past_key_values is None
+            else type(past_key_values).__name__,
             remedy="give each sample its own row of the batch",
         )
     return False
@@ -222,7 +230,11 @@ def refuse_tied_share(module: Any) -> None:
 
 def refuse_autocast_share() -> None:
     """Autocast casts a weight before its operator, and only a leaf takes a share's unrounded gradient."""
-    if share_in_force() is not None and torch.is_autocast_enabled("cpu") and torch.is_grad_enabled():
+    if (
+        share_in_force() is not None
+        and torch.is_autocast_enabled("cpu")
+        and torch.is_grad_enabled()
+    ):
         raise UnsupportedError(
             expected="parameters in the dtype that is computed in, inside Gradients.micro_batch",
             received=f"torch.autocast to {torch.get_autocast_dtype('cpu')}",
@@ -230,7 +242,9 @@ def refuse_autocast_share() -> None:
         )
 
 
-def kind_of(module: Any, layout: Layout, past_key_values: Any, use_cache: bool | None) -> tuple[Any, ...]:
+def kind_of(
+    module: Any, layout: Layout, past_key_values: Any, use_cache: bool | None
+) -> tuple[Any, ...]:
     """Calls of one kind run the same operators."""
     cached = past_key_values is not None or bool(use_cache)
     cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None

@@ -48,7 +48,10 @@ def table(uses: Sequence[Use]) -> str:
     rows = [("operator", "calls", "why", "instead")]
     rows += [(use.operator, str(use.count), use.reason, use.remedy) for use in uses]
     wide = [max(len(row[i]) for row in rows) for i in range(4)]
-    lines = [f"{row[0]:<{wide[0]}}  {row[1]:>{wide[1]}}  {row[2]:<{wide[2]}}  {row[3]}".rstrip() for row in rows]
+    lines = [
+        f"{row[0]:<{wide[0]}}  {row[1]:>{wide[1]}}  {row[2]:<{wide[2]}}  {row[3]}".rstrip()
+        for row in rows
+    ]
     return "\n".join(lines)
 
 
@@ -87,7 +90,9 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             Use(name, count, *(() if carrier is None else (carrier.reason, carrier.remedy)))
             for (name, carrier), count in self._calls.items()
         ]
-        return Coverage(tuple(sorted(uses, key=lambda use: (use.operator, use.reason))), tuple(gradients))
+        return Coverage(
+            tuple(sorted(uses, key=lambda use: (use.operator, use.reason))), tuple(gradients)
+        )
 
 
 def observe() -> Observer:

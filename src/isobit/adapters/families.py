@@ -70,7 +70,9 @@ def find_family(model: nn.Module) -> Family:
 def check_config(config: Any) -> None:
     """Raise on options that the operators do not compute."""
     if config.hidden_act != "silu":
-        refuse("a gated MLP with silu", f"hidden_act={config.hidden_act!r}", "only SwiGLU is supported")
+        refuse(
+            "a gated MLP with silu", f"hidden_act={config.hidden_act!r}", "only SwiGLU is supported"
+        )
     kind = config.rope_parameters["rope_type"]
     if kind not in ROTARY_KINDS:
         refuse(
@@ -82,7 +84,9 @@ def check_config(config: Any) -> None:
         refuse("whole products", f"pretraining_tp={config.pretraining_tp}", "set it to 1")
 
 
-def plan(model: nn.Module, family: Family, whole: dict[type[nn.Module], Forward]) -> list[tuple[nn.Module, Forward]]:
+def plan(
+    model: nn.Module, family: Family, whole: dict[type[nn.Module], Forward]
+) -> list[tuple[nn.Module, Forward]]:
     """Each module with the function that computes it; `whole` are those of the model and of its bare part."""
     table = {**family.forwards, **whole}
     found: list[tuple[nn.Module, Forward]] = []

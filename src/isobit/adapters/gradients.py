@@ -63,7 +63,10 @@ def walk_gradients(
         before = held and is_leaf(node) and node.variable.grad is not None  # one more to add
         if edges + before > 2:
             found[describe(node, edges + before), MEETING] += 1
-    return [Use(name, count, c.reason, c.remedy) for (name, c), count in sorted(found.items(), key=lambda f: f[0][0])]
+    return [
+        Use(name, count, c.reason, c.remedy)
+        for (name, c), count in sorted(found.items(), key=lambda f: f[0][0])
+    ]
 
 
 def nodes_below(roots: Sequence[Any]) -> Iterator[Any]:
@@ -89,7 +92,9 @@ def carriers_of(node: Any) -> Iterator[Carrier]:
         yield carrier
     elif name in BROADCASTING:
         size = size_of(node, 0)
-        if any(below is not None and size_of(below, at) < size for below, at in node.next_functions):
+        if any(
+            below is not None and size_of(below, at) < size for below, at in node.next_functions
+        ):
             yield BROADCAST
 
 
@@ -97,7 +102,9 @@ def recomputed_module(node: Any) -> nn.Module | None:
     """The module that a reentrant checkpoint, as transformers' layers make it, calls again in backward."""
     if getattr(node, "_forward_cls", None) is not CheckpointFunction:
         return None
-    call = getattr(node.run_function, "func", node.run_function)  # a partial that holds the keywords
+    call = getattr(
+        node.run_function, "func", node.run_function
+    )  # a partial that holds the keywords
     return call.__self__ if getattr(call, "__func__", None) is nn.Module.__call__ else None
 
 
@@ -127,7 +134,9 @@ def is_leaf(node: Any) -> bool:
 
 def size_of(node: Any, at: int) -> int:
     """Elements of a node's output."""
-    return int(node.variable.numel() if is_leaf(node) else math.prod(node._input_metadata[at].shape))
+    return int(
+        node.variable.numel() if is_leaf(node) else math.prod(node._input_metadata[at].shape)
+    )
 
 
 def describe(node: Any, edges: int) -> str:

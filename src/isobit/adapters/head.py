@@ -33,10 +33,14 @@ class Logits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         hidden, weight = ctx.saved_tensors
-        spans, of = (None, 0) if ctx.samples is None else (spans_of(ctx.samples, hidden), ctx.samples.of)
+        spans, of = (
+            (None, 0) if ctx.samples is None else (spans_of(ctx.samples, hidden), ctx.samples.of)
+        )
         prefix = "linear" if dispatch.is_native(hidden.dtype) else "portable_linear"
         rounded, want = grad.to(hidden.dtype), ctx.needs_input_grad
-        into_hidden, into_weight = (getattr(torch.ops.isobit, f"{prefix}_{part}_grad") for part in ("input", "weight"))
+        into_hidden, into_weight = (
+            getattr(torch.ops.isobit, f"{prefix}_{part}_grad") for part in ("input", "weight")
+        )
         return (
             into_hidden(rounded, weight) if want[0] else None,
             as_partial(into_weight(rounded, hidden, spans, of), ctx.share) if want[1] else None,
@@ -72,7 +76,9 @@ def keep_rows(hidden: Tensor, layout: Layout, keep: int | Tensor) -> tuple[Tenso
     return library("modeling_utils").slice_logits_to_keep(hidden, keep), None
 
 
-def loss_of(hidden: Tensor, head: nn.Linear, layout: Layout, labels: Tensor | None, inputs: dict[str, Any]) -> Tensor:
+def loss_of(
+    hidden: Tensor, head: nn.Linear, layout: Layout, labels: Tensor | None, inputs: dict[str, Any]
+) -> Tensor:
     """The mean, or the sum over `num_items_in_batch`, of −log p of each label that follows in its own sample."""
     ignored, targets = inputs.get("ignore_index", IGNORED), inputs.get("shift_labels")
     if targets is None:
@@ -92,7 +98,9 @@ def loss_of(hidden: Tensor, head: nn.Linear, layout: Layout, labels: Tensor | No
     return isobit.linear_cross_entropy(hidden, weight, targets, **asked)
 
 
-def logprobs_of(hidden: Tensor, head: nn.Linear, layout: Layout, targets: Tensor, temperature: float) -> Tensor:
+def logprobs_of(
+    hidden: Tensor, head: nn.Linear, layout: Layout, targets: Tensor, temperature: float
+) -> Tensor:
     """[B, T] in fp32: log p of each target, +0 where it is -100."""
     asked: dict[str, Any] = {"temperature": temperature, "samples": layout.samples}
     ranks = ranks_of(head)

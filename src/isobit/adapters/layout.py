@@ -106,7 +106,13 @@ def read_padded(real: Tensor, given: Tensor | None, past: int) -> Layout:
         held = max(first + length - here, 0)
         spans.append((row * width + (here - past if held else 0), held))
         keys.append((row * total + first, length))
-    return Layout("padded", given, of_global_batch(spans, batch * width), of_global_batch(keys, batch * total), total)
+    return Layout(
+        "padded",
+        given,
+        of_global_batch(spans, batch * width),
+        of_global_batch(keys, batch * total),
+        total,
+    )
 
 
 def read_packed(given: Tensor, real: Tensor | None, past: int) -> Layout:
@@ -134,9 +140,14 @@ def read_packed(given: Tensor, real: Tensor | None, past: int) -> Layout:
             )
         seen.add(start // width)
     # A sample ends before the next start, the end of its row or its first padding.
-    ends = [min(b, (a // width + 1) * width) for a, b in zip(flat, [*flat[1:], batch * width], strict=True)]
+    ends = [
+        min(b, (a // width + 1) * width)
+        for a, b in zip(flat, [*flat[1:], batch * width], strict=True)
+    ]
     rows = held.reshape(-1)
-    spans = of_global_batch([(a, int(rows[a:b].sum())) for a, b in zip(flat, ends, strict=True)], batch * width)
+    spans = of_global_batch(
+        [(a, int(rows[a:b].sum())) for a, b in zip(flat, ends, strict=True)], batch * width
+    )
     return Layout("packed", given.masked_fill(~held, 0), spans, spans, width)
 
 
@@ -185,7 +196,11 @@ def read_mask(mask: Tensor, batch: int, total: int) -> Tensor:
 
 def read_positions(position_ids: Tensor, batch: int, width: int) -> Tensor:
     """[B, T], or one row for all, or a refusal."""
-    if position_ids.dim() != 2 or position_ids.shape[0] not in (1, batch) or position_ids.shape[1] != width:
+    if (
+        position_ids.dim() != 2
+        or position_ids.shape[0] not in (1, batch)
+        or position_ids.shape[1] != width
+    ):
         raise ArgumentError(
             expected=f"position_ids of shape [{batch}, {width}] or [1, {width}]",
             received=str(list(position_ids.shape)),

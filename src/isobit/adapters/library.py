@@ -8,7 +8,10 @@ from typing import Any
 
 from isobit.errors import UnsupportedError
 
-FIRST, BEFORE = (5, 22), (6,)  # the versions whose modules were read; pyproject.toml has the same range
+FIRST, BEFORE = (
+    (5, 22),
+    (6,),
+)  # the versions whose modules were read; pyproject.toml has the same range
 RANGE = "transformers>=5.22,<6"
 REMEDY = f"pip install '{RANGE}'"
 
@@ -19,7 +22,9 @@ def library(part: str = "") -> Any:
         check_version(import_module("transformers").__version__)
         return import_module(f"transformers.{part}" if part else "transformers")
     except ImportError as error:
-        raise UnsupportedError(expected=f"{RANGE} to be installed", received=str(error), remedy=REMEDY) from error
+        raise UnsupportedError(
+            expected=f"{RANGE} to be installed", received=str(error), remedy=REMEDY
+        ) from error
 
 
 @lru_cache(maxsize=4)

@@ -24,7 +24,9 @@ from isobit.parallel.vocab_embedding import vocab_embedding
 
 ATTENTION = "isobit"  # our name in transformers' registry of attention functions
 LAYOUT = "isobit_layout"  # the keyword that takes a layout through transformers' own forwards
-ANGLES = "_isobit_angles"  # on a rotary embedding: frequencies and scaling, and the table made of them
+ANGLES = (
+    "_isobit_angles"  # on a rotary embedding: frequencies and scaling, and the table made of them
+)
 POSITIONS_AT_ONCE = 16
 
 
@@ -38,8 +40,12 @@ def forward_head_norm(module: Any, heads: Tensor) -> Tensor:
     """RMSNorm of each head, [B, T, H, D]: the weight's gradient sums over heads too."""
     samples, ranks = current_layout().samples, ranks_of(module)
     if ranks is not None:
-        return head_norm(heads, module.weight, module.variance_epsilon, ranks=ranks, samples=samples)
-    return isobit.rms_norm(heads, module.weight, module.variance_epsilon, samples=samples, heads=True)
+        return head_norm(
+            heads, module.weight, module.variance_epsilon, ranks=ranks, samples=samples
+        )
+    return isobit.rms_norm(
+        heads, module.weight, module.variance_epsilon, samples=samples, heads=True
+    )
 
 
 def forward_linear(module: nn.Linear, x: Tensor) -> Tensor:
@@ -60,7 +66,9 @@ def forward_embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
     check_embedding("the embedding", module)
     samples, ranks = current_layout().samples, ranks_of(module)
     if ranks is not None:
-        return vocab_embedding(ids, module.weight, ranks=ranks, samples=samples, padding_idx=module.padding_idx)
+        return vocab_embedding(
+            ids, module.weight, ranks=ranks, samples=samples, padding_idx=module.padding_idx
+        )
     return isobit.embedding(ids, module.weight, samples=samples, padding_idx=module.padding_idx)
 
 
@@ -96,7 +104,8 @@ def forward_attention(
     layers = (module.q_proj, module.k_proj, module.v_proj)
     groups = module.k_proj.out_features // module.head_dim
     query, key, value = (
-        part.view(*part.shape[:-1], -1, module.head_dim) for part in share_input(hidden_states, layers, groups)
+        part.view(*part.shape[:-1], -1, module.head_dim)
+        for part in share_input(hidden_states, layers, groups)
     )
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
@@ -194,7 +203,11 @@ def forward_rotary(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor
     """cos and sin [B, T, D] in fp32, looked up by position: no batch can change the bits of a row."""
     rows = int(position_ids.max()) + 1 if position_ids.numel() else 1
     frequencies, scaling, angles = module.__dict__.get(ANGLES, (None, None, None))
-    if frequencies is None or scaling != module.attention_scaling or not torch.equal(frequencies, module.inv_freq):
+    if (
+        frequencies is None
+        or scaling != module.attention_scaling
+        or not torch.equal(frequencies, module.inv_freq)
+    ):
         frequencies, scaling = module.inv_freq.clone(), module.attention_scaling
         angles = torch.empty(2, 0, 2 * len(frequencies))
     if angles.shape[1] < rows:
@@ -217,7 +230,9 @@ def extend_angles(table: Tensor, frequencies: Tensor, scaling: float, rows: int)
 def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[Tensor, ...]:
     """The outputs of linear layers that share x: one operator, as dX is one sum. `groups` are of the whole layers."""
     weights = tuple(layer.weight for layer in layers)
-    biases = None if layers[0].bias is None else tuple(layer.bias for layer in layers)  # all or none: check_biases
+    biases = (
+        None if layers[0].bias is None else tuple(layer.bias for layer in layers)
+    )  # all or none: check_biases
     samples, ranks = current_layout().samples, ranks_of(layers[0])
     if ranks is not None:
         return column_linear_group(x, weights, biases, groups=groups, ranks=ranks, samples=samples)

@@ -70,46 +70,105 @@ EXACT_POWERS = (0.5, 1, 2, 3, -0.5, -1, -2)  # done by products, roots and recip
 
 # ---- what is known to ----------------------------------------------------------------------------------
 
-PRODUCT = Carrier("a product's sum is cut by shape, threads and library", "isobit.linear, or isobit.nn.Linear")
+PRODUCT = Carrier(
+    "a product's sum is cut by shape, threads and library", "isobit.linear, or isobit.nn.Linear"
+)
 ATTENTION = Carrier("its blocks depend on the lengths of the whole batch", "isobit.attention")
-ROW_SUM = Carrier("the sum depends on storage, extent and threads", "isobit.exact_sum, or an operator of isobit")
-TAILS = Carrier("its vector body and its tail have other bits", "isobit.silu, isobit.gelu or isobit.swiglu")
+ROW_SUM = Carrier(
+    "the sum depends on storage, extent and threads", "isobit.exact_sum, or an operator of isobit"
+)
+TAILS = Carrier(
+    "its vector body and its tail have other bits", "isobit.silu, isobit.gelu or isobit.swiglu"
+)
 SOFTMAX = Carrier("a row's sum in stock's order", "isobit.softmax or isobit.log_softmax")
-NORM = Carrier("sums over features, and over the batch for its parameters", "isobit.layer_norm or isobit.rms_norm")
-SCATTER = Carrier("adds rows that meet in one place, in the order of the batch", "isobit.embedding for lookups")
-LOSS = Carrier("the mean over the batch", "isobit.linear_cross_entropy, or isobit.exact_sum of the terms")
-RANDOM = Carrier("draws from one generator for the whole batch", "isobit.adapters.sampling.KeyedSampling; dropout of 0")
+NORM = Carrier(
+    "sums over features, and over the batch for its parameters",
+    "isobit.layer_norm or isobit.rms_norm",
+)
+SCATTER = Carrier(
+    "adds rows that meet in one place, in the order of the batch", "isobit.embedding for lookups"
+)
+LOSS = Carrier(
+    "the mean over the batch", "isobit.linear_cross_entropy, or isobit.exact_sum of the terms"
+)
+RANDOM = Carrier(
+    "draws from one generator for the whole batch",
+    "isobit.adapters.sampling.KeyedSampling; dropout of 0",
+)
 COLLECTIVE = Carrier("ranks are added in the transport's order", "isobit's collectives")
-FUSED = Carrier("its vector body and its tail have other bits", "isobit.optim.AdamW, or fused=False")
-BROADCAST = Carrier("a broadcast value needs a gradient, which is a sum", "an operator of isobit that owns the sum")
+FUSED = Carrier(
+    "its vector body and its tail have other bits", "isobit.optim.AdamW, or fused=False"
+)
+BROADCAST = Carrier(
+    "a broadcast value needs a gradient, which is a sum", "an operator of isobit that owns the sum"
+)
 
 CARRIERS: dict[str, Carrier] = {
-    **dict.fromkeys(words("mm addmm bmm baddbmm addbmm addmv mv dot vdot matmul linear mkldnn_linear einsum"), PRODUCT),
-    **dict.fromkeys(words("_addmm_activation convolution convolution_backward _scaled_mm addr ger outer"), PRODUCT),
-    **dict.fromkeys(words("sum mean nansum cumsum prod cumprod logsumexp logcumsumexp var std"), ROW_SUM),
     **dict.fromkeys(
-        words("var_mean std_mean norm linalg_vector_norm dist trace sum_to_size histc _foreach_norm"), ROW_SUM
+        words("mm addmm bmm baddbmm addbmm addmv mv dot vdot matmul linear mkldnn_linear einsum"),
+        PRODUCT,
+    ),
+    **dict.fromkeys(
+        words("_addmm_activation convolution convolution_backward _scaled_mm addr ger outer"),
+        PRODUCT,
+    ),
+    **dict.fromkeys(
+        words("sum mean nansum cumsum prod cumprod logsumexp logcumsumexp var std"), ROW_SUM
+    ),
+    **dict.fromkeys(
+        words(
+            "var_mean std_mean norm linalg_vector_norm dist trace sum_to_size histc _foreach_norm"
+        ),
+        ROW_SUM,
     ),
     **dict.fromkeys(words("softmax _softmax log_softmax _log_softmax"), SOFTMAX),
-    **dict.fromkeys(words("_softmax_backward_data _log_softmax_backward_data _safe_softmax"), SOFTMAX),
-    **dict.fromkeys(words("native_layer_norm native_layer_norm_backward native_group_norm native_batch_norm"), NORM),
-    **dict.fromkeys(words("_fused_rms_norm _fused_rms_norm_backward native_group_norm_backward"), NORM),
-    **dict.fromkeys(words("silu silu_backward sigmoid sigmoid_backward gelu gelu_backward softplus"), TAILS),
-    **dict.fromkeys(words("mish hardswish erf tanh_backward log_sigmoid_forward log_sigmoid_backward elu"), TAILS),
-    **dict.fromkeys(words("embedding_dense_backward embedding_backward _embedding_bag index_add scatter_add"), SCATTER),
     **dict.fromkeys(
-        words("bincount scatter_reduce index_reduce index_put _index_put_impl _unsafe_index_put put"), SCATTER
+        words("_softmax_backward_data _log_softmax_backward_data _safe_softmax"), SOFTMAX
     ),
     **dict.fromkeys(
-        words("nll_loss nll_loss_forward nll_loss_backward mse_loss mse_loss_backward l1_loss kl_div"), LOSS
+        words("native_layer_norm native_layer_norm_backward native_group_norm native_batch_norm"),
+        NORM,
     ),
-    **dict.fromkeys(words("multinomial bernoulli native_dropout normal uniform rand randn rand_like"), RANDOM),
     **dict.fromkeys(
-        words("randn_like randint randint_like randperm exponential random geometric cauchy log_normal"), RANDOM
+        words("_fused_rms_norm _fused_rms_norm_backward native_group_norm_backward"), NORM
+    ),
+    **dict.fromkeys(
+        words("silu silu_backward sigmoid sigmoid_backward gelu gelu_backward softplus"), TAILS
+    ),
+    **dict.fromkeys(
+        words("mish hardswish erf tanh_backward log_sigmoid_forward log_sigmoid_backward elu"),
+        TAILS,
+    ),
+    **dict.fromkeys(
+        words("embedding_dense_backward embedding_backward _embedding_bag index_add scatter_add"),
+        SCATTER,
+    ),
+    **dict.fromkeys(
+        words(
+            "bincount scatter_reduce index_reduce index_put _index_put_impl _unsafe_index_put put"
+        ),
+        SCATTER,
+    ),
+    **dict.fromkeys(
+        words(
+            "nll_loss nll_loss_forward nll_loss_backward mse_loss mse_loss_backward l1_loss kl_div"
+        ),
+        LOSS,
+    ),
+    **dict.fromkeys(
+        words("multinomial bernoulli native_dropout normal uniform rand randn rand_like"), RANDOM
+    ),
+    **dict.fromkeys(
+        words(
+            "randn_like randint randint_like randperm exponential random geometric cauchy log_normal"
+        ),
+        RANDOM,
     ),
     **dict.fromkeys(words("_fused_adam _fused_adamw _fused_sgd _fused_adagrad"), FUSED),
 }
-UNKNOWN = Carrier("unknown: treated as carrying an order", "ask for it to be added to isobit.adapters.operators")
+UNKNOWN = Carrier(
+    "unknown: treated as carrying an order", "ask for it to be added to isobit.adapters.operators"
+)
 
 
 def short_name(func: Any) -> str:
@@ -120,17 +179,25 @@ def short_name(func: Any) -> str:
     return name if space == "aten" else f"{space}::{name}"
 
 
-def find_carrier(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Carrier | None:
+def find_carrier(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> Carrier | None:
     """Why this call carries an order, or None where it is known to carry none. What is not known does."""
     name = short_name(func)
     named = kwargs or {}
     tensors = list(tensors_in([*args, *named.values()]))
     if "::" in name:
         space, _, own = name.partition("::")
-        if (space == "isobit" and is_our_operator(own)) or (space == "profiler" and own in PROFILER):
+        if (space == "isobit" and is_our_operator(own)) or (
+            space == "profiler" and own in PROFILER
+        ):
             return None
         if "c10d" in space:
-            return COLLECTIVE if "reduce" in name and any(t.is_floating_point() for t in tensors) else None
+            return (
+                COLLECTIVE
+                if "reduce" in name and any(t.is_floating_point() for t in tensors)
+                else None
+            )
         return CARRIERS.get(name, UNKNOWN)
     if name.startswith("_foreach_") and name not in CARRIERS:
         name = name.removeprefix("_foreach_")
@@ -139,14 +206,18 @@ def find_carrier(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None =
         return None
     if name == "pow" and len(args) > 1 and args[1] in EXACT_POWERS:
         return BROADCAST if is_broadcast(name, args, tensors) else None
-    if name in ("index_put", "_index_put_impl", "_unsafe_index_put") and not accumulates(args, named):
+    if name in ("index_put", "_index_put_impl", "_unsafe_index_put") and not accumulates(
+        args, named
+    ):
         return None
     if name in FREE or (name == "scatter" and "reduce" not in func._schema.overload_name):
         return BROADCAST if is_broadcast(name, args, tensors) else None
     return ATTENTION if name.startswith("_scaled_dot_product") else CARRIERS.get(name, UNKNOWN)
 
 
-def carries_order(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> str | None:
+def carries_order(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> str | None:
     """The reason alone."""
     found = find_carrier(func, args, kwargs)
     return None if found is None else found.reason
@@ -176,7 +247,9 @@ def is_broadcast(name: str, args: Sequence[Any], tensors: list[Tensor]) -> bool:
         return False
     if name in ("expand", "repeat"):
         size = 1
-        for own, asked in zip(reversed([1] * len(args[1]) + list(args[0].shape)), reversed(args[1]), strict=False):
+        for own, asked in zip(
+            reversed([1] * len(args[1]) + list(args[0].shape)), reversed(args[1]), strict=False
+        ):
             size *= own * asked if name == "repeat" else own if asked == -1 else asked
         return bool(args[0].requires_grad) and size > args[0].numel()
     if is_list_call(args):

@@ -13,7 +13,9 @@ from isobit.ops.registration import is_portable_operator
 
 GENERATED = re.compile(r"GeneratedBackwardFor_isobit_(\w+)_default")
 # What torch.profiler.record_function calls; nothing else in that namespace is torch's.
-PROFILER = frozenset(("_record_function_enter", "_record_function_enter_new", "_record_function_exit"))
+PROFILER = frozenset(
+    ("_record_function_enter", "_record_function_enter_new", "_record_function_exit")
+)
 
 
 @lru_cache(maxsize=256)

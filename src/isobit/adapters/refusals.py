@@ -42,13 +42,17 @@ def plain_type(module: nn.Module) -> type[nn.Module]:
 
 def is_adapter(module: nn.Module) -> bool:
     """Whether the module is PEFT's, or has LoRA's parameters."""
-    return hasattr(module, "lora_A") or any(base.__module__.startswith("peft.") for base in type(module).__mro__)
+    return hasattr(module, "lora_A") or any(
+        base.__module__.startswith("peft.") for base in type(module).__mro__
+    )
 
 
 # ---- the tree, module by module -----------------------------------------------------------------------------
 
 
-def check_tree(model: nn.Module, family: Family, planned: list[tuple[nn.Module, Forward]] | None = None) -> None:
+def check_tree(
+    model: nn.Module, family: Family, planned: list[tuple[nn.Module, Forward]] | None = None
+) -> None:
     """Raise on the first module that isobit would not compute as it stands.
 
     Args:
@@ -82,7 +86,11 @@ def check_type(name: str, module: nn.Module, family: Family) -> None:
     kind = plain_type(module)
     if name.endswith(".act_fn"):
         if not isinstance(module, (nn.SiLU, type(library("activations").ACT2FN["silu"]))):
-            refuse("a gated MLP with silu", f"{name} of type {kind.__name__}", "only SwiGLU is supported")
+            refuse(
+                "a gated MLP with silu",
+                f"{name} of type {kind.__name__}",
+                "only SwiGLU is supported",
+            )
         return
     if kind in (*family.forwards, nn.ModuleList, family.model, family.causal):
         return
@@ -91,7 +99,11 @@ def check_type(name: str, module: nn.Module, family: Family) -> None:
         refuse("modules without adapters", f"a PEFT adapter: {where}", MERGE)
     if hasattr(module, "parametrizations"):
         remedy = "torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
-        refuse("weights that are parameters", f"a parametrization: {where}", f"{remedy}, then enable the model again")
+        refuse(
+            "weights that are parameters",
+            f"a parametrization: {where}",
+            f"{remedy}, then enable the model again",
+        )
     refuse(
         "modules of the stock architecture",
         where,
@@ -103,10 +115,18 @@ def check_parameters(name: str, module: nn.Module, sharded: bool) -> None:
     """Plain parameters: a tensor subclass has operators of its own, and an attribute may be stale."""
     for key in ("weight", "bias"):
         if key in vars(module):
-            refuse(f"{name}.{key} as a parameter", "an attribute that is none", f"assign torch.nn.Parameter to {key}")
+            refuse(
+                f"{name}.{key} as a parameter",
+                "an attribute that is none",
+                f"assign torch.nn.Parameter to {key}",
+            )
     for key, value in module._parameters.items():
         kind = type(value)
-        if value is None or kind in (nn.Parameter, Tensor) or (sharded and kind.__name__ == "DTensor"):
+        if (
+            value is None
+            or kind in (nn.Parameter, Tensor)
+            or (sharded and kind.__name__ == "DTensor")
+        ):
             continue
         refuse(
             f"{name}.{key} as a plain torch.nn.Parameter",
@@ -140,7 +160,11 @@ def check_forward(name: str, module: nn.Module, installed: dict[nn.Module, Forwa
     found: Any = vars(module).get("forward")
     ours = is_ours(found, module)
     if name and vars(module).get("_compiled_call_impl") is not None:
-        refuse(f"{name} to run eagerly", "a module that was compiled by itself", "compile the whole model instead")
+        refuse(
+            f"{name} to run eagerly",
+            "a module that was compiled by itself",
+            "compile the whole model instead",
+        )
     if installed is None:
         if found is not None and not ours:
             refuse(
@@ -169,7 +193,11 @@ def check_biases(model: Any) -> None:
         for group in GROUPS:
             layers = [getattr(module, key) for key in group if hasattr(module, key)]
             if len({layer.bias is None for layer in layers}) > 1:
-                refuse(f"a bias on all of {', '.join(group)}, or on none", f"on some, in {name}", "add biases of zeros")
+                refuse(
+                    f"a bias on all of {', '.join(group)}, or on none",
+                    f"on some, in {name}",
+                    "add biases of zeros",
+                )
     head = getattr(model, "lm_head", None)
     if head is not None and head.bias is not None:
         refuse("a language-model head without bias", "lm_head.bias", "set lm_head.bias to None")
@@ -226,6 +254,10 @@ def refuse_wrapper(model: Any) -> None:
     if is_adapter(model):
         refuse("a model without adapters", f"a PEFT model, {shown}", MERGE)
     if hasattr(model, "_orig_mod"):
-        refuse(expected, f"a compiled model, {shown}", "enable the model first, then call torch.compile(model)")
+        refuse(
+            expected,
+            f"a compiled model, {shown}",
+            "enable the model first, then call torch.compile(model)",
+        )
     if isinstance(getattr(model, "module", None), nn.Module):
         refuse(expected, f"a wrapper, {shown}", "pass the model itself, wrapper.module")

@@ -19,7 +19,11 @@ from transformers import LogitsProcessor
 from isobit.errors import ArgumentError
 from isobit.ops.softmax.op import softmax
 
-GOLDEN, FIRST, SECOND = -0x61C8864680B583EB, -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # splitmix64's, as int64
+GOLDEN, FIRST, SECOND = (
+    -0x61C8864680B583EB,
+    -0x40A7B892E31B1A47,
+    -0x6B2FB644ECCEEE15,
+)  # splitmix64's, as int64
 IN_CACHE = 2**17  # elements worked on at once
 MASS = 2**40  # probabilities as whole numbers, whose sums are exact
 
@@ -49,18 +53,24 @@ class KeyedSampling(LogitsProcessor):
                 received="no attention_mask",
                 remedy="pass the mask that generate() is given; or attention_mask=None where no prompt is padded",
             )
-        refuse_unless(temperature > 0 and math.isfinite(temperature), "temperature above 0", temperature)
+        refuse_unless(
+            temperature > 0 and math.isfinite(temperature), "temperature above 0", temperature
+        )
         refuse_unless(top_k is None or top_k >= 1, "top_k of at least 1, or None", top_k)
         refuse_unless(top_p is None or 0 < top_p <= 1, "top_p in (0, 1], or None", top_p)
         self.seed, self.temperature, self.top_k, self.top_p = seed, temperature, top_k, top_p
-        self.samples = None if samples is None else torch.as_tensor(samples, dtype=torch.int64).reshape(-1)
+        self.samples = (
+            None if samples is None else torch.as_tensor(samples, dtype=torch.int64).reshape(-1)
+        )
         self.padding = count_padding(attention_mask) if isinstance(attention_mask, Tensor) else None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores in fp64 whose largest is the draw."""
         rows, width = input_ids.shape
         samples = self._per_row("samples", self.samples, torch.arange(rows), rows)
-        padding = self._per_row("rows of attention_mask", self.padding, torch.zeros(rows, dtype=torch.int64), rows)
+        padding = self._per_row(
+            "rows of attention_mask", self.padding, torch.zeros(rows, dtype=torch.int64), rows
+        )
         logits = scores.double() / self.temperature
         noise = gumbel_noise(self.seed, samples, width - padding, scores.shape[-1])
         kept = keep_most_likely(logits, self.top_k, self.top_p)
@@ -85,7 +95,11 @@ def refuse_unless(kept: bool, expected: str, received: object) -> None:
 def count_padding(attention_mask: Tensor) -> Tensor:
     """How many positions on the left of each row are padding; what is not a left-padded batch is refused."""
     mask = attention_mask.long().cpu()
-    if mask.dim() != 2 or bool((mask[:, 1:] < mask[:, :-1]).any()) or bool(((mask != 0) & (mask != 1)).any()):
+    if (
+        mask.dim() != 2
+        or bool((mask[:, 1:] < mask[:, :-1]).any())
+        or bool(((mask != 0) & (mask != 1)).any())
+    ):
         raise ArgumentError(
             expected="attention_mask [rows, width] of zeros and then ones",
             received=f"{list(mask.shape)} otherwise",

@@ -23,8 +23,12 @@ class State:
         self.family, self.depth = family, 0
         self.structure, self.strictness = Structure(model, family), Strictness(strict)
         self.attention: str | None = None
-        self.replaced: list[tuple[nn.Module, Any]] = []  # (module, the forward its instance had, or None)
-        self.backbone_alone = 0  # how often the backbone was enabled by itself, which allows to call it alone
+        self.replaced: list[
+            tuple[nn.Module, Any]
+        ] = []  # (module, the forward its instance had, or None)
+        self.backbone_alone = (
+            0  # how often the backbone was enabled by itself, which allows to call it alone
+        )
         self.warned_of_accumulation = False
 
 
@@ -46,6 +50,8 @@ def require_state(model: nn.Module) -> State:
     if state is None:
         refuse_wrapper(model)
         raise UnsupportedError(
-            expected="an enabled model", received=type(model).__name__, remedy="call isobit.enable(model) first"
+            expected="an enabled model",
+            received=type(model).__name__,
+            remedy="call isobit.enable(model) first",
         )
     return state

@@ -71,7 +71,10 @@ class Placing(Observer):  # type: ignore[no-untyped-call]
         """The innermost module that is being called, by the stack: hooks would be seen by other threads' calls."""
         frame = inspect.currentframe()
         while frame is not None:
-            if frame.f_code.co_name == "_call_impl" and id(frame.f_locals.get("self")) in self._names:
+            if (
+                frame.f_code.co_name == "_call_impl"
+                and id(frame.f_locals.get("self")) in self._names
+            ):
                 return str(self._names[id(frame.f_locals["self"])])
             frame = frame.f_back
         return ""
@@ -79,18 +82,28 @@ class Placing(Observer):  # type: ignore[no-untyped-call]
 
 def unhooked_modules(model: nn.Module) -> set[nn.Module]:
     """Modules without a hook inside: run again in backward, they call what was watched in the forward pass."""
-    return {module for module in model.modules() if not any(is_hooked(part) for part in module.modules())}
+    return {
+        module
+        for module in model.modules()
+        if not any(is_hooked(part) for part in module.modules())
+    }
 
 
 def refuse(found: Coverage, seen: Placing) -> None:
     """Names the operator, the module and what to use."""
     if not found.carriers:
         raise UnsupportedError(
-            expected="operators that run", received="none was seen", remedy="enable(model, strict=False) to go on"
+            expected="operators that run",
+            received="none was seen",
+            remedy="enable(model, strict=False) to go on",
         )
     first = next((use for use in found.carriers if use.operator in seen.places), found.carriers[0])
     place = seen.places.get(first.operator)
-    where = f" in {place or type(seen._model).__name__}" if place is not None else " in the gradient's graph"
+    where = (
+        f" in {place or type(seen._model).__name__}"
+        if place is not None
+        else " in the gradient's graph"
+    )
     more = f", and {len(found.carriers) - 1} more" if len(found.carriers) > 1 else ""
     raise UnsupportedError(
         expected="no stock operator that carries an order of its own",
@@ -124,7 +137,13 @@ def coverage(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | Tensor
         ones for each tensor of the output. Gradients held before stay.
     """
     named = dict(batch) if isinstance(batch, Mapping) else {}
-    placed = () if isinstance(batch, Mapping) else (batch,) if isinstance(batch, Tensor) else tuple(batch)
+    placed = (
+        ()
+        if isinstance(batch, Mapping)
+        else (batch,)
+        if isinstance(batch, Tensor)
+        else tuple(batch)
+    )
     if hasattr(model, "config") and "input_ids" in named:
         named = {"use_cache": False, "labels": named["input_ids"], **named}
     with without_gradients(model), torch.enable_grad(), observe() as seen:

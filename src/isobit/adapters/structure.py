@@ -31,7 +31,9 @@ from isobit.adapters.refusals import (
 )
 
 _forward, _children = itemgetter("forward"), itemgetter("_modules")
-_hooks = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_hooks = itemgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 _class_forward = attrgetter("forward")
 Forwards = dict[type[nn.Module], Callable[..., Any]]
 

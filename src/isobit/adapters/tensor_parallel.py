@@ -16,7 +16,12 @@ from isobit.parallel.shard import Ranks, Ties, join_module, split_module
 
 # By the last part of a module's name: the axis of each of its parameters that is cut. A norm of heads is whole on each
 # rank, which has some of the heads; every other module is whole, and each rank computes all of it.
-COLUMN, ROW, VOCABULARY, HEADS = {"weight": 0, "bias": 0}, {"weight": 1}, {"weight": 0}, dict[str, int]()
+COLUMN, ROW, VOCABULARY, HEADS = (
+    {"weight": 0, "bias": 0},
+    {"weight": 1},
+    {"weight": 0},
+    dict[str, int](),
+)
 AXES: dict[str, dict[str, int]] = {
     "q_proj": COLUMN,
     "k_proj": COLUMN,
@@ -45,7 +50,12 @@ def shard(model: nn.Module, mesh: DeviceMesh | Ranks) -> Ranks:
     ties: Ties = {}
     for module, axes in split_modules(model):
         known = {name: axis for name, axis in axes.items() if getattr(module, name) is not None}
-        split_module(module, known, ranks, ties if isinstance(module, nn.Embedding) or is_head(model, module) else None)
+        split_module(
+            module,
+            known,
+            ranks,
+            ties if isinstance(module, nn.Embedding) or is_head(model, module) else None,
+        )
     return ranks
 
 
@@ -53,7 +63,9 @@ def unshard(model: nn.Module) -> None:
     """The whole parameters, on every rank; all ranks call this together."""
     ties: Ties = {}
     for module, _ in split_modules(model):
-        join_module(module, ties if isinstance(module, nn.Embedding) or is_head(model, module) else None)
+        join_module(
+            module, ties if isinstance(module, nn.Embedding) or is_head(model, module) else None
+        )
 
 
 def split_modules(model: nn.Module) -> list[tuple[nn.Module, dict[str, int]]]:
@@ -77,7 +89,11 @@ def check_cuts(model: Any, ranks: Ranks) -> None:
             Cut(module.o_proj.weight.shape[1], ranks.parts, ranks.coordinate)
             check_shares("key heads", heads[1], ranks)
             for count in heads[:2] if hasattr(module, "q_norm") else ():
-                check_shares(f"segments of the {count} heads of a norm", count_segments(count, 1, FEATURE_CAP), ranks)
+                check_shares(
+                    f"segments of the {count} heads of a norm",
+                    count_segments(count, 1, FEATURE_CAP),
+                    ranks,
+                )
         elif hasattr(module, "gate_proj"):
             features = len(module.gate_proj.weight)
             check_shares("shares of gate and up", share_count(features), ranks)

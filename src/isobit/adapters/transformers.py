@@ -54,7 +54,10 @@ class Enabled:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.disable()
 
@@ -74,7 +77,9 @@ class Enabled:
         )
 
     def __repr__(self) -> str:
-        return f"Enabled({'nothing: disabled' if self._model is None else type(self._model).__name__})"
+        return (
+            f"Enabled({'nothing: disabled' if self._model is None else type(self._model).__name__})"
+        )
 
 
 def enable(model: nn.Module, *, strict: bool = True) -> Enabled:

@@ -27,12 +27,16 @@ class Batch:
     mask: Tensor | None
     positions: Tensor
     packed: bool
-    spans: dict[int, tuple[int, int]]  # of each sample held: its first row of the B·T, and its length
+    spans: dict[
+        int, tuple[int, int]
+    ]  # of each sample held: its first row of the B·T, and its length
 
     def gather(self, values: Tensor) -> dict[int, Tensor]:
         """[B, T, ...] back to samples: all rows of each."""
         flat = values.reshape(-1, *values.shape[2:])
-        return {sample: flat[start : start + length] for sample, (start, length) in self.spans.items()}
+        return {
+            sample: flat[start : start + length] for sample, (start, length) in self.spans.items()
+        }
 
     def labels(self) -> Tensor:
         """[B, T] as transformers takes them: the token itself behind the prompt, -100 elsewhere."""
@@ -57,7 +61,9 @@ def draw_samples(vocabulary: int, seed: int = 0) -> list[Tensor]:
     return [torch.randint(0, vocabulary, (length,), generator=generator) for length in LENGTHS]
 
 
-def padded(samples: list[Tensor], side: str, *, order: Sequence[int] = range(4), width: int = WIDTH) -> Batch:
+def padded(
+    samples: list[Tensor], side: str, *, order: Sequence[int] = range(4), width: int = WIDTH
+) -> Batch:
     """A row of the batch for each sample, in this order."""
     ids = torch.zeros(len(order), width, dtype=torch.int64)
     mask, positions, spans = torch.zeros_like(ids), torch.zeros_like(ids), {}

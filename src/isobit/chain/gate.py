@@ -50,7 +50,11 @@ class Report:
     @property
     def kept(self) -> bool:
         """Whether every row is, and no parameter was left out."""
-        return bool(self.rows) and all(row.kept for row in self.rows) and self.trained == self.parameters
+        return (
+            bool(self.rows)
+            and all(row.kept for row in self.rows)
+            and self.trained == self.parameters
+        )
 
 
 def count_steps(samples: list[Tensor]) -> int:
@@ -79,7 +83,9 @@ def judge_selected(scorer: Scorer, samples: list[Tensor], tell: Tell) -> Iterato
             continue
         row = compare("log-probability", f"{name} = {name_of_reference}", [("", reference, found)])
         if not row.kept:
-            module = module or first_module(scorer, samples)  # once: what differs first is what is wrong in all
+            module = module or first_module(
+                scorer, samples
+            )  # once: what differs first is what is wrong in all
             row = replace(row, where=f"{row.where}; first in {module}")
         yield row
 
@@ -88,7 +94,11 @@ def judge_generated(scorer: Scorer, samples: list[Tensor], tell: Tell) -> Row:
     """What `generate` saw, against the score of what it made."""
     rolled, again = generate_and_score(samples, scorer)
     tell("generate, then score")
-    return compare("log-probability", "generate, padded left, with cache = scored, padded right", [("", rolled, again)])
+    return compare(
+        "log-probability",
+        "generate, padded left, with cache = scored, padded right",
+        [("", rolled, again)],
+    )
 
 
 def judge_trained(scorer: Scorer, samples: list[Tensor], tell: Tell) -> Iterator[Row]:
@@ -108,12 +118,17 @@ def judge_trained(scorer: Scorer, samples: list[Tensor], tell: Tell) -> Iterator
         layout = f"{name} = {reference}"
         yield compare("loss", layout, [("loss", losses[0], loss)])
         yield compare("gradient", layout, ((n, gradients[n], found[n]) for n in gradients))
-        yield compare("weight after AdamW", layout, stepped_pairs(parameters, gradients, found, digests))
+        yield compare(
+            "weight after AdamW", layout, stepped_pairs(parameters, gradients, found, digests)
+        )
         tell(f"backward, {name}")
 
 
 def stepped_pairs(
-    parameters: dict[str, Tensor], left: dict[str, Tensor], right: dict[str, Tensor], digests: dict[str, str]
+    parameters: dict[str, Tensor],
+    left: dict[str, Tensor],
+    right: dict[str, Tensor],
+    digests: dict[str, str],
 ) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Each weight after a step with either gradient; the reference's are remembered as digests, to save memory."""
     for name, parameter in parameters.items():

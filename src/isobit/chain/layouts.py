@@ -9,7 +9,17 @@ import torch
 from torch import Tensor
 
 from isobit.adapters.library import library
-from isobit.chain.fixture import CHUNK, LENGTHS, PERMUTATION, PROMPT, WIDTH, Batch, alone, packed, padded
+from isobit.chain.fixture import (
+    CHUNK,
+    LENGTHS,
+    PERMUTATION,
+    PROMPT,
+    WIDTH,
+    Batch,
+    alone,
+    packed,
+    padded,
+)
 from isobit.chain.scorers import Scorer
 from isobit.machine import thread_count
 
@@ -25,7 +35,9 @@ def selected_layouts(samples: list[Tensor]) -> dict[str, Callable[[Scorer], Tens
         "4 × B=1": partial(score, single),
         "B=4, padded right": partial(score, [right]),
         "B=4, padded left": partial(score, [left]),
-        f"B=4, permuted {list(PERMUTATION)}": partial(score, [padded(samples, "right", order=PERMUTATION)]),
+        f"B=4, permuted {list(PERMUTATION)}": partial(
+            score, [padded(samples, "right", order=PERMUTATION)]
+        ),
         "packed in one row": partial(score, [packed(samples)]),
         f"cache, 4 × B=1, chunks of {CHUNK}": partial(score_cached, single, [CHUNK] * 3),
         f"cache, padded left, chunks of {CHUNK}": partial(score_cached, [left], [CHUNK] * 3),
@@ -55,7 +67,9 @@ def trained_layouts(samples: list[Tensor]) -> dict[str, Callable[[Scorer], Tenso
 @torch.no_grad()
 def score(batches: Sequence[Batch], scorer: Scorer) -> Tensor:
     """One forward for each batch."""
-    return in_order((batch, scorer.logprobs(batch, slice(0, batch.ids.shape[1]), None)) for batch in batches)
+    return in_order(
+        (batch, scorer.logprobs(batch, slice(0, batch.ids.shape[1]), None)) for batch in batches
+    )
 
 
 @torch.no_grad()

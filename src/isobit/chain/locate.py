@@ -23,7 +23,12 @@ def first_module(scorer: Scorer, samples: list[Tensor]) -> str:
         for name, rows in watch(scorer, batch).items():
             apart.setdefault(name, {}).update(rows)
     right, left = padded(samples, "right"), padded(samples, "left")
-    for batch, chunks in ((right, None), (left, None), (packed(samples), None), (left, [1] * WIDTH)):
+    for batch, chunks in (
+        (right, None),
+        (left, None),
+        (packed(samples), None),
+        (left, [1] * WIDTH),
+    ):
         for name, rows in watch(scorer, batch, chunks).items():
             if any(not bits.equal(rows[sample], apart[name][sample]) for sample in rows):
                 return name
@@ -31,7 +36,9 @@ def first_module(scorer: Scorer, samples: list[Tensor]) -> str:
 
 
 @torch.no_grad()
-def watch(scorer: Scorer, batch: Batch, chunks: Sequence[int] | None = None) -> dict[str, dict[int, Tensor]]:
+def watch(
+    scorer: Scorer, batch: Batch, chunks: Sequence[int] | None = None
+) -> dict[str, dict[int, Tensor]]:
     """By module, in the order they ended: its output's rows of each sample; in one call, or in chunks with a cache."""
     seen: dict[str, list[Tensor]] = {}
 

@@ -12,7 +12,12 @@ import torch
 from isobit.adapters.library import library
 from isobit.errors import ArgumentError
 
-SIZES = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
 WHOLE = {"num_hidden_layers": 28, "vocab_size": 151936}
 SMALL = {"num_hidden_layers": 2, "vocab_size": 4096}
 TINY = {
@@ -38,9 +43,13 @@ def build_model(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
     """The model as `from_pretrained` reads it from a local folder."""
     transformers = library()
     if name not in MODELS:
-        raise ArgumentError(expected=f"one of {', '.join(MODELS)}", received=repr(name), remedy="name a known model")
+        raise ArgumentError(
+            expected=f"one of {', '.join(MODELS)}", received=repr(name), remedy="name a known model"
+        )
     family, sizes = MODELS[name]
-    config = getattr(transformers, f"{family}Config")(**sizes, max_position_embeddings=4096, eos_token_id=None)
+    config = getattr(transformers, f"{family}Config")(
+        **sizes, max_position_embeddings=4096, eos_token_id=None
+    )
     made = getattr(transformers, f"{family}ForCausalLM")
     with tempfile.TemporaryDirectory() as folder, without_bars(transformers):
         torch.manual_seed(seed)
@@ -69,4 +78,6 @@ def spread_weights(model: torch.nn.Module, seed: int) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
-                parameter.add_(torch.randn(parameter.shape, generator=generator).mul_(0.1).to(parameter.dtype))
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=generator).mul_(0.1).to(parameter.dtype)
+                )

@@ -73,7 +73,9 @@ def show(console: Console, options: argparse.Namespace, ours: Report, stock: Rep
     for report in (ours, *([stock] if stock else [])):
         console.print(f"{report.side}: {summary(report)}")
     trained = f"{ours.trained} of {ours.parameters} parameters with gradients"
-    console.print(f"{options.model}, {options.dtype}, {trained}: {'kept' if ours.kept else 'BROKEN'}")
+    console.print(
+        f"{options.model}, {options.dtype}, {trained}: {'kept' if ours.kept else 'BROKEN'}"
+    )
 
 
 def say(row: Row) -> str:
@@ -91,7 +93,9 @@ def say(row: Row) -> str:
 def summary(report: Report) -> str:
     """The aggregates over all layouts, and the worst share of gradients that differ."""
     found = [row.aggregates for row in report.rows if row.aggregates is not None]
-    largest, divergence, clipped = (max((a[i] for a in found), default=float("nan"), key=abs) for i in range(3))
+    largest, divergence, clipped = (
+        max((a[i] for a in found), default=float("nan"), key=abs) for i in range(3)
+    )
     gradients = [row for row in report.rows if row.quantity == "gradient"]
     worst = max(gradients, key=lambda row: row.differ)
     return (

@@ -40,7 +40,9 @@ def run(options: argparse.Namespace) -> int:
     with Steps(names[0], len(jobs), options.quiet) as steps:
 
         def tell(job: Job) -> None:
-            steps.done(names[steps.count], following="".join(names[steps.count + 1 : steps.count + 2]))
+            steps.done(
+                names[steps.count], following="".join(names[steps.count + 1 : steps.count + 2])
+            )
 
         outcomes = run_jobs(jobs, tell, options.keep)
     verdicts = [
@@ -54,7 +56,12 @@ def run(options: argparse.Namespace) -> int:
     kept = all(verdict.kept for verdict in verdicts if verdict.side == "isobit")
     if options.json:
         said = [{**asdict(o), "digest": o.curve.digest} for o in outcomes]
-        record = {"provenance": origin, "machine": fingerprint(VERSION), "workload": asdict(workload), "kept": kept}
+        record = {
+            "provenance": origin,
+            "machine": fingerprint(VERSION),
+            "workload": asdict(workload),
+            "kept": kept,
+        }
         print(to_json({**record, "verdicts": verdicts, "outcomes": said}))
     else:
         show(make_console(140), outcomes, verdicts)
@@ -67,7 +74,9 @@ def read_layout(text: str) -> Layout:
     parts = sizes.split("x")
     if len(parts) != 3 or not all(part.isdecimal() for part in parts):
         raise ArgumentError(
-            expected="DATAxMICROxTENSOR, as 2x4x1, or ddp:2x4x1", received=repr(text), remedy="name three numbers"
+            expected="DATAxMICROxTENSOR, as 2x4x1, or ddp:2x4x1",
+            received=repr(text),
+            remedy="name three numbers",
         )
     data, micro, tensor = map(int, parts)
     return Layout(data, micro, tensor, engine or "isobit")
@@ -75,12 +84,28 @@ def read_layout(text: str) -> Layout:
 
 def show(console: Console, outcomes: list[Outcome], verdicts: list[Verdict]) -> None:
     """For people: a row a layout, then what it comes to."""
-    table = Table("layout (data×micro×tensor)", "dtype", "ranks", "last loss", "weights", "gradients", "optimizer", "s")
+    table = Table(
+        "layout (data×micro×tensor)",
+        "dtype",
+        "ranks",
+        "last loss",
+        "weights",
+        "gradients",
+        "optimizer",
+        "s",
+    )
     for outcome in outcomes:
         curve = outcome.curve
         digests = (curve.weights[:10], curve.gradients[:10], curve.optimizer[:10])
         loss = f"{curve.losses[-1]:.9g}"
-        table.add_row(outcome.name, outcome.dtype, str(outcome.layout.ranks), loss, *digests, f"{outcome.seconds:.1f}")
+        table.add_row(
+            outcome.name,
+            outcome.dtype,
+            str(outcome.layout.ranks),
+            loss,
+            *digests,
+            f"{outcome.seconds:.1f}",
+        )
     console.print(table)
     for verdict in verdicts:
         console.print(sentence(verdict))
@@ -103,5 +128,9 @@ def picture_of(outcomes: list[Outcome], origin: Provenance) -> str:
     panels: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {}
     for outcome in outcomes:
         side = "stock" if outcome.stock else "isobit"
-        panels.setdefault(outcome.dtype, {}).setdefault(side, {})[outcome.name] = outcome.curve.losses
-    return draw_curves(panels, "How far the loss of each layout differs from one rank's, by step", origin)
+        panels.setdefault(outcome.dtype, {}).setdefault(side, {})[outcome.name] = (
+            outcome.curve.losses
+        )
+    return draw_curves(
+        panels, "How far the loss of each layout differs from one rank's, by step", origin
+    )

@@ -82,6 +82,10 @@ def show(
             table.add_row(name, engine, word, str(seen.checks), seen.detail)
     console.print(table)
     if missing is not None:
-        console.print("remedy: pip install -e . --no-build-isolation, with a C++ compiler (g++ 12 or later)")
+        console.print(
+            "remedy: pip install -e . --no-build-isolation, with a C++ compiler (g++ 12 or later)"
+        )
     elif executor == "portable":
-        console.print("remedy: use the pinned torch; the native kernels refuse to serve until they attest")
+        console.print(
+            "remedy: use the pinned torch; the native kernels refuse to serve until they attest"
+        )

@@ -21,8 +21,15 @@ def add_parser(commands: Any) -> None:
         description="Prints the equations, the obligations, the claims and their evidence. Runs nothing.",
     )
     parser.add_argument("which", nargs=1, metavar="ID|PATH", help="a contract")
-    parser.add_argument("--evidence", metavar="DIR", help="where evidence is kept (default: .isobit here)")
-    parser.add_argument("--subject", default="", metavar="NAME|CODE", help="of other code, judged by the same contract")
+    parser.add_argument(
+        "--evidence", metavar="DIR", help="where evidence is kept (default: .isobit here)"
+    )
+    parser.add_argument(
+        "--subject",
+        default="",
+        metavar="NAME|CODE",
+        help="of other code, judged by the same contract",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -39,10 +39,14 @@ def run(options: argparse.Namespace) -> int:
             continue
         obligations += len(found.obligations)
         executable += found.executable
-        say(f"{found.id}: {found.executable} of {len(found.obligations)} obligations executable: unbound")
+        say(
+            f"{found.id}: {found.executable} of {len(found.obligations)} obligations executable: unbound"
+        )
         if options.to:
             options.to.mkdir(parents=True, exist_ok=True)
             files.write_text(options.to / f"{found.id}.contract.yaml", to_ours(found))
     total = len(options.files)
-    say(f"{total - refused} of {total} read; {executable} of {obligations} obligations executable; 0 are a pass")
+    say(
+        f"{total - refused} of {total} read; {executable} of {obligations} obligations executable; 0 are a pass"
+    )
     return 1 if refused else 0

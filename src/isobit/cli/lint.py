@@ -24,7 +24,9 @@ def add_parser(commands: Any) -> None:
         "without sabotage, code that is not there, circles and expired waivers. Imports nothing that contracts name.",
     )
     add_place(parser)
-    parser.add_argument("--schema", action="store_true", help="print the JSON schema of a contract, for editors")
+    parser.add_argument(
+        "--schema", action="store_true", help="print the JSON schema of a contract, for editors"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON records")
 
 

@@ -54,7 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     asked = words[:1] if words[:1] and words[0] in COMMANDS else tuple(COMMANDS)
-    cut = words.index("--") if asked == ["simulate"] and "--" in words else len(words)  # the rest is a script's
+    cut = (
+        words.index("--") if asked == ["simulate"] and "--" in words else len(words)
+    )  # the rest is a script's
     known = argparse.Namespace(passed_on=words[cut + 1 :], words=words)
     options = build_parser(asked).parse_args(words[:cut], known)
     try:

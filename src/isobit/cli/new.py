@@ -20,7 +20,9 @@ def add_parser(commands: Any) -> None:
         description="Reads the function's source, without importing it, and writes NAME.contract.yaml beside you.",
     )
     parser.add_argument("name", metavar="NAME", help="the contract's id, as my-kernel-v1")
-    parser.add_argument("--from", dest="reference", required=True, metavar="PACKAGE:FUNCTION", help="the subject")
+    parser.add_argument(
+        "--from", dest="reference", required=True, metavar="PACKAGE:FUNCTION", help="the subject"
+    )
     parser.add_argument("--force", action="store_true", help="replace a file that exists")
 
 
@@ -30,7 +32,9 @@ def run(options: argparse.Namespace) -> int:
     text = scaffold(options.name, options.reference)
     if path.exists() and not options.force:
         raise ArgumentError(
-            expected="a name that is free", received=f"{path} exists", remedy="choose another, or --force"
+            expected="a name that is free",
+            received=f"{path} exists",
+            remedy="choose another, or --force",
         )
     files.write_text(path, text)
     package = options.reference.partition(":")[0].partition(".")[0]

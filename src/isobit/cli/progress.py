@@ -7,7 +7,14 @@ import sys
 import time
 from types import TracebackType
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from isobit.cli.terminal import make_console, say
 from isobit.plain_text import one_line
@@ -17,13 +24,17 @@ SELDOM = 5.0  # seconds between lines of commands whose steps are short
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
     """The option that silences all of it."""
-    parser.add_argument("-q", "--quiet", action="store_true", help="show no progress on the error stream")
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="show no progress on the error stream"
+    )
 
 
 class Steps:
     """The steps of a command; use it as a context. Off a terminal, at most one line every `every` seconds."""
 
-    def __init__(self, title: str, total: int | None = None, quiet: bool = False, every: float = 0.0) -> None:
+    def __init__(
+        self, title: str, total: int | None = None, quiet: bool = False, every: float = 0.0
+    ) -> None:
         self.title, self.total, self.quiet, self.every = title, total, quiet, every
         self.count, self.began, self.last = 0, time.monotonic(), time.monotonic()
         self.bar: Progress | None = None
@@ -41,7 +52,10 @@ class Steps:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self.bar is not None:
             self.bar.stop()
@@ -61,7 +75,9 @@ class Steps:
         """One step is finished; `said` is what came of it, `following` names what begins now."""
         self.count += 1
         if self.bar is not None:
-            self.bar.update(self.task, completed=self.count, description=one_line(following or said))
+            self.bar.update(
+                self.task, completed=self.count, description=one_line(following or said)
+            )
         self._line(f"[{self.count}/{self.total or '?'}] {said}", seconds)
 
     def at(self, stage: str, done: int, total: int) -> None:
@@ -75,7 +91,9 @@ class Steps:
             return
         now = time.monotonic()
         if now - self.last >= self.every:
-            took = now - (self.began if self.every else self.last)  # of this step, where each has a line
+            took = now - (
+                self.began if self.every else self.last
+            )  # of this step, where each has a line
             say(f"{one_line(text)}, {took if seconds is None else seconds:.1f} s", sys.stderr)
             sys.stderr.flush()
             self.last = now

@@ -21,7 +21,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("claim", metavar="CONTRACT/CLAIM")
     parser.add_argument("--case", default="", help="the case, as the verdict printed it")
     parser.add_argument("--subject", default="", metavar="NAME|CODE", help="judge other code")
-    parser.add_argument("--file", metavar="PATH", help="the contract's file (default: found by its id)")
+    parser.add_argument(
+        "--file", metavar="PATH", help="the contract's file (default: found by its id)"
+    )
     parser.add_argument("--evidence", metavar="DIR", help=argparse.SUPPRESS)
     add_trust(parser)
 
@@ -33,13 +35,19 @@ def run(options: argparse.Namespace) -> int:
     from isobit.contracts.verify import Options, replay
 
     id, _, name = options.claim.partition("/")
-    options.which = [options.file] if options.file else [id]  # an id of the library is in reach everywhere
+    options.which = (
+        [options.file] if options.file else [id]
+    )  # an id of the library is in reach everywhere
     workspace, _ = open_workspace(options)
     contract = load_contract(Path(workspace.tree.find(id).path))
     claim = next((c for c in contract.claims if c.id == name), None)
     if claim is None:
         known = ", ".join(c.id for c in contract.claims)
-        raise ContractError(expected=f"a claim of {id}: {known}", received=name or "none", remedy="as CONTRACT/CLAIM")
+        raise ContractError(
+            expected=f"a claim of {id}: {known}",
+            received=name or "none",
+            remedy="as CONTRACT/CLAIM",
+        )
     judged = Options(trusted=tuple(options.trust), subject=options.subject)
     try:
         tally = replay(contract, claim, judged, options.case)
@@ -47,8 +55,12 @@ def run(options: argparse.Namespace) -> int:
         raise
     except (Exception, SystemExit) as error:
         said = f"{type(error).__name__}: {error}"
-        raise ContractError(expected="code that runs", received=said, remedy="fix what the claim names") from None
-    say(f"{options.claim}: {tally.differing:,} of {tally.compared:,} differ, {tally.inputs:,} inputs")
+        raise ContractError(
+            expected="code that runs", received=said, remedy="fix what the claim names"
+        ) from None
+    say(
+        f"{options.claim}: {tally.differing:,} of {tally.compared:,} differ, {tally.inputs:,} inputs"
+    )
     if tally.differing:
         say(tally.first)
     return 0 if tally.compared and not tally.differing else 1

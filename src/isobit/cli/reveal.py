@@ -54,14 +54,20 @@ def run(options: argparse.Namespace) -> int:
     with ExitStack() as stack:
         target, configurations, title = choose(options, stack)
         told = stack.enter_context(progress_bar(title, options.quiet))
-        stack.enter_context(redirect_stdout(sys.stderr))  # what a kernel prints is no part of the record
+        stack.enter_context(
+            redirect_stdout(sys.stderr)
+        )  # what a kernel prints is no part of the record
         made = guarded(target, options.k, DTYPES[options.dtype])
-        certificate = certify(made, configurations, arithmetic=not options.order_only, progress=told)
+        certificate = certify(
+            made, configurations, arithmetic=not options.order_only, progress=told
+        )
     expected = None
     if options.isobit:
         expected = linear_orders.expected_order(options.target, options.k, DTYPES[options.dtype])
     defined = expected is None or certificate.matches(expected)
-    origin = provenance_of(options, [*(found.tree.digest for found in certificate.classes), repr(certificate.refused)])
+    origin = provenance_of(
+        options, [*(found.tree.digest for found in certificate.classes), repr(certificate.refused)]
+    )
     if options.html:
         files.write_text(options.html, write_page(certificate, title, origin))
     if options.svg:
@@ -87,7 +93,9 @@ def run(options: argparse.Namespace) -> int:
 def check_options(options: argparse.Namespace) -> None:
     """Refuses what makes no sense before anything is probed."""
     ours = options.isobit and (":" in options.target or options.target == "all_reduce")
-    ranks = options.target == "all_reduce" and (options.m or options.threads or options.n or options.dtype != "fp32")
+    ranks = options.target == "all_reduce" and (
+        options.m or options.threads or options.n or options.dtype != "fp32"
+    )
     rows = max(options.m, default=1)
     wrong = [
         (options.k < 1, "a sum of at least one term (n >= 1)", f"--k {options.k}"),
@@ -111,18 +119,26 @@ def guarded(target: Callable[..., Any], k: int, dtype: torch.dtype) -> Callable[
     def make(**shape: Any) -> Any:
         try:
             found = target(**shape)
-            return found if hasattr(found, "sums") or not callable(found) else targets.of(found, k, dtype)
+            return (
+                found
+                if hasattr(found, "sums") or not callable(found)
+                else targets.of(found, k, dtype)
+            )
         except IsobitError:
             raise
         except (Exception, SystemExit) as error:
             raise RevealError(
-                expected="a target", received=f"{type(error).__name__}: {error}", remedy="fix what was named"
+                expected="a target",
+                received=f"{type(error).__name__}: {error}",
+                remedy="fix what was named",
             ) from error
 
     return make
 
 
-def choose(options: argparse.Namespace, stack: ExitStack) -> tuple[Callable[..., Any], list[dict[str, Any]], str]:
+def choose(
+    options: argparse.Namespace, stack: ExitStack
+) -> tuple[Callable[..., Any], list[dict[str, Any]], str]:
     """The target, its configurations, and a title."""
     whose = "" if ":" in options.target else "isobit " if options.isobit else "stock "
     title = f"{whose}{options.target}, {options.dtype}, {options.k} terms"
@@ -160,7 +176,8 @@ def find(options: argparse.Namespace) -> Callable[..., Any]:
     table = linear_orders.TARGETS if options.isobit else STOCK
     if options.target not in table:
         raise ArgumentError(
-            expected=f"one of {', '.join(table)}" + ("" if options.isobit else ", all_reduce, or package.module:name"),
+            expected=f"one of {', '.join(table)}"
+            + ("" if options.isobit else ", all_reduce, or package.module:name"),
             received=options.target,
             remedy="isobit reveal --help",
         )
@@ -188,7 +205,9 @@ def import_target(name: str, k: int, dtype: torch.dtype) -> Callable[..., Any]:
         return lambda: found
     if not callable(found):
         raise ArgumentError(
-            expected="a callable or a target", received=f"{name}, a {type(found).__name__}", remedy="name a function"
+            expected="a callable or a target",
+            received=f"{name}, a {type(found).__name__}",
+            remedy="name a function",
         )
     if takes_shape:
         return found  # type: ignore[no-any-return]
@@ -209,21 +228,41 @@ def progress_bar(title: str, quiet: bool) -> Iterator[Told]:
 def show(certificate: Certificate, title: str, defined: bool | None) -> None:
     """For people."""
     console = make_console(118)
-    table = Table("configurations", "order", "additions", "digest", "probes", title=title, title_justify="left")
+    table = Table(
+        "configurations",
+        "order",
+        "additions",
+        "digest",
+        "probes",
+        title=title,
+        title_justify="left",
+    )
     for found in certificate.classes:
         tree = found.tree
-        table.add_row(found.label, str(tree), str(tree.arithmetic or "not seen"), tree.digest[:8], str(tree.probes))
+        table.add_row(
+            found.label,
+            str(tree),
+            str(tree.arithmetic or "not seen"),
+            tree.digest[:8],
+            str(tree.probes),
+        )
     console.print(table)
     first = certificate.classes[0] if certificate.classes else None
     for found in certificate.classes[1:]:
         assert first is not None
         if found.parting:
-            console.print(f"{first.label} adds {found.parting[0]} where {found.label} adds {found.parting[1]}")
+            console.print(
+                f"{first.label} adds {found.parting[0]} where {found.label} adds {found.parting[1]}"
+            )
         else:
-            console.print(f"{first.label} and {found.label} have one order, and additions that differ")
+            console.print(
+                f"{first.label} and {found.label} have one order, and additions that differ"
+            )
     for found in certificate.classes:
         if found.tree.unlike:
-            console.print(f"{found.label or 'it'}: {found.tree.unlike} places of a call add in another order still")
+            console.print(
+                f"{found.label or 'it'}: {found.tree.unlike} places of a call add in another order still"
+            )
     for name, reason in certificate.refused:
         console.print(f"{name or 'it'} could not be shown: {reason}")
     count = f"{certificate.count} configuration{'s' if certificate.count > 1 else ''}"
@@ -232,4 +271,6 @@ def show(certificate: Certificate, title: str, defined: bool | None) -> None:
         if defined is not None:
             console.print("it is the defined order" if defined else "it is NOT the defined order")
     else:
-        console.print(f"{count}, {len(certificate.classes)} orders, {len(certificate.refused)} not shown")
+        console.print(
+            f"{count}, {len(certificate.classes)} orders, {len(certificate.refused)} not shown"
+        )

@@ -70,7 +70,8 @@ def refuse_unstarted(options: argparse.Namespace, run: SeedRun) -> None:
         if not run.calls and len(found.ranks) == options.ranks and found.cause:
             raise ArgumentError(
                 expected="a script that reaches a call of torch.distributed",
-                received=f"{found.cause} on every rank" + (f", after {found.wrote!r}" if found.wrote else ""),
+                received=f"{found.cause} on every rank"
+                + (f", after {found.wrote!r}" if found.wrote else ""),
                 remedy=found.remedy or "run it with python first; words after -- go to the script",
             )
 
@@ -86,10 +87,14 @@ def refuse_silent(options: argparse.Namespace, runs: list[SeedRun]) -> None:
         )
 
 
-def as_record(options: argparse.Namespace, runs: list[SeedRun], groups: list[Group], departs: str) -> dict[str, Any]:
+def as_record(
+    options: argparse.Namespace, runs: list[SeedRun], groups: list[Group], departs: str
+) -> dict[str, Any]:
     """For machines."""
     return {
-        "provenance": provenance_of(options, [options.script.read_text(errors="replace"), *(r.digest for r in runs)]),
+        "provenance": provenance_of(
+            options, [options.script.read_text(errors="replace"), *(r.digest for r in runs)]
+        ),
         "script": str(options.script),
         "ranks": options.ranks,
         "seeds": [run.seed for run in runs],
@@ -115,7 +120,15 @@ def as_record(options: argparse.Namespace, runs: list[SeedRun], groups: list[Gro
 
 def replay_command(options: argparse.Namespace, group: Group) -> str:
     """The command that shows a finding again."""
-    words = ["isobit", "simulate", str(options.script), "--ranks", str(options.ranks), "--seed", str(group.seeds[0])]
+    words = [
+        "isobit",
+        "simulate",
+        str(options.script),
+        "--ranks",
+        str(options.ranks),
+        "--seed",
+        str(group.seeds[0]),
+    ]
     if options.faults:
         words += ["--faults", ",".join(kind.lower() for kind in options.faults)]
         words += ["--fault-calls", str(options.fault_calls)]
@@ -130,7 +143,13 @@ def replay_command(options: argparse.Namespace, group: Group) -> str:
     return shlex.join([*words, *(["--", *options.passed_on] if options.passed_on else [])])
 
 
-def show(console: Console, options: argparse.Namespace, runs: list[SeedRun], groups: list[Group], departs: str) -> None:
+def show(
+    console: Console,
+    options: argparse.Namespace,
+    runs: list[SeedRun],
+    groups: list[Group],
+    departs: str,
+) -> None:
     """For people: what rank 0 printed, each kind of finding with its culprits, and where each rank stood."""
     if runs[0].printed[0]:
         console.print(f"rank 0 printed, with seed {runs[0].seed}:", style="dim")
@@ -138,7 +157,12 @@ def show(console: Console, options: argparse.Namespace, runs: list[SeedRun], gro
     if groups:
         table = Table("found", "culprits", "seeds", "first seed")
         for group in groups:
-            table.add_row(group.kind, listed(group.ranks), f"{len(group.seeds)} of {len(runs)}", str(group.seeds[0]))
+            table.add_row(
+                group.kind,
+                listed(group.ranks),
+                f"{len(group.seeds)} of {len(runs)}",
+                str(group.seeds[0]),
+            )
         console.print(table)
     for group in groups:
         console.print(f"{group.kind}: {group.first.text}", markup=False)
@@ -151,8 +175,11 @@ def show(console: Console, options: argparse.Namespace, runs: list[SeedRun], gro
             console.print(f"  wrote: {group.first.wrote}", markup=False)
         console.print(f"  again: {replay_command(options, group)}", markup=False)
     clean = sum(not run.found for run in runs)
-    console.print(f"{len(runs)} seeds, {options.ranks} ranks: {clean} clean, {len(runs) - clean} with findings")
+    console.print(
+        f"{len(runs)} seeds, {options.ranks} ranks: {clean} clean, {len(runs) - clean} with findings"
+    )
     if clean > 1:
         console.print(
-            f"prints differ: {departs}" if departs else f"prints agree over {clean} clean seeds", markup=False
+            f"prints differ: {departs}" if departs else f"prints agree over {clean} clean seeds",
+            markup=False,
         )

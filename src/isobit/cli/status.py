@@ -29,7 +29,10 @@ def add_parser(commands: Any) -> None:
     )
     add_place(parser)
     parser.add_argument(
-        "--subject", default="", metavar="NAME|CODE", help="of other code, judged by the same contracts"
+        "--subject",
+        default="",
+        metavar="NAME|CODE",
+        help="of other code, judged by the same contracts",
     )
     parser.add_argument(
         "--require-signature",

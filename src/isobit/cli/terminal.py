@@ -23,7 +23,9 @@ class PlainConsole(Console):
         """Clean before it is measured, so that tables stay aligned."""
         return super().render_str(plain(text), **style)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
         """Clean whatever else is drawn; what rich does to the terminal is in control segments, which stay."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(plain(segment.text), segment.style)
@@ -33,9 +35,13 @@ class PlainConsole(Console):
         raise BrokenPipeError
 
 
-def make_console(width: int | None = None, stderr: bool = False, soft_wrap: bool = False) -> Console:
+def make_console(
+    width: int | None = None, stderr: bool = False, soft_wrap: bool = False
+) -> Console:
     """For results on the output stream, or for progress on the error stream."""
-    return PlainConsole(highlight=False, markup=False, emoji=False, width=width, stderr=stderr, soft_wrap=soft_wrap)
+    return PlainConsole(
+        highlight=False, markup=False, emoji=False, width=width, stderr=stderr, soft_wrap=soft_wrap
+    )
 
 
 def say(text: object, stream: TextIO | None = None) -> None:
@@ -59,9 +65,13 @@ def say_error(command: str, error: BaseException) -> None:
         lines = [f"isobit {command}:{place} expected {error.expected}"]
         lines += [f"  received: {error.received}", f"  remedy: {error.remedy}"]
     if isinstance(error, SimulationError):
-        lines += [f"  rank {rank} at {stack[0]}" for rank, stack in sorted(error.stacks.items()) if stack]
+        lines += [
+            f"  rank {rank} at {stack[0]}" for rank, stack in sorted(error.stacks.items()) if stack
+        ]
     for line in lines:
-        say(plain(line).replace("\n", "\n    "), sys.stderr)  # a line that somebody forges is seen to be quoted
+        say(
+            plain(line).replace("\n", "\n    "), sys.stderr
+        )  # a line that somebody forges is seen to be quoted
 
 
 class PlainParser(argparse.ArgumentParser):

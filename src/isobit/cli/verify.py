@@ -46,21 +46,37 @@ def add_parser(commands: Any) -> None:
     )
     add_place(parser)
     add_trust(parser)
-    parser.add_argument("--level", choices=LEVELS[2:], default="L4", help="how high to climb (default L4)")
+    parser.add_argument(
+        "--level", choices=LEVELS[2:], default="L4", help="how high to climb (default L4)"
+    )
     parser.add_argument("--changed", action="store_true", help="show only what was judged now")
     parser.add_argument("--again", action="store_true", help="judge also what has evidence")
-    parser.add_argument("--subject", default="", metavar="NAME|CODE", help="judge other code by the same contracts")
-    parser.add_argument("--thorough", action="store_true", help="the sizes that contracts keep for long runs")
-    parser.add_argument("--shard", default="1/1", metavar="I/N", help="the i-th of n parts, by a hash of the id")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="contracts judged at once (default 1)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no claim after so long")
     parser.add_argument(
-        "--sign", metavar="KEY", help="sign new evidence with this Ed25519 key; what it has not signed is judged again"
+        "--subject", default="", metavar="NAME|CODE", help="judge other code by the same contracts"
+    )
+    parser.add_argument(
+        "--thorough", action="store_true", help="the sizes that contracts keep for long runs"
+    )
+    parser.add_argument(
+        "--shard", default="1/1", metavar="I/N", help="the i-th of n parts, by a hash of the id"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="contracts judged at once (default 1)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=float("inf"), help="start no claim after so long"
+    )
+    parser.add_argument(
+        "--sign",
+        metavar="KEY",
+        help="sign new evidence with this Ed25519 key; what it has not signed is judged again",
     )
     parser.add_argument("--json", action="store_true", help="print JSON records instead of tables")
     parser.add_argument("--junit", metavar="FILE", help="write JUnit XML")
     parser.add_argument("--sarif", metavar="FILE", help="write SARIF")
-    parser.add_argument("--html", metavar="FILE", help="write one page with the graph, the ladder and every claim")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write one page with the graph, the ladder and every claim"
+    )
     add_quiet(parser)
 
 
@@ -69,13 +85,21 @@ def run(options: argparse.Namespace) -> int:
     workspace, ids = open_workspace(options)
     if options.sign:
         sign_with(workspace, options.sign)
-    asked = Run(tuple(options.trust), LEVELS.index(options.level), options.thorough, options.subject, options.seconds)
+    asked = Run(
+        tuple(options.trust),
+        LEVELS.index(options.level),
+        options.thorough,
+        options.subject,
+        options.seconds,
+    )
     entries = workspace.choose(ids, options.subject, shard_of(options.shard))
     # What they rest on is judged too; by another subject's run it is not.
     whole = entries if options.subject else workspace.with_dependencies(entries)
     stale = workspace.in_order(list(whole)) if options.again else workspace.stale(whole, asked)
     judged = judge(workspace, stale, asked, options)
-    claims = len(entries) <= FEW or bool(options.json or options.junit or options.sarif or options.html)
+    claims = len(entries) <= FEW or bool(
+        options.json or options.junit or options.sarif or options.html
+    )
     statuses = workspace.statuses(entries, key_of(asked), claims, asked.level)
     every = [cut_short(status, judged.get(status.id)) for status in statuses]
     found = [status for status in every if status.id in judged] if options.changed else every
@@ -110,8 +134,14 @@ def judge(
     judged: dict[str, list[ClaimRecord]] = {entry.id: [] for entry in stale}
     if not stale:
         return judged
-    names = [f"{entry.id}/{claim.id}" for entry in stale for claim in load_contract(Path(entry.path)).claims]
-    follows = dict(pairwise(names)) if options.jobs == 1 else {}  # several at once finish in any order
+    names = [
+        f"{entry.id}/{claim.id}"
+        for entry in stale
+        for claim in load_contract(Path(entry.path)).claims
+    ]
+    follows = (
+        dict(pairwise(names)) if options.jobs == 1 else {}
+    )  # several at once finish in any order
     with Steps("".join(names[:1]), len(names), options.quiet) as steps:
         for entry, record in workspace.judge(stale, asked, options.jobs):
             judged[entry.id].append(record)
@@ -123,12 +153,18 @@ def judge(
 def cut_short(status: ContractStatus, judged: list[ClaimRecord] | None) -> ContractStatus:
     """What was found just now counts, also where it is worse than evidence, or --seconds left it without any."""
     found = ladder.worst(record.verdict for record in judged) if judged else "kept"
-    if judged and ladder.worst([found, status.verdict]) != status.verdict and status.verdict != "waived":
+    if (
+        judged
+        and ladder.worst([found, status.verdict]) != status.verdict
+        and status.verdict != "waived"
+    ):
         return replace(status, claims=tuple(judged), verdict=found, level=0)
     return status
 
 
-def write_reports(options: argparse.Namespace, found: list[ContractStatus], origin: Provenance) -> None:
+def write_reports(
+    options: argparse.Namespace, found: list[ContractStatus], origin: Provenance
+) -> None:
     """Each whole or not at all."""
     if options.junit:
         files.write_text(Path(options.junit), as_junit(found, origin))
@@ -136,10 +172,17 @@ def write_reports(options: argparse.Namespace, found: list[ContractStatus], orig
         files.write_text(Path(options.sarif), as_sarif(found, origin))
     if options.html:
         sections = {s.id: explain(load_contract(Path(s.path)), s) for s in found}
-        files.write_text(Path(options.html), draw_contracts(found, sections, "isobit verify", origin))
+        files.write_text(
+            Path(options.html), draw_contracts(found, sections, "isobit verify", origin)
+        )
 
 
-def show(found: list[ContractStatus], judged: dict[str, list[ClaimRecord]], workspace: Workspace, level: int) -> None:
+def show(
+    found: list[ContractStatus],
+    judged: dict[str, list[ClaimRecord]],
+    workspace: Workspace,
+    level: int,
+) -> None:
     """For people: a line a claim where something ran or went wrong, then a line a contract, then the totals."""
     console = make_console(132)
     if found and len(found) <= FEW:
@@ -147,7 +190,9 @@ def show(found: list[ContractStatus], judged: dict[str, list[ClaimRecord]], work
     for status in found:
         for claim in status.claims:
             if claim.verdict != "kept":
-                console.print(one_line(f"{claim.verdict.upper()} {status.id}/{claim.claim}: {claim.detail}"))
+                console.print(
+                    one_line(f"{claim.verdict.upper()} {status.id}/{claim.claim}: {claim.detail}")
+                )
                 if claim.replay:
                     console.print(f"  {claim.replay}", markup=False, soft_wrap=True)
         if (not status.claims and status.verdict != "kept") or status.weak:
@@ -155,7 +200,10 @@ def show(found: list[ContractStatus], judged: dict[str, list[ClaimRecord]], work
         now = judged.get(status.id)
         if status.verdict in ladder.RED and now and all(record.verdict == "kept" for record in now):
             there = ", ".join(workspace.evidence.names().get(status.digest, []))
-            console.print(f"  kept just now, but red before at the same digest, and red wins: {there}", markup=False)
+            console.print(
+                f"  kept just now, but red before at the same digest, and red wins: {there}",
+                markup=False,
+            )
             console.print("  delete what was written in other surroundings", markup=False)
     for broken in workspace.tree.broken:
         console.print(f"REFUSED {broken.error}", markup=False)
@@ -174,15 +222,32 @@ def show(found: list[ContractStatus], judged: dict[str, list[ClaimRecord]], work
 
 def claims_table(found: list[ContractStatus], level: int) -> Table:
     """A row a claim."""
-    columns = ("contract / claim", "verdict", "level", "inputs", "differ", "of", "caught", "proved by, cases")
+    columns = (
+        "contract / claim",
+        "verdict",
+        "level",
+        "inputs",
+        "differ",
+        "of",
+        "caught",
+        "proved by, cases",
+    )
     table = Table(*columns, box=SIMPLE_HEAD)
     for status in found:
-        short = f"L{status.level}" + (f" of L{status.required}" if status.level < status.required else "")
+        short = f"L{status.level}" + (
+            f" of L{status.required}" if status.level < status.required else ""
+        )
         table.add_row(Text(status.id, "bold"), verdict_at(status, level), short, "", "", "", "", "")
         for claim in status.claims:
             caught = f"{sum(p.caught for p in claim.planted)} of {len(claim.planted)}"
-            proof = f"{engine_word(claim.proof.engine)}, {claim.proof.cases:,}" if claim.proof else ""
-            rung = f"L{claim.level}" if claim.level >= claim.required else f"L{claim.level} of L{claim.required}"
+            proof = (
+                f"{engine_word(claim.proof.engine)}, {claim.proof.cases:,}" if claim.proof else ""
+            )
+            rung = (
+                f"L{claim.level}"
+                if claim.level >= claim.required
+                else f"L{claim.level} of L{claim.required}"
+            )
             row = (f"{claim.inputs:,}", differ_of(claim), f"{claim.compared:,}", caught, proof)
             table.add_row(f"  {claim.claim}", claim.verdict, rung, *row)
     return table

@@ -15,11 +15,15 @@ from isobit.trusted_folder import serve_folder
 LIBRARY = "isobit"  # among ids and paths: the contracts of isobit's own operators
 
 
-def add_place(parser: argparse.ArgumentParser, what: str = "ids of contracts, or files and folders") -> None:
+def add_place(
+    parser: argparse.ArgumentParser, what: str = "ids of contracts, or files and folders"
+) -> None:
     """Which contracts, and where their evidence is."""
     said = f"{what}; isobit for its own (default: all below here)"
     parser.add_argument("which", nargs="*", metavar="ID|PATH", help=said)
-    parser.add_argument("--evidence", metavar="DIR", help="where evidence is kept (default: .isobit here)")
+    parser.add_argument(
+        "--evidence", metavar="DIR", help="where evidence is kept (default: .isobit here)"
+    )
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:

@@ -34,7 +34,9 @@ class NoDeviceError(EngineError):
     """The subject needs a device that is not here: nothing can be said of its promise."""
 
 
-def examine(contract: Contract, bound: Bound, thorough: bool, first_only: bool = False) -> tuple[Tally, Recipe | None]:
+def examine(
+    contract: Contract, bound: Bound, thorough: bool, first_only: bool = False
+) -> tuple[Tally, Recipe | None]:
     """L2: the fixed inputs of the claim; the first failing recipe, if any."""
     tally, failing, claim = Tally(), None, bound.claim
     if claim.relation == "refuses":
@@ -53,13 +55,17 @@ def examine(contract: Contract, bound: Bound, thorough: bool, first_only: bool =
     return tally, failing
 
 
-def recipes_of(contract: Contract, claim: Claim, thorough: bool, first_only: bool) -> Iterator[Recipe]:
+def recipes_of(
+    contract: Contract, claim: Claim, thorough: bool, first_only: bool
+) -> Iterator[Recipe]:
     """Of all its inputs; sabotage must show on the first of them."""
     for name in claim.inputs[:1] if first_only else claim.inputs:
         yield from fixed_recipes(name, contract.inputs[name], thorough and not first_only)
 
 
-def run_both(contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False) -> None:
+def run_both(
+    contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False
+) -> None:
     """One case without gradients, and again with them where an output is judged; its inputs count once."""
     run_case(contract, bound, recipe, tally, raising)
     if bound.has_both_modes():
@@ -70,7 +76,9 @@ def run_both(contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, rai
         tally.add(training)
 
 
-def run_case(contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False) -> None:
+def run_case(
+    contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False
+) -> None:
     """One case; a subject that raises breaks its promise, but a planted one that raises was not caught by the claim."""
     case = Case(recipe, contract.inputs[recipe.inputs])
     counted, before = tally.cases, {name: t.clone() for name, t in case.arguments.items()}
@@ -103,7 +111,9 @@ def check_device(error: BaseException) -> None:
         ) from None
 
 
-def find_breach(contract: Contract, bound: Bound, tally: Tally, seconds: float) -> Recipe | str | None:
+def find_breach(
+    contract: Contract, bound: Bound, tally: Tally, seconds: float
+) -> Recipe | str | None:
     """L3: many inputs, every other one with gradients enabled; the smallest that breaks the claim, or None."""
     if bound.claim.relation == "algebra":
         return search_integers(bound, tally, ladder.ENOUGH_INPUTS)

@@ -24,13 +24,19 @@ def check(contract: Contract, subject: Callable[..., Any], own: bool) -> Tally:
     for name, inputs in contract.inputs.items():
         if name not in used:
             continue
-        said = bool(contract.output) and {a for a in contract.output if isinstance(a, str)} <= set(inputs.sizes)
+        said = bool(contract.output) and {a for a in contract.output if isinstance(a, str)} <= set(
+            inputs.sizes
+        )
         for recipe in fixed_recipes(name, inputs) if said else [next(fixed_recipes(name, inputs))]:
             case = Case(recipe, inputs)
             if sum(t.numel() for t in case.arguments.values()) > 2**20:
                 continue
             tally.count(case.rows)
-            expected = [case.sizes[a] if isinstance(a, str) else int(a) for a in contract.output] if said else None
+            expected = (
+                [case.sizes[a] if isinstance(a, str) else int(a) for a in contract.output]
+                if said
+                else None
+            )
             check_output(subject, case, expected, tally, bool(contract.operator))
     if contract.operator and own and not tally.differing:  # another subject is not that operator
         check_operator(contract, tally)
@@ -38,7 +44,11 @@ def check(contract: Contract, subject: Callable[..., Any], own: bool) -> Tally:
 
 
 def check_output(
-    subject: Callable[..., Any], case: Case, expected: list[int] | None, tally: Tally, without_data: bool
+    subject: Callable[..., Any],
+    case: Case,
+    expected: list[int] | None,
+    tally: Tally,
+    without_data: bool,
 ) -> None:
     """One call with data; of an operator, which must say its shape without, one more."""
     calls = {"output": case.arguments}
@@ -51,13 +61,23 @@ def check_output(
             found = subject(*arguments.values(), **case.options)
         except (Exception, SystemExit) as error:
             check_device(error)
-            tally.fail(f"{what} at {case.recipe}: raised {type(error).__name__}: {str(error)[:200]}")
+            tally.fail(
+                f"{what} at {case.recipe}: raised {type(error).__name__}: {str(error)[:200]}"
+            )
             return
         if expected is not None and (list(found.shape) != expected or found.dtype != case.dtype):
-            tally.fail(f"{what} at {case.recipe}: {list(found.shape)} {found.dtype}, expected {expected} {case.dtype}")
-        same = all(bits.equal(a, b) for a, b in zip(before, arguments.values(), strict=True) if a.device.type != "meta")
+            tally.fail(
+                f"{what} at {case.recipe}: {list(found.shape)} {found.dtype}, expected {expected} {case.dtype}"
+            )
+        same = all(
+            bits.equal(a, b)
+            for a, b in zip(before, arguments.values(), strict=True)
+            if a.device.type != "meta"
+        )
         if not same:
-            tally.fail(f"{what} at {case.recipe}: the subject writes to its inputs, so that nothing can be compared")
+            tally.fail(
+                f"{what} at {case.recipe}: the subject writes to its inputs, so that nothing can be compared"
+            )
 
 
 def check_operator(contract: Contract, tally: Tally) -> None:
@@ -67,16 +87,28 @@ def check_operator(contract: Contract, tally: Tally) -> None:
         operator = getattr(getattr(torch.ops, namespace), name).default
     except AttributeError as error:
         raise EngineError(
-            expected=f"the operator {contract.operator}", received=str(error), remedy="isobit doctor says why"
+            expected=f"the operator {contract.operator}",
+            received=str(error),
+            remedy="isobit doctor says why",
         ) from None
     schema = {argument.name: argument.default_value for argument in operator._schema.arguments}
-    fitting = {name: inputs for name, inputs in contract.inputs.items() if set(inputs.arguments) <= set(schema)}
+    fitting = {
+        name: inputs
+        for name, inputs in contract.inputs.items()
+        if set(inputs.arguments) <= set(schema)
+    }
     if not fitting:
-        tally.fail(f"opcheck of {contract.operator}: no inputs have its arguments, {', '.join(schema)}")
+        tally.fail(
+            f"opcheck of {contract.operator}: no inputs have its arguments, {', '.join(schema)}"
+        )
     for inputs_name, inputs in fitting.items():
         case = Case(next(fixed_recipes(inputs_name, inputs)), inputs)
         tally.compared += len(TESTS)
         try:
-            torch.library.opcheck(operator, tuple({**schema, **case.arguments}.values()), test_utils=TESTS)
+            torch.library.opcheck(
+                operator, tuple({**schema, **case.arguments}.values()), test_utils=TESTS
+            )
         except Exception as error:
-            tally.fail(f"opcheck of {contract.operator}: {type(error).__name__}: {str(error)[:300]}")
+            tally.fail(
+                f"opcheck of {contract.operator}: {type(error).__name__}: {str(error)[:300]}"
+            )

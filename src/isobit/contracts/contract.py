@@ -103,7 +103,15 @@ class Contract:
         """Every `package:function` it names, each once."""
         found = [self.subject, *self.subjects.values()]
         for claim in self.claims:
-            found += [*claim.sabotage, *claim.control, *((claim.proof.by, claim.proof.planted) if claim.proof else ())]
+            found += [
+                *claim.sabotage,
+                *claim.control,
+                *((claim.proof.by, claim.proof.planted) if claim.proof else ()),
+            ]
             for value in claim.params.values():
-                found += [v for v in (value if isinstance(value, tuple) else (value,)) if isinstance(v, str)]
+                found += [
+                    v
+                    for v in (value if isinstance(value, tuple) else (value,))
+                    if isinstance(v, str)
+                ]
         return tuple(dict.fromkeys(ref for ref in found if ":" in ref))

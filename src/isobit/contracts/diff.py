@@ -79,13 +79,20 @@ def numbers_of(version: str) -> tuple[int, ...]:
 
 def bump_between(old: tuple[int, ...], new: tuple[int, ...]) -> str:
     """The first part that differs."""
-    return next((word for word, a, b in zip(("major", "minor", "patch"), old, new, strict=True) if a != b), "none")
+    return next(
+        (word for word, a, b in zip(("major", "minor", "patch"), old, new, strict=True) if a != b),
+        "none",
+    )
 
 
 def raised(version: tuple[int, ...], bump: str) -> str:
     """The next version of that kind."""
     major, minor, patch = version
-    nexts = {"major": (major + 1, 0, 0), "minor": (major, minor + 1, 0), "patch": (major, minor, patch + 1)}
+    nexts = {
+        "major": (major + 1, 0, 0),
+        "minor": (major, minor + 1, 0),
+        "patch": (major, minor, patch + 1),
+    }
     return ".".join(map(str, nexts.get(bump, version)))
 
 
@@ -95,7 +102,9 @@ def raised(version: tuple[int, ...], bump: str) -> str:
 def _swap(what: str, old: Any, new: Any) -> Iterator[Alteration]:
     """A value that may be absent."""
     if old != new:
-        kind = "added" if old in ("", (), None) else "removed" if new in ("", (), None) else "changed"
+        kind = (
+            "added" if old in ("", (), None) else "removed" if new in ("", (), None) else "changed"
+        )
         yield Alteration(kind, what, _arrow(old, new))
 
 
@@ -107,11 +116,16 @@ def _reword(what: str, old: Any, new: Any) -> Iterator[Alteration]:
 
 def _grow(what: str, old: Collection[Any], new: Collection[Any]) -> Iterator[Alteration]:
     """A collection that promises the more, the more is in it."""
-    for kind, word, more, less in (("loosened", "without", old, new), ("tightened", "with", new, old)):
+    for kind, word, more, less in (
+        ("loosened", "without", old, new),
+        ("tightened", "with", new, old),
+    ):
         gone = [item for item in more if item not in less]
         if gone:
             sizes = all(isinstance(item, int) for item in gone)
-            yield Alteration(kind, what, f"{word} {say_sizes(gone) if sizes else ', '.join(map(str, gone))}")
+            yield Alteration(
+                kind, what, f"{word} {say_sizes(gone) if sizes else ', '.join(map(str, gone))}"
+            )
 
 
 def _raise(what: str, old: float | None, new: float | None, loosens: bool) -> Iterator[Alteration]:
@@ -179,12 +193,20 @@ def _all_inputs(old: Contract, new: Contract) -> Iterator[Alteration]:
         what = f"inputs {name}"
         promised = name in used[False]  # inputs that no claim drew from promised nothing
         if name not in new.inputs:
-            yield Alteration("removed" if promised else "reworded", what, "" if promised else "no claim drew from it")
+            yield Alteration(
+                "removed" if promised else "reworded",
+                what,
+                "" if promised else "no claim drew from it",
+            )
         elif name not in old.inputs:
             yield Alteration("added" if name in used[True] else "reworded", what)
         else:
             for found in _inputs(what, old.inputs[name], new.inputs[name]):
-                yield found if promised else replace(found, kind="reworded", detail=f"{found.detail}; never drawn from")
+                yield (
+                    found
+                    if promised
+                    else replace(found, kind="reworded", detail=f"{found.detail}; never drawn from")
+                )
 
 
 def _drawn(contract: Contract) -> set[str]:
@@ -199,7 +221,10 @@ def _inputs(what: str, old: Inputs, new: Inputs) -> Iterator[Alteration]:
             yield Alteration("changed", f"{what}: {part}", _arrow(before, after))
     yield from _grow(f"{what}: dtypes", old.dtypes, new.dtypes)
     yield from _grow(f"{what}: edges", old.edges, new.edges)
-    for word, before, after in (("sizes", old.sizes, new.sizes), ("thorough", old.thorough, new.thorough)):
+    for word, before, after in (
+        ("sizes", old.sizes, new.sizes),
+        ("thorough", old.thorough, new.thorough),
+    ):
         for size in dict.fromkeys((*before, *after)):
             yield from _grow(f"{what}: {word} of {size}", before.get(size, ()), after.get(size, ()))
 
@@ -223,21 +248,29 @@ def _claim(what: str, old: Claim, new: Claim) -> Iterator[Alteration]:
         yield from _params(what, old, new)
     if old.level != new.level:
         rose = level_number(new.level) > level_number(old.level)
-        yield Alteration("tightened" if rose else "loosened", f"{what}: level", _arrow(old.level, new.level))
+        yield Alteration(
+            "tightened" if rose else "loosened", f"{what}: level", _arrow(old.level, new.level)
+        )
     yield from _grow(f"{what}: obligations", old.obligations, new.obligations)
     yield from _grow(f"{what}: inputs", old.inputs, new.inputs)
     if old.inputs[:1] != new.inputs[:1]:
-        yield Alteration("changed", f"{what}: inputs of L3 and sabotage", _arrow(old.inputs[:1], new.inputs[:1]))
+        yield Alteration(
+            "changed", f"{what}: inputs of L3 and sabotage", _arrow(old.inputs[:1], new.inputs[:1])
+        )
     if old.sabotage != new.sabotage:  # none named means the library's
         yield from _grow(f"{what}: sabotage", _planted(old), _planted(new))
     yield from _grow(f"{what}: control", old.control, new.control)
     if old.proof is None or new.proof is None:
         if old.proof != new.proof:
             engines = tuple(side.proof.engine if side.proof else None for side in (old, new))
-            yield Alteration("loosened" if new.proof is None else "tightened", f"{what}: proof", _arrow(*engines))
+            yield Alteration(
+                "loosened" if new.proof is None else "tightened", f"{what}: proof", _arrow(*engines)
+            )
         return
     for part in ("engine", "by", "planted", "inputs"):
-        yield from _swap(f"{what}: proof: {part}", getattr(old.proof, part), getattr(new.proof, part))
+        yield from _swap(
+            f"{what}: proof: {part}", getattr(old.proof, part), getattr(new.proof, part)
+        )
 
 
 def _planted(claim: Claim) -> Sequence[str]:
@@ -252,8 +285,12 @@ def _params(what: str, old: Claim, new: Claim) -> Iterator[Alteration]:
             yield from _grow(place, before or (), after or ())
         elif key == "integers":
             yield from _integers(place, before or {}, after or {})
-        elif key == "limit" and (before is None or after is None):  # parity without a limit is parity to the bit
-            yield Alteration("loosened" if before is None else "tightened", place, _arrow(before, after))
+        elif key == "limit" and (
+            before is None or after is None
+        ):  # parity without a limit is parity to the bit
+            yield Alteration(
+                "loosened" if before is None else "tightened", place, _arrow(before, after)
+            )
         elif key == "limit":
             yield from _raise(place, before, after, loosens=True)
         elif key in ("low", "high"):
@@ -272,7 +309,9 @@ def _integers(what: str, old: Params, new: Params) -> Iterator[Alteration]:
             yield Alteration("changed", f"{what}: {name}", _arrow(old.get(name), new.get(name)))
             continue
         for end, at, none in (("low", 0, -math.inf), ("high", 1, math.inf)):
-            before, after = (none if side[name][at] is None else side[name][at] for side in (old, new))
+            before, after = (
+                none if side[name][at] is None else side[name][at] for side in (old, new)
+            )
             yield from _raise(f"{what}: {name}: {end}", before, after, loosens=end == "low")
 
 

@@ -32,7 +32,10 @@ from isobit.contracts.sources import machine
 from isobit.records import ClaimRecord, Planted, Proof
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
 
 FOLDER = "evidence"
 FORM = 2
@@ -55,11 +58,15 @@ class Finding:
     asked: int  # the level that it was to go to
     records: tuple[ClaimRecord, ...]
     date: str = field(
-        default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(
+            timespec="seconds"
+        )
     )
     machine: str = field(default_factory=machine)
     engine: str = ""  # that really ran, as the judging process found it
-    reached: tuple[tuple[str, str], ...] = ()  # path and digest of files beyond the contract's digest
+    reached: tuple[
+        tuple[str, str], ...
+    ] = ()  # path and digest of files beyond the contract's digest
 
     @property
     def ran(self) -> bool:
@@ -108,7 +115,9 @@ class Evidence:
                         if shard.is_dir(follow_symlinks=False):
                             for name in os.listdir(shard.path):
                                 if match := NAME.fullmatch(name):
-                                    found.setdefault(match[1], []).append(os.path.join(shard.path, name))
+                                    found.setdefault(match[1], []).append(
+                                        os.path.join(shard.path, name)
+                                    )
             self._names = found
         return self._names
 
@@ -123,8 +132,12 @@ class Evidence:
 
     def why_not(self, digest: str) -> str:
         """Why files that are there do not count, in a sentence; empty where there are none."""
-        reasons = sorted({self.refused[name] for name in self.names().get(digest, ()) if name in self.refused})
-        return "; ".join(f"evidence is there but does not count: {reason}" for reason in reasons[:3])
+        reasons = sorted(
+            {self.refused[name] for name in self.names().get(digest, ()) if name in self.refused}
+        )
+        return "; ".join(
+            f"evidence is there but does not count: {reason}" for reason in reasons[:3]
+        )
 
     def _read_file(self, name: str, contract: Contract) -> Finding | None:
         try:
@@ -148,7 +161,11 @@ class Evidence:
         reason = "it is not signed by the required key"
         for key in self.keys:
             try:
-                text = read_plain(os.path.join(folder, signing.file_name(file, key)), 1000).decode("ascii").strip()
+                text = (
+                    read_plain(os.path.join(folder, signing.file_name(file, key)), 1000)
+                    .decode("ascii")
+                    .strip()
+                )
             except (OSError, ValueError):
                 continue
             if signing.is_signed(key, digest_in(name), last, text):
@@ -164,8 +181,14 @@ def digest_in(name: str) -> str:
 
 def chain(finding: Finding) -> list[bytes]:
     """The lines of a file, each record holding the digest of the line before."""
-    about = {name: value for name, value in vars(finding).items() if name not in ("records", "reached")}
-    lines = [encode({"form": FORM, **about, "reached": dict(finding.reached), "count": len(finding.records)})]
+    about = {
+        name: value for name, value in vars(finding).items() if name not in ("records", "reached")
+    }
+    lines = [
+        encode(
+            {"form": FORM, **about, "reached": dict(finding.reached), "count": len(finding.records)}
+        )
+    ]
     for record in finding.records:
         plain = {name: value for name, value in asdict(record).items() if name not in DERIVED}
         lines.append(encode({"previous": blake3(lines[-1]).hexdigest(), **plain}))
@@ -195,13 +218,17 @@ def read_chain(name: str) -> list[bytes]:
     lines = data.removesuffix(b"\n").split(b"\n")
     if blake3(lines[-1]).hexdigest()[:32] != name[-38:-6]:
         older = is_older(data, name)
-        raise NotEvidence("it is of an older form" if older else "its last line is not what its name says")
+        raise NotEvidence(
+            "it is of an older form" if older else "its last line is not what its name says"
+        )
     return lines
 
 
 def is_older(data: bytes, name: str) -> bool:
     """Before form 2 the name held the digest of the whole file, and its first line a verdict and a level."""
-    return blake3(data).hexdigest()[:32] == name[-38:-6] and b'"form"' not in data.partition(b"\n")[0]
+    return (
+        blake3(data).hexdigest()[:32] == name[-38:-6] and b'"form"' not in data.partition(b"\n")[0]
+    )
 
 
 def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Finding:
@@ -212,7 +239,11 @@ def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Fin
     if header["digest"] != digest or header["contract"] != contract.id:
         raise NotEvidence("it is about another contract")
     asked, reached, count = header.pop("asked"), header.pop("reached"), header.pop("count")
-    if type(asked) is not int or set(header) != set(ABOUT) or not all(type(v) is str for v in header.values()):
+    if (
+        type(asked) is not int
+        or set(header) != set(ABOUT)
+        or not all(type(v) is str for v in header.values())
+    ):
         raise NotEvidence("its first line has other types")
     if len(reached) > reach.MANY:
         raise NotEvidence("it names too many files")
@@ -229,7 +260,9 @@ def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Fin
         if about is None:
             raise NotEvidence("it records a claim that the contract does not have, or one twice")
         records.append(record_from(line, *about))
-    return Finding(asked=asked, reached=tuple(sorted(reached.items())), records=tuple(records), **header)
+    return Finding(
+        asked=asked, reached=tuple(sorted(reached.items())), records=tuple(records), **header
+    )
 
 
 def record_from(line: dict[str, Any], claim: Claim, expected: frozenset[str]) -> ClaimRecord:
@@ -259,7 +292,11 @@ def record_from(line: dict[str, Any], claim: Claim, expected: frozenset[str]) ->
 def planted_from(found: dict[str, Any]) -> Planted:
     """A planted subject: name, caught, detail."""
     planted = Planted(**found)
-    if type(planted.caught) is not bool or type(planted.name) is not str or type(planted.detail) is not str:
+    if (
+        type(planted.caught) is not bool
+        or type(planted.name) is not str
+        or type(planted.detail) is not str
+    ):
         raise NotEvidence("a record has other types")
     return planted
 
@@ -267,7 +304,9 @@ def planted_from(found: dict[str, Any]) -> Planted:
 def proof_from(found: dict[str, Any]) -> Proof:
     """A proof: engine, covers, cases, failure."""
     proof = Proof(**found)
-    if type(proof.cases) is not int or not all(type(t) is str for t in (proof.engine, proof.covers, proof.failure)):
+    if type(proof.cases) is not int or not all(
+        type(t) is str for t in (proof.engine, proof.covers, proof.failure)
+    ):
         raise NotEvidence("a record has other types")
     return proof
 

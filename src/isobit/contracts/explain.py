@@ -65,18 +65,28 @@ def _about(contract: Contract, status: ContractStatus) -> Section:
     if status.detail:
         lines.append(status.detail)
     if contract.subjects:
-        lines.append("also to be tried on: " + ", ".join(f"{n} ({code})" for n, code in contract.subjects.items()))
+        lines.append(
+            "also to be tried on: "
+            + ", ".join(f"{n} ({code})" for n, code in contract.subjects.items())
+        )
     lines += [f"see {reference}" for reference in contract.references]
-    return Section(f"{contract.id} {contract.version}: {contract.title}", tuple(lines), "about", contract.id)
+    return Section(
+        f"{contract.id} {contract.version}: {contract.title}", tuple(lines), "about", contract.id
+    )
 
 
 def _equation(name: str, equation: Equation) -> Section:
     said = (("", equation.formula), ("on ", equation.domain), ("giving ", equation.codomain))
-    return Section(f"equation {name}", tuple(word + text for word, text in said if text), "equation", name)
+    return Section(
+        f"equation {name}", tuple(word + text for word, text in said if text), "equation", name
+    )
 
 
 def _obligation(
-    contract: Contract, obligation: Obligation, claims: tuple[Claim, ...], records: Mapping[str, ClaimRecord]
+    contract: Contract,
+    obligation: Obligation,
+    claims: tuple[Claim, ...],
+    records: Mapping[str, ClaimRecord],
 ) -> Section:
     # The contract cut down to one obligation stands where the obligation does: the ladder's rules, used once more.
     alone = replace(contract, obligations=(obligation,), claims=claims)
@@ -100,20 +110,33 @@ def say_claim(claim: Claim) -> str:
     planted = claim.sabotage or default_sabotage(claim.relation, claim.params)
     if planted or claim.control:
         parts.append(f"must catch {', '.join((*planted, *claim.control))}")
-    proved = f", proved by {ENGINES.get(claim.proof.engine, claim.proof.engine)}" if claim.proof else ""
+    proved = (
+        f", proved by {ENGINES.get(claim.proof.engine, claim.proof.engine)}" if claim.proof else ""
+    )
     parts.append(f"must reach {claim.level}{proved}")
     return "; ".join(parts)
 
 
 def say_inputs(inputs: Inputs) -> tuple[str, ...]:
     """Shapes; then sizes, dtypes, values and edges."""
-    shapes = ", ".join(f"{name}[{', '.join(map(str, axes))}]" for name, axes in inputs.arguments.items())
+    shapes = ", ".join(
+        f"{name}[{', '.join(map(str, axes))}]" for name, axes in inputs.arguments.items()
+    )
     sizes = "; ".join(f"{name} = {say_sizes(values)}" for name, values in inputs.sizes.items())
     options = ", ".join(f"{name}={value!r}" for name, value in inputs.options.items())
     drawn = f"{inputs.values} values in {say_list(inputs.dtypes)}"
     edges = f"edges: {', '.join(inputs.edges)}" if inputs.edges else ""
-    thorough = "; ".join(f"{name} = {say_sizes(values)}" for name, values in inputs.thorough.items())
-    said = (shapes, sizes, drawn, edges, options and f"with {options}", thorough and f"thoroughly: {thorough}")
+    thorough = "; ".join(
+        f"{name} = {say_sizes(values)}" for name, values in inputs.thorough.items()
+    )
+    said = (
+        shapes,
+        sizes,
+        drawn,
+        edges,
+        options and f"with {options}",
+        thorough and f"thoroughly: {thorough}",
+    )
     return tuple(line for line in said if line)
 
 
@@ -128,7 +151,9 @@ def say_promise(claim: Claim) -> str:
         case "accurate" | "gradient":
             return f"{what} is {within} of {params['against']}, computed in fp64"
         case "parity":
-            return f"{what} agrees with {params['against']} " + (within if "limit" in params else "to the bit")
+            return f"{what} agrees with {params['against']} " + (
+                within if "limit" in params else "to the bit"
+            )
         case "bound":
             ends = (("at least", "low"), ("at most", "high"))
             return f"each output is {say_list([f'{words} {params[end]:g}' for words, end in ends if end in params])}"

@@ -24,7 +24,9 @@ PROGRAMS = {
 CODE = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*|[\w./-]+\.py(::\w+)+|[a-z_]\w*(::\w+)+")
 # What a person has to fill in first: <args>, ${MODEL}, an ellipsis.
 PLACEHOLDER = re.compile(r"<[A-Za-z][^<>]*>|\$\{?[A-Za-z_]|\.\.\.|…")
-UNSAFE = re.compile("[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]")
+UNSAFE = re.compile(
+    "[^\t\n\r\x20-\x7e\xa0-\u2027\u202a-\ud7ff\ue000-\ufefe\uff00-\ufffd\U00010000-\U0010ffff]"
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,9 @@ def _is_command(line: str) -> bool:
         words = shlex.split(line)
     except ValueError:  # an open quotation mark, as in don't
         return False
-    known = bool(words) and (words[0] in PROGRAMS or bool(re.fullmatch(r"\.{0,2}/[\w./-]+", words[0])))
+    known = bool(words) and (
+        words[0] in PROGRAMS or bool(re.fullmatch(r"\.{0,2}/[\w./-]+", words[0]))
+    )
     return known and len(words) > 1 and not PLACEHOLDER.search(line)
 
 
@@ -120,7 +124,9 @@ class Unread:
 
 def _record(name: str, required: Mapping[str, Kind], optional: Mapping[str, Kind]) -> RecordOf:
     keys = {key: Key(kind, "as text", True) for key, kind in required.items()}
-    return RecordOf(_lined, {**keys, **{key: Key(kind, "as text") for key, kind in optional.items()}}, name)
+    return RecordOf(
+        _lined, {**keys, **{key: Key(kind, "as text") for key, kind in optional.items()}}, name
+    )
 
 
 def _lined(found: dict[str, Any], line: int) -> dict[str, Any]:
@@ -156,7 +162,9 @@ OBLIGATION = _record(
         "lean": Unread(),
     },
 )
-OWN_OBLIGATION = _record("an obligation", {"id": NAME, "description": PROSE}, _texts("falsification"))
+OWN_OBLIGATION = _record(
+    "an obligation", {"id": NAME, "description": PROSE}, _texts("falsification")
+)
 INVARIANT = _record("an invariant", _texts("description"), _texts("formula", "note"))
 TEST = _record(
     "a falsification test",
@@ -167,7 +175,11 @@ SCENARIO = _record("a scenario", _texts("name", "given", "when", "then"), {})
 SCRIPT = _record(
     "a falsification script",
     {"id": NAME, **_texts("rule", "prediction", "test_script", "if_fails")},
-    {**_texts("contract", "obligation", "resource_estimate"), "depends_on": Unread(), "applies_to": Unread()},
+    {
+        **_texts("contract", "obligation", "resource_estimate"),
+        "depends_on": Unread(),
+        "applies_to": Unread(),
+    },
 )
 HARNESS = _record(
     "a harness",
@@ -175,7 +187,14 @@ HARNESS = _record(
     {**_texts("property", "strategy", "solver", "harness", "description"), "bound": ANY},
 )
 TABLES = (
-    *("qa_gate", "enforcement", "kernel_structure", "simd_dispatch", "verification_summary", "gap_register"),
+    *(
+        "qa_gate",
+        "enforcement",
+        "kernel_structure",
+        "simd_dispatch",
+        "verification_summary",
+        "gap_register",
+    ),
     *("bindings", "conformance", "weight_roles", "role_sets", "constraint_matrix", "architectures"),
 )
 CONTRACT = _record(
@@ -218,7 +237,10 @@ def read_foreign(text: str, where: str) -> Foreign:
         found["metadata"]["description"],
         found["metadata"].get("references", ()),
         found["metadata"].get("depends_on", ()),
-        {n: Equation(e["formula"], e.get("domain", ""), e.get("codomain", "")) for n, e in equations.items()},
+        {
+            n: Equation(e["formula"], e.get("domain", ""), e.get("codomain", ""))
+            for n, e in equations.items()
+        },
         {n: tuple(e.get("invariants", ())) for n, e in equations.items()},
         promises,
         tuple(_tests(found)),
@@ -232,7 +254,9 @@ def read_foreign(text: str, where: str) -> Foreign:
 def _from_scripts(found: dict[str, Any], id: str) -> Foreign:
     """Each script's prediction is an obligation; they have no version."""
     promises = tuple(Promise(t["id"], t["prediction"], "falsification") for t in found["tests"])
-    tests = tuple(Prose(t["id"], t["test_script"], t["id"], t["rule"], t["line"]) for t in found["tests"])
+    tests = tuple(
+        Prose(t["id"], t["test_script"], t["id"], t["rule"], t["line"]) for t in found["tests"]
+    )
     return Foreign(id, "0.0.0", id.replace("_", " "), (), (), {}, {}, promises, tests, ())
 
 
@@ -249,9 +273,14 @@ def _promises(found: dict[str, Any], id: str) -> tuple[Promise, ...]:
         )
         for o in found.get("proof_obligations", ())
     ]
-    promises += [Promise(o["id"], o["description"], "obligation") for o in found.get("obligations", ())]
+    promises += [
+        Promise(o["id"], o["description"], "obligation") for o in found.get("obligations", ())
+    ]
     stated = found.get("invariants", {})
-    promises += [Promise(fresh(), i["description"], "invariant", i.get("formula", "")) for i in stated.values()]
+    promises += [
+        Promise(fresh(), i["description"], "invariant", i.get("formula", ""))
+        for i in stated.values()
+    ]
     return tuple(promises)
 
 
@@ -260,19 +289,29 @@ def _fresh_ids(found: dict[str, Any], id: str) -> Callable[[], str]:
     first = next((t["id"] for t in found.get("falsification_tests", ())), "")
     match = re.fullmatch(r"FALSIFY-([A-Z][A-Z0-9-]*?)-\d+", first)
     prefix = match[1] if match else id.upper()[:80]
-    taken = {o.get("id") for key in ("proof_obligations", "obligations") for o in found.get(key, ())}
+    taken = {
+        o.get("id") for key in ("proof_obligations", "obligations") for o in found.get(key, ())
+    }
     names = (name for n in range(1, 100_000) if (name := f"{prefix}-{n:03d}") not in taken)
     return lambda: next(names)
 
 
 def _tests(found: dict[str, Any]) -> Iterator[Prose]:
     for t in found.get("falsification_tests", ()):
-        yield Prose(t["id"], t["test"], t.get("obligation", ""), f"{t['rule']}: {t['prediction']}", t["line"])
+        yield Prose(
+            t["id"],
+            t["test"],
+            t.get("obligation", ""),
+            f"{t['rule']}: {t['prediction']}",
+            t["line"],
+        )
     for o in found.get("obligations", ()):
         if "falsification" in o:
             yield Prose(f"{o['id']}-falsification", o["falsification"], o["id"], "", o["line"])
     for s in found.get("falsification", ()):
-        yield Prose(s["name"], f"given {s['given']}; when {s['when']}; then {s['then']}", "", "", s["line"])
+        yield Prose(
+            s["name"], f"given {s['given']}; when {s['when']}; then {s['then']}", "", "", s["line"]
+        )
 
 
 # ---- writing ---------------------------------------------------------------------------------------------
@@ -280,7 +319,11 @@ def _tests(found: dict[str, Any]) -> Iterator[Prose]:
 
 def to_ours(foreign: Foreign) -> str:
     """YAML of our form: every obligation in words, no claim, so that it stands as unbound until someone binds it."""
-    lines = [f"id: {quote(foreign.id)}", f"version: {quote(foreign.version)}", f"title: {quote(foreign.title)}"]
+    lines = [
+        f"id: {quote(foreign.id)}",
+        f"version: {quote(foreign.version)}",
+        f"title: {quote(foreign.title)}",
+    ]
     for key in ("references", "depends_on"):
         # dict.fromkeys: the other form may name a dependency twice
         if words := [w for w in dict.fromkeys(getattr(foreign, key)) if w != foreign.id]:
@@ -289,17 +332,23 @@ def to_ours(foreign: Foreign) -> str:
         lines.append("equations:")
     for name, equation in foreign.equations.items():
         lines += [f"  {quote(name)}:", f"    formula: {quote(equation.formula)}"]
-        lines += [f"    {k}: {quote(v)}" for k in ("domain", "codomain") if (v := getattr(equation, k))]
+        lines += [
+            f"    {k}: {quote(v)}" for k in ("domain", "codomain") if (v := getattr(equation, k))
+        ]
         lines += [f"    # invariant: {quote(said)}" for said in foreign.invariants.get(name, ())]
     lines.append("obligations:")
     for promise in foreign.obligations:
         lines += [f"  - id: {quote(promise.id)}", f"    text: {quote(_in_words(promise))}"]
-        if promise.applies_to in foreign.equations and re.fullmatch(NAME.pattern, promise.applies_to):
+        if promise.applies_to in foreign.equations and re.fullmatch(
+            NAME.pattern, promise.applies_to
+        ):
             lines.append(f"    equation: {quote(promise.applies_to)}")
     for what, told in (("test", foreign.tests), ("harness", foreign.harnesses)):
         for prose in told:
             of = f" of {quote(prose.obligation)}" if prose.obligation else ""
-            lines.append(f"# {what} {quote(prose.id)}{of}: {quote(prose.rule)}; {quote(prose.text)}")
+            lines.append(
+                f"# {what} {quote(prose.id)}{of}: {quote(prose.rule)}; {quote(prose.text)}"
+            )
     return "\n".join(lines) + "\n"
 
 

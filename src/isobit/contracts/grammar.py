@@ -27,17 +27,25 @@ class Kind(Protocol):
         ...
 
 
-def refuse(node: Node, path: str, where: str, expected: str, remedy: str, received: str = "") -> NoReturn:
+def refuse(
+    node: Node, path: str, where: str, expected: str, remedy: str, received: str = ""
+) -> NoReturn:
     """A ContractError at a place in the file."""
     shown = received or repr(node.plain())
     shown = shown if len(shown) <= 120 else shown[:117] + "…"
-    raise ContractError(expected=f"{path}: {expected}", received=shown, remedy=remedy, where=where, line=node.line)
+    raise ContractError(
+        expected=f"{path}: {expected}", received=shown, remedy=remedy, where=where, line=node.line
+    )
 
 
 def suggest(word: str, known: Sequence[str]) -> str:
     """The nearest known word as a question, or all of them."""
     # Long words are no misspellings, and comparing them takes time that grows with the square of their length.
-    near = difflib.get_close_matches(word, [k for k in known if len(k) <= 100], 1, 0.6) if len(word) <= 100 else []
+    near = (
+        difflib.get_close_matches(word, [k for k in known if len(k) <= 100], 1, 0.6)
+        if len(word) <= 100
+        else []
+    )
     shown = [*known[:30], *(["…"] if len(known) > 30 else [])]
     return f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(shown)}"
 
@@ -51,12 +59,18 @@ class Text:
 
     def read(self, node: Node, path: str, where: str) -> str:
         value = node.value
-        if not isinstance(value, str) or not value.strip() or (self.pattern and not re.fullmatch(self.pattern, value)):
+        if (
+            not isinstance(value, str)
+            or not value.strip()
+            or (self.pattern and not re.fullmatch(self.pattern, value))
+        ):
             refuse(node, path, where, self.like, "write it as described")
         return value.strip()
 
     def schema(self) -> Schema:
-        return {"type": "string"} | ({"pattern": f"^(?:{self.pattern})$"} if self.pattern else {"minLength": 1})
+        return {"type": "string"} | (
+            {"pattern": f"^(?:{self.pattern})$"} if self.pattern else {"minLength": 1}
+        )
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,13 @@ class Choice:
 
     def read(self, node: Node, path: str, where: str) -> str:
         if node.value not in self.words:
-            refuse(node, path, where, f"one of {', '.join(self.words)}", suggest(str(node.value), self.words))
+            refuse(
+                node,
+                path,
+                where,
+                f"one of {', '.join(self.words)}",
+                suggest(str(node.value), self.words),
+            )
         return str(node.value)
 
     def schema(self) -> Schema:
@@ -84,10 +104,18 @@ class Number:
     def read(self, node: Node, path: str, where: str) -> float | int:
         value = node.value
         kinds = (int,) if self.whole else (int, float)
-        finite = isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < float("inf")
+        finite = (
+            isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < float("inf")
+        )
         if not finite or value < self.low:
             least = "" if self.low == float("-inf") else f" of at least {self.low:g}"
-            refuse(node, path, where, f"a {'whole ' if self.whole else 'finite '}number{least}", "write a number")
+            refuse(
+                node,
+                path,
+                where,
+                f"a {'whole ' if self.whole else 'finite '}number{least}",
+                "write a number",
+            )
         return value  # type: ignore[no-any-return]
 
     def schema(self) -> Schema:
@@ -119,7 +147,9 @@ class Date:
     def read(self, node: Node, path: str, where: str) -> str:
         try:
             # Python 3.11 takes more forms than 3.10, as 20270131.
-            if not isinstance(node.value, str) or not re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2}", node.value):
+            if not isinstance(node.value, str) or not re.fullmatch(
+                r"[0-9]{4}-[0-9]{2}-[0-9]{2}", node.value
+            ):
                 raise ValueError
             return datetime.date.fromisoformat(node.value).isoformat()
         except ValueError:
@@ -138,11 +168,21 @@ class ListOf:
 
     def read(self, node: Node, path: str, where: str) -> tuple[Any, ...]:
         if not isinstance(node.value, list) or len(node.value) < self.least:
-            refuse(node, path, where, f"a list of at least {self.least}", "write it as - items, or [a, b]")
-        return tuple(self.kind.read(item, f"{path}[{i}]", where) for i, item in enumerate(node.value))
+            refuse(
+                node,
+                path,
+                where,
+                f"a list of at least {self.least}",
+                "write it as - items, or [a, b]",
+            )
+        return tuple(
+            self.kind.read(item, f"{path}[{i}]", where) for i, item in enumerate(node.value)
+        )
 
     def schema(self) -> Schema:
-        return {"type": "array", "items": self.kind.schema()} | ({"minItems": self.least} if self.least else {})
+        return {"type": "array", "items": self.kind.schema()} | (
+            {"minItems": self.least} if self.least else {}
+        )
 
 
 @dataclass(frozen=True)
@@ -154,8 +194,16 @@ class MapOf:
 
     def read(self, node: Node, path: str, where: str) -> dict[str, Any]:
         if not isinstance(node.value, dict) or len(node.value) < self.least:
-            refuse(node, path, where, f"a mapping of at least {self.least} names", "write it as name: value")
-        return {key: self.kind.read(item, f"{path}.{key}", where) for key, item in node.value.items()}
+            refuse(
+                node,
+                path,
+                where,
+                f"a mapping of at least {self.least} names",
+                "write it as name: value",
+            )
+        return {
+            key: self.kind.read(item, f"{path}.{key}", where) for key, item in node.value.items()
+        }
 
     def schema(self) -> Schema:
         return {"type": "object", "additionalProperties": self.kind.schema()}
@@ -196,18 +244,42 @@ class RecordOf:
 
     def read(self, node: Node, path: str, where: str) -> Any:
         if not isinstance(node.value, dict):
-            refuse(node, path, where, f"a mapping with the keys of {self.name}", f"keys: {', '.join(self.keys)}")
+            refuse(
+                node,
+                path,
+                where,
+                f"a mapping with the keys of {self.name}",
+                f"keys: {', '.join(self.keys)}",
+            )
         keys = {**self.keys, **self.choose(node)}
         # Known keys first: a misspelt relation is told before the keys that it would have allowed.
-        read = {k: keys[k].kind.read(item, f"{path}.{k}", where) for k, item in node.value.items() if k in keys}
+        read = {
+            k: keys[k].kind.read(item, f"{path}.{k}", where)
+            for k, item in node.value.items()
+            if k in keys
+        }
         for key, item in node.value.items():
             if key not in keys:
                 at = Node(item.value, item.key_line or item.line)
-                refuse(at, f"{path}.{key}", where, f"a key of {self.name}", suggest(key, list(keys)), repr(key))
+                refuse(
+                    at,
+                    f"{path}.{key}",
+                    where,
+                    f"a key of {self.name}",
+                    suggest(key, list(keys)),
+                    repr(key),
+                )
         missing = [key for key, spec in keys.items() if spec.required and key not in node.value]
         if missing:
             about = f"add {missing[0]}: {keys[missing[0]].about}"
-            refuse(node, path, where, f"the keys {', '.join(missing)}", about, f"only {', '.join(node.value)}")
+            refuse(
+                node,
+                path,
+                where,
+                f"the keys {', '.join(missing)}",
+                about,
+                f"only {', '.join(node.value)}",
+            )
         return self.build(read, node.line)
 
     def schema(self) -> Schema:
@@ -215,5 +287,8 @@ class RecordOf:
             "type": "object",
             "additionalProperties": False,
             "required": [key for key, spec in self.keys.items() if spec.required],
-            "properties": {key: spec.kind.schema() | {"description": spec.about} for key, spec in self.keys.items()},
+            "properties": {
+                key: spec.kind.schema() | {"description": spec.about}
+                for key, spec in self.keys.items()
+            },
         }

@@ -23,7 +23,11 @@ def domain_of(bound: Bound) -> dict[str, tuple[int | None, int | None]]:
     def limit(name: str, value: Any) -> int | None:
         if value is None or (isinstance(value, int) and not isinstance(value, bool)):
             return value
-        raise ContractError(expected=f"integers.{name}: [low, high]", received=repr(value), remedy="use null for none")
+        raise ContractError(
+            expected=f"integers.{name}: [low, high]",
+            received=repr(value),
+            remedy="use null for none",
+        )
 
     pairs = bound.claim.params["integers"]
     return {name: (limit(name, pair[0]), limit(name, pair[1])) for name, pair in pairs.items()}
@@ -104,5 +108,7 @@ def _parse(text: str) -> Integers:
         return {str(name): int(value) for name, value in json.loads(text).items()}
     except (ValueError, TypeError, AttributeError) as error:
         raise ContractError(
-            expected="integers as a broken claim printed them", received=f"{text!r}: {error}", remedy="copy it whole"
+            expected="integers as a broken claim printed them",
+            received=f"{text!r}: {error}",
+            remedy="copy it whole",
         ) from None

@@ -22,10 +22,27 @@ ENOUGH_INPUTS = 10_000
 
 # Worst first: a contract has the worst verdict of its claims. "could-not-run" was tried, and something that it needs is
 # missing; "not-judged" has no evidence; "below-level" is kept, but not as high as it must reach.
-VERDICTS = ("broken", "void", "vacuous", "unbound", "could-not-run", "not-judged", "below-level", "waived", "kept")
+VERDICTS = (
+    "broken",
+    "void",
+    "vacuous",
+    "unbound",
+    "could-not-run",
+    "not-judged",
+    "below-level",
+    "waived",
+    "kept",
+)
 RED = ("broken", "void")
 UNSETTLED = ("could-not-run", "not-judged", "below-level")
-JUDGED = ("broken", "void", "vacuous", "unbound", "could-not-run", "kept")  # what judging a claim can say
+JUDGED = (
+    "broken",
+    "void",
+    "vacuous",
+    "unbound",
+    "could-not-run",
+    "kept",
+)  # what judging a claim can say
 NOT_DRAWN = ("refuses", "launches")  # relations without inputs to draw
 
 
@@ -100,19 +117,28 @@ def contract_level(contract: Contract, records: Sequence[ClaimRecord]) -> int:
 def required_level(contract: Contract) -> int:
     """Where the contract stands when every claim reaches the level it asks for."""
     asked = [
-        max((level_number(c.level) for c in contract.claims if obligation.id in c.obligations), default=0)
+        max(
+            (level_number(c.level) for c in contract.claims if obligation.id in c.obligations),
+            default=0,
+        )
         for obligation in contract.obligations
     ]
     return min(asked, default=0)
 
 
-def waive(contract: Contract, record: ClaimRecord, today: datetime.date | None = None) -> ClaimRecord:
+def waive(
+    contract: Contract, record: ClaimRecord, today: datetime.date | None = None
+) -> ClaimRecord:
     """A claim that is not kept is waived while its waiver holds; an expired one is said to be."""
     waiver = next((w for w in contract.waivers if w.claim == record.claim), None)
     if waiver is None or record.verdict == "kept":
         return record
     day = today or datetime.date.today()
     if datetime.date.fromisoformat(waiver.expires) < day:
-        return replace(record, detail=f"waiver of {waiver.owner} expired on {waiver.expires}; {record.detail}")
+        return replace(
+            record, detail=f"waiver of {waiver.owner} expired on {waiver.expires}; {record.detail}"
+        )
     said = f"waived by {waiver.owner} until {waiver.expires}: {waiver.reason}"
-    return replace(record, verdict="waived", level=0, detail=f"{said}; it is {record.verdict}: {record.detail}")
+    return replace(
+        record, verdict="waived", level=0, detail=f"{said}; it is {record.verdict}: {record.detail}"
+    )

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isobit.contracts.contract import Claim, Contract, Equation, Inputs, Obligation, ProofPlan, Waiver
+from isobit.contracts.contract import (
+    Claim,
+    Contract,
+    Equation,
+    Inputs,
+    Obligation,
+    ProofPlan,
+    Waiver,
+)
 from isobit.contracts.grammar import (
     Choice,
     Date,
@@ -29,12 +37,23 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 VALUES = ("normal", "wide", "logits", "unit", "positive", "cancelling")
 EDGES = ("zeros", "subnormals", "infinities", "nans", "ties", "huge", "tiny", "empty", "single")
 UNITS = ("ulp", "abs", "rel", "norm")
-TRANSFORMS = ("batch", "position", "neighbours", "padding", "chunking", "packing", "cache", "layout", "threads")
+TRANSFORMS = (
+    "batch",
+    "position",
+    "neighbours",
+    "padding",
+    "chunking",
+    "packing",
+    "cache",
+    "layout",
+    "threads",
+)
 ENGINES = ("enumeration", "order", "z3", "bitwuzla", "interval")
 
 NAME = Text(r"[A-Za-z][A-Za-z0-9._-]{0,99}", "a name of letters, digits, dots, dashes")
 REFERENCE = Text(
-    r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z]\w*(\.[A-Za-z]\w*)*", "code as package:function (no leading underscore)"
+    r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z]\w*(\.[A-Za-z]\w*)*",
+    "code as package:function (no leading underscore)",
 )
 VERSION = Text(r"[0-9]{1,6}\.[0-9]{1,6}\.[0-9]{1,6}", "a version as 1.0.0")
 PROSE = Text()
@@ -60,7 +79,9 @@ class OneOrMore:
 
     def read(self, node: Node, path: str, where: str) -> tuple[Any, ...]:
         many = ListOf(self.kind, 1)
-        return many.read(node if isinstance(node.value, list) else Node([node], node.line), path, where)
+        return many.read(
+            node if isinstance(node.value, list) else Node([node], node.line), path, where
+        )
 
     def schema(self) -> dict[str, Any]:
         return {"anyOf": [self.kind.schema(), ListOf(self.kind, 1).schema()]}
@@ -78,7 +99,9 @@ class SizeList:
         found: list[int] = []
         for word in words:
             match = re.fullmatch(r"([0-9]{1,9})(?:\.\.([0-9]{1,9}))?", str(word))
-            if match is None or not 0 <= (more := int(match[2] or match[1]) - int(match[1])) < MOST_SIZES - len(found):
+            if match is None or not 0 <= (
+                more := int(match[2] or match[1]) - int(match[1])
+            ) < MOST_SIZES - len(found):
                 expected = f"whole numbers, or runs as 1..257, at most {MOST_SIZES:,} of them"
                 refuse(node, path, where, expected, "write sizes", repr(word))
             found += range(int(match[1]), int(match[1]) + more + 1)
@@ -90,7 +113,9 @@ class SizeList:
 
 LIMIT = Key(Number(0.0), "the largest error allowed", True)
 UNIT = Key(
-    Choice(UNITS), "of the limit: ulp of the result, abs, rel(ative), norm (relative to the row's largest)", True
+    Choice(UNITS),
+    "of the limit: ulp of the result, abs, rel(ative), norm (relative to the row's largest)",
+    True,
 )
 AGAINST = Key(REFERENCE, "the reference as package:function", True)
 OF = Key(NAME, "output (default), or the argument whose gradient is judged")
@@ -104,20 +129,36 @@ RELATIONS: dict[str, dict[str, Key]] = {
         "limit": Key(Number(0.0), "the largest difference allowed; without it, bits must agree"),
         "unit": Key(Choice(UNITS), "of the limit"),
     },
-    "gradient": {"of": Key(NAME, "the argument", True), "against": AGAINST, "limit": LIMIT, "unit": UNIT},
-    "bound": {"low": Key(Number(), "outputs are at least this"), "high": Key(Number(), "outputs are at most this")},
+    "gradient": {
+        "of": Key(NAME, "the argument", True),
+        "against": AGAINST,
+        "limit": LIMIT,
+        "unit": UNIT,
+    },
+    "bound": {
+        "low": Key(Number(), "outputs are at least this"),
+        "high": Key(Number(), "outputs are at most this"),
+    },
     "sums_to": {"total": Key(Number(), "of the last axis", True), "limit": LIMIT},
     "monotone": {"argument": Key(NAME, "whose order along the last axis is kept", True)},
     "roundtrip": {"inverse": Key(REFERENCE, "undoes the subject, bit for bit", True)},
     "refuses": {
         "error": Key(REFERENCE, "the exception that must be raised", True),
-        "calls": Key(REFERENCE, "yields (what, positional, keyword) of calls that must be refused", True),
+        "calls": Key(
+            REFERENCE, "yields (what, positional, keyword) of calls that must be refused", True
+        ),
     },
-    "launches": {"loads": Key(Number(1, whole=True), "how often the kernel's binary may be loaded", True)},
+    "launches": {
+        "loads": Key(Number(1, whole=True), "how often the kernel's binary may be loaded", True)
+    },
     "algebra": {
         "predicate": Key(REFERENCE, "(subject, **integers) -> bool", True),
-        "integers": Key(MapOf(ListOf(Scalar(), 2), 1), "name: [low, high], null for no limit", True),
-        "draw": Key(REFERENCE, "(random.Random) -> dict of integers, where most integers say nothing"),
+        "integers": Key(
+            MapOf(ListOf(Scalar(), 2), 1), "name: [low, high], null for no limit", True
+        ),
+        "draw": Key(
+            REFERENCE, "(random.Random) -> dict of integers, where most integers say nothing"
+        ),
     },
     "holds": {"predicate": Key(REFERENCE, "(subject, case, tally) -> None", True)},
 }
@@ -134,7 +175,10 @@ CLAIM_KEYS = {
     "relation": Key(Choice(tuple(RELATIONS)), "what is compared with what", True),
     "level": Key(Choice(LEVELS[2:]), "the rung that the claim must reach", True),
     "text": Key(PROSE, "in words"),
-    "inputs": Key(OneOrMore(NAME), "one or several of the contract's inputs; the first also serves L3 and sabotage"),
+    "inputs": Key(
+        OneOrMore(NAME),
+        "one or several of the contract's inputs; the first also serves L3 and sabotage",
+    ),
     "sabotage": Key(ListOf(Text(), 0), "planted wrong subjects: library names or package:function"),
     "control": Key(ListOf(REFERENCE), "subjects that must break the claim, as stock does"),
 }
@@ -157,19 +201,27 @@ PROOF = RecordOf(
     _plainly(ProofPlan),
     {
         "engine": Key(Choice(ENGINES), "what proves it", True),
-        "planted": Key(Text(), "a wrong subject that the proof must refuse: library name or package:function", True),
+        "planted": Key(
+            Text(),
+            "a wrong subject that the proof must refuse: library name or package:function",
+            True,
+        ),
         "by": Key(REFERENCE, "(subject) -> isobit.records.Proof"),
         "inputs": Key(NAME, "for enumeration: inputs whose every value is tried"),
     },
     "a proof",
 )
-CLAIM = RecordOf(_split_params, {**CLAIM_KEYS, "proof": Key(PROOF, "for L4")}, "a claim", _claim_keys)
+CLAIM = RecordOf(
+    _split_params, {**CLAIM_KEYS, "proof": Key(PROOF, "for L4")}, "a claim", _claim_keys
+)
 SIZES = MapOf(SizeList())
 INPUTS = RecordOf(
     _plainly(Inputs),
     {
         "arguments": Key(
-            MapOf(ListOf(Scalar())), "name: [sizes of its axes], in the order the subject takes them", True
+            MapOf(ListOf(Scalar())),
+            "name: [sizes of its axes], in the order the subject takes them",
+            True,
         ),
         "sizes": Key(SIZES, "size name: the values it is tried at", True),
         "dtypes": Key(ListOf(Choice(DTYPES), 1), "of all arguments (default float32)"),
@@ -216,7 +268,9 @@ CONTRACT = RecordOf(
         "version": Key(VERSION, "of the contract, as 1.0.0", True),
         "title": Key(PROSE, "in one line", True),
         "subject": Key(REFERENCE, "the code that keeps the promises"),
-        "subjects": Key(MapOf(REFERENCE), "other code to try it on: `isobit verify --subject NAME`"),
+        "subjects": Key(
+            MapOf(REFERENCE), "other code to try it on: `isobit verify --subject NAME`"
+        ),
         "operator": Key(Text(r"\w+::\w+", "namespace::name"), "the torch operator, for opcheck"),
         "output": Key(ListOf(Scalar()), "the sizes of the output's axes, for L1"),
         "depends_on": Key(ListOf(NAME), "ids of contracts that this one rests on"),

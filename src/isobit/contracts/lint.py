@@ -35,7 +35,13 @@ def lint(tree: Tree) -> Iterator[ContractError]:
         yield from lint_contract(contract, entry.path)
         for number, line in enumerate(Path(entry.path).read_text(encoding="utf-8").splitlines(), 1):
             if "FILL IN" in line and not line.startswith("# Made by"):
-                yield problem("what is marked FILL IN to be filled in", line.strip()[:80], "say it", entry.path, number)
+                yield problem(
+                    "what is marked FILL IN to be filled in",
+                    line.strip()[:80],
+                    "say it",
+                    entry.path,
+                    number,
+                )
                 break
 
 
@@ -45,13 +51,20 @@ def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
     for obligation in contract.obligations:
         if obligation.id in missing_claims:
             yield problem(
-                "a claim for every obligation", f"none for {obligation.id}", "add a claim", where, obligation.line
+                "a claim for every obligation",
+                f"none for {obligation.id}",
+                "add a claim",
+                where,
+                obligation.line,
             )
     for reference in contract.code():
         module = reference.partition(":")[0]
         if find_file(module) is None and not installed_version(module.partition(".")[0]):
             yield problem(
-                f"{module} to be found", "no such module", "mend the name, or run where it can be imported", where
+                f"{module} to be found",
+                "no such module",
+                "mend the name, or run where it can be imported",
+                where,
             )
         elif (name := missing_name(reference)) is not None:
             yield problem(f"{reference} to be there", "no such name in that module", name, where)
@@ -59,7 +72,13 @@ def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
         planted = (*claim.sabotage, *((claim.proof.planted,) if claim.proof else ()))
         for name in planted:
             if ":" not in name and name not in LIBRARY_NAMES:
-                yield problem("a sabotage of the library", repr(name), suggest(name, LIBRARY_NAMES), where, claim.line)
+                yield problem(
+                    "a sabotage of the library",
+                    repr(name),
+                    suggest(name, LIBRARY_NAMES),
+                    where,
+                    claim.line,
+                )
         if not claim.sabotage and not has_default(claim.relation):
             yield problem(
                 f"sabotage for claim {claim.id}: the library has none for {claim.relation}",
@@ -94,9 +113,13 @@ def missing_name(reference: str) -> str | None:
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
     word = path.partition(".")[0]
-    return None if word in names or "*" in names else suggest(word, sorted(names) or ["(it has none)"])
+    return (
+        None if word in names or "*" in names else suggest(word, sorted(names) or ["(it has none)"])
+    )
 
 
 def problem(expected: str, received: str, remedy: str, where: str, line: int = 0) -> ContractError:
     """At a place in a file."""
-    return ContractError(expected=expected, received=received, remedy=remedy, where=where, line=line)
+    return ContractError(
+        expected=expected, received=received, remedy=remedy, where=where, line=line
+    )

@@ -18,7 +18,9 @@ from isobit.records import Planted, Proof
 PATTERNS = 2**16
 
 
-def prove(contract: Contract, bound: Bound, plant: Callable[[Bound, str], Bound]) -> tuple[Proof, Planted]:
+def prove(
+    contract: Contract, bound: Bound, plant: Callable[[Bound, str], Bound]
+) -> tuple[Proof, Planted]:
     """What the engine shows of the subject, and whether it refuses the planted one."""
     plan = bound.claim.proof
     assert plan is not None
@@ -31,7 +33,9 @@ def prove(contract: Contract, bound: Bound, plant: Callable[[Bound, str], Bound]
     except RevealError as error:  # it has no order at all
         return proof, Planted(f"proof: {plan.planted}", True, f"refused: {str(error)[:200]}")
     except Exception as error:  # a fault of the plant, not a catch
-        return proof, Planted(f"proof: {plan.planted}", False, f"raised {type(error).__name__}: {str(error)[:200]}")
+        return proof, Planted(
+            f"proof: {plan.planted}", False, f"raised {type(error).__name__}: {str(error)[:200]}"
+        )
     return proof, Planted(f"proof: {plan.planted}", not wrong.kept, wrong.failure)
 
 
@@ -64,11 +68,18 @@ def prove_integers(bound: Bound) -> Proof:
     found = integers.prove(predicate, domain)
     if found.unknown:
         raise EngineError(
-            expected="z3 to decide the claim", received=found.unknown, remedy="state it with fewer products"
+            expected="z3 to decide the claim",
+            received=found.unknown,
+            remedy="state it with fewer products",
         )
     failure = "" if found.proved else f"false at {found.counterexample}"
     limits = ", ".join(said_limit(name, *pair) for name, pair in domain.items())
-    return Proof("z3 on the integers", f"all integers {limits}; every path of the function", found.paths, failure)
+    return Proof(
+        "z3 on the integers",
+        f"all integers {limits}; every path of the function",
+        found.paths,
+        failure,
+    )
 
 
 def said_limit(name: str, low: int | None, high: int | None) -> str:
@@ -83,7 +94,9 @@ def enumerate_values(bound: Bound, name: str, inputs: Inputs) -> Proof:
     wide = [name for name in inputs.dtypes if name not in ("bfloat16", "float16")]
     if wide:
         raise ContractError(
-            expected="16-bit dtypes for enumeration", received=", ".join(wide), remedy="list bfloat16, float16"
+            expected="16-bit dtypes for enumeration",
+            received=", ".join(wide),
+            remedy="list bfloat16, float16",
         )
     tally, cases = Tally(), 0
     first = next(iter(inputs.arguments))
@@ -100,4 +113,6 @@ def enumerate_values(bound: Bound, name: str, inputs: Inputs) -> Proof:
         cases += case.rows
     finite = "" if "nans" in inputs.edges else "finite "
     covers = f"every {finite}value of {' and '.join(inputs.dtypes)}, one at a time (every size but the rows is 1)"
-    return Proof("enumeration of the real kernel", covers, cases if tally.compared else 0, tally.first)
+    return Proof(
+        "enumeration of the real kernel", covers, cases if tally.compared else 0, tally.first
+    )

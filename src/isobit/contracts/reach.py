@@ -53,7 +53,9 @@ class Reach:
         self._left_out = (os.path.abspath(home), *PSEUDO, *_installed(self.base))
         self._temporary = os.path.abspath(tempfile.gettempdir())
         self._known = {os.path.abspath(path) for path in known}
-        own = [p for p in known if p.suffix == ".py" and ROOT not in p.parents]  # isobit reaches no one's code by name
+        own = [
+            p for p in known if p.suffix == ".py" and ROOT not in p.parents
+        ]  # isobit reaches no one's code by name
         self._by_name = any(BY_NAME.search(path.read_bytes()) for path in own)
         self._found: dict[str, str] = {}
 
@@ -88,7 +90,9 @@ class Reach:
             for path, digest in list(_opened_by.get(source, {}).items()):
                 if digest == WRITTEN or self._counts(path):
                     found[path] = WRITTEN if digest == WRITTEN else found.get(path, digest)
-        inputs = ((_shown(path, self.base), digest) for path, digest in found.items() if digest != WRITTEN)
+        inputs = (
+            (_shown(path, self.base), digest) for path, digest in found.items() if digest != WRITTEN
+        )
         return tuple(sorted(inputs))
 
     def note(self, path: str, written: bool = False) -> None:
@@ -110,7 +114,11 @@ class Reach:
             _opened_by.setdefault(source, {})[path] = self._found[path]
 
     def _counts(self, path: str) -> bool:
-        if path in self._known or (CACHES | INSTALLED) & set(path.split(os.sep)) or os.path.isdir(path):
+        if (
+            path in self._known
+            or (CACHES | INSTALLED) & set(path.split(os.sep))
+            or os.path.isdir(path)
+        ):
             return False
         if any(_is_below(path, folder) for folder in self._left_out):
             return False
@@ -143,7 +151,9 @@ def changed(files: Iterable[tuple[str, str]], base: Path, known: dict[str, str])
 
 def hash_file(path: str) -> str:
     """BLAKE3 of a regular file; anything else counts as absent, and nothing blocks."""
-    if any(_is_below(os.path.realpath(path), folder) for folder in PSEUDO):  # forged evidence may name what has no end
+    if any(
+        _is_below(os.path.realpath(path), folder) for folder in PSEUDO
+    ):  # forged evidence may name what has no end
         return ABSENT
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

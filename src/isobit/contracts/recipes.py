@@ -42,7 +42,11 @@ class Recipe:
             found = json.loads(text)
             sizes = tuple((str(k), int(v)) for k, v in found.pop("sizes").items())
             recipe = Recipe(sizes=sizes, **found)
-            if recipe.dtype not in MINIMUM or not isinstance(recipe.seed, int) or min(dict(sizes).values()) < 0:
+            if (
+                recipe.dtype not in MINIMUM
+                or not isinstance(recipe.seed, int)
+                or min(dict(sizes).values()) < 0
+            ):
                 raise ValueError("dtype, seed or sizes")
             if recipe.values not in VALUES or recipe.edge not in ("", *EDGES):
                 raise ValueError("values or edge")
@@ -51,20 +55,27 @@ class Recipe:
             return recipe
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ContractError(
-                expected="a recipe as a broken claim printed it", received=f"{text!r}: {error}", remedy="copy it whole"
+                expected="a recipe as a broken claim printed it",
+                received=f"{text!r}: {error}",
+                remedy="copy it whole",
             ) from None
 
 
 def fixed_recipes(name: str, inputs: Inputs, thorough: bool = False) -> Iterator[Recipe]:
     """Every dtype with every listed size, then every edge at the smallest sizes: what L2 runs. Small ones first."""
     sizes = {**inputs.sizes, **(inputs.thorough if thorough else {})}
-    grids = sorted(itertools.product(*sizes.values()), key=lambda g: (sum(s == 0 for s in g), sum(g)))
+    grids = sorted(
+        itertools.product(*sizes.values()), key=lambda g: (sum(s == 0 for s in g), sum(g))
+    )
     grids = [g for g in grids if all(g)] + [g for g in grids if not all(g)]
     for grid in grids:
         for dtype in inputs.dtypes:
             yield Recipe(name, dtype, tuple(zip(sizes, grid, strict=True)), inputs.values)
     # Where a pattern has room: the smallest listed size of at least 8, else the largest.
-    least = tuple((n, min((v for v in values if v >= 8), default=max(values))) for n, values in inputs.sizes.items())
+    least = tuple(
+        (n, min((v for v in values if v >= 8), default=max(values)))
+        for n, values in inputs.sizes.items()
+    )
     for edge in inputs.edges:
         for dtype in inputs.dtypes:
             yield edged(Recipe(name, dtype, least, inputs.values, seed=1), edge, inputs)
@@ -73,10 +84,16 @@ def fixed_recipes(name: str, inputs: Inputs, thorough: bool = False) -> Iterator
 def edged(recipe: Recipe, edge: str, inputs: Inputs) -> Recipe:
     """The same with an edge pattern: two of them change sizes, the others values."""
     if edge == "empty" and inputs.rows:
-        return replace(recipe, edge=edge, sizes=tuple((n, 0 if n == inputs.rows else v) for n, v in recipe.sizes))
+        return replace(
+            recipe,
+            edge=edge,
+            sizes=tuple((n, 0 if n == inputs.rows else v) for n, v in recipe.sizes),
+        )
     if edge == "single":
         last = next(iter(inputs.arguments.values()))[-1]
-        return replace(recipe, edge=edge, sizes=tuple((n, 1 if n == last else v) for n, v in recipe.sizes))
+        return replace(
+            recipe, edge=edge, sizes=tuple((n, 1 if n == last else v) for n, v in recipe.sizes)
+        )
     return replace(recipe, edge=edge)
 
 
@@ -99,12 +116,16 @@ class Case:
 
     def shape_of(self, argument: str) -> tuple[int, ...]:
         """Sizes of its axes."""
-        return tuple(self.sizes[a] if isinstance(a, str) else int(a) for a in self.inputs.arguments[argument])
+        return tuple(
+            self.sizes[a] if isinstance(a, str) else int(a) for a in self.inputs.arguments[argument]
+        )
 
     @cached_property
     def row_names(self) -> tuple[str, ...]:
         """Arguments whose first axis counts rows."""
-        return tuple(n for n, axes in self.inputs.arguments.items() if axes and axes[0] == self.inputs.rows)
+        return tuple(
+            n for n, axes in self.inputs.arguments.items() if axes and axes[0] == self.inputs.rows
+        )
 
     @property
     def rows(self) -> int:
@@ -136,7 +157,9 @@ class Case:
         """Random numbers of this case; streams are independent."""
         return torch.Generator().manual_seed((self.recipe.seed * 1_000_003 + stream) % 2**62)
 
-    def draw(self, shape: tuple[int, ...], stream: int, values: str = "", leading: bool = True) -> Tensor:
+    def draw(
+        self, shape: tuple[int, ...], stream: int, values: str = "", leading: bool = True
+    ) -> Tensor:
         """More values of this case's kind."""
         kind = values or self.recipe.values
         generator = self.generator(stream)
@@ -183,7 +206,9 @@ def write_edge(values: Tensor, edge: str, generator: torch.Generator) -> Tensor:
     """A pattern that kernels get wrong, over some or all elements."""
     name = str(values.dtype).removeprefix("torch.")
     some = torch.rand(values.shape, generator=generator) < 0.3
-    sign = torch.where(torch.rand(values.shape, generator=generator) < 0.5, -1.0, 1.0).to(values.dtype)
+    sign = torch.where(torch.rand(values.shape, generator=generator) < 0.5, -1.0, 1.0).to(
+        values.dtype
+    )
     if edge == "zeros":
         return torch.where(some, 0.0 * sign, values)
     if edge == "subnormals":

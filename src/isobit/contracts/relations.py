@@ -46,10 +46,16 @@ class Bound:
         if of not in case.inputs.arguments or of == "output":
             call = self.wrap(self.subject)
             call = with_gradients(call) if self.gradients else call
-            return lambda arguments: only_tensor(call(*arguments.values(), **case.options)), case.arguments
+            return lambda arguments: only_tensor(
+                call(*arguments.values(), **case.options)
+            ), case.arguments
         arguments = with_upstream(self.subject, case)
         names = tuple(arguments)
-        call = self.wrap(lambda *given: gradient(self.subject, str(of), dict(zip(names, given, strict=True)), case))
+        call = self.wrap(
+            lambda *given: gradient(
+                self.subject, str(of), dict(zip(names, given, strict=True)), case
+            )
+        )
         return lambda arguments: call(*arguments.values()), arguments
 
     def has_both_modes(self) -> bool:
@@ -60,7 +66,9 @@ class Bound:
         params = self.claim.params
         if self.claim.relation not in OUTPUTS or params.get("of", "output") != "output":
             return False
-        return self.claim.relation != "invariant" or any(name in TRANSFORMS for name in params["under"])
+        return self.claim.relation != "invariant" or any(
+            name in TRANSFORMS for name in params["under"]
+        )
 
 
 def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -94,7 +102,9 @@ def gradient(function: Callable[..., Any], of: str, given: Arguments, case: Case
     upstream = given.pop(UPSTREAM)
     given[of] = given[of].detach().requires_grad_()
     with torch.enable_grad():
-        return torch.autograd.grad(function(*given.values(), **case.options), given[of], upstream)[0]
+        return torch.autograd.grad(function(*given.values(), **case.options), given[of], upstream)[
+            0
+        ]
 
 
 def with_upstream(function: Callable[..., Any], case: Case) -> Arguments:
@@ -143,9 +153,13 @@ def reference(bound: Bound, case: Case, arguments: Arguments) -> Tensor:
     return gradient(bound.named("against"), str(bound.claim.params["of"]), wide, case)
 
 
-def compare_within(found: Tensor, exact: Tensor, bound: Bound, case: Case, tally: Tally, where: str) -> None:
+def compare_within(
+    found: Tensor, exact: Tensor, bound: Bound, case: Case, tally: Tally, where: str
+) -> None:
     """The limit in its unit; NaN where the reference has NaN and nowhere else; infinities must be equal."""
-    if found.shape != exact.shape or found.dtype != case.dtype:  # a unit in the last place is one of the inputs' dtype
+    if (
+        found.shape != exact.shape or found.dtype != case.dtype
+    ):  # a unit in the last place is one of the inputs' dtype
         expected = f"{list(exact.shape)} {case.dtype}"
         tally.fail(f"{where}: {list(found.shape)} {found.dtype}, expected {expected}")
         return
@@ -156,7 +170,9 @@ def compare_within(found: Tensor, exact: Tensor, bound: Bound, case: Case, tally
     plain = found.isfinite() & rounded.isfinite()
     kept = torch.where(plain, error <= allowed, same_class(found, rounded))
     tally.true(
-        kept, f"{where}, over {limit:g} {unit}", torch.where(plain, error / unit_size(rounded, exact, unit), error)
+        kept,
+        f"{where}, over {limit:g} {unit}",
+        torch.where(plain, error / unit_size(rounded, exact, unit), error),
     )
 
 
@@ -167,7 +183,11 @@ def unit_size(rounded: Tensor, exact: Tensor, unit: str) -> Tensor:
     if unit == "rel":
         return exact.abs()
     if unit == "norm":
-        return exact.nan_to_num(0, 0, 0).abs().amax(-1, keepdim=True).expand_as(exact) if exact.numel() else exact
+        return (
+            exact.nan_to_num(0, 0, 0).abs().amax(-1, keepdim=True).expand_as(exact)
+            if exact.numel()
+            else exact
+        )
     kind = torch.finfo(rounded.dtype)
     exponent = torch.frexp(rounded.double().nan_to_num(0, 0, 0))[1] - 1
     least = torch.frexp(torch.tensor(kind.smallest_normal, dtype=torch.float64))[1] - 1
@@ -219,9 +239,15 @@ def monotone(bound: Bound, case: Case, tally: Tally) -> None:
     run, arguments = bound.judged(case)
     values, order = arguments[str(bound.claim.params["argument"])].sort(-1)
     found = run(arguments).gather(-1, order)
-    tally.true(found[..., 1:] >= found[..., :-1], "a larger input has a smaller output", found[..., 1:])
+    tally.true(
+        found[..., 1:] >= found[..., :-1], "a larger input has a smaller output", found[..., 1:]
+    )
     tied = values[..., 1:] == values[..., :-1]
-    tally.true(~tied | (found[..., 1:] == found[..., :-1]), "equal inputs have unequal outputs", found[..., 1:])
+    tally.true(
+        ~tied | (found[..., 1:] == found[..., :-1]),
+        "equal inputs have unequal outputs",
+        found[..., 1:],
+    )
 
 
 def roundtrip(bound: Bound, case: Case, tally: Tally) -> None:
@@ -248,7 +274,9 @@ def launches(bound: Bound, case: Case, tally: Tally) -> None:
         tally.fail(f"launched with {[launch.named() for launch in seen]}, expected {case.sizes}")
     allowed = 0 if before else bound.claim.params["loads"]
     if loads != allowed:
-        tally.fail(f"the call loaded the binary {loads} times, expected {allowed}; {before} times before it")
+        tally.fail(
+            f"the call loaded the binary {loads} times, expected {allowed}; {before} times before it"
+        )
 
 
 def refuses(bound: Bound, tally: Tally, raising: bool = False) -> None:

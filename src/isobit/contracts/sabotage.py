@@ -33,7 +33,11 @@ def nudged(when: Callable[[Tensor], Any]) -> Callable[[Function], Function]:
             mask = when(primary(given, named))
             if not isinstance(mask, Tensor):
                 return flip(y) if mask else y
-            mask = mask.reshape(-1, *[1] * (y.dim() - 1)) if mask.dim() == 1 and y.dim() else mask.any()
+            mask = (
+                mask.reshape(-1, *[1] * (y.dim() - 1))
+                if mask.dim() == 1 and y.dim()
+                else mask.any()
+            )
             return torch.where(mask, flip(y), y)
 
         return wrong
@@ -96,7 +100,11 @@ def without_the_tail(function: Function) -> Function:
 
 def shifted_along_the_row(y: Tensor, x: Tensor) -> Tensor:
     """As axes swapped show in an output that is not square: each value in another's place."""
-    return y.transpose(-1, -2).contiguous().reshape(y.shape) if y.dim() > 1 and min(y.shape) > 1 else y.roll(1, -1) + 1
+    return (
+        y.transpose(-1, -2).contiguous().reshape(y.shape)
+        if y.dim() > 1 and min(y.shape) > 1
+        else y.roll(1, -1) + 1
+    )
 
 
 def looks_like(y: Tensor, x: Tensor) -> Tensor:
@@ -175,8 +183,12 @@ def in_training(plant: Callable[[Function], Function]) -> Callable[[Function], F
 
     def planted(function: Function) -> Function:
         def wrong(*given: Any, **named: Any) -> Any:
-            trains = torch.is_grad_enabled() and any(t.requires_grad for t in given if isinstance(t, Tensor))
-            with torch.no_grad():  # a subject may not support gradients, and the plant must show all the same
+            trains = torch.is_grad_enabled() and any(
+                t.requires_grad for t in given if isinstance(t, Tensor)
+            )
+            with (
+                torch.no_grad()
+            ):  # a subject may not support gradients, and the plant must show all the same
                 plain = tuple(t.detach() if isinstance(t, Tensor) else t for t in given)
                 return (plant(function) if trains else function)(*plain, **named)
 

@@ -31,7 +31,9 @@ LIBRARY_NAMES = (
     "order by batch with gradients",
     "constant output with gradients",
 )
-TRAINING = "with gradients"  # wrong subjects that are right while gradients are disabled: of outputs only
+TRAINING = (
+    "with gradients"  # wrong subjects that are right while gradients are disabled: of outputs only
+)
 
 BY_TRANSFORM = {
     "batch": ("order by batch", "last row off by one ulp", "order by batch with gradients"),
@@ -66,7 +68,9 @@ BY_RELATION = {
 def default_sabotage(relation: str, params: Any) -> tuple[str, ...]:
     """What the library plants for a claim that names none of its own."""
     if relation == "invariant":
-        return tuple(dict.fromkeys(s for name in params["under"] for s in for_transform(name, params)))
+        return tuple(
+            dict.fromkeys(s for name in params["under"] for s in for_transform(name, params))
+        )
     if relation == "bound":
         return ("negated",) * ("low" in params) + ("three times too large",) * ("high" in params)
     return fitting(BY_RELATION.get(relation, ()), params)
@@ -90,7 +94,9 @@ def planted_names(claim: Claim) -> tuple[str, ...]:
     else:
         under = claim.params["under"]
         nothing = ("nothing is planted",)
-        names = tuple(f"{n}, under {t}" for t in under for n in for_transform(t, claim.params) or nothing)
+        names = tuple(
+            f"{n}, under {t}" for t in under for n in for_transform(t, claim.params) or nothing
+        )
     return (*names, *(f"control {name}" for name in claim.control))
 
 

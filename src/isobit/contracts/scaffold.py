@@ -78,7 +78,9 @@ def scaffold(name: str, reference: str) -> str:
     if not re.fullmatch(NAME.pattern, name):
         raise ContractError(expected=NAME.like, received=repr(name), remedy="as softmax-kernel-v1")
     if not re.fullmatch(REFERENCE.pattern, reference):
-        raise ContractError(expected=REFERENCE.like, received=repr(reference), remedy="as my_package.ops:softmax")
+        raise ContractError(
+            expected=REFERENCE.like, received=repr(reference), remedy="as my_package.ops:softmax"
+        )
     module, _, function = reference.partition(":")
     found = read_signature(find_function(module, function, reference), reference)
     if not found.tensors:
@@ -87,7 +89,10 @@ def scaffold(name: str, reference: str) -> str:
             received=", ".join((*found.needed, *found.defaults)) or "no parameters",
             remedy="annotate it as Tensor; of integers alone, write a claim of relation algebra by hand",
         )
-    axes = {tensor: "k" if at and tensor in OF_A_COLUMN else "rows, k" for at, tensor in enumerate(found.tensors)}
+    axes = {
+        tensor: "k" if at and tensor in OF_A_COLUMN else "rows, k"
+        for at, tensor in enumerate(found.tensors)
+    }
     return TEMPLATE.format(
         fill=FILL,
         id=name,
@@ -133,7 +138,11 @@ def find_function(module: str, path: str, reference: str) -> ast.FunctionDef | a
     for _ in range(MAX_HOPS):
         file = find_file(module)
         if file is None:
-            raise missing(reference, f"no source of {module}", "mend the name, or run where it can be imported")
+            raise missing(
+                reference,
+                f"no source of {module}",
+                "mend the name, or run where it can be imported",
+            )
         try:
             tree: ast.AST = ast.parse(file.read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError) as error:
@@ -148,7 +157,9 @@ def find_function(module: str, path: str, reference: str) -> ast.FunctionDef | a
         if origin is None:
             break
         module, path = origin[0], ".".join((origin[1], *names[1:]))
-    raise missing(reference, f"no def of {path} in {module}", "name a function that is written in Python")
+    raise missing(
+        reference, f"no def of {path} in {module}", "name a function that is written in Python"
+    )
 
 
 def missing(reference: str, received: str, remedy: str) -> ContractError:
@@ -185,7 +196,10 @@ def read_signature(node: ast.FunctionDef | ast.AsyncFunctionDef, reference: str)
             remedy="wrap it in a function without /",
         )
     spread = [None] * (len(arguments.args) - len(arguments.defaults)) + [*arguments.defaults]
-    pairs = [*zip(arguments.args, spread, strict=True), *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)]
+    pairs = [
+        *zip(arguments.args, spread, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
     tensors, needed, defaults = [], [], []
     for argument, default in pairs:
         words = ast.unparse(argument.annotation) if argument.annotation else ""

@@ -26,7 +26,12 @@ class _Breach(AssertionError):
 
 
 def search(
-    check: Check, name: str, inputs: Inputs, tally: Tally, seconds: float, enough: int = ENOUGH_INPUTS
+    check: Check,
+    name: str,
+    inputs: Inputs,
+    tally: Tally,
+    seconds: float,
+    enough: int = ENOUGH_INPUTS,
 ) -> Recipe | None:
     """Counts into `tally` until it has enough inputs; the smallest recipe found that breaks the claim, or None."""
     hypothesis, recipes = _strategy(name, inputs)
@@ -111,7 +116,13 @@ def _strategy(inputs_name: str, inputs: Inputs) -> tuple[Any, Any]:
         return st.integers(min(values, default=1), max(values, default=1))
 
     def make(dtype: str, sizes: tuple[int, ...], edge: str, seed: int) -> Recipe:
-        recipe = Recipe(inputs_name, dtype, tuple(zip(inputs.sizes, sizes, strict=True)), inputs.values, seed=seed)
+        recipe = Recipe(
+            inputs_name,
+            dtype,
+            tuple(zip(inputs.sizes, sizes, strict=True)),
+            inputs.values,
+            seed=seed,
+        )
         return edged(recipe, edge, inputs) if edge else recipe
 
     return hypothesis, st.builds(

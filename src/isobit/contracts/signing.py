@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Any
 from isobit.errors import ArgumentError, EngineError
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+        Ed25519PrivateKey,
+        Ed25519PublicKey,
+    )
 
 PURPOSE = b"isobit evidence, form 2\n"  # a signature made for something else is none of evidence
 MAKE = "ssh-keygen -t ed25519 -N '' -f isobit-key makes isobit-key and isobit-key.pub; so does openssl, as PEM"
@@ -21,7 +24,9 @@ def read_private(path: str) -> Ed25519PrivateKey:
     reader = forms.load_ssh_private_key if b"OPENSSH" in data[:64] else forms.load_pem_private_key
     try:
         key = reader(data, None)
-    except Exception as error:  # the library raises ValueError, TypeError, UnsupportedAlgorithm by what is wrong
+    except (
+        Exception
+    ) as error:  # the library raises ValueError, TypeError, UnsupportedAlgorithm by what is wrong
         raise _no_key("private", path, str(error)) from None
     if not isinstance(key, library.ed25519.Ed25519PrivateKey):
         raise _no_key("private", path, type(key).__name__)

@@ -41,7 +41,9 @@ VARIABLES = (
     "GLIBC_TUNABLES",
 )
 # Words in a source that may reach other code by name, which its import statements do not show.
-BY_NAME = re.compile(rb"import_module|__import__|importlib|runpy|pkgutil|sys\.modules|\bexec\b|\beval\b|getattr\(sys")
+BY_NAME = re.compile(
+    rb"import_module|__import__|importlib|runpy|pkgutil|sys\.modules|\bexec\b|\beval\b|getattr\(sys"
+)
 
 
 class Sources:
@@ -105,14 +107,21 @@ class Sources:
                     found[top] = f"version {installed_version(top)}"
         if module not in found:
             raise ContractError(
-                expected=f"the source of {module}", received="none on the import path", remedy="mend the name"
+                expected=f"the source of {module}",
+                received="none on the import path",
+                remedy="mend the name",
             )
-        return hash_text(*(f"{name} {digest}" for name, digest in sorted(found.items()))), frozenset(members)
+        return hash_text(
+            *(f"{name} {digest}" for name, digest in sorted(found.items()))
+        ), frozenset(members)
 
     def _file(self, path: Path, name: str) -> tuple[str, frozenset[str]]:
         if path not in self._read:
             text = path.read_bytes()
-            self._read[path] = blake3(text).hexdigest(), imports_of(text, name, path.name == "__init__.py")
+            self._read[path] = (
+                blake3(text).hexdigest(),
+                imports_of(text, name, path.name == "__init__.py"),
+            )
         return self._read[path]
 
 
@@ -137,7 +146,11 @@ def imports_of(text: bytes, name: str, is_package: bool) -> frozenset[str]:
                 origin = ".".join([*parts, *([node.module] if node.module else [])])
             found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
     for node in nodes:  # `import a`, then `a.b`: b may be what a imports when asked
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+        if (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and node.value.id in modules
+        ):
             found.add(f"{modules[node.value.id]}.{node.attr}")
     return frozenset(found)
 
@@ -153,7 +166,10 @@ def run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 def is_for_checkers(node: ast.AST) -> TypeGuard[ast.If]:
     """`if TYPE_CHECKING:`"""
-    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+    return isinstance(node, ast.If) and ast.unparse(node.test) in (
+        "TYPE_CHECKING",
+        "typing.TYPE_CHECKING",
+    )
 
 
 def lazy_names(text: bytes) -> dict[str, str]:
@@ -163,7 +179,12 @@ def lazy_names(text: bytes) -> dict[str, str]:
     except (SyntaxError, ValueError, RecursionError):
         return {}
     blocks = [node for node in ast.walk(tree) if is_for_checkers(node)]
-    lines = [line for block in blocks for line in ast.walk(block) if isinstance(line, ast.ImportFrom) and line.module]
+    lines = [
+        line
+        for block in blocks
+        for line in ast.walk(block)
+        if isinstance(line, ast.ImportFrom) and line.module
+    ]
     return {alias.asname or alias.name: str(line.module) for line in lines for alias in line.names}
 
 
@@ -192,7 +213,9 @@ def find_file(module: str) -> Path | None:
         folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     for folder in folders:
         stem = folder.joinpath(*rest)
-        names = (f"{stem.name}{suffix}" for suffix in (".py", *importlib.machinery.EXTENSION_SUFFIXES))
+        names = (
+            f"{stem.name}{suffix}" for suffix in (".py", *importlib.machinery.EXTENSION_SUFFIXES)
+        )
         for candidate in (stem / "__init__.py", *(stem.with_name(name) for name in names)):
             if candidate.is_file():
                 return candidate
@@ -219,7 +242,9 @@ def installed_version(package: str) -> str:
         return ""
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:  # pip calls it otherwise (yaml, flint): its own words will do
+    except (
+        importlib.metadata.PackageNotFoundError
+    ):  # pip calls it otherwise (yaml, flint): its own words will do
         return blake3(Path(str(spec.origin)).read_bytes()).hexdigest()[:16]
 
 

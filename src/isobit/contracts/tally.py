@@ -24,7 +24,10 @@ class Tally:
     def add(self, other: Tally) -> None:
         """What another has counted."""
         self.cases, self.inputs = self.cases + other.cases, self.inputs + other.inputs
-        self.compared, self.differing = self.compared + other.compared, self.differing + other.differing
+        self.compared, self.differing = (
+            self.compared + other.compared,
+            self.differing + other.differing,
+        )
         self.first = self.first or other.first
         for name, count in other.shares.items():
             self.shares[name] = self.shares.get(name, 0) + count

@@ -42,7 +42,11 @@ def compare_piece(
 ) -> None:
     """A run of rows by itself."""
     part = run(changed_rows(case, arguments, lambda t: t[start : start + size].clone()))
-    tally.same(part, whole[start : start + size], f"rows {start} to {start + size} of {case.rows} by themselves")
+    tally.same(
+        part,
+        whole[start : start + size],
+        f"rows {start} to {start + size} of {case.rows} by themselves",
+    )
 
 
 def chunking(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
@@ -71,7 +75,12 @@ def position(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: T
 def neighbours(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
     """All rows but some replaced by others: but every second one, but a third of them, but one."""
     at, drawn = torch.arange(case.rows), torch.rand(case.rows, generator=case.generator(35))
-    keeps = {"even": at % 2 == 0, "odd": at % 2 == 1, "some": drawn < 0.3, "one": at == case.rows // 2}
+    keeps = {
+        "even": at % 2 == 0,
+        "odd": at % 2 == 1,
+        "some": drawn < 0.3,
+        "one": at == case.rows // 2,
+    }
     for name, kept in keeps.items():
 
         def replaced(t: Tensor, kept: Tensor = kept) -> Tensor:
@@ -91,7 +100,11 @@ def padding(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Ta
             return torch.cat([room[:before], t, room[before:]])
 
         found = run(changed_rows(case, arguments, padded))
-        tally.same(found[before : before + case.rows], whole, f"padded by {before} before and {after} after")
+        tally.same(
+            found[before : before + case.rows],
+            whole,
+            f"padded by {before} before and {after} after",
+        )
 
 
 def packing(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
@@ -108,7 +121,9 @@ def cache(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tall
     tally.same(run(kept), whole, "called again")
     for name in kept:
         kept[name].copy_(case.draw(tuple(kept[name].shape), 34, "wide"))
-        tally.same(run(kept), run({k: t.clone() for k, t in kept.items()}), f"after a write to {name}")
+        tally.same(
+            run(kept), run({k: t.clone() for k, t in kept.items()}), f"after a write to {name}"
+        )
 
 
 def layout(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
@@ -161,5 +176,6 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "with gaps between rows": padded_rows,
 }
 TRANSFORMS: dict[str, Transform] = {
-    f.__name__: f for f in (batch, position, neighbours, padding, chunking, packing, cache, layout, threads)
+    f.__name__: f
+    for f in (batch, position, neighbours, padding, chunking, packing, cache, layout, threads)
 }

@@ -54,7 +54,9 @@ class Entry:
         claims = []
         for id, linked, relation, level, planted, proof in self.rungs:
             plan = ProofPlan("", proof) if proof else None
-            claims.append(Claim(id, tuple(linked), relation, level, sabotage=tuple(planted), proof=plan))
+            claims.append(
+                Claim(id, tuple(linked), relation, level, sabotage=tuple(planted), proof=plan)
+            )
         obligations = tuple(Obligation(id, "") for id in self.promised)
         return Contract(self.id, self.version, self.title, obligations, claims=tuple(claims))
 
@@ -73,7 +75,9 @@ def find_contracts(folder: Path) -> Iterator[Path]:
         yield folder
         return
     for top, folders, names in os.walk(folder):
-        folders[:] = sorted(name for name in folders if name not in SKIPPED and not name.startswith("."))
+        folders[:] = sorted(
+            name for name in folders if name not in SKIPPED and not name.startswith(".")
+        )
         for name in sorted(names):
             if name == "contract.yaml" or name.endswith(".contract.yaml"):
                 yield Path(top, name)
@@ -81,7 +85,11 @@ def find_contracts(folder: Path) -> Iterator[Path]:
 
 def refuse_link_out(path: Path, folder: Path) -> None:
     """A link in somebody's folder may lead to any file of ours, which a message about its text would then quote."""
-    if path.is_symlink() and folder.is_dir() and not path.resolve().is_relative_to(folder.resolve()):
+    if (
+        path.is_symlink()
+        and folder.is_dir()
+        and not path.resolve().is_relative_to(folder.resolve())
+    ):
         raise ContractError(
             expected=f"a contract below {folder}",
             received="a link to a file elsewhere",
@@ -128,7 +136,9 @@ class Tree:
                 kept[digest] = found
                 entry = entry_from(name, digest, found)
             except OSError as error:
-                said = ContractError(expected="a readable file", received=str(error), remedy="mend it", where=name)
+                said = ContractError(
+                    expected="a readable file", received=str(error), remedy="mend it", where=name
+                )
                 self.broken.append(Broken(name, said))
                 continue
             except ContractError as error:
@@ -179,14 +189,21 @@ class Tree:
 
     def _digest(self, id: str, subject: str, on: str) -> str:
         entry = self.entries[id]
-        parts = [entry.text_digest, subject, executor_digest(on), self._sources.digest_of(MACHINERY)]
+        parts = [
+            entry.text_digest,
+            subject,
+            executor_digest(on),
+            self._sources.digest_of(MACHINERY),
+        ]
         parts += [self._sources.digest_of(reference) for reference in code_of(entry, subject)]
         return hash_text(*parts, *(self._digests[on][name, ""] for name in entry.depends_on))[:32]
 
     def files_of(self, id: str, subject: str = "") -> frozenset[Path]:
         """The files that the digest covers: the contract, and the source of what it binds."""
         entry = self.entries[id]
-        found = [self._sources.files_of(reference) for reference in (*code_of(entry, subject), MACHINERY)]
+        found = [
+            self._sources.files_of(reference) for reference in (*code_of(entry, subject), MACHINERY)
+        ]
         return frozenset({Path(entry.path)}.union(*found))
 
     def _below(self, id: str, known: Collection[tuple[str, str]]) -> list[str]:
@@ -235,12 +252,18 @@ class Tree:
     def _read_facts(self) -> dict[str, Any]:
         try:
             found = json.loads((self.home / "facts.json").read_text())
-            return {k: v for k, v in found["facts"].items() if is_facts(v)} if found.get("form") == FORM else {}
+            return (
+                {k: v for k, v in found["facts"].items() if is_facts(v)}
+                if found.get("form") == FORM
+                else {}
+            )
         except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
             return {}
 
     def _write_facts(self, facts: dict[str, Any]) -> None:
-        if not self.home.is_dir():  # evidence makes the folder; a command that only reads leaves no trace
+        if (
+            not self.home.is_dir()
+        ):  # evidence makes the folder; a command that only reads leaves no trace
             return
         files.write_text(self.home / "facts.json", json.dumps({"form": FORM, "facts": facts}))
 
@@ -252,12 +275,23 @@ def code_of(entry: Entry, subject: str) -> tuple[str, ...]:
 
 def entry_from(path: str, digest: str, facts: dict[str, Any]) -> Entry:
     """Facts as they come from JSON."""
-    found: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()}
+    found: dict[str, Any] = {
+        key: tuple(v) if isinstance(v, list) else v for key, v in facts.items()
+    }
     return Entry(path, digest, **found)
 
 
 # Facts hold while the code that reads them does.
-_READERS = ("yaml_text", "grammar", "language", "contract", "load", "ladder", "sabotage_names", "tree")
+_READERS = (
+    "yaml_text",
+    "grammar",
+    "language",
+    "contract",
+    "load",
+    "ladder",
+    "sabotage_names",
+    "tree",
+)
 FORM = hash_text(*((ROOT / "contracts" / f"{name}.py").read_text() for name in _READERS))
 
 
@@ -266,7 +300,9 @@ def read_facts(data: bytes, where: str) -> dict[str, Any]:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ContractError(expected="UTF-8", received=str(error), remedy="save it as UTF-8", where=where) from None
+        raise ContractError(
+            expected="UTF-8", received=str(error), remedy="save it as UTF-8", where=where
+        ) from None
     contract = parse_contract(text, where)
     return {
         "id": contract.id,
@@ -284,7 +320,14 @@ def read_facts(data: bytes, where: str) -> dict[str, Any]:
         "waivers": len(contract.waivers),
         "promised": [o.id for o in contract.obligations],
         "rungs": [
-            [c.id, c.obligations, c.relation, c.level, planted_names(c), c.proof.planted if c.proof else ""]
+            [
+                c.id,
+                c.obligations,
+                c.relation,
+                c.level,
+                planted_names(c),
+                c.proof.planted if c.proof else "",
+            ]
             for c in contract.claims
         ],
     }
@@ -299,10 +342,22 @@ def is_facts(found: Any) -> bool:
     """Whether something from the cache has the form of `read_facts`."""
     if type(found) is not dict or set(found) != {*TEXTS, *COUNTS, *LISTS, "subjects", "rungs"}:
         return False
-    plain = all(type(found[name]) is str for name in TEXTS) and all(type(found[name]) is int for name in COUNTS)
-    lists = all(type(found[name]) is list and all(type(v) is str for v in found[name]) for name in LISTS)
-    subjects = type(found["subjects"]) is dict and all(type(v) is str for v in found["subjects"].values())
-    return plain and lists and subjects and type(found["rungs"]) is list and all(map(is_rung, found["rungs"]))
+    plain = all(type(found[name]) is str for name in TEXTS) and all(
+        type(found[name]) is int for name in COUNTS
+    )
+    lists = all(
+        type(found[name]) is list and all(type(v) is str for v in found[name]) for name in LISTS
+    )
+    subjects = type(found["subjects"]) is dict and all(
+        type(v) is str for v in found["subjects"].values()
+    )
+    return (
+        plain
+        and lists
+        and subjects
+        and type(found["rungs"]) is list
+        and all(map(is_rung, found["rungs"]))
+    )
 
 
 def is_rung(found: Any) -> bool:
@@ -318,5 +373,8 @@ def is_rung(found: Any) -> bool:
 def missing(entry: Entry, name: str, known: Any) -> ContractError:
     """A dependency that is not in reach."""
     return ContractError(
-        expected="dependencies in reach", received=name, remedy=suggest(name, list(known)), where=entry.path
+        expected="dependencies in reach",
+        received=name,
+        remedy=suggest(name, list(known)),
+        where=entry.path,
     )

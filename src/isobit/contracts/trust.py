@@ -13,14 +13,24 @@ from isobit.trusted_folder import serve_folder
 
 OURS = ("isobit",)
 # Parts of isobit that run programs, serve folders or write files: no kernel, and nothing that a contract may call.
-MACHINERY = ("cli", "contracts.trust", "files", "native", "pytest_plugin", "simulator", "trusted_folder")
+MACHINERY = (
+    "cli",
+    "contracts.trust",
+    "files",
+    "native",
+    "pytest_plugin",
+    "simulator",
+    "trusted_folder",
+)
 
 
 def check_trusted(reference: str, trusted: Sequence[str]) -> None:
     """Refuses before anything is imported."""
     module = reference.partition(":")[0]
     package = module.partition(".")[0]
-    if package in OURS and f"{module}.".startswith(tuple(f"{package}.{part}." for part in MACHINERY)):
+    if package in OURS and f"{module}.".startswith(
+        tuple(f"{package}.{part}." for part in MACHINERY)
+    ):
         raise ContractError(
             expected="a kernel, or code that judges one",
             received=f"{reference}, which is part of isobit's own machinery",
@@ -55,7 +65,9 @@ def resolve(reference: str, trusted: Sequence[str]) -> Any:
         for name in path.split("."):
             if name.startswith("_"):
                 raise AttributeError(f"{name} is private")
-            if not isinstance(found, (ModuleType, type)):  # a method of a table could change the judge
+            if not isinstance(
+                found, (ModuleType, type)
+            ):  # a method of a table could change the judge
                 raise AttributeError(f"{name} is of an instance; name a function of the module")
             found = getattr(found, name)
             check_origin(found, reference, trusted)

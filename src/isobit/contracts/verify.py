@@ -43,7 +43,9 @@ def verify_contract(contract: Contract, options: Options) -> Iterator[ClaimRecor
     constructed: Tally | None = None
     for claim in contract.claims:
         started = time.monotonic()
-        empty = ClaimRecord(claim.id, claim.relation, "could-not-run", 0, ladder.level_number(claim.level))
+        empty = ClaimRecord(
+            claim.id, claim.relation, "could-not-run", 0, ladder.level_number(claim.level)
+        )
         try:
             if started > options.deadline:
                 record = replace(empty, detail="not reached in the time given by --seconds")
@@ -51,11 +53,16 @@ def verify_contract(contract: Contract, options: Options) -> Iterator[ClaimRecor
                 record = replace(empty, verdict="unbound", detail="the contract names no subject")
             else:
                 if constructed is None:
-                    constructed = construction.check(contract, subject_of(contract, options), not options.subject)
+                    constructed = construction.check(
+                        contract, subject_of(contract, options), not options.subject
+                    )
                 record = judge(contract, claim, options, empty, constructed)
         except IsobitError as error:
             record = replace(empty, detail=str(error))
-        except (Exception, SystemExit) as error:  # a predicate, a proof or an import of somebody's code
+        except (
+            Exception,
+            SystemExit,
+        ) as error:  # a predicate, a proof or an import of somebody's code
             record = replace(empty, detail=f"raised {type(error).__name__}: {str(error)[:300]}")
         yield replace(record, seconds=round(time.monotonic() - started, 3))
 
@@ -63,7 +70,11 @@ def verify_contract(contract: Contract, options: Options) -> Iterator[ClaimRecor
 def subject_name(contract: Contract, options: Options) -> str:
     """The code that is judged: the contract's own, or another that it or the caller names."""
     chosen = options.subject
-    return contract.subjects.get(chosen, chosen if ":" in chosen else "") if chosen else contract.subject
+    return (
+        contract.subjects.get(chosen, chosen if ":" in chosen else "")
+        if chosen
+        else contract.subject
+    )
 
 
 def subject_of(contract: Contract, options: Options) -> Callable[..., Any]:
@@ -80,15 +91,26 @@ def subject_of(contract: Contract, options: Options) -> Callable[..., Any]:
 
 def bind(contract: Contract, claim: Claim, options: Options) -> Bound:
     """A claim with its code found."""
-    named = [v for value in claim.params.values() for v in (value if isinstance(value, tuple) else (value,))]
+    named = [
+        v
+        for value in claim.params.values()
+        for v in (value if isinstance(value, tuple) else (value,))
+    ]
     named.append(claim.proof.by if claim.proof else "")
-    code = {ref: resolve(ref, options.trusted) for ref in named if isinstance(ref, str) and ":" in ref}
+    code = {
+        ref: resolve(ref, options.trusted) for ref in named if isinstance(ref, str) and ":" in ref
+    }
     return Bound(claim, subject_of(contract, options), code)
 
 
-def judge(contract: Contract, claim: Claim, options: Options, empty: ClaimRecord, built: Tally) -> ClaimRecord:
+def judge(
+    contract: Contract, claim: Claim, options: Options, empty: ClaimRecord, built: Tally
+) -> ClaimRecord:
     """Up the ladder until the level asked for, or until a rung does not hold."""
-    bound, wanted = bind(contract, claim, options), min(ladder.level_number(claim.level), options.level)
+    bound, wanted = (
+        bind(contract, claim, options),
+        min(ladder.level_number(claim.level), options.level),
+    )
     if built.differing:
         found = replace(empty, verdict="broken", at=1, detail=built.first)
         return replace(found, compared=built.compared, differing=built.differing)
@@ -98,7 +120,9 @@ def judge(contract: Contract, claim: Claim, options: Options, empty: ClaimRecord
     record = replace(empty, level=1, **counts(tally))
     if tally.differing:
         smallest = shrink(contract, bound, failing)
-        return replace(record, verdict="broken", at=2, **told(contract, claim, options, tally, smallest))
+        return replace(
+            record, verdict="broken", at=2, **told(contract, claim, options, tally, smallest)
+        )
     idle = [name for name in claim.params.get("under", ()) if not tally.shares.get(name)]
     if not tally.compared or not tally.cases or idle:
         detail = f"nothing was compared under {idle[0]}" if idle else "nothing was compared"
@@ -107,14 +131,23 @@ def judge(contract: Contract, claim: Claim, options: Options, empty: ClaimRecord
     record = replace(record, planted=planted)
     missed = [p for p in planted if not p.caught]
     if missed or not planted:
-        detail = f"not caught: {missed[0].name} ({missed[0].detail})" if missed else "no sabotage is known for it"
+        detail = (
+            f"not caught: {missed[0].name} ({missed[0].detail})"
+            if missed
+            else "no sabotage is known for it"
+        )
         return replace(record, verdict="void", detail=detail)
     record = replace(record, verdict="kept", level=2)
     return climb(contract, claim, bound, options, tally, record) if wanted > 2 else record
 
 
 def climb(
-    contract: Contract, claim: Claim, bound: Bound, options: Options, tally: Tally, record: ClaimRecord
+    contract: Contract,
+    claim: Claim,
+    bound: Bound,
+    options: Options,
+    tally: Tally,
+    record: ClaimRecord,
 ) -> ClaimRecord:
     """L3 and L4."""
     if claim.relation not in ("refuses", "launches"):
@@ -130,7 +163,10 @@ def climb(
         if drawn.inputs >= ladder.ENOUGH_INPUTS:
             record = replace(record, level=3)
         else:
-            return replace(record, detail=f"{drawn.inputs:,} inputs in {options.seconds:.0f} s; L3 asks for 10,000")
+            return replace(
+                record,
+                detail=f"{drawn.inputs:,} inputs in {options.seconds:.0f} s; L3 asks for 10,000",
+            )
     if claim.proof is None or options.level < 4:
         return record
     proof, wrongly = proving.prove(contract, bound, partial(plant, options=options))
@@ -140,7 +176,12 @@ def climb(
         return replace(record, verdict=verdict, level=1, at=at, detail=proof.failure)
     record = replace(record, planted=(*record.planted, wrongly))
     if not wrongly.caught:
-        return replace(record, verdict="void", level=1, detail=f"the proof holds for a wrong subject: {wrongly.name}")
+        return replace(
+            record,
+            verdict="void",
+            level=1,
+            detail=f"the proof holds for a wrong subject: {wrongly.name}",
+        )
     return replace(record, level=4)
 
 
@@ -154,7 +195,9 @@ def counts(tally: Tally) -> dict[str, Any]:
     }
 
 
-def told(contract: Contract, claim: Claim, options: Options, tally: Tally, smallest: Any) -> dict[str, Any]:
+def told(
+    contract: Contract, claim: Claim, options: Options, tally: Tally, smallest: Any
+) -> dict[str, Any]:
     """The first difference on the smallest counter-example, and the command that shows it again.
 
     A search does not count the case that it fails on: where `tally` has no difference yet, that case is added.
@@ -218,12 +261,18 @@ def try_planted(contract: Contract, bound: Bound, options: Options) -> Iterable[
     else:
         # Each transform must catch by itself what is planted for it.
         for transform in claim.params["under"]:
-            alone = replace(bound, claim=replace(claim, params={**claim.params, "under": (transform,)}))
+            alone = replace(
+                bound, claim=replace(claim, params={**claim.params, "under": (transform,)})
+            )
             names = for_transform(transform, claim.params)
             if not names:
-                yield Planted(transform, False, "the library plants nothing for it: name its sabotage")
+                yield Planted(
+                    transform, False, "the library plants nothing for it: name its sabotage"
+                )
             for name in names:
-                yield try_one(contract, plant(alone, name, options), f"{name}, under {transform}", options)
+                yield try_one(
+                    contract, plant(alone, name, options), f"{name}, under {transform}", options
+                )
     for name in claim.control:
         yield try_one(contract, plant(bound, name, options), f"control {name}", options)
 
@@ -237,4 +286,6 @@ def try_one(contract: Contract, bound: Bound, name: str, options: Options) -> Pl
     if not tally.differing and bound.claim.relation == "algebra" and bound.claim.proof is not None:
         wrong = proving.ask(contract, bound)  # integers that are rare to draw, a solver finds
         return Planted(name, not wrong.kept, wrong.failure)
-    return Planted(name, tally.differing > 0, tally.first or f"{tally.compared:,} compared, none differ")
+    return Planted(
+        name, tally.differing > 0, tally.first or f"{tally.compared:,} compared, none differ"
+    )

@@ -57,13 +57,19 @@ class Workspace:
         self.tree = Tree(folders, self.home)
         self.evidence = Evidence(self.home)
 
-    def choose(self, ids: Sequence[str], subject: str = "", shard: tuple[int, int] = (1, 1)) -> list[Entry]:
+    def choose(
+        self, ids: Sequence[str], subject: str = "", shard: tuple[int, int] = (1, 1)
+    ) -> list[Entry]:
         """By id, or all of the tree; with a named subject, those that know it; of a shard, by a hash of the id."""
         entries = [self.tree.find(id) for id in (ids or self.tree.chosen)]
         if subject and ":" not in subject:
             entries = [e for e in entries if subject in e.subjects]
         index, count = shard
-        return [e for e in entries if int(blake3(e.id.encode()).hexdigest()[:8], 16) % count == index - 1]
+        return [
+            e
+            for e in entries
+            if int(blake3(e.id.encode()).hexdigest()[:8], 16) % count == index - 1
+        ]
 
     def require(self, keys: Sequence[Ed25519PublicKey]) -> None:
         """Counts only evidence that one of the keys has signed, and trusts no cache that may have come with it."""
@@ -100,15 +106,34 @@ class Workspace:
         if entry.waivers:
             contract = load_contract(Path(entry.path))
             records = [ladder.waive(contract, r) for r in records]
-        verdict, level = ladder.contract_verdict(outline, records), ladder.contract_level(outline, records)
-        said = f"kept as far as L{level}, must reach L{entry.required}" if verdict == "below-level" else ""
-        return replace(stands, verdict=verdict, level=level, detail=said, claims=tuple(records) if claims else ())
+        verdict, level = (
+            ladder.contract_verdict(outline, records),
+            ladder.contract_level(outline, records),
+        )
+        said = (
+            f"kept as far as L{level}, must reach L{entry.required}"
+            if verdict == "below-level"
+            else ""
+        )
+        return replace(
+            stands,
+            verdict=verdict,
+            level=level,
+            detail=said,
+            claims=tuple(records) if claims else (),
+        )
 
     def _without_evidence(self, entry: Entry, subject: str, digest: str) -> tuple[str, str]:
         """The word for a contract that nothing is known of, and why."""
         if entry.unlinked or not entry.claims:
-            said = "no evidence at its present digest" if entry.claims else "nothing in it is executable"
-            return "unbound", said + (f"; not linked: {', '.join(entry.unlinked)}" if entry.unlinked else "")
+            said = (
+                "no evidence at its present digest"
+                if entry.claims
+                else "nothing in it is executable"
+            )
+            return "unbound", said + (
+                f"; not linked: {', '.join(entry.unlinked)}" if entry.unlinked else ""
+            )
         elsewhere = self._elsewhere(entry, subject)
         reasons = (self.evidence.why_not(digest), elsewhere and f"evidence exists {elsewhere}")
         said = "; ".join(reason for reason in reasons if reason)
@@ -117,10 +142,17 @@ class Workspace:
     def _elsewhere(self, entry: Entry, subject: str) -> str:
         """Under which other settings of this machine there is evidence: `under A=1`, `without A=1`."""
         here = engine_variables()
-        others = [({k: v for k, v in here.items() if k != name}, f"without {name}={here[name]}") for name in here]
+        others = [
+            ({k: v for k, v in here.items() if k != name}, f"without {name}={here[name]}")
+            for name in here
+        ]
         if INTERPRET not in here:
             others.append(({**here, INTERPRET: "1"}, f"under {INTERPRET}=1"))
-        there = [said for v, said in others if self.evidence.has(self.tree.digest(entry.id, subject, machine(v)))]
+        there = [
+            said
+            for v, said in others
+            if self.evidence.has(self.tree.digest(entry.id, subject, machine(v)))
+        ]
         return there[0] if there else ""
 
     def statuses(
@@ -132,12 +164,18 @@ class Workspace:
         for entry in self.with_dependencies(entries):
             own = subject if entry.id in chosen else ""
             status = self.status(entry, own, claims or level < 4)
-            weak = [known[d] for d in status.depends_on if d in known and verdict_at(known[d], level) != "kept"]
+            weak = [
+                known[d]
+                for d in status.depends_on
+                if d in known and verdict_at(known[d], level) != "kept"
+            ]
             if weak:
                 detail = f"rests on {weak[0].id}, which is {weak[0].verdict}"
                 word = weak[0].verdict if weak[0].verdict in ladder.UNSETTLED else "could-not-run"
                 word = ladder.worst([status.verdict, word])
-                status = replace(status, verdict=word, level=0, weak=weak[0].id, detail=status.detail or detail)
+                status = replace(
+                    status, verdict=word, level=0, weak=weak[0].id, detail=status.detail or detail
+                )
             known[entry.id] = status
         return [known[entry.id] for entry in entries]
 
@@ -158,7 +196,9 @@ class Workspace:
         found = []
         for entry in entries:
             try:
-                findings = self.evidence.read(self.tree.digest(entry.id, key_of(run)), entry.outline())
+                findings = self.evidence.read(
+                    self.tree.digest(entry.id, key_of(run)), entry.outline()
+                )
             except ContractError:
                 found.append(entry)
                 continue
@@ -182,16 +222,24 @@ class Workspace:
                     done.add(name)
                     stack.append((name, True))
                     known = self.tree.entries.get(name)
-                    stack += [(d, False) for d in reversed(known.depends_on if known else ()) if d not in done]
+                    stack += [
+                        (d, False)
+                        for d in reversed(known.depends_on if known else ())
+                        if d not in done
+                    ]
 
         for entry in entries:
             visit(entry.id)
         return out
 
-    def judge(self, entries: Sequence[Entry], run: Run, jobs: int = 1) -> Iterator[tuple[Entry, ClaimRecord]]:
+    def judge(
+        self, entries: Sequence[Entry], run: Run, jobs: int = 1
+    ) -> Iterator[tuple[Entry, ClaimRecord]]:
         """A record per claim, as each is reached; evidence is written when a contract is done."""
         deadline = time.monotonic() + run.seconds
-        entries = [entry for entry in entries if self.has_digest(entry, run)]  # of the others, status says why
+        entries = [
+            entry for entry in entries if self.has_digest(entry, run)
+        ]  # of the others, status says why
         if jobs > 1 and len(entries) > 1:
             yield from self._judge_apart(entries, run, jobs, deadline)
             return
@@ -218,7 +266,9 @@ class Workspace:
         # Spawned: torch's threads do not survive a fork.
         with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
             left = deadline - time.monotonic()
-            tasks = {pool.submit(judge_whole, e.path, run, left, self._reach(e, run)): e for e in entries}
+            tasks = {
+                pool.submit(judge_whole, e.path, run, left, self._reach(e, run)): e for e in entries
+            }
             for task in as_completed(tasks):
                 entry = tasks[task]
                 judged = task.result()
@@ -227,11 +277,23 @@ class Workspace:
                     yield entry, record
 
     def _keep(self, entry: Entry, run: Run, judged: Judged) -> None:
-        reached = tuple(record for record in judged.records if not record.detail.startswith("not reached"))
-        if len(reached) < len(judged.records) and not any(record.verdict in ladder.RED for record in reached):
+        reached = tuple(
+            record for record in judged.records if not record.detail.startswith("not reached")
+        )
+        if len(reached) < len(judged.records) and not any(
+            record.verdict in ladder.RED for record in reached
+        ):
             return  # cut short by --seconds, and nothing was settled
         digest, asked = self.tree.digest(entry.id, key_of(run)), min(run.level, entry.highest)
-        found = Finding(entry.id, digest, run.subject, asked, reached, engine=judged.engine, reached=judged.files)
+        found = Finding(
+            entry.id,
+            digest,
+            run.subject,
+            asked,
+            reached,
+            engine=judged.engine,
+            reached=judged.files,
+        )
         self.evidence.write(found)
 
 
@@ -274,6 +336,8 @@ def engine_in_use() -> str:
 def verdict_at(status: ContractStatus, level: int) -> str:
     """Kept, if every claim is kept as far as was asked, and so is what it rests on."""
     if status.verdict == "below-level" and status.claims and not status.weak:
-        reached = all(c.verdict == "kept" and c.level >= min(c.required, level) for c in status.claims)
+        reached = all(
+            c.verdict == "kept" and c.level >= min(c.required, level) for c in status.claims
+        )
         return "kept" if reached else status.verdict
     return status.verdict

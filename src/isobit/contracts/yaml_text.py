@@ -47,11 +47,23 @@ class Node:
 def read_yaml(text: str, where: str) -> Node:
     """The one document of a text, or a ContractError; never another exception, and never for long."""
     if len(text) > MAX_CHARACTERS:
-        _refuse(f"at most {MAX_CHARACTERS:,} characters", f"{len(text):,}", "split the contract", where, 0)
+        _refuse(
+            f"at most {MAX_CHARACTERS:,} characters",
+            f"{len(text):,}",
+            "split the contract",
+            where,
+            0,
+        )
     if directive := re.search(r"^%", text, re.MULTILINE):
         # libyaml compares each %TAG with all before it: 50,000 of them take seconds.
         line = text.count("\n", 0, directive.start()) + 1
-        _refuse("no directives", text[directive.start() :][:20].splitlines()[0], "remove the line", where, line)
+        _refuse(
+            "no directives",
+            text[directive.start() :][:20].splitlines()[0],
+            "remove the line",
+            where,
+            line,
+        )
     try:
         # By events, not by the loader's constructors: nothing is ever built from a tag or an alias.
         return _Reader(yaml.parse(text, Loader=LOADER), where).document()
@@ -78,11 +90,19 @@ class _Reader:
         while isinstance(event, kinds):
             event = next(self.events)
         if isinstance(event, yaml.StreamEndEvent):
-            _refuse("a contract", "an empty file", "isobit new writes one to start from", self.where, 1)
+            _refuse(
+                "a contract", "an empty file", "isobit new writes one to start from", self.where, 1
+            )
         root = self.node(event, 0)
         for rest in self.events:
             if not isinstance(rest, (yaml.DocumentEndEvent, yaml.StreamEndEvent)):
-                _refuse("one document a file", "several", "one contract a file", self.where, rest.start_mark.line + 1)
+                _refuse(
+                    "one document a file",
+                    "several",
+                    "one contract a file",
+                    self.where,
+                    rest.start_mark.line + 1,
+                )
         return root
 
     def node(self, event: Any, depth: int, key_line: int = 0) -> Node:
@@ -90,15 +110,29 @@ class _Reader:
         self.count += 1
         if self.count > MAX_NODES or depth > MAX_DEPTH:
             limit = f"at most {MAX_NODES:,} values, nested at most {MAX_DEPTH} deep"
-            _refuse(limit, f"{self.count:,} values, {depth} deep", "flatten or split the contract", self.where, line)
+            _refuse(
+                limit,
+                f"{self.count:,} values, {depth} deep",
+                "flatten or split the contract",
+                self.where,
+                line,
+            )
         if isinstance(event, yaml.AliasEvent) or event.anchor:
-            _refuse("no anchors and no aliases", f"&{event.anchor}", "write the value out", self.where, line)
+            _refuse(
+                "no anchors and no aliases",
+                f"&{event.anchor}",
+                "write the value out",
+                self.where,
+                line,
+            )
         if event.tag is not None and event.tag != "!":
             _refuse("no tags", event.tag, "write a plain value", self.where, line)
         if isinstance(event, yaml.ScalarEvent):
             return Node(self.scalar(event, line), line, key_line)
         if isinstance(event, yaml.SequenceStartEvent):
-            return Node([self.node(e, depth + 1) for e in self.until(yaml.SequenceEndEvent)], line, key_line)
+            return Node(
+                [self.node(e, depth + 1) for e in self.until(yaml.SequenceEndEvent)], line, key_line
+            )
         return Node(self.mapping(depth), line, key_line)
 
     def until(self, end: type) -> Iterator[Any]:
@@ -110,7 +144,13 @@ class _Reader:
         for event in self.until(yaml.MappingEndEvent):
             key = self.node(event, depth + 1)
             if not isinstance(key.value, str):
-                _refuse("a key that is text", repr(key.plain())[:80], "quote the key", self.where, key.line)
+                _refuse(
+                    "a key that is text",
+                    repr(key.plain())[:80],
+                    "quote the key",
+                    self.where,
+                    key.line,
+                )
             if key.value in found:
                 _refuse("each key once", f"{key.value!r} twice", "remove one", self.where, key.line)
             found[key.value] = self.node(next(self.events), depth + 1, key.line)
@@ -124,9 +164,17 @@ class _Reader:
         if text.lower() in WORDS:
             return WORDS[text.lower()]
         if not NUMBER.fullmatch(text):
-            return {".nan": float("nan"), ".inf": float("inf"), "-.inf": float("-inf")}.get(text.lower(), text)
+            return {".nan": float("nan"), ".inf": float("inf"), "-.inf": float("-inf")}.get(
+                text.lower(), text
+            )
         if len(text) > MAX_DIGITS:
-            _refuse(f"numbers of at most {MAX_DIGITS} characters", text[:20] + "…", "quote it", self.where, line)
+            _refuse(
+                f"numbers of at most {MAX_DIGITS} characters",
+                text[:20] + "…",
+                "quote it",
+                self.where,
+                line,
+            )
         return int(text) if INTEGER.fullmatch(text) else float(text)
 
 

@@ -20,12 +20,18 @@ def main() -> int:
     parser.add_argument("--data", type=int, default=1, help="data-parallel ranks")
     parser.add_argument("--micro", type=int, default=1, help="micro-batches a rank")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks")
-    parser.add_argument("--engine", choices=ENGINES, default="isobit", help="who carries the gradients")
+    parser.add_argument(
+        "--engine", choices=ENGINES, default="isobit", help="who carries the gradients"
+    )
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="small")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--stock", action="store_true", help="train by stock PyTorch instead")
-    parser.add_argument("--stop", type=int, metavar="STEP", help="end before this step, not at the workload's end")
-    parser.add_argument("--load", metavar="FOLDER", help="a checkpoint to go on from, saved at any layout")
+    parser.add_argument(
+        "--stop", type=int, metavar="STEP", help="end before this step, not at the workload's end"
+    )
+    parser.add_argument(
+        "--load", metavar="FOLDER", help="a checkpoint to go on from, saved at any layout"
+    )
     parser.add_argument("--save", metavar="FOLDER", help="write a checkpoint at the end")
     asked = parser.parse_args()
     layout = Layout(asked.data, asked.micro, asked.tensor, asked.engine)
@@ -33,7 +39,13 @@ def main() -> int:
         dist.init_process_group("gloo")
     try:
         curve = run_rank(
-            layout, asked.workload, asked.dtype, stock=asked.stock, stop=asked.stop, load=asked.load, save=asked.save
+            layout,
+            asked.workload,
+            asked.dtype,
+            stock=asked.stock,
+            stop=asked.stop,
+            load=asked.load,
+            save=asked.save,
         )
         if curve is not None:
             print(json.dumps({**asdict(curve), "digest": curve.digest}), flush=True)

@@ -32,7 +32,9 @@ class Curve:
     @classmethod
     def read(cls, said: dict[str, Any]) -> Curve:
         """From a JSON record of its fields."""
-        plain: dict[str, Any] = {key: tuple(v) if isinstance(v, list) else v for key, v in said.items()}
+        plain: dict[str, Any] = {
+            key: tuple(v) if isinstance(v, list) else v for key, v in said.items()
+        }
         return cls(**plain)
 
     @property

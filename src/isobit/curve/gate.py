@@ -87,7 +87,12 @@ def run_jobs(
             outcome = Outcome(job.layout, job.dtype, job.stock, job.transport, curve, seconds)
             if keep is not None:
                 with keep.open("a") as file:
-                    file.write(json.dumps({"code": code_digest(), "workload": job.workload, **asdict(outcome)}) + "\n")
+                    file.write(
+                        json.dumps(
+                            {"code": code_digest(), "workload": job.workload, **asdict(outcome)}
+                        )
+                        + "\n"
+                    )
         found.append(outcome)
         tell(job)
     return found
@@ -104,7 +109,11 @@ def read_outcomes(path: Path) -> dict[tuple[Layout, str, str, bool, str], Outcom
         said = json.loads(line)
         if said.pop("code", "") != code_digest():
             continue  # another version's
-        workload, layout, curve = said.pop("workload"), Layout(**said.pop("layout")), Curve.read(said.pop("curve"))
+        workload, layout, curve = (
+            said.pop("workload"),
+            Layout(**said.pop("layout")),
+            Curve.read(said.pop("curve")),
+        )
         outcome = Outcome(layout=layout, curve=curve, **said)
         known[layout, workload, outcome.dtype, outcome.stock, outcome.transport] = outcome
     return known

@@ -41,7 +41,12 @@ def run_job(job: Job, seed: int = 0) -> tuple[Curve, float]:
 
 def in_simulator(job: Job, seed: int) -> Curve:
     """All ranks in this process; one rank needs no world."""
-    options: dict[str, Any] = {"stock": job.stock, "stop": job.stop, "load": job.load, "save": job.save}
+    options: dict[str, Any] = {
+        "stock": job.stock,
+        "stop": job.stop,
+        "load": job.load,
+        "save": job.save,
+    }
     if job.layout.ranks == 1:
         curve = run_rank(job.layout, job.workload, job.dtype, **options)
     else:
@@ -55,8 +60,20 @@ def in_simulator(job: Job, seed: int) -> Curve:
 def under_torchrun(job: Job) -> Curve:
     """Real processes over gloo."""
     layout = job.layout
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={layout.ranks}"]
-    command += ["-m", "isobit.curve", f"--data={layout.data}", f"--micro={layout.micro}", f"--tensor={layout.tensor}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={layout.ranks}",
+    ]
+    command += [
+        "-m",
+        "isobit.curve",
+        f"--data={layout.data}",
+        f"--micro={layout.micro}",
+        f"--tensor={layout.tensor}",
+    ]
     command += [f"--engine={layout.engine}", f"--workload={job.workload}", f"--dtype={job.dtype}"]
     command += ["--stock"] if job.stock else []
     command += [f"--stop={job.stop}"] if job.stop is not None else []

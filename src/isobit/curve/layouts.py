@@ -12,7 +12,12 @@ from isobit.parallel.batch import GlobalBatch
 
 ENGINES = ("isobit", "ddp", "fsdp2")
 MOST_RANKS = 32
-WRAPPED = ((2, 1), (2, 4), (4, 2), (8, 1))  # (data, micro) of DDP and FSDP2, which stand beside the grid
+WRAPPED = (
+    (2, 1),
+    (2, 4),
+    (4, 2),
+    (8, 1),
+)  # (data, micro) of DDP and FSDP2, which stand beside the grid
 
 
 @dataclass(frozen=True, order=True)
@@ -27,7 +32,9 @@ class Layout:
     def __post_init__(self) -> None:
         if self.engine not in ENGINES:
             raise ArgumentError(
-                expected=f"one of {', '.join(ENGINES)}", received=repr(self.engine), remedy="name an engine"
+                expected=f"one of {', '.join(ENGINES)}",
+                received=repr(self.engine),
+                remedy="name an engine",
             )
         if self.engine != "isobit" and (self.tensor > 1 or self.data == 1):
             raise CutError(

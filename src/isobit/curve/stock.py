@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -39,7 +44,9 @@ class Loss(nn.Module):
 
     def forward(self, rows: Rows) -> Tensor:
         logits = self.model(input_ids=rows.ids, attention_mask=rows.mask).logits.float()
-        return cross_entropy(logits.flatten(0, 1), rows.targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return cross_entropy(
+            logits.flatten(0, 1), rows.targets.flatten(), ignore_index=IGNORED, reduction="sum"
+        )
 
 
 class StockRun:
@@ -50,7 +57,9 @@ class StockRun:
         self.mesh: DeviceMesh | None = None
         self.data_group: dist.ProcessGroup | None = None
         if layout.ranks > 1:
-            self.mesh = init_device_mesh("cpu", (layout.data, layout.tensor), mesh_dim_names=("data", "tensor"))
+            self.mesh = init_device_mesh(
+                "cpu", (layout.data, layout.tensor), mesh_dim_names=("data", "tensor")
+            )
             self.data_group = self.mesh["data"].get_group()
         self.model = make_model(workload, dtype)
         if layout.tensor > 1:
@@ -63,7 +72,9 @@ class StockRun:
             for layer in self.model.model.layers:
                 fully_shard(layer, mesh=self.mesh["data"])
             fully_shard(self.loss, mesh=self.mesh["data"])
-        self.optimizer = torch.optim.AdamW(self.loss.parameters(), lr=workload.rate, weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(
+            self.loss.parameters(), lr=workload.rate, weight_decay=0.1
+        )
         self.losses: list[float] = []
         self.norms: list[float] = []
 
@@ -80,7 +91,9 @@ class StockRun:
         active, total = active_tokens(samples), torch.zeros(())
         size = self.workload.samples // (self.layout.data * self.layout.micro)
         rank = 0 if self.mesh is None else self.mesh["data"].get_local_rank()
-        averaged = self.layout.data if self.layout.engine != "isobit" else 1  # DDP and FSDP2 take the ranks' mean
+        averaged = (
+            self.layout.data if self.layout.engine != "isobit" else 1
+        )  # DDP and FSDP2 take the ranks' mean
         for micro in range(self.layout.micro):
             at = (rank * self.layout.micro + micro) * size
             with self._sync(micro == self.layout.micro - 1):
@@ -117,8 +130,14 @@ class StockRun:
         kinds: list[list[Tensor]] = [[], []]
         for parameter in self.loss.parameters():
             kinds[isinstance(parameter.grad, DTensor)].append(parameter)
-        norms = [torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None]) for held in kinds if held]
-        whole = torch.linalg.vector_norm(torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms]))
+        norms = [
+            torch.nn.utils.get_total_norm([p.grad for p in held if p.grad is not None])
+            for held in kinds
+            if held
+        ]
+        whole = torch.linalg.vector_norm(
+            torch.stack([n.full_tensor() if isinstance(n, DTensor) else n for n in norms])
+        )
         for held in kinds:
             torch.nn.utils.clip_grads_with_norm_(held, self.workload.clip, whole)
         return float(whole)
@@ -129,7 +148,9 @@ def local_of(grad: Any) -> Tensor:
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def train_stock(workload: Workload, layout: Layout, dtype: torch.dtype, stop: int | None = None) -> StockRun:
+def train_stock(
+    workload: Workload, layout: Layout, dtype: torch.dtype, stop: int | None = None
+) -> StockRun:
     """All steps."""
     run = StockRun(workload, layout, dtype)
     for step in range(workload.steps if stop is None else stop):

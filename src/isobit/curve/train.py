@@ -59,7 +59,9 @@ class Run:
 
     @property
     def model(self) -> Any:
-        wrapped = self.scorer.module if isinstance(self.scorer, DistributedDataParallel) else self.scorer
+        wrapped = (
+            self.scorer.module if isinstance(self.scorer, DistributedDataParallel) else self.scorer
+        )
         return wrapped.model
 
 
@@ -67,7 +69,9 @@ def make_run(workload: Workload, layout: Layout, dtype: torch.dtype) -> Run:
     """Builds the model, cuts it, and wraps it in the layout's engine."""
     mesh = None
     if layout.ranks > 1:
-        mesh = init_device_mesh("cpu", (layout.data, layout.tensor), mesh_dim_names=("data", "tensor"))
+        mesh = init_device_mesh(
+            "cpu", (layout.data, layout.tensor), mesh_dim_names=("data", "tensor")
+        )
     model = make_model(workload, dtype)
     isobit.enable(model, strict=False)
     if layout.tensor > 1:

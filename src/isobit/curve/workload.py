@@ -66,14 +66,18 @@ WORKLOADS = {
 def find_workload(name: str) -> Workload:
     """By name, or a refusal."""
     if name not in WORKLOADS:
-        raise ArgumentError(expected=f"one of {', '.join(WORKLOADS)}", received=repr(name), remedy="name a workload")
+        raise ArgumentError(
+            expected=f"one of {', '.join(WORKLOADS)}", received=repr(name), remedy="name a workload"
+        )
     return WORKLOADS[name]
 
 
 def find_dtype(name: str) -> torch.dtype:
     """By name, or a refusal."""
     if name not in DTYPES:
-        raise ArgumentError(expected=f"one of {', '.join(DTYPES)}", received=repr(name), remedy="name a dtype")
+        raise ArgumentError(
+            expected=f"one of {', '.join(DTYPES)}", received=repr(name), remedy="name a dtype"
+        )
     return DTYPES[name]
 
 

@@ -118,7 +118,9 @@ def rank_agreement(
     return agreement
 
 
-def read(replicated: Replicated, buffers: bool) -> tuple[Iterator[tuple[str, Tensor]], Mapping[int, object]]:
+def read(
+    replicated: Replicated, buffers: bool
+) -> tuple[Iterator[tuple[str, Tensor]], Mapping[int, object]]:
     """Names and tensors, and the records of shards."""
     if isinstance(replicated, nn.Module):
         named = [*replicated.named_parameters(), *(replicated.named_buffers() if buffers else ())]
@@ -143,7 +145,11 @@ def carry(program: Talk[Findings], members: Members) -> tuple[Findings, int]:
 
 
 def conclude(
-    own: Replica, found: Findings, ranks: tuple[int, ...], since: Agreement | None = None, sent: int = 0
+    own: Replica,
+    found: Findings,
+    ranks: tuple[int, ...],
+    since: Agreement | None = None,
+    sent: int = 0,
 ) -> Agreement:
     """Findings of members, as a record of ranks; refuses a group that holds different pieces."""
     wrong = next((f for f in found.differences if f.what == "shard"), None)
@@ -194,7 +200,9 @@ def refuse(agreement: Agreement) -> None:
         received=shown + (f"; and {more} more" if more > 0 else ""),
         remedy="look for a rank that skipped an exchange, or a bit that flipped; go on from the last check that agreed"
         + (
-            "; where there is no majority, compare each group with that check to see which one is wrong" if tied else ""
+            "; where there is no majority, compare each group with that check to see which one is wrong"
+            if tied
+            else ""
         ),
     )
     error.agreement = agreement

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from isobit.guards.promises import Subject
-from isobit.guards.training_config import RULES, Rule, TrainingConfig, accepts, achievable_steps, total_tokens
+from isobit.guards.training_config import (
+    RULES,
+    Rule,
+    TrainingConfig,
+    accepts,
+    achievable_steps,
+    total_tokens,
+)
 
 
 @dataclass(frozen=True)
@@ -29,13 +36,19 @@ def refuses_everything(**counts: int) -> bool:
 def counts_started_steps(**counts: int) -> bool:
     """Planted wrong: steps in an epoch are rounded up, as if its rest filled one."""
     c = TrainingConfig(**counts)
-    return c.sequences >= 1 and accepts(replace(c, sequences=c.sequences + c.batch_size * c.accumulation - 1))
+    return c.sequences >= 1 and accepts(
+        replace(c, sequences=c.sequences + c.batch_size * c.accumulation - 1)
+    )
 
 
 def carries_the_rest(**counts: int) -> bool:
     """Planted wrong: what is left of an epoch is carried into the next, so that all are one long epoch."""
     c = TrainingConfig(**counts)
-    return c.sequences >= 1 and c.epochs >= 1 and accepts(replace(c, sequences=c.sequences * c.epochs, epochs=1))
+    return (
+        c.sequences >= 1
+        and c.epochs >= 1
+        and accepts(replace(c, sequences=c.sequences * c.epochs, epochs=1))
+    )
 
 
 def forgets_accumulation(**counts: int) -> bool:

@@ -16,7 +16,9 @@ Subject = Callable[..., bool]
 Promise = Callable[..., bool]
 
 # Zero and negative counts too: they must be refused, not assumed away.
-ALL_INTEGERS: dict[str, tuple[int | None, int | None]] = {f.name: (None, None) for f in fields(TrainingConfig)}
+ALL_INTEGERS: dict[str, tuple[int | None, int | None]] = {
+    f.name: (None, None) for f in fields(TrainingConfig)
+}
 
 
 def refuses_empty_counts(subject: Subject, **counts: int) -> bool:
@@ -38,7 +40,10 @@ def refuses_empty_counts(subject: Subject, **counts: int) -> bool:
 def has_the_sequences(subject: Subject, **counts: int) -> bool:
     """Accepted: the sequences of max_steps steps are there, all epochs together. Necessary, and free of division."""
     c = TrainingConfig(**counts)
-    return not subject(**counts) or c.max_steps * c.batch_size * c.accumulation <= c.epochs * c.sequences
+    return (
+        not subject(**counts)
+        or c.max_steps * c.batch_size * c.accumulation <= c.epochs * c.sequences
+    )
 
 
 def reaches_max_steps(subject: Subject, **counts: int) -> bool:
@@ -169,7 +174,8 @@ def draw_near_the_edge(random: Random) -> dict[str, int]:
     epochs = -(-max_steps // steps) + random.choice((-1, 0, 0, 1))
     tokens = max_steps * batch_size * accumulation * length
     return {
-        "sequences": steps * batch_size * accumulation + random.choice((-1, 0, random.randrange(100))),
+        "sequences": steps * batch_size * accumulation
+        + random.choice((-1, 0, random.randrange(100))),
         "batch_size": batch_size,
         "accumulation": accumulation,
         "epochs": epochs,

@@ -78,7 +78,9 @@ class Replica:
     digest: str
 
     @classmethod
-    def of(cls, named: Iterable[tuple[str, Tensor]], shards: Mapping[int, Any] | None = None) -> Replica:
+    def of(
+        cls, named: Iterable[tuple[str, Tensor]], shards: Mapping[int, Any] | None = None
+    ) -> Replica:
         """Reads every element twice: for its bits, and whether it is finite."""
         tensors: dict[str, Tensor] = {}
         table: dict[str, Entry] = {}
@@ -86,7 +88,9 @@ class Replica:
             piece = piece_of(given, shards)
             tensor = piece.local.detach()
             if tensor.layout != torch.strided or tensor.is_meta or name in tensors:
-                received = "named twice" if name in tensors else f"{tensor.layout} on {tensor.device}"
+                received = (
+                    "named twice" if name in tensors else f"{tensor.layout} on {tensor.device}"
+                )
                 raise ArgumentError(
                     expected="dense tensors with memory, each under a name of its own",
                     received=f"{name!r}, {received}",
@@ -95,10 +99,15 @@ class Replica:
             tensors[name] = tensor
             table[name] = (piece.where, str(tensor.dtype), list(tensor.shape), bits.digest(tensor))
         if not tensors:
-            raise ArgumentError(expected="a parameter", received="none", remedy="pass a model, or named tensors")
+            raise ArgumentError(
+                expected="a parameter", received="none", remedy="pass a model, or named tensors"
+            )
         nonfinite = tuple(name for name, tensor in tensors.items() if not is_finite(tensor))
         return cls(
-            tensors, table, nonfinite, blake3(json.dumps(table, sort_keys=True).encode()).hexdigest(length=DIGEST)
+            tensors,
+            table,
+            nonfinite,
+            blake3(json.dumps(table, sort_keys=True).encode()).hexdigest(length=DIGEST),
         )
 
     def wholes(self, name: str) -> Tensor:
@@ -152,7 +161,9 @@ def compare(own: Replica | Exception, member: int, changed: bool, most: int) -> 
     return Findings(differences, finite, all_changed)
 
 
-def _name(own: Replica, member: int, tables: list[dict[str, Entry]], most: int) -> Talk[tuple[Finding, ...]]:
+def _name(
+    own: Replica, member: int, tables: list[dict[str, Entry]], most: int
+) -> Talk[tuple[Finding, ...]]:
     """Each parameter by itself: most ranks are right, whichever those are."""
     findings: list[Finding] = []
     searched = 0
@@ -162,7 +173,9 @@ def _name(own: Replica, member: int, tables: list[dict[str, Entry]], most: int) 
             continue
         right = tables[vote.reference].get(name)
         found = [
-            Finding(name, at, *_against(tables[at].get(name), right), None, vote.groups[0], vote.is_tied)
+            Finding(
+                name, at, *_against(tables[at].get(name), right), None, vote.groups[0], vote.is_tied
+            )
             for group in vote.groups[1:]
             for at in group
         ]
@@ -192,7 +205,9 @@ def _locate(
     """The first differing element of each rank that differs; ranges are halved by all of them at once."""
     searching = member in differing
     shape, size = layout_of(entry)
-    mine = own.wholes(name) if searching or member == reference else torch.empty(0, dtype=torch.uint8)
+    mine = (
+        own.wholes(name) if searching or member == reference else torch.empty(0, dtype=torch.uint8)
+    )
     low, width = 0, 1 << (math.prod(shape) - 1).bit_length()
     while width > 1:
         width //= 2
@@ -204,7 +219,10 @@ def _locate(
             if digests[at : at + DIGEST] == _digest(mine, low, width):
                 low += width
     value = _value(mine, low) if searching else bytes(8)
-    found = [VALUE.unpack(answer) for answer in (yield Gather(VALUE.pack(low if searching else -1, value)))]
+    found = [
+        VALUE.unpack(answer)
+        for answer in (yield Gather(VALUE.pack(low if searching else -1, value)))
+    ]
     places = sorted({at for at, _ in found if at >= 0})
     said = b"".join(_value(mine, at) for at in places) if member == reference else b""
     (values,) = yield Publish(said, 8 * len(places), reference)
@@ -216,7 +234,11 @@ def _locate(
             remedy="wait for the optimizer's step, and for offloading, before the check",
         )
     return {
-        at: {"there": _hex(value, size), "expected": _hex(right[place], size), "index": unravel(place, shape)}
+        at: {
+            "there": _hex(value, size),
+            "expected": _hex(right[place], size),
+            "index": unravel(place, shape),
+        }
         for at, (place, value) in enumerate(found)
         if place >= 0
     }

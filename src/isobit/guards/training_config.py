@@ -133,7 +133,14 @@ def accepts_counts(
     """`accepts`, of plain integers."""
     return accepts(
         TrainingConfig(
-            sequences, batch_size, accumulation, epochs, max_steps, warmup_steps, sequence_length, parameters
+            sequences,
+            batch_size,
+            accumulation,
+            epochs,
+            max_steps,
+            warmup_steps,
+            sequence_length,
+            parameters,
         )
     )
 
@@ -142,7 +149,11 @@ def check_training(config: TrainingConfig) -> tuple[Finding, ...]:
     """Every rule that is broken; where a count is not positive nothing else means anything, and only that is told."""
     if not RULES["positive"](config):
         return (_not_positive(config),)
-    return tuple(EXPLANATIONS[name](config) for name, rule in RULES.items() if name != "positive" and not rule(config))
+    return tuple(
+        EXPLANATIONS[name](config)
+        for name, rule in RULES.items()
+        if name != "positive" and not rule(config)
+    )
 
 
 def _not_positive(config: TrainingConfig) -> Finding:
@@ -186,7 +197,11 @@ def _warmup(rule: str, expected: str) -> Explanation:
             expected,
             f"warmup_steps = {config.warmup_steps} of {steps} steps",
             f"train for at least {wanted} steps"
-            + (f", or set warmup_steps to at most {steps // STEPS_PER_WARMUP_STEP}" if steps else ""),
+            + (
+                f", or set warmup_steps to at most {steps // STEPS_PER_WARMUP_STEP}"
+                if steps
+                else ""
+            ),
         )
 
     return explain
@@ -211,7 +226,9 @@ EXPLANATIONS: dict[str, Explanation] = {
     "steps-per-epoch": _no_step,
     "reachable": _unreachable,
     "warmup-completes": _warmup("warmup-completes", "a warm-up that ends before the run does"),
-    "warmup-short": _warmup("warmup-short", f"at most one step of warm-up in {STEPS_PER_WARMUP_STEP}"),
+    "warmup-short": _warmup(
+        "warmup-short", f"at most one step of warm-up in {STEPS_PER_WARMUP_STEP}"
+    ),
     "peak-reached": _warmup("peak-reached", "a step whose learning rate is the peak"),
     "tokens": _few_tokens,
 }

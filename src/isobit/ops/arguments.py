@@ -73,4 +73,6 @@ def refuse_tensors(known: dict[str, torch.Tensor]) -> NoReturn:
 
 def refuse_shape(name: str, tensor: torch.Tensor, expected: str, remedy: str) -> NoReturn:
     """Refuses a shape, with both shapes in the message."""
-    raise ArgumentError(expected=f"{name} of shape {expected}", received=str(list(tensor.shape)), remedy=remedy)
+    raise ArgumentError(
+        expected=f"{name} of shape {expected}", received=str(list(tensor.shape)), remedy=remedy
+    )

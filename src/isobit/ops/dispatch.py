@@ -93,7 +93,9 @@ def attest_rows(products: Attestation) -> Attestation:
         attest = import_module(f"isobit.ops.{operator}.attest")
         found = attest.difference(getattr(torch, products.dtype))
         if found is not None:
-            return replace(products, kept=False, detail=f"{found} differs from the portable executor")
+            return replace(
+                products, kept=False, detail=f"{found} differs from the portable executor"
+            )
     return products
 
 
@@ -135,7 +137,11 @@ def warn_of_portable() -> None:
 
 def engine_of(dtype: torch.dtype) -> str:
     """The engine whose leaf order calls of this dtype have; it is part of every digest's meaning."""
-    return "amx" if dtype == torch.bfloat16 and serves_native(dtype) and native.pairs_bf16() else "chain"
+    return (
+        "amx"
+        if dtype == torch.bfloat16 and serves_native(dtype) and native.pairs_bf16()
+        else "chain"
+    )
 
 
 # ---- which executors ran ---------------------------------------------------------------------------------
@@ -184,6 +190,8 @@ def is_recording() -> bool:
 
 def record(operator: str, native: bool, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     """Tells every open recording of a launch."""
-    launch = Launch(operator, "native" if native else "portable", str(dtype).removeprefix("torch."), sizes)
+    launch = Launch(
+        operator, "native" if native else "portable", str(dtype).removeprefix("torch."), sizes
+    )
     for recording in _recordings:
         recording.append(launch)

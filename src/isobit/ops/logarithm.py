@@ -6,7 +6,10 @@ import torch
 from torch import Tensor
 
 ROOT_HALF = float.fromhex("0x1.6a09e6p-1")
-OCTAVE, OCTAVE_REST = float.fromhex("0x1.63p-1"), float.fromhex("-0x1.bd0106p-13")  # ln 2 in two parts
+OCTAVE, OCTAVE_REST = (
+    float.fromhex("0x1.63p-1"),
+    float.fromhex("-0x1.bd0106p-13"),
+)  # ln 2 in two parts
 P = (
     7.0376836292e-2,
     -1.1514610310e-1,

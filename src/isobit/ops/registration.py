@@ -165,7 +165,9 @@ def register_operator(
     torch.library.register_vmap(full, refuse_vmap(public))
     operator = getattr(torch.ops.isobit, name).default
     # As torch.library.register_autograd, whose kernel drops tangents: a forward-mode derivative would be zero.
-    kernel = make_autograd_impl(operator, Info(backward or refuse_second_order(public), setup_context))
+    kernel = make_autograd_impl(
+        operator, Info(backward or refuse_second_order(public), setup_context)
+    )
 
     def differentiate(keyset: Any, *arguments: Any, **options: Any) -> Any:
         check_derivatives(public, arguments)

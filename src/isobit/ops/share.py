@@ -40,7 +40,9 @@ class Share:
     first: int
     of: int
     size: int
-    used: set[int] = field(default_factory=set, init=False, repr=False, compare=False)  # ids of trained parameters
+    used: set[int] = field(
+        default_factory=set, init=False, repr=False, compare=False
+    )  # ids of trained parameters
 
 
 _in_force: ContextVar[Share | None] = ContextVar("isobit_share", default=None)
@@ -75,7 +77,11 @@ def check_share(samples: Samples, *parameters: Tensor | None) -> None:
         raise UnsupportedError(
             expected="parameter gradients over the whole global batch, or a collector of this share",
             received=f"{name_share(samples)}, while {share or 'no share'} is collected",
-            remedy=UNCOMPILED if torch.compiler.is_compiling() else REMEDY if share is None else SAY_SAMPLES,
+            remedy=UNCOMPILED
+            if torch.compiler.is_compiling()
+            else REMEDY
+            if share is None
+            else SAY_SAMPLES,
         )
     for parameter in wanted if samples.is_share else ():
         check_unrounded(parameter)
@@ -115,7 +121,11 @@ def is_partial(grad: Tensor, share: Share) -> bool:
 
 def check_subtree(samples: Samples) -> None:
     """A share is merged by others as one value, so it must be one."""
-    if len(samples.roots) != 1 or len(samples.spans) % segment_size(samples.of) or len(samples.spans) > samples.of:
+    if (
+        len(samples.roots) != 1
+        or len(samples.spans) % segment_size(samples.of)
+        or len(samples.spans) > samples.of
+    ):
         raise UnsupportedError(
             expected="a share that is one subtree of the samples' tree",
             received=f"{name_share(samples)}, which are {len(samples.roots)} subtrees of whole segments",

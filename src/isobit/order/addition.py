@@ -93,7 +93,9 @@ def write_formula(branch: Branch) -> str:
     """`((0 + 3) + 2) + 1`: for a few terms."""
     texts: list[str] = []
     for step in steps_of(branch):
-        texts.append(" + ".join(str(~child) if child < 0 else f"({texts[child]})" for child in step))
+        texts.append(
+            " + ".join(str(~child) if child < 0 else f"({texts[child]})" for child in step)
+        )
     return texts[-1] if texts else str(branch)
 
 

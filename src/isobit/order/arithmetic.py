@@ -30,11 +30,15 @@ class Arithmetic:
     products: str  # "none", "exact" (the dtype's products fit the accumulator), "fused", "rounded" or "mixed"
     rounded: frozenset[int]  # the terms whose product is rounded before it is added
     widths: tuple[int, ...]  # significand bits of each addition's result, in the order of steps_of
-    terms_cut_to: int | None  # significand bits of a term as it enters, if fewer than it was written with
+    terms_cut_to: (
+        int | None
+    )  # significand bits of a term as it enters, if fewer than it was written with
     cut_how: str  # "", or how that is done: "truncated" or "rounded", with ", factors too" for both sides of a product
     keeps_subnormal_terms: bool | None  # None: not seen
     keeps_subnormal_sums: bool | None
-    keeps_negative_zero: bool  # whether a sum of nothing but -0.0 is -0.0; not, where one starts from +0.0
+    keeps_negative_zero: (
+        bool  # whether a sum of nothing but -0.0 is -0.0; not, where one starts from +0.0
+    )
     # Roundings of an addition whose operands are wider than its result. "": an addition of two rounds to its widest
     # operand's format first, a fused one rounds once. "through fp64": all go through fp64. "at once": all round once.
     passing: str = ""
@@ -71,8 +75,12 @@ class Arithmetic:
     @property
     def digest(self) -> bytes:
         """BLAKE3 of all of it."""
-        text = repr((self.products, sorted(self.rounded), self.widths, self.terms_cut_to, self.cut_how))
-        text += repr((self.keeps_subnormal_terms, self.keeps_subnormal_sums, self.keeps_negative_zero))
+        text = repr(
+            (self.products, sorted(self.rounded), self.widths, self.terms_cut_to, self.cut_how)
+        )
+        text += repr(
+            (self.keeps_subnormal_terms, self.keeps_subnormal_sums, self.keeps_negative_zero)
+        )
         text += self.passing
         return blake3(text.encode()).digest()
 
@@ -95,7 +103,9 @@ def find_arithmetic(session: Session, branch: Branch) -> Arithmetic:
     products, rounded = _find_fusion(session, steps)
     terms, sums = _find_subnormals(session, steps)
     (zero,) = session.ask([Terms((), (), -0.0, range(session.target.n))], "arithmetic")
-    return Arithmetic(products, rounded, widths, cut, "", terms, sums, zero == 0 and math.copysign(1, zero) < 0)
+    return Arithmetic(
+        products, rounded, widths, cut, "", terms, sums, zero == 0 and math.copysign(1, zero) < 0
+    )
 
 
 def _find_subnormals(session: Session, steps: list[Step]) -> tuple[bool | None, bool | None]:
@@ -108,8 +118,13 @@ def _find_subnormals(session: Session, steps: list[Step]) -> tuple[bool | None, 
     sums = [Terms(tuple(chain.from_iterable(g)), (3 * small, -2 * small) * len(g)) for g in groups]
     found = session.ask([*terms, *sums], "arithmetic")
     with_terms = [value / (small * len(g)) for value, g in zip(found, groups, strict=False)]
-    left_over = [value / (small * len(g)) for value, g in zip(found[len(groups) :], groups, strict=True)]
-    for what, seen, flushed, kept in (("terms", with_terms, 2.0, 3.0), ("sums", left_over, 0.0, 1.0)):
+    left_over = [
+        value / (small * len(g)) for value, g in zip(found[len(groups) :], groups, strict=True)
+    ]
+    for what, seen, flushed, kept in (
+        ("terms", with_terms, 2.0, 3.0),
+        ("sums", left_over, 0.0, 1.0),
+    ):
         if set(seen) not in ({flushed}, {kept}):
             raise RevealError(
                 expected=f"subnormal {what} that are kept everywhere, or nowhere",
@@ -159,10 +174,14 @@ def _find_widths(session: Session, steps: list[Step]) -> tuple[int, ...]:
     widths = [0] * len(steps)
     survived = {place.step: WIDTHS[0] for places in groups for place in places}
     for narrow, wide in pairwise(WIDTHS):
-        groups = [kept for places in groups if (kept := [p for p in places if survived[p.step] == narrow])]
+        groups = [
+            kept for places in groups if (kept := [p for p in places if survived[p.step] == narrow])
+        ]
         for step in _surviving(session, groups, 2.0**-narrow):
             survived[step] = wide
-    widest = [kept for places in groups if (kept := [p for p in places if survived[p.step] == WIDTHS[-1]])]
+    widest = [
+        kept for places in groups if (kept := [p for p in places if survived[p.step] == WIDTHS[-1]])
+    ]
     if _surviving(session, widest, 2.0 ** -WIDTHS[-1]):
         raise RevealError(
             expected="sums kept in at most fp64",
@@ -180,7 +199,10 @@ def _surviving(session: Session, groups: list[list[_Place]], small: float) -> se
     """The additions after which `small` is left; a group is one probe unless its members disagree."""
     found: set[int] = set()
     while groups:
-        batch = [Terms(tuple(t for p in g for t in (p.a, p.b, p.c)), (1.0, small, -1.0) * len(g)) for g in groups]
+        batch = [
+            Terms(tuple(t for p in g for t in (p.a, p.b, p.c)), (1.0, small, -1.0) * len(g))
+            for g in groups
+        ]
         halves: list[list[_Place]] = []
         for group, value in zip(groups, session.ask(batch, "arithmetic"), strict=True):
             if value == small * len(group):
@@ -195,7 +217,9 @@ def _leaf_places(session: Session, steps: list[Step], most: int = 0) -> list[lis
     """(term, a term of what it is added to), in groups of at most `most` that one probe can test."""
     some = _some_terms(steps)
     # A narrow accumulator must hold the sum of what a group leaves.
-    most = most or (FUSED_BATCH if session.window >= session.target.n else max(session.window // 4, 1))
+    most = most or (
+        FUSED_BATCH if session.window >= session.target.n else max(session.window // 4, 1)
+    )
     groups = []
     for group in _antichains(steps, lambda child: child < 0):
         pairs = []
@@ -212,7 +236,10 @@ def _find_cut(session: Session, steps: list[Step]) -> int | None:
     groups = _leaf_places(session, steps)
     while True:
         last = 2.0 ** (1 - width)
-        batch = [Terms(tuple(chain.from_iterable(pairs)), (1.0 + last, -1.0) * len(pairs)) for pairs in groups]
+        batch = [
+            Terms(tuple(chain.from_iterable(pairs)), (1.0 + last, -1.0) * len(pairs))
+            for pairs in groups
+        ]
         found = session.ask(batch, "arithmetic")
         kept = [value == last * len(pairs) for pairs, value in zip(groups, found, strict=True)]
         if all(kept):
@@ -240,7 +267,9 @@ def _find_fusion(session: Session, steps: list[Step]) -> tuple[str, frozenset[in
         u = 1.0 + 2.0**-12
         rounded = _rounded_products(session, steps, (u, -1.0), u, 2.0**-12 + 2.0**-24, 2.0**-12)
     elif target.scale.largest > 100:
-        rounded = _rounded_products(session, steps, (2.0**64, 2.0**56 - 2.0**64), 2.0**64, 2.0**120, math.inf)
+        rounded = _rounded_products(
+            session, steps, (2.0**64, 2.0**56 - 2.0**64), 2.0**64, 2.0**120, math.inf
+        )
         return ("rounded" if len(rounded) == target.n else "exact"), rounded
     else:
         return "exact", frozenset()
@@ -250,10 +279,18 @@ def _find_fusion(session: Session, steps: list[Step]) -> tuple[str, frozenset[in
 
 
 def _rounded_products(
-    session: Session, steps: list[Step], pair: tuple[float, float], factor: float, kept: float, lost: float
+    session: Session,
+    steps: list[Step],
+    pair: tuple[float, float],
+    factor: float,
+    kept: float,
+    lost: float,
 ) -> frozenset[int]:
     """The terms at which a pair leaves `lost` rather than `kept`; a group is one probe unless its members disagree."""
-    groups, rounded = _leaf_places(session, steps, BELOW_OVERFLOW if math.isinf(lost) else 0), set[int]()
+    groups, rounded = (
+        _leaf_places(session, steps, BELOW_OVERFLOW if math.isinf(lost) else 0),
+        set[int](),
+    )
     while groups:
         batch = [Terms(tuple(chain.from_iterable(g)), pair * len(g), factor=factor) for g in groups]
         halves: list[list[tuple[int, int]]] = []
@@ -269,6 +306,7 @@ def _rounded_products(
 def _only_first(steps: Sequence[Step], rounded: frozenset[int]) -> bool:
     """Whether just the first product of each run is rounded: it is added to nothing."""
     return all(
-        sum(~child in rounded for child in step if child < 0) <= (1 if all(c < 0 for c in step) else 0)
+        sum(~child in rounded for child in step if child < 0)
+        <= (1 if all(c < 0 for c in step) else 0)
         for step in steps
     )

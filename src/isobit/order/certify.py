@@ -22,13 +22,17 @@ class OrderClass:
 
     configurations: tuple[str, ...]
     tree: Tree
-    parting: tuple[str, str] | None  # where it parts from the first class: (there, here); None if only in arithmetic
+    parting: (
+        tuple[str, str] | None
+    )  # where it parts from the first class: (there, here); None if only in arithmetic
 
     @property
     def label(self) -> str:
         """The configurations, runs of whole numbers as `m=1–257`."""
         parts = [name.rpartition("=") for name in self.configurations]
-        if len({key for key, _, _ in parts}) > 1 or not all(value.isdecimal() for _, _, value in parts):
+        if len({key for key, _, _ in parts}) > 1 or not all(
+            value.isdecimal() for _, _, value in parts
+        ):
             return ", ".join(self.configurations)
         runs: list[list[int]] = []
         for number in (int(value) for _, _, value in parts):
@@ -36,7 +40,9 @@ class OrderClass:
                 runs[-1][1] = number
             else:
                 runs.append([number, number])
-        said = ", ".join(f"{a}–{b}" if b > a + 1 else f"{a}, {b}" if b > a else str(a) for a, b in runs)
+        said = ", ".join(
+            f"{a}–{b}" if b > a + 1 else f"{a}, {b}" if b > a else str(a) for a, b in runs
+        )
         return f"{parts[0][0]}{parts[0][1]}{said}"
 
 
@@ -55,7 +61,11 @@ class Certificate:
     @property
     def kept(self) -> bool:
         """One order for all, at every place, and none refused."""
-        return len(self.classes) == 1 and not self.refused and not any(c.tree.unlike for c in self.classes)
+        return (
+            len(self.classes) == 1
+            and not self.refused
+            and not any(c.tree.unlike for c in self.classes)
+        )
 
     @property
     def digest(self) -> str | None:
@@ -73,7 +83,9 @@ class Certificate:
             return f"{what}one order; what its additions do was not seen"
         if not tree.replayed:
             return f"{what}one order and one arithmetic; not replayed"
-        replayed = f"replayed to the bit on {tree.replayed} vectors of {len(tree.replays.kinds)} kinds"
+        replayed = (
+            f"replayed to the bit on {tree.replayed} vectors of {len(tree.replays.kinds)} kinds"
+        )
         if self.count == 1:
             return f"{what}order and arithmetic predict its bits, {replayed}; one configuration is compared with none"
         return (
@@ -144,7 +156,9 @@ def certify(
     found: dict[str, tuple[Tree, list[str]]] = {}
     refused: list[tuple[str, str]] = []
     for configuration, name in zip(asked, _name_all(asked), strict=True):
-        made = target(**configuration) if isinstance(configuration, Mapping) else target(configuration)
+        made = (
+            target(**configuration) if isinstance(configuration, Mapping) else target(configuration)
+        )
         try:
             tree = reveal(made, arithmetic=arithmetic, progress=progress)
         except RevealError as error:

@@ -79,7 +79,9 @@ ENGINES: dict[str, Engine] = {
 }
 
 
-def evaluate_segment(segment: Segment, factors: Sequence[tuple[float, float]], engine: Engine) -> float:
+def evaluate_segment(
+    segment: Segment, factors: Sequence[tuple[float, float]], engine: Engine
+) -> float:
     """One segment: its leaves, folded left through the engine's accumulator."""
     total: float | None = None
     for leaf in segment:
@@ -88,7 +90,9 @@ def evaluate_segment(segment: Segment, factors: Sequence[tuple[float, float]], e
     return 0.0 if total is None else total
 
 
-def evaluate(segments: Sequence[Segment], factors: Sequence[tuple[float, float]], engine: Engine) -> float:
+def evaluate(
+    segments: Sequence[Segment], factors: Sequence[tuple[float, float]], engine: Engine
+) -> float:
     """A whole sum of products in fp32, before bias and rounding."""
     return merge([evaluate_segment(s, factors, engine) for s in segments], add_fp32)
 
@@ -104,7 +108,9 @@ def leaf_tree(engine: str, indices: Sequence[int]) -> list[Branch]:
         total = merge(lanes, lambda a, b: b if a is None else a if b is None else (a, b))
         return [] if total is None else [total]
     blocks = [indices[at : at + AMX_BLOCK] for at in range(0, len(indices), AMX_BLOCK)]
-    return [(chain(block[0::2]), chain(block[1::2])) if len(block) > 1 else block[0] for block in blocks]
+    return [
+        (chain(block[0::2]), chain(block[1::2])) if len(block) > 1 else block[0] for block in blocks
+    ]
 
 
 def expected_tree(segments: Sequence[Segment], engine: str) -> Branch:

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 _pack_fp32, _unpack_fp32 = struct.Struct("<f").pack, struct.Struct("<f").unpack
 
+
 def exact_sum(values: Iterable[float]) -> float:
     """The sum rounded once to fp64, whatever the order of the values."""
     known = list(values)

@@ -30,13 +30,23 @@ class _Class:
         return chosen if len(chosen) <= FEW else as_range(chosen) or tuple(chosen)
 
 
-def find_sizes(session: Session, pivots: list[int], others: list[list[int]], stage: str) -> list[dict[int, int]]:
+def find_sizes(
+    session: Session, pivots: list[int], others: list[list[int]], stage: str
+) -> list[dict[int, int]]:
     """For each pivot: how many terms the smallest sum with each of its others has, the group's own terms counted."""
     sizes: list[dict[int, int]] = [{} for _ in pivots]
-    classes = [_Class(at, pivot, rest, 1) for at, (pivot, rest) in enumerate(zip(pivots, others, strict=True)) if rest]
+    classes = [
+        _Class(at, pivot, rest, 1)
+        for at, (pivot, rest) in enumerate(zip(pivots, others, strict=True))
+        if rest
+    ]
     while classes:
         samples = [c.sample(session.window) for c in classes]
-        asked = [((c.pivot, j), counted) for c, counted in zip(classes, samples, strict=True) for j in c.members]
+        asked = [
+            ((c.pivot, j), counted)
+            for c, counted in zip(classes, samples, strict=True)
+            for j in c.members
+        ]
         counts = iter(session.count_absorbed(asked, stage))
         following: list[_Class] = []
         for found, counted in zip(classes, samples, strict=True):
@@ -44,13 +54,20 @@ def find_sizes(session: Session, pivots: list[int], others: list[list[int]], sta
             if len(counted) == len(found.members):
                 sizes[found.group].update({j: found.below + count for j, count in absorbed.items()})
             else:
-                following += _tell_apart(session, found, counted, absorbed, sizes[found.group], stage)
+                following += _tell_apart(
+                    session, found, counted, absorbed, sizes[found.group], stage
+                )
         classes = following
     return sizes
 
 
 def _tell_apart(
-    session: Session, found: _Class, sample: Sequence[int], absorbed: dict[int, int], sizes: dict[int, int], stage: str
+    session: Session,
+    found: _Class,
+    sample: Sequence[int],
+    absorbed: dict[int, int],
+    sizes: dict[int, int],
+    stage: str,
 ) -> list[_Class]:
     """Smaller classes; or, where the sample tells none apart, the sizes themselves."""
     by_count: dict[int, list[int]] = {}

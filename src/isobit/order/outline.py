@@ -82,7 +82,9 @@ class _Shapes:
             size = self.sizes[item] * len(operands)
             return self.number(("fused", item, gap, len(operands)), size), at
         offsets = tuple((shape, where - at) for shape, where in operands)
-        return self.number(("fused all", offsets), sum(self.sizes[shape] for shape, _ in operands)), at
+        return self.number(
+            ("fused all", offsets), sum(self.sizes[shape] for shape, _ in operands)
+        ), at
 
     def _chain(self, before: int, item: int, offset: int, gap: int, count: int) -> int:
         size = (0 if before == NOTHING else self.sizes[before]) + self.sizes[item] * count
@@ -134,14 +136,18 @@ class _Shapes:
             item, distances = rest
             assert isinstance(distances, tuple)
             assert isinstance(item, int)
-            return Outline("pairs", at, size, (Run(self.outline(item, at), 2 ** len(distances), distances),))
+            return Outline(
+                "pairs", at, size, (Run(self.outline(item, at), 2 ** len(distances), distances),)
+            )
         if kind == "fused":
             item, gap, count = (int(v) for v in rest)  # type: ignore[call-overload]
             return Outline("fused", at, size, (Run(self.outline(item, at), count, (gap,)),))
         if kind == "fused all":
             (offsets,) = rest
             assert isinstance(offsets, tuple)
-            return Outline("fused", at, size, tuple(Run(self.outline(s, at + o), 1, (0,)) for s, o in offsets))
+            return Outline(
+                "fused", at, size, tuple(Run(self.outline(s, at + o), 1, (0,)) for s, o in offsets)
+            )
         runs: list[Run] = []
         while shape != NOTHING:
             shape, item, offset, gap, count = (int(v) for v in self.known[shape][1:])  # type: ignore[call-overload]
@@ -151,7 +157,9 @@ class _Shapes:
 
 def count_lead(outline: Outline) -> int:
     """How many runs at the start of a chain are of single terms: they are one chain with uneven steps."""
-    return next((at for at, run in enumerate(outline.runs) if run.item.kind != "term"), len(outline.runs))
+    return next(
+        (at for at, run in enumerate(outline.runs) if run.item.kind != "term"), len(outline.runs)
+    )
 
 
 def describe(outline: Outline) -> str:
@@ -162,7 +170,10 @@ def describe(outline: Outline) -> str:
         said, others = [], list(outline.runs)
         lead = count_lead(outline)
         if lead > 1:
-            said, others = [f"chain of {sum(run.count for run in outline.runs[:lead])}, uneven"], others[lead:]
+            said, others = (
+                [f"chain of {sum(run.count for run in outline.runs[:lead])}, uneven"],
+                others[lead:],
+            )
             if not others:
                 return said[0]
         said += [_describe_run(run, "folded") for run in others[: SHOWN_RUNS - len(said)]]
@@ -181,12 +192,16 @@ def _describe_run(run: Run, merged: str) -> str:
         return f"term {item.anchor}" if item.kind == "term" else describe(item)
     if item.kind == "term":
         if merged == "folded":
-            return f"chain of {count}" + ("" if gap == 1 else ", descending" if gap == -1 else f", {gap} apart")
+            return f"chain of {count}" + (
+                "" if gap == 1 else ", descending" if gap == -1 else f", {gap} apart"
+            )
         return f"{count} fused" if merged == "fused" else f"{count} in pairs" + _say_distances(run)
     ending = {"folded": "folded", "pairs": "pairs" + _say_distances(run), "fused": "fused"}[merged]
     inner = item.runs[0]
     if item.kind == "chain" and len(item.runs) == 1 and inner.item.kind == "term":
-        if inner.distances == (count,) and sorted(abs(d) for d in run.distances) == _stripe_distances(run, merged):
+        if inner.distances == (count,) and sorted(
+            abs(d) for d in run.distances
+        ) == _stripe_distances(run, merged):
             return f"{count} stripes of {inner.count}, folded, then {ending}"
         if inner.distances == (1,):
             return f"{count} chains of {inner.count}, then {ending}"

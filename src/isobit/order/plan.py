@@ -29,7 +29,12 @@ Segment = tuple[Leaf, ...]
 def count_segments(extent: int, unit: int, cap: int) -> int:
     """The largest power of two that divides `extent`, leaves `unit` to each segment, and is at most `cap`."""
     count = 1
-    while extent > 0 and count * 2 <= cap and extent % (count * 2) == 0 and extent // (count * 2) >= unit:
+    while (
+        extent > 0
+        and count * 2 <= cap
+        and extent % (count * 2) == 0
+        and extent // (count * 2) >= unit
+    ):
         count *= 2
     return count
 
@@ -38,7 +43,9 @@ def cut_into_leaves(start: int, length: int, leaf: int, fold: bool) -> Segment:
     """A run cut from its own start; an empty run is one empty leaf, since +0.0 is added for it."""
     if length == 0:
         return (Leaf(start, 0, fold),)
-    return tuple(Leaf(start + at, min(leaf, length - at), fold or at > 0) for at in range(0, length, leaf))
+    return tuple(
+        Leaf(start + at, min(leaf, length - at), fold or at > 0) for at in range(0, length, leaf)
+    )
 
 
 @dataclass(frozen=True)
@@ -61,4 +68,6 @@ class FeaturePlan:
     def segments(self) -> tuple[Segment, ...]:
         """The leaves of every segment, in order."""
         leaf = FEATURE_LEAF if self.length > LONG_SEGMENT else max(self.length, 1)
-        return tuple(cut_into_leaves(s * self.length, self.length, leaf, False) for s in range(self.count))
+        return tuple(
+            cut_into_leaves(s * self.length, self.length, leaf, False) for s in range(self.count)
+        )

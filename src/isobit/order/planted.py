@@ -34,7 +34,9 @@ class Planted:
         """The one place that there is."""
         return [self.function(values)]
 
-    def replay_batch(self, batch: Sequence[Sequence[float]], factors: Sequence[float]) -> list[list[float]]:
+    def replay_batch(
+        self, batch: Sequence[Sequence[float]], factors: Sequence[float]
+    ) -> list[list[float]]:
         """One by one."""
         return [[self.function(list(values))] for values in batch]
 
@@ -49,7 +51,12 @@ def add_by_steps(steps: Sequence[Step], values: Sequence[float]) -> float:
     """fp32 additions of two, step by step."""
     sums: list[float] = []
     for left, right in steps:
-        sums.append(add_fp32(values[~left] if left < 0 else sums[left], values[~right] if right < 0 else sums[right]))
+        sums.append(
+            add_fp32(
+                values[~left] if left < 0 else sums[left],
+                values[~right] if right < 0 else sums[right],
+            )
+        )
     return sums[-1] if sums else values[0]
 
 
@@ -80,7 +87,9 @@ def add_corrected(values: Sequence[float]) -> float:
     for value in values:
         grown = add_fp32(total, value)
         there = add_fp32(grown, -total)
-        errors = add_fp32(errors, add_fp32(add_fp32(total, -add_fp32(grown, -there)), add_fp32(value, -there)))
+        errors = add_fp32(
+            errors, add_fp32(add_fp32(total, -add_fp32(grown, -there)), add_fp32(value, -there))
+        )
         total = grown
     return add_fp32(total, errors)
 

@@ -77,7 +77,9 @@ def _make_odd(total: float, dropped: float) -> float:
     return math.nextafter(total, math.copysign(math.inf, dropped))
 
 
-PLAIN, TO_ODD, OTHER = range(3)  # how an addition is computed: in fp64 and rounded; with the bits that fp64 drops
+PLAIN, TO_ODD, OTHER = range(
+    3
+)  # how an addition is computed: in fp64 and rounded; with the bits that fp64 drops
 
 
 class Plan:
@@ -90,7 +92,11 @@ class Plan:
 
         def wide(child: int) -> bool:
             """Whether an operand may have more bits than fp32 holds."""
-            return widths[child] == 53 if child >= 0 else unrounded and ~child not in arithmetic.rounded
+            return (
+                widths[child] == 53
+                if child >= 0
+                else unrounded and ~child not in arithmetic.rounded
+            )
 
         self.wide_sums = [any(c >= 0 and widths[c] == 53 for c in step) for step in steps]
         self.ways = [
@@ -117,7 +123,6 @@ class Plan:
             total = round_fp32(total)
         return round_to(total, width)
 
-
     def sum(self, values: Sequence[float], factors: Sequence[float]) -> float:
         """The sum as the last addition leaves it; values and factors are finite."""
         terms = _entering(self.arithmetic, values, factors)
@@ -125,7 +130,9 @@ class Plan:
         sums: list[float] = []
         for at, (step, way) in enumerate(zip(self.steps, self.ways, strict=True)):
             if way == OTHER:
-                total = self.add(at, [terms[~child] if child < 0 else sums[child] for child in step])
+                total = self.add(
+                    at, [terms[~child] if child < 0 else sums[child] for child in step]
+                )
             else:
                 left, right = step
                 a = terms[~left] if left < 0 else sums[left]
@@ -136,13 +143,19 @@ class Plan:
 
 
 def replay(
-    steps: Sequence[Step], arithmetic: Arithmetic, values: Sequence[float], factors: Sequence[float], output_bits: int
+    steps: Sequence[Step],
+    arithmetic: Arithmetic,
+    values: Sequence[float],
+    factors: Sequence[float],
+    output_bits: int,
 ) -> float:
     """The sum, rounded to the output; values and factors are finite."""
     return round_to(Plan(steps, arithmetic).sum(values, factors), output_bits)
 
 
-def _entering(arithmetic: Arithmetic, values: Sequence[float], factors: Sequence[float]) -> list[float]:
+def _entering(
+    arithmetic: Arithmetic, values: Sequence[float], factors: Sequence[float]
+) -> list[float]:
     """What each addition is given of a term: cut, flushed, multiplied. A product of two fp32 numbers is exact here."""
     terms, others = list(values), list(factors)
     if arithmetic.terms_cut_to is not None:

@@ -29,7 +29,9 @@ class Tree:
     branch: Branch
     arithmetic: Arithmetic | None = None
     probes: int = 0
-    replays: Replayed = NOT_REPLAYED  # vectors whose sums the order and the arithmetic predicted to the bit
+    replays: Replayed = (
+        NOT_REPLAYED  # vectors whose sums the order and the arithmetic predicted to the bit
+    )
     scope: str = ""  # which of the target's sums it is, where there are others
     unlike: int = 0  # places of a call that add otherwise
 
@@ -81,20 +83,44 @@ def reveal(target: Target, *, arithmetic: bool = True, progress: Progress | None
     Raises RevealError where the target is not a sum, is not repeatable, or is not a plain tree of additions.
     """
     if target.n < 1:
-        raise ArgumentError(expected="a sum of at least one term", received=f"n = {target.n}", remedy="choose n >= 1")
+        raise ArgumentError(
+            expected="a sum of at least one term",
+            received=f"n = {target.n}",
+            remedy="choose n >= 1",
+        )
     session = Session(target, progress)
     if target.kind == "positive":
         branch = triples.find_tree(session)
-        return Tree(target.name, target.n, branch, None, session.probes, NOT_REPLAYED, target.scope, target.unlike)
+        return Tree(
+            target.name,
+            target.n,
+            branch,
+            None,
+            session.probes,
+            NOT_REPLAYED,
+            target.scope,
+            target.unlike,
+        )
     random = Random(target.n)
     _check_repeatable(target, random)
     session.find_window()
     branch = signed.find_tree(session)
     if not arithmetic or not target.output_bits or target.n < 2:
-        return Tree(target.name, target.n, branch, None, session.probes, NOT_REPLAYED, target.scope, target.unlike)
+        return Tree(
+            target.name,
+            target.n,
+            branch,
+            None,
+            session.probes,
+            NOT_REPLAYED,
+            target.scope,
+            target.unlike,
+        )
     found = find_arithmetic(session, branch)
     found, replays = check_replays(session, branch, found)
-    return Tree(target.name, target.n, branch, found, session.probes, replays, target.scope, target.unlike)
+    return Tree(
+        target.name, target.n, branch, found, session.probes, replays, target.scope, target.unlike
+    )
 
 
 def _check_repeatable(target: Target, random: Random) -> None:

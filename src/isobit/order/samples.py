@@ -40,7 +40,9 @@ class Samples:
         return cls.of_spans(spans, at, first, of)
 
     @classmethod
-    def cumulative(cls, offsets: Iterable[int], *, first: int = 0, of: int | None = None) -> Samples:
+    def cumulative(
+        cls, offsets: Iterable[int], *, first: int = 0, of: int | None = None
+    ) -> Samples:
         """The same from cumulative lengths, 0 first, as variable-length attention takes them."""
         edges = [int(edge) for edge in offsets]
         if not edges or edges[0] != 0:
@@ -65,7 +67,11 @@ class Samples:
         """Samples of these lengths, each padded on `side` to `width` rows."""
         known = check_lengths(lengths)
         if side not in ("left", "right"):
-            raise ArgumentError(expected="side 'left' or 'right'", received=f"{side!r}", remedy="name the padded side")
+            raise ArgumentError(
+                expected="side 'left' or 'right'",
+                received=f"{side!r}",
+                remedy="name the padded side",
+            )
         if known and max(known) > width:
             raise ArgumentError(
                 expected=f"lengths of at most the width {width}",
@@ -76,7 +82,9 @@ class Samples:
         return cls.of_spans(spans, len(known) * width, first, of)
 
     @classmethod
-    def of_spans(cls, spans: list[tuple[int, int]], rows: int, first: int = 0, of: int | None = None) -> Samples:
+    def of_spans(
+        cls, spans: list[tuple[int, int]], rows: int, first: int = 0, of: int | None = None
+    ) -> Samples:
         """Samples at these (first row, rows) of a call with this many rows."""
         total = first + len(spans) if of is None else of
         if of is None and first:
@@ -105,9 +113,13 @@ class Samples:
         """The leaves of every segment of this share, in order."""
         size = segment_size(self.of)
         leaves = [
-            cut_into_leaves(start, length, TOKEN_LEAF, i % size != 0) for i, (start, length) in enumerate(self.spans)
+            cut_into_leaves(start, length, TOKEN_LEAF, i % size != 0)
+            for i, (start, length) in enumerate(self.spans)
         ]
-        return tuple(tuple(leaf for run in leaves[i : i + size] for leaf in run) for i in range(0, len(leaves), size))
+        return tuple(
+            tuple(leaf for run in leaves[i : i + size] for leaf in run)
+            for i in range(0, len(leaves), size)
+        )
 
     @property
     def roots(self) -> tuple[Node, ...]:

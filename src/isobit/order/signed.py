@@ -24,7 +24,13 @@ class _Group:
     """Terms known to be one subtree, or several equal ones of a fused addition, whose inside is still to be found."""
 
     def __init__(
-        self, terms: list[int], pivot: int, size: int, into: list[Any], total: int, witness: int | None
+        self,
+        terms: list[int],
+        pivot: int,
+        size: int,
+        into: list[Any],
+        total: int,
+        witness: int | None,
     ) -> None:
         self.terms, self.pivot = terms, pivot
         self.witness = witness  # a term beside the group, under the same addition
@@ -75,12 +81,18 @@ def _find_tree(session: Session) -> Branch:
     return branch
 
 
-def _find_sizes(session: Session, wave: list[_Group], others: list[list[int]], stage: str) -> list[list[int]]:
+def _find_sizes(
+    session: Session, wave: list[_Group], others: list[list[int]], stage: str
+) -> list[list[int]]:
     """For each group, the size of the smallest sum that holds its pivot and each other of its terms."""
     n = session.target.n
     if session.window >= n:
         counted = range(n)
-        pairs = [((group.pivot, j), counted) for group, rest in zip(wave, others, strict=True) for j in rest]
+        pairs = [
+            ((group.pivot, j), counted)
+            for group, rest in zip(wave, others, strict=True)
+            for j in rest
+        ]
         found = iter(session.count_absorbed(pairs, stage))
         return [[next(found) for _ in rest] for rest in others]
     if session.thorough:
@@ -94,14 +106,18 @@ def _find_sizes(session: Session, wave: list[_Group], others: list[list[int]], s
     return sizes
 
 
-def _split(session: Session, group: _Group, others: list[int], sizes: Sequence[int], random: Random) -> list[_Group]:
+def _split(
+    session: Session, group: _Group, others: list[int], sizes: Sequence[int], random: Random
+) -> list[_Group]:
     """Reads the pivot's ancestors from the sizes; returns what hangs from its path and is not yet known."""
     by_size: dict[int, list[int]] = {}
     for other, size in zip(others, sizes, strict=True):
         by_size.setdefault(size, []).append(other)
     found: list[_Group] = []
     rest = [j for size in sorted(by_size) if size > group.size for j in by_size[size]]
-    if rest:  # siblings in a fused addition: it absorbs either all its terms, or exactly those of the two
+    if (
+        rest
+    ):  # siblings in a fused addition: it absorbs either all its terms, or exactly those of the two
         if set(by_size) - {s for s in by_size if s <= group.size} - {group.total, 2 * group.size}:
             raise _not_a_tree(group.pivot, group.size, max(by_size))
         found += _hang(group, rest, min(group.size, len(rest)), group.into, group.total, random)
@@ -115,7 +131,11 @@ def _split(session: Session, group: _Group, others: list[int], sizes: Sequence[i
         if size == held + count:  # an addition of two, or a fused one that absorbs all it adds
             node, base, each = [path], held, count
             path = node
-        elif node and count % (size - base) == 0 and _survives(session, (group.pivot, terms[0]), last):
+        elif (
+            node
+            and count % (size - base) == 0
+            and _survives(session, (group.pivot, terms[0]), last)
+        ):
             each = size - base  # more operands of the same exact fused addition
         elif size > held and count % (size - held) == 0:  # a new one
             node, base, each = [path], held, size - held
@@ -137,10 +157,16 @@ def _survives(session: Session, pair: tuple[int, int], term: int) -> bool:
     return session.count_absorbed([(pair, (term,))], "order") == [0]
 
 
-def _find_fused(session: Session, wave: list[_Group], others: list[list[int]], sizes: list[list[int]]) -> None:
+def _find_fused(
+    session: Session, wave: list[_Group], others: list[list[int]], sizes: list[list[int]]
+) -> None:
     """Where only a group's own terms were counted: pairs that absorb a term beside the group too meet in its parent."""
     tested = [
-        (at, group.witness, next((j for j, s in zip(rest, found, strict=True) if s == len(group.terms)), None))
+        (
+            at,
+            group.witness,
+            next((j for j, s in zip(rest, found, strict=True) if s == len(group.terms)), None),
+        )
         for at, (group, rest, found) in enumerate(zip(wave, others, sizes, strict=True))
     ]
     asked = [((wave[at].pivot, j), (w,)) for at, w, j in tested if j is not None and w is not None]
@@ -151,7 +177,9 @@ def _find_fused(session: Session, wave: list[_Group], others: list[list[int]], s
             sizes[at] = [group.total if size == len(group.terms) else size for size in sizes[at]]
 
 
-def _hang(group: _Group, terms: list[int], each: int, into: list[Any], total: int, random: Random) -> list[_Group]:
+def _hang(
+    group: _Group, terms: list[int], each: int, into: list[Any], total: int, random: Random
+) -> list[_Group]:
     """Adds terms, in subtrees of `each`, to an addition; returns the problem that they are, if any."""
     if each == 1:
         into.extend(terms)
@@ -196,7 +224,9 @@ def _check_pairs(session: Session, branch: Branch, random: Random) -> None:
             raise _not_a_tree(i, wanted[0], absorbed)
 
 
-def _predict(i: int, j: int, n: int, parents: list[int], sizes: list[int], steps: list[Step]) -> tuple[int, ...]:
+def _predict(
+    i: int, j: int, n: int, parents: list[int], sizes: list[int], steps: list[Step]
+) -> tuple[int, ...]:
     """Terms of the smallest subtree with both; in a fused addition also the terms of just the two operands."""
     below = {i: 1}
     at, held = i, 1

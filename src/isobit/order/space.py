@@ -54,9 +54,15 @@ class Space:
         room, bits = max(high - low, 0) + 1, self.scale.bits
         if low - bits + 1 < self.scale.smallest:
             return [self.number(low + self.random.randrange(room), sign) for _ in range(self.n)]
-        top, draw = 1 << (bits - 1), self.random.getrandbits  # the same for normal numbers, much faster
+        top, draw = (
+            1 << (bits - 1),
+            self.random.getrandbits,
+        )  # the same for normal numbers, much faster
         return [
-            math.ldexp(((r & (top - 1)) | top) * (sign or (r >> 24 & 2) - 1), low + (r >> 32) % room - bits + 1)
+            math.ldexp(
+                ((r & (top - 1)) | top) * (sign or (r >> 24 & 2) - 1),
+                low + (r >> 32) % room - bits + 1,
+            )
             for r in (draw(60) for _ in range(self.n))
         ]
 

@@ -30,11 +30,15 @@ class Scale:
     unit: float
     absorbed: int
     bits: int  # significand bits of a term as it is written
-    subnormal: float  # the smallest normal number is twice this; 0 where a result so small is not seen
+    subnormal: (
+        float  # the smallest normal number is twice this; 0 where a result so small is not seen
+    )
     lowest: int  # how far exponents of random terms may go below 1
     smallest: int  # the smallest number that a replay may use is 2^smallest
     largest: int  # and its largest exponent
-    divided: bool = False  # whether the sum is divided before it is read, by a number that may be inexact
+    divided: bool = (
+        False  # whether the sum is divided before it is read, by a number that may be inexact
+    )
 
 
 # 2^100 absorbs units in fp64 too. fp16 ends at 2^16, so its unit is its smallest number.
@@ -47,7 +51,11 @@ FP16_DIVIDED = Scale(2.0**15, 2.0**-14, 2**4, 11, 0.0, 13, -14, 5, True)
 
 def divided(scale: Scale) -> Scale:
     """The same where the sum is divided before it is read."""
-    return FP16_DIVIDED if scale is FP16 else replace(scale, subnormal=0.0, smallest=-60, largest=60, divided=True)
+    return (
+        FP16_DIVIDED
+        if scale is FP16
+        else replace(scale, subnormal=0.0, smallest=-60, largest=60, divided=True)
+    )
 
 
 class Target(Protocol):
@@ -91,7 +99,9 @@ class Target(Protocol):
     def replay(self, values: Sequence[float], factors: Sequence[float]) -> Sequence[float]:
         """The sum of these terms at every place where the target makes it."""
 
-    def replay_batch(self, batch: Sequence[Sequence[float]], factors: Sequence[float]) -> Sequence[Sequence[float]]:
+    def replay_batch(
+        self, batch: Sequence[Sequence[float]], factors: Sequence[float]
+    ) -> Sequence[Sequence[float]]:
         """For each vector of terms, every different sum that the target makes of it."""
 
 
@@ -102,7 +112,11 @@ def as_range(terms: Sequence[int]) -> range | None:
     if len(terms) < 2 or terms[1] <= terms[0]:
         return None
     steps = range(terms[0], terms[-1] + 1, terms[1] - terms[0])
-    return steps if len(steps) == len(terms) and all(a == b for a, b in zip(steps, terms, strict=True)) else None
+    return (
+        steps
+        if len(steps) == len(terms) and all(a == b for a, b in zip(steps, terms, strict=True))
+        else None
+    )
 
 
 @dataclass
@@ -113,7 +127,9 @@ class Session:
     progress: Progress | None = None
     probes: int = 0
     window: int = 0  # how many units can be counted at once
-    thorough: bool = False  # whether all terms are counted for every pair, also where that takes many windows
+    thorough: bool = (
+        False  # whether all terms are counted for every pair, also where that takes many windows
+    )
 
     BATCH = 4096
 
@@ -133,7 +149,11 @@ class Session:
         window = min(n, self.target.scale.absorbed)
         while True:
             counts = sorted({window, max(window - 1, 1), window // 2 + 1})
-            batch = [Terms((), (), unit, range(start, start + c)) for c in counts for start in sorted({0, n - c})]
+            batch = [
+                Terms((), (), unit, range(start, start + c))
+                for c in counts
+                for start in sorted({0, n - c})
+            ]
             wanted = [c for c in counts for _ in sorted({0, n - c})]
             found = self.ask(batch, "count")
             if all(value == unit * count for value, count in zip(found, wanted, strict=True)):
@@ -148,7 +168,9 @@ class Session:
             remedy="it is not a sum of these terms as they are written and read; adapt how the target is wrapped",
         )
 
-    def count_absorbed(self, requests: Sequence[tuple[tuple[int, int], Sequence[int]]], stage: str) -> list[int]:
+    def count_absorbed(
+        self, requests: Sequence[tuple[tuple[int, int], Sequence[int]]], stage: str
+    ) -> list[int]:
         """For each (pair, terms): how many of the terms are absorbed before the pair cancels, itself included."""
         values = self.ask([self._probe(pair, counted) for pair, counted in requests], stage)
         return [
@@ -156,7 +178,9 @@ class Session:
             for value, (pair, counted) in zip(values, requests, strict=True)
         ]
 
-    def sizes(self, pairs: Sequence[tuple[int, int]], among: Sequence[int], stage: str) -> list[int]:
+    def sizes(
+        self, pairs: Sequence[tuple[int, int]], among: Sequence[int], stage: str
+    ) -> list[int]:
         """For each pair, how many of `among` are absorbed before it cancels: the terms of its smallest common sum."""
         windows = self.windows(among)
         found = self.count_absorbed([(pair, window) for window in windows for pair in pairs], stage)

@@ -78,7 +78,9 @@ def merge(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Valu
     return total
 
 
-def merge_items(items: Sequence[Value], cap: int, add: Callable[[Value, Value], Value], of: int = 0) -> Value:
+def merge_items(
+    items: Sequence[Value], cap: int, add: Callable[[Value, Value], Value], of: int = 0
+) -> Value:
     """Items that are each a sum of their own (heads, samples with heads): folded left in a segment, then merged.
 
     They are all items of their axis, or one subtree of its `of`.

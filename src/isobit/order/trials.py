@@ -24,7 +24,12 @@ FUSED_TIMES = 4  # an exact addition of many terms is a strong claim
 MORE = {"one scale": 3, "a tie alone": 3, "a tie and dust": 2}
 FACTOR_SETS = 4
 FACTORS = ((-3, 4), (-3, 4), (-12, 12), (0, 0))  # exponents of the factors of each set
-FAR_FACTORS = ((-3, 4), (-3, 4), (-70, -60), (55, 62))  # with these, products underflow and overflow fp32
+FAR_FACTORS = (
+    (-3, 4),
+    (-3, 4),
+    (-70, -60),
+    (55, 62),
+)  # with these, products underflow and overflow fp32
 GROUPS = 256
 EVERYWHERE = 8  # vectors that stand at all places of a call
 
@@ -52,13 +57,17 @@ class Replayed:
             return "not replayed"
         low, high = self.exponents
         stored = f", {self.storage}" if self.storage else ""
-        return f"{self.vectors} vectors of {len(self.kinds)} kinds, exponents {low} to {high}{stored}"
+        return (
+            f"{self.vectors} vectors of {len(self.kinds)} kinds, exponents {low} to {high}{stored}"
+        )
 
 
 NOT_REPLAYED = Replayed()
 
 
-def check_replays(session: Session, branch: Branch, arithmetic: Arithmetic) -> tuple[Arithmetic, Replayed]:
+def check_replays(
+    session: Session, branch: Branch, arithmetic: Arithmetic
+) -> tuple[Arithmetic, Replayed]:
     """Compare the target with what its order and arithmetic predict, on vectors of every kind.
 
     What probing leaves open is settled here: the variant of the arithmetic that predicts every sum is returned.
@@ -79,7 +88,9 @@ def check_replays(session: Session, branch: Branch, arithmetic: Arithmetic) -> t
             told = target.n == 2 or _tells_orders_apart(order, variant, question, predicted)
             kinds = tuple(dict.fromkeys(trial.kind for trial in trials))
             reach = (target.scale.smallest, target.scale.largest)
-            return variant, Replayed(len(trials), kinds, reach, target.storage) if told else NOT_REPLAYED
+            return variant, Replayed(
+                len(trials), kinds, reach, target.storage
+            ) if told else NOT_REPLAYED
         if wrong > at:
             furthest, at = predicted, wrong
     raise RevealError(
@@ -144,20 +155,31 @@ def _draw(question: _Question) -> tuple[list[Trial], list[list[float]]]:
     sets = FACTOR_SETS if question.products else 1
     pairs = [draw_pairs(random, n, question.groups) for _ in range(sets)]
     factors = [_draw_factors(random, question, at, pairs[at]) for at in range(sets)]
-    count = next(each for most, each in A_KIND if n <= most) * (FUSED_TIMES if question.groups else 1)
+    count = next(each for most, each in A_KIND if n <= most) * (
+        FUSED_TIMES if question.groups else 1
+    )
     trials: list[Trial] = []
     for kind, make in kinds_of(question.scale, bool(question.groups)).items():
         for turn in range(count * MORE.get(kind, 1)):
             at = len(trials) % sets
             chosen = pairs[at] if question.products else draw_pairs(random, n, question.groups)
             space = Space(
-                random, n, question.scale, chosen, question.groups, question.spread, question.widths, turn
+                random,
+                n,
+                question.scale,
+                chosen,
+                question.groups,
+                question.spread,
+                question.widths,
+                turn,
             )
             trials.append(Trial(kind, tuple(make(space)), at))
     return sorted(trials, key=lambda trial: trial.factors), factors
 
 
-def _draw_factors(random: Random, question: _Question, at: int, pairs: list[tuple[int, int]]) -> list[float]:
+def _draw_factors(
+    random: Random, question: _Question, at: int, pairs: list[tuple[int, int]]
+) -> list[float]:
     """Equal where terms are to cancel."""
     if not question.products:
         return []
@@ -168,7 +190,9 @@ def _draw_factors(random: Random, question: _Question, at: int, pairs: list[tupl
     return values
 
 
-def _ask(session: Session, trials: Sequence[Trial], factors: Sequence[Sequence[float]]) -> list[Sequence[float]]:
+def _ask(
+    session: Session, trials: Sequence[Trial], factors: Sequence[Sequence[float]]
+) -> list[Sequence[float]]:
     """What the target gives for each; the first of each set of factors also at all places of one call."""
     target, found = session.target, list[Sequence[float]]()
     for at, known in enumerate(factors):
@@ -177,7 +201,9 @@ def _ask(session: Session, trials: Sequence[Trial], factors: Sequence[Sequence[f
             session.progress("replay", len(found), len(trials))
         given = target.replay_batch([trial.values for trial in mine], known)
         for first, (trial, sums) in enumerate(zip(mine, given, strict=True)):
-            everywhere = target.replay(trial.values, known) if first < EVERYWHERE // len(factors) else ()
+            everywhere = (
+                target.replay(trial.values, known) if first < EVERYWHERE // len(factors) else ()
+            )
             found.append([*sums, *everywhere])
     return found
 
@@ -185,7 +211,9 @@ def _ask(session: Session, trials: Sequence[Trial], factors: Sequence[Sequence[f
 class Predictions:
     """What one order with one arithmetic gives for the vectors of a question, each computed when it is asked for."""
 
-    def __init__(self, order: _Order, arithmetic: Arithmetic, question: _Question, output_bits: int) -> None:
+    def __init__(
+        self, order: _Order, arithmetic: Arithmetic, question: _Question, output_bits: int
+    ) -> None:
         self.arithmetic, self.question, self.output_bits = arithmetic, question, output_bits
         self._plan = Plan(order.steps, arithmetic)
         self._known: dict[int, float | None] = {}
@@ -194,7 +222,9 @@ class Predictions:
         """None where a division after the sum may decide a tie of the output, so that nothing is predicted."""
         if at not in self._known:
             trials, factors = _draw(self.question)
-            self._known[at] = self._read(self._plan.sum(trials[at].values, factors[trials[at].factors]))
+            self._known[at] = self._read(
+                self._plan.sum(trials[at].values, factors[trials[at].factors])
+            )
         return self._known[at]
 
     def _read(self, total: float) -> float | None:
@@ -240,10 +270,14 @@ def _variants(arithmetic: Arithmetic, steps: Sequence[Step]) -> Iterator[Arithme
         passings.append("at once")
     lasts = dict.fromkeys((arithmetic.widths[-1], 24, *WIDTHS))
     for passing, how, last in product(passings, hows, lasts):
-        yield replace(arithmetic, cut_how=how, widths=(*arithmetic.widths[:-1], last), passing=passing)
+        yield replace(
+            arithmetic, cut_how=how, widths=(*arithmetic.widths[:-1], last), passing=passing
+        )
 
 
-def _tells_orders_apart(order: _Order, arithmetic: Arithmetic, question: _Question, predicted: Predictions) -> bool:
+def _tells_orders_apart(
+    order: _Order, arithmetic: Arithmetic, question: _Question, predicted: Predictions
+) -> bool:
     """Whether a chain in another order would have been caught."""
     n, random = question.n, Random(question.n)
     terms = list(range(n))

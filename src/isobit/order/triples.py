@@ -18,7 +18,9 @@ CHECKED_TRIPLES = 64
 MOST_AHEAD = 64
 LAST_PLACE = 2.0**-23  # of fp32 numbers from 1 to 2
 # Numbers from 1 to 2: squares of short ones first, whose roots are exact.
-LARGE = tuple((1.0 + step / 64) ** 2 for step in range(22)) + tuple(1.0 + step / 32 for step in range(1, 27))
+LARGE = tuple((1.0 + step / 64) ** 2 for step in range(22)) + tuple(
+    1.0 + step / 32 for step in range(1, 27)
+)
 
 
 class _Part:
@@ -62,7 +64,10 @@ class _Triples:
         )
 
     def _terms(self, c: int, *small: tuple[int, float]) -> Terms:
-        indices, values = (c, *(term for term, _ in small)), (self.one, *(value for _, value in small))
+        indices, values = (
+            (c, *(term for term, _ in small)),
+            (self.one, *(value for _, value in small)),
+        )
         if not self.ballast:
             return Terms(indices, values)
         spare = next(term for term in range(4) if term not in indices)
@@ -214,7 +219,9 @@ def _search(triples: _Triples, root: _Part, term: int) -> _Part:
         assert left is not None
         assert right is not None
         outside, inside_left, inside_right = triples.meet_before(
-            (left.term, right.term, term), (left.term, term, right.term), (right.term, term, left.term)
+            (left.term, right.term, term),
+            (left.term, term, right.term),
+            (right.term, term, left.term),
         )
         if outside + inside_left + inside_right != 1:
             raise RevealError(

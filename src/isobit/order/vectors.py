@@ -111,7 +111,9 @@ def _leave(space: Space, values: list[float], order: Pairs) -> None:
     """A small number where nothing stands yet, or instead of a pair, so that the sum is not zero."""
     free = [i for i, value in enumerate(values) if not value]
     if free:
-        values[space.random.choice(free)] = space.number(space.random.randint(space.scale.smallest, 0))
+        values[space.random.choice(free)] = space.number(
+            space.random.randint(space.scale.smallest, 0)
+        )
     elif order:
         i, j = order[-1]
         values[i], values[j] = space.number(-ROOM), 0.0
@@ -125,7 +127,10 @@ def _sparse(space: Space) -> list[float]:
 
 
 def _half_zeros(space: Space) -> list[float]:
-    return [v if space.random.random() < 0.5 else math.copysign(0.0, v) for v in space.between(-space.spread, 3)]
+    return [
+        v if space.random.random() < 0.5 else math.copysign(0.0, v)
+        for v in space.between(-space.spread, 3)
+    ]
 
 
 def _rising(space: Space) -> list[float]:
@@ -157,7 +162,10 @@ def _ties(space: Space) -> list[float]:
     low = max(-2 * width, -space.scale.lowest)
     small = [2.0**-width, 2.0**-width * (1 + near), 2.0 ** -(width + 1), 2.0**low]
     chosen = [1.0, 1.0 + near, *small]
-    return [space.fit(space.random.choice(chosen)) * space.random.choice((1, -1)) for _ in range(space.n)]
+    return [
+        space.fit(space.random.choice(chosen)) * space.random.choice((1, -1))
+        for _ in range(space.n)
+    ]
 
 
 def _lone_tie(space: Space) -> list[float]:
@@ -186,7 +194,9 @@ def _tie_and_dust(space: Space) -> list[float]:
     for i in at:
         values[i] = dust * sign
     ties = (width, 53) if turn % 2 else (width,)  # a tie of fp64 that decides the tie
-    for i, value in zip(at, (_even(space, exponent, width), *(2.0 ** (exponent - w) for w in ties)), strict=False):
+    for i, value in zip(
+        at, (_even(space, exponent, width), *(2.0 ** (exponent - w) for w in ties)), strict=False
+    ):
         values[i] = space.fit(value) * sign
     return values
 
@@ -206,7 +216,9 @@ def _operands(space: Space) -> list[int]:
 
 def _one_large(space: Space) -> list[float]:
     values = space.between(-4, 3)
-    values[(0, space.n - 1, space.random.randrange(space.n))[space.turn % 3]] = space.number(min(20, space.safe))
+    values[(0, space.n - 1, space.random.randrange(space.n))[space.turn % 3]] = space.number(
+        min(20, space.safe)
+    )
     return values
 
 

@@ -54,7 +54,10 @@ def add_rows(rows: Sequence[Tensor], total: Tensor) -> None:
     for at in range(0, total.numel(), ELEMENTS_AT_ONCE):
         level = [row[at : at + ELEMENTS_AT_ONCE] for row in rows]
         while len(level) > 2:
-            level = [torch.add(left, right, out=left) for left, right in zip(level[::2], level[1::2], strict=True)]
+            level = [
+                torch.add(left, right, out=left)
+                for left, right in zip(level[::2], level[1::2], strict=True)
+            ]
         settle_nans(torch.add(level[0], level[1], out=total[at : at + ELEMENTS_AT_ONCE]))
 
 

@@ -43,7 +43,9 @@ def require_alike(facts: Mapping[str, str], members: Members) -> None:
 def refuse_unlike(name: str, values: list[str], ranks: tuple[int, ...]) -> None:
     """Names the ranks whose value is not that of most."""
     vote = count_votes(values)
-    shown = [f"{values[group[0]]} on {name_ranks([ranks[at] for at in group])}" for group in vote.groups]
+    shown = [
+        f"{values[group[0]]} on {name_ranks([ranks[at] for at in group])}" for group in vote.groups
+    ]
     wrong = "no majority" if vote.is_tied else f"not that of most ranks, {shown.pop(0)}"
     raise AgreementError(
         expected=f"one value on all {len(ranks)} ranks: {name}",
@@ -57,7 +59,10 @@ def refuse_unlike(name: str, values: list[str], ranks: tuple[int, ...]) -> None:
 
 def facts_of(dtypes: set[torch.dtype]) -> dict[str, str]:
     """The versions, and the engine of each dtype."""
-    engines = {f"{ENGINE}{str(dtype).removeprefix('torch.')}": dispatch.engine_of(dtype) for dtype in dtypes}
+    engines = {
+        f"{ENGINE}{str(dtype).removeprefix('torch.')}": dispatch.engine_of(dtype)
+        for dtype in dtypes
+    }
     return {"version of isobit": isobit.__version__, "version of the order": str(VERSION)} | engines
 
 
@@ -65,7 +70,9 @@ def require_alike_trainers(model: nn.Module, batch: GlobalBatch, members: Member
     """Before ranks collect one step's gradients."""
     if len(members.ranks) == 1:
         return
-    named = [(name, str(p.dtype), list(p.shape), p.requires_grad) for name, p in model.named_parameters()]
+    named = [
+        (name, str(p.dtype), list(p.shape), p.requires_grad) for name, p in model.named_parameters()
+    ]
     digest = blake2b(json.dumps(named).encode(), digest_size=8).hexdigest()
     dtypes = sorted({dtype for _, dtype, _, _ in named})
     facts = {
@@ -77,7 +84,9 @@ def require_alike_trainers(model: nn.Module, batch: GlobalBatch, members: Member
 
 def computed_dtypes(model: nn.Module) -> set[torch.dtype]:
     """Of the parameters as operators see them: fully_shard may gather them in another dtype."""
-    policies = [m._get_fsdp_state()._mp_policy for m in model.modules() if isinstance(m, FSDPModule)]
+    policies = [
+        m._get_fsdp_state()._mp_policy for m in model.modules() if isinstance(m, FSDPModule)
+    ]
     gathered = {policy.param_dtype for policy in policies if policy.param_dtype is not None}
     return gathered | {p.dtype for p in model.parameters() if p.is_floating_point()}
 

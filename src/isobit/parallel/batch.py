@@ -40,7 +40,9 @@ class GlobalBatch:
             )
         if self.order not in ORDERS:
             raise ArgumentError(
-                expected="order 'rank' or 'micro'", received=f"{self.order!r}", remedy="say what a run is cut into last"
+                expected="order 'rank' or 'micro'",
+                received=f"{self.order!r}",
+                remedy="say what a run is cut into last",
             )
         segments = self.of // segment_size(self.of)
         if segments % self.shares:
@@ -64,7 +66,11 @@ class GlobalBatch:
         """Which `size` samples a rank's micro-batch holds."""
         self._check("rank", rank, self.ranks)
         self._check("micro-batch", micro_batch, self.micro_batches)
-        at = rank * self.micro_batches + micro_batch if self.order == "rank" else micro_batch * self.ranks + rank
+        at = (
+            rank * self.micro_batches + micro_batch
+            if self.order == "rank"
+            else micro_batch * self.ranks + rank
+        )
         return Share(at * self.size, self.of, self.size)
 
     def samples(self, rank: int, micro_batch: int = 0) -> range:
@@ -75,12 +81,17 @@ class GlobalBatch:
     def node(self, rank: int, micro_batch: int = 0) -> Node:
         """The subtree of the samples' tree that a share sums."""
         segments = self.of // segment_size(self.of)
-        return Node((segments // self.shares).bit_length() - 1, self.share(rank, micro_batch).first // self.size)
+        return Node(
+            (segments // self.shares).bit_length() - 1,
+            self.share(rank, micro_batch).first // self.size,
+        )
 
     def _check(self, what: str, index: int, count: int) -> None:
         if not 0 <= index < count:
             raise ArgumentError(
-                expected=f"a {what} from 0 to {count - 1}", received=f"{index}", remedy=f"number each {what} from zero"
+                expected=f"a {what} from 0 to {count - 1}",
+                received=f"{index}",
+                remedy=f"number each {what} from zero",
             )
 
 
@@ -106,7 +117,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise ArgumentError(
                 expected=f"samples for whole global batches of {batch.of}",
                 received=f"{length} samples, {length % batch.of} over",
-                remedy="pass drop_last=True to leave out what is over" if length >= batch.of else "a smaller batch",
+                remedy="pass drop_last=True to leave out what is over"
+                if length >= batch.of
+                else "a smaller batch",
             )
         self.length, self.batch, self.rank = length, batch, rank
         self.seed, self.shuffle = seed, shuffle
@@ -146,7 +159,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def state_dict(self, trained: int | None = None) -> dict[str, Any]:
         """How many global batches of the epoch are done; a loader that fetches ahead must say how many were trained."""
-        return {**self._identity(), "epoch": self.epoch, "done": self._done if trained is None else trained}
+        return {
+            **self._identity(),
+            "epoch": self.epoch,
+            "done": self._done if trained is None else trained,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on after the batches done, at this layout."""
@@ -161,4 +178,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._start = self._done
 
     def _identity(self) -> dict[str, Any]:
-        return {"length": self.length, "of": self.batch.of, "seed": self.seed, "shuffle": self.shuffle}
+        return {
+            "length": self.length,
+            "of": self.batch.of,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }

@@ -35,7 +35,9 @@ class BucketedExchange:
     ) -> None:
         self._group, self._sizes, self._dtype, self._device = group, tuple(sizes), dtype, device
         self._members = group_by_size(sizes, bucket_bytes // dtype.itemsize)
-        self._bucket_of = {index: number for number, members in enumerate(self._members) for index in members}
+        self._bucket_of = {
+            index: number for number, members in enumerate(self._members) for index in members
+        }
         self._uses, self._given_up = 0, list[Flight]()
         self._begin()
 

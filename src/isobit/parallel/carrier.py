@@ -50,13 +50,17 @@ class Carrier(Protocol):
 class OwnCarrier:
     """Takes each parameter's gradient as autograd delivers it, and exchanges buckets while backward still runs."""
 
-    def __init__(self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None
+    ) -> None:
         refuse_order(batch)
         self._exchange = None
         if batch.ranks > 1:
             dtype, device = one_kind([p for p in model.parameters() if p.requires_grad])
         self._model, self._batch, self._uses = model, batch, Uses(model)
-        self._parameters = [p for p in reversed(self._uses.leaves) if p.requires_grad]  # as backward delivers them
+        self._parameters = [
+            p for p in reversed(self._uses.leaves) if p.requires_grad
+        ]  # as backward delivers them
         self._partials = Partials(self._parameters)
         if batch.ranks > 1:
             sizes = [p.numel() for p in self._parameters]
@@ -87,7 +91,9 @@ class OwnCarrier:
         value, parameter.grad = unaliased(parameter), None
         self._partials.push(parameter, node, value)
         if last and self._exchange is not None:
-            self._exchange.ready(self._place[parameter], self._partials.take(parameter, self._root_above(node)))
+            self._exchange.ready(
+                self._place[parameter], self._partials.take(parameter, self._root_above(node))
+            )
 
     def end(self, node: Node, last: bool) -> None:
         self._under_way = None
@@ -101,9 +107,14 @@ class OwnCarrier:
         else:
             for parameter in absent:
                 self._exchange.ready(self._place[parameter], self._partials.take(parameter, root))
-            totals = [t.view(p.shape) for p, t in zip(self._parameters, self._exchange.finish(), strict=True)]
+            totals = [
+                t.view(p.shape)
+                for p, t in zip(self._parameters, self._exchange.finish(), strict=True)
+            ]
         narrow(self._parameters)
-        for parameter, total in self._uses.add(dict(zip(self._parameters, totals, strict=True))).items():
+        for parameter, total in self._uses.add(
+            dict(zip(self._parameters, totals, strict=True))
+        ).items():
             parameter.grad = total
 
     def _root_above(self, node: Node) -> Node:
@@ -126,7 +137,9 @@ class OwnCarrier:
         self._uses.close()
 
 
-def take_with(take: Callable[[Tensor], None], parameters: list[nn.Parameter]) -> list[RemovableHandle]:
+def take_with(
+    take: Callable[[Tensor], None], parameters: list[nn.Parameter]
+) -> list[RemovableHandle]:
     """Calls `take` whenever autograd has delivered a gradient."""
     return [p.register_post_accumulate_grad_hook(take) for p in parameters]  # type: ignore[no-untyped-call]
 
@@ -161,7 +174,9 @@ class Uses:
         for leaf in self.leaves:
             if leaf in totals:
                 first, rounded = self._first[leaf], round_total(totals[leaf], leaf.dtype)
-                added[first] = rounded if first not in added else settle_nans(add_into(added[first], rounded))
+                added[first] = (
+                    rounded if first not in added else settle_nans(add_into(added[first], rounded))
+                )
         return added
 
     def refuse_parted(self) -> None:
@@ -185,7 +200,9 @@ def one_kind(parameters: list[nn.Parameter]) -> tuple[torch.dtype, torch.device]
     if len(kinds) > 1:
         raise UnsupportedError(
             expected="parameters on one device, all of fp64 or none",
-            received=", ".join(sorted(f"partials of {dtype} on {device}" for dtype, device in kinds)),
+            received=", ".join(
+                sorted(f"partials of {dtype} on {device}" for dtype, device in kinds)
+            ),
             remedy="convert the model to one dtype and device",
         )
     return kinds.pop() if kinds else (torch.float32, torch.device("cpu"))

@@ -55,7 +55,9 @@ def save(
     making = target.with_name(f"{target.name}.partial")
     if target.exists():
         raise ArgumentError(
-            expected="a new folder", received=f"{target}, which exists", remedy="name one for each step"
+            expected="a new folder",
+            received=f"{target}, which exists",
+            remedy="name one for each step",
         )
     groups = [] if optimizer is None else describe_groups(optimizer, names_of(model))
     record = json.dumps({"format": FORMAT, "step": step, "extra": extra or {}, "groups": groups})
@@ -74,7 +76,9 @@ def save(
 
 
 @torch.no_grad()
-def load(path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Loaded:
+def load(
+    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> Loaded:
     """Reads this rank's parts into the model's own memory, and the optimizer's state; every rank calls this.
 
     The layout may be another than the one that saved: the bits are the same.
@@ -126,7 +130,9 @@ def view_of(model: nn.Module, name: str, local: Tensor, shard: Shard | None) -> 
     return DTensor.from_local(local.detach(), mesh, [Placement(shard.axis)], run_check=False)
 
 
-def optimizer_views(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+def optimizer_views(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, dict[str, Tensor]]:
     """By name of the state, then of the parameter."""
     shards, found = table(model), dict[str, dict[str, Tensor]]()
     for name, parameter in parameters_of(model, optimizer):
@@ -148,8 +154,12 @@ def make_room(source: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
         optimizer.state[parameter].clear()
         for state, value in saved.get(name, {}).items():
             dtype = value.properties.dtype
-            like = torch.zeros_like(parameter.detach(), dtype=dtype)  # of its own kind: a DTensor under fully_shard
-            optimizer.state[parameter][state] = like if len(value.size) else torch.zeros((), dtype=dtype)
+            like = torch.zeros_like(
+                parameter.detach(), dtype=dtype
+            )  # of its own kind: a DTensor under fully_shard
+            optimizer.state[parameter][state] = (
+                like if len(value.size) else torch.zeros((), dtype=dtype)
+            )
 
 
 # ---- the optimizer's parameters and options -------------------------------------------------------------------
@@ -160,7 +170,9 @@ def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
-def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, nn.Parameter]]:
+def parameters_of(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, nn.Parameter]]:
     """The optimizer's parameters, by their names in the model."""
     names = names_of(model)
     for group in optimizer.param_groups:
@@ -168,7 +180,9 @@ def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterato
             yield names[parameter], parameter
 
 
-def describe_groups(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]) -> list[dict[str, Any]]:
+def describe_groups(
+    optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]
+) -> list[dict[str, Any]]:
     """Each group's options, and its parameters by name."""
     foreign = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
@@ -179,7 +193,9 @@ def describe_groups(optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, 
         )
     return [
         {
-            "options": {key: value for key, value in group.items() if key not in ("params", "param_names")},
+            "options": {
+                key: value for key, value in group.items() if key not in ("params", "param_names")
+            },
             "parameters": [names[p] for p in group["params"]],
         }
         for group in optimizer.param_groups
@@ -193,15 +209,23 @@ def restore_groups(
     here = [group["parameters"] for group in describe_groups(optimizer, names)]
     there = [group["parameters"] for group in saved]
     if here != there:
-        missing = {name for group in there for name in group} ^ {name for group in here for name in group}
+        missing = {name for group in there for name in group} ^ {
+            name for group in here for name in group
+        }
         raise ArgumentError(
             expected=f"an optimizer of {len(there)} groups with the saved parameters",
-            received=f"{len(here)} groups" + (f", without or besides {sorted(missing)[:3]}" if missing else ""),
+            received=f"{len(here)} groups"
+            + (f", without or besides {sorted(missing)[:3]}" if missing else ""),
             remedy="make the optimizer as the saved one was made",
         )
     for group, known in zip(optimizer.param_groups, saved, strict=True):
         options = known["options"]
-        group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in options.items()})
+        group.update(
+            {
+                key: tuple(v) if isinstance(group.get(key), tuple) else v
+                for key, v in options.items()
+            }
+        )
 
 
 @contextmanager

@@ -25,13 +25,20 @@ from isobit.parallel.shard import Ranks, ranks_of, split_module
 
 
 def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ranks: Ranks, samples: Samples | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ranks: Ranks,
+    samples: Samples | None = None,
 ) -> Tensor:
     """This rank's outputs of isobit.linear: x [..., K] is on every rank, weight [N/P, K] and bias [N/P] are its rows.
 
     The bits, forward and backward, are those of the unsplit operator. P must divide the segments of N.
     """
-    return column_linear_group(x, (weight,), (bias,), groups=ranks.parts, ranks=ranks, samples=samples)[0]
+    return column_linear_group(
+        x, (weight,), (bias,), groups=ranks.parts, ranks=ranks, samples=samples
+    )[0]
 
 
 def column_linear_group(
@@ -107,7 +114,10 @@ class Column(torch.autograd.Function):
         # dX is on its way between ranks while the parameters' gradients, which are local, are computed.
         finish = begin_input_grad(grads, weights, call) if want[0] else None
         local = (
-            *[weight_grad(g, x, call.samples, ctx.share) if want[2 + i] else None for i, g in enumerate(grads)],
+            *[
+                weight_grad(g, x, call.samples, ctx.share) if want[2 + i] else None
+                for i, g in enumerate(grads)
+            ],
             *[
                 bias_grad(g, call.samples, ctx.share) if has and want[after + i] else None
                 for i, (g, has) in enumerate(zip(grads, ctx.has_bias, strict=True))
@@ -116,7 +126,9 @@ class Column(torch.autograd.Function):
         return None if finish is None else finish(), None, *local
 
 
-def begin_input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor], call: Call) -> Callable[[], Tensor]:
+def begin_input_grad(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], call: Call
+) -> Callable[[], Tensor]:
     """dX: this rank's subtree of the sum, then, when what is returned is called, all ranks' merged and rounded once."""
     total = partial.group_input_grad(grads, weights, call.groups, call.cut).values[0]
     wait = call.ranks.begin_merge(total)
@@ -145,7 +157,9 @@ class ColumnParallelLinear(nn.Linear):
         self.split(Ranks.of(mesh))
 
     @classmethod
-    def from_linear(cls, module: nn.Linear, mesh: DeviceMesh | Ranks | None) -> ColumnParallelLinear:
+    def from_linear(
+        cls, module: nn.Linear, mesh: DeviceMesh | Ranks | None
+    ) -> ColumnParallelLinear:
         """This rank's part of a whole layer, which is left as it is."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)

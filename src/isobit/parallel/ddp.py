@@ -123,7 +123,9 @@ def exchange_bucket(carrier: DdpCarrier, bucket: GradBucket) -> torch.futures.Fu
 
 
 # DDP compares the annotations themselves, which are words in a module that postpones them.
-exchange_bucket.__annotations__.update(bucket=GradBucket, **{"return": torch.futures.Future[Tensor]})
+exchange_bucket.__annotations__.update(
+    bucket=GradBucket, **{"return": torch.futures.Future[Tensor]}
+)
 
 
 def refuse_options(model: DistributedDataParallel) -> None:

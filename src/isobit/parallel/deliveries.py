@@ -69,7 +69,11 @@ class Deliveries:
             raise UnsupportedError(
                 expected="a gradient that one isobit operator computed, of the samples of this micro-batch",
                 received=f"the gradient of {name}, to which "
-                + ("several calls, a stock operator or another micro-batch added" if used else "a stock operator led"),
+                + (
+                    "several calls, a stock operator or another micro-batch added"
+                    if used
+                    else "a stock operator led"
+                ),
                 remedy=f"{ONE_USE}; {OURS}" if used else OURS,
             )
         self._delivered.add(leaf)

@@ -19,7 +19,9 @@ from isobit.parallel.movement import Chain, Collectives, Doubling, Meetings, Mov
 Group = dist.ProcessGroup | None
 
 
-def all_reduce(tensor: Tensor, group: Group | TwoLevel = None, *, async_op: bool = False) -> Flight | None:
+def all_reduce(
+    tensor: Tensor, group: Group | TwoLevel = None, *, async_op: bool = False
+) -> Flight | None:
     """The sum over the group's ranks, in place, added as ((0+1)+(2+3))+…"""
     if isinstance(group, TwoLevel):
         return _all_reduce_levels(tensor, group, async_op)
@@ -28,20 +30,28 @@ def all_reduce(tensor: Tensor, group: Group | TwoLevel = None, *, async_op: bool
     return _launch(_reduce(line, flat), back, tensor, line, async_op)
 
 
-def reduce_scatter(output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Flight | None:
+def reduce_scatter(
+    output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False
+) -> Flight | None:
     """The rank's own of P equal shares of the sum over ranks; `input` is left as it is."""
     line = _summing_line(group, input)
     _check_shares(output, input, line.ranks)
     total, back = _flatten(output, read=False)
-    return _launch(_scatter(line, input.detach().contiguous().view(-1), total), back, output, line, async_op)
+    return _launch(
+        _scatter(line, input.detach().contiguous().view(-1), total), back, output, line, async_op
+    )
 
 
-def all_gather(output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False) -> Flight | None:
+def all_gather(
+    output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False
+) -> Flight | None:
     """Every rank's tensor, one after the other: bytes are moved, nothing is added; any dtype, any number of ranks."""
     line = line_of(_group(group))
     _check_shares(input, output, line.ranks)
     whole, back = _flatten(output, read=False)
-    return _launch(_gather(line, input.detach().contiguous().view(-1), whole), back, output, line, async_op)
+    return _launch(
+        _gather(line, input.detach().contiguous().view(-1), whole), back, output, line, async_op
+    )
 
 
 def _reduce(line: Line, flat: Tensor) -> Move:
@@ -98,7 +108,9 @@ class Copy:
         self.place.copy_(self.source)
 
 
-def _launch(move: Move, back: Callable[[], None] | None, result: Tensor, line: Line, async_op: bool) -> Flight | None:
+def _launch(
+    move: Move, back: Callable[[], None] | None, result: Tensor, line: Line, async_op: bool
+) -> Flight | None:
     beside = async_op and move.runs_beside
 
     @subnormals_kept()
@@ -162,7 +174,11 @@ def _summing_line(group: Group, tensor: Tensor) -> Line:
 
 
 def _check_shares(part: Tensor, whole: Tensor, ranks: int) -> None:
-    if part.numel() * ranks != whole.numel() or part.dtype != whole.dtype or part.device != whole.device:
+    if (
+        part.numel() * ranks != whole.numel()
+        or part.dtype != whole.dtype
+        or part.device != whole.device
+    ):
         raise ArgumentError(
             expected=f"a share and a whole of {ranks} such shares, of one dtype and device",
             received=f"{list(part.shape)} of {part.dtype} and {list(whole.shape)} of {whole.dtype}",

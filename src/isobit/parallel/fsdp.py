@@ -48,7 +48,9 @@ class TreeReduceScatter(ReduceScatter):
         if self.under_way is None or op != dist.ReduceOp.AVG:
             raise UnsupportedError(
                 expected="a backward inside Gradients.micro_batch, of fp32 partials, without a gradient divide factor",
-                received="a backward of its own" if self.under_way is None else f"{op} of {input_tensor.dtype}",
+                received="a backward of its own"
+                if self.under_way is None
+                else f"{op} of {input_tensor.dtype}",
                 remedy="divide the loss by the global count of active tokens: gradients are summed; "
                 "for fp64, or a forced sum, pass the model to Gradients without fully_shard",
             )
@@ -61,7 +63,9 @@ class TreeReduceScatter(ReduceScatter):
         exchange.reduce_scatter(output_tensor, input_tensor, group)
         self.pushed, last = self.under_way
         node = self.pushed
-        self.counter.push(node, output_tensor.clone() if not last or self.counter else output_tensor)
+        self.counter.push(
+            node, output_tensor.clone() if not last or self.counter else output_tensor
+        )
         if last:
             ((_, total),) = self.counter
             if total is not output_tensor:
@@ -72,7 +76,9 @@ class TreeReduceScatter(ReduceScatter):
 class FsdpCarrier:
     """Each micro-batch is cut over the ranks and reduce-scattered; the shards of the last one are the whole's."""
 
-    def __init__(self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None
+    ) -> None:
         refuse_tied(model)
         if batch.ranks > 1 and batch.micro_batches > 1 and batch.order != "micro":
             raise UnsupportedError(
@@ -103,7 +109,12 @@ class FsdpCarrier:
     @property
     def leaves(self) -> list[tuple[str, Tensor]]:
         """The gathered parameters, of which autograd delivers the gradients."""
-        groups = [g for m in self._model.modules() if isinstance(m, FSDPModule) for g in state_of(m)._fsdp_param_groups]
+        groups = [
+            g
+            for m in self._model.modules()
+            if isinstance(m, FSDPModule)
+            for g in state_of(m)._fsdp_param_groups
+        ]
         names = {p: name for name, p in self._model.named_parameters()}
         return [
             (names[held.sharded_param], held._unsharded_param)
@@ -135,7 +146,9 @@ class FsdpCarrier:
         if not last:
             self._drop()
             return
-        for parameter in self._parameters:  # the engine's own rounding to 16 bits has NaNs of its own
+        for (
+            parameter
+        ) in self._parameters:  # the engine's own rounding to 16 bits has NaNs of its own
             if parameter.grad is not None and parameter.dtype.itemsize < 4:
                 settle_nans(parameter.grad.to_local())  # type: ignore[attr-defined]
 
@@ -194,7 +207,12 @@ def give_up(model: nn.Module) -> None:
     """
     if state_of(model)._is_root is None:
         return  # no forward was ever run
-    groups = [group for m in model.modules() if isinstance(m, FSDPModule) for group in state_of(m)._fsdp_param_groups]
+    groups = [
+        group
+        for m in model.modules()
+        if isinstance(m, FSDPModule)
+        for group in state_of(m)._fsdp_param_groups
+    ]
     for group in groups:
         group.reduce_scatter_unused_params = False
         for parameter in group.fsdp_params:

@@ -37,7 +37,9 @@ class Gradients:
     calls of a module or several backwards contributed to, and optimizer.step() before the last micro-batch has ended.
     """
 
-    def __init__(self, model: nn.Module, batch: GlobalBatch, *, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, batch: GlobalBatch, *, group: dist.ProcessGroup | None = None
+    ) -> None:
         self.batch = batch
         if isinstance(model, DistributedDataParallel):
             refuse_other_group(model, group)
@@ -62,12 +64,15 @@ class Gradients:
         """Forward and backward of this rank's `index`-th micro-batch go inside; the last one completes p.grad."""
         if self._closed:
             raise ArgumentError(
-                expected="Gradients that are in use", received="closed ones", remedy="make Gradients anew"
+                expected="Gradients that are in use",
+                received="closed ones",
+                remedy="make Gradients anew",
             )
         if index != self._next or self._open:
             raise ArgumentError(
                 expected=f"micro-batch {self._next}: they are merged from left to right, one at a time",
-                received=f"micro-batch {index}" + (f" inside micro-batch {self._next}" if self._open else ""),
+                received=f"micro-batch {index}"
+                + (f" inside micro-batch {self._next}" if self._open else ""),
                 remedy="run micro-batches 0, 1, … of every step; to give a step up, call discard()",
             )
         share, node = self.batch.share(self.rank, index), self.batch.node(self.rank, index)

@@ -21,7 +21,9 @@ from isobit.parallel.parameter_grads import samples_of
 from isobit.parallel.shard import Ranks
 
 
-def head_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, ranks: Ranks, samples: Samples | None = None) -> Tensor:
+def head_norm(
+    x: Tensor, weight: Tensor, eps: float = 1e-6, *, ranks: Ranks, samples: Samples | None = None
+) -> Tensor:
     """isobit.rms_norm(heads=True) of this rank's heads: x is [..., T, H/P, n], weight [n] is on every rank.
 
     The weight's gradient sums over heads inside each sample, then over samples. So the ranks' sums of each sample are
@@ -43,7 +45,9 @@ class HeadNorm(torch.autograd.Function):
     """Rows and their gradients are local; the weight's gradient is one sum over all ranks' heads."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, samples: Samples, ranks: Ranks) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, eps: float, samples: Samples, ranks: Ranks
+    ) -> Tensor:
         y, scales = launch("rms_norm", rows_and_columns(x), x, weight, eps, None, True, 0)
         ctx.save_for_backward(x, weight, scales)
         ctx.samples, ctx.ranks, ctx.share = samples, ranks, share_in_force()
@@ -56,7 +60,13 @@ class HeadNorm(torch.autograd.Function):
             refuse_second_order("parallel.head_norm")()
         samples, ranks, heads = ctx.samples, ctx.ranks, x.shape[-2]
         dx, totals = partial.sample_grads(
-            grad, x, weight, scales, samples, heads_total=heads * ranks.parts, first_head=heads * ranks.coordinate
+            grad,
+            x,
+            weight,
+            scales,
+            samples,
+            heads_total=heads * ranks.parts,
+            first_head=heads * ranks.coordinate,
         )
         into_weight = None
         if ctx.needs_input_grad[1]:

@@ -65,15 +65,24 @@ class Line:
         """Whether a rank runs on this host; decides who sends first, and no bit."""
         if self._hosts is None:
             self._hosts = {}
-            _store().set(f"isobit host of {dist.get_global_rank(self.group, self.rank)}", socket.gethostname())
+            _store().set(
+                f"isobit host of {dist.get_global_rank(self.group, self.rank)}",
+                socket.gethostname(),
+            )
         if peer not in self._hosts:
-            self._hosts[peer] = _store().get(f"isobit host of {dist.get_global_rank(self.group, peer)}")
+            self._hosts[peer] = _store().get(
+                f"isobit host of {dist.get_global_rank(self.group, peer)}"
+            )
         return self._hosts[peer] == socket.gethostname().encode()
 
     def take_memory(self, size: int) -> Tensor:
         """Bytes that were used before, where there are any: new pages cost as much as the message that fills them."""
         kept = self._memory.pop() if self._memory else None
-        return kept if kept is not None and kept.numel() >= size else torch.empty(size, dtype=torch.uint8)
+        return (
+            kept
+            if kept is not None and kept.numel() >= size
+            else torch.empty(size, dtype=torch.uint8)
+        )
 
     def give_memory(self, memory: Tensor) -> None:
         """Back for the next exchange."""
@@ -83,7 +92,9 @@ class Line:
         """Runs a task after those before it, beside the caller; in the same order on all ranks."""
         if self._tasks is None:
             self._tasks = queue.SimpleQueue()
-            worker = threading.Thread(target=_serve, args=(self._tasks,), daemon=True, name="isobit exchange")
+            worker = threading.Thread(
+                target=_serve, args=(self._tasks,), daemon=True, name="isobit exchange"
+            )
             worker.start()
             weakref.finalize(self, _end, self._tasks, worker)
         self._tasks.put(task)

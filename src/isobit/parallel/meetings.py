@@ -27,7 +27,9 @@ class Meeting:
     @property
     def longest(self) -> int:
         """Elements of the longer way: halves of an odd number differ, and both must choose alike who sends first."""
-        return max(sum(span.stop - span.start for span in spans) for spans in (self.kept, self.given))
+        return max(
+            sum(span.stop - span.start for span in spans) for spans in (self.kept, self.given)
+        )
 
 
 @lru_cache(maxsize=1024)
@@ -64,7 +66,11 @@ def folded_spans(elements: int, ranks: int) -> tuple[Span, ...]:
 
 def cut_spans(spans: Sequence[Span], length: int) -> list[Span]:
     """The same elements in runs of at most `length`, which both sides of a meeting cut alike."""
-    return [Span(at, min(at + length, span.stop)) for span in spans for at in range(span.start, span.stop, length)]
+    return [
+        Span(at, min(at + length, span.stop))
+        for span in spans
+        for at in range(span.start, span.stop, length)
+    ]
 
 
 def _joined(spans: Sequence[Span]) -> tuple[Span, ...]:

@@ -32,7 +32,9 @@ class Members:
             )
         ranks = tuple(dist.get_process_group_ranks(group))
         on_gpu = dist.get_backend(group) == "nccl"
-        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        )
         return cls(ranks, dist.get_rank(group), group, device)
 
     @property

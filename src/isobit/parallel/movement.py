@@ -15,7 +15,9 @@ from isobit.parallel.additions import add_rows, add_two
 from isobit.parallel.line import Line
 from isobit.parallel.meetings import Meeting, Span, cut_spans, meet
 
-MESSAGE_BYTES = 4 << 20  # each costs gloo a wake-up on both sides: 1 MB took a fifth more processor time
+MESSAGE_BYTES = (
+    4 << 20
+)  # each costs gloo a wake-up on both sides: 1 MB took a fifth more processor time
 MESSAGES_AHEAD = 3  # arrive while one is added
 LONG_BYTES = 1 << 20
 PIECE_BYTES = 16 << 20  # of the whole tensor, where collectives move it
@@ -37,8 +39,16 @@ class Meetings:
 
     runs_beside = True
 
-    def __init__(self, line: Line, flat: Tensor, sums: Tensor, owned: tuple[Span, ...], gather: bool) -> None:
-        self.line, self.flat, self.sums, self.gather, self.tag = line, flat, sums, gather, line.next_tag()
+    def __init__(
+        self, line: Line, flat: Tensor, sums: Tensor, owned: tuple[Span, ...], gather: bool
+    ) -> None:
+        self.line, self.flat, self.sums, self.gather, self.tag = (
+            line,
+            flat,
+            sums,
+            gather,
+            line.next_tag(),
+        )
         self.meetings = meet(line.rank, owned)
         self.length = MESSAGE_BYTES // flat.element_size()
         self.sent: list[dist.Work] = []
@@ -53,14 +63,18 @@ class Meetings:
         slots = list(memory[:size].view(self.flat.dtype).view(MESSAGES_AHEAD, -1))
         own = self.flat
         for meeting in self.meetings:
-            self._swap(meeting, partial(self._send, own, meeting.given), partial(self._add, own, slots))
+            self._swap(
+                meeting, partial(self._send, own, meeting.given), partial(self._add, own, slots)
+            )
             own = self.sums
         self.line.give_memory(memory)
         for meeting in reversed(self.meetings) if self.gather else ():
             self._swap(meeting, partial(self._send, own, meeting.kept), self._take_back)
         wait_for(self.sent)
 
-    def _swap(self, meeting: Meeting, send: Callable[[int], None], receive: Callable[[Meeting], None]) -> None:
+    def _swap(
+        self, meeting: Meeting, send: Callable[[int], None], receive: Callable[[Meeting], None]
+    ) -> None:
         """Both ways at once; but within a host, where no link is idle, one after the other.
 
         Two long messages that pass each other on one socket of the loopback device stall, with many loss probes of
@@ -84,7 +98,9 @@ class Meetings:
         self.sent += [self.line.send(part, peer, self.tag) for part in parts]
 
     def _take_back(self, meeting: Meeting) -> None:
-        places = [self.sums[span.start : span.stop] for span in cut_spans(meeting.given, self.length)]
+        places = [
+            self.sums[span.start : span.stop] for span in cut_spans(meeting.given, self.length)
+        ]
         wait_for([self.line.receive(place, meeting.peer, self.tag) for place in places])
 
     def _add(self, own: Tensor, slots: Sequence[Tensor], meeting: Meeting) -> None:
@@ -126,7 +142,8 @@ class Doubling:
         while distance < self.line.ranks:
             peer = self.line.rank ^ distance
             mine, theirs = (
-                self._parts(rank // distance * distance * width, distance * width) for rank in (self.line.rank, peer)
+                self._parts(rank // distance * distance * width, distance * width)
+                for rank in (self.line.rank, peer)
             )
             works = [self.line.receive(part, peer, self.tag) for part in theirs]
             works += [self.line.send(part, peer, self.tag) for part in mine]
@@ -134,7 +151,10 @@ class Doubling:
             distance *= 2
 
     def _parts(self, start: int, size: int) -> list[Tensor]:
-        return [self.whole[s.start : s.stop] for s in cut_spans([Span(start, start + size)], self.length)]
+        return [
+            self.whole[s.start : s.stop]
+            for s in cut_spans([Span(start, start + size)], self.length)
+        ]
 
 
 class Collectives:
@@ -160,7 +180,9 @@ class Collectives:
         for index, piece in enumerate(self.pieces):
             sent, rows, work = self.pending.popleft()
             work.wait()
-            total = sent.view(self.line.ranks, -1)[self.line.rank] if self.total is None else self.total
+            total = (
+                sent.view(self.line.ranks, -1)[self.line.rank] if self.total is None else self.total
+            )
             add_rows(list(rows.view(self.line.ranks, -1)), total)
             if self.total is None:
                 gather = dist.all_gather_single(sent, total, group=self.line.group, async_op=True)
@@ -190,7 +212,9 @@ class Stock:
 
     def start(self) -> None:
         """Launches it."""
-        self.work = dist.all_gather_single(self.whole, self.share, group=self.line.group, async_op=True)
+        self.work = dist.all_gather_single(
+            self.whole, self.share, group=self.line.group, async_op=True
+        )
 
     def finish(self) -> None:
         """Waits for it."""

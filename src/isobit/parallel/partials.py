@@ -30,7 +30,11 @@ class Partials:
         """Ends a subtree: +0.0 for each key that was given nothing of it, since an absent contribution is added too."""
         absent = [key for key in self._counters if key not in self._given]
         for key in absent:
-            self.push(key, node, torch.zeros(key.shape, dtype=accumulation_dtype(key.dtype), device=key.device))
+            self.push(
+                key,
+                node,
+                torch.zeros(key.shape, dtype=accumulation_dtype(key.dtype), device=key.device),
+            )
         self._given.clear()
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return absent

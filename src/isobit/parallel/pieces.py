@@ -23,7 +23,11 @@ class Piece:
 
 def find_shards(model: nn.Module) -> dict[int, Any]:
     """Records of tensor-parallel parameters, by the parameter's id."""
-    return {id(getattr(module, name)): shard for module in model.modules() for name, shard in shards_of(module).items()}
+    return {
+        id(getattr(module, name)): shard
+        for module in model.modules()
+        for name, shard in shards_of(module).items()
+    }
 
 
 def piece_of(tensor: Tensor, shards: Mapping[int, Any] | None = None) -> Piece:
@@ -60,7 +64,9 @@ def sharded_axes(tensor: Any) -> list[Any]:
     return [None if placement.is_replicate() else placement for placement in tensor.placements]
 
 
-def counted_here(parameters: Iterable[Tensor], members: Members, shards: Mapping[int, Any]) -> list[Tensor]:
+def counted_here(
+    parameters: Iterable[Tensor], members: Members, shards: Mapping[int, Any]
+) -> list[Tensor]:
     """This rank's gradients that enter a sum over the members: every element of the whole once."""
     found = []
     for parameter in parameters:
@@ -90,7 +96,9 @@ def is_first_holder(tensor: Any, members: Members) -> bool:
     cut = [axis for axis, placement in enumerate(sharded_axes(tensor)) if placement is not None]
     kept = [axis for axis in range(mesh.ndim) if axis not in cut]
     # Rows of the permuted mesh are pieces; what stands in a row are the ranks that hold it.
-    pieces = mesh.permute(*cut, *kept).reshape(-1, _product(mesh.shape[axis] for axis in kept)).tolist()
+    pieces = (
+        mesh.permute(*cut, *kept).reshape(-1, _product(mesh.shape[axis] for axis in kept)).tolist()
+    )
     holders = [[rank for rank in row if rank in group] for row in pieces]
     if not all(holders):
         raise ArgumentError(

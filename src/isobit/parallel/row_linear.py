@@ -23,7 +23,12 @@ from isobit.parallel.shard import Ranks, ranks_of, split_module
 
 
 def row_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ranks: Ranks, samples: Samples | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ranks: Ranks,
+    samples: Samples | None = None,
 ) -> Tensor:
     """isobit.linear of an input that is spread over ranks: x [..., K/P], weight [N, K/P], the bias [N] on every rank.
 
@@ -45,7 +50,13 @@ class Row(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, cut: Cut, ranks: Ranks, samples: Samples
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cut: Cut,
+        ranks: Ranks,
+        samples: Samples,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.samples, ctx.has_bias, ctx.share = samples, bias is not None, share_in_force()
@@ -96,7 +107,11 @@ class RowParallelLinear(nn.Linear):
         made.in_features, made.out_features = module.in_features, module.out_features
         made.weight = module.weight
         bias = module.bias
-        made.bias = None if bias is None else nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+        made.bias = (
+            None
+            if bias is None
+            else nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+        )
         made.split(Ranks.of(mesh))
         return made.train(module.training)
 

@@ -37,18 +37,24 @@ class LossMeter:
         count = terms.numel() if active is None else int(active)
         if count < 0:
             raise ArgumentError(
-                expected="a count of zero or more", received=f"{count}", remedy="pass the number of active tokens"
+                expected="a count of zero or more",
+                received=f"{count}",
+                remedy="pass the number of active tokens",
             )
         whole, specials = read_state(exact_state([terms.detach().cpu()]).tolist())
         self._whole += whole
         self._specials = [a + b for a, b in zip(self._specials, specials, strict=True)]
         self._count += count
 
-    def value(self, group: dist.ProcessGroup | None = None, *, dtype: torch.dtype = torch.float64) -> Tensor:
+    def value(
+        self, group: dist.ProcessGroup | None = None, *, dtype: torch.dtype = torch.float64
+    ) -> Tensor:
         """Sum / count over the group (None is the world), rounded once, to fp64 or fp32; all its ranks call this."""
         if dtype not in (torch.float32, torch.float64):
             raise ArgumentError(
-                expected="torch.float32 or torch.float64", received=f"{dtype}", remedy="convert the value afterwards"
+                expected="torch.float32 or torch.float64",
+                received=f"{dtype}",
+                remedy="convert the value afterwards",
             )
         state, count = self._merged(group)
         whole, specials = read_state(state)
@@ -64,7 +70,9 @@ class LossMeter:
         return round_state(negated) / -count
 
     def _merged(self, group: dist.ProcessGroup | None) -> tuple[list[int], int]:
-        *state, count = add_states([*to_digits(self._whole), *self._specials, self._count], Members.of(group))
+        *state, count = add_states(
+            [*to_digits(self._whole), *self._specials, self._count], Members.of(group)
+        )
         if not count:
             raise ArgumentError(
                 expected="an active token, on some rank",
@@ -74,7 +82,9 @@ class LossMeter:
         return state, count
 
 
-def mean_loss(terms: Tensor, active: int | Tensor | None = None, group: dist.ProcessGroup | None = None) -> Tensor:
+def mean_loss(
+    terms: Tensor, active: int | Tensor | None = None, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """The mean of one micro-batch a rank, fp64: of the sum over all ranks, rounded once."""
     meter = LossMeter()
     meter.add(terms, active)
@@ -112,7 +122,9 @@ def divide(whole: int, count: int, dtype: torch.dtype) -> float:
 
 
 @torch.no_grad()
-def total_norm(parameters: nn.Module | Tensor | Iterable[Tensor], *, group: dist.ProcessGroup | None = None) -> Tensor:
+def total_norm(
+    parameters: nn.Module | Tensor | Iterable[Tensor], *, group: dist.ProcessGroup | None = None
+) -> Tensor:
     """The 2-norm of the gradients of a model that is spread over the group, fp32: isobit.optim.total_norm's bits.
 
     Every element is counted once: DTensor gradients by their placements, tensor-parallel shards by each rank, and
@@ -123,7 +135,10 @@ def total_norm(parameters: nn.Module | Tensor | Iterable[Tensor], *, group: dist
     refusal: Exception | None = None
     numbers = [*exact_state([]).tolist(), 1]
     try:
-        numbers = [*exact_state(counted_here(list_of(parameters), members, known), squared=True).tolist(), 0]
+        numbers = [
+            *exact_state(counted_here(list_of(parameters), members, known), squared=True).tolist(),
+            0,
+        ]
     except Exception as error:  # told to the others, who would wait for this rank
         refusal = error
     *state, refused = add_states(numbers, members)

@@ -68,7 +68,9 @@ class Ranks:
         flat = held.reshape(-1)
         if flat.element_size() == 2 and flat.numel() % 2:
             flat = torch.cat([flat, flat.new_zeros(1)])
-        dist.all_reduce(flat.view(torch.int64 if flat.element_size() == 8 else torch.int32), group=self.group)
+        dist.all_reduce(
+            flat.view(torch.int64 if flat.element_size() == 8 else torch.int32), group=self.group
+        )
         return flat[: held.numel()].view(held.shape)
 
     def gather(self, local: Tensor) -> Tensor:
@@ -114,7 +116,9 @@ class Shard:
                 remedy=f"choose a mesh axis {ranks.name!r} whose size divides {full}",
             )
         length = full // ranks.parts
-        return cls(ranks.name, ranks.coordinate, ranks.parts, axis, ranks.coordinate * length, length, full)
+        return cls(
+            ranks.name, ranks.coordinate, ranks.parts, axis, ranks.coordinate * length, length, full
+        )
 
     @property
     def stop(self) -> int:
@@ -130,7 +134,9 @@ def take(full: Tensor, shard: Shard) -> Tensor:
             received=str(list(full.shape)),
             remedy="pass the full tensor, as it is before any split",
         )
-    return full.narrow(shard.axis, shard.offset, shard.length).clone(memory_format=torch.contiguous_format)
+    return full.narrow(shard.axis, shard.offset, shard.length).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def gather(local: Tensor, shard: Shard, ranks: Ranks) -> Tensor:
@@ -169,7 +175,9 @@ def table(model: nn.Module) -> dict[str, Shard]:
 Ties = dict[nn.Parameter, nn.Parameter]
 
 
-def split_module(module: nn.Module, axes: dict[str, int], ranks: Ranks, ties: Ties | None = None) -> None:
+def split_module(
+    module: nn.Module, axes: dict[str, int], ranks: Ranks, ties: Ties | None = None
+) -> None:
     """Puts this rank's part in the place of each named parameter, all or none; `ties` keeps tied ones tied."""
     if ranks_of(module) is not None:
         raise UnsupportedError(
@@ -179,7 +187,10 @@ def split_module(module: nn.Module, axes: dict[str, int], ranks: Ranks, ties: Ti
         )
     for dtype in {getattr(module, name).dtype for name in axes}:
         require_alike_engines(dtype, ranks.group)
-    shards = {name: Shard.equal(ranks, axis, getattr(module, name).shape[axis]) for name, axis in axes.items()}
+    shards = {
+        name: Shard.equal(ranks, axis, getattr(module, name).shape[axis])
+        for name, axis in axes.items()
+    }
     for name, shard in shards.items():
         setattr(replace_parameter(module, name, partial(take, shard=shard), ties), _SHARD, shard)
     module.__dict__[_RANKS], module.__dict__[_SHARDS] = ranks, shards
@@ -214,7 +225,9 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
     shards = table(model)
     owners = {name: owner_of(model, name) for name in shards}
     return {
-        name: gather(value, shards[name], owners[name]) if name in shards else value.detach().clone()
+        name: gather(value, shards[name], owners[name])
+        if name in shards
+        else value.detach().clone()
         for name, value in model.state_dict().items()
     }
 
@@ -223,7 +236,9 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 def load_full_state(model: nn.Module, state: dict[str, Tensor]) -> None:
     """Takes this rank's parts of a full state dict."""
     shards = table(model)
-    model.load_state_dict({name: take(v, shards[name]) if name in shards else v for name, v in state.items()})
+    model.load_state_dict(
+        {name: take(v, shards[name]) if name in shards else v for name, v in state.items()}
+    )
 
 
 def owner_of(model: nn.Module, name: str) -> Ranks:

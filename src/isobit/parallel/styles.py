@@ -23,7 +23,9 @@ class Column(ParallelStyle):
     """A linear layer by its outputs: the input is on every rank, the output is a rank's part."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return split_in_place(module, nn.Linear, ColumnParallelLinear, device_mesh, self.src_data_rank)
+        return split_in_place(
+            module, nn.Linear, ColumnParallelLinear, device_mesh, self.src_data_rank
+        )
 
 
 class Row(ParallelStyle):
@@ -37,7 +39,9 @@ class Vocabulary(ParallelStyle):
     """An embedding by its rows: ids and the output are on every rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        return split_in_place(module, nn.Embedding, VocabParallelEmbedding, device_mesh, self.src_data_rank)
+        return split_in_place(
+            module, nn.Embedding, VocabParallelEmbedding, device_mesh, self.src_data_rank
+        )
 
 
 @torch.no_grad()
@@ -48,7 +52,9 @@ def split_in_place(
 
     As with torch's own, all ranks take the source's data; a source of None means that they have the same already.
     """
-    if not isinstance(module, stock) or (type(module) is not stock and type(module).__module__ != "isobit.nn"):
+    if not isinstance(module, stock) or (
+        type(module) is not stock and type(module).__module__ != "isobit.nn"
+    ):
         raise UnsupportedError(
             expected=f"a plain {stock.__name__}",
             received=type(module).__name__,

@@ -59,7 +59,13 @@ class Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, weight: Tensor, ids: Tensor, padding: int, samples: Samples, shard: Shard, ranks: Ranks
+        ctx: Any,
+        weight: Tensor,
+        ids: Tensor,
+        padding: int,
+        samples: Samples,
+        shard: Shard,
+        ranks: Ranks,
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.padding, ctx.samples, ctx.shard, ctx.share = padding, samples, shard, share_in_force()
@@ -74,7 +80,9 @@ class Embedding(torch.autograd.Function):
         if torch.is_grad_enabled():
             refuse_second_order("parallel.vocab_embedding")()
         shard, padding = ctx.shard, None if ctx.padding == NO_PADDING else ctx.padding
-        found = partial.weight_grad(grad, ids, ctx.samples, shard.offset, shard.length, padding_idx=padding)
+        found = partial.weight_grad(
+            grad, ids, ctx.samples, shard.offset, shard.length, padding_idx=padding
+        )
         return as_partial(found, ctx.share), *[None] * 5
 
 
@@ -95,7 +103,9 @@ class VocabParallelEmbedding(nn.Embedding):
         self.split(Ranks.of(mesh))
 
     @classmethod
-    def from_embedding(cls, module: nn.Embedding, mesh: DeviceMesh | Ranks | None) -> VocabParallelEmbedding:
+    def from_embedding(
+        cls, module: nn.Embedding, mesh: DeviceMesh | Ranks | None
+    ) -> VocabParallelEmbedding:
         """This rank's part of a whole table, which is left as it is."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
@@ -118,4 +128,6 @@ class VocabParallelEmbedding(nn.Embedding):
         """The rows that ids name; see vocab_embedding."""
         ranks = ranks_of(self)
         assert ranks is not None
-        return vocab_embedding(input, self.weight, ranks=ranks, samples=samples, padding_idx=self.padding_idx)
+        return vocab_embedding(
+            input, self.weight, ranks=ranks, samples=samples, padding_idx=self.padding_idx
+        )

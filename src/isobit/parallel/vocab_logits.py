@@ -18,7 +18,9 @@ from isobit.parallel.parameter_grads import samples_of, weight_grad
 from isobit.parallel.shard import Ranks
 
 
-def vocab_logits(hidden: Tensor, weight: Tensor, *, ranks: Ranks, samples: Samples | None = None) -> Tensor:
+def vocab_logits(
+    hidden: Tensor, weight: Tensor, *, ranks: Ranks, samples: Samples | None = None
+) -> Tensor:
     """[..., V] on every rank, in fp32, not rounded, of hidden [..., K] and this rank's rows of the weight [V/P, K].
 
     The gradient is rounded to hidden's dtype first, then it is the linear layer's. P must divide the segments of V.
@@ -34,7 +36,9 @@ class Logits(torch.autograd.Function):
     """hidden · weightᵀ as the unrounded fp32 sum."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, cut: Cut, ranks: Ranks, samples: Samples) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, cut: Cut, ranks: Ranks, samples: Samples
+    ) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.cut, ctx.ranks, ctx.samples, ctx.share = cut, ranks, samples, share_in_force()
         return torch.cat(list(ranks.gather(linear_fp32(hidden, weight)).unbind(0)), -1)

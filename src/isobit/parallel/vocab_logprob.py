@@ -42,7 +42,10 @@ def vocab_logprob(
     check_targets(hidden, cut.extent, targets)
     known = samples_of(samples, hidden)
     check_share(known, weight)
-    rows, chosen = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(torch.int64).contiguous()
+    rows, chosen = (
+        hidden.reshape(-1, hidden.shape[-1]),
+        targets.reshape(-1).to(torch.int64).contiguous(),
+    )
     spans = spans_of(known, hidden)
     found: Tensor = Logprob.apply(rows, weight, chosen, spans, temperature, cut, known.of, ranks)  # type: ignore[no-untyped-call]
     return found.reshape(targets.shape)
@@ -103,5 +106,7 @@ def vocab_cross_entropy(
 ) -> Tensor:
     """isobit.linear_cross_entropy of a weight [V/P, K] that is this rank's rows; every rank has the loss."""
     chosen, active = count_active(targets, ignore_index, count)
-    found = vocab_logprob(hidden, weight, chosen, ranks=ranks, temperature=temperature, samples=samples)
+    found = vocab_logprob(
+        hidden, weight, chosen, ranks=ranks, temperature=temperature, samples=samples
+    )
     return exact_sum(found) / -active

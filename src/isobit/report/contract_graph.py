@@ -29,7 +29,11 @@ def draw(format: str, contracts: Sequence[ContractStatus], origin: Provenance | 
     if format == "svg":
         return drawn.replace(">", f">{as_metadata(origin)}", 1)
     mark = {"mermaid": "%%", "dot": "//"}.get(format)
-    notes = [f"{mark} {one_line(f'{name}: {value}')}" for name, value in facts_of(origin)] if mark else []
+    notes = (
+        [f"{mark} {one_line(f'{name}: {value}')}" for name, value in facts_of(origin)]
+        if mark
+        else []
+    )
     return "\n".join([*notes, drawn])
 
 
@@ -51,8 +55,12 @@ def as_mermaid(contracts: Sequence[ContractStatus]) -> str:
     """For pages that draw Mermaid."""
     names = {c.id: f"c{i}" for i, c in enumerate(contracts)}
     lines = ["graph BT"]
-    lines += [f'  {names[c.id]}["{escape(c.id)}<br/>L{c.level} {escape(c.verdict)}"]' for c in contracts]
-    lines += [f"  {names[c.id]} --> {names[d]}" for c in contracts for d in c.depends_on if d in names]
+    lines += [
+        f'  {names[c.id]}["{escape(c.id)}<br/>L{c.level} {escape(c.verdict)}"]' for c in contracts
+    ]
+    lines += [
+        f"  {names[c.id]} --> {names[d]}" for c in contracts for d in c.depends_on if d in names
+    ]
     lines += [f"  style {names[c.id]} stroke:{colour_of(c)},stroke-width:2px" for c in contracts]
     return "\n".join(lines)
 
@@ -75,7 +83,13 @@ def quoted(text: str) -> str:
 def as_json(contracts: Sequence[ContractStatus]) -> str:
     """For machines."""
     nodes = [
-        {"id": c.id, "level": c.level, "verdict": c.verdict, "digest": c.digest, "depends_on": c.depends_on}
+        {
+            "id": c.id,
+            "level": c.level,
+            "verdict": c.verdict,
+            "digest": c.digest,
+            "depends_on": c.depends_on,
+        }
         for c in contracts
     ]
     return to_json(nodes)
@@ -90,7 +104,9 @@ def ranks_of(contracts: Sequence[ContractStatus]) -> dict[str, int]:
         while stack:
             name, ready = stack.pop()
             if ready:
-                ranks[name] = 1 + max((ranks.get(d, -1) for d in depends[name] if d in depends), default=-1)
+                ranks[name] = 1 + max(
+                    (ranks.get(d, -1) for d in depends[name] if d in depends), default=-1
+                )
             elif name not in ranks:
                 ranks[name] = 0  # also stops at a circle, which lint reports
                 stack.append((name, True))
@@ -109,7 +125,10 @@ def as_svg(contracts: Sequence[ContractStatus]) -> str:
     for rank, row in rows.items():
         left = (total_x - len(row) * (WIDTH + GAP_X) + GAP_X) / 2
         for i, contract in enumerate(row):
-            places[contract.id] = left + i * (WIDTH + GAP_X), total_y - (rank + 1) * (HEIGHT + GAP_Y)
+            places[contract.id] = (
+                left + i * (WIDTH + GAP_X),
+                total_y - (rank + 1) * (HEIGHT + GAP_Y),
+            )
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {total_x:.0f} {total_y:.0f}" '
         f'width="{total_x:.0f}" height="{total_y:.0f}" font-family="Helvetica, Arial, sans-serif" font-size="13">'

@@ -89,14 +89,18 @@ def draw_contracts(
     """`sections` holds the words of each contract by id; a contract without words still shows all its claims."""
     ladder = "".join(_row(contract, claims_of(contract, sections)) for contract in contracts)
     rungs = "".join(f"<li><b>L{level}</b> {words}" for level, words in enumerate(RUNGS))
-    legend = f'<details class="quiet"><summary>What the rungs mean</summary><ul>{rungs}</ul></details>'
+    legend = (
+        f'<details class="quiet"><summary>What the rungs mean</summary><ul>{rungs}</ul></details>'
+    )
     heads = "<tr><th>contract<th>reached; asked for is ringed<th>verdict<th>claims kept<th>sabotage caught</tr>"
     return PAGE.format(
         title=escape(title),
         numbers=_numbers(contracts, sections),
         ladder=f'<div class="wide"><table>{heads}{ladder}</table></div>{legend}',
         graph=as_svg(contracts),
-        contracts="".join(_contract(contract, sections.get(contract.id, ())) for contract in contracts),
+        contracts="".join(
+            _contract(contract, sections.get(contract.id, ())) for contract in contracts
+        ),
         origin=as_footer(origin),
         footer_style=FOOTER_STYLE,
     )
@@ -111,7 +115,10 @@ def _numbers(contracts: Sequence[ContractStatus], sections: Mapping[str, Sequenc
     claims = [claim for contract in contracts for claim in contract.claims]
     named = sum(claims_of(contract, sections) for contract in contracts)
     planted = [p for claim in claims for p in claim.planted]
-    compared, differing = sum(claim.compared for claim in claims), sum(claim.differing for claim in claims)
+    compared, differing = (
+        sum(claim.compared for claim in claims),
+        sum(claim.differing for claim in claims),
+    )
     cells = (
         ("contracts kept", _of(sum(c.verdict == "kept" for c in contracts), len(contracts))),
         ("claims kept", _of(sum(is_kept(claim) for claim in claims), named)),
@@ -120,7 +127,11 @@ def _numbers(contracts: Sequence[ContractStatus], sections: Mapping[str, Sequenc
         ("elements compared", f"{compared:,}"),
         ("of them differ", f"{differing:,}"),
     )
-    return '<dl class="numbers">' + "".join(f"<div><dt>{word}<dd>{value}</div>" for word, value in cells) + "</dl>"
+    return (
+        '<dl class="numbers">'
+        + "".join(f"<div><dt>{word}<dd>{value}</div>" for word, value in cells)
+        + "</dl>"
+    )
 
 
 def claims_of(contract: ContractStatus, sections: Mapping[str, Sequence[Section]]) -> int:
@@ -180,7 +191,9 @@ def _contract(contract: ContractStatus, sections: Sequence[Section]) -> str:
             promises.append(_obligation(section))
         elif section.kind == "claim":
             again = section.name in shown
-            promises.append(_seen(section.name) if again else _claim(records.get(section.name), section))
+            promises.append(
+                _seen(section.name) if again else _claim(records.get(section.name), section)
+            )
             shown.add(section.name)
     promises += [_claim(record, None) for record in contract.claims if record.claim not in shown]
     parts = (
@@ -210,13 +223,16 @@ def _lines(lines: Iterable[str], tag: str, kind: str = "") -> str:
 
 def _equations(sections: Sequence[Section]) -> str:
     shown = "".join(
-        f'<div class="formula"><b>{escape(s.name)}</b><br>{"<br>".join(map(escape, s.lines))}</div>' for s in sections
+        f'<div class="formula"><b>{escape(s.name)}</b><br>{"<br>".join(map(escape, s.lines))}</div>'
+        for s in sections
     )
     return f"<h3>Equations</h3>{shown}" if sections else ""
 
 
 def _waivers(sections: Sequence[Section]) -> str:
-    shown = "".join(f"<p><b>{escape(s.title)}</b>: {escape(' '.join(s.lines))}</p>" for s in sections)
+    shown = "".join(
+        f"<p><b>{escape(s.title)}</b>: {escape(' '.join(s.lines))}</p>" for s in sections
+    )
     return f"<h3>Waivers</h3>{shown}" if sections else ""
 
 
@@ -244,7 +260,9 @@ def _claim(record: ClaimRecord | None, section: Section | None) -> str:
         assert section is not None
         head = f"<header><b>{escape(section.name)}</b>{_chip('not-judged')}</header>"
         return f'<div class="claim mute">{head}{_lines(section.lines, "p")}</div>'
-    sentence = section.lines[0].removeprefix(f"{record.claim}: ") if section and section.lines else ""
+    sentence = (
+        section.lines[0].removeprefix(f"{record.claim}: ") if section and section.lines else ""
+    )
     counts = (
         f"<b>{record.differing:,}</b> of <b>{record.compared:,}</b> compared differ, in {record.cases:,} cases of "
         f"{record.inputs:,} inputs, {record.seconds:.1f} s"
@@ -289,5 +307,9 @@ def _found(record: ClaimRecord) -> str:
     """The counter-example, or why there is no verdict; and the command that shows it again."""
     repeated = record.proof is not None and record.detail == record.proof.failure
     detail = f"<pre>{escape(record.detail)}</pre>" if record.detail and not repeated else ""
-    replay = f'<p class="quiet">Show it again:</p><pre>{escape(record.replay)}</pre>' if record.replay else ""
+    replay = (
+        f'<p class="quiet">Show it again:</p><pre>{escape(record.replay)}</pre>'
+        if record.replay
+        else ""
+    )
     return detail + replay

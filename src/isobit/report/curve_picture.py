@@ -13,11 +13,19 @@ Losses = Mapping[str, Sequence[float]]  # by layout; the first is what the other
 LEFT, WIDTH, HEIGHT, TOP = 74, 330, 210, 58
 
 
-def draw_curves(panels: Mapping[str, Mapping[str, Losses]], title: str, origin: Provenance | None = None) -> str:
+def draw_curves(
+    panels: Mapping[str, Mapping[str, Losses]], title: str, origin: Provenance | None = None
+) -> str:
     """A panel a dtype; in each, a line a layout of every side: stock's in orange, isobit's in blue."""
     canvas = Canvas()
     canvas.text(LEFT, 22, title, "title")
-    parted = [p for sides in panels.values() for losses in sides.values() for line in partings(losses) for p in line]
+    parted = [
+        p
+        for sides in panels.values()
+        for losses in sides.values()
+        for line in partings(losses)
+        for p in line
+    ]
     powers = [math.log10(p) for p in parted if 0 < p < math.inf]
     low = math.floor(min(powers, default=-8))
     high = max(math.ceil(max(powers, default=-1)), low + 1)
@@ -28,10 +36,14 @@ def draw_curves(panels: Mapping[str, Mapping[str, Losses]], title: str, origin: 
     for column, (side, kind) in enumerate((("stock PyTorch", "differs"), ("isobit", "same"))):
         canvas.dot(LEFT + 8 + 130 * column, bottom - 4, 4, kind)
         canvas.text(LEFT + 18 + 130 * column, bottom, side)
-    return canvas.document(LEFT + max(len(panels) * (WIDTH + 26), 8 * len(title)), bottom + 16, origin)
+    return canvas.document(
+        LEFT + max(len(panels) * (WIDTH + 26), 8 * len(title)), bottom + 16, origin
+    )
 
 
-def draw_panel(name: str, sides: Mapping[str, Losses], low: int, high: int, labelled: bool) -> Canvas:
+def draw_panel(
+    name: str, sides: Mapping[str, Losses], low: int, high: int, labelled: bool
+) -> Canvas:
     """The y axis is the power of ten, between the floor's line of exact zeros and the frame."""
     canvas = Canvas()
     counts = ", ".join(f"{side}: {len(losses)} layouts" for side, losses in sides.items())
@@ -51,7 +63,9 @@ def draw_panel(name: str, sides: Mapping[str, Losses], low: int, high: int, labe
             canvas.text(-8, height(10.0**power) + 4, f"1e{power}", "quiet", "end")
     if labelled:
         canvas.text(-8, height(0) + 4, "exactly 0", "quiet", "end")
-    for side, losses in sorted(sides.items(), reverse=True):  # isobit last: stock's own first layout is at 0 as well
+    for side, losses in sorted(
+        sides.items(), reverse=True
+    ):  # isobit last: stock's own first layout is at 0 as well
         kind = "same" if side == "isobit" else "differs"
         for layout, line in zip(losses, partings(losses), strict=True):
             draw_line(canvas, f"{side} {layout}", line, height, kind)
@@ -61,7 +75,9 @@ def draw_panel(name: str, sides: Mapping[str, Losses], low: int, high: int, labe
     return canvas
 
 
-def draw_line(canvas: Canvas, name: str, line: Sequence[float], height: Callable[[float], float], kind: str) -> None:
+def draw_line(
+    canvas: Canvas, name: str, line: Sequence[float], height: Callable[[float], float], kind: str
+) -> None:
     """A layout's, with a dot a step."""
     at = [(place(step, len(line)), height(value)) for step, value in enumerate(line)]
     for (x0, y0), (x1, y1) in pairwise(at):

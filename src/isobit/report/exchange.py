@@ -16,7 +16,13 @@ SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 def said_of(claim: ClaimRecord) -> str:
     """One line about a claim, with its denominators."""
     said = f"{claim.verdict}: {claim.differing:,} of {claim.compared:,} differ, {claim.inputs:,} inputs, L{claim.level}"
-    return plain(". ".join(part for part in (said, claim.detail, claim.replay and f"replay: {claim.replay}") if part))
+    return plain(
+        ". ".join(
+            part
+            for part in (said, claim.detail, claim.replay and f"replay: {claim.replay}")
+            if part
+        )
+    )
 
 
 def quoteattr(text: str) -> str:
@@ -27,7 +33,10 @@ def quoteattr(text: str) -> str:
 def as_junit(contracts: Sequence[ContractStatus], origin: Provenance | None = None) -> str:
     """A suite a contract, a case a claim; what is not kept is a failure, what could not run an error."""
     facts = facts_of(origin) if origin else ()
-    notes = [f"      <property name={quoteattr(name)} value={quoteattr(value)}/>" for name, value in facts]
+    notes = [
+        f"      <property name={quoteattr(name)} value={quoteattr(value)}/>"
+        for name, value in facts
+    ]
     about = ["    <properties>", *notes, "    </properties>"] if notes else []
     suites = []
     for contract in contracts:
@@ -40,7 +49,9 @@ def as_junit(contracts: Sequence[ContractStatus], origin: Provenance | None = No
                 inner = f"<{tag} type={quoteattr(claim.verdict)} message={quoteattr(said[:500])}>{escape(said)}</{tag}>"
             head = f'<testcase classname={quoteattr(contract.id)} name={quoteattr(claim.claim)} time="{claim.seconds}">'
             cases.append(f"    {head}{inner}</testcase>")
-        if contract.verdict != "kept" and all("<failure" not in c and "<error" not in c for c in cases):
+        if contract.verdict != "kept" and all(
+            "<failure" not in c and "<error" not in c for c in cases
+        ):
             said = quoteattr(contract.detail or contract.verdict)
             cases.append(
                 f'    <testcase classname={quoteattr(contract.id)} name="contract"><error message={said}/></testcase>'
@@ -57,16 +68,24 @@ def as_sarif(contracts: Sequence[ContractStatus], origin: Provenance) -> str:
     """A result for every claim that is not kept, at its contract's file."""
     results = []
     for contract in contracts:
-        found = [(f"{contract.id}/{c.claim}", c.verdict, said_of(c)) for c in contract.claims if c.verdict != "kept"]
+        found = [
+            (f"{contract.id}/{c.claim}", c.verdict, said_of(c))
+            for c in contract.claims
+            if c.verdict != "kept"
+        ]
         if contract.verdict != "kept" and not found:  # silence would read as a pass
-            found = [(contract.id, contract.verdict, plain(f"{contract.verdict}: {contract.detail}"))]
+            found = [
+                (contract.id, contract.verdict, plain(f"{contract.verdict}: {contract.detail}"))
+            ]
         for rule, verdict, said in found:
             results.append(
                 {
                     "ruleId": one_line(rule),
                     "level": "note" if verdict == "waived" else "error",
                     "message": {"text": said},
-                    "locations": [{"physicalLocation": {"artifactLocation": {"uri": one_line(contract.path)}}}],
+                    "locations": [
+                        {"physicalLocation": {"artifactLocation": {"uri": one_line(contract.path)}}}
+                    ],
                 }
             )
     rules = [{"id": r["ruleId"]} for r in results]

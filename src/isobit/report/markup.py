@@ -29,7 +29,9 @@ def as_footer(origin: Provenance | None) -> str:
     """A list at the end of a page; styled by the page."""
     if origin is None:
         return ""
-    items = "".join(f"<dt>{name}<dd><code>{escape(value)}</code>" for name, value in facts_of(origin))
+    items = "".join(
+        f"<dt>{name}<dd><code>{escape(value)}</code>" for name, value in facts_of(origin)
+    )
     return f'<footer><h2>Where this page comes from</h2><dl class="origin">{items}</dl></footer>'
 
 
@@ -37,7 +39,11 @@ def as_metadata(origin: Provenance | None) -> str:
     """An element of an SVG that is not drawn."""
     if origin is None:
         return ""
-    return "<metadata>" + escape("; ".join(f"{name}: {value}" for name, value in facts_of(origin))) + "</metadata>"
+    return (
+        "<metadata>"
+        + escape("; ".join(f"{name}: {value}" for name, value in facts_of(origin)))
+        + "</metadata>"
+    )
 
 
 FOOTER_STYLE = (

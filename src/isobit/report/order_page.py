@@ -28,10 +28,19 @@ LEGEND = (
     "Terms run along the horizontal axis; a bar is a chain of neighbours, dots on a line a chain of terms that stand "
     "apart, a junction an addition. Blue: every order here makes this addition; violet: some others do; orange: none."
 )
-COLUMNS = ("configurations", "order", "arithmetic", "differs from the first", "digest", "probes, replayed")
+COLUMNS = (
+    "configurations",
+    "order",
+    "arithmetic",
+    "differs from the first",
+    "digest",
+    "probes, replayed",
+)
 
 
-def draw_certificate(certificate: Certificate, title: str = "", origin: Provenance | None = None) -> str:
+def draw_certificate(
+    certificate: Certificate, title: str = "", origin: Provenance | None = None
+) -> str:
     """Every class of configurations in its own panel."""
     held = [set(step_digests(steps_of(c.tree.branch))) for c in certificate.classes]
     pictures = [
@@ -58,7 +67,9 @@ def draw_certificate(certificate: Certificate, title: str = "", origin: Provenan
 def _head(canvas: Canvas, found: OrderClass, x: float, y: float) -> None:
     canvas.text(x, y, _cut(found.label, 70), "title")
     canvas.text(x, y + 17, _cut(str(found.tree), WORDS_A_LINE))
-    canvas.text(x, y + 33, _cut(str(found.tree.arithmetic or "arithmetic not seen"), WORDS_A_LINE), "quiet")
+    canvas.text(
+        x, y + 33, _cut(str(found.tree.arithmetic or "arithmetic not seen"), WORDS_A_LINE), "quiet"
+    )
 
 
 def _cut(words: str, room: int) -> str:
@@ -81,7 +92,8 @@ def write_page(certificate: Certificate, title: str, origin: Provenance | None =
         if found.tree.unlike
     )
     refused += "".join(
-        f"<p><b>{escape(name)}</b> could not be shown: {escape(reason)}</p>" for name, reason in certificate.refused
+        f"<p><b>{escape(name)}</b> could not be shown: {escape(reason)}</p>"
+        for name, reason in certificate.refused
     )
     picture = draw_certificate(certificate) if certificate.classes else ""
     return PAGE.format(

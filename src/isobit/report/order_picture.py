@@ -31,7 +31,10 @@ class OrderPicture:
     def __init__(self, tree: Tree, others: Sequence[set[bytes]] = ()) -> None:
         self.n = tree.n
         self.steps = steps_of(tree.branch)
-        self.kinds = [_kind(sum(made in other for other in others), len(others)) for made in step_digests(self.steps)]
+        self.kinds = [
+            _kind(sum(made in other for other in others), len(others))
+            for made in step_digests(self.steps)
+        ]
         self.parents = [-1] * (self.n + len(self.steps))
         for at, step in enumerate(self.steps):
             for child in step:
@@ -58,7 +61,9 @@ class OrderPicture:
         self.marks.append(("dot", (x, row, radius), kind, title))
         self.top = max(self.top, row)
 
-    def _note(self, x: float, row: float, words: str, kind: str = "", anchor: str = "start") -> None:
+    def _note(
+        self, x: float, row: float, words: str, kind: str = "", anchor: str = "start"
+    ) -> None:
         self.marks.append((f"text {anchor}", (x, row), kind, words))
         self.top = max(self.top, row)
 
@@ -143,7 +148,9 @@ class OrderPicture:
 
     def _draw_chain(self, runs: Sequence[Run], shift: int, row: float) -> _End:
         """A bar for neighbours, dots on a line for terms that stand apart; the sum comes out at the last."""
-        terms = [run.item.anchor + shift + run.distances[0] * k for run in runs for k in range(run.count)]
+        terms = [
+            run.item.anchor + shift + run.distances[0] * k for run in runs for k in range(run.count)
+        ]
         first, last = terms[0], terms[-1]
         gaps = {b - a for a, b in pairwise(terms)}
         apart = f", {gaps.pop()} apart" if len(gaps) == 1 else ", uneven"
@@ -154,7 +161,14 @@ class OrderPicture:
                 ends = sorted((self._x(run[0]), self._x(run[-1])))
                 self._line(ends[0], row, max(ends[1] - 1.5, ends[0] + 1), row, f"bar {kind}", title)
         else:
-            self._line(self._x(min(terms)), row, self._x(max(terms)), row, f"hair {self._kind_of_term(last)}", title)
+            self._line(
+                self._x(min(terms)),
+                row,
+                self._x(max(terms)),
+                row,
+                f"hair {self._kind_of_term(last)}",
+                title,
+            )
             for term in terms[:: max(1, len(terms) // DOTS)]:
                 self._dot(self._x(term), row, 1.8, self._kind_of_term(term))
             return _End(self._x(max(terms)), row, last)
@@ -168,7 +182,14 @@ class OrderPicture:
     def _draw_block(self, outline: Outline, low: int, high: int, row: float) -> _End:
         """What is too small to be taken apart: one bar, its words on hovering."""
         kind = self._kind_of_term(low)
-        self._line(self._x(low), row, max(self._x(high) - 1.5, self._x(low) + 1), row, f"bar {kind}", describe(outline))
+        self._line(
+            self._x(low),
+            row,
+            max(self._x(high) - 1.5, self._x(low) + 1),
+            row,
+            f"bar {kind}",
+            describe(outline),
+        )
         return _End(self._x(high), row, high)
 
     def _draw_beside(self, outline: Outline, items: list[tuple[Outline, int]], row: float) -> _End:
@@ -183,7 +204,9 @@ class OrderPicture:
         if outline.kind == "pairs" and count == len(shown):
             return self._merge_pairs(ends, tops)
         kinds = [self._joined(ends[0].term, end.term) for end in ends[1:]]
-        word = {"chain": "folded", "pairs": "in pairs", "fused": "fused in one addition"}[outline.kind]
+        word = {"chain": "folded", "pairs": "in pairs", "fused": "fused in one addition"}[
+            outline.kind
+        ]
         self._line(ends[0].x, ends[0].row, ends[0].x, tops, kinds[0])
         for before, end, kind in zip(ends, ends[1:], kinds, strict=False):
             self._line(end.x, end.row, end.x, tops, kind)
@@ -244,7 +267,9 @@ def _items(outline: Outline, shift: int, lead: int) -> list[tuple[Outline, int]]
     found = []
     if lead:
         runs = outline.runs[:lead]
-        found.append((Outline("chain", outline.anchor, sum(run.count for run in runs), runs), shift))
+        found.append(
+            (Outline("chain", outline.anchor, sum(run.count for run in runs), runs), shift)
+        )
     for run in outline.runs[lead:]:
         if outline.kind == "pairs":
             moves = [0]

@@ -33,11 +33,15 @@ class Canvas:
     def dot(self, x: float, y: float, radius: float, kind: str, title: str = "") -> None:
         """A filled circle."""
         tip = f"<title>{escape(title)}</title>" if title else ""
-        self.parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{kind}-fill">{tip}</circle>')
+        self.parts.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{kind}-fill">{tip}</circle>'
+        )
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
         """One line of text."""
-        self.parts.append(f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>')
+        self.parts.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
+        )
 
     def panel(self, x: float, y: float, width: float, height: float) -> None:
         """A frame behind what follows."""
@@ -47,7 +51,9 @@ class Canvas:
 
     def place(self, other: Canvas, x: float, y: float) -> None:
         """Another drawing, moved."""
-        self.parts.append(f'<g transform="translate({x:.1f},{y:.1f})">' + "".join(other.parts) + "</g>")
+        self.parts.append(
+            f'<g transform="translate({x:.1f},{y:.1f})">' + "".join(other.parts) + "</g>"
+        )
 
     def document(self, width: float, height: float, origin: Provenance | None = None) -> str:
         """The whole picture."""

@@ -118,7 +118,14 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
             asynchronous=asynchronous(options),
             site=user_line(sys._getframe(1)),
         )
-        return begin(rank, self.group, self.member, self.number, call, list(outputs) if value is None else value)
+        return begin(
+            rank,
+            self.group,
+            self.member,
+            self.number,
+            call,
+            list(outputs) if value is None else value,
+        )
 
     def allreduce(self, tensors: list[Tensor], opts: Options = None) -> PendingWork:
         tensors = several(tensors)
@@ -133,7 +140,9 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
         tensors = several(tensors)
         return self._collect("broadcast", tensors, tensors, opts, root_of(opts))
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None) -> PendingWork:
+    def allgather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None
+    ) -> PendingWork:
         return self._collect("all_gather", inputs, [slot for row in outputs for slot in row], opts)
 
     def allgather_coalesced(
@@ -147,39 +156,65 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None
     ) -> PendingWork:
         shares = [slot for output in outputs for slot in slots(output, self.size())]
-        return self._collect("all_gather", [t.detach().reshape(-1) for t in inputs], shares, opts, value=list(outputs))
+        return self._collect(
+            "all_gather",
+            [t.detach().reshape(-1) for t in inputs],
+            shares,
+            opts,
+            value=list(outputs),
+        )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
-    def all_gather_single(self, output: Tensor, source: Tensor, opts: Options = None) -> PendingWork:
+    def all_gather_single(
+        self, output: Tensor, source: Tensor, opts: Options = None
+    ) -> PendingWork:
         return self.all_gather_single_coalesced([output], [source], opts)
 
     _allgather_base = all_gather_single
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options = None) -> PendingWork:
-        return self._collect("reduce_scatter", [t for row in inputs for t in row], outputs, opts, op=reduction(opts))
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options = None
+    ) -> PendingWork:
+        return self._collect(
+            "reduce_scatter", [t for row in inputs for t in row], outputs, opts, op=reduction(opts)
+        )
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None
     ) -> PendingWork:
         shares = [slot for tensor in inputs for slot in slots(tensor, self.size())]
         flat = [t.detach().view(-1) for t in outputs]
-        return self._collect("reduce_scatter", shares, flat, opts, op=reduction(opts), value=list(outputs))
+        return self._collect(
+            "reduce_scatter", shares, flat, opts, op=reduction(opts), value=list(outputs)
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
-    def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Options = None) -> PendingWork:
+    def reduce_scatter_single(
+        self, output: Tensor, source: Tensor, opts: Options = None
+    ) -> PendingWork:
         return self.reduce_scatter_single_coalesced([output], [source], opts)
 
     _reduce_scatter_base = reduce_scatter_single
 
-    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None) -> PendingWork:
-        return self._collect("gather", inputs, [slot for row in outputs for slot in row], opts, root_of(opts))
+    def gather(
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None
+    ) -> PendingWork:
+        return self._collect(
+            "gather", inputs, [slot for row in outputs for slot in row], opts, root_of(opts)
+        )
 
-    def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options = None) -> PendingWork:
-        return self._collect("scatter", [t for row in inputs for t in row], outputs, opts, root_of(opts))
+    def scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options = None
+    ) -> PendingWork:
+        return self._collect(
+            "scatter", [t for row in inputs for t in row], outputs, opts, root_of(opts)
+        )
 
-    def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None) -> PendingWork:
+    def alltoall(
+        self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None
+    ) -> PendingWork:
         return self._collect("all_to_all", inputs, outputs, opts)
 
     def all_to_all_single(
@@ -212,7 +247,9 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
 
     def _receive(self, tensors: list[Tensor], source: int | None, tag: int) -> MessageWork:
         site = user_line(sys._getframe(2))
-        return MessageWork.receiving(current(), Receive(self.group, self.member, source, tag, tensors, site))
+        return MessageWork.receiving(
+            current(), Receive(self.group, self.member, source, tag, tensors, site)
+        )
 
 
 def create(options: Any, _: Any = None) -> RankGroup:

@@ -30,7 +30,9 @@ def listed(ranks: Iterable[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    words = ", ".join(str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}–{b}" for a, b in runs)
+    words = ", ".join(
+        str(a) if a == b else f"{a}, {b}" if b == a + 1 else f"{a}–{b}" for a, b in runs
+    )
     return ("ranks " if words and not words.isdigit() else "rank ") + words
 
 
@@ -60,7 +62,10 @@ def odd_ones(parties: Sequence[Collection[int]]) -> list[int]:
 
 
 def deadlock(
-    blocked: Mapping[int, Waiting], left: Collection[int], stacks: Mapping[int, list[str]], lost: Mapping[int, str]
+    blocked: Mapping[int, Waiting],
+    left: Collection[int],
+    stacks: Mapping[int, list[str]],
+    lost: Mapping[int, str],
 ) -> DeadlockError:
     """No rank can go on: who waits for whom, for what, and whose fault it looks."""
     waits = {rank: sorted(waiting.missing()) for rank, waiting in blocked.items()}
@@ -77,7 +82,9 @@ def deadlock(
         waiting = blocked[ranks[0]]
         ended = [rank for rank in waits[ranks[0]] if rank in gone]
         tail = f" ({listed(ended)} already returned)" if ended else ""
-        said.append(f"{listed(ranks)} in {waiting.describe()}, waiting for {listed(waits[ranks[0]])}{tail}")
+        said.append(
+            f"{listed(ranks)} in {waiting.describe()}, waiting for {listed(waits[ranks[0]])}{tail}"
+        )
     if len(cycle) > 1 and not gone:
         said.append("a cycle: " + " → ".join(str(rank) for rank in (*cycle, cycle[0])))
     error = DeadlockError(
@@ -112,7 +119,8 @@ def mismatch(operation: Operation, calls: Collection[Call]) -> MismatchError:
     odd = [call for call in calls if tie or call.signature() != common]
     return MismatchError(
         expected=f"{listed(call.rank for call in calls)} to agree on call number {operation.number} of group "
-        f"{operation.group.name!r}" + ("" if tie else f": {written(common)} as {listed(c.rank for c in majority)}"),
+        f"{operation.group.name!r}"
+        + ("" if tie else f": {written(common)} as {listed(c.rank for c in majority)}"),
         received="; ".join(f"rank {call.rank}: {written(call.signature())}" for call in odd[:8]),
         remedy="call the same collectives in the same order, with one dtype, shape, root and reduction, on all ranks",
         ranks=sorted(call.rank for call in odd),
@@ -120,7 +128,9 @@ def mismatch(operation: Operation, calls: Collection[Call]) -> MismatchError:
     )
 
 
-def disputes(votes: Mapping[tuple[str, int], Mapping[tuple[int, ...], Mapping[int, str]]]) -> list[MismatchError]:
+def disputes(
+    votes: Mapping[tuple[str, int], Mapping[tuple[int, ...], Mapping[int, str]]],
+) -> list[MismatchError]:
     """Groups of one name that ranks made of different members; groups apart from each other do no harm."""
     found = []
     for (name, _), said in votes.items():
@@ -128,7 +138,9 @@ def disputes(votes: Mapping[tuple[str, int], Mapping[tuple[int, ...], Mapping[in
         if not shared:
             continue
         common = max(shared, key=lambda members: len(said[members]))
-        odd = odd_ones([list(said[members]) for members in shared]) or [r for members in shared for r in said[members]]
+        odd = odd_ones([list(said[members]) for members in shared]) or [
+            r for members in shared for r in said[members]
+        ]
         heard = "; ".join(f"{listed(said[m])} of {listed(m)}" for m in shared if m != common)
         found.append(
             MismatchError(
@@ -136,7 +148,12 @@ def disputes(votes: Mapping[tuple[str, int], Mapping[tuple[int, ...], Mapping[in
                 received=heard,
                 remedy="call new_group on all ranks, in the same order and with the same ranks",
                 ranks=sorted(odd),
-                stacks={rank: [site] for m in shared for rank, site in said[m].items() if rank in odd and site},
+                stacks={
+                    rank: [site]
+                    for m in shared
+                    for rank, site in said[m].items()
+                    if rank in odd and site
+                },
             )
         )
     return found
@@ -158,7 +175,11 @@ def misfit(operation: Operation, wrong: Sequence[tuple[int, str]]) -> MismatchEr
         received=f"on {listed(ranks)}, first {wrong[0][1]}",
         remedy="give each output the size and dtype of what is sent to it (for all-to-all: output_split_sizes)",
         ranks=ranks,
-        stacks={call.rank: [call.site] for call in operation.calls.values() if call.rank in ranks and call.site},
+        stacks={
+            call.rank: [call.site]
+            for call in operation.calls.values()
+            if call.rank in ranks and call.site
+        },
     )
 
 
@@ -167,7 +188,9 @@ def orphaned_work(members: Iterable[Rank]) -> list[OrphanError]:
     found: dict[str, list[tuple[int, str]]] = {}
     for rank in members:
         for work in rank.pending.values():
-            if work.torchs_own:  # DDP's Join drops the handles of its own signals, whose results nobody reads
+            if (
+                work.torchs_own
+            ):  # DDP's Join drops the handles of its own signals, whose results nobody reads
                 continue
             found.setdefault(work.site, []).append((rank.index, work.what))
     return [
@@ -211,22 +234,29 @@ def same_on_all_ranks(named: Mapping[str, Tensor] | torch.nn.Module, group: Any 
         first = next(member for member, theirs in enumerate(said) if theirs.get(name) == common)
         shows = dist.get_rank(group) in (first, odd[0]) and name in named
         dist.all_gather_object(held, named[name].detach() if shows else None, group=group)
-        raise diverged(name, [_global(group, m) for m in odd], held[first], held[odd[0]], site if not keep else "")
+        raise diverged(
+            name,
+            [_global(group, m) for m in odd],
+            held[first],
+            held[odd[0]],
+            site if not keep else "",
+        )
 
 
 def _global(group: Any, member: int) -> int:
     return member if group is None else dist.get_global_rank(group, member)
 
 
-def diverged(name: str, ranks: list[int], common: Tensor | None, odd: Tensor | None, site: str) -> DivergenceError:
+def diverged(
+    name: str, ranks: list[int], common: Tensor | None, odd: Tensor | None, site: str
+) -> DivergenceError:
     if common is None or odd is None:
         received = f"none on {listed(ranks) if odd is None else 'the others'}"
     else:
         part = bits.first_difference(common, odd)
         where = "" if part is None or part.index is None else f" at index {list(part.index)}"
-        received = (
-            f"{listed(ranks)} apart from the rest, first{where}: {part and part.left} against {part and part.right}"
-        )
+        values = f"{part and part.left} against {part and part.right}"
+        received = f"{listed(ranks)} apart from the rest, first{where}: {values}"
     return DivergenceError(
         expected=f"{name} with the same bits on all ranks",
         received=received,

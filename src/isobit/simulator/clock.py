@@ -25,8 +25,16 @@ if TYPE_CHECKING:
 
 QUESTIONS = 1000  # so many for the time in a row, and others get their turn
 READINGS = ("time", "monotonic", "perf_counter")
-FOREIGN = (subprocess, *(m for n, m in sorted(sys.modules.items()) if n.startswith("multiprocessing.")))
-LOOKS = ("stat", "access", "listdir", "scandir")  # what programs poll files with; os.path and pathlib go through them
+FOREIGN = (
+    subprocess,
+    *(m for n, m in sorted(sys.modules.items()) if n.startswith("multiprocessing.")),
+)
+LOOKS = (
+    "stat",
+    "access",
+    "listdir",
+    "scandir",
+)  # what programs poll files with; os.path and pathlib go through them
 
 
 @contextmanager
@@ -100,7 +108,12 @@ def look_of(plain: Any) -> Any:
 @contextmanager
 def looking() -> Iterator[None]:
     """The functions of `os`, and their places in its tables of what takes which option."""
-    tables = (os.supports_fd, os.supports_dir_fd, os.supports_follow_symlinks, os.supports_effective_ids)
+    tables = (
+        os.supports_fd,
+        os.supports_dir_fd,
+        os.supports_follow_symlinks,
+        os.supports_effective_ids,
+    )
     with ExitStack() as stack:
         for name in LOOKS:
             plain = getattr(os, name)
@@ -123,7 +136,9 @@ def virtual_time(world: World) -> Iterator[None]:
                 stack.enter_context(replaced(module, "time", plain))
         for name in READINGS:
             stack.enter_context(replaced(time, name, reading_of(getattr(plain, name))))
-            stack.enter_context(replaced(time, f"{name}_ns", reading_ns_of(getattr(plain, f"{name}_ns"))))
+            stack.enter_context(
+                replaced(time, f"{name}_ns", reading_ns_of(getattr(plain, f"{name}_ns")))
+            )
         stack.enter_context(replaced(time, "sleep", sleep_of(plain.sleep)))
         stack.enter_context(replaced(threading, "_time", time.monotonic))  # deadlines of conditions
         stack.enter_context(replaced(queue, "time", time.monotonic))

@@ -45,12 +45,24 @@ class Call:
         """What every rank must say alike."""
         if self.said is None:
             measured = self.inputs or self.outputs
-            if self.kind in ("all_gather", "reduce_scatter", "scatter"):  # only a root has all of scatter's inputs
+            if self.kind in (
+                "all_gather",
+                "reduce_scatter",
+                "scatter",
+            ):  # only a root has all of scatter's inputs
                 measured = self.outputs
             # In an all-to-all each pair has a shape of its own.
-            shapes = None if self.kind == "all_to_all" else tuple([tensor.shape for tensor in measured])
+            shapes = (
+                None if self.kind == "all_to_all" else tuple([tensor.shape for tensor in measured])
+            )
             op = None if self.op is None else name_of(self.op)
-            self.said = (self.kind, self.root, op, tuple([tensor.dtype for tensor in measured]), shapes)
+            self.said = (
+                self.kind,
+                self.root,
+                op,
+                tuple([tensor.dtype for tensor in measured]),
+                shapes,
+            )
         return self.said
 
 
@@ -77,7 +89,9 @@ def reduce_tensors(op: Any, tensors: Sequence[Tensor]) -> Tensor:
     fold = FOLDS.get(name)
     if fold is None:
         raise ArgumentError(
-            expected=f"a reduction out of {', '.join(FOLDS)}", received=name, remedy="use one that torch names"
+            expected=f"a reduction out of {', '.join(FOLDS)}",
+            received=name,
+            remedy="use one that torch names",
         )
     if name == "PREMUL_SUM":
         factor = op.__getstate__()[1]
@@ -92,7 +106,10 @@ def reduce_tensors(op: Any, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def all_reduce(calls: list[Call]) -> list[Copies]:
-    totals = [reduce_tensors(calls[0].op, [call.carried[i] for call in calls]) for i in range(len(calls[0].inputs))]
+    totals = [
+        reduce_tensors(calls[0].op, [call.carried[i] for call in calls])
+        for i in range(len(calls[0].inputs))
+    ]
     return [list(zip(call.outputs, totals, strict=True)) for call in calls]
 
 
@@ -103,7 +120,9 @@ def reduce(calls: list[Call]) -> list[Copies]:
 
 def broadcast(calls: list[Call]) -> list[Copies]:
     root = calls[calls[0].root]
-    return [[] if call is root else list(zip(call.outputs, root.carried, strict=True)) for call in calls]
+    return [
+        [] if call is root else list(zip(call.outputs, root.carried, strict=True)) for call in calls
+    ]
 
 
 def all_gather(calls: list[Call]) -> list[Copies]:
@@ -122,7 +141,12 @@ def reduce_scatter(calls: list[Call]) -> list[Copies]:
     """Inputs are the slots for all members, item after item."""
     return [
         [
-            (out, reduce_tensors(call.op, [other.carried[item * len(calls) + member] for other in calls]))
+            (
+                out,
+                reduce_tensors(
+                    call.op, [other.carried[item * len(calls) + member] for other in calls]
+                ),
+            )
             for item, out in enumerate(call.outputs)
         ]
         for member, call in enumerate(calls)
@@ -132,7 +156,9 @@ def reduce_scatter(calls: list[Call]) -> list[Copies]:
 def gather(calls: list[Call]) -> list[Copies]:
     copies: list[Copies] = [[] for _ in calls]
     root = calls[0].root
-    copies[root] = [(slot, call.carried[0]) for slot, call in zip(calls[root].outputs, calls, strict=True)]
+    copies[root] = [
+        (slot, call.carried[0]) for slot, call in zip(calls[root].outputs, calls, strict=True)
+    ]
     return copies
 
 
@@ -154,9 +180,23 @@ def barrier(calls: list[Call]) -> list[Copies]:
 
 PLANS: dict[str, Callable[[list[Call]], list[Copies]]] = {
     function.__name__: function
-    for function in (all_reduce, reduce, broadcast, all_gather, reduce_scatter, gather, scatter, all_to_all, barrier)
+    for function in (
+        all_reduce,
+        reduce,
+        broadcast,
+        all_gather,
+        reduce_scatter,
+        gather,
+        scatter,
+        all_to_all,
+        barrier,
+    )
 }
-FRESH = {"all_reduce", "reduce", "reduce_scatter"}  # their sources are new tensors, which nobody else can change
+FRESH = {
+    "all_reduce",
+    "reduce",
+    "reduce_scatter",
+}  # their sources are new tensors, which nobody else can change
 
 
 def misfits(copies: list[Copies]) -> list[tuple[int, str]]:

@@ -35,7 +35,11 @@ class RankSelector(Plain):  # type: ignore[misc]
         if len(self.get_map()) > 1:
             return self._look_on(timeout)
         # Only a loop's own pipe, which threads write to when they have something for it.
-        self._wait = (ranks.current().world.schedule, ranks.strand(), waits.LocalWait("an event loop"))
+        self._wait = (
+            ranks.current().world.schedule,
+            ranks.strand(),
+            waits.LocalWait("an event loop"),
+        )
         ready = super().select(0)  # a thread without the baton may have written just now
         if not ready:
             waits.wait(self._wait[2], timeout)
@@ -70,7 +74,12 @@ def write_of(plain: Any) -> Any:
 
 def select_of(plain: Any) -> Any:
     def wait(reading: Any, writing: Any, special: Any, timeout: float | None = None) -> Any:
-        if ranks.has_baton() and timeout is not None and timeout > 0 and not (reading or writing or special):
+        if (
+            ranks.has_baton()
+            and timeout is not None
+            and timeout > 0
+            and not (reading or writing or special)
+        ):
             waits.sleep(timeout)
             return [], [], []
         return plain(reading, writing, special, timeout)

@@ -64,7 +64,9 @@ class PlantNaN(Fault):
     element: int = 0
 
 
-KINDS: dict[str, type[Fault]] = {kind.__name__: kind for kind in (Die, Stall, Straggle, Drop, Flip, PlantNaN)}
+KINDS: dict[str, type[Fault]] = {
+    kind.__name__: kind for kind in (Die, Stall, Straggle, Drop, Flip, PlantNaN)
+}
 
 
 def fault_from(words: dict[str, Any]) -> Fault:
@@ -78,7 +80,8 @@ def draw_faults(
     """`count` faults, each at a seeded rank and one of its first `calls` calls."""
     drawn = random.Random(seed)
     return tuple(
-        KINDS[drawn.choice(list(kinds))](drawn.randrange(ranks), drawn.randrange(1, calls + 1)) for _ in range(count)
+        KINDS[drawn.choice(list(kinds))](drawn.randrange(ranks), drawn.randrange(1, calls + 1))
+        for _ in range(count)
     )
 
 

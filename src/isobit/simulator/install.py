@@ -87,7 +87,9 @@ def kept_process_state() -> Iterator[None]:
 
 
 def rendezvous_of(world: World, plain: Any) -> Any:
-    def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: Any) -> Iterator[tuple[Any, int, int]]:
+    def rendezvous(
+        url: str, rank: int = -1, world_size: int = -1, **options: Any
+    ) -> Iterator[tuple[Any, int, int]]:
         if not ranks.inside():
             yield from plain(url, rank, world_size, **options)
             return
@@ -108,7 +110,9 @@ def rendezvous_of(world: World, plain: Any) -> Any:
 def helper_of(world: World, plain: Any) -> Any:
     """Whatever backend a script names, inside a world the world serves it."""
 
-    def new_group(size: int, rank: int, members: Any, backend: Any, *rest: Any, **options: Any) -> Any:
+    def new_group(
+        size: int, rank: int, members: Any, backend: Any, *rest: Any, **options: Any
+    ) -> Any:
         if ranks.inside():
             backend = dist.Backend("isobit")
             world.vote(ranks.current(), str(rest[1]), tuple(members) or tuple(range(world.ranks)))
@@ -130,7 +134,9 @@ def timeout_of(plain: Any) -> Any:
 def monitored_barrier_of(plain: Any) -> Any:
     """Torch allows it on gloo alone; here each barrier names who is missing."""
 
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(
+        group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
+    ) -> None:
         if not ranks.inside():
             plain(group, timeout, wait_all_ranks)
             return
@@ -218,11 +224,15 @@ def installed(world: World) -> Iterator[None]:
             kept_process_state(),
             replaced(c10d, "_world", WorldPerRank(c10d._world)),
             replaced(c10d, "rendezvous", rendezvous_of(world, vars(c10d)["rendezvous"])),
-            replaced(c10d, "_new_process_group_helper", helper_of(world, c10d._new_process_group_helper)),
+            replaced(
+                c10d, "_new_process_group_helper", helper_of(world, c10d._new_process_group_helper)
+            ),
             replaced(c10d, "_get_default_timeout", timeout_of(c10d._get_default_timeout)),
             replaced(c10d, "monitored_barrier", barrier),
             replaced(dist, "monitored_barrier", barrier),
-            replaced(torch.multiprocessing, "spawn", spawn_of(vars(torch.multiprocessing)["spawn"])),
+            replaced(
+                torch.multiprocessing, "spawn", spawn_of(vars(torch.multiprocessing)["spawn"])
+            ),
             replaced(signal, "signal", signal_of(signal.signal)),
             replaced(signal, "alarm", alarm_of(signal.alarm, 0)),
             replaced(signal, "setitimer", alarm_of(signal.setitimer, (0.0, 0.0))),

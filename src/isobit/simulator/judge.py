@@ -46,7 +46,9 @@ class Result:
         return self.trace.digest
 
 
-def diagnose(world: World, blocked: Mapping[int, Waiting], stacks: Mapping[int, list[str]]) -> SimulationError:
+def diagnose(
+    world: World, blocked: Mapping[int, Waiting], stacks: Mapping[int, list[str]]
+) -> SimulationError:
     """Why no rank can go on: they disagree, one of them is gone, or they wait for each other."""
     disputed = checkers.disputes(world.votes)
     if disputed:
@@ -62,7 +64,11 @@ def diagnose(world: World, blocked: Mapping[int, Waiting], stacks: Mapping[int, 
         left = [rank.index for rank in world.members if rank.left]
         return checkers.deadlock(blocked, left, stacks, world.lost)
     waiters = [rank for rank in blocked if rank not in stalled]
-    where = f", and {checkers.listed(waiters)} waited in {blocked[waiters[0]].describe()}" if waiters else ""
+    where = (
+        f", and {checkers.listed(waiters)} waited in {blocked[waiters[0]].describe()}"
+        if waiters
+        else ""
+    )
     return RankLostError(
         expected="every rank to reach the calls that others wait in",
         received=f"{checkers.listed(gone)} {'failed' if world.failed else 'stalled'}{where}",
@@ -76,7 +82,12 @@ def judge(world: World) -> Result:
     """The result of a run that kept its promises; else its root cause is raised, the result attached."""
     world.recorder.finish()
     findings = world.findings
-    result = Result([rank.value for rank in world.members], world.recorder.trace, findings, world.schedule.clocks)
+    result = Result(
+        [rank.value for rank in world.members],
+        world.recorder.trace,
+        findings,
+        world.schedule.clocks,
+    )
     error = own_failure(world) or world.root
     if error is None:
         if world.watch.training is not None:
@@ -85,7 +96,9 @@ def judge(world: World) -> Result:
         findings.extend(checkers.orphaned_work(world.members))
         findings.extend(map(checkers.orphaned_message, world.network.unreceived()))
         error = world.recorder.departure
-    if findings and world.strict and error is not findings[0]:  # what was seen in the data came before what it led to
+    if (
+        findings and world.strict and error is not findings[0]
+    ):  # what was seen in the data came before what it led to
         findings[0].__cause__ = error
         error = findings[0]
     if error is not None:
@@ -110,8 +123,16 @@ def own_failure(world: World) -> SimulationError | None:
     cause = origin(first.error)
     if isinstance(cause, SimulationError):
         return cause
-    alike = [index for index in sorted(world.failed) if type(world.members[index].error) is type(first.error)]
-    frames = [f for f in reversed(traceback.extract_tb(cause.__traceback__ if cause else None)) if is_users(f.filename)]
+    alike = [
+        index
+        for index in sorted(world.failed)
+        if type(world.members[index].error) is type(first.error)
+    ]
+    frames = [
+        f
+        for f in reversed(traceback.extract_tb(cause.__traceback__ if cause else None))
+        if is_users(f.filename)
+    ]
     stacks = {first.index: [f"{f.filename}:{f.lineno} in {f.name}" for f in frames]}
     if isinstance(cause, Killed):
         return RankLostError(
@@ -121,7 +142,9 @@ def own_failure(world: World) -> SimulationError | None:
             ranks=alike,
             stacks=stacks,
         )
-    own = cause if isinstance(cause, IsobitError) else None  # it has three parts of its own, which are not nested
+    own = (
+        cause if isinstance(cause, IsobitError) else None
+    )  # it has three parts of its own, which are not nested
     error = RankFailedError(
         expected=f"{checkers.listed(alike)} to return" + (f", with {own.expected}" if own else ""),
         received=f"{type(cause).__name__}: {own.received if own else cause}",

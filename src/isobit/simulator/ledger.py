@@ -31,7 +31,9 @@ class Ledger:
         if parameter.grad is not None:
             self.own.setdefault(rank, {})[id(parameter)] = parameter.grad.detach().clone()
 
-    def note_step(self, rank: int, step: int, parameters: Sequence[Tensor], names: Sequence[str]) -> None:
+    def note_step(
+        self, rank: int, step: int, parameters: Sequence[Tensor], names: Sequence[str]
+    ) -> None:
         """Before an update: the gradients that it will take, beside the rank's own."""
         held = [(i, p) for i, p in enumerate(parameters) if p.grad is not None]
         own = self.own.get(rank, {})

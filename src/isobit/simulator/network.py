@@ -56,7 +56,9 @@ class Operation:
         return f"{self.kind} number {self.number} of {self.group.describe()}"
 
     def missing(self) -> Iterable[int]:
-        return [r for i, r in enumerate(self.group.members) if i not in self.calls or i in self.lost]
+        return [
+            r for i, r in enumerate(self.group.members) if i not in self.calls or i in self.lost
+        ]
 
 
 @dataclass(eq=False)
@@ -143,11 +145,17 @@ class Network:
                 self._carry_out(operation, calls)
             except IsobitError as error:
                 operation.failure = error
-            except Exception as error:  # of torch, on what one rank gave: no fault of the last to come
+            except (
+                Exception
+            ) as error:  # of torch, on what one rank gave: no fault of the last to come
                 operation.failure = ArgumentError(
-                    expected=f"a {operation.kind} that torch can compute", received=str(error), remedy="see the message"
+                    expected=f"a {operation.kind} that torch can compute",
+                    received=str(error),
+                    remedy="see the message",
                 )
-        if isinstance(operation.failure, MismatchError):  # wrong, even where programs catch what they are told
+        if isinstance(
+            operation.failure, MismatchError
+        ):  # wrong, even where programs catch what they are told
             self.world.tell(operation.failure)
         latest = max(call.clock for call in calls)
         operation.at = [latest + self.schedule.delay() for _ in calls]
@@ -199,8 +207,12 @@ class Network:
                 write(operation.copies[member])
                 operation.copies[member] = []
 
-    def _flip_last_hop(self, operation: Operation, call: Call, copies: Copies, flips: list[Flip]) -> Copies:
-        copies = [(out, source.clone(memory_format=torch.contiguous_format)) for out, source in copies]
+    def _flip_last_hop(
+        self, operation: Operation, call: Call, copies: Copies, flips: list[Flip]
+    ) -> Copies:
+        copies = [
+            (out, source.clone(memory_format=torch.contiguous_format)) for out, source in copies
+        ]
         for flip in flips:
             if flip.to == call.rank and copies:
                 whole = copies[0][1].clone()
@@ -222,7 +234,11 @@ class Network:
 
     def receive(self, receive: Receive) -> None:
         key = (receive.group.key, receive.member, receive.tag)
-        fitting = [m for m in self.mail.get(key, ()) if receive.source is None or m.source == receive.source]
+        fitting = [
+            m
+            for m in self.mail.get(key, ())
+            if receive.source is None or m.source == receive.source
+        ]
         if not fitting:
             self.posted.setdefault(key, []).append(receive)
             return

@@ -16,7 +16,11 @@ from isobit.simulator.world import World
 
 
 def compare_with_one(
-    world: World, function: Callable[..., Any], *args: Any, init: bool = True, tolerance: float = 1e-4
+    world: World,
+    function: Callable[..., Any],
+    *args: Any,
+    init: bool = True,
+    tolerance: float = 1e-4,
 ) -> Result:
     """Runs the function in the world and on one rank; the result of the former, or what is wrong with either.
 
@@ -33,7 +37,9 @@ def compare_with_one(
     )
     if "training" not in world.watch_for:
         raise ArgumentError(
-            expected="a world that watches training", received=f"watch {world.watch_for}", remedy='watch=("training",)'
+            expected="a world that watches training",
+            received=f"watch {world.watch_for}",
+            remedy='watch=("training",)',
         )
     alone, many = one.ledger, world.ledger = Ledger(), Ledger()
     one.ignore = world.ignore
@@ -60,8 +66,16 @@ def compare_with_one(
 
 def count_alike(one: Ledger, many: Ledger) -> int:
     """Tensors that both have, of one shape."""
-    pairs = [pair for entries in many.entries.values() for pair in zip(one.entries.get(0, []), entries, strict=False)]
-    return sum(a.shape == b.shape for left, right in pairs for a, b in zip(left.values, right.values, strict=False))
+    pairs = [
+        pair
+        for entries in many.entries.values()
+        for pair in zip(one.entries.get(0, []), entries, strict=False)
+    ]
+    return sum(
+        a.shape == b.shape
+        for left, right in pairs
+        for a, b in zip(left.values, right.values, strict=False)
+    )
 
 
 def compare(one: Ledger, many: Ledger, tolerance: float) -> Told | None:
@@ -78,7 +92,11 @@ def compare(one: Ledger, many: Ledger, tolerance: float) -> Told | None:
                 return Told("parts from one worker", (rank,), "steps", text)
             found = _parted(alone[place], entries[place], tolerance)
             if found is not None:
-                shares = {r: many.entries[r][place] for r in sorted(many.entries) if place < len(many.entries[r])}
+                shares = {
+                    r: many.entries[r][place]
+                    for r in sorted(many.entries)
+                    if place < len(many.entries[r])
+                }
                 return _blame(alone[place], shares, rank, found)
     return None
 
@@ -103,8 +121,15 @@ def _blame(left: Entry, shares: dict[int, Entry], rank: int, at: int) -> Told:
     weights = _fit(left, shares, rank)
     if weights is not None:
         off = tuple(r for r, (due, given) in weights.items() if abs(due - given) > 1e-3 * abs(due))
-        said = ", ".join(f"rank {r} {given:.4g} for {due:.4g}" for r, (due, given) in weights.items() if r in off)
-        return Told("weights differ", off or tuple(shares), where, f"{text}; shares are weighed wrongly: {said}")
+        said = ", ".join(
+            f"rank {r} {given:.4g} for {due:.4g}" for r, (due, given) in weights.items() if r in off
+        )
+        return Told(
+            "weights differ",
+            off or tuple(shares),
+            where,
+            f"{text}; shares are weighed wrongly: {said}",
+        )
     return Told("parts from one worker", _owner_of(a, b, tuple(shares)), where, text)
 
 
@@ -112,15 +137,22 @@ def _fit(left: Entry, shares: dict[int, Entry], rank: int) -> dict[int, tuple[fl
     """The weight of each rank's own gradient in one worker's and in the ranks'; None where they do not span both."""
     if not all(entry.own for entry in shares.values()):
         return None
-    columns = torch.stack([torch.cat([g.double().flatten() for g in entry.own]) for entry in shares.values()], 1)
-    wanted = torch.stack([torch.cat([g.double().flatten() for g in e.values]) for e in (left, shares[rank])], 1)
+    columns = torch.stack(
+        [torch.cat([g.double().flatten() for g in entry.own]) for entry in shares.values()], 1
+    )
+    wanted = torch.stack(
+        [torch.cat([g.double().flatten() for g in e.values]) for e in (left, shares[rank])], 1
+    )
     if columns.shape[0] < columns.shape[1] or columns.shape[0] != wanted.shape[0]:
         return None
     weights = torch.linalg.lstsq(columns, wanted).solution
     rest = (columns @ weights - wanted).norm(dim=0)
     if bool((rest > 1e-3 * wanted.norm(dim=0)).any()):
         return None
-    return {r: (float(due), float(given)) for r, (due, given) in zip(shares, weights.tolist(), strict=True)}
+    return {
+        r: (float(due), float(given))
+        for r, (due, given) in zip(shares, weights.tolist(), strict=True)
+    }
 
 
 def _owner_of(a: Tensor, b: Tensor, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -128,4 +160,11 @@ def _owner_of(a: Tensor, b: Tensor, ranks: tuple[int, ...]) -> tuple[int, ...]:
     if a.numel() % len(ranks):
         return ranks
     wrong = (a - b).abs().flatten() > 1e-6 * a.abs().max()
-    return tuple(rank for rank, part in zip(ranks, wrong.chunk(len(ranks)), strict=True) if bool(part.any())) or ranks
+    return (
+        tuple(
+            rank
+            for rank, part in zip(ranks, wrong.chunk(len(ranks)), strict=True)
+            if bool(part.any())
+        )
+        or ranks
+    )

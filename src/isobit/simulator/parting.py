@@ -17,7 +17,9 @@ def group_ranks(held: Mapping[int, Hashable]) -> list[tuple[int, ...]]:
     groups: dict[Hashable, list[int]] = {}
     for rank in sorted(held):
         groups.setdefault(held[rank], []).append(rank)
-    return sorted((tuple(group) for group in groups.values()), key=lambda group: (-len(group), group))
+    return sorted(
+        (tuple(group) for group in groups.values()), key=lambda group: (-len(group), group)
+    )
 
 
 def find_odd(held: Mapping[int, Hashable]) -> tuple[int, ...]:

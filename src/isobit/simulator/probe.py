@@ -24,6 +24,10 @@ def _note(name: str, tensor: Tensor, group: Any, alike: bool) -> None:
     if not ranks.inside():
         return
     here = ranks.current()
-    members = tuple(range(here.world.ranks)) if group is None else tuple(dist.get_process_group_ranks(group))
+    members = (
+        tuple(range(here.world.ranks))
+        if group is None
+        else tuple(dist.get_process_group_ranks(group))
+    )
     if here.world.watch.training is not None:
         here.world.watch.training.note_tensor(here.index, name, tensor, members, alike)

@@ -21,7 +21,10 @@ def address_of(generator: random.Random) -> int:
 @cache
 def lies_behind_header() -> bool:
     """Two different states, read both ways."""
-    if type(random.Random.getstate).__name__ != "function" or random.Random.__basicsize__ < HEADER + 4 * WORDS:
+    if (
+        type(random.Random.getstate).__name__ != "function"
+        or random.Random.__basicsize__ < HEADER + 4 * WORDS
+    ):
         return False
     for seed in (1, 2):
         generator = random.Random(seed)

@@ -24,7 +24,13 @@ if TYPE_CHECKING:
 TORCH_SEED = 67280421310721  # what torch gives the default generator of a fresh process
 PYTHON, INSTALLED = os.path.dirname(os.__file__), os.path.dirname(os.path.dirname(torch.__file__))
 TORCH = os.path.dirname(torch.__file__)
-FUNCTIONS = ("distributed_c10d.py", "c10d_logger.py", "_functional_collectives.py", "_ops.py", "_contextlib.py")
+FUNCTIONS = (
+    "distributed_c10d.py",
+    "c10d_logger.py",
+    "_functional_collectives.py",
+    "_ops.py",
+    "_contextlib.py",
+)
 NOT_USERS = (
     TORCH,
     os.path.dirname(__file__),
@@ -49,13 +55,18 @@ class Rank:
         self.folder = ""  # what it made the current folder, if it did
         self.questions = 0  # how often it asked for the time
         self.time_loop = (0, 0)  # (calls, how often it was asked a thousand times since)
-        self.asked_in, self.asked = (-1, 0), dict[object, int]()  # what else it asked for, in one turn
+        self.asked_in, self.asked = (
+            (-1, 0),
+            dict[object, int](),
+        )  # what else it asked for, in one turn
         self.started: dict[int, Strand] = {}  # its threads besides the main one
         self.thread_ids: dict[int, int] = {}  # Python's, by strand
         self.value: Any = None
         self.error: BaseException | None = None
         self.left = False
-        self.death: BaseException | None = None  # what a fault ended it with, wherever the program caught that
+        self.death: BaseException | None = (
+            None  # what a fault ended it with, wherever the program caught that
+        )
         self.state = fresh_state(world.seed, index)
 
     @property
@@ -73,7 +84,9 @@ class State:
 
     __slots__ = ("arguments", "dtype", "main", "numpy", "python", "threads", "torch")
 
-    def __init__(self, torch_state: torch.Tensor, python: Any, numpy: Any, dtype: torch.dtype) -> None:
+    def __init__(
+        self, torch_state: torch.Tensor, python: Any, numpy: Any, dtype: torch.dtype
+    ) -> None:
         self.torch, self.python, self.numpy, self.dtype = torch_state, python, numpy, dtype
         self.main = sys.modules["__main__"]  # pickle looks there for what a script defines
         self.arguments = sys.argv
@@ -216,4 +229,6 @@ def called_by_torch(frame: FrameType | None) -> bool:
 
 @cache
 def is_users(path: str) -> bool:
-    return not path.startswith(NOT_USERS) and (path.startswith(INSTALLED) or not path.startswith(PYTHON))
+    return not path.startswith(NOT_USERS) and (
+        path.startswith(INSTALLED) or not path.startswith(PYTHON)
+    )

@@ -18,7 +18,11 @@ from isobit.simulator.rank import Rank, user_stack
 if TYPE_CHECKING:
     from isobit.simulator.work import RankWork
 
-WAITS = ("_c10d_functional", "c10d", "_c10d_functional_autograd")  # operators that wait by themselves
+WAITS = (
+    "_c10d_functional",
+    "c10d",
+    "_c10d_functional_autograd",
+)  # operators that wait by themselves
 
 
 Memory = Mapping[int, Sequence[tuple[int, int]]]  # runs of bytes, by storage
@@ -28,10 +32,16 @@ def memory_of(tensors: Iterable[Tensor]) -> Memory:
     """Where tensors lie: buckets of one flat buffer do not overlap. A wrapper's inner tensor comes by itself."""
     memory: dict[int, list[tuple[int, int]]] = {}
     for tensor in tensors:
-        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided or not tensor.numel():
+        if (
+            is_traceable_wrapper_subclass(tensor)
+            or tensor.layout is not torch.strided
+            or not tensor.numel()
+        ):
             continue
         first, width = int(tensor.storage_offset()), tensor.element_size()
-        last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        last = first + sum(
+            (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        )
         start = first * width
         runs = memory.setdefault(tensor.untyped_storage()._cdata, [])
         if runs and runs[-1][1] == start:  # slots of one buffer, in order
@@ -42,7 +52,12 @@ def memory_of(tensors: Iterable[Tensor]) -> Memory:
 
 def overlap(left: Memory, right: Memory) -> bool:
     """Whether any byte is in both."""
-    return any(a < d and c < b for at in left.keys() & right.keys() for a, b in left[at] for c, d in right[at])
+    return any(
+        a < d and c < b
+        for at in left.keys() & right.keys()
+        for a, b in left[at]
+        for c, d in right[at]
+    )
 
 
 DispatchMode: Any = TorchDispatchMode  # which torch leaves untyped
@@ -56,8 +71,15 @@ class ReadWatch(DispatchMode):  # type: ignore[misc]
         self.rank, self.said = rank, set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.rank.pending and not self.rank.communicating and func.namespace not in WAITS and not func.is_view:
-            self.look(func, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)])
+        if (
+            self.rank.pending
+            and not self.rank.communicating
+            and func.namespace not in WAITS
+            and not func.is_view
+        ):
+            self.look(
+                func, [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            )
         return func(*args, **(kwargs or {}))
 
     def look(self, func: Any, tensors: list[Tensor]) -> None:

@@ -44,7 +44,9 @@ class Step:
     kept: tuple[Tensor | None, ...] = ()
 
 
-def find_replicas(starts: Mapping[int, Start], talked: Iterable[Pair] = ()) -> list[tuple[int, ...]]:
+def find_replicas(
+    starts: Mapping[int, Start], talked: Iterable[Pair] = ()
+) -> list[tuple[int, ...]]:
     """Ranks whose optimizers began alike in every bit.
 
     Shards and pipeline stages are not replicas though some of their tensors may begin alike: biases of zeros do.
@@ -58,18 +60,23 @@ def find_replicas(starts: Mapping[int, Start], talked: Iterable[Pair] = ()) -> l
 
 def judge_start(starts: Mapping[int, Start], steps: Mapping[int, Step]) -> Told | None:
     """Parameters that differ from the start although their gradients are summed over the ranks that hold them."""
-    shared = {rank: step.gradients for rank, step in steps.items() if step.summed and starts[rank].varied}
+    shared = {
+        rank: step.gradients for rank, step in steps.items() if step.summed and starts[rank].varied
+    }
     for group in group_ranks(shared):
         values = {rank: (starts[rank].digests, starts[rank].shapes) for rank in group}
         if len(group) < 2 or len(group_ranks(values)) == 1:
             continue
         at = next(
-            i for i, column in enumerate(zip(*(values[r][0] for r in group), strict=True)) if len(set(column)) > 1
+            i
+            for i, column in enumerate(zip(*(values[r][0] for r in group), strict=True))
+            if len(set(column)) > 1
         )
         held = {rank: values[rank][0][at] for rank in group}
         name = steps[group[0]].names[at]
         text = (
-            f"{name} was not equal before the first step: {say_groups(held)}; its gradients are summed over these ranks"
+            f"{name} was not equal before the first step: {say_groups(held)}; "
+            "its gradients are summed over these ranks"
         )
         return Told("start differs", find_odd(held), name, text)
     return None
@@ -81,7 +88,12 @@ def judge_pending(steps: Mapping[int, Step], step: int) -> Told | None:
     if not early:
         return None
     ranks = tuple(sorted(early))
-    return Told("pending", ranks, early[ranks[0]], f"step {step} updates with {early[ranks[0]]}, not waited for")
+    return Told(
+        "pending",
+        ranks,
+        early[ranks[0]],
+        f"step {step} updates with {early[ranks[0]]}, not waited for",
+    )
 
 
 def judge_finite(steps: Mapping[int, Step], step: int) -> Told | None:
@@ -89,19 +101,25 @@ def judge_finite(steps: Mapping[int, Step], step: int) -> Told | None:
     infinite = {rank: note.infinite for rank, note in steps.items() if note.infinite is not None}
     if not infinite:
         return None
-    guilty = tuple(sorted(rank for rank, note in steps.items() if note.poisoned)) or tuple(sorted(infinite))
+    guilty = tuple(sorted(rank for rank, note in steps.items() if note.poisoned)) or tuple(
+        sorted(infinite)
+    )
     rank, at = min(infinite.items())
     name = steps[rank].names[at]
     return Told("not finite", guilty, name, f"the gradient of {name} is not finite at step {step}")
 
 
-def judge_data(steps: Mapping[int, Step], step: int, before: Mapping[int, Step] | None) -> Told | None:
+def judge_data(
+    steps: Mapping[int, Step], step: int, before: Mapping[int, Step] | None
+) -> Told | None:
     """Replicas that trained on one batch. Where all did, it may be meant: only a stream of such batches is told."""
     fed = {rank: note.data for rank, note in steps.items() if note.data}
     alike = [group for group in group_ranks(fed) if len(group) > 1]
     if not alike:
         return None
-    if len(alike[0]) == len(steps) and (before is None or all(before[r].data == fed[r] for r in fed if r in before)):
+    if len(alike[0]) == len(steps) and (
+        before is None or all(before[r].data == fed[r] for r in fed if r in before)
+    ):
         return None
     ranks = tuple(sorted(rank for group in alike for rank in group))
     text = f"the same batch on ranks {say_groups({r: fed[r] for r in ranks})} at step {step}"
@@ -127,13 +145,17 @@ def judge_values(steps: Mapping[int, Step], step: int) -> Told | None:
     """
     count = len(next(iter(steps.values())).values)
     by_value = [at for at in range(count) if len({note.values[at] for note in steps.values()}) > 1]
-    by_gradient = [at for at in range(count) if len({note.gradients[at] for note in steps.values()}) > 1]
+    by_gradient = [
+        at for at in range(count) if len({note.gradients[at] for note in steps.values()}) > 1
+    ]
     parted = by_value or (by_gradient if all(note.summed for note in steps.values()) else [])
     if not parted:
         return None
     by_gradient = [at for at in by_gradient if at in parted]
     at = (by_gradient or parted)[0]
-    held = {rank: (note.gradients if by_gradient else note.values)[at] for rank, note in steps.items()}
+    held = {
+        rank: (note.gradients if by_gradient else note.values)[at] for rank, note in steps.items()
+    }
     groups = group_ranks(held)
     left, right = steps[groups[0][0]], steps[groups[1][0]]
     name = left.names[at]
@@ -141,7 +163,9 @@ def judge_values(steps: Mapping[int, Step], step: int) -> Told | None:
     what = "its gradient differs" if by_gradient else "gradients were equal, the update was not"
     text = f"{name} parts at step {step}, {place}; {what}: {say_groups(held)}"
     if not by_value:
-        text = f"the gradient of {name} differs at step {step} after an all-reduce: {say_groups(held)}"
+        text = (
+            f"the gradient of {name} differs at step {step} after an all-reduce: {say_groups(held)}"
+        )
     return Told("gradients differ" if by_gradient else "update differs", find_odd(held), name, text)
 
 
@@ -151,10 +175,20 @@ def judge_tensor(held: Mapping[int, Tensor], name: str, count: int, alike: bool)
     groups = group_ranks(digests)
     if alike and len(groups) > 1:
         place = say_difference(held[groups[0][0]], held[groups[1][0]])
-        return Told("tensors differ", find_odd(digests), name, f"{name}, time {count}, {place}: {say_groups(digests)}")
+        return Told(
+            "tensors differ",
+            find_odd(digests),
+            name,
+            f"{name}, time {count}, {place}: {say_groups(digests)}",
+        )
     if not alike and len(groups) < len(held):
         ranks = tuple(sorted(rank for group in groups if len(group) > 1 for rank in group))
-        return Told("tensors alike", ranks, name, f"{name}, time {count}, is the same on ranks: {say_groups(digests)}")
+        return Told(
+            "tensors alike",
+            ranks,
+            name,
+            f"{name}, time {count}, is the same on ranks: {say_groups(digests)}",
+        )
     return None
 
 
@@ -166,7 +200,11 @@ def judge_step(
     talked: Iterable[Pair],
 ) -> Iterator[Told]:
     """What is wrong with a step, causes before consequences."""
-    found = [judge_pending(steps, step), judge_finite(steps, step), judge_start(starts, steps) if step == 0 else None]
+    found = [
+        judge_pending(steps, step),
+        judge_finite(steps, step),
+        judge_start(starts, steps) if step == 0 else None,
+    ]
     for group in find_replicas({rank: starts[rank] for rank in steps}, talked):
         mine = {rank: steps[rank] for rank in group}
         found += [judge_data(mine, step, before), judge_masks(mine, step), judge_values(mine, step)]

@@ -18,12 +18,18 @@ from typing import Protocol
 
 from isobit.simulator.trace import Recorder
 
-COMPUTE, MESSAGE = 100, 1000  # the most microseconds that a stretch of computing, or a message, takes
+COMPUTE, MESSAGE = (
+    100,
+    1000,
+)  # the most microseconds that a stretch of computing, or a message, takes
 POLLS = 10_000  # so many fruitless polls of every strand that can run, and nothing will change
 FEW_POLLS, ALL_POLLS = 1_000, 200_000  # or so many of each, where there are so many in all
 CALM = 64  # once every strand has polled so often, other processes get some real time, and then with every 64th
 REAL = time.sleep, time.monotonic  # kept here: inside a world they are replaced
-PAUSE, LONGEST = 0.002, 0.5  # seconds of that real time; where other processes run, as long as the sleep, up to this
+PAUSE, LONGEST = (
+    0.002,
+    0.5,
+)  # seconds of that real time; where other processes run, as long as the sleep, up to this
 TICK = 0.25  # seconds between two looks of the watchdog
 
 
@@ -49,12 +55,16 @@ class Schedule:
         self.on_pass: Callable[[int], None] = lambda rank: None
         self.on_take: Callable[[int], None] = lambda rank: None
         self.on_stuck: Callable[[], None] = lambda: None
-        self.foreign: Callable[[], bool] = lambda: False  # whether another thread or process may yet change something
+        self.foreign: Callable[[], bool] = lambda: (
+            False
+        )  # whether another thread or process may yet change something
         self.patience = 120.0  # real seconds that are given to such a thread or process
         self._random, self._delays, self._recorder = random.Random(seed), delays, recorder
         self._seed, self._live, self._state_of = seed, ranks, -1
         self._queue: list[tuple[int, float, int, int]] = []  # (at, lot, strand, ticket)
-        self._tickets: dict[int, int] = {}  # strand -> its valid entry; others in the queue are stale
+        self._tickets: dict[
+            int, int
+        ] = {}  # strand -> its valid entry; others in the queue are stale
         self._issued = 0
         self._polls: dict[int, int] = {}  # strand -> fruitless polls since anything happened
         self._busy: set[int] = set()  # strands whose entry is a poll without a sleep
@@ -129,8 +139,14 @@ class Schedule:
         if self._head(-1) < 0:
             return False
         # Polling is fruitless until somebody else has run: skips to the first who does not poll as well.
-        entries = [(at, other) for at, _, other, ticket in self._queue if self._tickets.get(other) == ticket]
-        head = min([at for at, other in entries if other not in self._busy] or [at for at, _ in entries])
+        entries = [
+            (at, other)
+            for at, _, other, ticket in self._queue
+            if self._tickets.get(other) == ticket
+        ]
+        head = min(
+            [at for at, other in entries if other not in self._busy] or [at for at, _ in entries]
+        )
         clock = self.clocks[self.owner[strand]]
         self._busy.add(strand)
         try:

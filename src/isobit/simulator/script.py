@@ -108,5 +108,7 @@ def read_code(path: Path) -> CodeType:
         return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise ArgumentError(
-            expected="a Python script", received=f"{path} ({error})", remedy="name a file that python can run"
+            expected="a Python script",
+            received=f"{path} ({error})",
+            remedy="name a file that python can run",
         ) from error

@@ -46,7 +46,9 @@ class RankStore(TorchStore):  # type: ignore[misc]
             rank, waiting = entry
             if self._has(waiting.keys):
                 self._waiting.remove(entry)
-                self._world.schedule.wake_from(waiting, rank, self._world.schedule.clocks[current().index])
+                self._world.schedule.wake_from(
+                    waiting, rank, self._world.schedule.clocks[current().index]
+                )
 
     def get(self, key: str) -> bytes:
         self.wait([key])

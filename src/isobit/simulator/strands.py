@@ -39,7 +39,9 @@ OURS = os.path.dirname(__file__)  # what a program calls by another name, as tim
 DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed")
 POOL = concurrent.futures.thread.__file__
 COOPERATIVE = (asyncio.base_events.__file__, threading.__file__)
-SERVED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # libraries' threads, of this world and of earlier ones
+SERVED: weakref.WeakSet[threading.Thread] = (
+    weakref.WeakSet()
+)  # libraries' threads, of this world and of earlier ones
 
 
 class Strand:
@@ -85,7 +87,9 @@ class Strand:
         except BaseException as error:  # as Python does, which goes on without the thread
             said = f"thread {self.thread.name!r} of rank {self.rank.index} raised {type(error).__name__}: {error}"
             self.rank.world.lost.setdefault(self.rank.index, said)
-            threading.excepthook(threading.ExceptHookArgs((type(error), error, error.__traceback__, self.thread)))
+            threading.excepthook(
+                threading.ExceptHookArgs((type(error), error, error.__traceback__, self.thread))
+            )
         finally:
             for name in names.values():
                 registry._unregister_process_group(name)
@@ -116,7 +120,8 @@ def is_programs(thread: threading.Thread) -> bool:
     while isinstance(target, functools.partial):
         target = target.func
     target = getattr(target, "__wrapped__", target)
-    code = getattr(target, "__code__", None) or getattr(getattr(target, "__call__", None), "__code__", None)  # noqa: B004
+    call = getattr(target, "__call__", None)  # noqa: B004
+    code = getattr(target, "__code__", None) or getattr(call, "__code__", None)
     path = code.co_filename if code is not None else ""
     if path == POOL:
         return started_by_program(sys._getframe(2))
@@ -237,7 +242,8 @@ def pool_of(thread: threading.Thread) -> Any:
 def has_library_threads() -> bool:
     """Whether a thread without the baton is alive that may answer a rank."""
     return any(thread.is_alive() for thread in SERVED) or any(
-        pool_of(thread) is not None and "isobit_strand" not in vars(thread) for thread in threading.enumerate()
+        pool_of(thread) is not None and "isobit_strand" not in vars(thread)
+        for thread in threading.enumerate()
     )
 
 

@@ -82,8 +82,14 @@ def run_seeds(plan: Plan) -> Iterator[SeedRun]:
 
 def run_seed(plan: Plan, seed: int) -> SeedRun:
     """One world, with its findings instead of an exception."""
-    faults = draw_faults(seed, plan.ranks, plan.fault_calls, 1, plan.fault_kinds) if plan.fault_kinds else ()
-    world = World(plan.ranks, seed, faults, watch=plan.watch, sends=plan.sends, patience=plan.patience)
+    faults = (
+        draw_faults(seed, plan.ranks, plan.fault_calls, 1, plan.fault_kinds)
+        if plan.fault_kinds
+        else ()
+    )
+    world = World(
+        plan.ranks, seed, faults, watch=plan.watch, sends=plan.sends, patience=plan.patience
+    )
     world.ignore = plan.ignore
     errors: list[SimulationError] = []
     with plan.script.installed(capture=True) as body:
@@ -95,19 +101,29 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
             errors = list(result.findings)
         except SimulationError as error:
             result = error.result
-            errors = [error, *(other for other in (result.findings if result else ()) if other is not error)]
+            errors = [
+                error,
+                *(other for other in (result.findings if result else ()) if other is not error),
+            ]
     printed = tuple(plan.script.output.text(rank, plan.ranks) for rank in range(plan.ranks))
     found = tuple(in_words(error, plan) for error in errors if error.kind not in plan.ignore)
     calls = sum(rank.calls for rank in world.members)
-    return SeedRun(seed, tuple(map(str, faults)), found, printed, result.digest if result else "", calls)
+    return SeedRun(
+        seed, tuple(map(str, faults)), found, printed, result.digest if result else "", calls
+    )
 
 
 def in_words(error: SimulationError, plan: Plan) -> Found:
     """What outlives the run; of a rank's own failure, its last words too."""
     cause = remedy = wrote = ""
     if isinstance(error, RankFailedError) and error.__cause__ is not None:
-        cause, remedy = error.received, error.remedy if isinstance(error.__cause__, IsobitError) else ""
-        wrote = "\n".join(plan.script.errors.text(min(error.stacks), plan.ranks).splitlines()[-LAST_LINES:])
+        cause, remedy = (
+            error.received,
+            error.remedy if isinstance(error.__cause__, IsobitError) else "",
+        )
+        wrote = "\n".join(
+            plan.script.errors.text(min(error.stacks), plan.ranks).splitlines()[-LAST_LINES:]
+        )
     text = f"expected {error.expected}; received {error.received}; remedy: {error.remedy}"
     stacks = {rank: tuple(lines) for rank, lines in error.stacks.items()}
     return Found(error.kind, error.ranks, text, stacks, cause, remedy, wrote)
@@ -125,7 +141,9 @@ def group_findings(runs: Sequence[SeedRun]) -> list[Group]:
     return list(groups.values())
 
 
-def compare_prints(runs: Sequence[SeedRun], wanted: Callable[[SeedRun], bool] = lambda run: not run.found) -> str:
+def compare_prints(
+    runs: Sequence[SeedRun], wanted: Callable[[SeedRun], bool] = lambda run: not run.found
+) -> str:
     """Empty if all runs printed the same on every rank; else where the first one departs."""
     complete = [run for run in runs if wanted(run)]
     for run in complete[1:]:

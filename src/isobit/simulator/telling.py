@@ -32,15 +32,27 @@ WORDS = {  # kind: what was expected, and the remedy
         "replicas that drop elements of their own choice",
         "seed each rank differently after the parameters are made",
     ),
-    "pending": ("gradients whose reduction is done", "call .wait() on what the collective returned, then step"),
+    "pending": (
+        "gradients whose reduction is done",
+        "call .wait() on what the collective returned, then step",
+    ),
     "not finite": ("gradients that are finite numbers", "look for its source on the ranks named"),
-    "tensors differ": ("a tensor that is the same on all ranks", "see what the ranks named do alone"),
-    "tensors alike": ("a tensor that is distinct on all ranks", "see what the ranks named do in common"),
+    "tensors differ": (
+        "a tensor that is the same on all ranks",
+        "see what the ranks named do alone",
+    ),
+    "tensors alike": (
+        "a tensor that is distinct on all ranks",
+        "see what the ranks named do in common",
+    ),
     "weights differ": (
         "each rank's share with the weight that it has on one worker",
         "sum over ranks, then divide once by the global count; clip after the reduction",
     ),
-    "parts from one worker": ("the numbers of one worker", "compare the ranks named with one worker at this place"),
+    "parts from one worker": (
+        "the numbers of one worker",
+        "compare the ranks named with one worker at this place",
+    ),
 }
 
 
@@ -61,6 +73,8 @@ def as_error(told: Told) -> SimulationError:
     kind = {"not finite": NonFiniteError, "pending": PendingError}.get(told.kind, TrainingError)
     expected, remedy = WORDS[told.kind]
     stacks = {rank: [site] for rank, site in told.sites.items() if site}
-    error = kind(expected=expected, received=told.text, remedy=remedy, ranks=told.ranks, stacks=stacks)
+    error = kind(
+        expected=expected, received=told.text, remedy=remedy, ranks=told.ranks, stacks=stacks
+    )
     error.kind = told.kind
     return error

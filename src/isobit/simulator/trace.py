@@ -30,10 +30,15 @@ class Trace:
     @property
     def digest(self) -> str:
         """BLAKE3 of the events."""
-        return blake3("\n".join(f"{rank} {at} {what}" for rank, at, what in self.events).encode()).hexdigest()[:32]
+        return blake3(
+            "\n".join(f"{rank} {at} {what}" for rank, at, what in self.events).encode()
+        ).hexdigest()[:32]
 
     def save(self, path: str | Path) -> None:
-        kept = {**asdict(self), "faults": [{"kind": type(fault).__name__, **asdict(fault)} for fault in self.faults]}
+        kept = {
+            **asdict(self),
+            "faults": [{"kind": type(fault).__name__, **asdict(fault)} for fault in self.faults],
+        }
         Path(path).write_text(json.dumps(kept))
 
     @classmethod
@@ -69,7 +74,9 @@ class Recorder:
 
 
 def departure(place: int, wanted: Event | None, event: Event | None) -> ReplayError:
-    said = [("the end" if e is None else f"rank {e[0]} at {e[1]} µs: {e[2]}") for e in (wanted, event)]
+    said = [
+        ("the end" if e is None else f"rank {e[0]} at {e[1]} µs: {e[2]}") for e in (wanted, event)
+    ]
     return ReplayError(
         expected=f"event {place} of the trace: {said[0]}",
         received=said[1],

@@ -80,7 +80,9 @@ class Training:
         self.steps: dict[tuple[int, int], dict[int, Step]] = defaultdict(dict)
         self.judged: set[tuple[int, int]] = set()
         self.buffers: dict[tuple[int, str], dict[int, str]] = defaultdict(dict)
-        self.tensors: dict[tuple[str, int, tuple[int, ...], bool], dict[int, Tensor]] = defaultdict(dict)
+        self.tensors: dict[tuple[str, int, tuple[int, ...], bool], dict[int, Tensor]] = defaultdict(
+            dict
+        )
         self.talked: set[Pair] = set()
         self.told: Told | None = None
 
@@ -92,13 +94,19 @@ class Training:
                 optimizers.register_optimizer_step_pre_hook(self._before_step),
                 optimizers.register_optimizer_step_post_hook(self._after_step),
                 modules.register_module_forward_pre_hook(self._before_forward),
-                modules.register_module_forward_hook(self._after_forward, with_kwargs=True, always_call=True),
+                modules.register_module_forward_hook(
+                    self._after_forward, with_kwargs=True, always_call=True
+                ),
             ):
                 stack.callback(handle.remove)
                 # torch 2.13 leaves this mark of a hook that is gone, and torch.compile warns of it.
                 stack.callback(modules._global_forward_hooks_with_kwargs.pop, handle.id, None)
             if self.ledger is not None:
-                stack.callback(modules.register_module_parameter_registration_hook(self._after_registration).remove)
+                stack.callback(
+                    modules.register_module_parameter_registration_hook(
+                        self._after_registration
+                    ).remove
+                )
             yield
 
     def note_call(self, call: Call) -> None:
@@ -113,7 +121,9 @@ class Training:
         """Two ranks that send each other messages are stages of something, not replicas."""
         self.talked.add(frozenset((sender, receiver)))
 
-    def note_tensor(self, rank: int, name: str, tensor: Tensor, members: tuple[int, ...], alike: bool) -> None:
+    def note_tensor(
+        self, rank: int, name: str, tensor: Tensor, members: tuple[int, ...], alike: bool
+    ) -> None:
         """A script says that a tensor is the same on these ranks, or distinct."""
         count = self.notes[rank].named[name, members, alike]
         self.notes[rank].named[name, members, alike] += 1
@@ -122,7 +132,9 @@ class Training:
         held = self.tensors[name, count, members, alike]
         held[rank] = tensor.detach().clone()
         if len(held) == len(members):
-            self._say(judge_tensor(self.tensors.pop((name, count, members, alike)), name, count, alike))
+            self._say(
+                judge_tensor(self.tensors.pop((name, count, members, alike)), name, count, alike)
+            )
 
     def finish(self) -> None:
         """Judges steps that not every rank made."""
@@ -146,12 +158,16 @@ class Training:
             self.ledger.note_step(rank, notes.counts[ordinal], parameters, names)
         gradients = [_plain_gradient(p) for p in parameters]
         held = [g for g in gradients if g is not None]
-        scaled = getattr(optimizer, "found_inf", None) is not None  # it will skip the step by itself
+        scaled = (
+            getattr(optimizer, "found_inf", None) is not None
+        )  # it will skip the step by itself
         self.steps[ordinal, notes.counts[ordinal]][rank] = Step(
             parameters=parameters,
             names=names,
             gradients=tuple(map(digest, gradients)),
-            infinite=None if scaled else next((i for i, g in enumerate(gradients) if not _is_finite(g)), None),
+            infinite=None
+            if scaled
+            else next((i for i, g in enumerate(gradients) if not _is_finite(g)), None),
             summed=bool(held) and all(g.data_ptr() in notes.summed for g in held),
             poisoned=notes.poisoned,
             data=tuple(notes.data),
@@ -172,7 +188,9 @@ class Training:
         step.values = tuple(map(digest, step.parameters))
         drifted = len(self.steps) > LONGEST_DRIFT
         step.kept = (None,) * len(step.parameters) if drifted else tuple(map(keep, step.parameters))
-        if len(self.steps[key]) == self.ranks and all(note.values for note in self.steps[key].values()):
+        if len(self.steps[key]) == self.ranks and all(
+            note.values for note in self.steps[key].values()
+        ):
             self._judge(key)
 
     def _judge(self, key: tuple[int, int]) -> None:
@@ -197,23 +215,35 @@ class Training:
             notes.names.update({id(part): name.removeprefix("module.") for name, part in named})
         if isinstance(module, dropout._DropoutNd) and module.training and module.p > 0:
             notes.masks.append(digest(torch.get_rng_state()))
-        if not module.training and module._buffers:  # where they are used: a wrapper may broadcast them just before
+        if (
+            not module.training and module._buffers
+        ):  # where they are used: a wrapper may broadcast them just before
             self._note_buffers(rank, module)
 
     @unseen
-    def _after_forward(self, rank: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _after_forward(
+        self, rank: int, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> None:
         notes = self.notes[rank]
         notes.depth -= 1
         if notes.depth == 0 and module.training and torch.is_grad_enabled():
             notes.data.extend(digest(x) for x in tree_leaves((args, kwargs)) if type(x) is Tensor)
 
     @unseen
-    def _after_registration(self, rank: int, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    def _after_registration(
+        self, rank: int, module: nn.Module, name: str, parameter: nn.Parameter | None
+    ) -> None:
         """Autograd's own sum must be seen before anyone reduces it, so the hook is there from the parameter's birth."""
         ledger = self.ledger
-        if ledger is None or type(parameter) is not nn.Parameter or id(parameter) in self.notes[rank].hooked:
+        if (
+            ledger is None
+            or type(parameter) is not nn.Parameter
+            or id(parameter) in self.notes[rank].hooked
+        ):
             return
-        self.notes[rank].hooked[id(parameter)] = parameter  # alive, so that the number stays its own
+        self.notes[rank].hooked[id(parameter)] = (
+            parameter  # alive, so that the number stays its own
+        )
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
                 lambda p: ledger.note_own(rank, p)
@@ -271,5 +301,7 @@ def _owned_by_pending(names: Sequence[str], gradients: Sequence[Tensor | None]) 
 def _is_finite(tensor: Tensor | None) -> bool:
     if tensor is None or not tensor.is_floating_point():
         return True
-    wide = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()  # torch has no isfinite of fp8
+    wide = (
+        tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
+    )  # torch has no isfinite of fp8
     return bool(torch.isfinite(wide).all())

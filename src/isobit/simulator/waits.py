@@ -39,7 +39,9 @@ def wait(waiting: Waiting, seconds: float | None = None) -> bool:
     """Passes the baton on until the strand is woken (True), or its time is over (False)."""
     rank = ranks.current()
     rank.world.check(rank)
-    woken = rank.world.schedule.block(ranks.strand(), waiting, None if seconds is None else int(seconds * 1e6))
+    woken = rank.world.schedule.block(
+        ranks.strand(), waiting, None if seconds is None else int(seconds * 1e6)
+    )
     rank.world.check(rank)
     return woken
 
@@ -80,8 +82,13 @@ def spin(key: object, what: str) -> None:
     """Counts questions: from the ninth for one key in one turn on, each of them is a poll."""
     rank = ranks.current()
     turn, calls = rank.world.schedule.turn, rank.calls
-    if rank.asked_in != (turn, calls):  # who polled in its last turn, and has made no call since, still does
-        rank.asked = {k: SPINS for k, n in rank.asked.items() if n > SPINS and rank.asked_in[1] == calls}
+    if rank.asked_in != (
+        turn,
+        calls,
+    ):  # who polled in its last turn, and has made no call since, still does
+        rank.asked = {
+            k: SPINS for k, n in rank.asked.items() if n > SPINS and rank.asked_in[1] == calls
+        }
         rank.asked_in = (turn, calls)
     rank.asked[key] = rank.asked.get(key, 0) + 1
     if rank.asked[key] > SPINS and is_programs(sys._getframe(2)):
@@ -111,4 +118,6 @@ def is_programs(frame: FrameType | None) -> bool:
 def give_up(rank: Rank, what: str) -> None:
     """All that can run has polled for long: the strand waits for good, so that the deadlock is named."""
     others = [other.index for other in rank.world.members if other is not rank]
-    rank.world.schedule.block(ranks.strand(), LocalWait(f"{what}, for what no rank does", others, outside=False))
+    rank.world.schedule.block(
+        ranks.strand(), LocalWait(f"{what}, for what no rank does", others, outside=False)
+    )

@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from isobit import bits
-from isobit.errors import ArgumentError, CorruptionError, NonFiniteError, PendingError, SimulationError
+from isobit.errors import (
+    ArgumentError,
+    CorruptionError,
+    NonFiniteError,
+    PendingError,
+    SimulationError,
+)
 
 if TYPE_CHECKING:
     from isobit.simulator.collectives import Call
@@ -39,7 +45,9 @@ def find_change(seen: Seen) -> int | None:
     for at, (tensor, mark, copy) in enumerate(seen):
         if tensor.untyped_storage().nbytes() < tensor.nbytes:  # its memory was given up
             return at
-        if mark_of(tensor) != mark or (copy is not None and not bits.equal(tensor.detach().reshape(copy.shape), copy)):
+        if mark_of(tensor) != mark or (
+            copy is not None and not bits.equal(tensor.detach().reshape(copy.shape), copy)
+        ):
             return at
     return None
 
@@ -50,7 +58,9 @@ class Watch:
     def __init__(self, chosen: Collection[str], findings: list[SimulationError]) -> None:
         if not set(chosen) <= set(CHOICES):
             raise ArgumentError(
-                expected=f"watch out of {', '.join(CHOICES)}", received=str(tuple(chosen)), remedy="name these only"
+                expected=f"watch out of {', '.join(CHOICES)}",
+                received=str(tuple(chosen)),
+                remedy="name these only",
             )
         self.chosen, self.findings = frozenset(chosen), findings
         self._first_nan = True
@@ -58,7 +68,11 @@ class Watch:
 
     def depart(self, call: Call, what: str) -> None:
         """As a rank makes its call."""
-        call.marks = [mark_of(tensor) for tensor in call.inputs] if call.asynchronous and call.sent is None else []
+        call.marks = (
+            [mark_of(tensor) for tensor in call.inputs]
+            if call.asynchronous and call.sent is None
+            else []
+        )
         if not self.chosen:
             return
         if self.training is not None:
@@ -78,9 +92,13 @@ class Watch:
         if watched and [mark_of(tensor) for tensor in call.inputs] != call.marks:
             self.findings.append(changed_early(operation, call))
         elif call.digests and [bits.digest(tensor) for tensor in call.carried] != call.digests:
-            self.findings.append(corrupted(call.rank, f"its part in {operation.describe()}", call.site))
+            self.findings.append(
+                corrupted(call.rank, f"its part in {operation.describe()}", call.site)
+            )
 
-    def hop(self, operation: Operation, sender: int, before: Tensor, after: Tensor, site: str) -> None:
+    def hop(
+        self, operation: Operation, sender: int, before: Tensor, after: Tensor, site: str
+    ) -> None:
         """The last hop of a result to one rank."""
         if "bits" in self.chosen and not bits.equal(before, after):
             self.findings.append(corrupted(sender, f"the result of {operation.describe()}", site))
@@ -88,9 +106,14 @@ class Watch:
     def deliver(self, receive: Receive, message: Message) -> None:
         if self.training is not None:
             self.training.note_message(message.sender, receive.group.members[receive.member])
-        if message.digests and [bits.digest(tensor) for tensor in message.tensors] != message.digests:
+        if (
+            message.digests
+            and [bits.digest(tensor) for tensor in message.tensors] != message.digests
+        ):
             receiver = receive.group.members[receive.member]
-            self.findings.append(corrupted(message.sender, f"its message to rank {receiver}", message.site))
+            self.findings.append(
+                corrupted(message.sender, f"its message to rank {receiver}", message.site)
+            )
 
 
 def non_finite(call: Call, tensor: Tensor, what: str) -> NonFiniteError:
@@ -115,7 +138,9 @@ def changed_early(operation: Operation, call: Call) -> PendingError:
     )
 
 
-def overwritten(rank: int, what: str, site: str, tensor: Tensor, at: int, stack: Sequence[str]) -> PendingError:
+def overwritten(
+    rank: int, what: str, site: str, tensor: Tensor, at: int, stack: Sequence[str]
+) -> PendingError:
     """A buffer of a call that was written to between the call and its wait."""
     shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
     return PendingError(

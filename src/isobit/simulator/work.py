@@ -21,7 +21,9 @@ from isobit.simulator.watch import Seen, find_change, look_at, overwritten
 TorchWork: Any = dist.Work
 
 
-def begin(rank: Rank, group: Group, member: int, number: int, call: Call, value: Any) -> PendingWork:
+def begin(
+    rank: Rank, group: Group, member: int, number: int, call: Call, value: Any
+) -> PendingWork:
     """Adds a rank's part to a collective."""
     world = rank.world
     rank.communicating = True
@@ -36,7 +38,11 @@ def begin(rank: Rank, group: Group, member: int, number: int, call: Call, value:
     work.torchs_own = call.asynchronous and called_by_torch(sys._getframe(2))
     if call.asynchronous and not work.torchs_own:
         work.seen = look_at([*call.inputs, *call.outputs])
-    if call.asynchronous and "reads" in world.watch.chosen and not (call.kind == "broadcast" and call.root == member):
+    if (
+        call.asynchronous
+        and "reads" in world.watch.chosen
+        and not (call.kind == "broadcast" and call.root == member)
+    ):
         work.memory = memory_of(call.outputs)
     rank.communicating = False
     return work
@@ -48,7 +54,9 @@ def poison_outputs(call: Call, member: int) -> None:
     if call.kind == "broadcast" and call.root == member:
         return
     memory = {tensor.untyped_storage().data_ptr() for tensor in call.outputs}
-    if call.sent is None and any(tensor.untyped_storage().data_ptr() in memory for tensor in call.inputs):
+    if call.sent is None and any(
+        tensor.untyped_storage().data_ptr() in memory for tensor in call.inputs
+    ):
         call.sent = [tensor.data.clone() for tensor in call.inputs]
     if call.kind != "reduce" or call.root == member:
         for tensor in call.outputs:
@@ -110,7 +118,9 @@ class RankWork(TorchWork):  # type: ignore[misc]
         self.seen = []
         if at is not None:
             stack = user_stack(sys._getframe(2))
-            rank.world.watch.findings.append(overwritten(rank.index, self.what, self.site, seen[at][0], at, stack))
+            rank.world.watch.findings.append(
+                overwritten(rank.index, self.what, self.site, seen[at][0], at, stack)
+            )
 
     def is_completed(self) -> bool:
         if self.finished:
@@ -148,7 +158,9 @@ class RankWork(TorchWork):  # type: ignore[misc]
 class PendingWork(RankWork):
     """A collective under way."""
 
-    def __init__(self, owner: Rank, operation: Operation, member: int, call: Call, value: Any) -> None:
+    def __init__(
+        self, owner: Rank, operation: Operation, member: int, call: Call, value: Any
+    ) -> None:
         self.operation, self.member = operation, member
         super().__init__(owner, call.site, value)
 
@@ -158,7 +170,8 @@ class PendingWork(RankWork):
 
     def ready(self) -> bool:
         return (
-            self.operation.done and self.operation.at[self.member] <= self.owner.world.schedule.clocks[self.owner.index]
+            self.operation.done
+            and self.operation.at[self.member] <= self.owner.world.schedule.clocks[self.owner.index]
         )
 
     def settle(self) -> None:
@@ -186,7 +199,14 @@ class MessageWork(RankWork):
     @classmethod
     @torch.no_grad()
     def sending(
-        cls, rank: Rank, group: Group, member: int, target: int, tag: int, tensors: list[Tensor], site: str
+        cls,
+        rank: Rank,
+        group: Group,
+        member: int,
+        target: int,
+        tag: int,
+        tensors: list[Tensor],
+        site: str,
     ) -> MessageWork:
         world = rank.world
         rank.communicating = True
@@ -195,7 +215,9 @@ class MessageWork(RankWork):
         world.schedule.pause(strand())
         at = world.schedule.clocks[rank.index] + world.schedule.delay()
         sent = [tensor.data.clone(memory_format=torch.contiguous_format) for tensor in call.carried]
-        message = Message(member, sent, at, site, rank.index, rank.calls, receiver=group.members[target])
+        message = Message(
+            member, sent, at, site, rank.index, rank.calls, receiver=group.members[target]
+        )
         message.digests = call.digests
         if call.flipped_to is not None and call.flipped_to.to == message.receiver:
             flip_bit(sent[0], call.flipped_to.element, call.flipped_to.bit)
@@ -215,7 +237,9 @@ class MessageWork(RankWork):
         source = "any" if receive.source is None else receive.source
         rank.communicating = True
         call = Call(rank.index, "recv", [], receive.tensors, site=receive.site)
-        world.arrive(rank, call, f"recv {receive.group.name} {source}>{receive.member} tag {receive.tag}")
+        world.arrive(
+            rank, call, f"recv {receive.group.name} {source}>{receive.member} tag {receive.tag}"
+        )
         world.schedule.pause(strand())
         if world.poison:
             for tensor in receive.tensors:

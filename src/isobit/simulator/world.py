@@ -30,7 +30,15 @@ from isobit.simulator.install import installed
 from isobit.simulator.judge import Killed, Result, Stalled, diagnose, judge, origin
 from isobit.simulator.ledger import Ledger
 from isobit.simulator.network import Network
-from isobit.simulator.rank import Rank, being, inside, restore_state, save_state, user_line, user_stack
+from isobit.simulator.rank import (
+    Rank,
+    being,
+    inside,
+    restore_state,
+    save_state,
+    user_line,
+    user_stack,
+)
 from isobit.simulator.rank import strand as current_strand
 from isobit.simulator.reads import watching_reads
 from isobit.simulator.schedule import Schedule, Waiting
@@ -66,7 +74,11 @@ class World:
         strict: bool = True,
         patience: float = 120.0,
     ) -> None:
-        if ranks < 1 or sends not in ("buffered", "rendezvous") or any(not 0 <= f.rank < ranks for f in faults):
+        if (
+            ranks < 1
+            or sends not in ("buffered", "rendezvous")
+            or any(not 0 <= f.rank < ranks for f in faults)
+        ):
             raise ArgumentError(
                 expected="at least one rank, sends 'buffered' or 'rendezvous', and faults of these ranks",
                 received=f"{ranks} ranks, sends {sends!r}, faults {tuple(faults)}",
@@ -76,7 +88,13 @@ class World:
         self.watch_for, self.poison, self.sends, self.strict = tuple(watch), poison, sends, strict
         self.patience = patience
 
-    def run(self, function: Callable[..., Any], *args: Any, init: bool = True, recorded: Trace | None = None) -> Result:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        init: bool = True,
+        recorded: Trace | None = None,
+    ) -> Result:
         """Calls `function(rank, *args)` on every rank; with `init`, torch.distributed is initialised around it."""
         if inside() or not _running.acquire(blocking=False):
             raise UnsupportedError(
@@ -89,7 +107,10 @@ class World:
             with installed(self):
                 threads = [
                     threading.Thread(
-                        target=self._body, args=(rank, function, args, init), name=f"rank {rank.index}", daemon=True
+                        target=self._body,
+                        args=(rank, function, args, init),
+                        name=f"rank {rank.index}",
+                        daemon=True,
                     )
                     for rank in self.members
                 ]
@@ -107,9 +128,13 @@ class World:
             _running.release()
 
     def _prepare(self, recorded: Trace | None) -> None:
-        self.recorder = Recorder(Trace(self.ranks, self.seed, self.delays, self.faults, self.sends), recorded)
+        self.recorder = Recorder(
+            Trace(self.ranks, self.seed, self.delays, self.faults, self.sends), recorded
+        )
         self.schedule = Schedule(self.ranks, self.seed, self.delays, self.recorder)
-        self.members = [Rank(self, index, launcher_variables(index, self.ranks)) for index in range(self.ranks)]
+        self.members = [
+            Rank(self, index, launcher_variables(index, self.ranks)) for index in range(self.ranks)
+        ]
         self.schedule.on_pass, self.schedule.on_take = self._pass, self._take
         self.schedule.on_stuck, self.schedule.patience = self._stuck, self.patience
         self.schedule.foreign = self._has_foreign
@@ -127,7 +152,9 @@ class World:
 
     def _interrupt(self) -> None:
         """Ranks leave at their next call; whoever presses twice need not wait for that."""
-        self.root = RankLostError(expected="the run to end", received="an interrupt", remedy="start it again")
+        self.root = RankLostError(
+            expected="the run to end", received="an interrupt", remedy="start it again"
+        )
         self.schedule.rest(self._watch_turn)
 
     def _watch_turn(self, strand: int, seconds: float) -> bool:
@@ -156,12 +183,20 @@ class World:
         restore_state(rank.state)
         restore_folder(rank)
 
-    def _body(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
+    def _body(
+        self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool
+    ) -> None:
         rank.thread_ids[rank.index] = threading.get_ident()
-        vars(threading.current_thread())["_daemonic"] = False  # which the threads of a program inherit
+        vars(threading.current_thread())["_daemonic"] = (
+            False  # which the threads of a program inherit
+        )
         self.schedule.enter(rank.index)
         try:
-            with being(rank, rank.index), torch.autograd.set_multithreading_enabled(False), watching_reads(rank):
+            with (
+                being(rank, rank.index),
+                torch.autograd.set_multithreading_enabled(False),
+                watching_reads(rank),
+            ):
                 self._call(rank, function, args, init)
             if rank.death is not None:  # a bare `except` of the program caught it
                 raise Killed(str(rank.death))
@@ -172,10 +207,14 @@ class World:
             self.recorder.note(rank.index, self.schedule.clocks[rank.index], "left")
             self.schedule.leave(rank.index)
 
-    def _call(self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool) -> None:
+    def _call(
+        self, rank: Rank, function: Callable[..., Any], args: Sequence[Any], init: bool
+    ) -> None:
         try:
             if init:
-                dist.init_process_group("isobit", rank=rank.index, world_size=self.ranks, store=self.store)
+                dist.init_process_group(
+                    "isobit", rank=rank.index, world_size=self.ranks, store=self.store
+                )
             failed = True
             try:
                 rank.value = function(rank.index, *args)
@@ -194,7 +233,9 @@ class World:
         rank.error = rank.death or error
         told = origin(rank.error)
         consequence = isinstance(told, RankLostError) and rank.index not in told.ranks
-        if not consequence and not (self.root is not None and isinstance(told, (type(self.root), Killed))):
+        if not consequence and not (
+            self.root is not None and isinstance(told, (type(self.root), Killed))
+        ):
             self.failed.append(rank.index)
 
     def vote(self, rank: Rank, name: str, members: tuple[int, ...]) -> None:
@@ -229,7 +270,10 @@ class World:
             self.schedule.slowness[rank.index] = planted.factor
         elif isinstance(planted, faults.Flip) and call.inputs:
             if planted.to is None:
-                call.sent = [tensor.data.clone(memory_format=torch.contiguous_format) for tensor in call.inputs]
+                call.sent = [
+                    tensor.data.clone(memory_format=torch.contiguous_format)
+                    for tensor in call.inputs
+                ]
                 faults.flip_bit(call.sent[0], planted.element, planted.bit)
             else:
                 call.flipped_to = planted
@@ -277,23 +321,34 @@ class World:
                 ranks=error.ranks,
                 stacks=error.stacks,
             )
-            vars(kept).update({k: v for k, v in vars(error).items() if k in ("waits", "cycle", "kind")})
+            vars(kept).update(
+                {k: v for k, v in vars(error).items() if k in ("waits", "cycle", "kind")}
+            )
             return kept
         return type(error)(expected=error.expected, received=error.received, remedy=error.remedy)
 
     def _stuck(self) -> None:
         """No rank can run: finds the root, and releases every blocked rank with it."""
         strands, owner = dict(self.schedule.blocked), self.schedule.owner
-        told = {owner[strand]: strand for strand in sorted(strands, key=lambda s: (by_network(strands[s]), -s))}
+        told = {
+            owner[strand]: strand
+            for strand in sorted(strands, key=lambda s: (by_network(strands[s]), -s))
+        }
         blocked = {rank: strands[told[rank]] for rank in sorted(told)}
         frames = sys._current_frames()
-        stacks = {i: user_stack(frames.get(self.members[i].thread_ids.get(told[i], 0))) for i in blocked}
+        stacks = {
+            i: user_stack(frames.get(self.members[i].thread_ids.get(told[i], 0))) for i in blocked
+        }
         if self.root is None:
             try:
                 self.root = diagnose(self, blocked, stacks)
-            except Exception as error:  # a flaw of a checker must not leave the ranks waiting for good
+            except (
+                Exception
+            ) as error:  # a flaw of a checker must not leave the ranks waiting for good
                 self.root = DeadlockError(
-                    expected="ranks that can go on", received=f"none, and {error!r} on asking why", remedy="report it"
+                    expected="ranks that can go on",
+                    received=f"none, and {error!r} on asking why",
+                    remedy="report it",
                 )
         for strand in sorted(strands):
             stalled = isinstance(strands[strand], Stalled)

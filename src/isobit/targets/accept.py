@@ -59,7 +59,9 @@ def accept(target: Any, n: int | None, dtype: torch.dtype) -> Target:
         known: Target = target
         if n is not None and n != target.n:
             raise ArgumentError(
-                expected=f"n = {target.n}, as the target has it", received=f"n = {n}", remedy="leave n out"
+                expected=f"n = {target.n}, as the target has it",
+                received=f"n = {n}",
+                remedy="leave n out",
             )
         return known
     if not callable(target):

@@ -22,7 +22,10 @@ def attention(
     function: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention,
 ) -> TensorTarget:
     """Query `row` of m over k keys, in the last of `heads`. Queries are zero: all keys weigh 1 until the division."""
-    q, key = torch.zeros(1, heads, m, width, dtype=dtype), torch.zeros(1, heads, k, width, dtype=dtype)
+    q, key = (
+        torch.zeros(1, heads, m, width, dtype=dtype),
+        torch.zeros(1, heads, k, width, dtype=dtype),
+    )
     value = torch.zeros(1, heads, k, width, dtype=dtype)
     return TensorTarget(
         f"{function.__name__} of {m} queries over {k} keys, {heads} heads of {width}, query {row}",
@@ -44,4 +47,6 @@ def embedding_grad(
     weight = torch.zeros(3, m, dtype=dtype, requires_grad=True)
     grad = torch.zeros(k, m, dtype=dtype)
     run = backward_of(function(indices, weight), weight, grad)
-    return TensorTarget(f"gradient of {function.__name__} over {k} tokens, width {m}", grad.t(), lambda: run()[1])
+    return TensorTarget(
+        f"gradient of {function.__name__} over {k} tokens, width {m}", grad.t(), lambda: run()[1]
+    )

@@ -118,7 +118,9 @@ def bias_grad(
     weight = torch.zeros(n or 64, 1, dtype=dtype)
     bias = torch.zeros(n or 64, dtype=dtype, requires_grad=True)
     run = backward_of(function(x, weight, bias), bias, grad)
-    return TensorTarget(f"db of {_name(function)} over {k} tokens, {n or 64} outputs", grad.t(), run)
+    return TensorTarget(
+        f"db of {_name(function)} over {k} tokens, {n or 64} outputs", grad.t(), run
+    )
 
 
 def backward_of(output: Tensor, leaf: Tensor, grad: Tensor) -> Callable[[], Tensor]:

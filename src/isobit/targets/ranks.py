@@ -35,7 +35,9 @@ class Ranks:
         self._processes = []
         for rank in range(self.ranks):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(store, rank, self.ranks, self.elements, theirs), daemon=True)
+            process = context.Process(
+                target=_serve, args=(store, rank, self.ranks, self.elements, theirs), daemon=True
+            )
             process.start()
             theirs.close()
             self._lines.append(ours)
@@ -51,7 +53,10 @@ class Ranks:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         for line in self._lines:
             line.close()
@@ -107,7 +112,9 @@ class RankTarget:
     @property
     def name(self) -> str:
         """For people."""
-        return f"all_reduce over {self.n} gloo ranks, element {self.element} of {self.group.elements}"
+        return (
+            f"all_reduce over {self.n} gloo ranks, element {self.element} of {self.group.elements}"
+        )
 
     def sums(self, batch: Sequence[Terms]) -> list[float]:
         """The processes are asked only what no other element has asked."""
@@ -124,9 +131,13 @@ class RankTarget:
         self.group.forget(tuple(values))
         return [self.group.add([tuple(values)])[0][self.element]]
 
-    def replay_batch(self, batch: Sequence[Sequence[float]], factors: Sequence[float]) -> list[list[float]]:
+    def replay_batch(
+        self, batch: Sequence[Sequence[float]], factors: Sequence[float]
+    ) -> list[list[float]]:
         """The processes are asked only what no other element has asked."""
-        return [[found[self.element]] for found in self.group.add([tuple(values) for values in batch])]
+        return [
+            [found[self.element]] for found in self.group.add([tuple(values) for values in batch])
+        ]
 
 
 def _serve(store: str, rank: int, ranks: int, elements: int, line: Connection) -> None:

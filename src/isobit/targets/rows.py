@@ -49,7 +49,9 @@ def rms_norm(
     def run() -> Tensor:
         return function(x, (k,), None, eps)
 
-    return TensorTarget(f"{function.__name__} {m}×{k}, sum of squares", x, run, "positive", encode=math.sqrt)
+    return TensorTarget(
+        f"{function.__name__} {m}×{k}, sum of squares", x, run, "positive", encode=math.sqrt
+    )
 
 
 def layer_norm(
@@ -76,7 +78,9 @@ def layer_norm(
         x[:, k + 8 :] = -alone.unsqueeze(-1) / 2
         return function(x, (k + 10,), None, None, eps)
 
-    return TensorTarget(f"{function.__name__} {m}×{k + 10}, sum of squares", probed, run, "positive", encode=_root)
+    return TensorTarget(
+        f"{function.__name__} {m}×{k + 10}, sum of squares", probed, run, "positive", encode=_root
+    )
 
 
 def log_or_nothing(value: float) -> float:

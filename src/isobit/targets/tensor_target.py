@@ -28,7 +28,9 @@ def scale_of(dtype: torch.dtype) -> Scale:
     """What terms of this dtype can be."""
     if dtype not in SCALES:
         raise ArgumentError(
-            expected="fp32, bf16 or fp16 terms", received=str(dtype), remedy="probe one of these dtypes"
+            expected="fp32, bf16 or fp16 terms",
+            received=str(dtype),
+            remedy="probe one of these dtypes",
         )
     return SCALES[dtype]
 
@@ -55,7 +57,9 @@ class TensorTarget:
     place: int = 0
     scope: str = ""
     calls: int = 0
-    run_moved: Callable[[int], Tensor] | None = None  # run, its terms stored so many elements past an aligned address
+    run_moved: Callable[[int], Tensor] | None = (
+        None  # run, its terms stored so many elements past an aligned address
+    )
     storage: str = "in the target's own tensors, aligned as allocated"
     unlike: int = field(default=0, init=False)
     _filled: tuple[float, range] = field(default=(0.0, range(0)), init=False)
@@ -114,7 +118,9 @@ class TensorTarget:
     def sums(self, batch: Sequence[Terms]) -> list[float]:
         """One call for as many probes as there are rows; those of one call share their fill and factor."""
         found: list[float] = []
-        for (fill, over, factor), probes in groupby(batch, key=lambda p: (p.fill, p.over, p.factor)):
+        for (fill, over, factor), probes in groupby(
+            batch, key=lambda p: (p.fill, p.over, p.factor)
+        ):
             width = len(self.alike())
             self._fill(fill, over)
             if self.factors is not None and factor != self._factor:
@@ -145,7 +151,9 @@ class TensorTarget:
             values = [self.encode(value) for value in values]
         self.terms[index] = torch.tensor(values, dtype=torch.float64).to(self.terms.dtype)
         read = self._run(probes)
-        inside = (where >= over.start) & (where < over.stop) & ((where - over.start) % over.step == 0)
+        inside = (
+            (where >= over.start) & (where < over.stop) & ((where - over.start) % over.step == 0)
+        )
         self.terms[index] = torch.where(inside, self.encode(fill), self._zero).to(self.terms.dtype)
         return read
 
@@ -162,13 +170,17 @@ class TensorTarget:
         self.calls += 1
         out = self.run()
         if out.dim() == 2:
-            out = torch.stack([out[place, p.indices[0]] for place, p in zip(self._places, probes, strict=False)])
+            out = torch.stack(
+                [out[place, p.indices[0]] for place, p in zip(self._places, probes, strict=False)]
+            )
         elif len(out) > 1:
             out = out[self.alike()[: len(probes)]]
         out = out.double()
         if self.divided_by != 1:
             out = out * self.divided_by
-            if not self.output_bits:  # a division by n rounded it: what was divided is a whole number of units
+            if (
+                not self.output_bits
+            ):  # a division by n rounded it: what was divided is a whole number of units
                 out = (out / self.scale.unit).round() * self.scale.unit
         values: list[float] = out.tolist()
         return values
@@ -184,14 +196,18 @@ class TensorTarget:
     def replay(self, values: Sequence[float], factors: Sequence[float]) -> list[float]:
         """The same terms in every place; each different sum that comes of them once."""
         self.alike()
-        self._write_all(torch.tensor(values, dtype=torch.float64), torch.tensor(factors, dtype=torch.float64))
+        self._write_all(
+            torch.tensor(values, dtype=torch.float64), torch.tensor(factors, dtype=torch.float64)
+        )
         self.calls += 1
         out = self.run()[self.alike()] if self.everywhere is None else self.everywhere()
         found = self._different(out.flatten())
         self._clear()
         return found
 
-    def replay_batch(self, batch: Sequence[Sequence[float]], factors: Sequence[float]) -> list[list[float]]:
+    def replay_batch(
+        self, batch: Sequence[Sequence[float]], factors: Sequence[float]
+    ) -> list[list[float]]:
         """As many vectors in a call as there are places alike, of which some spread evenly are used."""
         alike, found = self.alike(), list[list[float]]()
         places = alike[:: -(-len(alike) // max(REPLAYED_PLACES, len(batch)))]
@@ -206,7 +222,10 @@ class TensorTarget:
             self.calls += 1
             outs = [self.run()[places]]
             if self.run_moved is not None:
-                outs += [self.run_moved(OFFSETS[(call * moves + i) % len(OFFSETS)])[places] for i in range(moves)]
+                outs += [
+                    self.run_moved(OFFSETS[(call * moves + i) % len(OFFSETS)])[places]
+                    for i in range(moves)
+                ]
             out = torch.stack(outs)  # [storages, places]
             found += [self._different(out[:, which == i].flatten()) for i in range(len(some))]
         self._clear()

@@ -34,9 +34,21 @@ def passes_on(rank: int, seed: int, wrong: bool) -> None:
 
 
 planted("a rank dies", "rank lost", name="dead-rank", faults=lambda seed: (Die(*at(seed)),))(trains)
-planted("a rank stalls for good", "rank lost", name="stalled-rank", faults=lambda seed: (Stall(*at(seed)),))(trains)
-planted("a rank's part of a sum is lost", "deadlock", name="lost-part", faults=lambda seed: (Drop(*at(seed)),))(trains)
-planted("a message is lost", "deadlock", name="lost-message", faults=lambda seed: (Drop(seed % 4),))(passes_on)
+planted(
+    "a rank stalls for good",
+    "rank lost",
+    name="stalled-rank",
+    faults=lambda seed: (Stall(*at(seed)),),
+)(trains)
+planted(
+    "a rank's part of a sum is lost",
+    "deadlock",
+    name="lost-part",
+    faults=lambda seed: (Drop(*at(seed)),),
+)(trains)
+planted(
+    "a message is lost", "deadlock", name="lost-message", faults=lambda seed: (Drop(seed % 4),)
+)(passes_on)
 planted("a bit flips in flight", "corruption", name="flipped-bit", faults=flip)(trains)
 planted(
     "a bit flips in flight, checksums off: the replicas tell",
@@ -46,5 +58,8 @@ planted(
     watch=("training",),
 )(trains)
 planted(
-    "a NaN in what a rank sends", "not finite", name="planted-nan", faults=lambda seed: (PlantNaN(*at(seed), seed),)
+    "a NaN in what a rank sends",
+    "not finite",
+    name="planted-nan",
+    faults=lambda seed: (PlantNaN(*at(seed), seed),),
 )(trains)

@@ -43,7 +43,9 @@ def all_four(seed: int) -> tuple[int, ...]:
 
 def find(bug: Bug, seed: int, wrong: bool) -> SimulationError | None:
     """What the simulator says of the bug, or of its clean twin."""
-    world = World(bug.ranks, seed, bug.faults(seed) if wrong else (), watch=bug.watch, patience=bug.patience)
+    world = World(
+        bug.ranks, seed, bug.faults(seed) if wrong else (), watch=bug.watch, patience=bug.patience
+    )
     try:
         if bug.against_one:
             compare_with_one(world, bug.program, seed, wrong)
@@ -57,7 +59,9 @@ def find(bug: Bug, seed: int, wrong: bool) -> SimulationError | None:
 def blamed(error: SimulationError) -> tuple[int, ...]:
     """The ranks of all findings of its kind: a bug of every rank is found on one rank after the other."""
     alike = (
-        [error, *(other for other in error.result.findings if other.kind == error.kind)] if error.result else [error]
+        [error, *(other for other in error.result.findings if other.kind == error.kind)]
+        if error.result
+        else [error]
     )
     return tuple(sorted({rank for other in alike for rank in other.ranks}))
 
@@ -78,7 +82,9 @@ def planted(
     def add(program: Program) -> Program:
         called = name or program.__name__.replace("_", "-")
         assert called not in CATALOGUE, called
-        CATALOGUE[called] = Bug(called, title, program, kind, culprits, faults, watch, against_one, patience=patience)
+        CATALOGUE[called] = Bug(
+            called, title, program, kind, culprits, faults, watch, against_one, patience=patience
+        )
         return program
 
     return add

@@ -18,7 +18,9 @@ def collective_under_if(rank: int, seed: int, wrong: bool) -> float:
     return float(loss)
 
 
-@planted("a collective under `if rank == 0`, the last of the program", "deadlock", lambda seed: (0,))
+@planted(
+    "a collective under `if rank == 0`, the last of the program", "deadlock", lambda seed: (0,)
+)
 def last_collective_under_if(rank: int, seed: int, wrong: bool) -> None:
     train(rank, seed, build_model(seed), steps=1)
     if rank == 0 or not wrong:
@@ -71,7 +73,9 @@ def uneven_loop(rank: int, seed: int, wrong: bool) -> None:
 @planted("an asynchronous all-reduce that nobody waits for", "pending", all_four)
 def forgotten_wait(rank: int, seed: int, wrong: bool) -> None:
     def reduce(model: torch.nn.Module) -> None:
-        works = [dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True) for p in model.parameters()]
+        works = [
+            dist.all_reduce(p.grad, dist.ReduceOp.AVG, async_op=True) for p in model.parameters()
+        ]
         for work in works[: 3 if wrong else None]:
             work.wait()
 

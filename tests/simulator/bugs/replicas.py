@@ -9,7 +9,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from isobit.simulator import probe
 from tests.simulator.bugs.bug import all_four, one, planted
-from tests.simulator.bugs.toy import SAMPLES, STEPS, WIDTH, average, build_model, draw_batch, own_rows, train
+from tests.simulator.bugs.toy import (
+    SAMPLES,
+    STEPS,
+    WIDTH,
+    average,
+    build_model,
+    draw_batch,
+    own_rows,
+    train,
+)
 
 cross_entropy = nn.functional.cross_entropy
 
@@ -31,7 +40,11 @@ def wrapper_bypassed_by_one(rank: int, seed: int, wrong: bool) -> None:
     train(rank, seed, model, reduce=lambda model: None)
 
 
-@planted("every rank calls the wrapped module: DDP never sees the gradients", "gradients differ", all_four)
+@planted(
+    "every rank calls the wrapped module: DDP never sees the gradients",
+    "gradients differ",
+    all_four,
+)
 def wrapper_bypassed(rank: int, seed: int, wrong: bool) -> None:
     wrapped = DistributedDataParallel(build_model(seed))
     train(rank, seed, wrapped.module if wrong else wrapped, reduce=lambda model: None)
@@ -100,7 +113,11 @@ def dropout_seeded_alike(rank: int, seed: int, wrong: bool) -> None:
     train(rank, seed, model)
 
 
-@planted("two ranks train on the same samples", "data alike", lambda seed: tuple(sorted((seed % 4, (seed + 1) % 4))))
+@planted(
+    "two ranks train on the same samples",
+    "data alike",
+    lambda seed: tuple(sorted((seed % 4, (seed + 1) % 4))),
+)
 def duplicated_samples(rank: int, seed: int, wrong: bool) -> None:
     def rows(rank: int, step: int) -> slice:
         return own_rows((rank + 1) % 4 if wrong and rank == seed % 4 else rank)
@@ -115,7 +132,9 @@ def unequal_rows(rank: int, step: int) -> slice:
     return slice(edges[rank], edges[rank + 1])
 
 
-@planted("a mean of means over unequal shares", "weights differ", lambda seed: (0, 3), against_one=True)
+@planted(
+    "a mean of means over unequal shares", "weights differ", lambda seed: (0, 3), against_one=True
+)
 def mean_of_means(rank: int, seed: int, wrong: bool) -> None:
     """Ranks 1 and 2 hold a quarter of the samples, so a quarter is their right weight."""
 
@@ -152,7 +171,9 @@ def clipped_by_own_norm(rank: int, seed: int, wrong: bool) -> None:
     train(rank, seed, build_model(seed), reduce=reduce)
 
 
-@planted("a sharded gradient applied to another rank's shard", "parts from one worker", against_one=True)
+@planted(
+    "a sharded gradient applied to another rank's shard", "parts from one worker", against_one=True
+)
 def wrong_shard(rank: int, seed: int, wrong: bool) -> None:
     """Each rank updates its quarter of the weights, then all gather them."""
     ranks = dist.get_world_size()

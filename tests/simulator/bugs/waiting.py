@@ -31,7 +31,10 @@ def overwritten_send(rank: int, seed: int, wrong: bool) -> None:
 @planted("what batch_isend_irecv sends is overwritten through numpy", "pending")
 def overwritten_batch(rank: int, seed: int, wrong: bool) -> None:
     mine, theirs = torch.ones(8), torch.empty(8)
-    batch = [dist.P2POp(dist.isend, mine, (rank + 1) % 4), dist.P2POp(dist.irecv, theirs, (rank - 1) % 4)]
+    batch = [
+        dist.P2POp(dist.isend, mine, (rank + 1) % 4),
+        dist.P2POp(dist.irecv, theirs, (rank - 1) % 4),
+    ]
     works = dist.batch_isend_irecv(batch)
     if is_guilty(rank, seed, wrong):
         mine.numpy()[3] = 7.0

@@ -30,13 +30,26 @@ def add_parser(commands: Any) -> None:
         "parameter's gradient and every weight after one AdamW step. Stock goes through the same gate beside it; "
         "only isobit's result decides. Exit 0: kept; 1: broken; 2: could not run.",
     )
-    parser.add_argument("--model", default="qwen3-small", choices=MODELS, help="default: %(default)s")
     parser.add_argument(
-        "--dtype", default="float32", type=long_dtype("float32", "bfloat16"), metavar="fp32|bf16", help="default: fp32"
+        "--model", default="qwen3-small", choices=MODELS, help="default: %(default)s"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default: %(default)s)")
     parser.add_argument(
-        "--stock", action=argparse.BooleanOptionalAction, default=True, help="run stock through the same gate"
+        "--dtype",
+        default="float32",
+        type=long_dtype("float32", "bfloat16"),
+        metavar="fp32|bf16",
+        help="default: fp32",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON record instead of a table")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights and tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stock",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run stock through the same gate",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON record instead of a table"
+    )
     add_quiet(parser)

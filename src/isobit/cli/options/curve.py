@@ -25,16 +25,34 @@ def add_parser(commands: Any) -> None:
         "under torchrun. Kept is one loss curve and one digest of weights, gradients and optimizer. Exit 0: kept; "
         "1: broken; 2: could not run.",
     )
-    parser.add_argument("--workload", default="small", choices=WORKLOADS, help="default: %(default)s")
     parser.add_argument(
-        "--dtype", nargs="+", default=["float32"], type=long_dtype(*DTYPES), metavar="fp32|bf16", help="default: fp32"
+        "--workload", default="small", choices=WORKLOADS, help="default: %(default)s"
     )
-    parser.add_argument("--transport", default="simulator", choices=TRANSPORTS, help="default: %(default)s")
     parser.add_argument(
-        "--layouts", nargs="+", metavar="[ENGINE:]DATAxMICROxTENSOR", help="these, instead of the whole grid"
+        "--dtype",
+        nargs="+",
+        default=["float32"],
+        type=long_dtype(*DTYPES),
+        metavar="fp32|bf16",
+        help="default: fp32",
     )
-    parser.add_argument("--stock", action="store_true", help="stock PyTorch beside it, in the same layouts")
-    parser.add_argument("--keep", type=Path, metavar="FILE", help="write outcomes to it, and go on where it stopped")
+    parser.add_argument(
+        "--transport", default="simulator", choices=TRANSPORTS, help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        metavar="[ENGINE:]DATAxMICROxTENSOR",
+        help="these, instead of the whole grid",
+    )
+    parser.add_argument(
+        "--stock", action="store_true", help="stock PyTorch beside it, in the same layouts"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="write outcomes to it, and go on where it stopped"
+    )
     parser.add_argument("--picture", type=Path, metavar="SVG", help="draw how far losses differ")
-    parser.add_argument("--json", action="store_true", help="print a JSON record instead of a table")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON record instead of a table"
+    )
     add_quiet(parser)

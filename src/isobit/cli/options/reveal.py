@@ -44,18 +44,32 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("target", help="what to probe: a name below, or package.module:name")
     parser.add_argument("--k", type=int, default=1024, help="terms of the sum (default 1024)")
-    parser.add_argument("--m", type=numbers, default=[], metavar="M,M…", help="row counts, each a configuration")
+    parser.add_argument(
+        "--m", type=numbers, default=[], metavar="M,M…", help="row counts, each a configuration"
+    )
     parser.add_argument("--n", type=int, help="columns of a product (default: as many as terms)")
-    parser.add_argument("--row", type=int, help="the row to read (default 0; of isobit's all are checked)")
-    parser.add_argument("--threads", type=numbers, default=[], metavar="T,T…", help="thread counts, likewise")
+    parser.add_argument(
+        "--row", type=int, help="the row to read (default 0; of isobit's all are checked)"
+    )
+    parser.add_argument(
+        "--threads", type=numbers, default=[], metavar="T,T…", help="thread counts, likewise"
+    )
     parser.add_argument("--ranks", type=int, default=4, help="processes of all_reduce (default 4)")
-    parser.add_argument("--elements", type=int, default=64, help="elements that all_reduce reduces (default 64)")
-    parser.add_argument("--dtype", type=short_dtype, default="fp32", metavar="fp32|bf16|fp16", help="default: fp32")
+    parser.add_argument(
+        "--elements", type=int, default=64, help="elements that all_reduce reduces (default 64)"
+    )
+    parser.add_argument(
+        "--dtype", type=short_dtype, default="fp32", metavar="fp32|bf16|fp16", help="default: fp32"
+    )
     whose = parser.add_mutually_exclusive_group()
     whose.add_argument("--stock", action="store_true", help="PyTorch's own (default)")
     whose.add_argument("--isobit", action="store_true", help=f"ours: {', '.join(OURS)}")
-    parser.add_argument("--order-only", action="store_true", help="do not probe and replay the arithmetic")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that needs nothing else")
+    parser.add_argument(
+        "--order-only", action="store_true", help="do not probe and replay the arithmetic"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page that needs nothing else"
+    )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write the picture alone")
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
     add_trust(parser)
@@ -67,7 +81,9 @@ def numbers(text: str) -> list[int]:
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected whole numbers like 1,2,8; received {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"expected whole numbers like 1,2,8; received {text!r}"
+        ) from None
     if any(number < 1 for number in found):
         raise argparse.ArgumentTypeError(f"expected numbers from 1; received {text!r}")
     return found

@@ -23,7 +23,9 @@ TRAINING = (
     "update differs",
     "weights differ",
 )
-FINDINGS = tuple(sorted({*TRAINING, *(error.kind for error in SimulationError.__subclasses__())} - {"fault"}))
+FINDINGS = tuple(
+    sorted({*TRAINING, *(error.kind for error in SimulationError.__subclasses__())} - {"fault"})
+)
 
 
 def add_parser(commands: Any) -> None:
@@ -37,23 +39,42 @@ def add_parser(commands: Any) -> None:
         "2: could not run.",
         epilog="words after -- go to the script: isobit simulate train.py --ranks 8 -- --lr 0.1",
     )
-    parser.add_argument("script", type=Path, help="a script that calls init_process_group; it is run")
+    parser.add_argument(
+        "script", type=Path, help="a script that calls init_process_group; it is run"
+    )
     parser.add_argument("--ranks", type=at_least_one, default=4, help="default: %(default)s")
     parser.add_argument(
-        "--seeds", type=at_least_one, default=10, help="schedules to try, from seed 0 (default: %(default)s)"
+        "--seeds",
+        type=at_least_one,
+        default=10,
+        help="schedules to try, from seed 0 (default: %(default)s)",
     )
     parser.add_argument("--seed", type=int, help="this one alone: to replay a finding")
     parser.add_argument(
-        "--faults", type=fault_kinds, default=(), metavar="K,K…", help=f"plant one per seed, out of {', '.join(FAULTS)}"
+        "--faults",
+        type=fault_kinds,
+        default=(),
+        metavar="K,K…",
+        help=f"plant one per seed, out of {', '.join(FAULTS)}",
     )
     parser.add_argument(
-        "--fault-calls", type=int, default=20, help="at one of a rank's first so many calls (default: 20)"
+        "--fault-calls",
+        type=int,
+        default=20,
+        help="at one of a rank's first so many calls (default: 20)",
     )
     parser.add_argument(
-        "--sends", choices=("buffered", "rendezvous"), default="buffered", help="as gloo's, or as NCCL's"
+        "--sends",
+        choices=("buffered", "rendezvous"),
+        default="buffered",
+        help="as gloo's, or as NCCL's",
     )
     parser.add_argument(
-        "--watch", type=watches, default=WATCHES, metavar="W,W…", help=f"default: {','.join(WATCHES)}; none: nothing"
+        "--watch",
+        type=watches,
+        default=WATCHES,
+        metavar="W,W…",
+        help=f"default: {','.join(WATCHES)}; none: nothing",
     )
     parser.add_argument(
         "--ignore",
@@ -63,8 +84,14 @@ def add_parser(commands: Any) -> None:
         metavar="KIND",
         help=f"a kind of finding to leave out: {', '.join(FINDINGS)}",
     )
-    parser.add_argument("--one-worker", action="store_true", help="compare each step with one rank of the same script")
-    parser.add_argument("--tolerance", type=float, default=1e-4, help="of that comparison (default: %(default)s)")
+    parser.add_argument(
+        "--one-worker",
+        action="store_true",
+        help="compare each step with one rank of the same script",
+    )
+    parser.add_argument(
+        "--tolerance", type=float, default=1e-4, help="of that comparison (default: %(default)s)"
+    )
     parser.add_argument(
         "--patience",
         type=float,
@@ -79,7 +106,9 @@ def fault_kinds(text: str) -> tuple[str, ...]:
     """die,drop"""
     words = text.lower().split(",")
     if not set(words) <= set(FAULTS):
-        raise argparse.ArgumentTypeError(f"expected names out of {', '.join(FAULTS)}; received {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected names out of {', '.join(FAULTS)}; received {text!r}"
+        )
     return tuple(FAULTS[word] for word in words)
 
 
@@ -87,7 +116,9 @@ def watches(text: str) -> tuple[str, ...]:
     """bits,training"""
     words = () if text == "none" else tuple(text.split(","))
     if not set(words) <= {*WATCHES, "finite"}:
-        raise argparse.ArgumentTypeError(f"expected names out of {', '.join(WATCHES)}, finite; received {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected names out of {', '.join(WATCHES)}, finite; received {text!r}"
+        )
     return words
 
 

@@ -32,9 +32,13 @@ Gradients = list[Tensor]
 CUTS = ((1,) * 8, (2,) * 4, (4, 2, 1, 1), (4, 4), (3,) * 4, (6, 3, 3), (3, 3, 6))
 OURS: dict[str, Callable[..., Tensor]] = {
     "linear": lambda x, w, b, samples: linear(x, w, b, samples=samples),
-    "linear_group": lambda x, w, v, samples: torch.cat(linear_group(x, (w, v), samples=samples), -1),
+    "linear_group": lambda x, w, v, samples: torch.cat(
+        linear_group(x, (w, v), samples=samples), -1
+    ),
     "rms_norm": lambda x, w, samples: rms_norm(x, w, samples=samples),
-    "rms_norm of heads": lambda x, w, samples: rms_norm(x.unflatten(-1, (4, -1)), w, samples=samples, heads=True),
+    "rms_norm of heads": lambda x, w, samples: rms_norm(
+        x.unflatten(-1, (4, -1)), w, samples=samples, heads=True
+    ),
     "layer_norm": lambda x, w, b, samples: layer_norm(x, w, b, samples=samples),
     "embedding": lambda x, w, samples: embedding(ids_of(x), w, samples=samples),
 }
@@ -42,7 +46,9 @@ STOCK: dict[str, Callable[..., Tensor]] = {
     "linear": lambda x, w, b, samples: F.linear(x, w, b),
     "linear_group": lambda x, w, v, samples: torch.cat((F.linear(x, w), F.linear(x, v)), -1),
     "rms_norm": lambda x, w, samples: F.rms_norm(x, w.shape, w, 1e-6),
-    "rms_norm of heads": lambda x, w, samples: F.rms_norm(x.unflatten(-1, (4, -1)), w.shape, w, 1e-6),
+    "rms_norm of heads": lambda x, w, samples: F.rms_norm(
+        x.unflatten(-1, (4, -1)), w.shape, w, 1e-6
+    ),
     "layer_norm": lambda x, w, b, samples: F.layer_norm(x, w.shape, w, b),
     "embedding": lambda x, w, samples: F.embedding(ids_of(x), w),
 }
@@ -50,7 +56,10 @@ STOCK: dict[str, Callable[..., Tensor]] = {
 
 def ids_of(x: Tensor) -> Tensor:
     """Seven ids, by bits of the rows."""
-    return x[:, 0].contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16).long() % 7
+    return (
+        x[:, 0].contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16).long()
+        % 7
+    )
 
 
 @dataclass(frozen=True)
@@ -63,7 +72,9 @@ class Problem:
     grad: Tensor
     parameters: tuple[Tensor, ...]
 
-    def gradients(self, table: dict[str, Callable[..., Tensor]], counts: Sequence[int]) -> Iterator[Any]:
+    def gradients(
+        self, table: dict[str, Callable[..., Tensor]], counts: Sequence[int]
+    ) -> Iterator[Any]:
         """(node, gradients) of each share in turn; the whole batch is one share."""
         leaves = [p.detach().requires_grad_() for p in self.parameters]
         of, first, edges = len(self.lengths), 0, [0, *accumulate(self.lengths)]
@@ -102,14 +113,18 @@ class Accumulation:
         """(gradients, partials held)."""
         held: list[int] = []
         found = self.merge(problem.gradients(self.operators, counts), held)
-        return [round_once(t, p.dtype) for t, p in zip(found, problem.parameters, strict=True)], max(held)
+        return [
+            round_once(t, p.dtype) for t, p in zip(found, problem.parameters, strict=True)
+        ], max(held)
 
 
 def problems(case: Case, of: int) -> Iterator[Problem]:
     """Every operator on the case's rows, dealt to `of` samples, some of them empty."""
     x = case.arguments["x"]
     rows, k = x.shape
-    edges = torch.randint(0, rows + 1, (of - 1,), generator=case.generator(7)).sort().values.tolist()
+    edges = (
+        torch.randint(0, rows + 1, (of - 1,), generator=case.generator(7)).sort().values.tolist()
+    )
     lengths = tuple(b - a for a, b in zip([0, *edges], [*edges, rows], strict=True))
     shapes = {
         "linear": ((5, k), (5,)),
@@ -135,7 +150,11 @@ def every_cut(subject: Accumulation, case: Case, tally: Tally) -> None:
             for counts in CUTS:
                 if sum(counts) == of:
                     for found, expected in zip(subject.run(problem, counts)[0], whole, strict=True):
-                        tally.same(found, expected, f"{problem.operator} of {of} samples in shares of {counts}")
+                        tally.same(
+                            found,
+                            expected,
+                            f"{problem.operator} of {of} samples in shares of {counts}",
+                        )
 
 
 def few_partials(subject: Accumulation, case: Case, tally: Tally) -> None:
@@ -151,7 +170,11 @@ def refuses(subject: Accumulation, case: Case, tally: Tally) -> None:
     """Every operator refuses a share that is not the one collected, is not one subtree, or would be rounded."""
     shares: dict[str, tuple[Samples, Share | None, torch.dtype]] = {
         "nobody collects": (Samples.packed([1, 1], first=2, of=8), None, torch.float32),
-        "another is collected": (Samples.packed([1, 1], first=2, of=8), Share(0, 8, 2), torch.float32),
+        "another is collected": (
+            Samples.packed([1, 1], first=2, of=8),
+            Share(0, 8, 2),
+            torch.float32,
+        ),
         "not one subtree": (Samples.packed([1, 1], first=1, of=8), Share(1, 8, 2), torch.float32),
         "would be rounded": (Samples.packed([1, 1], first=2, of=8), Share(2, 8, 2), torch.bfloat16),
     }
@@ -164,7 +187,9 @@ def refuses(subject: Accumulation, case: Case, tally: Tally) -> None:
                 leaf.grad_dtype = dtype
             try:
                 with torch.enable_grad(), nullcontext() if share is None else collecting(share):
-                    subject.operators[problem.operator](problem.x[:2].bfloat16(), *leaves, samples=samples)
+                    subject.operators[problem.operator](
+                        problem.x[:2].bfloat16(), *leaves, samples=samples
+                    )
             except UnsupportedError as refusal:
                 if "remedy" not in str(refusal):
                     tally.fail(f"{problem.operator}, {what}: refused without a remedy")

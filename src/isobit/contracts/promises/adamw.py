@@ -47,7 +47,10 @@ def step_with(
     parameter = torch.nn.Parameter(stored_like(p, p))
     parameter.grad = stored_like(grad, grad)
     optimiser = kind([parameter], **OPTIONS, **form)
-    moments = {"exp_avg": stored_like(first, first), "exp_avg_sq": stored_like(second, second.abs())}
+    moments = {
+        "exp_avg": stored_like(first, first),
+        "exp_avg_sq": stored_like(second, second.abs()),
+    }
     optimiser.state[parameter] = {"step": torch.tensor(float(count - 1)), **moments}
     with torch.enable_grad():
         optimiser.step()
@@ -56,7 +59,9 @@ def step_with(
 
 def stored_like(place: Tensor, values: Tensor) -> Tensor:
     """A copy with the strides and the offset of `place`: the step writes, and inputs stay."""
-    span = 1 + sum((size - 1) * stride for size, stride in zip(place.shape, place.stride(), strict=True))
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(place.shape, place.stride(), strict=True)
+    )
     room = torch.zeros(place.storage_offset() + max(span, 1), dtype=place.dtype)
     return room.as_strided(place.shape, place.stride(), place.storage_offset()).copy_(values)
 
@@ -79,7 +84,9 @@ def cut_anywhere(subject: Step, case: Case, tally: Tally) -> None:
 def forms_agree(subject: Step, case: Case, tally: Tally) -> None:
     """One tensor at a time and by lists: the same bits."""
     tally.count(case.rows)
-    tally.same(subject(*case.arguments.values()), by_lists(*case.arguments.values()), "against foreach")
+    tally.same(
+        subject(*case.arguments.values()), by_lists(*case.arguments.values()), "against foreach"
+    )
 
 
 def is_adamw(subject: Step, case: Case, tally: Tally) -> None:
@@ -98,13 +105,21 @@ def hold_to_formula(subject: Step, given: tuple[Tensor, ...], tally: Tally) -> N
     unit, least = kind.eps / 2, kind.smallest_normal * kind.eps
     exact, size = formula(p, grad, first, second.abs())
     sums = first.abs() + grad.abs()
-    limits = (5 * p.abs() + 17 * size * sums, 5 * sums, 5 * exact[2])  # counted in optim.contract.yaml
+    limits = (
+        5 * p.abs() + 17 * size * sums,
+        5 * sums,
+        5 * exact[2],
+    )  # counted in optim.contract.yaml
     parts = subject(*given).double().chunk(3, -1)
-    for name, found, true, limit in zip(("parameter", "mean", "square"), parts, exact, limits, strict=True):
+    for name, found, true, limit in zip(
+        ("parameter", "mean", "square"), parts, exact, limits, strict=True
+    ):
         tally.true((found - true).abs() <= unit * limit + least, f"the {name} against fp64", found)
 
 
-def formula(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+def formula(
+    p: Tensor, grad: Tensor, first: Tensor, second: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor]:
     """The step in the dtype given, and the size of a unit of the mean in the update."""
     mean = first + (1 - BETAS[0]) * (grad - first)
     square = BETAS[1] * second + (1 - BETAS[1]) * grad * grad
@@ -138,7 +153,9 @@ def eps_inside(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor
 
 def coupled(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
     """Decay added to the gradient, as Adam with L2 does."""
-    (moved, *moments), _ = formula(p.float(), grad.float() + DECAY * p.float(), first.float(), second.float().abs())
+    (moved, *moments), _ = formula(
+        p.float(), grad.float() + DECAY * p.float(), first.float(), second.float().abs()
+    )
     return torch.cat([moved + RATE * DECAY * p.float(), *moments], -1).to(p.dtype)
 
 

@@ -94,12 +94,16 @@ def samples_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
     tally.count(total * heads)
     at, alone = 0, []
     for length in LENGTHS:
-        alone.append(forward_and_gradients(subject, [t[at : at + length] for t in tensors], **case.options))
+        alone.append(
+            forward_and_gradients(subject, [t[at : at + length] for t in tensors], **case.options)
+        )
         at += length
     whole = [torch.cat(parts) for parts in zip(*alone, strict=True)]
 
     def compare(tensors: list[Tensor], described: Samples, where: str) -> None:
-        found = forward_and_gradients(subject, tensors, queries=described, keys=described, **case.options)
+        found = forward_and_gradients(
+            subject, tensors, queries=described, keys=described, **case.options
+        )
         for name, left, right in zip(("y", "dq", "dk", "dv"), found, whole, strict=True):
             tally.same(taken(left, described), right, f"{name} {where}")
 
@@ -132,12 +136,20 @@ def unseen_is_nothing(subject: Subject, case: Case, tally: Tally) -> None:
     for value in (torch.inf, torch.nan):
         later_k, later_v, early_k, early_v = k.clone(), v.clone(), k.clone(), v.clone()
         later_k[half:] = later_v[half:] = early_k[:half] = early_v[:half] = value
-        tally.same(subject(q, later_k, later_v)[:half], clean[:half], f"before keys that are {value}")
+        tally.same(
+            subject(q, later_k, later_v)[:half], clean[:half], f"before keys that are {value}"
+        )
         first = half + window - 1
-        tally.same(subject(q, early_k, early_v, window=window)[first:], windowed[first:], f"a window after {value}")
+        tally.same(
+            subject(q, early_k, early_v, window=window)[first:],
+            windowed[first:],
+            f"a window after {value}",
+        )
         spoilt = torch.full_like(k, value)
         both = [torch.cat([other, mine]) for other, mine in ((q, q), (spoilt, k), (spoilt, v))]
-        tally.same(subject(*both, queries=known, keys=known)[tokens:], clean, f"beside a sample of {value}")
+        tally.same(
+            subject(*both, queries=known, keys=known)[tokens:], clean, f"beside a sample of {value}"
+        )
 
 
 # ---- bounds ---------------------------------------------------------------------------------------------
@@ -182,7 +194,9 @@ def within_the_bound(subject: Subject, case: Case, tally: Tally) -> None:
     if not len(q):
         return
     exact = stock(q.double(), k.double(), v.double(), **case.options)
-    reach = float(torch.einsum("qhd,khd->hqk", q.double().abs(), k.double().abs()).amax()) * DEPTH**-0.5
+    reach = (
+        float(torch.einsum("qhd,khd->hqk", q.double().abs(), k.double().abs()).amax()) * DEPTH**-0.5
+    )
     limit = error_bound(len(k), DEPTH, reach) * float(v.double().abs().amax())
     error = (subject(q, k, v, **case.options).double() - exact).abs()
     tally.true(error <= limit, f"error over {limit:.3g}", error)
@@ -193,14 +207,21 @@ def executors_agree(subject: Subject, case: Case, tally: Tally) -> None:
     """Both executors have the same bits."""
     q, k, v = case.arguments.values()
     tally.count(len(q) * q.shape[1])
-    tally.same(subject(q, k, v, **case.options), portable_attention(q, k, v, **case.options), "the other executor")
+    tally.same(
+        subject(q, k, v, **case.options),
+        portable_attention(q, k, v, **case.options),
+        "the other executor",
+    )
 
 
 @on_one_thread
 def gradients_agree(subject: Subject, case: Case, tally: Tally) -> None:
     """y, dq, dk and dv have the bits of the portable executor."""
     q, k, v = case.arguments.values()
-    grad, mask = case.draw(tuple(q.shape), 90), portable.Mask(DEPTH**-0.5, True, case.options.get("window") or 0)
+    grad, mask = (
+        case.draw(tuple(q.shape), 90),
+        portable.Mask(DEPTH**-0.5, True, case.options.get("window") or 0),
+    )
     found = forward_and_gradients(subject, [q, k, v, grad], **case.options)
     tally.count(len(q) * q.shape[1])
     spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([len(q)])

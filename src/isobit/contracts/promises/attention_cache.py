@@ -83,7 +83,9 @@ def forked_and_cut(subject: Cached, case: Case, tally: Tally) -> None:
     cache.append(fork, other_k[shared:], other_v[shared:])
     cache.append(main, k[shared:], v[shared:])
     whole = attention(q, k, v)
-    beside = attention(q, torch.cat([k[:shared], other_k[shared:]]), torch.cat([v[:shared], other_v[shared:]]))
+    beside = attention(
+        q, torch.cat([k[:shared], other_k[shared:]]), torch.cat([v[:shared], other_v[shared:]])
+    )
     tally.same(cache.attend(q, [main], [tokens]), whole, "after a fork was written")
     tally.same(cache.attend(q, [fork], [tokens]), beside, "a fork with its own future")
     cache.truncate(main, cut)
@@ -105,7 +107,13 @@ def scattered(subject: Cached, case: Case, tally: Tally) -> None:
     tally.count(tokens * q.shape[1])
     streams = [(q, k, v)]
     for first in (63, 66):
-        streams.append((case.draw(q.shape, first), case.draw(k.shape, first + 1), case.draw(v.shape, first + 2)))
+        streams.append(
+            (
+                case.draw(q.shape, first),
+                case.draw(k.shape, first + 1),
+                case.draw(v.shape, first + 2),
+            )
+        )
     cache = subject.empty(k)
     sequences = [cache.start() for _ in streams]
     left = cache.start()
@@ -119,11 +127,19 @@ def scattered(subject: Cached, case: Case, tally: Tally) -> None:
     for threads in THREADS:
         with thread_count(threads):
             counts = [tokens, 1, tokens // 2]
-            asked = torch.cat([stream[0][tokens - n :] for stream, n in zip(streams, counts, strict=True)])
+            asked = torch.cat(
+                [stream[0][tokens - n :] for stream, n in zip(streams, counts, strict=True)]
+            )
             expected = torch.cat([y[tokens - n :] for y, n in zip(whole, counts, strict=True)])
-            tally.same(cache.attend(asked, sequences, counts), expected, f"asked together, {threads} threads")
+            tally.same(
+                cache.attend(asked, sequences, counts),
+                expected,
+                f"asked together, {threads} threads",
+            )
     last = torch.cat([stream[0][-1:] for stream in streams])
-    tally.same(cache.attend(last, sequences), torch.cat([y[-1:] for y in whole]), "decoded together")
+    tally.same(
+        cache.attend(last, sequences), torch.cat([y[-1:] for y in whole]), "decoded together"
+    )
 
 
 def refuses(subject: Cached, case: Case, tally: Tally) -> None:
@@ -137,7 +153,9 @@ def refuses(subject: Cached, case: Case, tally: Tally) -> None:
         "keys of another dtype": lambda: cache.append(sequence, k.double(), v.double()),
         "a cut that grows": lambda: cache.truncate(sequence, len(k) + 1),
         "a negative cut": lambda: cache.truncate(sequence, -1),
-        "more queries than positions": lambda: cache.attend(torch.cat([q, q]), [sequence], [2 * len(q)]),
+        "more queries than positions": lambda: cache.attend(
+            torch.cat([q, q]), [sequence], [2 * len(q)]
+        ),
         "queries without a count": lambda: cache.attend(torch.cat([q, q]), [sequence]),
         "a window of none": lambda: cache.attend(q, [sequence], [len(q)], window=0),
         "no heads": lambda: subject.make(0, 16, q.dtype, 1),
@@ -162,11 +180,18 @@ class StockCache(KVCache):
     """Keys put together anew for torch's own attention."""
 
     def attend(
-        self, q: Tensor, sequences: Ordered[Sequence], counts: Ordered[int] | None = None, **options: Any
+        self,
+        q: Tensor,
+        sequences: Ordered[Sequence],
+        counts: Ordered[int] | None = None,
+        **options: Any,
     ) -> Tensor:
         parts, at = [], 0
         for sequence, count in zip(sequences, counts or [1] * len(sequences), strict=True):
-            k, v = (pool[sequence.pages].flatten(0, 1)[: sequence.length] for pool in (self._keys, self._values))
+            k, v = (
+                pool[sequence.pages].flatten(0, 1)[: sequence.length]
+                for pool in (self._keys, self._values)
+            )
             parts.append(stock_attention(q[at : at + count], k, v, **options))
             at += count
         return torch.cat(parts)
@@ -185,7 +210,9 @@ class InPageOrder(KVCache):
     """Pages are read in the order in which they lie."""
 
     def attend(self, q: Tensor, sequences: Ordered[Sequence], *rest: Any, **options: Any) -> Tensor:
-        return super().attend(q, [Sequence(sorted(s.pages), s.length) for s in sequences], *rest, **options)
+        return super().attend(
+            q, [Sequence(sorted(s.pages), s.length) for s in sequences], *rest, **options
+        )
 
 
 class WithStaleKeys(KVCache):

@@ -27,7 +27,11 @@ def heads_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
     for threads in (1, 2):
         with thread_count(threads):
             for asked in {1, min(7, len(q)), len(q)}:
-                tally.same(subject(q[-asked:], k, v), whole[-asked:], f"the last {asked} queries, {threads} threads")
+                tally.same(
+                    subject(q[-asked:], k, v),
+                    whole[-asked:],
+                    f"the last {asked} queries, {threads} threads",
+                )
     for h in range(q.shape[1]):
         mine = slice(h // group, h // group + 1)
         found = subject(q[:, h : h + 1], k[:, mine], v[:, mine])
@@ -44,9 +48,15 @@ def groups_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
     whole = forward_and_gradients(subject, [q, k, v, grad])
     for g in range(k.shape[1]):
         heads, mine = slice(g * group, (g + 1) * group), slice(g, g + 1)
-        alone = forward_and_gradients(subject, [q[:, heads], k[:, mine], v[:, mine], grad[:, heads]])
+        alone = forward_and_gradients(
+            subject, [q[:, heads], k[:, mine], v[:, mine], grad[:, heads]]
+        )
         for name, left, right in zip(names, alone, whole, strict=True):
-            tally.same(left, right[:, mine if name in ("dk", "dv") else heads], f"{name} of group {g} by itself")
+            tally.same(
+                left,
+                right[:, mine if name in ("dk", "dv") else heads],
+                f"{name} of group {g} by itself",
+            )
     for h in range(q.shape[1]):
         one, mine = slice(h, h + 1), slice(h // group, h // group + 1)
         alone = forward_and_gradients(subject, [q[:, one], k[:, mine], v[:, mine], grad[:, one]])

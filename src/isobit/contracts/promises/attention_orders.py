@@ -58,7 +58,9 @@ def prove_orders(questions: Iterator[Question], covers: str) -> Proof:
             try:
                 tree = reveal(with_threads(target(**shape), int(configuration.get("threads", 1))))
             except RevealError as error:
-                return Proof("order certificate", "", count, f"{what}, {configuration}: {str(error)[:200]}")
+                return Proof(
+                    "order certificate", "", count, f"{what}, {configuration}: {str(error)[:200]}"
+                )
             seen.add(tree.digest)
             if tree.order_digest != expected or tree.unlike or len(seen) > 1:
                 return Proof("order certificate", "", count, f"{what}, {configuration}: {tree}")
@@ -75,7 +77,11 @@ def queries_of(keys: int) -> list[Configuration]:
 
 
 def values_target(
-    keys: int, subject: Subject, dtype: torch.dtype = torch.float32, queries: int = 1, later: int = 0
+    keys: int,
+    subject: Subject,
+    dtype: torch.dtype = torch.float32,
+    queries: int = 1,
+    later: int = 0,
 ) -> TensorTarget:
     """The sum over values at equal weights: queries are zero, so that every key weighs 1 until the division."""
     q = torch.zeros(queries + later, 1, DEPTH, dtype=dtype)
@@ -112,14 +118,24 @@ def prove_queries(subject: Subject) -> Proof:
     def questions() -> Iterator[Question]:
         for keys in KEYS:
             order = expected_order(keys, dispatch.engine_of(torch.float32))
-            yield f"values of {keys} keys", partial(values_target, keys, subject), queries_of(keys), order
+            yield (
+                f"values of {keys} keys",
+                partial(values_target, keys, subject),
+                queries_of(keys),
+                order,
+            )
         for keys in NARROW:
             order = expected_order(keys, dispatch.engine_of(torch.bfloat16))
             target = partial(values_target, keys, subject, torch.bfloat16)
             yield f"values of {keys} bf16 keys", target, queries_of(keys), order
         for keys in WEIGHED:
             target = partial(weights_target, keys, subject)
-            yield f"weights of {keys} keys", target, queries_of(keys)[:4:3], expected_order(keys, "striped")
+            yield (
+                f"weights of {keys} keys",
+                target,
+                queries_of(keys)[:4:3],
+                expected_order(keys, "striped"),
+            )
 
     covers = (
         f"the sum over {list(KEYS)} fp32 and {list(NARROW)} bf16 values, the denominator over {list(WEIGHED)} keys: "
@@ -144,7 +160,9 @@ def placed_target(keys: int, subject: Subject, place: str = "alone") -> TensorTa
     def run() -> Tensor:
         return subject(q, k, v, queries=known, keys=known)[start + keys - 1, 0]
 
-    return TensorTarget(f"attention's values, {place}", v[start : start + keys, 0].t(), run, divided_by=keys)
+    return TensorTarget(
+        f"attention's values, {place}", v[start : start + keys, 0].t(), run, divided_by=keys
+    )
 
 
 # ---- over queries, and the gradient's over keys ---------------------------------------------------------
@@ -170,7 +188,9 @@ def key_grad_target(tokens: int, subject: Subject) -> TensorTarget:
     k.requires_grad_()
     with torch.enable_grad():
         run = backward_of(subject(q, k, v, scale=1.0, causal=False), k, grad)
-    return TensorTarget(f"dk over {tokens} queries", grad[:, :, 0].t(), lambda: run()[0, :, 0], divided_by=2)
+    return TensorTarget(
+        f"dk over {tokens} queries", grad[:, :, 0].t(), lambda: run()[0, :, 0], divided_by=2
+    )
 
 
 def query_grad_target(tokens: int, subject: Subject) -> TensorTarget:
@@ -198,11 +218,25 @@ def prove_samples(subject: Subject) -> Proof:
         chain_of = dispatch.engine_of(torch.float32)
         for keys in PLACED:
             places = [{"place": place} for place in ("alone", "packed", "left", "right")]
-            yield f"{keys} keys", partial(placed_target, keys, subject), places, expected_order(keys, chain_of)
+            yield (
+                f"{keys} keys",
+                partial(placed_target, keys, subject),
+                places,
+                expected_order(keys, chain_of),
+            )
         for tokens in GRADIENTS:
             order = expected_order(tokens, chain_of)
-            for what, target in (("dv", value_grad_target), ("dk", key_grad_target), ("dq", query_grad_target)):
-                yield f"{what} of {tokens} tokens", partial(target, tokens, subject), [{}, {"threads": 2}], order
+            for what, target in (
+                ("dv", value_grad_target),
+                ("dk", key_grad_target),
+                ("dq", query_grad_target),
+            ):
+                yield (
+                    f"{what} of {tokens} tokens",
+                    partial(target, tokens, subject),
+                    [{}, {"threads": 2}],
+                    order,
+                )
 
     covers = (
         f"{list(PLACED)} keys alone, packed, padded left and right, on 1 thread; "
@@ -219,6 +253,13 @@ def prove_group(subject: Subject) -> Proof:
             for heads in (2, 3):
                 order = expected_order(tokens, dispatch.engine_of(torch.float32), heads)
                 target = partial(value_grad_target, tokens, subject, heads)
-                yield f"dv of {tokens} tokens and {heads} heads", target, [{}, {"threads": 2}], order
+                yield (
+                    f"dv of {tokens} tokens and {heads} heads",
+                    target,
+                    [{}, {"threads": 2}],
+                    order,
+                )
 
-    return prove_orders(questions(), f"dv of {list(PLACED)} tokens in groups of 2 and 3 heads, on 1 and 2 threads")
+    return prove_orders(
+        questions(), f"dv of {list(PLACED)} tokens in groups of 2 and 3 heads, on 1 and 2 threads"
+    )

@@ -33,7 +33,9 @@ class Sample:
         k = self.k[keys].repeat_interleave(group, 1).double()
         mask = portable.Mask(self.scale, self.causal, self.window)
         seen = mask.seen(torch.arange(len(self.q)) + self.past, keys.start, len(k), len(self.k))
-        return torch.where(seen, torch.einsum("qhd,khd->hqk", self.q.double(), k) * self.scale, -torch.inf)
+        return torch.where(
+            seen, torch.einsum("qhd,khd->hqk", self.q.double(), k) * self.scale, -torch.inf
+        )
 
     def over(self, keys: slice) -> Parts:
         """Over some of the keys, right to the last bit of fp32 but for ties; so what follows is all that is wrong."""
@@ -103,7 +105,9 @@ def stock(
     return y.transpose(-2, -3)
 
 
-def portable_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None) -> Tensor:
+def portable_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None
+) -> Tensor:
     """The other executor, of one packed sample."""
     keys, mask = len(k), portable.Mask(check_scale(None, q.shape[-1]), causal, window or 0)
     starts = [list(range(0, keys, ATTENTION_BLOCK))]
@@ -120,7 +124,11 @@ def _by_count(sample: Sample) -> Tensor:
 
 
 def _from_the_chunk(sample: Sample) -> Tensor:
-    parts = [slice(0, sample.past), slice(sample.past, len(sample.k))] if sample.past else [slice(0, len(sample.k))]
+    parts = (
+        [slice(0, sample.past), slice(sample.past, len(sample.k))]
+        if sample.past
+        else [slice(0, len(sample.k))]
+    )
     return merged([sample.over(part) for part in parts])
 
 
@@ -165,14 +173,19 @@ sees_the_next = per_sample(_sees_the_next)
 
 def padding_counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Keys of padding weigh exp(0) in the denominator: their scores were zeroed, not masked."""
-    queries, keys = options.get("queries") or default_samples(q), options.get("keys") or default_samples(k)
+    queries, keys = (
+        options.get("queries") or default_samples(q),
+        options.get("keys") or default_samples(k),
+    )
     y, rows, known = attention(q, k, v, **options), q.flatten(0, -3), k.flatten(0, -3)
     extra = keys.rows - sum(count for _, count in keys.spans)
     shares = torch.ones(len(rows), q.shape[-2])
     for (start, asked), (first, count) in zip(queries.spans, keys.spans, strict=True):
         here = slice(first, first + count)
         mine = {name: value for name, value in options.items() if name not in ("queries", "keys")}
-        _, lse = Sample(rows[start : start + asked], known[here], known[here], mine).over(slice(0, count))
+        _, lse = Sample(rows[start : start + asked], known[here], known[here], mine).over(
+            slice(0, count)
+        )
         shares[start : start + asked] = 1 / (1 + extra / len(keys.spans) * torch.exp(-lse))
     return (y * shares.view(*q.shape[:-1], 1)).to(q.dtype)
 
@@ -230,7 +243,9 @@ class StraightThrough(torch.autograd.Function):
     """The right output; gradients changed by a function of (dq, dk, dv)."""
 
     @staticmethod
-    def forward(ctx: Any, change: Any, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, change: Any, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
         ctx.change, ctx.options = change, options
         ctx.save_for_backward(q, k, v)
         return attention(q, k, v, **options)
@@ -256,9 +271,16 @@ def with_gradients(change: Change) -> Callable[..., Tensor]:
 
 
 bf16_gradients = with_gradients(
-    lambda dq, dk, dv, q: (dq.bfloat16().to(q.dtype), dk.bfloat16().to(q.dtype), dv.bfloat16().to(q.dtype))
+    lambda dq, dk, dv, q: (
+        dq.bfloat16().to(q.dtype),
+        dk.bfloat16().to(q.dtype),
+        dv.bfloat16().to(q.dtype),
+    )
 )
 # dk summed by as many threads as there are: a little more where there are two.
 thread_gradients = with_gradients(
-    lambda dq, dk, dv, q: (dq, *((dk, dv) if torch.get_num_threads() == 1 else (dk * (1 + 2.0**-7), dv)))
+    lambda dq, dk, dv, q: (
+        dq,
+        *((dk, dv) if torch.get_num_threads() == 1 else (dk * (1 + 2.0**-7), dv)),
+    )
 )

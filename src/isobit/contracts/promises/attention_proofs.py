@@ -25,7 +25,9 @@ Subject = Callable[..., Tensor]
 BOUNDED = (1, 64, 65, 200, 1024, 4096, 32768)
 # What the proofs must stay within: (keys, limit), and for errors the depth and the largest Σ|q·k|·scale.
 SUM_LIMIT, ERROR_LIMIT, DEPTH, LARGEST = (1024, 1.0e-5), (1024, 2.0e-4), 16, 32.0
-UNDERFLOW = 2.0**-120  # of what rescaling may lose below the smallest number, beside a denominator of at least 1
+UNDERFLOW = (
+    2.0**-120
+)  # of what rescaling may lose below the smallest number, beside a denominator of at least 1
 
 
 @lru_cache
@@ -43,7 +45,9 @@ def error_bound(keys: int, depth: int, largest: float) -> float:
     """|y − exact| ≤ this · max|v|, where Σ|q·k|·scale is at most `largest` for every key."""
     arb = load_arb()
     u, exp, blocks = arb(U), arb(EXP_ERROR) * 2 * arb(U), -(-keys // ATTENTION_BLOCK)
-    score = ((1 + u) ** (depth + 2) - 1) * arb(largest)  # a chain over the depth, the scale, and its own rounding
+    score = ((1 + u) ** (depth + 2) - 1) * arb(
+        largest
+    )  # a chain over the depth, the scale, and its own rounding
     # Differences to the maxima add up to at most twice the largest score, whatever the number of blocks.
     weight = (2 * score + 3 * u * arb(largest)).exp() * (1 + exp) ** (blocks + 1) - 1
     total = (1 + weight) / (1 - weight) * (1 + arb(share_bound(keys))) - 1
@@ -61,7 +65,9 @@ def prove_error(subject: Subject) -> Proof:
     return _prove_bound(subject, lambda keys: error_bound(keys, DEPTH, LARGEST), ERROR_LIMIT, what)
 
 
-def _prove_bound(subject: Subject, bound: Callable[[int], float], stated: tuple[int, float], what: str) -> Proof:
+def _prove_bound(
+    subject: Subject, bound: Callable[[int], float], stated: tuple[int, float], what: str
+) -> Proof:
     engine = "interval bounds over the certified order"
     order = prove_queries(subject)
     if not order.kept:
@@ -69,9 +75,15 @@ def _prove_bound(subject: Subject, bound: Callable[[int], float], stated: tuple[
     worst = {keys: bound(keys) for keys in BOUNDED}
     keys, limit = stated
     if not 0 < worst[keys] <= limit:
-        return Proof(engine, "", len(BOUNDED), f"{what} at {keys}: {worst[keys]:.3g}, limit {limit:.3g}")
+        return Proof(
+            engine, "", len(BOUNDED), f"{what} at {keys}: {worst[keys]:.3g}, limit {limit:.3g}"
+        )
     said = ", ".join(f"{found:.2g} at {n}" for n, found in worst.items())
-    return Proof(engine, f"all fp32 inputs without overflow: {what} is at most {said} keys", len(BOUNDED) + order.cases)
+    return Proof(
+        engine,
+        f"all fp32 inputs without overflow: {what} is at most {said} keys",
+        len(BOUNDED) + order.cases,
+    )
 
 
 # ---- range: IEEE arithmetic of one block ----------------------------------------------------------------
@@ -86,13 +98,22 @@ def prove_range(subject: Subject) -> Proof:
     cases = 0
     for keys in (1, 2, 3, 8):
         generator = torch.Generator().manual_seed(keys)
-        q, k, v = (draw_values((keys, 512, 16), kind, generator) for kind in ("normal", "normal", "unit"))
+        q, k, v = (
+            draw_values((keys, 512, 16), kind, generator) for kind in ("normal", "normal", "unit")
+        )
         found = subject(q, k, v, causal=False)
         if not bits.equal(found, by_model(q, k, v)):
-            return Proof("Bitwuzla", "", cases + 1, f"the model of {keys} keys is not what the kernel does")
+            return Proof(
+                "Bitwuzla", "", cases + 1, f"the model of {keys} keys is not what the kernel does"
+            )
         cases += 1
         if not smt.is_unsatisfiable(range_formula(keys)):
-            return Proof("Bitwuzla", "", cases, f"a denominator below 1, or an output above it, of {keys} keys")
+            return Proof(
+                "Bitwuzla",
+                "",
+                cases,
+                f"a denominator below 1, or an output above it, of {keys} keys",
+            )
     covers = (
         "all values in [0, 1], one and two keys: outputs are in [0, 1]; up to 8 keys: 1 ≤ denominator; exp abstracted "
         "by its range; the model agrees with the kernel on 7,168 rows"
@@ -110,7 +131,9 @@ def by_model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return total
 
     keys = len(k)
-    scores = torch.stack([dot(q, k[j].expand_as(q)) * 0.25 for j in range(keys)], -1)  # [queries, heads, keys]
+    scores = torch.stack(
+        [dot(q, k[j].expand_as(q)) * 0.25 for j in range(keys)], -1
+    )  # [queries, heads, keys]
     weights = exp_nonpositive(scores - scores.amax(-1, keepdim=True))
     total = torch.zeros_like(q)
     for j in range(keys):
@@ -129,7 +152,9 @@ def range_formula(keys: int) -> str:
     chain = zero
     for name in names:
         chain = smt.add(chain, name)  # a fused multiply-add with 1
-    wrong = [f"(not (fp.leq {one} {total}))"] + ([f"(not (fp.leq {chain} {total}))"] if keys <= 2 else [])
+    wrong = [f"(not (fp.leq {one} {total}))"] + (
+        [f"(not (fp.leq {chain} {total}))"] if keys <= 2 else []
+    )
     return text + f"(assert (or {' '.join([*wrong, 'false'])}))\n"
 
 
@@ -140,19 +165,31 @@ def prove_blindness(subject: Subject) -> Proof:
     """Every bit pattern of a 16-bit dtype in keys and values that no query sees: later ones, and before a window."""
     cases = 0
     for dtype in (torch.bfloat16, torch.float16):
-        patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 4, 16)
+        patterns = (
+            torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 4, 16)
+        )
         generator = torch.Generator().manual_seed(cases)
         # Samples of 3 + 4 + 3 tokens: every pattern stands once in the middle of one.
         q, k, v = (torch.randn(1024, 10, 1, 16, generator=generator).to(dtype) for _ in range(3))
         spoilt_k, spoilt_v = k.clone(), v.clone()
         spoilt_k[:, 3:7, 0], spoilt_v[:, 3:7, 0] = patterns, patterns
-        before = bits.first_difference(subject(q, spoilt_k, spoilt_v)[:, :3], subject(q, k, v)[:, :3])
+        before = bits.first_difference(
+            subject(q, spoilt_k, spoilt_v)[:, :3], subject(q, k, v)[:, :3]
+        )
         windowed = subject(q, spoilt_k, spoilt_v, window=1)[:, 7:]
         after = bits.first_difference(windowed, subject(q, k, v, window=1)[:, 7:])
         edge = bits.first_difference(windowed, v[:, 7:])  # one key has all the weight
         cases += 3 * patterns.numel()
-        for where, found in (("later", before), ("before the window", after), ("of a window of one", edge)):
+        for where, found in (
+            ("later", before),
+            ("before the window", after),
+            ("of a window of one", edge),
+        ):
             if found is not None:
-                return Proof("enumeration of the real kernel", "", cases, f"{dtype} keys {where}: {found}")
-    covers = "every bf16 and fp16 bit pattern as a key and a value after a query, and before its window"
+                return Proof(
+                    "enumeration of the real kernel", "", cases, f"{dtype} keys {where}: {found}"
+                )
+    covers = (
+        "every bf16 and fp16 bit pattern as a key and a value after a query, and before its window"
+    )
     return Proof("enumeration of the real kernel", covers, cases)

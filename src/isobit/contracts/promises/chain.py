@@ -64,7 +64,9 @@ def count(subject: Subject, case: Case, tally: Tally, wanted: Callable[[str], bo
         rows = [row for row in report.rows if wanted(row.quantity)]
         tally.count(sum(fixture.LENGTHS))
         if not rows or report.trained != report.parameters:
-            tally.fail(f"{name}: {len(rows)} rows, {report.trained} of {report.parameters} parameters with gradients")
+            tally.fail(
+                f"{name}: {len(rows)} rows, {report.trained} of {report.parameters} parameters with gradients"
+            )
         for row in rows:
             tally.compared += row.numbers
             if not row.kept:
@@ -98,7 +100,16 @@ def with_stock_linear(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
 def with_keys_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     """Attention over a whole row of the batch, padding included."""
 
-    def wrong(right: Any, q: Tensor, k: Tensor, v: Tensor, *, queries: Any = None, keys: Any = None, **how: Any) -> Any:
+    def wrong(
+        right: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        queries: Any = None,
+        keys: Any = None,
+        **how: Any,
+    ) -> Any:
         return right(q, k, v, **how)
 
     with planted(isobit, "attention", wrong):
@@ -118,7 +129,15 @@ def with_positions_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
 def with_padded_dgamma(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     """A norm's gradient over the padded batch."""
 
-    def wrong(right: Any, x: Tensor, weight: Tensor, eps: float, *, samples: Any = None, heads: bool = False) -> Any:
+    def wrong(
+        right: Any,
+        x: Tensor,
+        weight: Tensor,
+        eps: float,
+        *,
+        samples: Any = None,
+        heads: bool = False,
+    ) -> Any:
         return right(x, weight, eps, heads=heads)
 
     with planted(isobit, "rms_norm", wrong):

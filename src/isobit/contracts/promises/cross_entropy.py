@@ -72,9 +72,19 @@ def one_value(subject: Loss, case: Case, tally: Tally) -> None:
         tally.same(subject.loss(hidden[order], weight, targets[order]), whole, name)
     room = case.draw((7, hidden.shape[1]), 33, "wide")
     none = torch.full((7,), IGNORED)
-    tally.same(subject.loss(torch.cat([room, hidden]), weight, torch.cat([none, targets])), whole, "padded before")
-    tally.same(subject.loss(torch.cat([hidden, room]), weight, torch.cat([targets, none])), whole, "padded after")
-    tally.same(subject.loss(hidden.unsqueeze(1), weight, targets.unsqueeze(1)), whole, "samples of one")
+    tally.same(
+        subject.loss(torch.cat([room, hidden]), weight, torch.cat([none, targets])),
+        whole,
+        "padded before",
+    )
+    tally.same(
+        subject.loss(torch.cat([hidden, room]), weight, torch.cat([targets, none])),
+        whole,
+        "padded after",
+    )
+    tally.same(
+        subject.loss(hidden.unsqueeze(1), weight, targets.unsqueeze(1)), whole, "samples of one"
+    )
     for name, store in LAYOUTS.items():
         tally.same(subject.loss(store(hidden), store(weight), targets), whole, f"stored {name}")
     for threads in THREADS:
@@ -171,14 +181,22 @@ def prove_permutations(subject: Loss) -> Proof:
     for seed in range(6):
         hidden, weight, targets = small_problem(seed)
         values = portable.linear_logprob(hidden, weight, targets, 1.0)[0]
-        total = float(torch.tensor(float(sum(map(Fraction, values.tolist()))), dtype=torch.float64).float())
+        total = float(
+            torch.tensor(float(sum(map(Fraction, values.tolist()))), dtype=torch.float64).float()
+        )
         wanted = torch.tensor(total) / -TOKENS
         for order in itertools.permutations(range(TOKENS)):
             cases += 1
             at = torch.tensor(order)
             if not bits.equal(subject.loss(hidden[at], weight, targets[at]), wanted):
-                return Proof(engine, "", cases, f"tokens {order} of problem {seed} have another loss")
-    return Proof(engine, f"every order of {TOKENS} tokens of 6 problems: the sum of fractions, rounded once", cases)
+                return Proof(
+                    engine, "", cases, f"tokens {order} of problem {seed} have another loss"
+                )
+    return Proof(
+        engine,
+        f"every order of {TOKENS} tokens of 6 problems: the sum of fractions, rounded once",
+        cases,
+    )
 
 
 def prove_masks(subject: Loss) -> Proof:
@@ -194,7 +212,9 @@ def prove_masks(subject: Loss) -> Proof:
             wanted = exact_sum_of(values[active]) / -(sum(mask) if count is None else count)
             if not bits.equal(subject.loss(hidden, weight, chosen, count=count), wanted):
                 return Proof(engine, "", cases, f"active {mask}, count {count}: another loss")
-    return Proof(engine, f"every choice of {TOKENS} tokens, every count from 1 to 8 and none", cases)
+    return Proof(
+        engine, f"every choice of {TOKENS} tokens, every count from 1 to 8 and none", cases
+    )
 
 
 def prove_gradients(subject: Loss) -> Proof:
@@ -210,11 +230,17 @@ def prove_gradients(subject: Loss) -> Proof:
             chosen = torch.where(torch.tensor(mask), targets, IGNORED)
             stats = portable.linear_logprob(hidden, weight, chosen, 1.0)[1]
             grad = torch.ones(TOKENS) / -torch.tensor(float(sum(mask)))
-            wanted = portable.linear_logprob_backward(grad, hidden, weight, chosen, stats, described, 1.0)
-            found = gradients(subject.loss, hidden, weight, chosen, torch.tensor(1.0), samples=described)
+            wanted = portable.linear_logprob_backward(
+                grad, hidden, weight, chosen, stats, described, 1.0
+            )
+            found = gradients(
+                subject.loss, hidden, weight, chosen, torch.tensor(1.0), samples=described
+            )
             if not all(bits.equal(a, b) for a, b in zip(found, wanted, strict=True)):
                 return Proof(engine, "", cases, f"active {mask} of problem {seed}: other gradients")
-    return Proof(engine, f"every choice of {TOKENS} tokens of 3 problems: dhidden and dweight", cases)
+    return Proof(
+        engine, f"every choice of {TOKENS} tokens of 3 problems: dhidden and dweight", cases
+    )
 
 
 def prove_error(subject: Loss) -> Proof:

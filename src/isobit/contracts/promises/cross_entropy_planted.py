@@ -35,7 +35,9 @@ def with_mean(mean: Mean, score: Score = linear_logprob) -> Loss:
     ) -> Tensor:
         chosen = torch.where(targets == ignore_index, IGNORED, targets)
         active = float((chosen != IGNORED).sum()) if count is None else count
-        return mean(score(hidden, weight, chosen, temperature=temperature, samples=samples), chosen, active)
+        return mean(
+            score(hidden, weight, chosen, temperature=temperature, samples=samples), chosen, active
+        )
 
     return Loss(loss)
 
@@ -61,7 +63,10 @@ def _padding_in_the_mean(values: Tensor, targets: Tensor, count: float) -> Tenso
 
 def _mean_of_means(values: Tensor, targets: Tensor, count: float) -> Tensor:
     halves, ids = values.reshape(-1).tensor_split(2), targets.reshape(-1).tensor_split(2)
-    means = [exact_sum(v) / -max(float((t != IGNORED).sum()), 1.0) for v, t in zip(halves, ids, strict=True)]
+    means = [
+        exact_sum(v) / -max(float((t != IGNORED).sum()), 1.0)
+        for v, t in zip(halves, ids, strict=True)
+    ]
     return (means[0] + means[1]) / 2
 
 
@@ -78,12 +83,16 @@ def _blunt(values: Tensor, targets: Tensor, count: float) -> Tensor:
     return exact_sum(values.bfloat16()) / -count
 
 
-def _ignoring_one_id(hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = 0, **named: Any) -> Tensor:
+def _ignoring_one_id(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = 0, **named: Any
+) -> Tensor:
     """Knows −100 alone."""
     return linear_cross_entropy(hidden, weight, targets, **named)
 
 
-def _careless(hidden: Tensor, weight: Tensor, targets: Tensor, *, count: float | None = None, **_: Any) -> Tensor:
+def _careless(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, count: float | None = None, **_: Any
+) -> Tensor:
     """Takes every count, and a batch without targets."""
     chosen = targets.long().clamp(0, len(weight) - 1)
     return F.cross_entropy(hidden @ weight.t(), chosen.expand(len(hidden)))
@@ -101,7 +110,9 @@ def _stock(
 ) -> Tensor:
     """torch's own."""
     logits = (F.linear(hidden, weight).float() / temperature).reshape(-1, len(weight))
-    total = F.cross_entropy(logits, targets.reshape(-1).long(), ignore_index=ignore_index, reduction="sum")
+    total = F.cross_entropy(
+        logits, targets.reshape(-1).long(), ignore_index=ignore_index, reduction="sum"
+    )
     active = int((targets != ignore_index).sum()) if count is None else count
     return total / active
 
@@ -109,8 +120,19 @@ def _stock(
 stock, careless, ignoring_one_id = Loss(_stock), Loss(_careless), Loss(_ignoring_one_id)
 summed_plainly, summed_in_order = with_mean(_summed_plainly), with_mean(_summed_in_order)
 padding_in_the_mean, mean_of_means = with_mean(_padding_in_the_mean), with_mean(_mean_of_means)
-ignored_at_one, divided_first, blunt = with_mean(_ignored_at_one), with_mean(_divided_first), with_mean(_blunt)
-bf16_logits, over_the_batch, neighbours_target, ignored_pulled, tokens_backwards, vocabulary_reversed = (
+ignored_at_one, divided_first, blunt = (
+    with_mean(_ignored_at_one),
+    with_mean(_divided_first),
+    with_mean(_blunt),
+)
+(
+    bf16_logits,
+    over_the_batch,
+    neighbours_target,
+    ignored_pulled,
+    tokens_backwards,
+    vocabulary_reversed,
+) = (
     with_mean(_exact, getattr(logprob_planted, name).score)
     for name in (
         "bf16_logits",

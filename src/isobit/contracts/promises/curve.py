@@ -68,7 +68,9 @@ def one_curve(subject: Subject, case: Case, tally: Tally) -> None:
         tally.compared += len(theirs)
         differ = sum(a.hex() != b.hex() for a, b in zip(ours, theirs, strict=True))  # +0 is not -0
         if differ or not theirs:
-            said = f"{outcome.name}: {differ} of {len(theirs)} losses and norms are not {first.name}'s"
+            said = (
+                f"{outcome.name}: {differ} of {len(theirs)} losses and norms are not {first.name}'s"
+            )
             tally.fail(said, differ or 1)
             return
 
@@ -82,7 +84,9 @@ def one_digest(subject: Subject, case: Case, tally: Tally) -> None:
         tally.count(find_workload(WORKLOAD).samples)
         tally.compared += 4 * curve.parameters
         if not (curve.finite and curve.changed and curve.parameters):
-            tally.fail(f"{outcome.name}: finite {curve.finite}, changed {curve.changed}, of {curve.parameters}")
+            tally.fail(
+                f"{outcome.name}: finite {curve.finite}, changed {curve.changed}, of {curve.parameters}"
+            )
         for kind in ("weights", "gradients", "optimizer"):
             if getattr(curve, kind) != getattr(first.curve, kind):
                 tally.fail(f"{outcome.name}: {kind} are not those of {first.name}")
@@ -162,7 +166,9 @@ def with_local_norm(drawn: Tensor) -> Iterator[Outcome]:
     """Each tensor-parallel rank clips by the norm of its own shard."""
 
     def wrong(model: Any, most: float, **_: Any) -> Tensor:
-        return optim.clip_grad_norm_([p for p in model.parameters() if not isinstance(p, DTensor)], most)
+        return optim.clip_grad_norm_(
+            [p for p in model.parameters() if not isinstance(p, DTensor)], most
+        )
 
     with planted(train, "clip_grad_norm_", wrong):
         yield from run_each(drawn.dtype)

@@ -73,7 +73,9 @@ def stands_anywhere(subject: Subject, case: Case, tally: Tally) -> None:
     given = [t.reshape(-1) for t in case.arguments.values()]
     whole = subject(*given, **case.options)
     for k in (1, 5, 8, 15):
-        tally.same(subject(*(t[k:] for t in given), **case.options), whole[k:], f"from element {k} on")
+        tally.same(
+            subject(*(t[k:] for t in given), **case.options), whole[k:], f"from element {k} on"
+        )
     sevens = len(whole) // 7
     rows = subject(*(in_rows(t[: 7 * sevens]) for t in given), **case.options)
     tally.same(rows.reshape(-1), whole[: 7 * sevens], "in rows of seven")
@@ -97,10 +99,16 @@ def reflects(subject: Subject, case: Case, tally: Tally) -> None:
     x = case.arguments["x"]
     found = subject(x, **case.options).double() - subject(-x, **case.options).double()
     tally.count(case.rows)
-    tally.true((found - x.double()).abs() <= 16 * U * x.double().abs() + LOST, "f(x) − f(−x) is not x", found)
+    tally.true(
+        (found - x.double()).abs() <= 16 * U * x.double().abs() + LOST,
+        "f(x) − f(−x) is not x",
+        found,
+    )
 
 
-def rounds_once(exact: Subject, roundings: Callable[[Case], int]) -> Callable[[Subject, Case, Tally], None]:
+def rounds_once(
+    exact: Subject, roundings: Callable[[Case], int]
+) -> Callable[[Subject, Case, Tally], None]:
     """Half a unit in the last place, and so many roundings of fp32 before; what underflows may be 0."""
 
     def holds(subject: Subject, case: Case, tally: Tally) -> None:
@@ -120,7 +128,9 @@ def rounds_once(exact: Subject, roundings: Callable[[Case], int]) -> Callable[[S
 silu_rounds_once = rounds_once(stock_silu, lambda case: 4)
 swiglu_rounds_once = rounds_once(stock_swiglu, lambda case: 5)
 # An exponent up to 87 carries one rounding (x²) or five (x (k + k' x²)); the polynomial cancels 1.4 of 2: fifty more.
-gelu_rounds_once = rounds_once(exact_gelu, lambda case: 440 if case.options.get("approximate") == "tanh" else 140)
+gelu_rounds_once = rounds_once(
+    exact_gelu, lambda case: 440 if case.options.get("approximate") == "tanh" else 140
+)
 
 
 # ---- refusals -------------------------------------------------------------------------------------------
@@ -179,7 +189,9 @@ def by_error_function(x: Tensor, approximate: str = "none") -> Tensor:
 
 silu_with_other_tail = with_a_tail_of(silu, by_libm)
 gelu_with_other_tail = with_a_tail_of(gelu, by_error_function)
-swiglu_with_other_tail = with_a_tail_of(swiglu, lambda gate, up: (by_libm(gate.float()) * up.float()).to(up.dtype))
+swiglu_with_other_tail = with_a_tail_of(
+    swiglu, lambda gate, up: (by_libm(gate.float()) * up.float()).to(up.dtype)
+)
 
 
 def silu_in_small_batches_by_stock(x: Tensor) -> Tensor:
@@ -194,7 +206,11 @@ def gelu_in_small_batches_by_stock(x: Tensor, approximate: str = "none") -> Tens
 
 def swiglu_in_small_batches_by_libm(gate: Tensor, up: Tensor) -> Tensor:
     """Another kernel for few elements."""
-    return (by_libm(gate.float()) * up.float()).to(up.dtype) if gate.numel() < 500 else swiglu(gate, up)
+    return (
+        (by_libm(gate.float()) * up.float()).to(up.dtype)
+        if gate.numel() < 500
+        else swiglu(gate, up)
+    )
 
 
 def silu_rounded_between(x: Tensor) -> Tensor:
@@ -244,4 +260,8 @@ def by_lane(function: Subject) -> Subject:
     return wrong
 
 
-silu_off_by_lane, gelu_off_by_lane, swiglu_off_by_lane = by_lane(silu), by_lane(gelu), by_lane(swiglu)
+silu_off_by_lane, gelu_off_by_lane, swiglu_off_by_lane = (
+    by_lane(silu),
+    by_lane(gelu),
+    by_lane(swiglu),
+)

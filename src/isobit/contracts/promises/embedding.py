@@ -46,7 +46,10 @@ class Embedded:
 def ids_of(places: Tensor, vocabulary: int) -> Tensor:
     """An id per row: a function of that row's bits alone; a reference in fp64 has those of the fp32 values it got."""
     chosen = places[..., 0]
-    return bits.as_integers(chosen.float() if chosen.dtype == torch.float64 else chosen).long().abs() % vocabulary
+    return (
+        bits.as_integers(chosen.float() if chosen.dtype == torch.float64 else chosen).long().abs()
+        % vocabulary
+    )
 
 
 def table_grad(lookup: Lookup, ids: Tensor, weight: Tensor, grad: Tensor, **options: Any) -> Tensor:
@@ -75,7 +78,11 @@ def samples(subject: Embedded, case: Case, tally: Tally) -> None:
     described = Samples.packed(SAMPLE_LENGTHS)
     tally.count(len(ids))
     whole = table_grad(subject.lookup, ids, weight, grad, samples=described)
-    tally.same(whole[FEW - 2 :], torch.zeros_like(whole[FEW - 2 :]), "an id of −0 gradients, and one that is absent")
+    tally.same(
+        whole[FEW - 2 :],
+        torch.zeros_like(whole[FEW - 2 :]),
+        "an id of −0 gradients, and one that is absent",
+    )
     tally.same(whole, by_definition(ids, weight, grad, described), "against the definition")
 
     def compare(ids: Tensor, grad: Tensor, described: Samples, where: str) -> None:
@@ -99,7 +106,9 @@ def samples(subject: Embedded, case: Case, tally: Tally) -> None:
             compare(ids.int(), grad, described, f"{threads} threads")
 
 
-def by_definition(ids: Tensor, weight: Tensor, grad: Tensor, described: Samples, padding: int = -1) -> Tensor:
+def by_definition(
+    ids: Tensor, weight: Tensor, grad: Tensor, described: Samples, padding: int = -1
+) -> Tensor:
     """The portable executor's."""
     return portable.embedding_weight_grad(grad, ids, described, len(weight), padding)
 
@@ -110,10 +119,14 @@ def padding_has_none(subject: Embedded, case: Case, tally: Tally) -> None:
     described = Samples.packed(SAMPLE_LENGTHS)
     tally.count(len(ids))
     for padding in (2, -FEW):
-        found = table_grad(subject.lookup, ids, weight, grad, samples=described, padding_idx=padding)
+        found = table_grad(
+            subject.lookup, ids, weight, grad, samples=described, padding_idx=padding
+        )
         expected = by_definition(ids, weight, grad, described, padding % FEW)
         tally.same(found, expected, f"padding_idx {padding}")
-        tally.same(found[padding % FEW], torch.zeros_like(found[0]), f"the row of padding_idx {padding}")
+        tally.same(
+            found[padding % FEW], torch.zeros_like(found[0]), f"the row of padding_idx {padding}"
+        )
 
 
 def prove_tokens(subject: Embedded) -> Proof:
@@ -185,7 +198,9 @@ class WithSums(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, weight = ctx.saved_tensors
         zeros = torch.zeros(weight.shape)
-        found = ctx.sums(zeros, ids.reshape(-1).long(), grad.reshape(-1, grad.shape[-1]).float(), ctx.described)
+        found = ctx.sums(
+            zeros, ids.reshape(-1).long(), grad.reshape(-1, grad.shape[-1]).float(), ctx.described
+        )
         return None, None, None, found.to(weight.dtype)
 
 
@@ -193,7 +208,11 @@ def with_sums(sums: Sums) -> Embedded:
     """A subject of the contract."""
 
     def lookup(
-        ids: Tensor, weight: Tensor, *, samples: Samples | None = None, padding_idx: int | None = None
+        ids: Tensor,
+        weight: Tensor,
+        *,
+        samples: Samples | None = None,
+        padding_idx: int | None = None,
     ) -> Tensor:
         described = samples or whole_samples(ids.unsqueeze(-1), None)
         return WithSums.apply(sums, described, ids, weight)  # type: ignore[no-any-return, no-untyped-call]
@@ -226,7 +245,9 @@ def _from_the_first(zeros: Tensor, ids: Tensor, grad: Tensor, described: Samples
     """Sums start from the first gradient instead of +0, so that −0 comes out."""
     found, real = _chained(zeros, ids, grad, described), real_tokens(described)
     negative = torch.full_like(zeros, -0.0)
-    return torch.where((found == 0) & (negative.index_add(0, ids[real], grad[real]) == 0), negative, found)
+    return torch.where(
+        (found == 0) & (negative.index_add(0, ids[real], grad[real]) == 0), negative, found
+    )
 
 
 stock = Embedded(stock_lookup)
@@ -236,6 +257,8 @@ one_chain = with_sums(_chained)
 duplicates_dropped = with_sums(_once_each)
 bf16_sums = with_sums(_narrow)
 negative_zeros = with_sums(_from_the_first)
-without_padding_idx = Embedded(lambda ids, weight, samples=None, **_: embedding(ids, weight, samples=samples))
+without_padding_idx = Embedded(
+    lambda ids, weight, samples=None, **_: embedding(ids, weight, samples=samples)
+)
 wrapping_ids = Embedded(lambda ids, weight, **_: weight[ids.long() % len(weight)])
 off_by_one = Embedded(lambda ids, weight, **_: weight[(ids + 1) % len(weight)])

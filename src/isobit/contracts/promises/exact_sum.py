@@ -78,7 +78,11 @@ def on_threads(subject: Subject, case: Case, tally: Tally) -> None:
     tally.count(case.rows)
     for count in (1, 2):
         with thread_count(count):
-            tally.same(subject(x), torch.tensor(exact_sum_fp32(x.double().flatten().tolist())), f"{count} threads")
+            tally.same(
+                subject(x),
+                torch.tensor(exact_sum_fp32(x.double().flatten().tolist())),
+                f"{count} threads",
+            )
 
 
 def gradient_is_upstream(subject: Subject, case: Case, tally: Tally) -> None:
@@ -88,7 +92,11 @@ def gradient_is_upstream(subject: Subject, case: Case, tally: Tally) -> None:
     for upstream in (1.0, -0.3, 2.0**-20):
         with torch.enable_grad():
             total = subject(x)
-        (grad,) = torch.autograd.grad(total, x, torch.full_like(total, upstream)) if total.requires_grad else (0 * x,)
+        (grad,) = (
+            torch.autograd.grad(total, x, torch.full_like(total, upstream))
+            if total.requires_grad
+            else (0 * x,)
+        )
         tally.same(grad, torch.full_like(x, upstream), f"of an upstream {upstream}")
 
 

@@ -60,8 +60,16 @@ def has_one_nan(subject: Subject, case: Case, tally: Tally) -> None:
     """inf − inf, NaNs of any payload, and both at once, are one NaN wherever they meet."""
     x = case.arguments["x"].clone()
     tally.count(case.rows)
-    odd = torch.full((len(x),), -1, dtype=torch.int32).view(torch.float32)  # a NaN with its sign and all bits set
-    for first, last in ((torch.inf, -torch.inf), (-torch.inf, torch.inf), (torch.nan, odd), (odd, 1.0), (1.0, odd)):
+    odd = torch.full((len(x),), -1, dtype=torch.int32).view(
+        torch.float32
+    )  # a NaN with its sign and all bits set
+    for first, last in (
+        (torch.inf, -torch.inf),
+        (-torch.inf, torch.inf),
+        (torch.nan, odd),
+        (odd, 1.0),
+        (1.0, odd),
+    ):
         x[:, 0], x[:, -1] = first, last
         tally.same(subject(x), torch.full((len(x),), torch.nan), f"{first} and {last}")
 
@@ -108,7 +116,9 @@ def prove_tree(subject: Subject) -> Proof:
         leaves: list[Branch] = list(range(ranks))
         if not found.matches(digest(merge(leaves, lambda left, right: (left, right)))):
             return Proof("order certificate", "", count, f"{ranks} ranks: {found}")
-    return Proof("order certificate", f"all finite inputs: {list(RANKS)} ranks, 1, 3 and 64 elements", count)
+    return Proof(
+        "order certificate", f"all finite inputs: {list(RANKS)} ranks, 1, 3 and 64 elements", count
+    )
 
 
 def by_stock_additions(x: Tensor) -> Tensor:

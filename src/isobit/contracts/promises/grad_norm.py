@@ -53,9 +53,15 @@ def is_the_root(subject: Norm, case: Case, tally: Tally) -> None:
         values = [v for t in tensors for v in t.double().tolist()]
         if not all(map(math.isfinite, values)):
             return torch.tensor(math.nan if any(map(math.isnan, values)) else math.inf)
-        return torch.tensor(round_fp32(math.sqrt(float(sum((Fraction(v) ** 2 for v in values), Fraction(0))))))
+        return torch.tensor(
+            round_fp32(math.sqrt(float(sum((Fraction(v) ** 2 for v in values), Fraction(0)))))
+        )
 
-    tally.same(norms(subject, x, lambda row: [row]), norms(exact, x, lambda row: [row]), "against fractions")
+    tally.same(
+        norms(subject, x, lambda row: [row]),
+        norms(exact, x, lambda row: [row]),
+        "against fractions",
+    )
 
 
 def clips_by(subject: Norm, case: Case, tally: Tally) -> None:
@@ -68,7 +74,9 @@ def clips_by(subject: Norm, case: Case, tally: Tally) -> None:
         norm = subject([x])
         tally.same(clip_grad_norm_([parameter], limit), norm, "the norm returned")
         scale = (limit / (norm + MARGIN)).clamp(max=1.0)
-        tally.same(one_nan(parameter.grad), one_nan((x.float() * scale).to(x.dtype)), f"clipped to {limit}")
+        tally.same(
+            one_nan(parameter.grad), one_nan((x.float() * scale).to(x.dtype)), f"clipped to {limit}"
+        )
 
 
 def one_nan(x: Tensor) -> Tensor:

@@ -21,12 +21,16 @@ from isobit.records import Proof
 PROBED, UNPROBED = (54, 502), 10  # elements of the target; the others make the mean zero
 
 
-def stock(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **_: Any) -> Tensor:
+def stock(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **_: Any
+) -> Tensor:
     """torch's own, which knows no samples."""
     return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
 
 
-def portable_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **_: Any) -> Tensor:
+def portable_layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **_: Any
+) -> Tensor:
     """The other executor: the same order in plain torch operations."""
     return portable.layer_norm(x, weight, bias, eps)[0]
 
@@ -40,9 +44,17 @@ def prove_rows(subject: Callable[..., Tensor]) -> Proof:
             found = subject(x[:rows], ones, ones)
             difference = bits.first_difference(found, portable_layer_norm(x[:rows], ones, ones))
             if difference is not None:
-                return Proof("order certificate", "", 1, f"rows of {width} against the definition: {difference}")
+                return Proof(
+                    "order certificate",
+                    "",
+                    1,
+                    f"rows of {width} against the definition: {difference}",
+                )
     questions = [feature_question(subject, targets.layer_norm, width, UNPROBED) for width in PROBED]
-    return prove(questions, f"fp32 rows of {list(PROBED)} and {UNPROBED} more, {list(ROWS)} of them: the squares")
+    return prove(
+        questions,
+        f"fp32 rows of {list(PROBED)} and {UNPROBED} more, {list(ROWS)} of them: the squares",
+    )
 
 
 def shifted_rows(subject: Callable[..., Tensor], case: Case, tally: Tally) -> None:
@@ -66,26 +78,36 @@ def finished(x: Tensor, scale: Tensor, weight: Tensor, bias: Tensor | None) -> T
     return y if bias is None else y + bias.float()
 
 
-def eps_outside(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **_: Any) -> Tensor:
+def eps_outside(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **_: Any
+) -> Tensor:
     """eps is added to the root."""
     rest = x.float() - x.float().mean(-1, keepdim=True)
-    return finished(rest, 1 / (rest.square().mean(-1, keepdim=True).sqrt() + eps), weight, bias).to(x.dtype)
+    return finished(rest, 1 / (rest.square().mean(-1, keepdim=True).sqrt() + eps), weight, bias).to(
+        x.dtype
+    )
 
 
-def over_the_batch(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **_: Any) -> Tensor:
+def over_the_batch(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **_: Any
+) -> Tensor:
     """Mean and variance of the whole batch."""
     rest = x.float() - x.float().mean()
     return finished(rest, (rest.square().mean() + eps).rsqrt(), weight, bias).to(x.dtype)
 
 
-def unbiased(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **_: Any) -> Tensor:
+def unbiased(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **_: Any
+) -> Tensor:
     """The variance is divided by n − 1."""
     rest = x.float() - x.float().mean(-1, keepdim=True)
     variance = rest.square().sum(-1, keepdim=True) / max(x.shape[-1] - 1, 1)
     return finished(rest, (variance + eps).rsqrt(), weight, bias).to(x.dtype)
 
 
-def one_pass(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **_: Any) -> Tensor:
+def one_pass(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **_: Any
+) -> Tensor:
     """The variance is the mean of squares less the square of the mean, which cancels."""
     wide = x.float()
     mean = wide.mean(-1, keepdim=True)
@@ -93,12 +115,16 @@ def one_pass(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float =
     return finished(wide - mean, (variance.abs() + eps).rsqrt(), weight, bias).to(x.dtype)
 
 
-def without_bias(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **named: Any) -> Tensor:
+def without_bias(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **named: Any
+) -> Tensor:
     """The bias is forgotten."""
     return layer_norm(x, weight, None, eps, **named)
 
 
-def summed_backwards(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **named: Any) -> Tensor:
+def summed_backwards(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, **named: Any
+) -> Tensor:
     """The right sums in another order where there are few rows."""
     if x.shape[0] >= 8:
         return layer_norm(x, weight, bias, eps, **named)

@@ -28,7 +28,9 @@ SAMPLE_LENGTHS = (11, 16, 0, 300, 13, 19, 1, 515)
 
 def tokens(case: Case, rows: int, stream: int) -> tuple[Tensor, Tensor]:
     """(grad, x) whose products cancel along the rows, so that a change of order shows through any rounding."""
-    grad, x = (case.draw((rows, case.sizes[s]), stream + i, "wide") for i, s in enumerate(("n", "k")))
+    grad, x = (
+        case.draw((rows, case.sizes[s]), stream + i, "wide") for i, s in enumerate(("n", "k"))
+    )
     return mirror(grad, 0, -1), mirror(x, 0, 1)
 
 
@@ -72,7 +74,10 @@ def samples(subject: Subject, case: Case, tally: Tally) -> None:
     for side in ("left", "right"):
         padded = Samples.padded(lengths, width=max(lengths) + 5, side=side)
         compare(
-            parts.parameter_grads(spread(case, grad, padded, 9), spread(case, x, padded, 10), padded), f"padded {side}"
+            parts.parameter_grads(
+                spread(case, grad, padded, 9), spread(case, x, padded, 10), padded
+            ),
+            f"padded {side}",
         )
     for size in MICRO_BATCHES:
         compare(parts.accumulate(split(grad, x, lengths, size)), f"micro-batches of {size}")
@@ -138,7 +143,9 @@ def frozen(subject: Subject, case: Case, tally: Tally) -> None:
         tally.same(decode(x), parts.output(x, layer.weight.clone(), None), f"{count} rows, frozen")
     layer.weight.data.copy_(case.draw((case.sizes["n"], case.sizes["k"]), 14, "wide"))
     x = x_rows(case, 8, 15)
-    tally.same(decode(x), parts.output(x, layer.weight.clone(), None), "8 rows, after weight.data.copy_")
+    tally.same(
+        decode(x), parts.output(x, layer.weight.clone(), None), "8 rows, after weight.data.copy_"
+    )
 
 
 def stock(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -161,7 +168,10 @@ def error_bound(subject: Subject, case: Case, tally: Tally) -> None:
     exact = x.double() @ weight.double().t()
     magnitude = x.double().abs() @ weight.double().abs().t()
     last = torch.finfo(case.dtype).eps / 2
-    allowed = linear_plans.error_factor(case.sizes["k"], case.dtype) * magnitude * (1 + last) + last * exact.abs()
+    allowed = (
+        linear_plans.error_factor(case.sizes["k"], case.dtype) * magnitude * (1 + last)
+        + last * exact.abs()
+    )
     error = (subject(x, weight).double() - exact).abs()
     tally.count(case.rows)
     tally.true(error <= allowed + 2.0**-100, "error over the bound of the order", error / allowed)
@@ -175,7 +185,10 @@ def accuracy(subject: Subject, case: Case, tally: Tally) -> None:
     count, (k, n) = 64, (case.sizes["k"], case.sizes["n"])
     tally.count(count)
     x, grad = case.draw((count, k), 16, "wide"), case.draw((count, n), 17, "wide")
-    weight, described = case.draw((n, k), 18, "wide"), Samples.packed([count])  # ordinary sums, which do not cancel
+    weight, described = (
+        case.draw((n, k), 18, "wide"),
+        Samples.packed([count]),
+    )  # ordinary sums, which do not cancel
     exact = (
         x.double() @ weight.double().t(),
         grad.double() @ weight.double(),
@@ -183,7 +196,11 @@ def accuracy(subject: Subject, case: Case, tally: Tally) -> None:
         grad.double().sum(0),
     )
     ours, stock = (
-        (p.output(x, weight, None), p.input_grad(grad, weight), *p.parameter_grads(grad, x, described))
+        (
+            p.output(x, weight, None),
+            p.input_grad(grad, weight),
+            *p.parameter_grads(grad, x, described),
+        )
         for p in (parts_of(subject), plain_parts(F.linear))
     )
     for what, true, mine, theirs in zip(("y", "dX", "dW", "db"), exact, ours, stock, strict=True):

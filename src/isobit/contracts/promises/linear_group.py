@@ -61,7 +61,12 @@ def drawn(case: Case) -> tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]
 
 
 def all_grads(
-    group: Group, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor], grads: Sequence[Tensor], **named: Any
+    group: Group,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    **named: Any,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """(outputs, gradients of x, of each weight, of each bias)."""
     leaves = [t.detach().requires_grad_() for t in (x, *weights, *biases)]
@@ -131,11 +136,19 @@ def ranks(subject: Grouped, case: Case, tally: Tally) -> None:
         whole = all_grads(subject.group, x, weights, biases, grads, groups=4)[1][0]
         shares = []
         for rank in range(count):
-            held = [w.chunk(count, 0)[rank] for w in weights], [g.chunk(count, -1)[rank] for g in grads]
-            shares.append(partial.group_input_grad(held[1], held[0], 4 // count, Cut(extent, count, rank)))
+            held = (
+                [w.chunk(count, 0)[rank] for w in weights],
+                [g.chunk(count, -1)[rank] for g in grads],
+            )
+            shares.append(
+                partial.group_input_grad(held[1], held[0], 4 // count, Cut(extent, count, rank))
+            )
         tally.same(partial.merge(shares, dtype=case.dtype), whole, f"dX over {count} ranks")
         for rank in range(count):
-            own = [w.chunk(count, 0)[rank] for w in weights], [b.chunk(count, 0)[rank] for b in biases]
+            own = (
+                [w.chunk(count, 0)[rank] for w in weights],
+                [b.chunk(count, 0)[rank] for b in biases],
+            )
             part = subject.group(x, *own, groups=4 // count)
             for left, right in zip(part, subject.group(x, weights, biases, groups=4), strict=True):
                 tally.same(left, right.chunk(count, -1)[rank], f"outputs of rank {rank} of {count}")
@@ -156,7 +169,9 @@ def samples(subject: Grouped, case: Case, tally: Tally) -> None:
     for side in ("left", "right"):
         padded = Samples.padded(SAMPLE_LENGTHS, width=520, side=side)
         placed = [spread(case, t, padded, 80 + i) for i, t in enumerate((x, *grads))]
-        for at, (left, right) in enumerate(zip(parameters(placed[0], placed[1:], padded), whole, strict=True)):
+        for at, (left, right) in enumerate(
+            zip(parameters(placed[0], placed[1:], padded), whole, strict=True)
+        ):
             tally.same(left, right, f"parameter {at}, padded {side}")
 
 
@@ -168,7 +183,9 @@ def error_bound(subject: Grouped, case: Case, tally: Tally) -> None:
     exact, size = grad @ weight, grad.abs() @ weight.abs()
     last = torch.finfo(case.dtype).eps / 2
     allowed = error_factor(len(weight), case.dtype) * size * (1 + last) + last * exact.abs()
-    error = (all_grads(subject.group, x, weights, biases, grads, groups=2)[1][0].double() - exact).abs()
+    error = (
+        all_grads(subject.group, x, weights, biases, grads, groups=2)[1][0].double() - exact
+    ).abs()
     tally.true(error <= allowed + 2.0**-100, "dX over the bound of the order", error / allowed)
 
 
@@ -178,7 +195,9 @@ def prove_order(subject: Grouped) -> Proof:
     for dims in SHAPES:
         for groups, dtype in ((1, torch.float32), (2, torch.float32), (4, torch.bfloat16)):
 
-            def make(m: int, threads: int, dims: Any = dims, groups: int = groups, dtype: Any = dtype) -> TensorTarget:
+            def make(
+                m: int, threads: int, dims: Any = dims, groups: int = groups, dtype: Any = dtype
+            ) -> TensorTarget:
                 return with_threads(group_target(subject.group, dims, groups, m, dtype), threads)
 
             found = certify(make, [{"m": m, "threads": 1} for m in (1, 33)])
@@ -190,7 +209,9 @@ def prove_order(subject: Grouped) -> Proof:
     return Proof("order certificate", covers, count)
 
 
-def group_target(group: Group, dims: Sequence[int], groups: int, m: int, dtype: torch.dtype) -> TensorTarget:
+def group_target(
+    group: Group, dims: Sequence[int], groups: int, m: int, dtype: torch.dtype
+) -> TensorTarget:
     """dX: terms stand in the order of the axis, and are dealt out to the weights before a call."""
     total, width = sum(dims), 8
     axis = interleave([torch.arange(n) + sum(dims[:i]) for i, n in enumerate(dims)], 0, groups)
@@ -208,7 +229,9 @@ def group_target(group: Group, dims: Sequence[int], groups: int, m: int, dtype: 
             weight.data.copy_(dealt[sum(dims[:i]) : sum(dims[: i + 1])])
         return torch.autograd.grad(outputs, x, grads, retain_graph=True)[0]
 
-    return TensorTarget(f"dX of {dims} in {groups} groups", terms, lambda: run()[-1], everywhere=run)
+    return TensorTarget(
+        f"dX of {dims} in {groups} groups", terms, lambda: run()[-1], everywhere=run
+    )
 
 
 def refuses(subject: Grouped, case: Case, tally: Tally) -> None:
@@ -232,12 +255,19 @@ def refused_calls() -> Iterator[Call]:
 # ---- planted --------------------------------------------------------------------------------------------
 
 
-def _apart(x: Tensor, weights: Any, biases: Any = None, *, groups: int = 1, samples: Samples | None = None) -> Any:
+def _apart(
+    x: Tensor, weights: Any, biases: Any = None, *, groups: int = 1, samples: Samples | None = None
+) -> Any:
     """Linears of their own: autograd adds their dX."""
-    return tuple(linear(x, w, b, samples=samples) for w, b in zip(weights, biases or [None] * 3, strict=False))
+    return tuple(
+        linear(x, w, b, samples=samples)
+        for w, b in zip(weights, biases or [None] * 3, strict=False)
+    )
 
 
-def _ungrouped(x: Tensor, weights: Any, biases: Any = None, *, groups: int = 1, **named: Any) -> Any:
+def _ungrouped(
+    x: Tensor, weights: Any, biases: Any = None, *, groups: int = 1, **named: Any
+) -> Any:
     """One sum, weight after weight."""
     return linear_group(x, weights, biases, **named)
 
@@ -253,7 +283,9 @@ def _without_bias(x: Tensor, weights: Any, biases: Any = None, **named: Any) -> 
     return *others, last - (0 if biases is None else biases[-1])
 
 
-def _without_samples(x: Tensor, weights: Any, biases: Any = None, *, samples: Any = None, **named: Any) -> Any:
+def _without_samples(
+    x: Tensor, weights: Any, biases: Any = None, *, samples: Any = None, **named: Any
+) -> Any:
     """Padding is counted."""
     return linear_group(x, weights, biases, **named)
 
@@ -265,14 +297,27 @@ def _by_rows(x: Tensor, weights: Any, biases: Any = None, **named: Any) -> Any:
 
 def _blunt(x: Tensor, weights: Any, biases: Any = None, **named: Any) -> Any:
     """Weights a hair too large."""
-    return linear_group(x, [(w.float() * (1 + 2.0**-8)).to(w.dtype) for w in weights], biases, **named)
+    return linear_group(
+        x, [(w.float() * (1 + 2.0**-8)).to(w.dtype) for w in weights], biases, **named
+    )
 
 
 def _stock(x: Tensor, weights: Any, biases: Any = None, **_: Any) -> Any:
     """torch's own, which refuses little."""
-    return tuple(F.linear(x, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=False))
+    return tuple(
+        F.linear(x, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=False)
+    )
 
 
-ours, stock, apart, ungrouped = Grouped(linear_group), Grouped(_stock), Grouped(_apart), Grouped(_ungrouped)
-turned, without_bias, without_samples = Grouped(_turned), Grouped(_without_bias), Grouped(_without_samples)
+ours, stock, apart, ungrouped = (
+    Grouped(linear_group),
+    Grouped(_stock),
+    Grouped(_apart),
+    Grouped(_ungrouped),
+)
+turned, without_bias, without_samples = (
+    Grouped(_turned),
+    Grouped(_without_bias),
+    Grouped(_without_samples),
+)
 by_rows, blunt = Grouped(_by_rows), Grouped(_blunt)

@@ -53,14 +53,19 @@ TARGETS: dict[str, Callable[..., TensorTarget]] = {
 }
 
 
-TOKEN_WIDTHS = {"weight_grad": [{"n": 64, "m": 8}, {"n": 200, "m": 65}], "bias_grad": [{"n": 64}, {"n": 200}]}
+TOKEN_WIDTHS = {
+    "weight_grad": [{"n": 64, "m": 8}, {"n": 200, "m": 65}],
+    "bias_grad": [{"n": 64}, {"n": 200}],
+}
 
 
 def expected_order(name: str, k: int, dtype: torch.dtype) -> str:
     """The digest of the order that a sum over k terms (features, or the tokens of one sample) must show."""
     features = name in ("linear", "frozen", "input_grad")
     segments = FeaturePlan(k).segments if features else Samples.packed([k]).segments
-    return digest(expected_tree(segments, "striped" if name == "bias_grad" else dispatch.engine_of(dtype)))
+    return digest(
+        expected_tree(segments, "striped" if name == "bias_grad" else dispatch.engine_of(dtype))
+    )
 
 
 def with_threads(target: TensorTarget, threads: int) -> TensorTarget:
@@ -90,7 +95,9 @@ Question = tuple[str, torch.dtype, Sequence[Mapping[str, int]]]
 
 
 def prove_rows(
-    subject: Callable[..., Any], layers: Sequence[tuple[int, int]] = PROVED, rows: Sequence[int] = ROWS
+    subject: Callable[..., Any],
+    layers: Sequence[tuple[int, int]] = PROVED,
+    rows: Sequence[int] = ROWS,
 ) -> Proof:
     """y and dX over row counts and threads."""
 
@@ -100,7 +107,9 @@ def prove_rows(
                 yield "linear", dtype, [{"k": k, "n": n, "m": m} for m in rows]
                 yield "input_grad", dtype, [{"k": n, "n": k, "m": m} for m in rows]
 
-    return prove_orders(subject, questions(), f"y and dX of layers {list(layers)} at {list(rows)} rows")
+    return prove_orders(
+        subject, questions(), f"y and dX of layers {list(layers)} at {list(rows)} rows"
+    )
 
 
 def prove_samples(subject: Callable[..., Any]) -> Proof:
@@ -134,7 +143,9 @@ def prove_frozen(subject: Callable[..., Any]) -> Proof:
             for k in FROZEN:
                 yield "frozen", dtype, [{"k": k, "m": m} for m in ROWS]
 
-    return prove_orders(subject, questions(), f"y of frozen layers, K in {list(FROZEN)} at {list(ROWS)} rows")
+    return prove_orders(
+        subject, questions(), f"y of frozen layers, K in {list(FROZEN)} at {list(ROWS)} rows"
+    )
 
 
 def prove_orders(subject: Callable[..., Any], questions: Iterator[Question], covers: str) -> Proof:
@@ -144,13 +155,18 @@ def prove_orders(subject: Callable[..., Any], questions: Iterator[Question], cov
     for name, dtype, shapes in questions:
         dtypes.add(str(dtype).removeprefix("torch."))
 
-        def target(threads: int, name: str = name, dtype: torch.dtype = dtype, **shape: int) -> TensorTarget:
+        def target(
+            threads: int, name: str = name, dtype: torch.dtype = dtype, **shape: int
+        ) -> TensorTarget:
             judged = subject if name == "frozen" else function
             return with_threads(TARGETS[name](dtype=dtype, function=judged, **shape), threads)
 
         found = certify(target, [{**shape, "threads": t} for shape in shapes for t in THREADS])
         count += found.count
-        if not found.matches(expected_order(name, shapes[0]["k"], dtype)) or not found.classes[0].tree.replayed:
+        if (
+            not found.matches(expected_order(name, shapes[0]["k"], dtype))
+            or not found.classes[0].tree.replayed
+        ):
             failure = f"{name} {dtype} over {shapes[0]['k']} terms: {found}"
             break
     said = f"all finite inputs: {covers}, {' and '.join(sorted(dtypes))}, {list(THREADS)} threads"

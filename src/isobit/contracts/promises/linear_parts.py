@@ -72,7 +72,9 @@ def our_cut_output(x: Tensor, weight: Tensor, parts: int) -> Tensor:
 
 def our_cut_input_grad(grad: Tensor, weight: Tensor, parts: int) -> Tensor:
     cuts = [Cut(grad.shape[-1], parts, i) for i in range(parts)]
-    pieces = [partial.input_grad(part_of(grad, cut), part_of(weight.t(), cut).t(), cut) for cut in cuts]
+    pieces = [
+        partial.input_grad(part_of(grad, cut), part_of(weight.t(), cut).t(), cut) for cut in cuts
+    ]
     return partial.merge(pieces, dtype=grad.dtype)
 
 
@@ -116,7 +118,10 @@ def plain_parts(function: Callable[..., Tensor]) -> LinearParts:
         real = torch.zeros(len(rows), 1, dtype=torch.bool)
         for start, length in samples.spans:
             real[start : start + length] = True
-        rows, inputs = torch.where(real, rows, 0), torch.where(real, inputs, 0)  # as a masked loss leaves padding
+        rows, inputs = (
+            torch.where(real, rows, 0),
+            torch.where(real, inputs, 0),
+        )  # as a masked loss leaves padding
         weight = x.new_zeros(grad.shape[-1], x.shape[-1], requires_grad=True)
         bias = x.new_zeros(grad.shape[-1], requires_grad=True)
         with torch.enable_grad():

@@ -40,7 +40,10 @@ def prove_cuts(subject: Callable[..., Any]) -> Proof:
             cases += 1
             if merge_shares(shares) != [whole]:
                 return Proof(
-                    "enumeration of the plan", "", cases, f"{count} segments shared as {shares} merge otherwise"
+                    "enumeration of the plan",
+                    "",
+                    cases,
+                    f"{count} segments shared as {shares} merge otherwise",
                 )
         count *= 2
     for extent in EXTENTS:
@@ -49,7 +52,12 @@ def prove_cuts(subject: Callable[..., Any]) -> Proof:
                 cases += 1
                 found, wanted = cut_and_whole(subject, extent, parts)
                 if not torch.equal(found, wanted):
-                    return Proof("enumeration of the plan", "", cases, f"K = {extent} over {parts} ranks differs")
+                    return Proof(
+                        "enumeration of the plan",
+                        "",
+                        cases,
+                        f"K = {extent} over {parts} ranks differs",
+                    )
     covers = (
         f"every extent, since a plan has at most {FEATURE_CAP} segments: all ways to share them out in order; "
         f"the kernel itself at K = {list(EXTENTS)}"

@@ -21,7 +21,9 @@ def segments_of(x: Tensor, weight: Tensor) -> list[Tensor]:
     count = FeaturePlan(x.shape[-1]).count
     cuts = [Cut(x.shape[-1], count, i) for i in range(count)]
     return [
-        partial.output(x[..., c.start : c.start + c.length], weight[:, c.start : c.start + c.length], c).values[0]
+        partial.output(
+            x[..., c.start : c.start + c.length], weight[:, c.start : c.start + c.length], c
+        ).values[0]
         for c in cuts
     ]
 
@@ -78,7 +80,11 @@ def swapped_square(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 def contiguous_only(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Another kernel where the input is not contiguous."""
-    return linear(x, weight, bias) if x.is_contiguous() else torch.nn.functional.linear(x, weight, bias)
+    return (
+        linear(x, weight, bias)
+        if x.is_contiguous()
+        else torch.nn.functional.linear(x, weight, bias)
+    )
 
 
 def anchored_at_padding(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
@@ -95,7 +101,10 @@ def anchored_at_padding(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tens
 
 def in_call_order(shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
     """Micro-batch gradients added as they come, as autograd does."""
-    found = [(partial.weight_grad(*share).values, partial.bias_grad(share[0], share[2]).values) for share in shares]
+    found = [
+        (partial.weight_grad(*share).values, partial.bias_grad(share[0], share[2]).values)
+        for share in shares
+    ]
     dtype = shares[0][0].dtype
     weight, bias = (torch.cat(list(values)) for values in zip(*found, strict=True))
     totals = []
@@ -109,7 +118,9 @@ def in_call_order(shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
 
 def reversed_tokens(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
     """Rows of every sample reversed: the right sum, in another order."""
-    order = torch.cat([torch.arange(start, start + length).flip(0) for start, length in samples.spans])
+    order = torch.cat(
+        [torch.arange(start, start + length).flip(0) for start, length in samples.spans]
+    )
     lengths = [length for _, length in samples.spans]
     return OURS.parameter_grads(grad[order], x[order], Samples.packed(lengths))
 
@@ -123,7 +134,10 @@ def stale_decoder(layer: torch.nn.Linear) -> Callable[[Tensor], Tensor]:
 def shifted_cut(x: Tensor, weight: Tensor, parts: int) -> Tensor:
     """Ranks merged by a ring that starts at rank 1."""
     pieces = list(zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True))
-    sums = [partial.output(a, b, Cut(x.shape[-1], parts, i)).values[0] for i, (a, b) in enumerate(pieces)]
+    sums = [
+        partial.output(a, b, Cut(x.shape[-1], parts, i)).values[0]
+        for i, (a, b) in enumerate(pieces)
+    ]
     total = sums[1]
     for step in range(2, parts + 1):
         total = total + sums[step % parts]

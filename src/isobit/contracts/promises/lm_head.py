@@ -36,7 +36,9 @@ class Head:
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
         return self.logits(hidden, weight)
 
-    def rollout(self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
+    def rollout(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
+    ) -> Tensor:
         """What a sampler knows of the token it took."""
         logits = self.logits(hidden, weight)
         if temperature != 1.0:
@@ -69,12 +71,24 @@ def packed_and_stored(subject: Head, case: Case, tally: Tally) -> None:
         found = subject.score(hidden.unsqueeze(axis), weight, targets.unsqueeze(axis))
         tally.same(found.squeeze(axis), whole, f"packed with an axis at {axis}")
     for name, store in LAYOUTS.items():
-        tally.same(subject.score(store(hidden), store(weight), targets), whole, f"trained on what is stored {name}")
-        tally.same(subject.rollout(store(hidden), store(weight), targets), whole, f"rolled out, stored {name}")
+        tally.same(
+            subject.score(store(hidden), store(weight), targets),
+            whole,
+            f"trained on what is stored {name}",
+        )
+        tally.same(
+            subject.rollout(store(hidden), store(weight), targets),
+            whole,
+            f"rolled out, stored {name}",
+        )
     for threads in THREADS:
         with thread_count(threads):
-            tally.same(subject.score(hidden, weight, targets), whole, f"trained by {threads} threads")
-            tally.same(subject.rollout(hidden, weight, targets), whole, f"rolled out by {threads} threads")
+            tally.same(
+                subject.score(hidden, weight, targets), whole, f"trained by {threads} threads"
+            )
+            tally.same(
+                subject.rollout(hidden, weight, targets), whole, f"rolled out by {threads} threads"
+            )
 
 
 def rounds_to_linear(subject: Head, case: Case, tally: Tally) -> None:
@@ -139,7 +153,9 @@ def _widened_late(hidden: Tensor, weight: Tensor) -> Tensor:
 def _by_threads(hidden: Tensor, weight: Tensor) -> Tensor:
     """Words shared out with other sums."""
     return (
-        linear_fp32(hidden, weight) if torch.get_num_threads() == 1 else _stock_logits(hidden.float(), weight.float())
+        linear_fp32(hidden, weight)
+        if torch.get_num_threads() == 1
+        else _stock_logits(hidden.float(), weight.float())
     )
 
 
@@ -153,9 +169,14 @@ def _careless_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 ours = Head(linear_fp32, linear_logprob)
 stock = Head(_stock_logits, logprob_planted.stock_score)
-bf16_logits, decoding_otherwise = replace(ours, logits=_rounded_logits), replace(ours, logits=_few_otherwise)
+bf16_logits, decoding_otherwise = (
+    replace(ours, logits=_rounded_logits),
+    replace(ours, logits=_few_otherwise),
+)
 widened_late, by_threads = replace(ours, logits=_widened_late), replace(ours, logits=_by_threads)
-careless, without_the_last_feature = (replace(ours, logits=f) for f in (_careless_logits, _without_the_last_feature))
+careless, without_the_last_feature = (
+    replace(ours, logits=f) for f in (_careless_logits, _without_the_last_feature)
+)
 temperature_after, neighbours_target, without_the_tail = (
     replace(ours, score=getattr(logprob_planted, name).score)
     for name in ("temperature_after", "neighbours_target", "without_the_tail")

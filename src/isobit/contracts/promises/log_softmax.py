@@ -51,7 +51,9 @@ def adds_up(subject: Subject, case: Case, tally: Tally) -> None:
     x = case.arguments["x"]
     tally.count(case.rows)
     sums = subject(x).double().exp().sum(-1)
-    limit = 2 * log_sum_exp.bound_of(x.shape[-1], 10.0)  # beyond 10, e^-d outweighs what d adds to the error
+    limit = 2 * log_sum_exp.bound_of(
+        x.shape[-1], 10.0
+    )  # beyond 10, e^-d outweighs what d adds to the error
     tally.true((sums - 1).abs() <= limit, f"|Σp − 1| over {limit:g}", sums)
 
 
@@ -74,15 +76,24 @@ def prove_order(subject: Subject, sums: Sequence[tuple[int, int, int]] = SUMS) -
         def make(m: int, width: int = width) -> TensorTarget:
             return targets.log_softmax(width, m, function=lambda x, _: subject(x, -1))
 
-        questions.append((f"rows of {width}", make, [{"m": rows, "threads": threads}], words_order(width)))
+        questions.append(
+            (f"rows of {width}", make, [{"m": rows, "threads": threads}], words_order(width))
+        )
     with thread_count(1):
         proof = prove(questions, "")
     for width in {width for width, *_ in sums} if proof.kept else ():
         x = draw_values((65, width), "logits", torch.Generator().manual_seed(width))
         for rows in (1, 5, 65):
-            difference = bits.first_difference(subject(x[:rows], -1), portable.log_softmax(x[:rows]))
+            difference = bits.first_difference(
+                subject(x[:rows], -1), portable.log_softmax(x[:rows])
+            )
             if difference is not None:
-                return Proof(proof.engine, "", proof.cases, f"rows of {width} against the definition: {difference}")
+                return Proof(
+                    proof.engine,
+                    "",
+                    proof.cases,
+                    f"rows of {width} against the definition: {difference}",
+                )
     covers = (
         f"fp32 rows at (width, rows, threads) of {list(sums)}: Σ exp, in pairs of maximum and sum, is in the defined "
         "order (shown by probing); bits are the definition's at 1, 5 and 65 rows; all else is elementwise"
@@ -116,8 +127,15 @@ def prove_monotone(subject: Subject) -> Proof:
         wrong = (found[1:] < found[:-1]).nonzero()
         if len(wrong):
             at = int(wrong[0])
-            return Proof("enumeration of the real kernel", "", cases, f"falls from {row[at]!r} to {row[at + 1]!r}")
-    return Proof("enumeration of the real kernel", "every bf16 and fp16 value below 2^15 in one row", cases)
+            return Proof(
+                "enumeration of the real kernel",
+                "",
+                cases,
+                f"falls from {row[at]!r} to {row[at + 1]!r}",
+            )
+    return Proof(
+        "enumeration of the real kernel", "every bf16 and fp16 value below 2^15 in one row", cases
+    )
 
 
 # ---- planted --------------------------------------------------------------------------------------------

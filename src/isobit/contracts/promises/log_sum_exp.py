@@ -33,10 +33,14 @@ FAR = 88.0  # beyond it an exponential is below 2^-126
 def log_error(x: Tensor) -> tuple[float, bool]:
     """The largest error of log_positive in ulp, and whether larger arguments have no smaller results."""
     found, true = log_positive(x), x.double().log()
-    below = (found.view(torch.int32) - 1) & 0x7F800000  # the exponent of the next smaller number: an ulp at most
+    below = (
+        found.view(torch.int32) - 1
+    ) & 0x7F800000  # the exponent of the next smaller number: an ulp at most
     ulp = below.view(torch.float32).double() * 2.0**-23
     gap = (found.double() - true).abs()
-    error = torch.where((true == 0) | (found == 0), gap * torch.inf, gap / ulp)  # log 1 is 0, and no other is
+    error = torch.where(
+        (true == 0) | (found == 0), gap * torch.inf, gap / ulp
+    )  # log 1 is 0, and no other is
     return float(error.nan_to_num(0.0).max()), bool((found[1:] >= found[:-1]).all())
 
 
@@ -60,7 +64,10 @@ def prove_logarithm(rows: Rows) -> Proof:
     down = -torch.linspace(0, 20, 100_001)
     pair = torch.stack([torch.zeros_like(down), down], 1)
     wanted = torch.stack(
-        [0.0 - log_positive(1 + exp_nonpositive(down)), down - log_positive(1 + exp_nonpositive(down))]
+        [
+            0.0 - log_positive(1 + exp_nonpositive(down)),
+            down - log_positive(1 + exp_nonpositive(down)),
+        ]
     )
     found = bits.first_difference(rows(pair), wanted.t().contiguous())
     if found is not None:
@@ -97,7 +104,9 @@ def bound_of(width: int, reach: float) -> float:
     arb = load_arb()
     u, exp = arb(U), arb(EXP_ERROR) * 2 * arb(U)
     additions, rescalings = roundings(width)
-    grown = (1 + u) ** (additions + rescalings) * (1 + exp) ** (rescalings + 1) * (arb(FAR) * u).exp()
+    grown = (
+        (1 + u) ** (additions + rescalings) * (1 + exp) ** (rescalings + 1) * (arb(FAR) * u).exp()
+    )
     lost = (grown - 1) + arb(width) * arb(2) ** -125
     log_sum = arb(width).log()
     of_log = -((1 - lost).log()) + arb(LOG_ERROR) * 2 * u * (log_sum + lost)
@@ -120,7 +129,9 @@ def prove_sign(rows: Rows) -> Proof:
     for width in (2, 3, 8):
         x = 10 * torch.randn(4096, width, generator=torch.Generator().manual_seed(width))
         if not bits.equal(rows(x), by_model(x)):
-            return Proof(engine, "", cases + 1, f"the model of rows of {width} is not what the kernel does")
+            return Proof(
+                engine, "", cases + 1, f"the model of rows of {width} is not what the kernel does"
+            )
         cases += 1
         if not smt.is_unsatisfiable(sum_formula(width)):
             return Proof(engine, "", cases, f"a leaf of {width} with a sum below 1")
@@ -155,7 +166,11 @@ def in_unit(*names: str) -> str:
 def sum_formula(width: int) -> str:
     """Satisfiable if a leaf's sum, one of whose terms is 1, is below 1."""
     names, one = [f"e{i}" for i in range(width)], smt.number(1.0)
-    text = smt.declare(names) + in_unit(*names) + f"(assert (or {' '.join(f'(fp.eq {n} {one})' for n in names)}))\n"
+    text = (
+        smt.declare(names)
+        + in_unit(*names)
+        + f"(assert (or {' '.join(f'(fp.eq {n} {one})' for n in names)}))\n"
+    )
     total = merge([*names, *[smt.number(0.0)] * (16 - width)], smt.add)
     return text + f"(assert (not (fp.leq {one} {total})))\n"
 
@@ -174,7 +189,9 @@ def result_formula() -> str:
     """Satisfiable if (x − max) − log is positive or NaN, where x ≤ max and the logarithm is not negative."""
     zero = smt.number(0.0)
     text = smt.declare(["x", "most", "log"])
-    text += "".join(f"(assert (not (or (fp.isNaN {n}) (fp.isInfinite {n}))))\n" for n in ("x", "most", "log"))
+    text += "".join(
+        f"(assert (not (or (fp.isNaN {n}) (fp.isInfinite {n}))))\n" for n in ("x", "most", "log")
+    )
     text += f"(assert (and (fp.leq x most) (fp.leq {zero} log)))\n"
     return text + f"(assert (not (fp.leq (fp.sub RNE (fp.sub RNE x most) log) {zero})))\n"
 
@@ -205,7 +222,11 @@ def not_rescaled(logits: Tensor) -> MaxSum:
 def without_the_tail(logits: Tensor) -> MaxSum:
     """Planted: columns after the last whole vector are not summed."""
     whole = logits.shape[1] // 16 * 16
-    return MaxSum(logits.amax(1, keepdim=True), sum_pairs(logits[:, :whole]).sum) if whole else sum_pairs(logits)
+    return (
+        MaxSum(logits.amax(1, keepdim=True), sum_pairs(logits[:, :whole]).sum)
+        if whole
+        else sum_pairs(logits)
+    )
 
 
 def over_the_batch(logits: Tensor) -> MaxSum:

@@ -73,10 +73,15 @@ def other_targets(subject: Scored, case: Case, tally: Tally) -> None:
     targets, others = (drawn_targets(case, case.rows, stream) for stream in (70, 72))
     grad = case.draw((case.rows,), 74, "normal").float()
     tally.count(case.rows)
-    whole = subject.score(hidden, weight, targets), gradients(subject.score, hidden, weight, targets, grad)[0]
+    whole = (
+        subject.score(hidden, weight, targets),
+        gradients(subject.score, hidden, weight, targets, grad)[0],
+    )
     kept = torch.arange(case.rows) % 2 == 0
     mixed = torch.where(kept, targets, others)
-    tally.same(subject.score(hidden, weight, mixed)[kept], whole[0][kept], "values beside other targets")
+    tally.same(
+        subject.score(hidden, weight, mixed)[kept], whole[0][kept], "values beside other targets"
+    )
     found = gradients(subject.score, hidden, weight, mixed, grad)[0]
     tally.same(found[kept], whole[1][kept], "dhidden beside other targets")
     tally.same(subject.score(hidden, weight, targets.int()), whole[0], "ids of 32 bits")
@@ -91,7 +96,9 @@ def temperature(subject: Scored, case: Case, tally: Tally) -> None:
     for power in (-1, 1):
         scale = 2.0**power
         found = subject.score(hidden, weight, targets, temperature=1 / scale)
-        tally.same(found, subject.score(hidden * scale, weight, targets), f"temperature {1 / scale}")
+        tally.same(
+            found, subject.score(hidden * scale, weight, targets), f"temperature {1 / scale}"
+        )
         warm = gradients(subject.score, hidden, weight, targets, grad, temperature=1 / scale)
         scaled = gradients(subject.score, hidden * scale, weight, targets, grad)
         tally.same(warm[0], scaled[0] * scale, f"dhidden, temperature {1 / scale}")
@@ -99,7 +106,11 @@ def temperature(subject: Scored, case: Case, tally: Tally) -> None:
     if case.dtype == torch.float32:
         few = slice(0, FEW)
         known = portable.linear_logprob(hidden[few], weight, targets[few], TEMPERATURE)[0]
-        tally.same(subject.score(hidden[few], weight, targets[few], temperature=TEMPERATURE), known, "temperature 0.7")
+        tally.same(
+            subject.score(hidden[few], weight, targets[few], temperature=TEMPERATURE),
+            known,
+            "temperature 0.7",
+        )
 
 
 def ignored(subject: Scored, case: Case, tally: Tally) -> None:
@@ -115,7 +126,11 @@ def ignored(subject: Scored, case: Case, tally: Tally) -> None:
     by_row, by_word = gradients(subject.score, hidden, weight, targets, grad)
     tally.true(by_row[none] == 0, "dhidden without a target", by_row[none])
     other = torch.where(none.unsqueeze(1), case.draw(tuple(hidden.shape), 81), hidden)
-    tally.same(gradients(subject.score, other, weight, targets, grad * ~none)[1], by_word, "dweight of other rows")
+    tally.same(
+        gradients(subject.score, other, weight, targets, grad * ~none)[1],
+        by_word,
+        "dweight of other rows",
+    )
 
 
 def samples(subject: Scored, case: Case, tally: Tally) -> None:
@@ -127,7 +142,9 @@ def samples(subject: Scored, case: Case, tally: Tally) -> None:
     tally.count(count)
     whole = gradients(subject.score, hidden, weight, targets, grad, samples=described)[1]
 
-    def compare(hidden: Tensor, targets: Tensor, grad: Tensor, described: Samples, where: str) -> None:
+    def compare(
+        hidden: Tensor, targets: Tensor, grad: Tensor, described: Samples, where: str
+    ) -> None:
         found = gradients(subject.score, hidden, weight, targets, grad, samples=described)[1]
         tally.same(found, whole, f"dweight, {where}")
 
@@ -143,7 +160,9 @@ def samples(subject: Scored, case: Case, tally: Tally) -> None:
         put = spread(case, grad.unsqueeze(1), placed, 96).float().squeeze(1)
         compare(spread(case, hidden, placed, 95), room, put, placed, where)
     for name, store in LAYOUTS.items():
-        compare(store(hidden), targets, store(grad.unsqueeze(1)).squeeze(1), described, f"stored {name}")
+        compare(
+            store(hidden), targets, store(grad.unsqueeze(1)).squeeze(1), described, f"stored {name}"
+        )
     for threads in THREADS:
         with thread_count(threads):
             compare(hidden, targets, grad, described, f"{threads} threads")
@@ -155,10 +174,14 @@ def adds_up(subject: Scored, case: Case, tally: Tally) -> None:
     vocabulary = len(weight)
     tally.count(case.rows)
     every = torch.arange(vocabulary).repeat(case.rows)
-    found = subject.score(hidden.repeat_interleave(vocabulary, 0), weight, every).reshape(case.rows, vocabulary)
+    found = subject.score(hidden.repeat_interleave(vocabulary, 0), weight, every).reshape(
+        case.rows, vocabulary
+    )
     tally.true(found <= 0, "a positive log-probability", found)
     sums = found.double().exp().sum(1)
-    limit = 2 * bound_of(vocabulary, 10.0)  # beyond 10 below the largest, e^-d outweighs what d adds to the error
+    limit = 2 * bound_of(
+        vocabulary, 10.0
+    )  # beyond 10 below the largest, e^-d outweighs what d adds to the error
     tally.true((sums - 1).abs() <= limit, f"|Σp − 1| over {limit:g}", sums)
 
 
@@ -172,10 +195,14 @@ def executors_agree(subject: Scored, case: Case, tally: Tally) -> None:
     tally.same(found, known, "values")
     few = slice(0, FEW)
     grad = case.draw((case.rows,), 99, "wide")[few]
-    mine = gradients(subject.score, hidden[few], weight, targets[few], grad, temperature=TEMPERATURE)
+    mine = gradients(
+        subject.score, hidden[few], weight, targets[few], grad, temperature=TEMPERATURE
+    )
     described = whole_samples(hidden[few], None)
     given = grad, hidden[few], weight, targets[few], stats[few], described, TEMPERATURE
-    for what, left, right in zip(("dhidden", "dweight"), mine, portable.linear_logprob_backward(*given), strict=True):
+    for what, left, right in zip(
+        ("dhidden", "dweight"), mine, portable.linear_logprob_backward(*given), strict=True
+    ):
         tally.same(left, right, what)
 
 
@@ -185,7 +212,10 @@ def in_shares(
     """Values by `parts` shares of the vocabulary, their roots of dhidden, and dweight."""
     cuts = [Cut(len(weight), parts, index) for index in range(parts)]
     words = [weight[cut.start : cut.start + cut.length] for cut in cuts]
-    given = [partial.forward(hidden, w, targets, TEMPERATURE, cut) for w, cut in zip(words, cuts, strict=True)]
+    given = [
+        partial.forward(hidden, w, targets, TEMPERATURE, cut)
+        for w, cut in zip(words, cuts, strict=True)
+    ]
     bit_sum = sum(bits.as_integers(chosen) for _, chosen in given)
     assert isinstance(bit_sum, Tensor)
     merged = partial.merge(torch.stack([pairs for pairs, _ in given]))
@@ -210,7 +240,11 @@ def vocabulary_shares(subject: Scored, case: Case, tally: Tally) -> None:
     for parts in (2, 4):
         values, roots, words = in_shares(hidden, weight, targets, grad, described, parts)
         tally.same(values, whole, f"values of {parts} shares")
-        tally.same(round_once(tree.merge(roots, torch.add), hidden.dtype), by_row, f"dhidden of {parts} shares")
+        tally.same(
+            round_once(tree.merge(roots, torch.add), hidden.dtype),
+            by_row,
+            f"dhidden of {parts} shares",
+        )
         tally.same(words, by_word, f"dweight of {parts} shares")
 
 
@@ -249,15 +283,21 @@ def gradient_bound(subject: Scored, case: Case, tally: Tally) -> None:
     # log p is off by the bound and the logits' errors, its exponential by 2 u more; 1 − p and the product round once.
     relative = bound_of(len(weight), reach_of(logits) + 1) + off + off.amax(1, keepdim=True) + 4 * U
     each = 1.01 * relative * p * grad.double().abs().unsqueeze(1) + 3 * U * exact.abs() + 2.0**-100
-    found = gradients(subject.score, hidden, weight, targets, grad, samples=Samples.packed([case.rows]))
+    found = gradients(
+        subject.score, hidden, weight, targets, grad, samples=Samples.packed([case.rows])
+    )
     size, w, h = exact.abs() + each, weight.double(), hidden.double()
-    chain = ((1 + U) ** (1 + 256 + case.rows // 256) - 1) * 1.001  # a leaf of 256 tokens, leaves folded
+    chain = (
+        (1 + U) ** (1 + 256 + case.rows // 256) - 1
+    ) * 1.001  # a leaf of 256 tokens, leaves folded
     over_words = (1 + U) ** longest_way(len(weight), case.dtype) - 1
     limits = (
         each @ w.abs() + (over_words + U) * (size @ w.abs()),
         each.t() @ h.abs() + (chain + U) * (size.t() @ h.abs()),
     )
-    for what, mine, true, limit in zip(("dhidden", "dweight"), found, (exact @ w, exact.t() @ h), limits, strict=True):
+    for what, mine, true, limit in zip(
+        ("dhidden", "dweight"), found, (exact @ w, exact.t() @ h), limits, strict=True
+    ):
         error = (mine.double() - true).abs()
         tally.true(error <= limit, f"{what} over its bound", error / limit)
 
@@ -297,8 +337,16 @@ def refused_calls() -> Iterator[Call]:
     yield "two dtypes", (hidden.bfloat16(), weight, targets), {}
     yield "integers", (hidden.int(), weight.int(), targets), {}
     yield "a temperature of 0", (hidden, weight, targets), {"temperature": 0.0}
-    yield "a temperature that is no number", (hidden, weight, targets), {"temperature": float("nan")}
-    yield "samples that do not describe the rows", (hidden, weight, targets), {"samples": Samples.packed([3])}
+    yield (
+        "a temperature that is no number",
+        (hidden, weight, targets),
+        {"temperature": float("nan")},
+    )
+    yield (
+        "samples that do not describe the rows",
+        (hidden, weight, targets),
+        {"samples": Samples.packed([3])},
+    )
 
 
 ours = Scored(linear_logprob)

@@ -45,13 +45,20 @@ def words_target(k: int, m: int, function: Picked) -> TensorTarget:
     def run() -> Tensor:
         return function(unit, logits.t().contiguous(), logits.argmax(1))
 
-    return TensorTarget(f"log-probabilities of {m}×{k}", logits, run, "positive", encode=log_or_nothing)
+    return TensorTarget(
+        f"log-probabilities of {m}×{k}", logits, run, "positive", encode=log_or_nothing
+    )
 
 
-def dhidden_target(k: int, m: int, function: Picked, dtype: torch.dtype = torch.float32) -> TensorTarget:
+def dhidden_target(
+    k: int, m: int, function: Picked, dtype: torch.dtype = torch.float32
+) -> TensorTarget:
     """dhidden over k − 1 words: hidden states are zero, so that all words are equally likely, and the upstream gradient
     makes each factor exactly 1. The last word is the target, and is not probed."""
-    weight, hidden = torch.zeros(k, 8, dtype=dtype), torch.zeros(m, 8, dtype=dtype, requires_grad=True)
+    weight, hidden = (
+        torch.zeros(k, 8, dtype=dtype),
+        torch.zeros(m, 8, dtype=dtype, requires_grad=True),
+    )
     with torch.enable_grad():
         out = function(hidden, weight, torch.full((m,), k - 1))
     grad = torch.full((m,), -inverse_probability(k))
@@ -59,7 +66,9 @@ def dhidden_target(k: int, m: int, function: Picked, dtype: torch.dtype = torch.
     def run() -> Tensor:
         return torch.autograd.grad(out, hidden, grad, retain_graph=True)[0]
 
-    return TensorTarget(f"dhidden of {m}×{k}", weight.data[:-1].t(), lambda: run()[-1], everywhere=run)
+    return TensorTarget(
+        f"dhidden of {m}×{k}", weight.data[:-1].t(), lambda: run()[-1], everywhere=run
+    )
 
 
 def inverse_probability(k: int) -> float:
@@ -85,7 +94,9 @@ def dweight_target(k: int, function: Picked, dtype: torch.dtype = torch.float32)
     def run() -> Tensor:
         return torch.autograd.grad(out, weight, grad, retain_graph=True)[0][0, :width]
 
-    return TensorTarget(f"dweight over {k} tokens", hidden.data[:, :width].t(), run, "product", grad)
+    return TensorTarget(
+        f"dweight over {k} tokens", hidden.data[:, :width].t(), run, "product", grad
+    )
 
 
 def words_order(k: int) -> str:
@@ -107,7 +118,9 @@ def prove(questions: Sequence[Question], covers: str) -> Proof:
     count = 0
     for what, target, shapes, expected in questions:
 
-        def bound(threads: int, target: Callable[..., TensorTarget] = target, **shape: int) -> TensorTarget:
+        def bound(
+            threads: int, target: Callable[..., TensorTarget] = target, **shape: int
+        ) -> TensorTarget:
             return with_threads(target(**shape), threads) if threads > 1 else target(**shape)
 
         found = certify(bound, shapes)
@@ -123,16 +136,24 @@ def prove_words(subject: Scored) -> Proof:
         proof = prove([words_question(subject.score, *sizes) for sizes in SUMS], "")
         if proof.kept:
             proof = also(
-                proof, prove([dhidden_question(subject, k, dtype) for k in (300, 1024) for dtype in DTYPES], "")
+                proof,
+                prove(
+                    [dhidden_question(subject, k, dtype) for k in (300, 1024) for dtype in DTYPES],
+                    "",
+                ),
             )
     for k in (64, 300, 1100) if proof.kept else ():
         logits = draw_values((33, k), "logits", torch.Generator().manual_seed(k))
         given = torch.eye(33), logits.t().contiguous(), torch.arange(33)
         known = portable.linear_logprob(*given, 1.0)[0]
         for rows in (slice(0, 1), slice(5), slice(33)):
-            difference = bits.first_difference(subject.score(given[0][rows], given[1], given[2][rows]), known[rows])
+            difference = bits.first_difference(
+                subject.score(given[0][rows], given[1], given[2][rows]), known[rows]
+            )
             if difference is not None:
-                return Proof(proof.engine, "", proof.cases, f"{k} words against the definition: {difference}")
+                return Proof(
+                    proof.engine, "", proof.cases, f"{k} words against the definition: {difference}"
+                )
     covers = (
         f"Σ exp over words in pairs, at (words, rows, threads) of {list(SUMS)}; dhidden over 300 and 1024 words "
         "at 1, 5 or 33 rows, fp32 and bf16; bits are the definition's at 1, 5 and 33 rows; all else is elementwise"
@@ -166,13 +187,16 @@ def prove_tokens(subject: Scored) -> Proof:
             def make(k: int, dtype: torch.dtype = dtype) -> TensorTarget:
                 return dweight_target(k, subject.score, dtype)
 
-            order = digest(expected_tree(Samples.packed([tokens]).segments, dispatch.engine_of(dtype)))
+            order = digest(
+                expected_tree(Samples.packed([tokens]).segments, dispatch.engine_of(dtype))
+            )
             threads = (1, 2) if tokens == TOKENS[1] else (1,)
             shapes = [{"k": tokens, "threads": t} for t in threads]
             questions.append((f"{tokens} tokens, {dtype}", make, shapes, order))
     with thread_count(1):
         return prove(
-            questions, f"dweight over samples of {list(TOKENS)} tokens, fp32 and bf16; all else is elementwise"
+            questions,
+            f"dweight over samples of {list(TOKENS)} tokens, fp32 and bf16; all else is elementwise",
         )
 
 
@@ -186,7 +210,9 @@ def rows_of(subject: Scored) -> log_sum_exp.Rows:
     def one_block(block: Tensor) -> Tensor:
         (count, n), unit = block.shape, torch.eye(len(block))
         every = torch.arange(n).repeat(count)
-        return subject.score(unit.repeat_interleave(n, 0), block.t().contiguous(), every).reshape(count, n)
+        return subject.score(unit.repeat_interleave(n, 0), block.t().contiguous(), every).reshape(
+            count, n
+        )
 
     return rows
 
@@ -225,7 +251,9 @@ def prove_targets(subject: Scored) -> Proof:
         generator = torch.Generator().manual_seed(vocabulary)
         weight = draw_values((vocabulary, width), "normal", generator)
         targets = torch.tensor([*range(vocabulary), IGNORED])
-        hidden, grad = (draw_values((len(targets), *more), "normal", generator) for more in ((width,), ()))
+        hidden, grad = (
+            draw_values((len(targets), *more), "normal", generator) for more in ((width,), ())
+        )
         for temperature in (1.0, TEMPERATURE):
             for shift in range(0, len(targets), 1 if vocabulary < 20 else 13):
                 cases += len(targets)

@@ -20,7 +20,9 @@ from isobit.ops.logprob.op import IGNORED, linear_logprob
 from isobit.order import tree
 from isobit.order.samples import Samples
 
-Values = Callable[[Tensor, Tensor, float], Tensor]  # logits before the temperature, targets, temperature
+Values = Callable[
+    [Tensor, Tensor, float], Tensor
+]  # logits before the temperature, targets, temperature
 Grads = Callable[..., tuple[Tensor, Tensor]]
 
 
@@ -28,7 +30,12 @@ def with_values(values: Values) -> Scored:
     """Right in its gradients."""
 
     def score(
-        hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, samples: Samples | None = None
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float = 1.0,
+        samples: Samples | None = None,
     ) -> Tensor:
         right = linear_logprob(hidden, weight, targets, temperature=temperature, samples=samples)
         if not hidden.numel():
@@ -56,7 +63,9 @@ class Replaced(torch.autograd.Function):
 def picked(logits: Tensor, total: MaxSum, targets: Tensor) -> Tensor:
     """At the targets; 0 where there is none."""
     chosen = logits.gather(1, targets.clamp(min=0).unsqueeze(1))
-    return torch.where(targets < 0, 0.0, ((chosen - total.max) - log_positive(total.sum)).squeeze(1))
+    return torch.where(
+        targets < 0, 0.0, ((chosen - total.max) - log_positive(total.sum)).squeeze(1)
+    )
 
 
 def with_sum(sum_of: Callable[[Tensor], MaxSum]) -> Scored:
@@ -106,7 +115,9 @@ class WithGrads(torch.autograd.Function):
     """Right values; gradients by `grads(grad, hidden, weight, targets, temperature, samples)` of flat rows."""
 
     @staticmethod
-    def forward(ctx: Any, grads: Grads, temperature: float, samples: Samples, *given: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, grads: Grads, temperature: float, samples: Samples, *given: Tensor
+    ) -> Tensor:
         ctx.grads, ctx.temperature, ctx.samples = grads, temperature, samples
         ctx.save_for_backward(*given)
         return linear_logprob(*given, temperature=temperature)
@@ -115,7 +126,9 @@ class WithGrads(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, targets = ctx.saved_tensors
         flat = hidden.reshape(-1, hidden.shape[-1])
-        by_row, by_word = ctx.grads(grad.reshape(-1), flat, weight, targets.reshape(-1), ctx.temperature, ctx.samples)
+        by_row, by_word = ctx.grads(
+            grad.reshape(-1), flat, weight, targets.reshape(-1), ctx.temperature, ctx.samples
+        )
         return None, None, None, by_row.reshape(hidden.shape), by_word, None
 
 
@@ -123,7 +136,12 @@ def with_grads(grads: Grads) -> Scored:
     """Right in its values."""
 
     def score(
-        hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, samples: Samples | None = None
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        *,
+        temperature: float = 1.0,
+        samples: Samples | None = None,
     ) -> Tensor:
         described = samples or whole_samples(hidden, None)
         given = grads, temperature, described, hidden, weight, targets
@@ -133,41 +151,75 @@ def with_grads(grads: Grads) -> Scored:
 
 
 def right_grads(
-    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, samples: Samples
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    samples: Samples,
 ) -> tuple[Tensor, Tensor]:
     """What the wrong ones begin with."""
-    return gradients(linear_logprob, hidden, weight, targets, grad, temperature=temperature, samples=samples)
+    return gradients(
+        linear_logprob, hidden, weight, targets, grad, temperature=temperature, samples=samples
+    )
 
 
 def _padding_counted(
-    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, samples: Samples
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    samples: Samples,
 ) -> tuple[Tensor, Tensor]:
     return right_grads(grad, hidden, weight, targets, temperature, Samples.packed([len(hidden)]))
 
 
 def _without_temperature(
-    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, samples: Samples
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    samples: Samples,
 ) -> tuple[Tensor, Tensor]:
     by_row, by_word = right_grads(grad, hidden, weight, targets, temperature, samples)
     return by_row * temperature, by_word * temperature
 
 
 def _ignored_pulled(
-    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, samples: Samples
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    samples: Samples,
 ) -> tuple[Tensor, Tensor]:
     return right_grads(grad, hidden, weight, targets.clamp(min=0), temperature, samples)
 
 
 def _blunted(
-    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, samples: Samples
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    samples: Samples,
 ) -> tuple[Tensor, Tensor]:
     """dhidden misses 2^-12 of the target's own word, dweight 2^-12 of everything."""
     by_row, by_word = right_grads(grad, hidden, weight, targets, temperature, samples)
-    return by_row - 2.0**-12 * grad.unsqueeze(1) * weight[targets.clamp(min=0)], by_word * (1 - 2.0**-12)
+    return by_row - 2.0**-12 * grad.unsqueeze(1) * weight[targets.clamp(min=0)], by_word * (
+        1 - 2.0**-12
+    )
 
 
 def _by_rows(
-    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, samples: Samples
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    samples: Samples,
 ) -> tuple[Tensor, Tensor]:
     """dhidden of few rows with the vocabulary in another order."""
     found = right_grads(grad, hidden, weight, targets, temperature, samples)
@@ -178,34 +230,60 @@ def _by_rows(
 
 
 def _tokens_backwards(
-    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, samples: Samples
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    samples: Samples,
 ) -> tuple[Tensor, Tensor]:
     """dweight with the tokens of a sample from the last to the first."""
     spans = tuple((samples.rows - start - length, length) for start, length in samples.spans)
     turned = Samples(spans, samples.rows, samples.first, samples.of)
-    flipped = right_grads(grad.flip(0), hidden.flip(0), weight, targets.flip(0), temperature, turned)
+    flipped = right_grads(
+        grad.flip(0), hidden.flip(0), weight, targets.flip(0), temperature, turned
+    )
     return right_grads(grad, hidden, weight, targets, temperature, samples)[0], flipped[1]
 
 
 def _roots_rounded(
-    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, samples: Samples
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    samples: Samples,
 ) -> tuple[Tensor, Tensor]:
     """dhidden of four shares of the vocabulary, rounded before they are merged."""
     _, roots, by_word = in_shares(hidden, weight, targets, grad, samples, 4)
-    return tree.merge([root.bfloat16().float() for root in roots], torch.add).to(hidden.dtype), by_word
+    return tree.merge([root.bfloat16().float() for root in roots], torch.add).to(
+        hidden.dtype
+    ), by_word
 
 
 def stock_score(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, samples: Samples | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    samples: Samples | None = None,
 ) -> Tensor:
     """torch's own, which holds the logits and knows no samples."""
     logits = (F.linear(hidden, weight) / temperature).reshape(-1, len(weight))
-    found = -F.cross_entropy(logits, targets.reshape(-1).long(), ignore_index=IGNORED, reduction="none")
+    found = -F.cross_entropy(
+        logits, targets.reshape(-1).long(), ignore_index=IGNORED, reduction="none"
+    )
     return found.reshape(targets.shape)
 
 
 def _reversed_score(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature: float = 1.0, samples: Samples | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    samples: Samples | None = None,
 ) -> Tensor:
     """Few rows with the vocabulary in another order: right sums, other bits."""
     if targets.numel() >= 8:
@@ -228,7 +306,10 @@ over_the_batch, cut_by_threads, not_rescaled, without_the_tail = (
 temperature_after, bf16_logits = with_values(_temperature_after), with_values(_bf16_logits)
 ignored_counted, neighbours_target = with_values(_ignored_counted), with_values(_neighbours_target)
 a_hair_more, pairs_folded = with_values(_a_hair_more), with_sum(_pairs_folded)
-padding_counted, without_temperature = with_grads(_padding_counted), with_grads(_without_temperature)
+padding_counted, without_temperature = (
+    with_grads(_padding_counted),
+    with_grads(_without_temperature),
+)
 ignored_pulled, dhidden_by_rows = with_grads(_ignored_pulled), with_grads(_by_rows)
 tokens_backwards, blunted = with_grads(_tokens_backwards), with_grads(_blunted)
 roots_rounded = with_grads(_roots_rounded)

@@ -42,7 +42,9 @@ def tokens_target(
     x[..., 1::2] = -1
     weight = torch.ones(n, dtype=dtype, requires_grad=True)
     options: dict[str, Any] = {"eps": 2.0**-126} | ({"samples": samples} if samples else {})
-    run = backward_of(function(x, weight, **options, **({"heads": True} if heads else {})), weight, grad)
+    run = backward_of(
+        function(x, weight, **options, **({"heads": True} if heads else {})), weight, grad
+    )
     name = f"dweight of {getattr(function, '__name__', 'norm')} over {tokens} tokens, {heads} heads"
     return TensorTarget(name, grad.view(-1, n)[:, ::2].t(), lambda: run()[::2])
 
@@ -55,16 +57,22 @@ def head_order(samples: Samples, heads: int) -> Branch:
 
     def head(start: int, length: int, h: int) -> Branch:
         rows = [(start + i) * heads + h for i in range(length)]
-        leaves = [leaf_tree("striped", rows[at : at + TOKEN_LEAF]) for at in range(0, length, TOKEN_LEAF)]
+        leaves = [
+            leaf_tree("striped", rows[at : at + TOKEN_LEAF]) for at in range(0, length, TOKEN_LEAF)
+        ]
         return chain(term for leaf in leaves for term in leaf)
 
     totals = [
-        merge_items([head(*span, h) for h in range(heads)], FEATURE_CAP, pair) for span in samples.spans if span[1]
+        merge_items([head(*span, h) for h in range(heads)], FEATURE_CAP, pair)
+        for span in samples.spans
+        if span[1]
     ]
     return merge_items(totals, SAMPLE_CAP, pair)
 
 
-def feature_question(subject: Subject, target: Callable[..., TensorTarget], width: int, more: int = 0) -> Question:
+def feature_question(
+    subject: Subject, target: Callable[..., TensorTarget], width: int, more: int = 0
+) -> Question:
     """The sum of squares of rows, whose last `more` elements are not probed."""
 
     def function(x: Tensor, shape: tuple[int], *rest: Any) -> Tensor:
@@ -92,7 +100,9 @@ def token_questions(subject: Subject) -> list[Question]:
 def prove_rows(subject: Subject) -> Proof:
     """The sum of squares of a root-mean-square norm, over row counts and threads."""
     questions = [feature_question(subject, targets.rms_norm, width) for width in WIDTHS]
-    return prove(questions, f"fp32 rows of {list(WIDTHS)}, {list(ROWS)} of them: the sum of squares")
+    return prove(
+        questions, f"fp32 rows of {list(WIDTHS)}, {list(ROWS)} of them: the sum of squares"
+    )
 
 
 def prove_tokens(subject: Subject) -> Proof:
@@ -111,4 +121,7 @@ def prove_heads(subject: Subject) -> Proof:
 
         what = f"{list(lengths)} tokens of {heads} heads"
         questions.append((what, make, [{"k": samples.rows}], digest(head_order(samples, heads))))
-    return prove(questions, f"dweight of samples of {list(TOKENS)} tokens, and of (lengths, heads) {list(HEADS)}")
+    return prove(
+        questions,
+        f"dweight of samples of {list(TOKENS)} tokens, and of (lengths, heads) {list(HEADS)}",
+    )

@@ -76,9 +76,16 @@ def one_sum(subject: Subject, case: Case, tally: Tally, heads: int) -> None:
     whole = found(x, grad, described)
     for side in ("left", "right"):
         padded = Samples.padded(lengths, width=max(lengths) + 5, side=side)
-        compare(spread(case, x, padded, 11), spread(case, grad, padded, 10), padded, f"padded {side}")
+        compare(
+            spread(case, x, padded, 11), spread(case, grad, padded, 10), padded, f"padded {side}"
+        )
     apart = Samples(*moved(described))
-    compare(spread(case, x, apart, 12), spread(case, grad, apart, 13), apart, "samples stored in reverse")
+    compare(
+        spread(case, x, apart, 12),
+        spread(case, grad, apart, 13),
+        apart,
+        "samples stored in reverse",
+    )
     for name, store in LAYOUTS.items():
         compare(store(x), store(grad), described, f"stored {name}")
     for threads in THREADS:
@@ -95,7 +102,12 @@ def forward_of(x: Tensor, given: Sequence[Tensor], eps: float) -> tuple[Tensor, 
 
 
 def backward_of(
-    grad: Tensor, x: Tensor, given: Sequence[Tensor], statistics: Sequence[Tensor], described: Samples, heads: int
+    grad: Tensor,
+    x: Tensor,
+    given: Sequence[Tensor],
+    statistics: Sequence[Tensor],
+    described: Samples,
+    heads: int,
 ) -> tuple[Tensor, ...]:
     """dx and the parameters' gradients, likewise."""
     means, scales = statistics
@@ -109,14 +121,20 @@ def gradients_agree(subject: Subject, case: Case, tally: Tally) -> None:
     parameters = parameters_of(case)
     described = Samples.padded((40, 0, 257), width=260, side="left")
     for heads in (0, HEADS) if len(parameters) == 1 else (0,):
-        shape = (described.rows, heads, case.sizes["n"]) if heads else (described.rows, case.sizes["n"])
+        shape = (
+            (described.rows, heads, case.sizes["n"]) if heads else (described.rows, case.sizes["n"])
+        )
         x, grad = case.draw(shape, 20, "wide"), case.draw(shape, 21, "wide")
-        options: dict[str, Any] = {"samples": described, "eps": EPS} | ({"heads": True} if heads else {})
+        options: dict[str, Any] = {"samples": described, "eps": EPS} | (
+            {"heads": True} if heads else {}
+        )
         tally.count(described.rows)
         leaves = [t.detach().requires_grad_() for t in (x, *parameters)]
         with torch.enable_grad():
             found = torch.autograd.grad(subject(*leaves, **options), leaves, grad)
-        expected = backward_of(grad, x, parameters, forward_of(x, parameters, EPS)[1:], described, heads)
+        expected = backward_of(
+            grad, x, parameters, forward_of(x, parameters, EPS)[1:], described, heads
+        )
         for at, (mine, other) in enumerate(zip(found, expected, strict=True)):
             tally.same(mine, other, f"gradient of argument {at}, {heads} heads")
 
@@ -127,7 +145,9 @@ def near_eps(subject: Subject, case: Case, tally: Tally) -> None:
     exact = subject_of_fp64(x, parameters_of(case))
     error = (subject(x, *parameters_of(case), eps=EPS).double() - exact).abs()
     tally.count(case.rows)
-    tally.true(error <= 2e-6 * exact.abs().amax(-1, keepdim=True), "over 2e-6 of the row's largest", error)
+    tally.true(
+        error <= 2e-6 * exact.abs().amax(-1, keepdim=True), "over 2e-6 of the row's largest", error
+    )
 
 
 def subject_of_fp64(x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
@@ -160,7 +180,9 @@ class WithSums(torch.autograd.Function):
     """A norm that is right but for its parameters' gradients, which `sums(terms, samples, heads)` adds."""
 
     @staticmethod
-    def forward(ctx: Any, sums: Sums, described: Samples, heads: int, eps: float, x: Tensor, *given: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, sums: Sums, described: Samples, heads: int, eps: float, x: Tensor, *given: Tensor
+    ) -> Tensor:
         ctx.sums, ctx.described, ctx.heads = sums, described, heads
         y, *statistics = forward_of(x, given, eps)
         ctx.save_for_backward(x, *given, *statistics)
@@ -181,7 +203,11 @@ def with_sums(sums: Sums) -> Subject:
     """A subject of either contract."""
 
     def norm(
-        x: Tensor, *parameters: Tensor, eps: float = EPS, samples: Samples | None = None, heads: bool = False
+        x: Tensor,
+        *parameters: Tensor,
+        eps: float = EPS,
+        samples: Samples | None = None,
+        heads: bool = False,
     ) -> Tensor:
         described = samples or whole_samples(x.select(-2, 0) if heads else x, None)
         return WithSums.apply(  # type: ignore[no-any-return, no-untyped-call]
@@ -211,12 +237,18 @@ def chain_of(rows: Tensor) -> Tensor:
 
 
 padding_counted = with_sums(lambda terms, described, heads: tokens_of(terms, heads).sum((0, 1)))
-one_chain = with_sums(lambda terms, described, heads: chain_of(real_rows(terms, described, heads).flatten(0, 1)))
+one_chain = with_sums(
+    lambda terms, described, heads: chain_of(real_rows(terms, described, heads).flatten(0, 1))
+)
 heads_before_samples = with_sums(
-    lambda terms, described, heads: rms_portable.sum_samples(tokens_of(terms, heads).sum(1), described)
+    lambda terms, described, heads: rms_portable.sum_samples(
+        tokens_of(terms, heads).sum(1), described
+    )
 )
 bf16_sums = with_sums(
-    lambda terms, described, heads: chain_of(real_rows(terms, described, heads).flatten(0, 1).bfloat16())
+    lambda terms, described, heads: chain_of(
+        real_rows(terms, described, heads).flatten(0, 1).bfloat16()
+    )
 )
 
 

@@ -19,14 +19,18 @@ def prove(questions: Sequence[Question], covers: str) -> Proof:
     count = 0
     for what, target, shapes, expected in questions:
 
-        def bound(threads: int, target: Callable[..., TensorTarget] = target, **shape: int) -> TensorTarget:
+        def bound(
+            threads: int, target: Callable[..., TensorTarget] = target, **shape: int
+        ) -> TensorTarget:
             return with_threads(target(**shape), threads)
 
         found = certify(bound, [{**shape, "threads": t} for shape in shapes for t in THREADS])
         count += found.count
         if not found.matches(expected):
             return Proof("order certificate", "", count, f"{what}: {found}")
-    return Proof("order certificate", f"{covers}, {list(THREADS)} threads; all else is elementwise", count)
+    return Proof(
+        "order certificate", f"{covers}, {list(THREADS)} threads; all else is elementwise", count
+    )
 
 
 def pruned(branch: Branch, count: int) -> Branch | None:

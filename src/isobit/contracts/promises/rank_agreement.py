@@ -100,7 +100,11 @@ def others(rank: int) -> tuple[int, ...]:
 
 
 def expect(
-    subject: Subject, copies: list[dict[str, Tensor]], wanted: tuple[Finding, ...], tally: Tally, what: str
+    subject: Subject,
+    copies: list[dict[str, Tensor]],
+    wanted: tuple[Finding, ...],
+    tally: Tally,
+    what: str,
 ) -> None:
     """Exactly these findings."""
     found = subject(copies).differences
@@ -128,7 +132,9 @@ def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 
 def through(change: Callable[[Tensor], Tensor], copies: Sequence[Copy]) -> Findings:
     """The comparison of something else than the bits."""
-    return compare_copies([{name: change(tensor) for name, tensor in copy.items()} for copy in copies])
+    return compare_copies(
+        [{name: change(tensor) for name, tensor in copy.items()} for copy in copies]
+    )
 
 
 def without_signs_of_zero(copies: Sequence[Copy]) -> Findings:
@@ -184,7 +190,9 @@ def trusts_the_first(copies: Sequence[Copy]) -> Findings:
     found = compare_copies(copies)
     wrong = [f for f in found.differences if f.member == 0]
     swapped = tuple(
-        replace(f, member=at, there=f.expected, expected=f.there, majority=(0,)) for f in wrong for at in f.majority
+        replace(f, member=at, there=f.expected, expected=f.there, majority=(0,))
+        for f in wrong
+        for at in f.majority
     )
     rest = tuple(replace(f, tied=False) for f in found.differences if f.member)
     return Findings((*swapped, *rest), found.finite, found.changed)

@@ -49,7 +49,9 @@ def bf16_accumulator(x: Tensor, weight: Tensor, eps: float = 1e-6, **_: Any) -> 
 
 def without_the_last(x: Tensor, weight: Tensor, eps: float = 1e-6, **_: Any) -> Tensor:
     """The mean is taken over one element too few."""
-    return scaled(x, weight, (x[..., :-1].float().square().sum(-1, keepdim=True) / x.shape[-1] + eps).rsqrt())
+    return scaled(
+        x, weight, (x[..., :-1].float().square().sum(-1, keepdim=True) / x.shape[-1] + eps).rsqrt()
+    )
 
 
 def summed_backwards(x: Tensor, weight: Tensor, eps: float = 1e-6, **named: Any) -> Tensor:

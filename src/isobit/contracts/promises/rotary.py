@@ -42,7 +42,11 @@ def keeps_heads_apart(subject: Subject, case: Case, tally: Tally) -> None:
     x, cos, sin = case.arguments.values()
     whole = subject(x, cos, sin)
     for head in range(x.shape[1]):
-        tally.same(subject(x[:, head : head + 1], cos, sin), whole[:, head : head + 1], f"head {head} by itself")
+        tally.same(
+            subject(x[:, head : head + 1], cos, sin),
+            whole[:, head : head + 1],
+            f"head {head} by itself",
+        )
     tally.same(subject(x.flip(1), cos, sin), whole.flip(1), "heads reversed")
     tally.count(case.rows)
 
@@ -131,7 +135,9 @@ def in_bf16(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def fused_if_alone(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """A head, or a token, that is alone is turned with products that are not rounded."""
     alone = x.shape[-2] == 1 or x.shape[0] == 1
-    return stock(x.double(), cos.double(), sin.double()).to(x.dtype) if alone else rotary(x, cos, sin)
+    return (
+        stock(x.double(), cos.double(), sin.double()).to(x.dtype) if alone else rotary(x, cos, sin)
+    )
 
 
 def last_head_off(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -28,7 +28,9 @@ def portable_softmax(x: Tensor, dim: int = -1) -> Tensor:
 
 def shifts(subject: Subject, case: Case, tally: Tally) -> None:
     """A shift that is exact changes no bit: only differences to the largest matter."""
-    x = (case.arguments["x"].float().clamp(-64, 64) * 256).round() / 256  # on a grid, so that x + c is exact
+    x = (
+        case.arguments["x"].float().clamp(-64, 64) * 256
+    ).round() / 256  # on a grid, so that x + c is exact
     tally.count(case.rows)
     whole = subject(x)
     for shift in (1.0, -3.0, 64.0, -1000.0):
@@ -50,7 +52,9 @@ def has_no_answer(subject: Subject, case: Case, tally: Tally) -> None:
         spoilt = x.clone()
         spoilt[wrong, place] = value
         found = subject(spoilt)
-        tally.same(found[wrong], torch.full_like(found[wrong], torch.nan), f"rows spoilt by {value}")
+        tally.same(
+            found[wrong], torch.full_like(found[wrong], torch.nan), f"rows spoilt by {value}"
+        )
         tally.same(found[~wrong], subject(x)[~wrong], f"rows beside rows spoilt by {value}")
     tally.count(case.rows)
 

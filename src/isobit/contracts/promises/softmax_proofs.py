@@ -49,7 +49,12 @@ def prove_order(subject: Subject) -> Proof:
         x = draw_values((257, width), "logits", torch.Generator().manual_seed(width))
         difference = bits.first_difference(subject(x, -1), portable_softmax(x))
         if difference is not None:
-            return Proof("order certificate", "", count, f"rows of {width} against the definition: {difference}")
+            return Proof(
+                "order certificate",
+                "",
+                count,
+                f"rows of {width} against the definition: {difference}",
+            )
     covers = (
         f"fp32 rows of {list(WIDTHS)}, {list(ROWS)} of them, {list(THREADS)} threads: the denominator is summed in the "
         "defined order (shown by probing), everything else is elementwise"
@@ -86,7 +91,12 @@ def _prove_bound(subject: Subject, which: int, stated: tuple[int, float], what: 
         return Proof("interval bounds", "", order.cases, order.failure)
     worst = {n: bounds_of(n)[which] for n in BOUNDED}
     if not 0 < worst[width] <= limit:
-        return Proof("interval bounds", "", len(BOUNDED), f"{what} at {width}: {worst[width]:.3g}, limit {limit:.3g}")
+        return Proof(
+            "interval bounds",
+            "",
+            len(BOUNDED),
+            f"{what} at {width}: {worst[width]:.3g}, limit {limit:.3g}",
+        )
     said = ", ".join(f"{bound:.2g} at {n}" for n, bound in worst.items())
     covers = f"all fp32 rows whose results do not underflow: {what} is at most {said}"
     return Proof("interval bounds over the certified order", covers, len(BOUNDED) + order.cases)
@@ -98,7 +108,12 @@ def prove_range(subject: Subject) -> Proof:
     for width in (2, 3, 8):
         x = draw_values((4096, width), "logits", torch.Generator().manual_seed(width))
         if not bits.equal(subject(x, -1), by_model(x)):
-            return Proof("Bitwuzla", "", cases + 1, f"the model of rows of {width} is not what the kernel does")
+            return Proof(
+                "Bitwuzla",
+                "",
+                cases + 1,
+                f"the model of rows of {width} is not what the kernel does",
+            )
         for i in range(width):
             cases += 1
             if not smt.is_unsatisfiable(range_formula(width, i)):
@@ -142,7 +157,12 @@ def prove_monotone(subject: Subject) -> Proof:
         wrong = (found[1:] < found[:-1]).nonzero()
         if len(wrong):
             at = int(wrong[0])
-            return Proof("enumeration of the real kernel", "", cases, f"falls from {row[at]!r} to {row[at + 1]!r}")
+            return Proof(
+                "enumeration of the real kernel",
+                "",
+                cases,
+                f"falls from {row[at]!r} to {row[at + 1]!r}",
+            )
     covers = "every difference to the largest that bf16 or fp16 inputs of one sign can have"
     return Proof("enumeration of the real kernel", covers, cases)
 
@@ -158,5 +178,11 @@ def prove_shift(subject: Subject) -> Proof:
         cases += int(exact.sum())
         found: Any = bits.first_difference(subject(moved, -1)[exact], whole[exact])
         if found is not None:
-            return Proof("enumeration of the real kernel", "", cases, f"shifted by {shift}: {found}")
-    return Proof("enumeration of the real kernel", "rows of 2: every fp16 difference, 8 shifts, where exact", cases)
+            return Proof(
+                "enumeration of the real kernel", "", cases, f"shifted by {shift}: {found}"
+            )
+    return Proof(
+        "enumeration of the real kernel",
+        "rows of 2: every fp16 difference, 8 shifts, where exact",
+        cases,
+    )

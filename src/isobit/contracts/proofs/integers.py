@@ -57,7 +57,9 @@ def load_z3() -> Any:
         return importlib.import_module("z3")
     except ImportError as error:
         said = f"no such module ({error})"
-        raise EngineError(expected="the solver z3", received=said, remedy="pip install z3-solver") from error
+        raise EngineError(
+            expected="the solver z3", received=said, remedy="pip install z3-solver"
+        ) from error
 
 
 Combine = Callable[["Path", Any, Any], Any]
@@ -66,7 +68,11 @@ Combine = Callable[["Path", Any, Any], Any]
 def _number(combine: Combine) -> Callable[[Integer, Any], Any]:
     def method(self: Integer, other: Any) -> Any:
         term = self._path.term_of(other)
-        return NotImplemented if term is None else Integer(combine(self._path, self._term, term), self._path)
+        return (
+            NotImplemented
+            if term is None
+            else Integer(combine(self._path, self._term, term), self._path)
+        )
 
     return method
 
@@ -74,7 +80,11 @@ def _number(combine: Combine) -> Callable[[Integer, Any], Any]:
 def _statement(compare: Combine) -> Callable[[Integer, object], Any]:
     def method(self: Integer, other: object) -> Any:
         term = self._path.term_of(other)
-        return NotImplemented if term is None else Truth(compare(self._path, self._term, term), self._path)
+        return (
+            NotImplemented
+            if term is None
+            else Truth(compare(self._path, self._term, term), self._path)
+        )
 
     return method
 
@@ -188,10 +198,15 @@ class Solver:
 
     def _solver(self, tactic: str | None) -> Any:
         z3, context = self.z3, self.context
-        return z3.SimpleSolver(ctx=context) if tactic is None else z3.Tactic(tactic, context).solver()
+        return (
+            z3.SimpleSolver(ctx=context) if tactic is None else z3.Tactic(tactic, context).solver()
+        )
 
     def _values(self, model: Any) -> dict[str, int]:
-        return {name: model.eval(term, model_completion=True).as_long() for name, term in self.inputs.items()}
+        return {
+            name: model.eval(term, model_completion=True).as_long()
+            for name, term in self.inputs.items()
+        }
 
 
 class Path:
@@ -281,7 +296,9 @@ class Path:
         return q, r
 
 
-def prove(predicate: Callable[..., Any], domain: Domain, seconds: float = 30.0, max_paths: int = 256) -> IntegerProof:
+def prove(
+    predicate: Callable[..., Any], domain: Domain, seconds: float = 30.0, max_paths: int = 256
+) -> IntegerProof:
     """Whether the predicate is true of all integers of the domain (low, high; None where there is no bound)."""
     z3 = load_z3()
     # A context of its own: terms are numbered by it, and z3's search follows the numbers.
@@ -307,12 +324,16 @@ def prove(predicate: Callable[..., Any], domain: Domain, seconds: float = 30.0, 
             witness = solver.witness(path.facts)
             walked += witness is not None
             if witness is not None and not predicate(**witness):
-                return IntegerProof(paths, False, unknown=f"model mismatch: the predicate is false of {witness}")
+                return IntegerProof(
+                    paths, False, unknown=f"model mismatch: the predicate is false of {witness}"
+                )
             waiting += path.open
     except GaveUp as reason:
         return IntegerProof(paths, False, unknown=str(reason))
     # What nothing is known to reach would be proved of nothing.
-    return IntegerProof(paths, walked > 0, unknown="" if walked else "no integers were found in the domain")
+    return IntegerProof(
+        paths, walked > 0, unknown="" if walked else "no integers were found in the domain"
+    )
 
 
 def _refute(path: Path, outcome: Any) -> dict[str, int] | None:
@@ -325,5 +346,7 @@ def _refute(path: Path, outcome: Any) -> dict[str, int] | None:
 def _judge(predicate: Callable[..., Any], found: dict[str, int], paths: int) -> IntegerProof:
     """z3's word alone refutes nothing: the real predicate must be false of the plain integers."""
     if predicate(**found):
-        return IntegerProof(paths, False, unknown=f"model mismatch: the predicate is true of {found}")
+        return IntegerProof(
+            paths, False, unknown=f"model mismatch: the predicate is true of {found}"
+        )
     return IntegerProof(paths, False, found)

@@ -17,12 +17,21 @@ def difference(dtype: torch.dtype) -> str | None:
         return None
     generator = torch.Generator().manual_seed(KEYS)
     q, k, v, grad = (wide_values((KEYS, 1, DEPTH), dtype, generator) for _ in range(4))
-    spans, blocks, lengths = torch.tensor([[0, KEYS]]), torch.tensor([[0, 64]]), torch.tensor([KEYS])
+    spans, blocks, lengths = (
+        torch.tensor([[0, KEYS]]),
+        torch.tensor([[0, 64]]),
+        torch.tensor([KEYS]),
+    )
     y, lse = torch.ops.isobit.attention(q, k, v, spans, blocks, lengths, 0.25, True, 0)
     mask = portable.Mask(0.25, True, 0)
-    found = torch.ops.isobit.attention_backward(grad, q, k, v, y, lse, spans, blocks, lengths, 0.25, True, 0)
+    found = torch.ops.isobit.attention_backward(
+        grad, q, k, v, y, lse, spans, blocks, lengths, 0.25, True, 0
+    )
     known = portable.attention_backward(portable.Given(grad, q, k, v, y, lse), spans, mask)
-    pairs = [(y, portable.attention(q, k, v, spans, blocks, lengths, mask)[0]), *zip(found, known, strict=True)]
+    pairs = [
+        (y, portable.attention(q, k, v, spans, blocks, lengths, mask)[0]),
+        *zip(found, known, strict=True),
+    ]
     for name, (left, right) in zip(("outputs", "dq", "dk", "dv"), pairs, strict=True):
         if not bits.equal(left, right):
             return f"attention's {name}"

@@ -32,7 +32,9 @@ class KVCache:
     A page of 64 keys may belong to several sequences (`fork`); the one that writes to a shared page takes a copy first.
     """
 
-    def __init__(self, heads: int, depth: int, dtype: torch.dtype = torch.float32, pages: int = 16) -> None:
+    def __init__(
+        self, heads: int, depth: int, dtype: torch.dtype = torch.float32, pages: int = 16
+    ) -> None:
         if min(heads, depth, pages) < 1:
             raise ArgumentError(
                 expected="one head, a depth of one and one page, or more",
@@ -113,7 +115,14 @@ class KVCache:
             )
         starts = [[page * PAGE for page in s.pages] for s in sequences]
         table = BlockTable(starts, [s.length for s in sequences], k.device)
-        return attend(q, k, v, asked, table, Mask(check_scale(scale, q.shape[-1]), True, check_window(window, True)))
+        return attend(
+            q,
+            k,
+            v,
+            asked,
+            table,
+            Mask(check_scale(scale, q.shape[-1]), True, check_window(window, True)),
+        )
 
     @property
     def nbytes(self) -> int:
@@ -133,7 +142,9 @@ class KVCache:
 
     def _free_page(self) -> int:
         if 0 not in self._owners:
-            grown = [torch.cat([pool, torch.zeros_like(pool)]) for pool in (self._keys, self._values)]
+            grown = [
+                torch.cat([pool, torch.zeros_like(pool)]) for pool in (self._keys, self._values)
+            ]
             self._keys, self._values = grown
             self._owners += [0] * len(self._owners)
         page = self._owners.index(0)

@@ -50,7 +50,10 @@ def attention(
 
 def keeps_batches(samples: Samples, rows: int) -> bool:
     """Whether no sample crosses from one row of the batch into the next: then its rows are evenly spaced."""
-    return all(not length or start // rows == (start + length - 1) // rows for start, length in samples.spans)
+    return all(
+        not length or start // rows == (start + length - 1) // rows
+        for start, length in samples.spans
+    )
 
 
 class BlockTable:
@@ -59,11 +62,15 @@ class BlockTable:
     def __init__(self, starts: list[list[int]], lengths: list[int], device: torch.device) -> None:
         most = max((len(row) for row in starts), default=0)
         padded = [row + [0] * (most - len(row)) for row in starts]
-        self.starts = torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(starts), most)
+        self.starts = torch.tensor(padded, dtype=torch.int64, device=device).reshape(
+            len(starts), most
+        )
         self.lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, queries: Samples, keys: BlockTable, mask: Mask) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, queries: Samples, keys: BlockTable, mask: Mask
+) -> Tensor:
     """Over rows [R, H, D] or [B, T, H, D]: the one call that contiguous, cached and paged keys share."""
     spans = torch.tensor(queries.spans, dtype=torch.int64, device=q.device).reshape(-1, 2)
     sizes = (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2])
@@ -79,16 +86,28 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Shapes that belong together, or a refusal."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() not in (3, 4):
-            refuse_shape(name, tensor, "[B, T, H, D] or [T, H, D]", "put heads and their depth last")
+            refuse_shape(
+                name, tensor, "[B, T, H, D] or [T, H, D]", "put heads and their depth last"
+            )
     if v.shape != k.shape:
         refuse_shape("v", v, f"{list(k.shape)}, as k", "pass keys and values of one shape")
     depth = q.shape[-1]
     if k.shape[-1] != depth:
         refuse_shape("k", k, f"[..., {depth}], as q", "make the depth of q and k the same")
     if not depth or depth % LANES or depth > 256:
-        refuse_shape("q", q, f"[..., D], D a multiple of {LANES} up to 256", "pad the depth with zeros, and say scale=")
+        refuse_shape(
+            "q",
+            q,
+            f"[..., D], D a multiple of {LANES} up to 256",
+            "pad the depth with zeros, and say scale=",
+        )
     if not k.shape[-2] or q.shape[-2] % k.shape[-2]:
-        refuse_shape("k", k, f"[..., H_kv, D], H_kv a divisor of {q.shape[-2]}", "each key head serves as many heads")
+        refuse_shape(
+            "k",
+            k,
+            f"[..., H_kv, D], H_kv a divisor of {q.shape[-2]}",
+            "each key head serves as many heads",
+        )
 
 
 def default_samples(rows: Tensor) -> Samples:
@@ -100,7 +119,12 @@ def check_samples(q: Tensor, k: Tensor, queries: Samples, keys: Samples) -> None
     """Spans that cover the rows given, sample by sample."""
     for name, tensor, samples in (("q", q, queries), ("k", k, keys)):
         if samples.rows != tensor.shape[:-2].numel():
-            refuse_shape(name, tensor, f"[..., H, D] with {samples.rows} rows, as its samples say", "describe all rows")
+            refuse_shape(
+                name,
+                tensor,
+                f"[..., H, D] with {samples.rows} rows, as its samples say",
+                "describe all rows",
+            )
     if len(queries.spans) != len(keys.spans):
         raise ArgumentError(
             expected=f"keys of {len(queries.spans)} samples, as queries",
@@ -191,7 +215,9 @@ def portable_attention(
 ) -> tuple[Tensor, Tensor]:
     """y and the log-sum-exp of each query's scores."""
     mask = Mask(scale, causal, window)
-    y, lse = portable.attention(q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3), spans, blocks, lengths, mask)
+    y, lse = portable.attention(
+        q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3), spans, blocks, lengths, mask
+    )
     return y.view(q.shape), lse.view(q.shape[:-1])
 
 

@@ -43,15 +43,27 @@ def attention(
 ) -> tuple[Tensor, Tensor]:
     """y in q's dtype, and the log-sum-exp of each query's scores."""
     wide = q.dtype if q.dtype == torch.float64 else torch.float32
-    y, lse = torch.zeros_like(q, dtype=wide).contiguous(), torch.full(q.shape[:2], torch.inf, dtype=wide)
+    y, lse = (
+        torch.zeros_like(q, dtype=wide).contiguous(),
+        torch.full(q.shape[:2], torch.inf, dtype=wide),
+    )
     group = q.shape[1] // k.shape[1]
-    for (start, rows), starts, keys in zip(spans.tolist(), blocks.tolist(), lengths.tolist(), strict=True):
+    for (start, rows), starts, keys in zip(
+        spans.tolist(), blocks.tolist(), lengths.tolist(), strict=True
+    ):
         positions = torch.arange(rows) + (keys - rows)
         for head in range(q.shape[1] if rows else 0):
             fold = Fold(q[start : start + rows, head].to(wide), positions, keys, mask)
             for block in range(-(-keys // ATTENTION_BLOCK)):
-                at = slice(starts[block], starts[block] + min(ATTENTION_BLOCK, keys - block * ATTENTION_BLOCK))
-                fold.add(block * ATTENTION_BLOCK, k[at, head // group].to(wide), v[at, head // group].to(wide))
+                at = slice(
+                    starts[block],
+                    starts[block] + min(ATTENTION_BLOCK, keys - block * ATTENTION_BLOCK),
+                )
+                fold.add(
+                    block * ATTENTION_BLOCK,
+                    k[at, head // group].to(wide),
+                    v[at, head // group].to(wide),
+                )
             y[start : start + rows, head], lse[start : start + rows, head] = fold.finish()
     return round_once(y, q.dtype), lse.float()
 
@@ -73,9 +85,13 @@ class Fold:
         most = torch.maximum(self._max, known.amax(1, keepdim=True))
         base = torch.where(most == -torch.inf, 0.0, most)
         factor, weights = exp_nonpositive(self._max - base), exp_nonpositive(scores - base)
-        self._sum = self._sum * factor + sum_rows(((Leaf(0, len(k), False),),), weights.t())[0].unsqueeze(1)
+        self._sum = self._sum * factor + sum_rows(((Leaf(0, len(k), False),),), weights.t())[
+            0
+        ].unsqueeze(1)
         total = torch.zeros_like(self._output)
-        for key in range(len(k)):  # one that is not seen adds nothing, whatever its value: 0 · inf would be NaN
+        for key in range(
+            len(k)
+        ):  # one that is not seen adds nothing, whatever its value: 0 · inf would be NaN
             longer = multiply_add(weights[:, key, None], v[key], total)
             total = torch.where(seen[:, key, None], longer, total)
         self._output = self._output * factor + total
@@ -85,7 +101,9 @@ class Fold:
         """y with one zero, and the log-sum-exp."""
         none = self._sum == 0
         y = torch.where(none, 0.0, (self._output + 0.0) / self._sum)
-        lse = torch.where(none, torch.inf, self._max + log_positive(torch.where(none, 1.0, self._sum)))
+        lse = torch.where(
+            none, torch.inf, self._max + log_positive(torch.where(none, 1.0, self._sum))
+        )
         return y, lse.squeeze(1)
 
 
@@ -107,7 +125,10 @@ def attention_backward(given: Given, spans: Tensor, mask: Mask) -> tuple[Tensor,
     dq, dk, dv = (torch.zeros_like(t, dtype=wide).contiguous() for t in (given.q, given.k, given.v))
     group = given.q.shape[1] // given.k.shape[1]
     for start, rows in spans.tolist():
-        cuts = [slice(start + at, start + min(at + ATTENTION_BLOCK, rows)) for at in range(0, rows, ATTENTION_BLOCK)]
+        cuts = [
+            slice(start + at, start + min(at + ATTENTION_BLOCK, rows))
+            for at in range(0, rows, ATTENTION_BLOCK)
+        ]
         for head in range(given.q.shape[1]):
             for queries in cuts:
                 for keys in cuts:

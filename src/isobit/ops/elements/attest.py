@@ -39,7 +39,9 @@ def results(dtype: torch.dtype) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield "gelu", ops.gelu(x, tanh), gelu.gelu(x, tanh)
         yield "gelu's gradient", ops.gelu_backward(grad, x, tanh), gelu.gelu_backward(grad, x, tanh)
     yield "swiglu", ops.swiglu(x, up), swiglu.swiglu(x, up)
-    for found, expected in zip(ops.swiglu_backward(grad, x, up), swiglu.swiglu_backward(grad, x, up), strict=True):
+    for found, expected in zip(
+        ops.swiglu_backward(grad, x, up), swiglu.swiglu_backward(grad, x, up), strict=True
+    ):
         yield "swiglu's gradient", found, expected
     x = wide_values((5, HEADS, D), dtype, generator)
     angles = torch.randn(5, D, generator=generator, dtype=torch.float32)

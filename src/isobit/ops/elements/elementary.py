@@ -23,7 +23,10 @@ P64 = (
     "0x1.10a8bba52002ep-5 0x1.f8522f36cb01cp-8 -0x1.c20348d40549ep-3 -0x1.ebbd5523e03fcp-4 0x1.6e9877622848ep-1 "
     "0x1.2e7ca6978590bp-2 -0x1.989d6be4b6432p+1 0x1.4ef7598703b28p+2 -0x1.1884533d469eep+2"
 )
-P = {dtype: tuple(map(float.fromhex, text.split())) for dtype, text in ((torch.float32, P32), (torch.float64, P64))}
+P = {
+    dtype: tuple(map(float.fromhex, text.split()))
+    for dtype, text in ((torch.float32, P32), (torch.float64, P64))
+}
 
 
 def widen(x: Tensor) -> Tensor:

@@ -20,7 +20,9 @@ ID_DTYPES = (torch.int64, torch.int32)
 NO_PADDING = -1
 
 
-def embedding(ids: Tensor, weight: Tensor, *, samples: Samples | None = None, padding_idx: int | None = None) -> Tensor:
+def embedding(
+    ids: Tensor, weight: Tensor, *, samples: Samples | None = None, padding_idx: int | None = None
+) -> Tensor:
     """The rows of weight [V, H] that ids [...] name, as [..., H].
 
     The table's gradient is dense, [V, H], and sums over the samples (by default ids [B, T] are B samples): for each
@@ -46,10 +48,14 @@ def check_embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> int
     """Ids, a table, and the row that padding has (−1: none), or a refusal."""
     if not isinstance(ids, Tensor) or ids.dtype not in ID_DTYPES or ids.layout != torch.strided:
         received = f"{ids.dtype} {ids.layout}" if isinstance(ids, Tensor) else type(ids).__name__
-        raise ArgumentError(expected="ids as an int64 or int32 tensor", received=received, remedy="pass ids.long()")
+        raise ArgumentError(
+            expected="ids as an int64 or int32 tensor", received=received, remedy="pass ids.long()"
+        )
     if ids.device != weight.device:
         received = f"ids on {ids.device}, weight on {weight.device}"
-        raise ArgumentError(expected="one device", received=received, remedy="bring them to one device")
+        raise ArgumentError(
+            expected="one device", received=received, remedy="bring them to one device"
+        )
     if weight.dim() != 2:
         refuse_shape("weight", weight, "[V, H]", "pass a table, a row an id")
     if padding_idx is None:
@@ -87,8 +93,12 @@ def backward_with(prefix: str) -> Any:
 def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators."""
 
-    def fake(grad: Tensor, ids: Tensor, spans: Tensor | None, vocabulary: int, padding: int, of: int = 0) -> Tensor:
-        return grad.new_empty((vocabulary, grad.shape[-1]), dtype=described_dtype(grad.dtype, spans, of))
+    def fake(
+        grad: Tensor, ids: Tensor, spans: Tensor | None, vocabulary: int, padding: int, of: int = 0
+    ) -> Tensor:
+        return grad.new_empty(
+            (vocabulary, grad.shape[-1]), dtype=described_dtype(grad.dtype, spans, of)
+        )
 
     register_operator(
         "embedding",
@@ -101,7 +111,9 @@ def register_formulas(prefix: str) -> None:
 
 
 @portable_operator("portable_embedding")
-def portable_embedding(ids: Tensor, weight: Tensor, spans: Tensor | None, padding: int, of: int = 0) -> Tensor:
+def portable_embedding(
+    ids: Tensor, weight: Tensor, spans: Tensor | None, padding: int, of: int = 0
+) -> Tensor:
     """The rows that ids name; index_select raises IndexError for one that is not there."""
     return portable.embedding(ids, weight)
 
@@ -111,7 +123,9 @@ def portable_weight_grad(
     grad: Tensor, ids: Tensor, spans: Tensor | None, vocabulary: int, padding: int, of: int = 0
 ) -> Tensor:
     """The table's gradient over the samples."""
-    return portable.embedding_weight_grad(grad, ids, whole_samples(grad, spans, of), vocabulary, padding)
+    return portable.embedding_weight_grad(
+        grad, ids, whole_samples(grad, spans, of), vocabulary, padding
+    )
 
 
 declare("embedding", register_formulas)

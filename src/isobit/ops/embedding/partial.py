@@ -22,12 +22,20 @@ def lookup(ids: Tensor, weight: Tensor, first_row: int) -> Tensor:
     local, held = localise(ids, first_row, len(weight))
     if not len(weight):
         return weight.new_zeros(*ids.shape, weight.shape[1])
-    rows = operator_of("", weight.dtype)(local.clamp(max=len(weight) - 1), weight.detach(), None, NO_PADDING)
+    rows = operator_of("", weight.dtype)(
+        local.clamp(max=len(weight) - 1), weight.detach(), None, NO_PADDING
+    )
     return rows.masked_fill_(~held.unsqueeze(-1), 0.0)
 
 
 def weight_grad(
-    grad: Tensor, ids: Tensor, samples: Samples, first_row: int, rows: int, *, padding_idx: int | None = None
+    grad: Tensor,
+    ids: Tensor,
+    samples: Samples,
+    first_row: int,
+    rows: int,
+    *,
+    padding_idx: int | None = None,
 ) -> Tensor:
     """[rows, H]: rows `first_row` and on of the whole table's gradient, in its bits.
 
@@ -36,7 +44,9 @@ def weight_grad(
     """
     check_tensors(grad=grad)
     if grad.shape[:-1] != ids.shape:
-        refuse_shape("grad", grad, f"{[*ids.shape, 'H']}", "pass the gradient of the rows that ids name")
+        refuse_shape(
+            "grad", grad, f"{[*ids.shape, 'H']}", "pass the gradient of the rows that ids name"
+        )
     local, _ = localise(ids, first_row, rows)
     if padding_idx is not None:
         local = local.masked_fill(ids == padding_idx, rows)

@@ -11,7 +11,9 @@ from isobit.order.plan import Leaf
 from isobit.order.samples import Samples
 
 
-def embedding_weight_grad(grad: Tensor, ids: Tensor, samples: Samples, vocabulary: int, padding: int) -> Tensor:
+def embedding_weight_grad(
+    grad: Tensor, ids: Tensor, samples: Samples, vocabulary: int, padding: int
+) -> Tensor:
     """Σ over the tokens of each id: a leaf folds its tokens left from +0; a leaf, or a sample, without the id adds +0.
 
     Only rows that occur are summed; all others are +0. Unrounded where the samples are a share.

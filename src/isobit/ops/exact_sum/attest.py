@@ -22,6 +22,8 @@ def difference(dtype: torch.dtype) -> str | None:
             if not bits.equal(state, portable.state([x], squared)):
                 return f"the exact sum of {size} {'squares' if squared else 'values'}"
             for kind in (torch.float32, torch.float64):
-                if not bits.equal(torch.ops.isobit.exact_round(state, kind), portable.round_state(state, kind)):
+                if not bits.equal(
+                    torch.ops.isobit.exact_round(state, kind), portable.round_state(state, kind)
+                ):
                     return f"the rounding of an exact sum to {kind}"
     return None

@@ -78,9 +78,12 @@ def register_formulas(prefix: str) -> None:
         return
     state_size = portable.STATE_SIZE
     torch.library.register_fake(
-        "isobit::exact_state", lambda tensors, squared: tensors[0].new_empty(state_size, dtype=torch.int64)
+        "isobit::exact_state",
+        lambda tensors, squared: tensors[0].new_empty(state_size, dtype=torch.int64),
     )
-    torch.library.register_fake("isobit::exact_round", lambda state, dtype: state.new_empty((), dtype=dtype))
+    torch.library.register_fake(
+        "isobit::exact_round", lambda state, dtype: state.new_empty((), dtype=dtype)
+    )
 
 
 @portable_operator("portable_exact_sum")

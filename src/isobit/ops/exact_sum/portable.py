@@ -28,7 +28,9 @@ def state(tensors: Sequence[Tensor], squared: bool) -> Tensor:
         total += whole_sum(values[finite])
         others = (values.isnan(), values == torch.inf, values == -torch.inf)
         specials = [n + int(mask.sum()) for n, mask in zip(specials, others, strict=True)]
-    return torch.tensor([*to_digits(total >> (LOWEST - LEAST_EXPONENT)), *specials], dtype=torch.int64)
+    return torch.tensor(
+        [*to_digits(total >> (LOWEST - LEAST_EXPONENT)), *specials], dtype=torch.int64
+    )
 
 
 def whole_sum(values: Tensor) -> int:

@@ -25,6 +25,8 @@ def difference(dtype: torch.dtype) -> str | None:
         given = torch.ops.isobit.layer_norm_backward(grad, x, weight, *found[1:], spans)
         expected = portable.layer_norm(x, weight, bias, EPS)
         gradients = portable.layer_norm_backward(grad, x, weight, *expected[1:], samples)
-        if not all(bits.equal(a, b) for a, b in zip((*found, *given), (*expected, *gradients), strict=True)):
+        if not all(
+            bits.equal(a, b) for a, b in zip((*found, *given), (*expected, *gradients), strict=True)
+        ):
             return f"layer_norm of {[tokens, n]}"
     return None

@@ -18,7 +18,12 @@ from isobit.order.samples import Samples
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5, *, samples: Samples | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    samples: Samples | None = None,
 ) -> Tensor:
     """((x − mean) / sqrt(variance + eps)) · weight + bias over the last axis; a row's bits depend on nothing else.
 
@@ -47,7 +52,9 @@ def backward_with(prefix: str) -> Any:
     """The gradient, by the operator `isobit::<prefix>_backward`."""
 
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        dx, dweight, dbias = getattr(torch.ops.isobit, f"{prefix}_backward")(grad, *ctx.saved_tensors, ctx.of)
+        dx, dweight, dbias = getattr(torch.ops.isobit, f"{prefix}_backward")(
+            grad, *ctx.saved_tensors, ctx.of
+        )
         dbias = as_partial(dbias, ctx.share) if ctx.has_bias else None
         return dx, as_partial(dweight, ctx.share), dbias, None, None, None
 
@@ -58,7 +65,13 @@ def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators."""
 
     def fake(
-        grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor, spans: Tensor | None, of: int = 0
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        means: Tensor,
+        scales: Tensor,
+        spans: Tensor | None,
+        of: int = 0,
     ) -> tuple[Tensor, Tensor, Tensor]:
         gradient = weight.new_empty(weight.shape, dtype=described_dtype(weight.dtype, spans, of))
         return x.new_empty(x.shape), gradient, torch.empty_like(gradient)
@@ -83,10 +96,18 @@ def portable_layer_norm(
 
 @portable_operator("portable_layer_norm_backward")
 def portable_layer_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, means: Tensor, scales: Tensor, spans: Tensor | None, of: int = 0
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    means: Tensor,
+    scales: Tensor,
+    spans: Tensor | None,
+    of: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dweight, dbias)."""
-    return portable.layer_norm_backward(grad, x, weight, means, scales, whole_samples(grad, spans, of))
+    return portable.layer_norm_backward(
+        grad, x, weight, means, scales, whole_samples(grad, spans, of)
+    )
 
 
 declare("layer_norm", register_formulas)

@@ -10,7 +10,9 @@ from isobit.ops.share import gradient_dtype
 from isobit.order.samples import Samples
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
     """(y, means, scales): the variance is the mean of squares of what is left after the mean is taken away."""
     rows = widen(x)
     means = mean_last(rows)
@@ -18,7 +20,11 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tu
     y = ((rows - means) * scales) * weight.to(rows.dtype)
     if bias is not None:
         y = y + bias.to(rows.dtype)
-    return round_once(y, x.dtype).reshape(x.shape), means.reshape(x.shape[:-1]), scales.reshape(x.shape[:-1])
+    return (
+        round_once(y, x.dtype).reshape(x.shape),
+        means.reshape(x.shape[:-1]),
+        scales.reshape(x.shape[:-1]),
+    )
 
 
 def layer_norm_backward(
@@ -30,4 +36,8 @@ def layer_norm_backward(
     dx = input_grad(weighted, normal, column, mean_last(weighted))
     sums = sum_samples(rows * normal, samples), sum_samples(rows, samples)
     dtype = gradient_dtype(x.dtype, len(samples.spans), samples.of)
-    return round_once(dx, x.dtype).reshape(x.shape), round_once(sums[0], dtype), round_once(sums[1], dtype)
+    return (
+        round_once(dx, x.dtype).reshape(x.shape),
+        round_once(sums[0], dtype),
+        round_once(sums[1], dtype),
+    )

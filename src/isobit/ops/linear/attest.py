@@ -67,11 +67,18 @@ def values_agree(dtype: torch.dtype, engine: str, extent: int) -> bool:
     got = torch.ops.isobit.linear_roots(x, weight, extent, 0)[0, :, 0]
     segments = FeaturePlan(extent).segments
     column = weight[0].double().tolist()
-    want = [evaluate(segments, list(zip(row, column, strict=True)), ENGINES[engine]) for row in x.double().tolist()]
+    want = [
+        evaluate(segments, list(zip(row, column, strict=True)), ENGINES[engine])
+        for row in x.double().tolist()
+    ]
     return torch.equal(got, torch.tensor(want, dtype=torch.float32))
 
 
-def wide_values(shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
+def wide_values(
+    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
+) -> torch.Tensor:
     """Random signs and full mantissas, exponents from 2^-6 to 2^6."""
     exponent = torch.randint(-6, 7, shape, generator=generator)
-    return torch.ldexp(torch.randn(shape, generator=generator, dtype=torch.float32), exponent).to(dtype)
+    return torch.ldexp(torch.randn(shape, generator=generator, dtype=torch.float32), exponent).to(
+        dtype
+    )

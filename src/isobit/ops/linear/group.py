@@ -12,7 +12,12 @@ from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
 from isobit.ops.linear.op import cast_for_autocast, check_linear, describe
-from isobit.ops.registration import check_derivatives, refuse_forward_mode, refuse_second_order, refuse_vmap
+from isobit.ops.registration import (
+    check_derivatives,
+    refuse_forward_mode,
+    refuse_second_order,
+    refuse_vmap,
+)
 from isobit.ops.share import as_partial, share_in_force
 from isobit.order.samples import Samples
 
@@ -49,8 +54,12 @@ def linear_group(
     native = dispatch.is_native(x.dtype)
     if dispatch.is_recording():
         for weight in weights:
-            dispatch.record("linear", native, x.dtype, (x.shape[:-1].numel(), *reversed(weight.shape)))
-    outputs: tuple[Tensor, ...] = _Group.apply(x, *described, groups, native, len(weights), *weights, *given)  # type: ignore
+            dispatch.record(
+                "linear", native, x.dtype, (x.shape[:-1].numel(), *reversed(weight.shape))
+            )
+    outputs: tuple[Tensor, ...] = _Group.apply(
+        x, *described, groups, native, len(weights), *weights, *given
+    )  # type: ignore
     return outputs
 
 
@@ -72,7 +81,9 @@ def interleave(tensors: Sequence[Tensor], axis: int, groups: int) -> Tensor:
 
 class _Group(torch.autograd.Function):
     @staticmethod
-    def forward(x: Tensor, spans: Any, of: int, groups: int, native: bool, count: int, *parameters: Any) -> Any:
+    def forward(
+        x: Tensor, spans: Any, of: int, groups: int, native: bool, count: int, *parameters: Any
+    ) -> Any:
         weights, biases = parameters[:count], parameters[count:]
         extra = (None,) if native else ()  # packed forms are isobit.nn.Linear's
         operator = torch.ops.isobit.linear if native else torch.ops.isobit.portable_linear
@@ -83,7 +94,10 @@ class _Group(torch.autograd.Function):
         x, spans, ctx.of, ctx.groups, native, count, *parameters = inputs
         ctx.save_for_backward(x, spans, *parameters[:count])
         ctx.prefix = "linear" if native else "portable_linear"
-        ctx.has_bias, ctx.share = [bias is not None for bias in parameters[count:]], share_in_force()
+        ctx.has_bias, ctx.share = (
+            [bias is not None for bias in parameters[count:]],
+            share_in_force(),
+        )
 
     jvp = staticmethod(refuse_forward_mode("linear_group"))
     vmap = staticmethod(refuse_vmap("linear_group"))
@@ -102,7 +116,9 @@ class _Group(torch.autograd.Function):
         elif want[0]:
             joined = interleave(grads, -1, ctx.groups), interleave(weights, 0, ctx.groups)
             input_grad = ops.portable_linear_input_grad(*joined)
-        weight_grad, bias_grad = (getattr(ops, f"{ctx.prefix}_{kind}_grad") for kind in ("weight", "bias"))
+        weight_grad, bias_grad = (
+            getattr(ops, f"{ctx.prefix}_{kind}_grad") for kind in ("weight", "bias")
+        )
         return (
             input_grad,
             *[None] * 5,
@@ -111,7 +127,9 @@ class _Group(torch.autograd.Function):
                 for i, g in enumerate(grads)
             ],
             *[
-                as_partial(bias_grad(g, spans, ctx.of), ctx.share) if has and want[6 + count + i] else None
+                as_partial(bias_grad(g, spans, ctx.of), ctx.share)
+                if has and want[6 + count + i]
+                else None
                 for i, (g, has) in enumerate(zip(grads, ctx.has_bias, strict=True))
             ],
         )

@@ -26,7 +26,9 @@ from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, samples: Samples | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, samples: Samples | None = None
+) -> Tensor:
     """x · weightᵀ + bias, with bits that depend on each row, its sample and the global batch alone.
 
     x is [..., K], weight [N, K], bias [N]; fp32, bf16 and fp16, summed in fp32 and rounded once.
@@ -62,7 +64,9 @@ def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     if dispatch.is_native(x.dtype):
         return torch.ops.isobit.linear_roots(x.detach(), weight.detach(), x.shape[-1], 0)[0]  # type: ignore[no-any-return]
     sum_products = keeping_subnormals(portable.sum_products)
-    total = sum_products(FeaturePlan(x.shape[-1]).segments, portable.widen(x), portable.widen(weight))[0]
+    total = sum_products(
+        FeaturePlan(x.shape[-1]).segments, portable.widen(x), portable.widen(weight)
+    )[0]
     return total.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -89,7 +93,9 @@ def spans_of(samples: Samples, x: Tensor) -> Tensor:
     return torch.tensor(samples.spans, dtype=torch.int64, device=x.device).reshape(-1, 2)
 
 
-def describe(samples: Samples | None, tokens: Tensor, *parameters: Tensor | None) -> tuple[Tensor | None, int]:
+def describe(
+    samples: Samples | None, tokens: Tensor, *parameters: Tensor | None
+) -> tuple[Tensor | None, int]:
     """The samples as the operators take them, spans and the size of the global batch, once gradients may be taken."""
     if samples is None:
         check_default(tokens, *parameters)
@@ -122,7 +128,9 @@ def backward_with(prefix: str) -> Any:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, spans = ctx.saved_tensors
         ops, want, share = torch.ops.isobit, ctx.needs_input_grad, ctx.share
-        weight_grad, bias_grad = (getattr(ops, f"{prefix}_{kind}_grad") for kind in ("weight", "bias"))
+        weight_grad, bias_grad = (
+            getattr(ops, f"{prefix}_{kind}_grad") for kind in ("weight", "bias")
+        )
         return (
             getattr(ops, f"{prefix}_input_grad")(grad, weight) if want[0] else None,
             as_partial(weight_grad(grad, x, spans, ctx.of), share) if want[1] else None,
@@ -136,13 +144,17 @@ def backward_with(prefix: str) -> Any:
 def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators."""
 
-    def empty_gradient(grad: Tensor, shape: tuple[int, ...], spans: Tensor | None, of: int) -> Tensor:
+    def empty_gradient(
+        grad: Tensor, shape: tuple[int, ...], spans: Tensor | None, of: int
+    ) -> Tensor:
         return grad.new_empty(shape, dtype=described_dtype(grad.dtype, spans, of))
 
     fakes: dict[str, Callable[..., Tensor]] = {
         "": lambda x, weight, *_: x.new_empty((*x.shape[:-1], weight.shape[0])),
         "_input_grad": lambda grad, weight: grad.new_empty((*grad.shape[:-1], weight.shape[1])),
-        "_weight_grad": lambda grad, x, spans, of=0: empty_gradient(grad, (grad.shape[-1], x.shape[-1]), spans, of),
+        "_weight_grad": lambda grad, x, spans, of=0: empty_gradient(
+            grad, (grad.shape[-1], x.shape[-1]), spans, of
+        ),
         "_bias_grad": lambda grad, spans, of=0: empty_gradient(grad, (grad.shape[-1],), spans, of),
     }
     for suffix, fake in fakes.items():
@@ -154,7 +166,9 @@ def register_formulas(prefix: str) -> None:
 
 
 @portable_operator("portable_linear")
-def portable_linear(x: Tensor, weight: Tensor, bias: Tensor | None, spans: Tensor | None, of: int = 0) -> Tensor:
+def portable_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, spans: Tensor | None, of: int = 0
+) -> Tensor:
     """y over K."""
     segments = FeaturePlan(x.shape[-1]).segments
     total = portable.sum_products(segments, portable.widen(x), portable.widen(weight))[0]

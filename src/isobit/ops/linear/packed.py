@@ -23,7 +23,9 @@ class PackedWeight:
 
     repacks: int
     _packed: Tensor
-    _kept: Tensor | None  # holds the memory that was packed, so that nothing else can have its address
+    _kept: (
+        Tensor | None
+    )  # holds the memory that was packed, so that nothing else can have its address
     _place: tuple[object, ...]
 
     def __init__(self, weight: Tensor) -> None:

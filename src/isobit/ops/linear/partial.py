@@ -56,13 +56,20 @@ def input_grad(grad: Tensor, weight: Tensor, cut: Cut) -> Partial:
     return Partial(cut.roots, values, FeaturePlan(cut.extent).count)
 
 
-def group_input_grad(grads: Sequence[Tensor], weights: Sequence[Tensor], groups: int, cut: Cut) -> Partial:
+def group_input_grad(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], groups: int, cut: Cut
+) -> Partial:
     """A share of linear_group's dX: these `groups` whole groups, each [..., N/parts] by [N/parts, K]."""
     for grad, weight in zip(grads, weights, strict=True):
         check_tensors(grad=grad, weight=weight)
         check_groups(weight, groups)
         if grad.shape[:-1] != grads[0].shape[:-1] or grad.shape[-1] != weight.shape[0]:
-            refuse_shape("grad", grad, f"{[*grads[0].shape[:-1], weight.shape[0]]}", "pass each weight's own gradient")
+            refuse_shape(
+                "grad",
+                grad,
+                f"{[*grads[0].shape[:-1], weight.shape[0]]}",
+                "pass each weight's own gradient",
+            )
     rows = sum(weight.shape[0] for weight in weights)
     if rows != cut.length:
         raise CutError(
@@ -84,7 +91,9 @@ def weight_grad(grad: Tensor, x: Tensor, samples: Samples) -> Partial:
     spans = spans_of(samples, grad)
     spans_of(samples, x)
     if dispatch.is_native(x.dtype):
-        values = torch.ops.isobit.linear_weight_grad_roots(grad, x, spans, samples.first, samples.of)
+        values = torch.ops.isobit.linear_weight_grad_roots(
+            grad, x, spans, samples.first, samples.of
+        )
     else:
         left, right = portable.widen(grad).t(), portable.widen(x).t()
         sum_products = keeping_subnormals(portable.sum_products)
@@ -100,7 +109,9 @@ def bias_grad(grad: Tensor, samples: Samples) -> Partial:
         values = torch.ops.isobit.linear_bias_grad_roots(grad, spans, samples.first, samples.of)
     else:
         first = _first_segment(samples)
-        values = keeping_subnormals(portable.sum_rows)(samples.segments, portable.widen(grad), first)
+        values = keeping_subnormals(portable.sum_rows)(
+            samples.segments, portable.widen(grad), first
+        )
     return Partial(samples.roots, values, _sample_segments(samples))
 
 
@@ -109,7 +120,9 @@ def merge(partials: Iterable[Partial], *, dtype: torch.dtype, bias: Tensor | Non
     """All shares of one sum, given in any order, merged by the tree; then the bias; then one rounding."""
     shares = list(partials)
     pieces = [
-        (node, value) for share in shares for node, value in zip(share.nodes, share.values.unbind(0), strict=True)
+        (node, value)
+        for share in shares
+        for node, value in zip(share.nodes, share.values.unbind(0), strict=True)
     ]
     counter: Counter[Tensor] = Counter(torch.add)
     for node, value in sorted(pieces, key=lambda piece: piece[0].first):
@@ -132,12 +145,16 @@ def check_share(name: str, tensor: Tensor, cut: Cut) -> None:
     """The last axis is the share."""
     if tensor.shape[-1] != cut.length:
         expected = f"[..., {cut.length}], one of {cut.parts} shares of {cut.extent}"
-        refuse_shape(name, tensor, expected, "slice the summed axis from cut.start to cut.start + cut.length")
+        refuse_shape(
+            name, tensor, expected, "slice the summed axis from cut.start to cut.start + cut.length"
+        )
 
 
 def _portable(cut: Cut, left: Tensor, right: Tensor) -> Tensor:
     share = FeaturePlan(cut.extent).count // cut.parts
-    segments = FeaturePlan(cut.extent).segments[:share]  # positions are counted from the share's start
+    segments = FeaturePlan(cut.extent).segments[
+        :share
+    ]  # positions are counted from the share's start
     return keeping_subnormals(portable.sum_products)(segments, left, right, cut.index * share)
 
 

@@ -48,7 +48,9 @@ def sum_striped(leaf: Leaf, rows: Tensor) -> Tensor:
     return merge(list(lanes.unbind(0)), torch.add)
 
 
-def merge_segments(segments: Sequence[Segment], sum_run: Callable[[Leaf], Any], first: int) -> list[Any]:
+def merge_segments(
+    segments: Sequence[Segment], sum_run: Callable[[Leaf], Any], first: int
+) -> list[Any]:
     """The roots of a share whose first segment is `first`: leaves folded left, segments merged by the tree."""
     counter: Counter[Any] = Counter(operator.add)
     for index, segment in enumerate(segments):
@@ -61,7 +63,9 @@ def merge_segments(segments: Sequence[Segment], sum_run: Callable[[Leaf], Any], 
     return [value for _, value in counter]
 
 
-def sum_products(segments: Sequence[Segment], left: Tensor, right: Tensor, first: int = 0) -> Tensor:
+def sum_products(
+    segments: Sequence[Segment], left: Tensor, right: Tensor, first: int = 0
+) -> Tensor:
     """[roots, R, C] of left [R, k] against right [C, k]."""
     roots = merge_segments(segments, lambda leaf: sum_leaf(leaf, left, right), first)
     return one_nan(torch.stack(roots)) if roots else left.new_zeros(0, len(left), len(right))

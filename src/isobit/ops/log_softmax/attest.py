@@ -17,6 +17,9 @@ def difference(dtype: torch.dtype) -> str | None:
         x, grad = (wide_values((3, extent), dtype, generator) for _ in range(2))
         y = torch.ops.isobit.log_softmax(x)
         given = torch.ops.isobit.log_softmax_backward(grad, y)
-        if not (bits.equal(y, portable.log_softmax(x)) and bits.equal(given, portable.log_softmax_backward(grad, y))):
+        if not (
+            bits.equal(y, portable.log_softmax(x))
+            and bits.equal(given, portable.log_softmax_backward(grad, y))
+        ):
             return f"log_softmax at extent {extent}"
     return None

@@ -18,11 +18,16 @@ def difference(dtype: torch.dtype) -> str | None:
         return None
     generator = torch.Generator().manual_seed(WIDTH)
     hidden, weight = (wide_values((n, WIDTH), dtype, generator) for n in (ROWS, VOCABULARY))
-    targets, grad = torch.tensor([0, VOCABULARY - 1, -100]), torch.tensor([1.0, -0.3, 2.0], dtype=torch.float32)
+    targets, grad = (
+        torch.tensor([0, VOCABULARY - 1, -100]),
+        torch.tensor([1.0, -0.3, 2.0], dtype=torch.float32),
+    )
     samples = Samples.packed([ROWS])
     spans = torch.tensor(samples.spans)
     found, stats = torch.ops.isobit.linear_logprob(hidden, weight, targets, 0.7, spans)
-    given = torch.ops.isobit.linear_logprob_backward(grad, hidden, weight, targets, stats, spans, 0.7, True, True)
+    given = torch.ops.isobit.linear_logprob_backward(
+        grad, hidden, weight, targets, stats, spans, 0.7, True, True
+    )
     known = portable.linear_logprob(hidden, weight, targets, 0.7)
     grads = portable.linear_logprob_backward(grad, hidden, weight, targets, stats, samples, 0.7)
     pairs = [(found, known[0]), (stats, known[1]), *zip(given, grads, strict=True)]

@@ -48,7 +48,11 @@ def count_active(targets: Tensor, ignore_index: int, count: float | None) -> tup
     """The targets with −100 for none, and how many of the global batch the sum is divided by."""
     if count is None:
         refuse_mean_of_share()
-    chosen = targets if ignore_index == IGNORED else targets.masked_fill(targets == ignore_index, IGNORED)
+    chosen = (
+        targets
+        if ignore_index == IGNORED
+        else targets.masked_fill(targets == ignore_index, IGNORED)
+    )
     active = int((chosen != IGNORED).sum()) if count is None else count
     if not active > 0:
         raise ArgumentError(

@@ -51,9 +51,14 @@ def linear_logprob(
         check_default(hidden, weight)
     else:
         check_share(samples, weight)
-    rows, chosen = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).to(torch.int64).contiguous()
+    rows, chosen = (
+        hidden.reshape(-1, hidden.shape[-1]),
+        targets.reshape(-1).to(torch.int64).contiguous(),
+    )
     sizes = (targets.numel(), *reversed(weight.shape))
-    found, _ = launch("linear_logprob", sizes, rows, weight, chosen, float(temperature), spans, described.of)
+    found, _ = launch(
+        "linear_logprob", sizes, rows, weight, chosen, float(temperature), spans, described.of
+    )
     return found.reshape(targets.shape)  # type: ignore[no-any-return]
 
 
@@ -66,7 +71,12 @@ def check_targets(hidden: Tensor, vocabulary: int, targets: Tensor) -> None:
             remedy="pass token ids",
         )
     if targets.shape != hidden.shape[:-1]:
-        refuse_shape("targets", targets, f"{list(hidden.shape[:-1])}, as the rows of hidden", "pass one id a row")
+        refuse_shape(
+            "targets",
+            targets,
+            f"{list(hidden.shape[:-1])}, as the rows of hidden",
+            "pass one id a row",
+        )
     if targets.numel() and not targets.is_meta:
         wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= vocabulary)
         if bool(wrong.any()):
@@ -118,7 +128,13 @@ def register_formulas(prefix: str) -> None:
         return hidden.new_empty(rows, dtype=wide), hidden.new_empty((rows, 2), dtype=wide)
 
     def fake_backward(
-        grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, stats: Tensor, spans: Tensor, *rest: Any
+        grad: Tensor,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        stats: Tensor,
+        spans: Tensor,
+        *rest: Any,
     ) -> tuple[Tensor, Tensor]:
         of = rest[3] if len(rest) > 3 else 0
         dtype = gradient_dtype(weight.dtype, len(spans), of)
@@ -130,7 +146,12 @@ def register_formulas(prefix: str) -> None:
 
 @portable_operator("portable_linear_logprob")
 def portable_linear_logprob(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, spans: Tensor | None, of: int = 0
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    spans: Tensor | None,
+    of: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The log-probabilities, and each row's maximum and logarithm of its sum."""
     return portable.linear_logprob(hidden, weight, targets, temperature)
@@ -151,7 +172,9 @@ def portable_linear_logprob_backward(
 ) -> tuple[Tensor, Tensor]:
     """dhidden and dweight."""
     samples = whole_samples(hidden, spans, of if want_weight else 0)
-    return portable.linear_logprob_backward(grad, hidden, weight, targets, stats, samples, temperature)
+    return portable.linear_logprob_backward(
+        grad, hidden, weight, targets, stats, samples, temperature
+    )
 
 
 declare("linear_logprob", register_formulas)

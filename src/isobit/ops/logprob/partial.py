@@ -25,7 +25,9 @@ from isobit.order.cut import Cut
 
 
 @torch.no_grad()
-def forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cut: Cut) -> tuple[Tensor, Tensor]:
+def forward(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cut: Cut
+) -> tuple[Tensor, Tensor]:
     """[T, 2] pairs (max, sum) of the share, and [T] scaled logits of the targets, +0 where another share has them.
 
     Targets are ids of the whole vocabulary, or −100. One share has each target: its logit is the one to take.
@@ -35,7 +37,9 @@ def forward(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float,
     if dispatch.is_native(hidden.dtype):
         pairs_of = torch.ops.isobit.linear_logprob_pairs
         return pairs_of(hidden, weight, ids, float(temperature), cut.extent, cut.start)  # type: ignore[no-any-return]
-    return keeping_subnormals(portable.pairs_and_chosen)(hidden, weight, ids, float(temperature), cut)
+    return keeping_subnormals(portable.pairs_and_chosen)(
+        hidden, weight, ids, float(temperature), cut
+    )
 
 
 @keeping_subnormals
@@ -51,7 +55,9 @@ def merge(pairs: Tensor) -> Tensor:
             received=f"{parts}",
             remedy="cut the vocabulary by isobit's Cut, and pass every share once",
         )
-    total = tree.merge([portable.Pair(share[:, :1], share[:, 1:]) for share in pairs.unbind(0)], operator.add)
+    total = tree.merge(
+        [portable.Pair(share[:, :1], share[:, 1:]) for share in pairs.unbind(0)], operator.add
+    )
     return one_nan(torch.cat([total.max, total.sum], 1))
 
 
@@ -60,7 +66,12 @@ def merge(pairs: Tensor) -> Tensor:
 def finish(pairs: Tensor, chosen: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """[T] log-probabilities, and [T, 2] of maxima and logarithms of sums as `backward` takes them, from merged ones."""
     if pairs.shape != (len(targets), 2) or chosen.shape != targets.shape:
-        refuse_shape("pairs", pairs, f"[{len(targets)}, 2], beside chosen [{len(targets)}]", "merge all shares first")
+        refuse_shape(
+            "pairs",
+            pairs,
+            f"[{len(targets)}, 2], beside chosen [{len(targets)}]",
+            "merge all shares first",
+        )
     return portable.finish(pairs, chosen, targets)
 
 
@@ -107,15 +118,24 @@ def backward(
     return shard_backward(grad, hidden, weight, ids, stats, samples, float(temperature), cut)
 
 
-def check_problem(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cut: Cut) -> None:
+def check_problem(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cut: Cut
+) -> None:
     """As linear_logprob checks, with the weight's rows those of the share."""
     check_tensors(hidden=hidden, weight=weight)
     check_linear(hidden, weight, None)
     if hidden.dim() != 2:
-        refuse_shape("hidden", hidden, "[T, K]", "pass hidden.reshape(-1, K), and targets.reshape(-1)")
+        refuse_shape(
+            "hidden", hidden, "[T, K]", "pass hidden.reshape(-1, K), and targets.reshape(-1)"
+        )
     if len(weight) != cut.length:
         expected = f"[{cut.length}, K], one of {cut.parts} shares of {cut.extent} words"
-        refuse_shape("weight", weight, expected, "slice the vocabulary from cut.start to cut.start + cut.length")
+        refuse_shape(
+            "weight",
+            weight,
+            expected,
+            "slice the vocabulary from cut.start to cut.start + cut.length",
+        )
     check_targets(hidden, cut.extent, targets)
     check_temperature(temperature)
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from isobit.ops.linear.portable import merge_segments, one_nan, round_once, sum_products, sum_striped, widen
+from isobit.ops.linear.portable import (
+    merge_segments,
+    one_nan,
+    round_once,
+    sum_products,
+    sum_striped,
+    widen,
+)
 from isobit.ops.log_softmax.portable import MaxSum, finite_or_zero
 from isobit.ops.logarithm import log_positive
 from isobit.ops.share import gradient_dtype
@@ -20,7 +27,9 @@ class Pair(MaxSum):
     they stand."""
 
     def __add__(self, other: MaxSum) -> Pair:
-        return Pair(torch.where(self.max < other.max, other.max, self.max), super().__add__(other).sum)
+        return Pair(
+            torch.where(self.max < other.max, other.max, self.max), super().__add__(other).sum
+        )
 
 
 def logits_of(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
@@ -41,9 +50,13 @@ def segments_of(cut: Cut) -> tuple[Segment, ...]:
     return plan.segments[: plan.count // cut.parts]
 
 
-def linear_logprob(hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def linear_logprob(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     """[T] log-probabilities, 0 where there is no target; and [T, 2] of each row's maximum and logarithm of its sum."""
-    return finish(*pairs_and_chosen(hidden, weight, targets, temperature, Cut(len(weight), 1, 0)), targets)
+    return finish(
+        *pairs_and_chosen(hidden, weight, targets, temperature, Cut(len(weight), 1, 0)), targets
+    )
 
 
 def pairs_and_chosen(
@@ -74,11 +87,19 @@ def finish(pairs: Tensor, chosen: Tensor, targets: Tensor) -> tuple[Tensor, Tens
 
 
 def linear_logprob_backward(
-    grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor, stats: Tensor, samples: Samples, temperature: float
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    stats: Tensor,
+    samples: Samples,
+    temperature: float,
 ) -> tuple[Tensor, Tensor]:
     """dhidden over the vocabulary, dweight over the samples."""
     cut = Cut(len(weight), 1, 0)
-    by_token, by_word = shard_backward(grad, hidden, weight, targets, stats, samples, temperature, cut)
+    by_token, by_word = shard_backward(
+        grad, hidden, weight, targets, stats, samples, temperature, cut
+    )
     return round_once(by_token, hidden.dtype), by_word
 
 

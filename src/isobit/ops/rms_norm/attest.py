@@ -16,7 +16,9 @@ EPS = 1e-6
 
 def spans_and_samples(tokens: int) -> tuple[torch.Tensor, Samples]:
     """Three samples in one segment, one of them empty, with padding on both sides of them."""
-    samples = Samples(((1, tokens // 9), (tokens, 0), (1 + tokens // 9, tokens - tokens // 9 - 2)), tokens, 0, 3)
+    samples = Samples(
+        ((1, tokens // 9), (tokens, 0), (1 + tokens // 9, tokens - tokens // 9 - 2)), tokens, 0, 3
+    )
     return torch.tensor(samples.spans), samples
 
 

@@ -19,7 +19,12 @@ from isobit.order.samples import Samples
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float = 1e-6, *, samples: Samples | None = None, heads: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    samples: Samples | None = None,
+    heads: bool = False,
 ) -> Tensor:
     """(x / sqrt(mean of x² + eps)) · weight over the last axis, with bits that depend on that row and weight alone.
 
@@ -50,7 +55,9 @@ def check_norm(x: Tensor, weight: Tensor, eps: float, axes: int) -> None:
         expected = f"[..., {'T, H, ' if axes == 2 else ''}{n}], as weight is [{n}]"
         refuse_shape("x", x, expected, "make the last axis of x as long as weight")
     if not isinstance(eps, float | int) or not (eps >= 0 and math.isfinite(eps)):
-        raise ArgumentError(expected="eps of 0 or more", received=f"{eps!r}", remedy="pass a small number, as 1e-6")
+        raise ArgumentError(
+            expected="eps of 0 or more", received=f"{eps!r}", remedy="pass a small number, as 1e-6"
+        )
 
 
 # ---- gradients: one definition for both executors -------------------------------------------------------
@@ -83,9 +90,17 @@ def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators."""
 
     def fake(
-        grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, spans: Tensor | None, heads: bool, of: int = 0
+        grad: Tensor,
+        x: Tensor,
+        weight: Tensor,
+        scales: Tensor,
+        spans: Tensor | None,
+        heads: bool,
+        of: int = 0,
     ) -> tuple[Tensor, Tensor]:
-        return x.new_empty(x.shape), weight.new_empty(weight.shape, dtype=described_dtype(weight.dtype, spans, of))
+        return x.new_empty(x.shape), weight.new_empty(
+            weight.shape, dtype=described_dtype(weight.dtype, spans, of)
+        )
 
     register_operator(
         "rms_norm",
@@ -107,7 +122,13 @@ def portable_rms_norm(
 
 @portable_operator("portable_rms_norm_backward")
 def portable_rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, spans: Tensor | None, heads: bool, of: int = 0
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor,
+    spans: Tensor | None,
+    heads: bool,
+    of: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """(dx, dweight)."""
     samples = whole_samples(grad.select(-2, 0) if heads else grad, spans, of)

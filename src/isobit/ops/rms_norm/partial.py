@@ -39,7 +39,9 @@ def sample_grads(
     find_subtree("heads", first_head, x.shape[-2], heads_total, FEATURE_CAP)
     spans = spans_of(samples, x.select(-2, 0))
     if dispatch.is_native(x.dtype):
-        return torch.ops.isobit.rms_norm_sample_grads(grad, x, weight, scales.contiguous(), spans, heads_total)  # type: ignore[no-any-return]
+        return torch.ops.isobit.rms_norm_sample_grads(
+            grad, x, weight, scales.contiguous(), spans, heads_total
+        )  # type: ignore[no-any-return]
     return portable_sample_grads(grad, x, weight, scales, samples, heads_total)
 
 
@@ -55,7 +57,9 @@ def portable_sample_grads(
 def merge_samples(totals: Tensor, of: int) -> Tensor:
     """[n], unrounded, of the samples' totals [samples, n] over all heads; they are one subtree of `of` samples."""
     if totals.dim() != 2:
-        refuse_shape("totals", totals, "[samples, n]", "pass what sample_grads gave, merged over the ranks")
+        refuse_shape(
+            "totals", totals, "[samples, n]", "pass what sample_grads gave, merged over the ranks"
+        )
     find_subtree("samples", 0, len(totals), of, SAMPLE_CAP)
     if dispatch.is_native(totals.dtype):
         return torch.ops.isobit.rms_norm_merge_samples(totals, of)  # type: ignore[no-any-return]

@@ -26,11 +26,17 @@ def rms_norm_backward(
 ) -> tuple[Tensor, Tensor]:
     """(dx, dweight) of tokens that have `heads` rows each; 0 where the samples' rows are themselves the tokens."""
     dx, terms = input_grad_and_terms(grad, x, weight, scales)
-    total = merge_samples(sum_heads(terms, samples, heads), samples.of) if heads else sum_samples(terms, samples)
+    total = (
+        merge_samples(sum_heads(terms, samples, heads), samples.of)
+        if heads
+        else sum_samples(terms, samples)
+    )
     return dx, round_once(total, gradient_dtype(x.dtype, len(samples.spans), samples.of))
 
 
-def input_grad_and_terms(grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor) -> tuple[Tensor, Tensor]:
+def input_grad_and_terms(
+    grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor
+) -> tuple[Tensor, Tensor]:
     """dx, and the terms [rows, n] of dweight."""
     column, rows = scales.reshape(-1, 1), widen(grad)
     normal = widen(x) * column
@@ -67,7 +73,9 @@ def sum_heads(terms: Tensor, samples: Samples, heads: int, of: int = 0) -> Tenso
     tokens = terms.reshape(-1, heads * terms.shape[1])
     for at, (start, length) in enumerate(samples.spans):
         (total,) = sum_rows([cut_into_leaves(start, length, TOKEN_LEAF, False)], tokens)
-        totals[at] = one_nan(merge_items(list(total.reshape(heads, -1)), FEATURE_CAP, torch.add, of))
+        totals[at] = one_nan(
+            merge_items(list(total.reshape(heads, -1)), FEATURE_CAP, torch.add, of)
+        )
     return totals
 
 

@@ -43,8 +43,15 @@ def check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     shape = (*x.shape[:-2], x.shape[-1])
     missing = len(shape) - cos.dim()
     fits = 0 <= missing < len(shape) and cos.shape[-1] == shape[-1]
-    if not fits or any(a not in (1, b) for a, b in zip(cos.shape[:-1], shape[missing:-1], strict=True)):
-        refuse_shape("cos", cos, f"{list(shape)}, as x is {list(x.shape)}", "pass both halves, an angle a token")
+    if not fits or any(
+        a not in (1, b) for a, b in zip(cos.shape[:-1], shape[missing:-1], strict=True)
+    ):
+        refuse_shape(
+            "cos",
+            cos,
+            f"{list(shape)}, as x is {list(x.shape)}",
+            "pass both halves, an angle a token",
+        )
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ArgumentError(
             expected="cos and sin that need no gradient",
@@ -63,8 +70,12 @@ def register_formulas(prefix: str) -> None:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return getattr(torch.ops.isobit, f"{prefix}_backward")(grad, *ctx.saved_tensors), None, None
 
-    register_operator("rotary", prefix, lambda x, cos, sin: x.new_empty(x.shape), backward, setup_context)
-    register_operator("rotary", f"{prefix}_backward", lambda grad, cos, sin: grad.new_empty(grad.shape))
+    register_operator(
+        "rotary", prefix, lambda x, cos, sin: x.new_empty(x.shape), backward, setup_context
+    )
+    register_operator(
+        "rotary", f"{prefix}_backward", lambda grad, cos, sin: grad.new_empty(grad.shape)
+    )
 
 
 @portable_operator("portable_rotary")

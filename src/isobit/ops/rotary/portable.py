@@ -16,7 +16,9 @@ def halves(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs (low, high) turned by the token's angles."""
     low, high = halves(x, x.dtype)
-    (cos_low, cos_high), (sin_low, sin_high) = (halves(t.unsqueeze(-2), x.dtype) for t in (cos, sin))
+    (cos_low, cos_high), (sin_low, sin_high) = (
+        halves(t.unsqueeze(-2), x.dtype) for t in (cos, sin)
+    )
     turned = torch.cat([low * cos_low - high * sin_low, high * cos_high + low * sin_high], -1)
     return round_once(turned, x.dtype).contiguous()
 
@@ -24,6 +26,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def rotary_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """dx: by the transpose of the turn."""
     low, high = halves(grad, grad.dtype)
-    (cos_low, cos_high), (sin_low, sin_high) = (halves(t.unsqueeze(-2), grad.dtype) for t in (cos, sin))
+    (cos_low, cos_high), (sin_low, sin_high) = (
+        halves(t.unsqueeze(-2), grad.dtype) for t in (cos, sin)
+    )
     turned = torch.cat([low * cos_low + high * sin_high, high * cos_high - low * sin_low], -1)
     return round_once(turned, grad.dtype).contiguous()

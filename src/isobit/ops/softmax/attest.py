@@ -20,6 +20,9 @@ def difference(dtype: torch.dtype) -> str | None:
         x, grad = (wide_values((3, extent), dtype, generator) for _ in range(2))
         y = torch.ops.isobit.softmax(x)
         given = torch.ops.isobit.softmax_backward(grad, y)
-        if not (bits.equal(y, portable.softmax(x)) and bits.equal(given, portable.softmax_backward(grad, y))):
+        if not (
+            bits.equal(y, portable.softmax(x))
+            and bits.equal(given, portable.softmax_backward(grad, y))
+        ):
             return f"softmax at extent {extent}"
     return None

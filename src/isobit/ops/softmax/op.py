@@ -64,7 +64,9 @@ def backward_with(prefix: str) -> Any:
 def register_formulas(prefix: str) -> None:
     """Shapes, gradients and refusals of one executor's operators, whose gradient needs the output alone."""
     public = prefix.removeprefix("portable_")
-    register_operator(public, prefix, lambda x: x.new_empty(x.shape), backward_with(prefix), setup_context)
+    register_operator(
+        public, prefix, lambda x: x.new_empty(x.shape), backward_with(prefix), setup_context
+    )
     register_operator(public, f"{prefix}_backward", lambda grad, y: y.new_empty(y.shape))
 
 

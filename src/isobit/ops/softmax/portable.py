@@ -33,7 +33,14 @@ FP32 = Exponential(
     octave_rest=float.fromhex("0x1.7f7d1cp-20"),
     to_integer=1.5 * 2.0**23 + 127,
     q=tuple(
-        float.fromhex(c) for c in ("0x1.6a23ccp-10", "0x1.123a20p-7", "0x1.5558f2p-5", "0x1.555492p-3", "0x1.fffffcp-2")
+        float.fromhex(c)
+        for c in (
+            "0x1.6a23ccp-10",
+            "0x1.123a20p-7",
+            "0x1.5558f2p-5",
+            "0x1.555492p-3",
+            "0x1.fffffcp-2",
+        )
     ),
     integer=torch.int32,
     mantissa_bits=23,

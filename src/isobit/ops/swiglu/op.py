@@ -17,7 +17,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up: elements have one result at every position, stride and tail. fp32 inside, rounded once."""
     check_tensors(gate=gate, up=up)
     if gate.shape != up.shape:
-        refuse_shape("up", up, str(list(gate.shape)), "pass gate and up of one shape; nothing is broadcast")
+        refuse_shape(
+            "up", up, str(list(gate.shape)), "pass gate and up of one shape; nothing is broadcast"
+        )
     return launch("swiglu", rows_and_columns(gate), gate, up)  # type: ignore[no-any-return]
 
 
@@ -35,7 +37,9 @@ def register_formulas(prefix: str) -> None:
     def like_both(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
-    register_operator("swiglu", prefix, lambda gate, up: gate.new_empty(gate.shape), backward, setup_context)
+    register_operator(
+        "swiglu", prefix, lambda gate, up: gate.new_empty(gate.shape), backward, setup_context
+    )
     register_operator("swiglu", f"{prefix}_backward", like_both)
 
 
