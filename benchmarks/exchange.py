@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import FileStore
 
 from isobit import bits
 from isobit.order.tree import merge
-from isobit.parallel.exchange import all_reduce
-from isobit.parallel.line import Line
+from isobit.parallel.collectives.all_reduce import all_reduce
+from isobit.parallel.collectives.group_state import Line
 
 RANKS = (2, 4)
 MEGABYTES = (1, 4, 16, 64, 256)

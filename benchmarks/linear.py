@@ -16,9 +16,9 @@ from rich.table import Table
 import isobit
 from benchmarks.strict import Strict
 from isobit import bits
-from isobit.contracts.load import load_contract
-from isobit.contracts.tree import library
-from isobit.contracts.verify import Options, verify_contract
+from isobit.contracts.judge.verify import Options, verify_contract
+from isobit.contracts.language.load import load_contract
+from isobit.contracts.store.tree import library
 from isobit.machine import thread_count
 
 # (K, N) of the linear layers of two models; Q, K and V are one layer, gate and up another.

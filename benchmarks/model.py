@@ -11,10 +11,10 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import isobit
-from isobit.chain.fixture import draw_samples
-from isobit.chain.gate import run_gate
-from isobit.chain.models import build_model
-from isobit.chain.scorers import Ordered
+from isobit.gates.model.fixture import draw_samples
+from isobit.gates.model.gate import run_gate
+from isobit.gates.model.models import build_model
+from isobit.gates.model.scorers import Ordered
 from isobit.machine import thread_count
 
 PREFILL, BATCH, CONTEXT, DECODED, TRAINED = 512, 8, 64, 8, (4, 256)

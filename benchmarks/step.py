@@ -12,12 +12,12 @@ import torch.multiprocessing as processes
 from rich.console import Console
 from rich.table import Table
 
-from isobit.curve.gate import judge, run_jobs
-from isobit.curve.launch import Job
-from isobit.curve.layouts import Layout
-from isobit.curve.stock import StockRun
-from isobit.curve.train import make_run, take_step
-from isobit.curve.workload import WORKLOADS
+from isobit.gates.training.gate import judge, run_jobs
+from isobit.gates.training.launch import Job
+from isobit.gates.training.layouts import Layout
+from isobit.gates.training.stock import StockRun
+from isobit.gates.training.train import make_run, take_step
+from isobit.gates.training.workload import WORKLOADS
 
 TOKENS, RANKS = 64, (2, 4)
 

@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import isobit
-from isobit.adapters.sampling import KeyedSampling
+from isobit.integrations.transformers.sampling import KeyedSampling
 from isobit.report.svg import Canvas
 
 PROMPTS, GROUP, NEW, WANTED = 4, 4, 16, 16

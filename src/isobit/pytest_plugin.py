@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from isobit.contracts.ladder import unlinked
-from isobit.contracts.load import load_contract
+from isobit.contracts.language.load import load_contract
+from isobit.contracts.store.ladder import unlinked
 from isobit.contracts.workspace import Run, Workspace, judge_file
 from isobit.errors import ContractError
 from isobit.plain_text import plain

@@ -5,7 +5,7 @@ import itertools
 import sys
 
 from isobit.cli import main
-from isobit.contracts import sources
+from isobit.contracts.store import sources
 
 PLAIN = """
 import os

@@ -7,11 +7,11 @@ import torch
 
 import isobit
 from isobit import bits
-from isobit.chain import fixture
-from isobit.chain.gate import run_gate
-from isobit.chain.models import build_model
-from isobit.chain.scorers import Ordered
 from isobit.errors import UnsupportedError
+from isobit.gates.model import fixture
+from isobit.gates.model.gate import run_gate
+from isobit.gates.model.models import build_model
+from isobit.gates.model.scorers import Ordered
 from isobit.parallel import GlobalBatch, Gradients
 
 IDS = torch.arange(24).reshape(2, 12) % 128

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import isobit
-from isobit import RevealError, targets
+from isobit import RevealError
 from isobit.order.addition import steps_of
-from isobit.order.planted import Planted
-from isobit.order.replay import replay
-from isobit.order.reveal import reveal
-from isobit.targets.tensor_target import TensorTarget
+from isobit.reveal import targets
+from isobit.reveal.planted import Planted
+from isobit.reveal.replay import replay
+from isobit.reveal.targets.tensor_target import TensorTarget
+from isobit.reveal.tree import reveal
 from tests.attacks.planted_sums import RIGHT, WRONG, fold, in_pairs, neumaier, stripes, sum2
 
 N = 64
@@ -69,7 +70,7 @@ def test_two_directions_of_a_compensated_sum_are_not_one_order(function, n):
     def directed(step):
         return lambda x: function(x.tolist()[::step])
 
-    found = isobit.certify(directed, [1, -1], n=n)
+    found = isobit.reveal.certify(directed, [1, -1], n=n)
     assert not found.kept
     assert len(found.refused) == 2
     assert found.claim == "no claim"
@@ -105,17 +106,17 @@ def test_an_order_that_follows_the_pointer_is_refused(to):
         return torch.tensor(peeled(x, to))
 
     with pytest.raises(RevealError, match="alignment of its storage"):
-        isobit.reveal(kernel, N)
-    assert not isobit.certify(lambda _: kernel, [0, 1], n=N).kept
+        isobit.reveal.order(kernel, N)
+    assert not isobit.reveal.certify(lambda _: kernel, [0, 1], n=N).kept
 
 
 def test_an_order_that_follows_the_stride_is_two_classes():
     def kernel(x):
         return in_pairs(x.tolist()) if x.is_contiguous() else fold(x.tolist())
 
-    found = isobit.certify(lambda stride: targets.of(kernel, N, stride=stride), [1, 2, 3])
+    found = isobit.reveal.certify(lambda stride: targets.of(kernel, N, stride=stride), [1, 2, 3])
     assert [c.configurations for c in found.classes] == [("1",), ("2", "3")]
-    assert "3 elements apart" in str(isobit.reveal(targets.of(kernel, N, stride=3)).replays)
+    assert "3 elements apart" in str(isobit.reveal.order(targets.of(kernel, N, stride=3)).replays)
 
 
 def test_what_stands_beside_the_vector_is_not_a_number():
@@ -123,14 +124,14 @@ def test_what_stands_beside_the_vector_is_not_a_number():
         return x.as_strided((len(x) + 1,), (1,)).sum()
 
     with pytest.raises(RevealError):
-        isobit.reveal(greedy, N)
+        isobit.reveal.order(greedy, N)
 
 
 # ---- what it says --------------------------------------------------------------------------------------------
 
 
 def test_a_certificate_says_what_it_covers():
-    found = isobit.certify(lambda _: torch.sum, [1, 2], n=N)
+    found = isobit.reveal.certify(lambda _: torch.sum, [1, 2], n=N)
     tree = found.classes[0].tree
     assert f"{tree.replayed} vectors of {len(tree.replays.kinds)} kinds" in found.claim
     assert "branch" in found.claim
@@ -145,7 +146,7 @@ def test_a_certificate_says_what_it_covers():
     "result", [numpy.float32, numpy.float64, numpy.asarray, float, torch.tensor]
 )
 def test_numbers_of_numpy_are_results(result):
-    tree = isobit.reveal(lambda x: result(fold(x.tolist())), 16)
+    tree = isobit.reveal.order(lambda x: result(fold(x.tolist())), 16)
     assert str(tree) == "chain of 16"
     assert tree.replayed
 
@@ -153,7 +154,7 @@ def test_numbers_of_numpy_are_results(result):
 def test_what_is_no_number_is_still_refused():
     for wrong in ("1.0", [1.0], None, numpy.array([1.0, 2.0]), numpy.complex64(1)):
         with pytest.raises(RevealError, match="return their sum"):
-            isobit.reveal(lambda x, wrong=wrong: wrong, 4)
+            isobit.reveal.order(lambda x, wrong=wrong: wrong, 4)
 
 
 def test_overflow_and_nan_are_compared():

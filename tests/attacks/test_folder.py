@@ -193,8 +193,8 @@ def test_the_current_folder_is_never_on_the_path(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_nobody_trusts_is_read_and_not_run(folder, monkeypatch):
-    from isobit.contracts.sources import find_package
-    from isobit.contracts.trust import resolve
+    from isobit.contracts.judge.trust import resolve
+    from isobit.contracts.store.sources import find_package
 
     monkeypatch.chdir(folder)
     find_package.cache_clear()

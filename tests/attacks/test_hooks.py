@@ -9,8 +9,8 @@ from torch import nn
 
 import isobit
 from isobit import bits
-from isobit.chain.models import build_model
 from isobit.errors import UnsupportedError
+from isobit.gates.model.models import build_model
 
 IDS = torch.arange(24).reshape(2, 12) % 128
 FIRST = "model.layers.0"

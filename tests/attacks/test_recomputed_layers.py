@@ -8,8 +8,8 @@ from torch.utils.checkpoint import checkpoint
 
 import isobit
 from isobit import bits
-from isobit.chain.models import build_model
 from isobit.errors import UnsupportedError
+from isobit.gates.model.models import build_model
 from isobit.parallel import GlobalBatch, Gradients
 
 IDS = torch.arange(96).reshape(8, 12) * 7 % 128

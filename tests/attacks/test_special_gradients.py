@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import isobit
 from isobit import Samples, bits
 from isobit.parallel import GlobalBatch, Gradients, LossMeter, RowParallelLinear
-from isobit.parallel.shard import Ranks
-from isobit.parallel.vocab_logprob import vocab_cross_entropy
+from isobit.parallel.tensor.shard import Ranks
+from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy
 from isobit.simulator import World
 
 OF, IN, OUT = 4, 37, 23  # odd: tails of vectors differ from the rest

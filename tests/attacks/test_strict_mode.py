@@ -9,10 +9,10 @@ from torch import nn
 
 import isobit
 from isobit import bits
-from isobit.adapters.coverage import observe, walk_gradients
-from isobit.adapters.residual import fork
-from isobit.chain.models import build_model
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.gates.model.models import build_model
+from isobit.integrations.transformers.coverage import observe, walk_gradients
+from isobit.integrations.transformers.residual import fork
 
 IDS = torch.arange(24).reshape(2, 12) % 128
 
@@ -84,7 +84,7 @@ class Pretends(torch.autograd.Function):
         return grad * grad.sum()
 
 
-@pytest.mark.parametrize("module", ["isobit.nowhere", "isobit.adapters.residual"])
+@pytest.mark.parametrize("module", ["isobit.nowhere", "isobit.integrations.transformers.residual"])
 def test_a_function_that_says_it_is_of_isobit_is_not(model, module, monkeypatch):
     monkeypatch.setattr(Pretends, "__module__", module)
     model.train().model.layers[0].register_forward_hook(

@@ -10,8 +10,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 import isobit
 from isobit import bits
-from isobit.chain.models import build_model
 from isobit.errors import UnsupportedError
+from isobit.gates.model.models import build_model
 
 IDS = torch.arange(24).reshape(2, 12) % 128
 AGAIN = "enable it again"

@@ -15,7 +15,7 @@ import torch
 
 import isobit
 from isobit.cli import main
-from isobit.contracts.sources import hash_text
+from isobit.contracts.store.sources import hash_text
 
 CONTRACT = """
 id: doubled-v1

@@ -12,7 +12,7 @@ from isobit.cli.main import main
 
 KERNELS = """
 import torch
-from isobit import targets
+from isobit.reveal import targets
 
 def mine(x):
     total = x[0]
@@ -49,7 +49,7 @@ def bad_factory(k, m):
 
 TAILED = """
 import torch
-from isobit import targets
+from isobit.reveal import targets
 
 def tailed(x, weight):
     products = [x[:, k : k + 1] * weight[:, k] for k in range(64)]

@@ -28,21 +28,21 @@ def test_help_and_mistakes_do_not_wait_for_torch():
 
 
 def test_options_name_what_is_there():
-    from isobit.chain.models import MODELS
     from isobit.cli import reveal
     from isobit.cli.options import chain as chain_options
     from isobit.cli.options import curve as curve_options
     from isobit.cli.options import reveal as reveal_options
-    from isobit.contracts.promises import linear_orders
-    from isobit.curve.launch import TRANSPORTS
-    from isobit.curve.workload import DTYPES, WORKLOADS
+    from isobit.gates.model.models import MODELS
+    from isobit.gates.training.launch import TRANSPORTS
+    from isobit.gates.training.workload import DTYPES, WORKLOADS
+    from isobit.library.linear import orders
 
     assert tuple(MODELS) == chain_options.MODELS
     assert tuple(sorted(WORKLOADS)) == curve_options.WORKLOADS
     assert tuple(sorted(DTYPES)) == curve_options.DTYPES
     assert curve_options.TRANSPORTS == TRANSPORTS
     assert tuple(reveal.STOCK) == reveal_options.STOCK
-    assert tuple(linear_orders.TARGETS) == reveal_options.OURS
+    assert tuple(orders.TARGETS) == reveal_options.OURS
 
 
 @pytest.mark.parametrize(

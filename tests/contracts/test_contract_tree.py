@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from isobit.contracts import tree as tree_module
-from isobit.contracts.evidence import Evidence, Finding
-from isobit.contracts.sources import find_file, imports_of
-from isobit.contracts.tree import Tree, find_contracts
+from isobit.contracts.store import tree as tree_module
+from isobit.contracts.store.evidence import Evidence, Finding
+from isobit.contracts.store.sources import find_file, imports_of
+from isobit.contracts.store.tree import Tree, find_contracts
 from isobit.contracts.workspace import Run, Workspace
 from isobit.errors import ContractError
 from isobit.records import ClaimRecord, Planted

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import isobit
-from isobit.contracts import sources, tree
+from isobit.contracts.store import sources, tree
 
 SOURCE = Path(isobit.__file__).parent
 WHOLE = {"chain-v1", "distributed-training-v1"}  # they rest on every operator of a model

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from isobit.contracts.diff import diff
-from isobit.contracts.load import parse_contract
+from isobit.contracts.language.diff import diff
+from isobit.contracts.language.load import parse_contract
 from isobit.records import to_json
 
 TEXT = """

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from isobit.contracts.contract import Claim, Contract
-from isobit.contracts.evidence import Evidence, chain, merge_records
+from isobit.contracts.language.contract import Claim, Contract
+from isobit.contracts.store.evidence import Evidence, chain, merge_records
 from tests.contracts.evidence_made import DIGEST, finding, read, record
 
 
@@ -85,7 +85,7 @@ def test_red_wins(red):
 WRITER = """
 import sys
 from pathlib import Path
-from isobit.contracts.evidence import Evidence, Finding
+from isobit.contracts.store.evidence import Evidence, Finding
 from isobit.records import ClaimRecord
 home, start = Path(sys.argv[1]), int(sys.argv[2])
 evidence = Evidence(home)

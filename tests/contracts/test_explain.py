@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from isobit.contracts.explain import explain, say_claim, say_sizes
-from isobit.contracts.language import RELATIONS
-from isobit.contracts.load import load_contract, parse_contract
-from isobit.contracts.tree import find_contracts, library
+from isobit.contracts.language.explain import explain, say_claim, say_sizes
+from isobit.contracts.language.load import load_contract, parse_contract
+from isobit.contracts.language.schema import RELATIONS
+from isobit.contracts.store.tree import find_contracts, library
 from isobit.records import ClaimRecord, ContractStatus, Planted, Proof
 
 HEAD = """

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from isobit.contracts.foreign import is_executable, quote, read_foreign, to_ours
-from isobit.contracts.ladder import contract_level, contract_verdict, unlinked
-from isobit.contracts.load import parse_contract
-from isobit.contracts.yaml_text import read_yaml
+from isobit.contracts.language.load import parse_contract
+from isobit.contracts.language.yaml_text import read_yaml
+from isobit.contracts.store.ladder import contract_level, contract_verdict, unlinked
 from isobit.errors import ContractError
 
 # Beside the checkout, where there is one; never part of the project.

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from isobit.contracts.contract import Contract
-from isobit.contracts.load import parse_contract
-from isobit.contracts.sources import ROOT
+from isobit.contracts.language.contract import Contract
+from isobit.contracts.language.load import parse_contract
+from isobit.contracts.store.sources import ROOT
 from isobit.errors import ContractError
 
 TRAP = "fuzz_trap_package"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from isobit.contracts.evidence import Evidence, chain
+from isobit.contracts.store.evidence import Evidence, chain
 from isobit.records import Planted, Proof
 from tests.contracts.evidence_made import CONTRACT, DIGEST, PLANTED, finding, read, record
 

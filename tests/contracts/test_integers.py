@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.contracts.proofs import integers
-from isobit.contracts.proofs.integers import prove
+from isobit.contracts.judge.proofs import integers
+from isobit.contracts.judge.proofs.integers import prove
 from isobit.errors import EngineError, UnsupportedError
 
 ANY = (None, None)

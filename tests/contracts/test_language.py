@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from isobit.contracts import yaml_text
-from isobit.contracts.load import json_schema, load_contract, parse_contract
-from isobit.contracts.sources import ROOT
+from isobit.contracts.language import yaml_text
+from isobit.contracts.language.load import json_schema, load_contract, parse_contract
+from isobit.contracts.store.sources import ROOT
 from isobit.errors import ContractError
 
 SMALL = """id: half-v1

@@ -7,10 +7,10 @@ import torch
 
 import isobit
 from isobit import native
-from isobit.contracts.load import load_contract
-from isobit.contracts.promises import linear_planted
-from isobit.contracts.tree import library
-from isobit.contracts.verify import Options, verify_contract
+from isobit.contracts.judge.verify import Options, verify_contract
+from isobit.contracts.language.load import load_contract
+from isobit.contracts.store.tree import library
+from isobit.library.linear import planted
 from isobit.ops import dispatch
 
 HERE = "tests.contracts.test_launch_claims"
@@ -21,7 +21,7 @@ def right(x, weight, bias):
 
 
 def exchanges_sizes(x, weight, bias):
-    return linear_planted.sizes_exchanged(x, weight, bias)
+    return planted.sizes_exchanged(x, weight, bias)
 
 
 def loads_each_time(x, weight, bias):
@@ -41,7 +41,7 @@ def launches_nothing(x, weight, bias):
 
 
 def judge(subject):
-    contract = load_contract(library() / "ops/dimension-independent.contract.yaml")
+    contract = load_contract(library() / "library/dimension_independent/contract.yaml")
     claims = tuple(c for c in contract.claims if c.id == "DIM-002")
     alone = replace(contract, claims=claims, subject=f"{HERE}:{subject}", operator="", output=())
     (record,) = verify_contract(alone, Options(trusted=("tests",)))
@@ -68,7 +68,7 @@ def test_right_launches_are_kept_and_each_plant_is_caught():
     assert record.verdict == "kept"
     caught = {planted.name for planted in record.planted if planted.caught}
     assert {"never launched", "made for one size", "loaded at each call"} < caught
-    assert "isobit.contracts.promises.linear_planted:sizes_exchanged" in caught
+    assert "isobit.library.linear.planted:sizes_exchanged" in caught
 
 
 def test_sizes_have_names():

@@ -17,11 +17,11 @@ import pytest
 
 import isobit
 from isobit.cli import main
-from isobit.contracts.load import load_contract
-from isobit.contracts.promises import linear_orders
-from isobit.contracts.tally import Tally
-from isobit.contracts.tree import library
-from isobit.contracts.verify import Options, bind, find_breach, verify_contract
+from isobit.contracts.judge.tally import Tally
+from isobit.contracts.judge.verify import Options, bind, find_breach, verify_contract
+from isobit.contracts.language.load import load_contract
+from isobit.contracts.store.tree import library
+from isobit.library.linear import orders
 
 ROOT = Path(__file__).parents[2]
 LEVELS = {
@@ -121,7 +121,7 @@ STOCK_BREAKS = {
     "silu": (ROOT / "examples/stock/silu.yaml", "", {"batch", "layout"}),
     "attention": (ROOT / "examples/stock/attention.yaml", "", {"decode-is-prefill"}),
     "softmax": (
-        library() / "ops/softmax/contract.yaml",
+        library() / "library/softmax/contract.yaml",
         "stock",
         {"executors-agree", "refusals", "no-answer"},
     ),
@@ -146,14 +146,14 @@ def test_stock_breaks_what_it_is_known_to_break(name, monkeypatch, capsys):
 
 def test_stock_softmax_keeps_its_rows_apart():
     """As measured: a row's softmax does not depend on its batch. So claims are fair to stock."""
-    record = judge(library() / "ops/softmax/contract.yaml", "stock")["rows"]
+    record = judge(library() / "library/softmax/contract.yaml", "stock")["rows"]
     assert record.verdict == "kept"
     assert record.compared > 1_000_000
 
 
 def test_stock_linear_breaks_every_invariance(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    contract = load_contract(library() / "ops/linear/contract.yaml")
+    contract = load_contract(library() / "library/linear/contract.yaml")
     few = ("rows", "rows-of-dx", "samples", "ranks")
     claims = tuple(replace(c, inputs=c.inputs[:1]) for c in contract.claims if c.id in few)
     small = replace(contract, claims=claims)
@@ -168,7 +168,7 @@ def test_stock_linear_breaks_every_invariance(monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["rows", "accuracy"])
 def test_ten_thousand_inputs_take_no_time(name):
     """At least 50,000 inputs a second at width 64 when idle; a fifth of that is asked for here."""
-    contract = load_contract(library() / "ops/softmax/contract.yaml")
+    contract = load_contract(library() / "library/softmax/contract.yaml")
     claim = next(replace(c, inputs=("wide64",)) for c in contract.claims if c.id == name)
     bound = bind(contract, claim, Options())
     rates = []
@@ -199,6 +199,6 @@ def test_thorough(tmp_path):
 @pytest.mark.full
 def test_every_layer_is_proved_at_every_tile_edge():
     edges = (1, 2, 5, 8, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 200, 255, 256, 257)
-    proof = linear_orders.prove_rows(isobit.linear, linear_orders.LAYERS, edges)
+    proof = orders.prove_rows(isobit.linear, orders.LAYERS, edges)
     assert proof.kept, proof.failure
     assert proof.cases == 4 * 2 * 2 * len(edges) * 2

@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from isobit.contracts import sources
-from isobit.contracts.ladder import contract_verdict
-from isobit.contracts.lint import lint_contract
-from isobit.contracts.load import parse_contract
-from isobit.contracts.scaffold import scaffold
-from isobit.contracts.verify import Options, verify_contract
+from isobit.contracts.judge.verify import Options, verify_contract
+from isobit.contracts.language.lint import lint_contract
+from isobit.contracts.language.load import parse_contract
+from isobit.contracts.language.scaffold import scaffold
+from isobit.contracts.store import sources
+from isobit.contracts.store.ladder import contract_verdict
 from isobit.errors import ContractError
 
 SOURCE = '''

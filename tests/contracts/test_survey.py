@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from isobit.contracts.language import Claim, Inputs
-from isobit.contracts.recipes import Case, Recipe
-from isobit.contracts.relations import RELATIONS, Bound
-from isobit.contracts.tally import Tally
+from isobit.contracts.judge.recipes import Case, Recipe
+from isobit.contracts.judge.relations import RELATIONS, Bound
+from isobit.contracts.judge.tally import Tally
+from isobit.contracts.language.schema import Claim, Inputs
 
 DTYPES = {
     "float32": torch.float32,

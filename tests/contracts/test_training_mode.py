@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from isobit.contracts.load import parse_contract
-from isobit.contracts.relations import Bound
-from isobit.contracts.sabotage import LIBRARY
-from isobit.contracts.verify import Options, replay, verify_contract
+from isobit.contracts.judge.relations import Bound
+from isobit.contracts.judge.sabotage import LIBRARY
+from isobit.contracts.judge.verify import Options, replay, verify_contract
+from isobit.contracts.language.load import parse_contract
 
 HERE = "tests.contracts.test_training_mode"
 TEXT = """

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from isobit.contracts.language import Contract
-from isobit.contracts.load import parse_contract
-from isobit.contracts.trust import check_trusted, resolve
-from isobit.contracts.verify import Options, verify_contract
+from isobit.contracts.judge.trust import check_trusted, resolve
+from isobit.contracts.judge.verify import Options, verify_contract
+from isobit.contracts.language.load import parse_contract
+from isobit.contracts.language.schema import Contract
 from isobit.errors import ContractError
 
 TRAP = "trust_trap_package"
@@ -196,7 +196,7 @@ def test_modules_that_do_not_exist_are_refused(module):
 
 
 def test_what_is_trusted_is_found(packages):
-    assert resolve("isobit.contracts.language:Contract", ()) is Contract
+    assert resolve("isobit.contracts.language.schema:Contract", ()) is Contract
     assert resolve(f"{SUBJECT}:Deep.Inner", (SUBJECT,)).__name__ == "Inner"
 
 

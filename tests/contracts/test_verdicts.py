@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from isobit.cli.verify import differ_of
-from isobit.contracts import ladder
-from isobit.contracts.load import parse_contract
-from isobit.contracts.verify import Options, verify_contract
+from isobit.contracts.judge.verify import Options, verify_contract
+from isobit.contracts.language.load import parse_contract
+from isobit.contracts.store import ladder
 from isobit.errors import ContractError
 
 TEXT = """
@@ -284,7 +284,7 @@ def test_unknown_sabotage_is_named():
 
 
 def test_wrong_recipes_are_refused():
-    from isobit.contracts.recipes import Recipe
+    from isobit.contracts.judge.recipes import Recipe
 
     for text in ("", "{}", "[]", '{"inputs":"rows","dtype":"float99","sizes":{},"values":"wide"}'):
         with pytest.raises(ContractError):

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from isobit.cli import main
-from isobit.contracts.load import parse_contract
-from isobit.contracts.trust import resolve
-from isobit.contracts.verify import Options, verify_contract
+from isobit.contracts.judge.trust import resolve
+from isobit.contracts.judge.verify import Options, verify_contract
+from isobit.contracts.language.load import parse_contract
 from isobit.errors import ContractError
 
 HERE = "tests.contracts.test_wrong_subjects"
@@ -129,7 +129,11 @@ def test_a_planted_subject_that_raises_is_not_caught_by_algebra():
 
 @pytest.mark.parametrize(
     "reference",
-    ["isobit.contracts.transforms:LAYOUTS.popitem", "isobit:import_module", "isobit.files:os"],
+    [
+        "isobit.contracts.judge.transforms:LAYOUTS.popitem",
+        "isobit:import_module",
+        "isobit.files:os",
+    ],
 )
 def test_neither_tables_nor_foreign_code_are_reached_through_a_trusted_package(reference):
     with pytest.raises(ContractError):

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from isobit import bits
-from isobit.contracts.promises.linear import SAMPLE_LENGTHS
-from isobit.contracts.promises.linear_parts import OURS
-from isobit.contracts.recipes import mirror
+from isobit.contracts.judge.recipes import mirror
+from isobit.library.linear.claims import SAMPLE_LENGTHS
+from isobit.library.linear.shares import OURS
 from isobit.ops import dispatch
 from isobit.ops.linear.attest import wide_values
 from isobit.order.plan import VERSION

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from isobit import ArgumentError, bits
-from isobit.contracts.promises.rank_agreement import flip_bit
 from isobit.guards import rank_agreement
 from isobit.guards.replica import Finding, compare_copies, is_finite
+from isobit.library.rank_agreement.claims import flip_bit
 from tests.guards.gloo_ranks import FLIPS, RANKS, ROOT, found_by_ranks
 
 # ---- 1. on four ranks ------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit.contracts.proofs.integers import prove
+from isobit.contracts.judge.proofs.integers import prove
 from isobit.errors import ArgumentError
 from isobit.guards import training_config as tc
-from isobit.guards.planted import PLANTED
-from isobit.guards.promises import (
+from isobit.guards.training_config import TrainingConfig, accepts, accepts_counts, check_training
+from isobit.library.training_config.claims import (
     ALL_INTEGERS,
     ENDED_EARLY,
     MENDED,
@@ -25,7 +25,7 @@ from isobit.guards.promises import (
     needs_a_short_warmup,
     never_trains_in_one_epoch,
 )
-from isobit.guards.training_config import TrainingConfig, accepts, accepts_counts, check_training
+from isobit.library.training_config.planted import PLANTED
 
 NAMES = [f.name for f in fields(TrainingConfig)]
 

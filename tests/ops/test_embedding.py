@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import isobit
-from isobit import ArgumentError, UnsupportedError, bits, targets
+from isobit import ArgumentError, UnsupportedError, bits
 from isobit.ops import dispatch
 from isobit.ops.embedding import portable
 from isobit.ops.embedding.op import embedding
@@ -21,6 +21,7 @@ from isobit.order.addition import digest
 from isobit.order.evaluate import expected_tree
 from isobit.order.samples import Samples
 from isobit.order.tree import merge
+from isobit.reveal import targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_native = pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
@@ -119,7 +120,7 @@ def test_strided_tables_and_gradients():
 def test_the_revealed_order_is_the_defined_one(tokens):
     expected = digest(expected_tree(Samples.packed([tokens]).segments, "chain"))
     assert (
-        isobit.reveal(targets.embedding_grad(tokens, 8, function=embedding)).order_digest
+        isobit.reveal.order(targets.embedding_grad(tokens, 8, function=embedding)).order_digest
         == expected
     )
 

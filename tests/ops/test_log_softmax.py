@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import isobit
-from isobit import ArgumentError, UnsupportedError, bits, targets
-from isobit.contracts.promises.log_sum_exp import bound_of, log_error, mantissas, reach_of
+from isobit import ArgumentError, UnsupportedError, bits
+from isobit.library.log_softmax.proofs import bound_of, log_error, mantissas, reach_of
 from isobit.machine import thread_count
 from isobit.ops import dispatch
 from isobit.ops.linear.attest import wide_values
@@ -23,6 +23,7 @@ from isobit.ops.logarithm import log_positive
 from isobit.order.addition import digest
 from isobit.order.evaluate import expected_tree
 from isobit.order.plan import FeaturePlan
+from isobit.reveal import targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXTENTS = [1, 2, 15, 16, 17, 256, 300, 511, 512, 1024, 1025, 1101, 2049, 5000]
@@ -103,10 +104,11 @@ def test_the_sum_has_the_defined_order(k):
     expected = digest(expected_tree(FeaturePlan(k).segments, "striped"))
     with thread_count(1):
         assert (
-            isobit.reveal(targets.log_softmax(k, 5, function=log_softmax)).order_digest == expected
+            isobit.reveal.order(targets.log_softmax(k, 5, function=log_softmax)).order_digest
+            == expected
         )
         assert (
-            isobit.reveal(targets.log_softmax(k)).order_digest != expected
+            isobit.reveal.order(targets.log_softmax(k)).order_digest != expected
         )  # the control: stock's is another
 
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import isobit
-from isobit import ArgumentError, UnsupportedError, bits, targets
-from isobit.contracts.promises.norm_orders import head_order, tokens_target
+from isobit import ArgumentError, UnsupportedError, bits
+from isobit.library.norms.orders import head_order, tokens_target
 from isobit.machine import thread_count
 from isobit.ops import dispatch
 from isobit.ops.layer_norm import portable as layer_portable
@@ -25,6 +25,7 @@ from isobit.order.addition import digest
 from isobit.order.evaluate import ENGINES, evaluate, expected_tree
 from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
+from isobit.reveal import targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # (lengths, width): equal samples, three in a segment with one empty, a sample beyond a leaf, padding in every one.
@@ -150,9 +151,9 @@ def test_the_revealed_order_over_features_is_the_defined_one(k):
     target = targets.rms_norm(
         k, 3, function=lambda x, shape, _, eps: rms_norm(x, torch.ones(shape), eps)
     )
-    assert isobit.reveal(target).order_digest == expected
+    assert isobit.reveal.order(target).order_digest == expected
     assert (
-        isobit.reveal(targets.rms_norm(k, 3)).order_digest != expected
+        isobit.reveal.order(targets.rms_norm(k, 3)).order_digest != expected
     )  # the control: stock's is another
 
 
@@ -160,7 +161,7 @@ def test_the_revealed_order_over_features_is_the_defined_one(k):
 @pytest.mark.parametrize("tokens", [17, 256, 515])
 def test_the_revealed_order_over_tokens_is_the_defined_one(tokens, function):
     expected = digest(expected_tree(Samples.packed([tokens]).segments, "striped"))
-    assert isobit.reveal(tokens_target(tokens, function=function)).order_digest == expected
+    assert isobit.reveal.order(tokens_target(tokens, function=function)).order_digest == expected
 
 
 @pytest.mark.parametrize("heads", [2, 6, 24])
@@ -168,7 +169,7 @@ def test_the_revealed_order_over_tokens_is_the_defined_one(tokens, function):
 def test_the_revealed_order_over_heads_is_the_defined_one(lengths, heads):
     samples = Samples.packed(lengths)
     target = tokens_target(samples.rows, heads, samples)
-    assert isobit.reveal(target).order_digest == digest(head_order(samples, heads))
+    assert isobit.reveal.order(target).order_digest == digest(head_order(samples, heads))
 
 
 # ---- 3. what must not matter -----------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import isobit
-from isobit import ArgumentError, UnsupportedError, bits, targets
+from isobit import ArgumentError, UnsupportedError, bits
 from isobit.ops import dispatch
 from isobit.ops.linear.attest import wide_values
 from isobit.ops.softmax import portable
@@ -19,6 +19,7 @@ from isobit.ops.softmax.op import softmax
 from isobit.order.addition import depth_of, digest
 from isobit.order.evaluate import ENGINES, evaluate, expected_tree
 from isobit.order.plan import FeaturePlan
+from isobit.reveal import targets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXTENTS = [1, 2, 15, 16, 17, 255, 256, 257, 511, 512, 513, 1024, 1025, 2049, 5000]
@@ -130,9 +131,11 @@ def test_shapes_are_stocks(shape, dtype):
 def test_the_revealed_order_is_the_defined_one(k):
     expected = digest(expected_tree(FeaturePlan(k).segments, "striped"))
     for rows in (1, 5):
-        assert isobit.reveal(targets.softmax(k, rows, function=softmax)).order_digest == expected
+        assert (
+            isobit.reveal.order(targets.softmax(k, rows, function=softmax)).order_digest == expected
+        )
     assert (
-        isobit.reveal(targets.softmax(k)).order_digest != expected
+        isobit.reveal.order(targets.softmax(k)).order_digest != expected
     )  # the control: stock's is another
 
 

@@ -18,8 +18,8 @@ from isobit.order.evaluate import (
     fma_fp32,
 )
 from isobit.order.plan import FeaturePlan
-from isobit.order.planted import Planted
-from isobit.order.reveal import reveal
+from isobit.reveal.planted import Planted
+from isobit.reveal.tree import reveal
 
 FP32 = st.floats(width=32, allow_nan=False)
 

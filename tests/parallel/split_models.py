@@ -6,9 +6,9 @@ from transformers.utils import logging
 
 import isobit
 from isobit import bits
-from isobit.adapters.tensor_parallel import shard
-from isobit.chain.models import spread_weights
-from isobit.parallel.shard import table, take
+from isobit.gates.model.models import spread_weights
+from isobit.integrations.transformers.tensor_parallel import shard
+from isobit.parallel.tensor.shard import table, take
 
 logging.set_verbosity_error()
 # What ranks cut is 1024 or more: the features of attention, those between gate and down, and the vocabulary.

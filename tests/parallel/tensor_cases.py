@@ -6,15 +6,15 @@ import torch
 
 import isobit
 from isobit import Samples, bits
-from isobit.adapters.head import logits_of
+from isobit.integrations.transformers.head import logits_of
 from isobit.ops.share import Share, collecting
-from isobit.parallel.column_linear import column_linear, column_linear_group
-from isobit.parallel.head_norm import head_norm
-from isobit.parallel.row_linear import row_linear
-from isobit.parallel.shard import Shard, take
-from isobit.parallel.vocab_embedding import vocab_embedding
-from isobit.parallel.vocab_logits import vocab_logits
-from isobit.parallel.vocab_logprob import vocab_cross_entropy, vocab_logprob
+from isobit.parallel.tensor.column_linear import column_linear, column_linear_group
+from isobit.parallel.tensor.head_norm import head_norm
+from isobit.parallel.tensor.row_linear import row_linear
+from isobit.parallel.tensor.shard import Shard, take
+from isobit.parallel.tensor.vocab_embedding import vocab_embedding
+from isobit.parallel.tensor.vocab_logits import vocab_logits
+from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy, vocab_logprob
 
 LENGTHS, WIDTH = (7, 3, 5, 6), 7
 WHOLE = Samples.padded(LENGTHS, width=WIDTH)

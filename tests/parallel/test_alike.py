@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 import isobit
 from isobit import native
 from isobit.errors import AgreementError
+from isobit.majority import count_votes, name_ranks
 from isobit.ops import dispatch
-from isobit.parallel import ColumnParallelLinear, GlobalBatch, Gradients, alike
-from isobit.parallel.majority import count_votes, name_ranks
+from isobit.parallel import ColumnParallelLinear, GlobalBatch, Gradients, same_environment
 from isobit.simulator import World
 
 BF16 = torch.bfloat16
@@ -85,8 +85,10 @@ def test_tensor_parallel_ranks_compare_engines_once(other_engine, monkeypatch):
 
     assert "chain on rank 2" in refusals(4, split)
     calls = []
-    kept = alike.require_alike
-    monkeypatch.setattr(alike, "require_alike", lambda *given: (calls.append(1), kept(*given)))
+    kept = same_environment.require_alike
+    monkeypatch.setattr(
+        same_environment, "require_alike", lambda *given: (calls.append(1), kept(*given))
+    )
     World(4).run(split, torch.float32, 3)
     assert len(calls) == 4
 
@@ -113,8 +115,13 @@ def test_other_versions_are_named(monkeypatch):
         def __str__(self):
             return self.odd if dist.get_rank() == 1 else self.most
 
-    monkeypatch.setattr(alike, "VERSION", Version("1", "2"))
-    said = refusals(3, lambda _: alike.require_alike(alike.facts_of(set()), alike.Members.of(None)))
+    monkeypatch.setattr(same_environment, "VERSION", Version("1", "2"))
+    said = refusals(
+        3,
+        lambda _: same_environment.require_alike(
+            same_environment.facts_of(set()), same_environment.Members.of(None)
+        ),
+    )
     assert "version of the order" in said
     assert "2 on rank 1 (not that of most ranks, 1 on ranks 0, 2)" in said
 

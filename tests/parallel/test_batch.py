@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 from isobit import ArgumentError, CutError, Samples
-from isobit.parallel.batch import GlobalBatch, GlobalBatchSampler
+from isobit.parallel.data.batch import GlobalBatch, GlobalBatchSampler
 
 
 @st.composite

@@ -9,10 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import isobit
 from isobit import ArgumentError, bits
-from isobit.adapters.tensor_parallel import shard
+from isobit.integrations.transformers.tensor_parallel import shard
 from isobit.optim import AdamW
 from isobit.parallel.checkpoint import load, save
-from isobit.parallel.shard import Ranks, full_state, gather, owner_of, table
+from isobit.parallel.tensor.shard import Ranks, full_state, gather, owner_of, table
 from isobit.simulator import World
 
 DTYPE = torch.bfloat16

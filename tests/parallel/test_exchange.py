@@ -17,12 +17,12 @@ from torch._C._distributed_c10d import FileStore
 from isobit import bits
 from isobit.errors import ArgumentError, CutError
 from isobit.order.tree import merge
-from isobit.parallel import movement
-from isobit.parallel.buckets import BucketedExchange, group_by_size
-from isobit.parallel.exchange import all_gather, all_reduce, reduce_scatter
-from isobit.parallel.levels import TwoLevel
-from isobit.parallel.line import Line
-from isobit.parallel.meetings import Span, equal_spans, folded_spans, meet
+from isobit.parallel.collectives import transports
+from isobit.parallel.collectives.all_reduce import all_gather, all_reduce, reduce_scatter
+from isobit.parallel.collectives.buckets import BucketedExchange, group_by_size
+from isobit.parallel.collectives.group_state import Line
+from isobit.parallel.collectives.hierarchy import TwoLevel
+from isobit.parallel.collectives.recursive_halving import Span, equal_spans, folded_spans, meet
 
 # Of 524,287 elements one half is a long message, the other is not.
 SIZES = (0, 1, 2, 3, 5, 64, 1001, (1 << 19) - 1, 3 * (1 << 18) + 7)
@@ -214,29 +214,29 @@ def bytes_on_the_wire(world, pair):
 def collectives_have_the_same_bits(world, pair):
     """The path of other transports, here over gloo's own collectives."""
     Line.has_messages, kept = lambda line, tensor: False, Line.has_messages
-    movement.PIECE_BYTES, piece = 1 << 16, movement.PIECE_BYTES
+    transports.PIECE_BYTES, piece = 1 << 16, transports.PIECE_BYTES
     try:
         bits_are_the_trees(world, pair)
         special_values(world, pair)
         many_in_flight(world, pair)
         shares(world, pair)
     finally:
-        Line.has_messages, movement.PIECE_BYTES = kept, piece
+        Line.has_messages, transports.PIECE_BYTES = kept, piece
 
 
 @check
 def distance_does_not_matter(world, pair):
     """As between hosts, where both ways are used at once; and long messages within one."""
     Line.is_near, kept = lambda line, peer: False, Line.is_near
-    movement.LONG_BYTES, long = 64, movement.LONG_BYTES
-    movement.MESSAGE_BYTES, message = 1 << 14, movement.MESSAGE_BYTES
+    transports.LONG_BYTES, long = 64, transports.LONG_BYTES
+    transports.MESSAGE_BYTES, message = 1 << 14, transports.MESSAGE_BYTES
     try:
         bits_are_the_trees(world, pair)
         Line.is_near = kept
         bits_are_the_trees(world, pair)
         many_in_flight(world, pair)
     finally:
-        Line.is_near, movement.LONG_BYTES, movement.MESSAGE_BYTES = kept, long, message
+        Line.is_near, transports.LONG_BYTES, transports.MESSAGE_BYTES = kept, long, message
 
 
 @check

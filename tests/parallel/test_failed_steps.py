@@ -24,8 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from isobit import ArgumentError, UnsupportedError
 from isobit.errors import AgreementError
-from isobit.parallel import GlobalBatch, Gradients, carrier
-from isobit.parallel.buckets import BucketedExchange
+from isobit.parallel import GlobalBatch, Gradients
+from isobit.parallel.collectives.buckets import BucketedExchange
+from isobit.parallel.data import reducer
 
 BF16 = torch.bfloat16
 
@@ -61,7 +62,7 @@ def fail_in_backward(loss):
 )
 def test_a_failed_step_leaves_nothing(ranks, micro, wrap, order, wrong, monkeypatch):
     monkeypatch.setattr(
-        carrier, "BucketedExchange", functools.partial(BucketedExchange, bucket_bytes=4)
+        reducer, "BucketedExchange", functools.partial(BucketedExchange, bucket_bytes=4)
     )
     expected = whole(make(BF16))
 

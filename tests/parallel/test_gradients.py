@@ -29,10 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import isobit
 from isobit import Samples, UnsupportedError, bits
-from isobit.chain.models import build_model
+from isobit.gates.model.models import build_model
 from isobit.ops.share import Share, collecting
 from isobit.order.tree import Counter
-from isobit.parallel import GlobalBatch, Gradients, movement, partials
+from isobit.parallel import GlobalBatch, Gradients
+from isobit.parallel.collectives import transports
+from isobit.parallel.data import partials
 
 BF16 = torch.bfloat16
 LAYOUTS = [(1, 1), (1, 2), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]
@@ -228,7 +230,7 @@ def fold_ranks(rows, total):
     [
         (partials, "Counter", Fold, (1, 8)),
         (partials, "Counter", Rounded, (1, 2)),
-        (movement, "add_rows", fold_ranks, (4, 1)),
+        (transports, "add_rows", fold_ranks, (4, 1)),
     ],
 )
 def test_a_wrong_order_has_other_bits(home, name, wrong, layout, monkeypatch):

@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from isobit import ArgumentError, UnsupportedError, bits, exact_sum
 from isobit.order.exact_sum import round_fp32
-from isobit.parallel.members import Members
-from isobit.parallel.pieces import counted_here, find_shards, piece_of
-from isobit.parallel.scalars import (
+from isobit.parallel.collectives.group import Members
+from isobit.parallel.data.scalars import (
     MOST_RANKS,
     LossMeter,
     add_states,
@@ -24,6 +23,7 @@ from isobit.parallel.scalars import (
     divide,
     total_norm,
 )
+from isobit.parallel.tensor.pieces import counted_here, find_shards, piece_of
 from tests.guards.gloo_ranks import TRIES, Part, drawn, found_by_ranks, with_grad
 
 

@@ -8,11 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import isobit
 from isobit import CutError, UnsupportedError, bits
-from isobit.adapters.coverage import observe
-from isobit.adapters.tensor_parallel import shard, unshard
+from isobit.integrations.transformers.coverage import observe
+from isobit.integrations.transformers.tensor_parallel import shard, unshard
 from isobit.ops.share import Share, collecting
-from isobit.parallel import head_norm
-from isobit.parallel.shard import Ranks, table, take
+from isobit.parallel.tensor import head_norm
+from isobit.parallel.tensor.shard import Ranks, table, take
 from isobit.simulator import World
 
 BF16 = torch.bfloat16

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-from isobit.parallel.shard import Ranks
+from isobit.parallel.tensor.shard import Ranks
 
 RANKS = 2
 

@@ -18,13 +18,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import isobit
 from isobit import CutError, UnsupportedError, bits
 from isobit.ops.linear import partial
-from isobit.parallel import exchange, head_norm, total_norm
-from isobit.parallel.column_linear import ColumnParallelLinear, column_linear, column_linear_group
-from isobit.parallel.row_linear import RowParallelLinear, row_linear
-from isobit.parallel.shard import Ranks, full_state, load_full_state, table
-from isobit.parallel.styles import Column, Row, Vocabulary
-from isobit.parallel.vocab_embedding import VocabParallelEmbedding, vocab_embedding
-from isobit.parallel.vocab_logprob import vocab_logprob
+from isobit.parallel import total_norm
+from isobit.parallel.collectives import all_reduce
+from isobit.parallel.tensor import head_norm
+from isobit.parallel.tensor.column_linear import (
+    ColumnParallelLinear,
+    column_linear,
+    column_linear_group,
+)
+from isobit.parallel.tensor.row_linear import RowParallelLinear, row_linear
+from isobit.parallel.tensor.shard import Ranks, full_state, load_full_state, table
+from isobit.parallel.tensor.styles import Column, Row, Vocabulary
+from isobit.parallel.tensor.vocab_embedding import VocabParallelEmbedding, vocab_embedding
+from isobit.parallel.tensor.vocab_logprob import vocab_logprob
 from isobit.simulator import World
 
 FP32 = torch.float32
@@ -67,14 +73,14 @@ def fold_left(total, group, *, async_op=False):
     total.copy_(reduce(torch.add, held))
 
 
-def round_before_the_merge(total, group, *, async_op=False, all_reduce=exchange.all_reduce):
+def round_before_the_merge(total, group, *, async_op=False, all_reduce=all_reduce.all_reduce):
     total.copy_(total.bfloat16())
     return all_reduce(total, group, async_op=async_op)
 
 
 @pytest.mark.parametrize("wrong", [fold_left, round_before_the_merge])
 def test_another_merge_of_ranks_is_seen(monkeypatch, wrong):
-    monkeypatch.setattr(exchange, "all_reduce", wrong)
+    monkeypatch.setattr(all_reduce, "all_reduce", wrong)
     for case, name in (
         (cases.row, "output"),
         (cases.column, "input_grad"),

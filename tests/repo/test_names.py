@@ -52,7 +52,11 @@ def test_no_environment_variable_is_read():
     # trusted_folder.py sets one for processes that commands start, and puts it back.
     assert readers == ["sources.py", "variables.py", "trusted_folder.py"]
     assert (
-        len(re.findall(r"environ|getenv", (ROOT / "src/isobit/contracts/sources.py").read_text()))
+        len(
+            re.findall(
+                r"environ|getenv", (ROOT / "src/isobit/contracts/store/sources.py").read_text()
+            )
+        )
         == 1
     )
     native = [p for p in FILES if p.suffix in (".cpp", ".h")]

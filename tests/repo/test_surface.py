@@ -68,7 +68,7 @@ def test_signatures():
         "arithmetic",
         "progress",
     ]
-    assert list(inspect.signature(isobit.certify).parameters)[:3] == [
+    assert list(inspect.signature(isobit.reveal.certify).parameters)[:3] == [
         "target",
         "configurations",
         "n",

@@ -8,13 +8,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from isobit.contracts import ladder
-from isobit.contracts.explain import explain
-from isobit.contracts.load import parse_contract
+from isobit.contracts.language.explain import explain
+from isobit.contracts.language.load import parse_contract
+from isobit.contracts.store import ladder
 from isobit.records import ClaimRecord, ContractStatus, Planted, Proof, Provenance, Section
 from isobit.report import contract_graph
 from isobit.report.contract_page import RUNGS, draw_contracts
-from isobit.report.exchange import as_junit, as_sarif
+from isobit.report.junit_sarif import as_junit, as_sarif
 
 HOSTILE = "<script>alert('x')</script>\"onload=\"&]]>"
 ORIGIN = Provenance(

@@ -4,12 +4,12 @@ import re
 from xml.etree import ElementTree
 
 import pytest
+from tests.order.kernels import ORDERS, blocks, chain, pairs, target_of
 
 import isobit
-from isobit.order.certify import Certificate, OrderClass
-from isobit.order.reveal import Tree
 from isobit.report.order_page import draw_certificate, write_page
-from tests.order.kernels import ORDERS, blocks, chain, pairs, target_of
+from isobit.reveal.certificate import Certificate, OrderClass
+from isobit.reveal.tree import Tree
 
 
 def certificate_of(*branches, n, names=None):
@@ -68,7 +68,9 @@ def test_a_page_is_offline_and_escaped():
 
 
 def test_a_page_names_what_was_refused():
-    found = isobit.certify(lambda name: target_of(chain(range(9)), 9) if name else max, [1, 0], 9)
+    found = isobit.reveal.certify(
+        lambda name: target_of(chain(range(9)), 9) if name else max, [1, 0], 9
+    )
     page = write_page(found, "t")
     assert "could not be shown" in page
     assert "9 terms" in page or "chain of 9" in page

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from isobit.errors import ArgumentError, TrainingError
 from isobit.simulator import World, compare_with_one, probe
-from isobit.simulator.parting import find_odd, group_ranks
-from isobit.simulator.replicas import Start, find_replicas
+from isobit.simulator.checkers.odd_ranks import find_odd, group_ranks
+from isobit.simulator.checkers.replicas import Start, find_replicas
 
 WATCH = ("training",)
 

@@ -17,7 +17,7 @@ from isobit.errors import (
     RankFailedError,
 )
 from isobit.simulator import World, same_on_all_ranks
-from isobit.simulator.reads import memory_of, overlap
+from isobit.simulator.checkers.early_reads import memory_of, overlap
 
 SEEDS = range(5)
 

@@ -22,7 +22,7 @@ import torch.distributed.distributed_c10d as c10d
 
 from isobit.errors import BusyError, DeadlockError, RankFailedError, UnsupportedError
 from isobit.simulator import World
-from isobit.simulator.script import Script
+from isobit.simulator.program.script import Script
 from isobit.simulator.sweep import Plan, run_seeds
 from tests.simulator.clean_programs import (
     beats_beside,

@@ -8,14 +8,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from isobit.adapters.transformers import enable
-from isobit.chain.fixture import draw_samples
-from isobit.chain.gate import Report, Row, count_steps, run_gate
-from isobit.chain.models import build_model
-from isobit.chain.scorers import Ordered, Scorer, Stock
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console
+from isobit.gates.model.fixture import draw_samples
+from isobit.gates.model.gate import Report, Row, count_steps, run_gate
+from isobit.gates.model.models import build_model
+from isobit.gates.model.scorers import Ordered, Scorer, Stock
+from isobit.integrations.transformers.enable import enable
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
 from isobit.records import to_json

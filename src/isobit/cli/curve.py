@@ -11,12 +11,12 @@ from rich.table import Table
 from isobit.cli.progress import Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console
-from isobit.curve.gate import Outcome, Verdict, judge, run_jobs
-from isobit.curve.launch import Job
-from isobit.curve.layouts import Layout, grid, refuse_uncut
-from isobit.curve.workload import find_workload
 from isobit.errors import ArgumentError
 from isobit.files import write_text
+from isobit.gates.training.gate import Outcome, Verdict, judge, run_jobs
+from isobit.gates.training.launch import Job
+from isobit.gates.training.layouts import Layout, grid, refuse_uncut
+from isobit.gates.training.workload import find_workload
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
 from isobit.records import Provenance, to_json

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from isobit.cli.terminal import say
-from isobit.contracts.diff import diff
-from isobit.contracts.load import load_contract
+from isobit.contracts.language.diff import diff
+from isobit.contracts.language.load import load_contract
 from isobit.records import to_json
 
 

@@ -6,10 +6,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from isobit.cli.contract_options import open_workspace
 from isobit.cli.terminal import make_console
-from isobit.cli.where import open_workspace
-from isobit.contracts.explain import explain
-from isobit.contracts.load import load_contract
+from isobit.contracts.language.explain import explain
+from isobit.contracts.language.load import load_contract
 from isobit.plain_text import one_line, plain
 
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from isobit import files
+from isobit.cli.contract_options import add_place, open_workspace
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import say
-from isobit.cli.where import add_place, open_workspace
 from isobit.report.contract_graph import FORMATS, draw
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from isobit import files
 from isobit.cli.terminal import say
 from isobit.contracts.foreign import read_foreign, to_ours
-from isobit.contracts.yaml_text import MAX_BYTES
+from isobit.contracts.language.yaml_text import MAX_BYTES
 from isobit.errors import ContractError
 from isobit.plain_text import one_line
 

@@ -6,10 +6,10 @@ import argparse
 import json
 from typing import Any
 
+from isobit.cli.contract_options import add_place, open_workspace
 from isobit.cli.terminal import say
-from isobit.cli.where import add_place, open_workspace
-from isobit.contracts.lint import lint
-from isobit.contracts.load import json_schema
+from isobit.contracts.language.lint import lint
+from isobit.contracts.language.load import json_schema
 from isobit.errors import ContractError
 from isobit.plain_text import one_line
 from isobit.records import to_json

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Iterable
 
 import isobit
-from isobit.contracts.sources import hash_text, installed_version, machine
+from isobit.contracts.store.sources import hash_text, installed_version, machine
 from isobit.processor import cpu_name
 from isobit.records import Provenance
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from isobit.cli.contract_options import add_trust, open_workspace
 from isobit.cli.terminal import say
-from isobit.cli.where import add_trust, open_workspace
-from isobit.contracts.load import load_contract
+from isobit.contracts.language.load import load_contract
 from isobit.errors import ContractError, IsobitError
 
 
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     """The first difference, and the counts."""
     from pathlib import Path
 
-    from isobit.contracts.verify import Options, replay
+    from isobit.contracts.judge.verify import Options, replay
 
     id, _, name = options.claim.partition("/")
     options.which = (

@@ -14,16 +14,17 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from isobit import certify, files, targets
+from isobit import files
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console
-from isobit.contracts.promises import linear_orders
 from isobit.errors import ArgumentError, IsobitError, RevealError
-from isobit.order.certify import Certificate
-from isobit.order.target import Progress as Told
+from isobit.library.linear import orders
 from isobit.records import to_json
 from isobit.report.order_page import draw_certificate, write_page
+from isobit.reveal import certify, targets
+from isobit.reveal.certificate import Certificate
+from isobit.reveal.target import Progress as Told
 from isobit.trusted_folder import serve_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         )
     expected = None
     if options.isobit:
-        expected = linear_orders.expected_order(options.target, options.k, DTYPES[options.dtype])
+        expected = orders.expected_order(options.target, options.k, DTYPES[options.dtype])
     defined = expected is None or certificate.matches(expected)
     origin = provenance_of(
         options, [*(found.tree.digest for found in certificate.classes), repr(certificate.refused)]
@@ -163,7 +164,7 @@ def choose(
         return made, rows, title
 
     def threaded(threads: int, **shape: Any) -> Any:
-        return linear_orders.with_threads(made(**shape), threads)
+        return orders.with_threads(made(**shape), threads)
 
     return threaded, [{**row, "threads": count} for row in rows for count in options.threads], title
 
@@ -173,7 +174,7 @@ def find(options: argparse.Namespace) -> Callable[..., Any]:
     if ":" in options.target:
         serve_folder([options.target.partition(":")[0].partition(".")[0], *options.trust])
         return import_target(options.target, options.k, DTYPES[options.dtype])
-    table = linear_orders.TARGETS if options.isobit else STOCK
+    table = orders.TARGETS if options.isobit else STOCK
     if options.target not in table:
         raise ArgumentError(
             expected=f"one of {', '.join(table)}"

@@ -15,8 +15,8 @@ from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console
 from isobit.errors import ArgumentError
 from isobit.records import to_json
-from isobit.simulator.checkers import listed
-from isobit.simulator.script import Script
+from isobit.simulator.checkers.collective_calls import listed
+from isobit.simulator.program.script import Script
 from isobit.simulator.sweep import Group, Plan, SeedRun, compare_prints, group_findings, run_seeds
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.table import Table
 
+from isobit.cli.contract_options import add_place, exit_code, open_workspace
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console
-from isobit.cli.where import add_place, exit_code, open_workspace
-from isobit.contracts.ladder import RUNGS
-from isobit.contracts.signing import read_public
+from isobit.contracts.store.ladder import RUNGS
+from isobit.contracts.store.signing import read_public
 from isobit.records import to_json
 
 FEW = 40

@@ -14,22 +14,22 @@ from rich.table import Table
 from rich.text import Text
 
 from isobit import files
+from isobit.cli.contract_options import add_place, add_trust, exit_code, open_workspace
 from isobit.cli.progress import Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console
-from isobit.cli.where import add_place, add_trust, exit_code, open_workspace
-from isobit.contracts import ladder
-from isobit.contracts.explain import explain
-from isobit.contracts.language import LEVELS
-from isobit.contracts.load import load_contract
-from isobit.contracts.signing import read_private
-from isobit.contracts.tree import Entry
+from isobit.contracts.language.explain import explain
+from isobit.contracts.language.load import load_contract
+from isobit.contracts.language.schema import LEVELS
+from isobit.contracts.store import ladder
+from isobit.contracts.store.signing import read_private
+from isobit.contracts.store.tree import Entry
 from isobit.contracts.workspace import Run, Workspace, key_of, verdict_at
 from isobit.errors import ArgumentError
 from isobit.plain_text import one_line
 from isobit.records import ClaimRecord, ContractStatus, Provenance, to_json
 from isobit.report.contract_page import draw_contracts
-from isobit.report.exchange import as_junit, as_sarif
+from isobit.report.junit_sarif import as_junit, as_sarif
 
 FEW = 40
 

@@ -1,1 +1,1 @@
-"""Promises as data: subjects, transforms that must not matter, relations that judge, sabotage that must be caught."""
+"""Contracts: files of executable claims about any kernel, and the engine that judges them."""

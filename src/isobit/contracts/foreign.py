@@ -10,10 +10,19 @@ from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any
 
-from isobit.contracts.contract import Equation
-from isobit.contracts.grammar import Key, Kind, ListOf, MapOf, RecordOf, Scalar, Text, refuse
-from isobit.contracts.language import NAME, PROSE, VERSION
-from isobit.contracts.yaml_text import Node, read_yaml
+from isobit.contracts.language.contract import Equation
+from isobit.contracts.language.grammar import (
+    Key,
+    Kind,
+    ListOf,
+    MapOf,
+    RecordOf,
+    Scalar,
+    Text,
+    refuse,
+)
+from isobit.contracts.language.schema import NAME, PROSE, VERSION
+from isobit.contracts.language.yaml_text import Node, read_yaml
 
 # Programs that a test may begin with; a sentence may begin with any other word.
 PROGRAMS = {

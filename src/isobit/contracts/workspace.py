@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from isobit.contracts import ladder
-from isobit.contracts.evidence import Evidence, Finding, merge_records
-from isobit.contracts.load import load_contract
-from isobit.contracts.reach import Reach
-from isobit.contracts.sources import INTERPRET, engine_variables, machine
-from isobit.contracts.tree import HOME, Entry, Tree, library
+from isobit.contracts.judge.reach import Reach
+from isobit.contracts.language.load import load_contract
+from isobit.contracts.store import ladder
+from isobit.contracts.store.evidence import Evidence, Finding, merge_records
+from isobit.contracts.store.sources import INTERPRET, engine_variables, machine
+from isobit.contracts.store.tree import HOME, Entry, Tree, library
 from isobit.errors import ContractError, IsobitError
 from isobit.records import ClaimRecord, ContractStatus
 
@@ -311,7 +311,7 @@ def key_of(run: Run) -> str:
 
 def judge_file(path: str, run: Run, deadline: float) -> Iterator[ClaimRecord]:
     """Imports torch only now."""
-    from isobit.contracts.verify import Options, verify_contract
+    from isobit.contracts.judge.verify import Options, verify_contract
 
     file = "" if library() in Path(path).resolve().parents else path
     options = Options(run.trusted, run.level, run.thorough, run.subject, deadline, file=file)

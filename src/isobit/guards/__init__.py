@@ -1,16 +1,5 @@
-"""What is watched: a configuration before anything runs, and the ranks of a live run."""
+"""Checks of a training configuration before a run, and of its ranks during it."""
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from isobit.lazy import attach
 
-if TYPE_CHECKING:
-    from isobit.guards.agreement import Agreement, Disagreement, rank_agreement
-
-__all__ = ["Agreement", "Disagreement", "rank_agreement"]
-
-
-def __getattr__(name: str) -> Any:
-    """Imported when first asked for: configurations are judged without torch."""
-    if name not in __all__:
-        raise AttributeError(f"module 'isobit.guards' has no attribute {name!r}")
-    return getattr(import_module("isobit.guards.agreement"), name)
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

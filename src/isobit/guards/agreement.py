@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from isobit.errors import AgreementError, ArgumentError
 from isobit.guards.replica import Findings, Gather, Replica, Talk, compare
-from isobit.parallel.majority import name_ranks
-from isobit.parallel.members import Members
-from isobit.parallel.pieces import find_shards
+from isobit.majority import name_ranks
+from isobit.parallel.collectives.group import Members
+from isobit.parallel.tensor.pieces import find_shards
 
 Replicated = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 MODES = ("raise", "report")

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.parallel.majority import count_votes
-from isobit.parallel.pieces import piece_of
+from isobit.majority import count_votes
+from isobit.parallel.tensor.pieces import piece_of
 
 DIGEST = 16  # bytes of BLAKE3: two different tensors share it with a chance of 2^-128
 HEAD = struct.Struct("<16sBQ")

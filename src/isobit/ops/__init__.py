@@ -1,1 +1,1 @@
-"""Operators that keep one order of addition."""
+"""Operators with one order of addition, one folder each."""

@@ -6,7 +6,7 @@ isobit operator computed it from exactly the samples of the share. Three places 
 1. Forward: `check_share` compares the samples of a call with the share that is collected.
 2. Backward: `as_partial` marks the gradient that the operator returns, with the share of its forward and the tensor's
    version. Autograd adds the contributions of several uses, in place or into a new tensor: either loses the mark.
-3. Delivery: a hook of isobit.parallel.deliveries refuses a gradient without a valid mark.
+3. Delivery: a hook of isobit.parallel.data.gradient_checks refuses a gradient without a valid mark.
 
 Recomputation under gradient checkpointing marks the same gradient, and calls without gradients mark nothing.
 """

@@ -1,1 +1,5 @@
-"""The order of addition: decided here once, in plain Python, for every executor."""
+"""The order of addition: defined here once, in plain Python, for every executor."""
+
+from isobit.lazy import attach
+
+__getattr__, __dir__, __all__ = attach(__name__, __file__)

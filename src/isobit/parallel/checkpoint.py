@@ -22,8 +22,8 @@ from torch.distributed.tensor import Shard as Placement
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.files import write_text
-from isobit.parallel.members import is_first_rank
-from isobit.parallel.shard import Shard, owner_of, table
+from isobit.parallel.collectives.group import is_first_rank
+from isobit.parallel.tensor.shard import Shard, owner_of, table
 
 FORMAT = 1
 RECORD = "isobit.json"  # beside torch's own files: the step, what the caller adds, and the optimizer's options

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from isobit.order.addition import step_digests, steps_of
-from isobit.order.certify import Certificate, OrderClass
 from isobit.records import Provenance
 from isobit.report.markup import FOOTER_STYLE, as_footer, escape
 from isobit.report.order_picture import WIDTH, OrderPicture
 from isobit.report.svg import Canvas
+from isobit.reveal.certificate import Certificate, OrderClass
 
 GAP, HEAD = 16, 62
 WORDS_A_LINE = 86

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from isobit.order.addition import step_digests, steps_of
-from isobit.order.outline import Outline, Run, count_lead, describe
-from isobit.order.reveal import Tree
 from isobit.report.svg import Canvas
+from isobit.reveal.outline import Outline, Run, count_lead, describe
+from isobit.reveal.tree import Tree
 
 WIDTH, LEFT, RIGHT, ROW = 560, 14, 132, 20
 WHOLE_TREE = 32  # up to so many terms every addition is drawn

@@ -14,11 +14,12 @@ same_on_all_ranks(named)              called on every rank: DivergenceError name
 Errors (isobit.errors): SimulationError and its children, each with `ranks` at the root, `stacks`, and `result`.
 """
 
-from isobit.simulator.checkers import same_on_all_ranks
+from isobit.simulator import probe
+from isobit.simulator.checkers.collective_calls import same_on_all_ranks
+from isobit.simulator.checkers.single_rank import compare_with_one
+from isobit.simulator.checkers.verdict import Result
 from isobit.simulator.faults import Die, Drop, Fault, Flip, PlantNaN, Stall, Straggle, draw_faults
-from isobit.simulator.judge import Result
 from isobit.simulator.launch import replay, run_script, spawn
-from isobit.simulator.one_worker import compare_with_one
 from isobit.simulator.trace import Trace
 from isobit.simulator.world import World
 
@@ -35,6 +36,7 @@ __all__ = [
     "World",
     "compare_with_one",
     "draw_faults",
+    "probe",
     "replay",
     "run_script",
     "same_on_all_ranks",

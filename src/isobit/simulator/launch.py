@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from isobit.simulator.checkers.verdict import Result
 from isobit.simulator.faults import Fault
-from isobit.simulator.judge import Result
-from isobit.simulator.script import Script
+from isobit.simulator.program.script import Script
 from isobit.simulator.trace import Trace
 from isobit.simulator.world import World
 

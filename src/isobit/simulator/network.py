@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError, IsobitError, MismatchError, RankLostError
-from isobit.simulator import checkers
+from isobit.simulator.checkers import collective_calls
 from isobit.simulator.collectives import FRESH, PLANS, Call, Copies, misfits
 from isobit.simulator.faults import Flip, flip_bit
 
@@ -31,7 +31,7 @@ class Group:
     timeout: int  # virtual microseconds
 
     def describe(self) -> str:
-        return f"group {self.name!r} ({checkers.listed(self.members)})"
+        return f"group {self.name!r} ({collective_calls.listed(self.members)})"
 
     @property
     def key(self) -> Key:
@@ -168,7 +168,7 @@ class Network:
 
     def _refusal(self, operation: Operation, calls: list[Call]) -> IsobitError | None:
         if len({call.signature() for call in calls}) > 1:
-            return checkers.mismatch(operation, calls)
+            return collective_calls.mismatch(operation, calls)
         latest = max(calls, key=lambda call: call.clock)
         first = min(calls, key=lambda call: call.clock)
         if latest.clock - first.clock > operation.group.timeout:
@@ -188,7 +188,7 @@ class Network:
         plan = PLANS[operation.kind](calls)
         wrong = misfits(plan)
         if wrong:
-            raise checkers.misfit(operation, wrong)
+            raise collective_calls.misfit(operation, wrong)
         flips = [call.flipped_to for call in calls if call.flipped_to is not None]
         kept: dict[int, Tensor] = {}
         operation.copies = []

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from isobit.errors import UnsupportedError
-from isobit.simulator import python_random
+from isobit.simulator.program import python_random
 
 if TYPE_CHECKING:
-    from isobit.simulator.strands import Strand
-    from isobit.simulator.work import RankWork
+    from isobit.simulator.program.threads import Strand
+    from isobit.simulator.torch.work import RankWork
     from isobit.simulator.world import World
 
 TORCH_SEED = 67280421310721  # what torch gives the default generator of a fresh process

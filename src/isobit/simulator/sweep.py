@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from isobit.errors import BusyError, IsobitError, RankFailedError, SimulationError
+from isobit.simulator.checkers.single_rank import compare_with_one
 from isobit.simulator.faults import draw_faults
-from isobit.simulator.one_worker import compare_with_one
-from isobit.simulator.script import Script
+from isobit.simulator.program.script import Script
 from isobit.simulator.world import World
 
 WATCHES = ("bits", "reads", "training")

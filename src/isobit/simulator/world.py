@@ -22,14 +22,20 @@ from isobit.errors import (
     SimulationError,
     UnsupportedError,
 )
-from isobit.simulator import checkers, faults
+from isobit.simulator import faults
+from isobit.simulator.checkers import collective_calls
+from isobit.simulator.checkers.early_reads import watching_reads
+from isobit.simulator.checkers.step_copies import Ledger
+from isobit.simulator.checkers.training import Training
+from isobit.simulator.checkers.verdict import Killed, Result, Stalled, diagnose, judge, origin
+from isobit.simulator.checkers.wire import Watch
 from isobit.simulator.collectives import Call
 from isobit.simulator.faults import Fault
-from isobit.simulator.folder import restore_folder
-from isobit.simulator.install import installed
-from isobit.simulator.judge import Killed, Result, Stalled, diagnose, judge, origin
-from isobit.simulator.ledger import Ledger
 from isobit.simulator.network import Network
+from isobit.simulator.program.folder import restore_folder
+from isobit.simulator.program.threads import finish, has_library_threads
+from isobit.simulator.program.variables import launcher_variables
+from isobit.simulator.program.waits import LocalWait
 from isobit.simulator.rank import (
     Rank,
     being,
@@ -40,15 +46,10 @@ from isobit.simulator.rank import (
     user_stack,
 )
 from isobit.simulator.rank import strand as current_strand
-from isobit.simulator.reads import watching_reads
 from isobit.simulator.schedule import Schedule, Waiting
-from isobit.simulator.store import RankStore
-from isobit.simulator.strands import finish, has_library_threads
+from isobit.simulator.torch.install import installed
+from isobit.simulator.torch.store import RankStore
 from isobit.simulator.trace import Recorder, Trace
-from isobit.simulator.training import Training
-from isobit.simulator.variables import launcher_variables
-from isobit.simulator.waits import LocalWait
-from isobit.simulator.watch import Watch
 
 REFUSALS = 100  # calls that a rank may make after the world was stopped
 GRACE = 2.0  # seconds in which a rank that is ended must reach Python
@@ -166,7 +167,7 @@ class World:
         if seconds < self.patience + GRACE:
             if self.root is None:
                 stack = user_stack(sys._current_frames().get(ident))
-                self.root = checkers.endless_turn(rank.index, self.patience, stack)
+                self.root = collective_calls.endless_turn(rank.index, self.patience, stack)
                 interrupt_thread(ident)
             return True
         return False

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from isobit.cli.contract_options import add_trust
 from isobit.cli.dtypes import short_dtype
 from isobit.cli.progress import add_quiet
-from isobit.cli.where import add_trust
 
 # Named here, since their own modules load torch; a test compares.
 STOCK = (
@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
         "each addition does; replays both on random terms, to the bit; compares. Exit 0: one order; 1: several; "
         "2: some order could not be shown.",
         epilog=f"targets: {', '.join(STOCK)}, all_reduce (gloo, a process a rank), or package.module:name, a callable "
-        "that sums a vector (or takes k, m, n, dtype and returns a target of isobit.targets)",
+        "that sums a vector (or takes k, m, n, dtype and returns a target of isobit.reveal.targets)",
     )
     parser.add_argument("target", help="what to probe: a name below, or package.module:name")
     parser.add_argument("--k", type=int, default=1024, help="terms of the sum (default 1024)")

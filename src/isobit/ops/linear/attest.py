@@ -9,10 +9,10 @@ from isobit.errors import RevealError
 from isobit.order.addition import digest
 from isobit.order.evaluate import ENGINES, evaluate, expected_tree
 from isobit.order.plan import FeaturePlan
-from isobit.order.reveal import reveal
 from isobit.records import Attestation
-from isobit.targets import products
-from isobit.targets.tensor_target import TensorTarget
+from isobit.reveal.targets import products
+from isobit.reveal.targets.tensor_target import TensorTarget
+from isobit.reveal.tree import reveal
 
 # 1 and 5 take the paths for few rows, 33 leaves a tail in the tile engine, 130 a second tile.
 ROW_COUNTS = (1, 5, 33, 130)

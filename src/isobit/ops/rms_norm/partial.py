@@ -39,9 +39,8 @@ def sample_grads(
     find_subtree("heads", first_head, x.shape[-2], heads_total, FEATURE_CAP)
     spans = spans_of(samples, x.select(-2, 0))
     if dispatch.is_native(x.dtype):
-        return torch.ops.isobit.rms_norm_sample_grads(
-            grad, x, weight, scales.contiguous(), spans, heads_total
-        )  # type: ignore[no-any-return]
+        grads = torch.ops.isobit.rms_norm_sample_grads
+        return grads(grad, x, weight, scales.contiguous(), spans, heads_total)  # type: ignore[no-any-return]
     return portable_sample_grads(grad, x, weight, scales, samples, heads_total)
 
 

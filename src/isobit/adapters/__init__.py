@@ -1,1 +1,0 @@
-"""isobit in other people's programs."""

@@ -1,1 +1,0 @@
-"""The exit gate: a whole model, forward and backward, under every layout of one batch."""

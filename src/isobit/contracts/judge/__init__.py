@@ -1,0 +1,1 @@
+"""Judging a contract: inputs, relations, sabotage, search and proofs."""

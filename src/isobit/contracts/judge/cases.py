@@ -1,0 +1,139 @@
+"""Runs a claim on cases: the fixed ones, drawn ones, and smaller ones; each with gradients enabled and disabled."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from isobit import bits
+from isobit.contracts.judge.integers_search import examine_integers, search_integers
+from isobit.contracts.judge.recipes import Case, Recipe, fixed_recipes
+from isobit.contracts.judge.relations import RELATIONS, Bound, refuses
+from isobit.contracts.judge.search import reduce, search
+from isobit.contracts.judge.tally import Tally
+from isobit.contracts.language.contract import Claim, Contract
+from isobit.contracts.store import ladder
+from isobit.errors import ContractError, EngineError
+
+SECONDS_TO_SHRINK = 20.0
+SMALL = (
+    2**16
+)  # elements of the arguments of a fixed case up to which it is judged in both modes; L3 draws larger ones too
+# Triton, and torch on CUDA, HIP and XPU, where there is no device or no driver.
+NO_DEVICE = re.compile(
+    r"0 active drivers|no nvidia driver|not compiled with cuda|no (cuda|hip|xpu) gpus?|accelerator device when none",
+    re.IGNORECASE,
+)
+
+
+class NoDeviceError(EngineError):
+    """The subject needs a device that is not here: nothing can be said of its promise."""
+
+
+def examine(
+    contract: Contract, bound: Bound, thorough: bool, first_only: bool = False
+) -> tuple[Tally, Recipe | None]:
+    """L2: the fixed inputs of the claim; the first failing recipe, if any."""
+    tally, failing, claim = Tally(), None, bound.claim
+    if claim.relation == "refuses":
+        refuses(bound, tally, raising=first_only)
+    elif claim.relation == "algebra":
+        examine_integers(bound, tally, raising=first_only)
+    else:
+        for recipe in recipes_of(contract, claim, thorough, first_only):
+            is_small = Case(recipe, contract.inputs[recipe.inputs]).elements <= SMALL
+            run = run_both if first_only or is_small else run_case
+            run(contract, bound, recipe, tally, raising=first_only)
+            if tally.differing and failing is None:
+                failing = recipe
+            if tally.differing and first_only:
+                break
+    return tally, failing
+
+
+def recipes_of(
+    contract: Contract, claim: Claim, thorough: bool, first_only: bool
+) -> Iterator[Recipe]:
+    """Of all its inputs; sabotage must show on the first of them."""
+    for name in claim.inputs[:1] if first_only else claim.inputs:
+        yield from fixed_recipes(name, contract.inputs[name], thorough and not first_only)
+
+
+def run_both(
+    contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False
+) -> None:
+    """One case without gradients, and again with them where an output is judged; its inputs count once."""
+    run_case(contract, bound, recipe, tally, raising)
+    if bound.has_both_modes():
+        training = Tally()
+        run_case(contract, replace(bound, gradients=True), recipe, training, raising)
+        training.cases = training.inputs = 0
+        training.first = training.first and f"with gradients enabled: {training.first}"
+        tally.add(training)
+
+
+def run_case(
+    contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False
+) -> None:
+    """One case; a subject that raises breaks its promise, but a planted one that raises was not caught by the claim."""
+    case = Case(recipe, contract.inputs[recipe.inputs])
+    counted, before = tally.cases, {name: t.clone() for name, t in case.arguments.items()}
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # edges overflow on purpose
+            RELATIONS[bound.claim.relation](bound, case, tally)
+        if tally.cases == counted:  # a predicate of the contract's own may count for itself
+            tally.count(case.rows if bound.claim.relation != "holds" else 1)
+        if not all(bits.equal(t, before[name]) for name, t in case.arguments.items()):
+            tally.fail("the subject writes to its inputs, so that nothing can be compared")
+    except ContractError:
+        raise
+    except (Exception, SystemExit) as error:
+        check_device(error)
+        if raising:
+            raise
+        tally.count(1)
+        tally.compared += 1
+        tally.fail(f"raised {type(error).__name__}: {str(error)[:300]}")
+
+
+def check_device(error: BaseException) -> None:
+    """Raises NoDeviceError where an error says that there is no device, and there is none."""
+    if NO_DEVICE.search(str(error)) and not torch.accelerator.is_available():
+        raise NoDeviceError(
+            expected="a device that the subject runs on",
+            received=str(error)[:200],
+            remedy="verify where there is one; for Triton's interpreter set TRITON_INTERPRET=1",
+        ) from None
+
+
+def find_breach(
+    contract: Contract, bound: Bound, tally: Tally, seconds: float
+) -> Recipe | str | None:
+    """L3: many inputs, every other one with gradients enabled; the smallest that breaks the claim, or None."""
+    if bound.claim.relation == "algebra":
+        return search_integers(bound, tally, ladder.ENOUGH_INPUTS)
+    modes = (bound, replace(bound, gradients=True)) if bound.has_both_modes() else (bound,)
+
+    def check(case: Case, found: Tally) -> None:
+        run_case(contract, modes[case.recipe.seed % len(modes)], case.recipe, found)
+
+    first = bound.claim.inputs[0]
+    return search(check, first, contract.inputs[first], tally, seconds)
+
+
+def shrink(contract: Contract, bound: Bound, failing: Recipe | None) -> Recipe | str | None:
+    """The smallest counter-example that a search finds, else the one that is known."""
+    if bound.claim.relation in ("refuses", "algebra"):
+        return search_integers(bound, Tally(), 1000) if bound.claim.relation == "algebra" else None
+    if failing is None:
+        return None
+
+    def check(case: Case, found: Tally) -> None:
+        run_both(contract, bound, case.recipe, found)
+
+    return reduce(check, failing, contract.inputs[failing.inputs], SECONDS_TO_SHRINK)

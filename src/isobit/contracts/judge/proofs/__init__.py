@@ -1,0 +1,1 @@
+"""Proof engines: intervals, bit-vectors (Bitwuzla) and integers (z3)."""

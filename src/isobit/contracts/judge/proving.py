@@ -1,0 +1,118 @@
+"""L4: asks the engine that a claim names, and asks it again of a wrong subject, which it must refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from isobit.contracts.judge.integers_search import domain_of
+from isobit.contracts.judge.recipes import Case, Recipe
+from isobit.contracts.judge.relations import RELATIONS, Bound
+from isobit.contracts.judge.tally import Tally
+from isobit.contracts.language.contract import Contract, Inputs
+from isobit.errors import ContractError, EngineError, RevealError
+from isobit.records import Planted, Proof
+
+PATTERNS = 2**16
+
+
+def prove(
+    contract: Contract, bound: Bound, plant: Callable[[Bound, str], Bound]
+) -> tuple[Proof, Planted]:
+    """What the engine shows of the subject, and whether it refuses the planted one."""
+    plan = bound.claim.proof
+    assert plan is not None
+    proof = ask(contract, bound)
+    if not proof.kept:
+        return proof, Planted(plan.planted, False, "not tried")
+    planted = plant(bound, plan.planted)
+    try:
+        wrong = ask(contract, planted)
+    except RevealError as error:  # it has no order at all
+        return proof, Planted(f"proof: {plan.planted}", True, f"refused: {str(error)[:200]}")
+    except Exception as error:  # a fault of the plant, not a catch
+        return proof, Planted(
+            f"proof: {plan.planted}", False, f"raised {type(error).__name__}: {str(error)[:200]}"
+        )
+    return proof, Planted(f"proof: {plan.planted}", not wrong.kept, wrong.failure)
+
+
+def ask(contract: Contract, bound: Bound) -> Proof:
+    """One question to one engine."""
+    plan = bound.claim.proof
+    assert plan is not None
+    if plan.by:
+        found = bound.code[plan.by](bound.wrap(bound.subject))
+        if not isinstance(found, Proof):
+            raise ContractError(
+                expected=f"{plan.by} to return isobit.records.Proof",
+                received=type(found).__name__,
+                remedy="return Proof(engine, covers, cases, failure)",
+            )
+        return found
+    if plan.engine == "z3":
+        return prove_integers(bound)
+    return enumerate_values(bound, plan.inputs, contract.inputs[plan.inputs])
+
+
+def prove_integers(bound: Bound) -> Proof:
+    """Every path of the predicate and of the subject, for all integers of the domain."""
+    from isobit.contracts.judge.proofs import integers
+
+    def predicate(**given: object) -> object:
+        return bound.named("predicate")(bound.wrap(bound.subject), **given)
+
+    domain = domain_of(bound)
+    found = integers.prove(predicate, domain)
+    if found.unknown:
+        raise EngineError(
+            expected="z3 to decide the claim",
+            received=found.unknown,
+            remedy="state it with fewer products",
+        )
+    failure = "" if found.proved else f"false at {found.counterexample}"
+    limits = ", ".join(said_limit(name, *pair) for name, pair in domain.items())
+    return Proof(
+        "z3 on the integers",
+        f"all integers {limits}; every path of the function",
+        found.paths,
+        failure,
+    )
+
+
+def said_limit(name: str, low: int | None, high: int | None) -> str:
+    """As a person writes it."""
+    if low is None and high is None:
+        return name
+    return f"{name} in [{'−∞' if low is None else low}, {'∞' if high is None else high}]"
+
+
+def enumerate_values(bound: Bound, name: str, inputs: Inputs) -> Proof:
+    """The relation on every bit pattern of each 16-bit dtype, through the real kernel."""
+    wide = [name for name in inputs.dtypes if name not in ("bfloat16", "float16")]
+    if wide:
+        raise ContractError(
+            expected="16-bit dtypes for enumeration",
+            received=", ".join(wide),
+            remedy="list bfloat16, float16",
+        )
+    tally, cases = Tally(), 0
+    first = next(iter(inputs.arguments))
+    for dtype in inputs.dtypes:
+        sizes = tuple((n, PATTERNS if n == inputs.rows else 1) for n in inputs.sizes)
+        case = Case(Recipe(name, dtype, sizes, inputs.values), inputs)
+        values = torch.arange(PATTERNS, dtype=torch.int32).to(torch.int16).view(case.dtype)
+        values = values if {"nans", "infinities"} & set(inputs.edges) else values[values.isfinite()]
+        sizes = tuple((n, len(values) if n == inputs.rows else v) for n, v in sizes)
+        case = Case(replace(case.recipe, sizes=sizes), inputs)
+        case.__dict__["arguments"] = {**case.arguments, first: values.reshape(case.shape_of(first))}
+        with torch.no_grad():
+            RELATIONS[bound.claim.relation](bound, case, tally)
+        cases += case.rows
+    finite = "" if "nans" in inputs.edges else "finite "
+    covers = f"every {finite}value of {' and '.join(inputs.dtypes)}, one at a time (every size but the rows is 1)"
+    return Proof(
+        "enumeration of the real kernel", covers, cases if tally.compared else 0, tally.first
+    )

@@ -1,0 +1,208 @@
+"""Records which files code opens or imports while it is judged, beyond the imports that its source shows.
+
+[Note: what evidence depends on]
+A contract's digest covers its text and the files that static imports lead to (sources.py). Code may reach more: a
+module by `importlib`, a table or a configuration by `open`. An audit hook sees these while a claim is judged; each
+file is hashed when it is first opened, and the evidence holds the hashes. Reading evidence hashes the files again: if
+one differs, the evidence no longer counts.
+
+Not recorded, since a version or the digest covers it, or since it is no input: the interpreter and installed packages,
+isobit itself, temporary files, caches, evidence, /proc, /sys and /dev, and what the code writes itself. Not seen: files
+that native code opens without Python, what child processes open, the shell's variables, the network. `--again` judges
+regardless.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import stat
+import sys
+import tempfile
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from blake3 import blake3
+
+from isobit.contracts.store.sources import BY_NAME, ROOT
+
+ABSENT = "absent"
+CACHES = frozenset({"__pycache__", ".cache", ".triton", ".hypothesis", ".pytest_cache"})
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+PSEUDO = ("/proc", "/sys", "/dev")
+MANY = 100_000  # files that one finding may name
+
+WRITTEN = "written"
+
+_open: list[Reach] = []  # recorders that are recording now
+# By source file: what was opened while a function of it was running. A module reads a table once, for every contract
+# that binds it; only the first of them sees the event.
+_opened_by: dict[str, dict[str, str]] = {}
+_T = TypeVar("_T")
+
+
+class Reach:
+    """The files that one contract's code reaches, with their digests; paths are relative to `base` where below it."""
+
+    def __init__(self, base: Path, home: Path, known: Collection[Path]) -> None:
+        self.base = os.path.abspath(base)
+        self._left_out = (os.path.abspath(home), *PSEUDO, *_installed(self.base))
+        self._temporary = os.path.abspath(tempfile.gettempdir())
+        self._known = {os.path.abspath(path) for path in known}
+        own = [
+            p for p in known if p.suffix == ".py" and ROOT not in p.parents
+        ]  # isobit reaches no one's code by name
+        self._by_name = any(BY_NAME.search(path.read_bytes()) for path in own)
+        self._found: dict[str, str] = {}
+
+    def during(self, steps: Iterable[_T]) -> Iterator[_T]:
+        """Records while each step is made, not while its receiver works on it."""
+        _install()
+        iterator = iter(steps)
+        while True:
+            with self._recording():
+                step = next(iterator, _END)
+            if step is _END:
+                break
+            yield step
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        _open.append(self)
+        try:
+            yield
+        finally:
+            _open.remove(self)
+
+    def files(self) -> tuple[tuple[str, str], ...]:
+        """Each path with its digest, in order; call it when judging is done."""
+        if self._by_name:  # what was loaded before can be reached without an event
+            for module in list(sys.modules.values()):
+                origin = getattr(module, "__file__", None)
+                if isinstance(origin, str) and os.path.isabs(origin):  # torch.ops says _ops.py
+                    self.note(origin)
+        found = dict(self._found)
+        for source in self._known:
+            for path, digest in list(_opened_by.get(source, {}).items()):
+                if digest == WRITTEN or self._counts(path):
+                    found[path] = WRITTEN if digest == WRITTEN else found.get(path, digest)
+        inputs = (
+            (_shown(path, self.base), digest) for path, digest in found.items() if digest != WRITTEN
+        )
+        return tuple(sorted(inputs))
+
+    def note(self, path: str, written: bool = False) -> None:
+        """A file was opened."""
+        path = os.path.abspath(path)
+        if path.endswith(".pyc") and "__pycache__" in path:
+            try:
+                path = importlib.util.source_from_cache(path)
+            except ValueError:
+                return
+        if not self._counts(path):
+            return
+        if written:
+            self._found[path] = WRITTEN
+        elif path not in self._found:
+            self._found[path] = ABSENT  # first, so that hashing it is not recorded again
+            self._found[path] = hash_file(path)
+        for source in running_sources():
+            _opened_by.setdefault(source, {})[path] = self._found[path]
+
+    def _counts(self, path: str) -> bool:
+        if (
+            path in self._known
+            or (CACHES | INSTALLED) & set(path.split(os.sep))
+            or os.path.isdir(path)
+        ):
+            return False
+        if any(_is_below(path, folder) for folder in self._left_out):
+            return False
+        return _is_below(path, self.base) or not _is_below(path, self._temporary)
+
+
+_END: Any = object()
+
+
+def running_sources() -> set[str]:
+    """The files whose functions are running in this thread, without isobit's own, which run whatever is judged."""
+    found: set[str] = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found.add(frame.f_code.co_filename)
+        frame = frame.f_back
+    return {name for name in found if not _is_below(name, str(ROOT))}
+
+
+def changed(files: Iterable[tuple[str, str]], base: Path, known: dict[str, str]) -> str:
+    """The first file that is not what it was, or nothing; `known` keeps digests from one call to the next."""
+    for name, digest in files:
+        path = os.path.join(os.path.abspath(base), name)
+        if path not in known:
+            known[path] = hash_file(path)
+        if known[path] != digest:
+            return name
+    return ""
+
+
+def hash_file(path: str) -> str:
+    """BLAKE3 of a regular file; anything else counts as absent, and nothing blocks."""
+    if any(
+        _is_below(os.path.realpath(path), folder) for folder in PSEUDO
+    ):  # forged evidence may name what has no end
+        return ABSENT
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError):
+        return ABSENT
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            return ABSENT
+        hasher = blake3()
+        while block := file.read(1 << 20):
+            hasher.update(block)
+    return hasher.hexdigest()
+
+
+def _shown(path: str, base: str) -> str:
+    """Relative where it is below the folder of the evidence, so that evidence can travel with its files."""
+    return os.path.relpath(path, base) if _is_below(path, base) else path
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip(os.sep) + os.sep)
+
+
+def _installed(base: str) -> tuple[str, ...]:
+    """Where the interpreter, its packages and isobit are; not a folder that holds the one that is worked in."""
+    places = {os.path.abspath(p) for p in (sys.prefix, sys.base_prefix, sys.exec_prefix, str(ROOT))}
+    return tuple(sorted(place for place in places if not _is_below(base, place)))
+
+
+@lru_cache(maxsize=1)
+def _install() -> None:
+    """Once a process, when something is first judged: an audit hook cannot be removed."""
+    sys.addaudithook(_heard)
+
+
+def _heard(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _open:
+        return
+    if event == "open":
+        path, _, flags = arguments
+        written = bool(isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR))
+    elif event == "import":  # of an extension: its file; of other modules the file is opened too
+        path, written = arguments[1], False
+    elif event == "ctypes.dlopen":
+        path, written = arguments[0], False
+    else:
+        return
+    if isinstance(path, bytes):
+        path = os.fsdecode(path)
+    if isinstance(path, (str, os.PathLike)) and (event == "open" or os.sep in str(path)):
+        for recorder in tuple(_open):
+            recorder.note(str(path), written)

@@ -1,0 +1,1 @@
+"""The contract file format: reading, checking, explaining and writing contract files."""

@@ -1,0 +1,294 @@
+"""The kinds of values a contract may hold: each reads a node or says what is wrong with it, and has a JSON schema."""
+
+from __future__ import annotations
+
+import datetime
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, Protocol
+
+from isobit.contracts.language.yaml_text import Node
+from isobit.errors import ContractError
+
+Schema = dict[str, Any]
+
+
+class Kind(Protocol):
+    """What a key may hold."""
+
+    def read(self, node: Node, path: str, where: str) -> Any:
+        """The value, or a ContractError."""
+        ...
+
+    def schema(self) -> Schema:
+        """For editors."""
+        ...
+
+
+def refuse(
+    node: Node, path: str, where: str, expected: str, remedy: str, received: str = ""
+) -> NoReturn:
+    """A ContractError at a place in the file."""
+    shown = received or repr(node.plain())
+    shown = shown if len(shown) <= 120 else shown[:117] + "…"
+    raise ContractError(
+        expected=f"{path}: {expected}", received=shown, remedy=remedy, where=where, line=node.line
+    )
+
+
+def suggest(word: str, known: Sequence[str]) -> str:
+    """The nearest known word as a question, or all of them."""
+    # Long words are no misspellings, and comparing them takes time that grows with the square of their length.
+    near = (
+        difflib.get_close_matches(word, [k for k in known if len(k) <= 100], 1, 0.6)
+        if len(word) <= 100
+        else []
+    )
+    shown = [*known[:30], *(["…"] if len(known) > 30 else [])]
+    return f"did you mean {near[0]!r}?" if near else f"use one of: {', '.join(shown)}"
+
+
+@dataclass(frozen=True)
+class Text:
+    """A line or a paragraph; `pattern` for names."""
+
+    pattern: str = ""
+    like: str = "text that is not empty"
+
+    def read(self, node: Node, path: str, where: str) -> str:
+        value = node.value
+        if (
+            not isinstance(value, str)
+            or not value.strip()
+            or (self.pattern and not re.fullmatch(self.pattern, value))
+        ):
+            refuse(node, path, where, self.like, "write it as described")
+        return value.strip()
+
+    def schema(self) -> Schema:
+        return {"type": "string"} | (
+            {"pattern": f"^(?:{self.pattern})$"} if self.pattern else {"minLength": 1}
+        )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One of a few words."""
+
+    words: Sequence[str]
+
+    def read(self, node: Node, path: str, where: str) -> str:
+        if node.value not in self.words:
+            refuse(
+                node,
+                path,
+                where,
+                f"one of {', '.join(self.words)}",
+                suggest(str(node.value), self.words),
+            )
+        return str(node.value)
+
+    def schema(self) -> Schema:
+        return {"enum": list(self.words)}
+
+
+@dataclass(frozen=True)
+class Number:
+    """A finite number."""
+
+    low: float = float("-inf")
+    whole: bool = False
+
+    def read(self, node: Node, path: str, where: str) -> float | int:
+        value = node.value
+        kinds = (int,) if self.whole else (int, float)
+        finite = (
+            isinstance(value, kinds) and not isinstance(value, bool) and abs(value) < float("inf")
+        )
+        if not finite or value < self.low:
+            least = "" if self.low == float("-inf") else f" of at least {self.low:g}"
+            refuse(
+                node,
+                path,
+                where,
+                f"a {'whole ' if self.whole else 'finite '}number{least}",
+                "write a number",
+            )
+        return value  # type: ignore[no-any-return]
+
+    def schema(self) -> Schema:
+        least = {} if self.low == float("-inf") else {"minimum": self.low}
+        return {"type": "integer" if self.whole else "number"} | least
+
+
+@dataclass(frozen=True)
+class Scalar:
+    """Any plain value; texts are short, since they name things."""
+
+    longest: int = 1000
+
+    def read(self, node: Node, path: str, where: str) -> Any:
+        if isinstance(node.value, (dict, list)):
+            refuse(node, path, where, "a plain value", "no lists and no mappings here")
+        if isinstance(node.value, str) and len(node.value) > self.longest:
+            refuse(node, path, where, f"at most {self.longest:,} characters", "shorten it")
+        return node.value
+
+    def schema(self) -> Schema:
+        return {"type": ["string", "number", "boolean", "null"], "maxLength": self.longest}
+
+
+@dataclass(frozen=True)
+class Date:
+    """A day, as 2027-01-31."""
+
+    def read(self, node: Node, path: str, where: str) -> str:
+        try:
+            # Python 3.11 takes more forms than 3.10, as 20270131.
+            if not isinstance(node.value, str) or not re.fullmatch(
+                r"[0-9]{4}-[0-9]{2}-[0-9]{2}", node.value
+            ):
+                raise ValueError
+            return datetime.date.fromisoformat(node.value).isoformat()
+        except ValueError:
+            refuse(node, path, where, "a day as 2027-01-31", "write year, month and day")
+
+    def schema(self) -> Schema:
+        return {"type": "string", "format": "date"}
+
+
+@dataclass(frozen=True)
+class ListOf:
+    """Values of one kind; at least `least` of them."""
+
+    kind: Kind
+    least: int = 0
+
+    def read(self, node: Node, path: str, where: str) -> tuple[Any, ...]:
+        if not isinstance(node.value, list) or len(node.value) < self.least:
+            refuse(
+                node,
+                path,
+                where,
+                f"a list of at least {self.least}",
+                "write it as - items, or [a, b]",
+            )
+        return tuple(
+            self.kind.read(item, f"{path}[{i}]", where) for i, item in enumerate(node.value)
+        )
+
+    def schema(self) -> Schema:
+        return {"type": "array", "items": self.kind.schema()} | (
+            {"minItems": self.least} if self.least else {}
+        )
+
+
+@dataclass(frozen=True)
+class MapOf:
+    """Names to values of one kind."""
+
+    kind: Kind
+    least: int = 0
+
+    def read(self, node: Node, path: str, where: str) -> dict[str, Any]:
+        if not isinstance(node.value, dict) or len(node.value) < self.least:
+            refuse(
+                node,
+                path,
+                where,
+                f"a mapping of at least {self.least} names",
+                "write it as name: value",
+            )
+        return {
+            key: self.kind.read(item, f"{path}.{key}", where) for key, item in node.value.items()
+        }
+
+    def schema(self) -> Schema:
+        return {"type": "object", "additionalProperties": self.kind.schema()}
+
+
+@dataclass(frozen=True)
+class Either:
+    """A mapping or list of one kind, else a plain value of another."""
+
+    plain: Kind
+    nested: Kind
+
+    def read(self, node: Node, path: str, where: str) -> Any:
+        kind = self.nested if isinstance(node.value, (dict, list)) else self.plain
+        return kind.read(node, path, where)
+
+    def schema(self) -> Schema:
+        return {"anyOf": [self.plain.schema(), self.nested.schema()]}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a record: its kind, whether it must be there, and what it is for."""
+
+    kind: Kind
+    about: str
+    required: bool = False
+
+
+@dataclass(frozen=True)
+class RecordOf:
+    """A mapping with known keys only, built into a record."""
+
+    build: Callable[..., Any]
+    keys: Mapping[str, Key]
+    name: str
+    choose: Callable[[Node], Mapping[str, Key]] = field(default=lambda _: {})
+
+    def read(self, node: Node, path: str, where: str) -> Any:
+        if not isinstance(node.value, dict):
+            refuse(
+                node,
+                path,
+                where,
+                f"a mapping with the keys of {self.name}",
+                f"keys: {', '.join(self.keys)}",
+            )
+        keys = {**self.keys, **self.choose(node)}
+        # Known keys first: a misspelt relation is told before the keys that it would have allowed.
+        read = {
+            k: keys[k].kind.read(item, f"{path}.{k}", where)
+            for k, item in node.value.items()
+            if k in keys
+        }
+        for key, item in node.value.items():
+            if key not in keys:
+                at = Node(item.value, item.key_line or item.line)
+                refuse(
+                    at,
+                    f"{path}.{key}",
+                    where,
+                    f"a key of {self.name}",
+                    suggest(key, list(keys)),
+                    repr(key),
+                )
+        missing = [key for key, spec in keys.items() if spec.required and key not in node.value]
+        if missing:
+            about = f"add {missing[0]}: {keys[missing[0]].about}"
+            refuse(
+                node,
+                path,
+                where,
+                f"the keys {', '.join(missing)}",
+                about,
+                f"only {', '.join(node.value)}",
+            )
+        return self.build(read, node.line)
+
+    def schema(self) -> Schema:
+        return {
+            "type": "object",
+            "additionalProperties": False,
+            "required": [key for key, spec in self.keys.items() if spec.required],
+            "properties": {
+                key: spec.kind.schema() | {"description": spec.about}
+                for key, spec in self.keys.items()
+            },
+        }

@@ -1,0 +1,125 @@
+"""Lint: everything that can be said of contracts without running them."""
+
+from __future__ import annotations
+
+import ast
+import datetime
+from collections.abc import Iterator
+from pathlib import Path
+
+from isobit.contracts.judge.sabotage_names import LIBRARY_NAMES, has_default
+from isobit.contracts.language.contract import Contract
+from isobit.contracts.language.grammar import suggest
+from isobit.contracts.language.load import load_contract
+from isobit.contracts.store.ladder import unlinked
+from isobit.contracts.store.sources import find_file, installed_version
+from isobit.contracts.store.tree import Tree, missing
+from isobit.errors import ContractError
+
+
+def lint(tree: Tree) -> Iterator[ContractError]:
+    """Every problem of the chosen contracts, file by file."""
+    yield from (broken.error for broken in tree.broken)
+    for id in tree.chosen:
+        entry = tree.entries[id]
+        for name in entry.depends_on:
+            if name not in tree.entries:
+                yield missing(entry, name, tree.entries)
+        try:
+            if all(name in tree.entries for name in entry.depends_on):
+                tree.digest(id)
+            contract = load_contract(Path(entry.path))
+        except ContractError as error:
+            yield error
+            continue
+        yield from lint_contract(contract, entry.path)
+        for number, line in enumerate(Path(entry.path).read_text(encoding="utf-8").splitlines(), 1):
+            if "FILL IN" in line and not line.startswith("# Made by"):
+                yield problem(
+                    "what is marked FILL IN to be filled in",
+                    line.strip()[:80],
+                    "say it",
+                    entry.path,
+                    number,
+                )
+                break
+
+
+def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
+    """One contract by itself."""
+    missing_claims = unlinked(contract)
+    for obligation in contract.obligations:
+        if obligation.id in missing_claims:
+            yield problem(
+                "a claim for every obligation",
+                f"none for {obligation.id}",
+                "add a claim",
+                where,
+                obligation.line,
+            )
+    for reference in contract.code():
+        module = reference.partition(":")[0]
+        if find_file(module) is None and not installed_version(module.partition(".")[0]):
+            yield problem(
+                f"{module} to be found",
+                "no such module",
+                "mend the name, or run where it can be imported",
+                where,
+            )
+        elif (name := missing_name(reference)) is not None:
+            yield problem(f"{reference} to be there", "no such name in that module", name, where)
+    for claim in contract.claims:
+        planted = (*claim.sabotage, *((claim.proof.planted,) if claim.proof else ()))
+        for name in planted:
+            if ":" not in name and name not in LIBRARY_NAMES:
+                yield problem(
+                    "a sabotage of the library",
+                    repr(name),
+                    suggest(name, LIBRARY_NAMES),
+                    where,
+                    claim.line,
+                )
+        if not claim.sabotage and not has_default(claim.relation):
+            yield problem(
+                f"sabotage for claim {claim.id}: the library has none for {claim.relation}",
+                "none",
+                "name a planted wrong subject as package:function",
+                where,
+                claim.line,
+            )
+    for waiver in contract.waivers:
+        if datetime.date.fromisoformat(waiver.expires) < datetime.date.today():
+            yield problem(
+                "waivers that have not expired",
+                f"{waiver.claim} by {waiver.owner}, expired on {waiver.expires}",
+                "mend the code, or renew the waiver",
+                where,
+                waiver.line,
+            )
+
+
+def missing_name(reference: str) -> str | None:
+    """A suggestion, if a module that is being worked on has no such name; its source is read, not run."""
+    module, _, path = reference.partition(":")
+    file = find_file(module)
+    if file is None or file.suffix != ".py":
+        return None
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            names |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    word = path.partition(".")[0]
+    return (
+        None if word in names or "*" in names else suggest(word, sorted(names) or ["(it has none)"])
+    )
+
+
+def problem(expected: str, received: str, remedy: str, where: str, line: int = 0) -> ContractError:
+    """At a place in a file."""
+    return ContractError(
+        expected=expected, received=received, remedy=remedy, where=where, line=line
+    )

@@ -1,0 +1,211 @@
+"""Loads contracts: YAML to records, with every name in them checked against what the file defines."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from isobit import files
+from isobit.contracts.language.contract import Claim, Contract
+from isobit.contracts.language.grammar import Key, RecordOf
+from isobit.contracts.language.schema import (
+    CLAIM,
+    CLAIM_KEYS,
+    CONTRACT,
+    NAME,
+    PROOF,
+    RELATIONS,
+    nearest,
+)
+from isobit.contracts.language.yaml_text import MAX_BYTES, read_yaml
+from isobit.errors import ContractError
+
+# Relations that draw tensors.
+DRAWING = frozenset(RELATIONS) - {"refuses", "algebra"}
+
+
+def load_contract(path: Path) -> Contract:
+    """A file, or a ContractError that says where and what."""
+    try:
+        text = files.read_bytes(path, MAX_BYTES).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ContractError(
+            expected="a readable UTF-8 file",
+            received=str(error),
+            remedy="mend or remove it",
+            where=str(path),
+        ) from None
+    return parse_contract(text, str(path))
+
+
+def parse_contract(text: str, where: str) -> Contract:
+    """A text; `where` is for messages."""
+    node = read_yaml(text, where)
+    contract: Contract = CONTRACT.read(node, "contract", where)
+    _Names(contract, where).check()
+    return contract
+
+
+class _Names:
+    """Every id is unique, and every name used is defined."""
+
+    def __init__(self, contract: Contract, where: str) -> None:
+        self.contract, self.where = contract, where
+
+    def check(self) -> None:
+        contract = self.contract
+        obligations = tuple(o.id for o in contract.obligations)
+        claims = tuple(c.id for c in contract.claims)
+        for what, ids in (("obligation", obligations), ("claim", claims)):
+            for name in [i for i, count in Counter(ids).items() if count > 1]:
+                self.refuse(0, f"each {what} id once", name, "rename one")
+        known = dict.fromkeys(
+            obligations
+        )  # a set that keeps its order: a contract may have thousands
+        for obligation in contract.obligations:
+            if obligation.equation:
+                self.known(obligation.equation, contract.equations, "equation", obligation.line)
+        for claim in contract.claims:
+            for name in claim.obligations:
+                self.known(name, known, "obligation", claim.line)
+            self.check_claim(claim)
+        for waiver in contract.waivers:
+            self.known(waiver.claim, dict.fromkeys(claims), "claim", waiver.line)
+        for name, inputs in contract.inputs.items():
+            self.check_inputs(name, inputs)
+        for name in contract.subjects:
+            if not re.fullmatch(NAME.pattern, name):
+                self.refuse(
+                    0, "names of subjects of letters, digits, dots, dashes", repr(name), "rename it"
+                )
+        if contract.id in contract.depends_on:
+            self.refuse(0, "contracts other than itself in depends_on", contract.id, "remove it")
+
+    def check_claim(self, claim: Claim) -> None:
+        if claim.relation in DRAWING:
+            if not claim.inputs:
+                self.refuse(
+                    claim.line,
+                    f"inputs of claim {claim.id}",
+                    "none",
+                    "name one of the contract's inputs",
+                )
+            for name in claim.inputs:
+                self.known(name, self.contract.inputs, "inputs", claim.line)
+                self.check_of(claim, tuple(self.contract.inputs[name].arguments))
+        if claim.relation == "bound" and not {"low", "high"} & set(claim.params):
+            self.refuse(claim.line, "low, high or both", "neither", "say the bound")
+        if claim.params.get("low", float("-inf")) > claim.params.get("high", float("inf")):
+            self.refuse(
+                claim.line, f"low of claim {claim.id} to be at most high", "more", "swap them"
+            )
+        if claim.relation == "parity" and ("limit" in claim.params) != ("unit" in claim.params):
+            self.refuse(
+                claim.line,
+                f"limit and unit of claim {claim.id}, or neither",
+                "one of them",
+                "add the other",
+            )
+        if claim.relation in ("refuses", "launches") and claim.level != "L2":
+            self.refuse(
+                claim.line,
+                f"L2 in {claim.id}: {claim.relation} draws nothing",
+                claim.level,
+                "ask for L2",
+            )
+        for name, pair in claim.params.get("integers", {}).items():
+            if len(pair) != 2:
+                self.refuse(
+                    claim.line,
+                    f"integers.{name}: [low, high]",
+                    f"{len(pair)} values",
+                    "null is no limit",
+                )
+        if claim.level == "L4" and claim.proof is None:
+            self.refuse(
+                claim.line,
+                f"a proof for L4 of claim {claim.id}",
+                "none",
+                "add proof:, or ask for L3",
+            )
+        proof = claim.proof
+        if proof is not None:
+            if proof.engine == "enumeration" and not proof.by:
+                self.known(proof.inputs, self.contract.inputs, "inputs", claim.line)
+            elif proof.engine != "z3" and not proof.by:
+                self.refuse(
+                    claim.line, f"by: a function for engine {proof.engine}", "none", "name it"
+                )
+
+    def check_of(self, claim: Claim, arguments: tuple[str, ...]) -> None:
+        """A misspelt argument would have the output judged in place of its gradient."""
+        of = str(claim.params.get("argument" if claim.relation == "monotone" else "of", "output"))
+        if of not in arguments and (of != "output" or claim.relation in ("gradient", "monotone")):
+            self.refuse(
+                claim.line, f"of claim {claim.id}: an argument", repr(of), nearest(of, arguments)
+            )
+
+    def check_inputs(self, name: str, inputs: Any) -> None:
+        for argument, axes in inputs.arguments.items():
+            for axis in axes:
+                if isinstance(axis, str):
+                    self.known(axis, inputs.sizes, f"size in inputs.{name}.{argument}", 0)
+                elif not isinstance(axis, int) or isinstance(axis, bool) or axis < 0:
+                    self.refuse(
+                        0,
+                        f"axes of {argument} as sizes or whole numbers",
+                        repr(axis),
+                        "name a size",
+                    )
+        first = next(iter(inputs.arguments.values()), ())
+        if "empty" in inputs.edges and not inputs.rows:
+            self.refuse(
+                0,
+                f"rows: in inputs.{name}, which the edge empty makes none",
+                "none",
+                "name the size",
+            )
+        if "single" in inputs.edges and not (first and isinstance(first[-1], str)):
+            self.refuse(
+                0,
+                f"a size as last axis in inputs.{name}, for the edge single",
+                repr(first),
+                "name it",
+            )
+        if "output" in inputs.arguments:
+            self.refuse(0, f"another name for an argument in inputs.{name}", "output", "call it x")
+        for size in (inputs.rows, *inputs.thorough):
+            if size:
+                self.known(size, inputs.sizes, f"size in inputs.{name}", 0)
+
+    def known(self, name: str, defined: Mapping[str, Any], what: str, line: int) -> None:
+        if name not in defined:
+            shown = name if len(name) <= 100 else name[:99] + "…"
+            self.refuse(line, f"a known {what}", repr(shown), nearest(name, tuple(defined)))
+
+    def refuse(self, line: int, expected: str, received: str, remedy: str) -> None:
+        raise ContractError(
+            expected=expected, received=received, remedy=remedy, where=self.where, line=line
+        )
+
+
+def json_schema() -> dict[str, Any]:
+    """The language for editors (`isobit lint --schema`), made from the same tables that the loader reads by."""
+    schema = CONTRACT.schema()
+    variants = [_claim_schema(relation, keys) for relation, keys in RELATIONS.items()]
+    schema["properties"]["claims"] = {"type": "array", "items": {"oneOf": variants}}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "isobit contract",
+        **schema,
+    }
+
+
+def _claim_schema(relation: str, keys: dict[str, Key]) -> dict[str, Any]:
+    record = RecordOf(CLAIM.build, {**CLAIM_KEYS, "proof": Key(PROOF, "for L4"), **keys}, "a claim")
+    schema = record.schema()
+    schema["properties"]["relation"] = {"const": relation}
+    return schema

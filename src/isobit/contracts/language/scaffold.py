@@ -1,0 +1,215 @@
+"""A contract to start from, written from a function's source, which is never imported; it fails until filled in."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from dataclasses import dataclass
+
+from isobit.contracts.language.schema import NAME, REFERENCE
+from isobit.contracts.store.sources import find_file
+from isobit.errors import ContractError
+
+MAX_HOPS = 8  # of `from a import b`, on the way to where a function is defined
+OF_A_COLUMN = ("weight", "bias", "scale", "gamma", "beta")
+FILL = "FILL IN"
+
+TEMPLATE = """\
+# Made by `isobit new`. It loads and lints; it does not pass: what is marked {fill} is yours to say.
+id: {id}
+version: 0.1.0
+title: {title}
+subject: {subject}
+output: [{output}]  # {fill}: the axes of the output, by size
+equations:
+  output:
+    formula: {formula}
+    # domain: {fill}: what the arguments may be
+    # codomain: {fill}: what the output is, and where it is rounded
+obligations:
+  - id: INV-001
+    equation: output
+    text: >-
+      A row of the output depends on that row and the parameters alone:
+      not on how many rows there are, where it stands, its neighbours, storage or threads
+  - id: ACC-001
+    equation: output
+    text: The output is within the limit of what the formula gives in exact arithmetic
+inputs:
+  plain:  # {fill}: the shapes that you run; the first inputs of a claim also serve L3 and the sabotage
+    arguments:  # {fill}: the axes of each, by size
+{arguments}
+    sizes: {{rows: [65, 256], k: [64, 520]}}
+    dtypes: [float32, bfloat16]
+    values: normal
+    edges: [zeros, subnormals, infinities, nans, empty, single]
+    rows: rows
+{options}claims:
+  - id: rows
+    obligations: [INV-001]
+    relation: invariant
+    under: [batch, position, neighbours, layout, threads]
+    inputs: plain
+    level: L3
+  - id: accuracy
+    obligations: [ACC-001]
+    relation: accurate
+    against: "{module}:reference_of_{function}"  # {fill}: write it: the formula, plainly; it is called on fp64
+    limit: 0  # {fill}: derive it from the formula, not from what is seen
+    unit: ulp
+    inputs: plain
+    level: L3
+"""
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What the source says of a function."""
+
+    summary: str
+    tensors: tuple[str, ...]
+    needed: tuple[str, ...]
+    defaults: tuple[str, ...]
+
+
+def scaffold(name: str, reference: str) -> str:
+    """The text of a contract for `package:function`; its reference is for the user to write, so it cannot run yet."""
+    if not re.fullmatch(NAME.pattern, name):
+        raise ContractError(expected=NAME.like, received=repr(name), remedy="as softmax-kernel-v1")
+    if not re.fullmatch(REFERENCE.pattern, reference):
+        raise ContractError(
+            expected=REFERENCE.like, received=repr(reference), remedy="as my_package.ops:softmax"
+        )
+    module, _, function = reference.partition(":")
+    found = read_signature(find_function(module, function, reference), reference)
+    if not found.tensors:
+        raise ContractError(
+            expected=f"a tensor among the parameters of {reference}",
+            received=", ".join((*found.needed, *found.defaults)) or "no parameters",
+            remedy="annotate it as Tensor; of integers alone, write a claim of relation algebra by hand",
+        )
+    axes = {
+        tensor: "k" if at and tensor in OF_A_COLUMN else "rows, k"
+        for at, tensor in enumerate(found.tensors)
+    }
+    return TEMPLATE.format(
+        fill=FILL,
+        id=name,
+        title=quote(found.summary or f"{FILL}: what {function} promises"),
+        subject=quote(reference),
+        output="rows, k",
+        formula=quote(
+            f"{FILL}: output = {function}({', '.join(found.tensors)}) as a formula, with the order of its sums"
+        ),
+        arguments="\n".join(f"      {key(tensor)}: [{shape}]" for tensor, shape in axes.items()),
+        options=options_of(found),
+        module=module,
+        function=function.replace(".", "_"),
+    )
+
+
+def options_of(found: Signature) -> str:
+    """Parameters that are no tensors: those without a default must be said, and null says nothing."""
+    lines = []
+    if found.needed:
+        lines.append(f"    options:  # {FILL}: null is not a value")
+        lines += [f"      {key(name)}: null" for name in found.needed]
+    if found.defaults:
+        lines.append(f"    # left at their defaults: {', '.join(found.defaults)}")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def quote(text: str) -> str:
+    """As YAML, whatever is in it."""
+    return json.dumps("".join(c if c.isprintable() else " " for c in text), ensure_ascii=False)
+
+
+def key(name: str) -> str:
+    """Quoted where YAML would read another thing than a name."""
+    return quote(name) if name.lower() in ("true", "false", "null") else name
+
+
+# ---- the source -----------------------------------------------------------------------------------------
+
+
+def find_function(module: str, path: str, reference: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
+    """Where it is defined, following imports of its name."""
+    for _ in range(MAX_HOPS):
+        file = find_file(module)
+        if file is None:
+            raise missing(
+                reference,
+                f"no source of {module}",
+                "mend the name, or run where it can be imported",
+            )
+        try:
+            tree: ast.AST = ast.parse(file.read_bytes())
+        except (OSError, SyntaxError, ValueError, RecursionError) as error:
+            raise missing(reference, f"{file}: {error}", "mend the file") from None
+        names = path.split(".")
+        node: ast.AST | None = tree
+        for name in names:
+            node = node and defined(node, name)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            return node
+        origin = imported(tree, names[0], module, file.name == "__init__.py")
+        if origin is None:
+            break
+        module, path = origin[0], ".".join((origin[1], *names[1:]))
+    raise missing(
+        reference, f"no def of {path} in {module}", "name a function that is written in Python"
+    )
+
+
+def missing(reference: str, received: str, remedy: str) -> ContractError:
+    """No source, no contract."""
+    return ContractError(expected=f"the source of {reference}", received=received, remedy=remedy)
+
+
+def defined(node: ast.AST, name: str) -> ast.AST | None:
+    """The last function or class of that name directly in a module or class."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    body = getattr(node, "body", [])
+    return next((n for n in reversed(body) if isinstance(n, kinds) and n.name == name), None)
+
+
+def imported(tree: ast.AST, name: str, module: str, is_package: bool) -> tuple[str, str] | None:
+    """The module and the name there, if it is imported from elsewhere."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if (alias.asname or alias.name) == name:
+                    parts = module.split(".")
+                    parts = parts[: len(parts) - node.level + is_package] if node.level else []
+                    return ".".join([*parts, *([node.module] if node.module else [])]), alias.name
+    return None
+
+
+def read_signature(node: ast.FunctionDef | ast.AsyncFunctionDef, reference: str) -> Signature:
+    """Tensors by annotation; a parameter without annotation and without default is taken for one."""
+    arguments = node.args
+    if arguments.posonlyargs:
+        raise ContractError(
+            expected=f"parameters of {reference} that can be passed by name",
+            received=", ".join(a.arg for a in arguments.posonlyargs),
+            remedy="wrap it in a function without /",
+        )
+    spread = [None] * (len(arguments.args) - len(arguments.defaults)) + [*arguments.defaults]
+    pairs = [
+        *zip(arguments.args, spread, strict=True),
+        *zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True),
+    ]
+    tensors, needed, defaults = [], [], []
+    for argument, default in pairs:
+        words = ast.unparse(argument.annotation) if argument.annotation else ""
+        if argument.arg in ("self", "cls"):
+            continue
+        if re.search(r"\bTensor\b", words) or (not words and default is None):
+            tensors.append(argument.arg)
+        elif default is None:
+            needed.append(argument.arg)
+        else:
+            defaults.append(" ".join(f"{argument.arg}={ast.unparse(default)}".split()))
+    summary = (ast.get_docstring(node) or "").strip().partition("\n")[0].strip()
+    return Signature(summary, tuple(tensors), tuple(needed), tuple(defaults))

@@ -1,1 +1,0 @@
-"""Proofs about real Python functions, over all their inputs rather than over samples."""

@@ -1,0 +1,2 @@
+from isobit.gates import model as model
+from isobit.gates import training as training

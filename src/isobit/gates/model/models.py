@@ -1,0 +1,83 @@
+"""The models of the gate: transformers' own configurations, random weights, saved and loaded through a folder."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from isobit.errors import ArgumentError
+from isobit.integrations.transformers.package import library
+
+SIZES = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+}
+WHOLE = {"num_hidden_layers": 28, "vocab_size": 151936}
+SMALL = {"num_hidden_layers": 2, "vocab_size": 4096}
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 128,
+}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-0.6b": ("Qwen3", {**SIZES, **WHOLE, "head_dim": 128, "tie_word_embeddings": True}),
+    "qwen3-small": ("Qwen3", {**SIZES, **SMALL, "head_dim": 128, "tie_word_embeddings": True}),
+    "qwen2-small": ("Qwen2", {**SIZES, **SMALL, "tie_word_embeddings": True}),
+    "llama-small": ("Llama", {**SIZES, **SMALL, "tie_word_embeddings": False}),
+    "qwen3-tiny": ("Qwen3", {**TINY, "head_dim": 64, "tie_word_embeddings": True}),
+    "qwen2-tiny": ("Qwen2", {**TINY, "hidden_size": 256, "tie_word_embeddings": True}),
+    "llama-tiny": ("Llama", {**TINY, "head_dim": 64, "tie_word_embeddings": False}),
+}
+
+
+def build_model(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
+    """The model as `from_pretrained` reads it from a local folder."""
+    transformers = library()
+    if name not in MODELS:
+        raise ArgumentError(
+            expected=f"one of {', '.join(MODELS)}", received=repr(name), remedy="name a known model"
+        )
+    family, sizes = MODELS[name]
+    config = getattr(transformers, f"{family}Config")(
+        **sizes, max_position_embeddings=4096, eos_token_id=None
+    )
+    made = getattr(transformers, f"{family}ForCausalLM")
+    with tempfile.TemporaryDirectory() as folder, without_bars(transformers):
+        torch.manual_seed(seed)
+        spread_weights(model := made(config).to(dtype), seed)
+        model.save_pretrained(folder)
+        del model
+        return made.from_pretrained(folder, dtype=dtype).eval()
+
+
+@contextmanager
+def without_bars(transformers: Any) -> Iterator[None]:
+    """Saving and loading without bars on the error stream: the command shows its own."""
+    logging = transformers.utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def spread_weights(model: torch.nn.Module, seed: int) -> None:
+    """Norm weights and biases that differ from element to element: ones and zeros would hide a wrong sum."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(
+                    torch.randn(parameter.shape, generator=generator).mul_(0.1).to(parameter.dtype)
+                )

@@ -1,0 +1,135 @@
+"""What is trained: a Qwen3-architecture model, a global batch of unequal samples a step, AdamW with clipping."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.errors import ArgumentError
+from isobit.gates.model.models import spread_weights
+from isobit.integrations.transformers.package import library
+from isobit.ops.logprob.op import IGNORED
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A training run, whatever its layout."""
+
+    name: str
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    layers: int
+    vocabulary: int
+    samples: int
+    steps: int
+    shortest: int = 4
+    longest: int = 12
+    head_dim: int = 64
+    rate: float = 1e-3
+    clip: float = 1.0
+    seed: int = 0
+
+    @property
+    def config(self) -> Any:
+        """Transformers' configuration of the model."""
+        return library().Qwen3Config(
+            hidden_size=self.hidden,
+            intermediate_size=self.ffn,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            num_hidden_layers=self.layers,
+            vocab_size=self.vocabulary,
+            head_dim=self.head_dim,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+            eos_token_id=None,
+            use_cache=False,
+        )
+
+
+WORKLOADS = {
+    "tiny": Workload("tiny", 512, 512, 8, 4, 1, 512, samples=8, steps=2),
+    "whole": Workload("whole", 1024, 4096, 16, 8, 4, 8192, samples=16, steps=10),
+    "small": Workload("small", 1024, 1024, 16, 8, 1, 1024, samples=8, steps=3),
+}
+
+
+def find_workload(name: str) -> Workload:
+    """By name, or a refusal."""
+    if name not in WORKLOADS:
+        raise ArgumentError(
+            expected=f"one of {', '.join(WORKLOADS)}", received=repr(name), remedy="name a workload"
+        )
+    return WORKLOADS[name]
+
+
+def find_dtype(name: str) -> torch.dtype:
+    """By name, or a refusal."""
+    if name not in DTYPES:
+        raise ArgumentError(
+            expected=f"one of {', '.join(DTYPES)}", received=repr(name), remedy="name a dtype"
+        )
+    return DTYPES[name]
+
+
+def make_model(workload: Workload, dtype: torch.dtype) -> Any:
+    """A model of one's own, with the weights that every rank starts from."""
+    return copy.deepcopy(_first_model(workload, dtype))
+
+
+@lru_cache(maxsize=1)
+def _first_model(workload: Workload, dtype: torch.dtype) -> Any:
+    # Ranks of a simulated world build theirs one after another: drawing 80 million weights once is enough.
+    with torch.random.fork_rng():
+        torch.manual_seed(workload.seed)
+        model = library().Qwen3ForCausalLM(workload.config)
+        spread_weights(model, workload.seed)
+    return model.to(dtype).train()
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A run of samples, right-padded: what a rank's micro-batch is given."""
+
+    ids: Tensor
+    mask: Tensor
+    targets: Tensor  # the token that follows in the sample, -100 where none does
+
+    @property
+    def active(self) -> int:
+        """Tokens that have a loss."""
+        return int((self.targets != IGNORED).sum())
+
+
+def draw_samples(workload: Workload, step: int) -> list[Tensor]:
+    """The tokens of the global batch of a step: every rank draws the same."""
+    generator = torch.Generator().manual_seed(workload.seed * 1_000_003 + step)
+    span = workload.longest - workload.shortest + 1
+    lengths = workload.shortest + torch.randint(0, span, (workload.samples,), generator=generator)
+    return [torch.randint(0, workload.vocabulary, (int(n),), generator=generator) for n in lengths]
+
+
+def active_tokens(samples: list[Tensor]) -> int:
+    """Those that have a loss: all but the first of each sample."""
+    return sum(len(sample) - 1 for sample in samples)
+
+
+def lay_out(samples: list[Tensor]) -> Rows:
+    """A row a sample, as wide as the longest of this run."""
+    width = max(len(sample) for sample in samples)
+    ids = torch.zeros(len(samples), width, dtype=torch.int64)
+    mask, targets = torch.zeros_like(ids), torch.full_like(ids, IGNORED)
+    for row, sample in enumerate(samples):
+        length = len(sample)
+        ids[row, :length], mask[row, :length] = sample, 1
+        targets[row, : length - 1] = sample[1:]
+    return Rows(ids, mask, targets)

@@ -1,0 +1,1 @@
+from isobit.integrations import transformers as transformers

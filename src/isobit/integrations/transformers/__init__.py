@@ -1,0 +1,1 @@
+"""Run Hugging Face transformers models on isobit's operators."""

@@ -1,0 +1,155 @@
+"""Walks a gradient's graph before it runs: nodes that add in an order of their own, and values whose gradients meet."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from isobit.integrations.transformers import operator_table
+from isobit.integrations.transformers.operator_table import (
+    BROADCAST,
+    CARRIERS,
+    UNKNOWN,
+    Carrier,
+    Use,
+    words,
+)
+from isobit.integrations.transformers.own_operators import is_our_node
+
+MEETING = Carrier(
+    "autograd adds more than two gradients in the order of its graph",
+    "one operator that owns the sum, as isobit.linear_group for linears that share an input",
+)
+RECOMPUTED = Carrier(
+    "runs again in backward what is not watched there: hooks, or more than a layer",
+    "gradient_checkpointing_kwargs={'use_reentrant': False}, or remove the hooks of the layers",
+)
+# Backward nodes, as autograd names them without "Backward0", that move or scale gradients and add nothing.
+FREE = words(
+    "View UnsafeView ReshapeAlias Reshape Transpose T Permute Slice Select Unsqueeze Squeeze Split SplitWithSizes "
+    "Unbind Narrow Alias Clone Copy ToCopy Contiguous Cat Stack Flip Roll Detach MaskedSelect Sum Mean Neg "
+    "Sqrt Rsqrt Exp Log Tanh Sin Cos Relu Abs Add Sub Rsub Mul Div Where MaskedFill Clamp ClampMin ClampMax Maximum "
+    "Minimum Square Reciprocal Amax Amin Max Min Topk Sort Logsumexp CopyBackwards Diagonal Tril Triu ConstantPadNd "
+    "Fill Zero Lerp Addcmul Addcdiv"
+)
+BROADCASTING = words(
+    "Add Sub Rsub Mul Div Where MaskedFill Maximum Minimum Clamp ClampMin ClampMax Addcmul Addcdiv Lerp Pow"
+)
+# Whose gradient adds, though the operator itself does not.
+ADDING = {
+    **dict.fromkeys(
+        words("Embedding Index IndexSelect Gather Take IndexPut"), operator_table.SCATTER
+    ),
+    **dict.fromkeys(words("Expand Repeat RepeatInterleave"), BROADCAST),
+}
+
+
+def walk_gradients(
+    output: Tensor | Sequence[Tensor], *, held: bool = True, known: Collection[nn.Module] = ()
+) -> list[Use]:
+    """What the backward pass of `output` will add, and by whom; an empty list where nothing carries an order.
+
+    To be called after the forward pass, before the backward pass.
+
+    Args:
+        held: count gradients that parameters have already.
+        known: modules whose call a reentrant checkpoint may run again: it makes their graph in backward.
+    """
+    outputs = [output] if isinstance(output, Tensor) else list(output)
+    found: Counter[tuple[str, Carrier]] = Counter()
+    meetings: Counter[tuple[Any, int]] = Counter()
+    for node in nodes_below([t.grad_fn for t in outputs if t.grad_fn is not None]):
+        for carrier in () if recomputed_module(node) in known else carriers_of(node):
+            found[name_of(node), carrier] += 1
+        meetings.update((below, at) for below, at in node.next_functions if below is not None)
+    for (node, _), edges in meetings.items():
+        before = held and is_leaf(node) and node.variable.grad is not None  # one more to add
+        if edges + before > 2:
+            found[describe(node, edges + before), MEETING] += 1
+    return [
+        Use(name, count, c.reason, c.remedy)
+        for (name, c), count in sorted(found.items(), key=lambda f: f[0][0])
+    ]
+
+
+def nodes_below(roots: Sequence[Any]) -> Iterator[Any]:
+    """Every node once; no recursion, since graphs are deep."""
+    seen: set[Any] = set()
+    queue = list(roots)
+    while queue:
+        node = queue.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            queue += [below for below, _ in node.next_functions if below is not None]
+
+
+def carriers_of(node: Any) -> Iterator[Carrier]:
+    """Why this node's gradients carry an order: by its operator, and by values it has broadcast."""
+    name = name_of(node)
+    if is_leaf(node) or is_our_node(node):
+        return
+    plain = name == "Pow" and getattr(node, "_saved_exponent", None) in operator_table.EXACT_POWERS
+    carrier = None if plain else find_carrier(name)
+    if carrier is not None:
+        yield carrier
+    elif name in BROADCASTING:
+        size = size_of(node, 0)
+        if any(
+            below is not None and size_of(below, at) < size for below, at in node.next_functions
+        ):
+            yield BROADCAST
+
+
+def recomputed_module(node: Any) -> nn.Module | None:
+    """The module that a reentrant checkpoint, as transformers' layers make it, calls again in backward."""
+    if getattr(node, "_forward_cls", None) is not CheckpointFunction:
+        return None
+    call = getattr(
+        node.run_function, "func", node.run_function
+    )  # a partial that holds the keywords
+    return call.__self__ if getattr(call, "__func__", None) is nn.Module.__call__ else None
+
+
+def find_carrier(name: str) -> Carrier | None:
+    """By the node's name; what is not known carries an order."""
+    if name in FREE:
+        return None
+    if name in ADDING:
+        return ADDING[name]
+    if name == CheckpointFunction.__name__:
+        return RECOMPUTED
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    for candidate in (snake, f"_{snake}"):
+        if candidate in CARRIERS:
+            return CARRIERS[candidate]
+    return operator_table.ATTENTION if "DotProduct" in name else UNKNOWN
+
+
+def name_of(node: Any) -> str:
+    """Without Backward and a number."""
+    return re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
+
+
+def is_leaf(node: Any) -> bool:
+    return name_of(node) == "AccumulateGrad"
+
+
+def size_of(node: Any, at: int) -> int:
+    """Elements of a node's output."""
+    return int(
+        node.variable.numel() if is_leaf(node) else math.prod(node._input_metadata[at].shape)
+    )
+
+
+def describe(node: Any, edges: int) -> str:
+    """A value by the node that made it."""
+    if is_leaf(node):
+        return f"a parameter {list(node.variable.shape)} with {edges} gradients"
+    return f"the output of {name_of(node)} with {edges} gradients"

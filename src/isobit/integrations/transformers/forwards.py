@@ -1,0 +1,266 @@
+"""The outer forwards of an enabled model, and `logprobs`: each reads the layout, and checks the modules first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from isobit.errors import ArgumentError, UnsupportedError
+from isobit.integrations.transformers import modules
+from isobit.integrations.transformers.accumulation import warn_at_backward
+from isobit.integrations.transformers.head import keep_rows, logprobs_of, loss_of
+from isobit.integrations.transformers.layout import Layout, in_force, read_layout
+from isobit.integrations.transformers.package import library
+from isobit.integrations.transformers.refusals import refuse, refuse_flushing
+from isobit.integrations.transformers.state import State, find_owner, find_state, require_state
+from isobit.machine import flushes_subnormals
+from isobit.ops.share import share_in_force
+
+Output = TypeVar("Output")
+
+
+def run_checked(
+    state: State, model: nn.Module, kind: tuple[Any, ...], call: Callable[[], Output], **calls: bool
+) -> Output:
+    """Check the modules, then call; in strict mode, watch a kind of call that is new, or whose modules changed."""
+    strict = state.strictness.wanted
+    if strict and flushes_subnormals():
+        refuse_flushing("torch.set_flush_denormal(True)")
+    if state.structure.check(strict=strict, **calls):
+        state.strictness.forget()
+    output = state.strictness.run(model, kind, call)
+    warn_at_backward(state, model, output)
+    return output
+
+
+# torch.compile runs an enabled model eagerly: the same bits, and no silent change of them.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def forward_base(
+    module: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    use_cache: bool | None = None,
+    **inputs: Any,
+) -> Any:
+    """Transformers' own decoder, told the positions that the layout says."""
+    layout: Layout | None = inputs.get(modules.LAYOUT)
+    outermost = layout is None
+    if layout is None:
+        layout = layout_of(
+            input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, inputs
+        )
+    if layout.kind == "packed":
+        use_cache = refuse_packed_cache(past_key_values, use_cache)
+    inputs[modules.LAYOUT] = layout
+
+    def run() -> Any:
+        with in_force(layout):
+            return type(module).forward(
+                module,
+                input_ids=input_ids,
+                position_ids=layout.positions,
+                past_key_values=past_key_values,
+                inputs_embeds=inputs_embeds,
+                use_cache=use_cache,
+                **inputs,
+            )
+
+    if not outermost:
+        return run()
+    kind = kind_of(module, layout, past_key_values, use_cache)
+    state = find_state(module)
+    if state is None:
+        state, kind = require_backbone(module), (*kind, "backbone")
+    return run_checked(state, module, kind, run)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def forward_causal(
+    module: Any,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    inputs_embeds: Tensor | None = None,
+    labels: Tensor | None = None,
+    use_cache: bool | None = None,
+    logits_to_keep: int | Tensor = 0,
+    return_dict: bool | None = None,
+    **inputs: Any,
+) -> Any:
+    """With labels the loss, and no logits; without, logits in fp32 that were never rounded."""
+    layout = layout_of(
+        input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, inputs
+    )
+    inputs[modules.LAYOUT] = layout
+
+    def run() -> Any:
+        found = module.model(
+            input_ids=input_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            return_dict=True,
+            **inputs,
+        )
+        hidden, loss, logits = found.last_hidden_state, None, None
+        refuse_tied_share(module)
+        if scored:
+            loss = loss_of(hidden, module.lm_head, layout, labels, inputs)
+        else:
+            hidden, samples = keep_rows(hidden, layout, logits_to_keep)
+            logits = module.lm_head(hidden, samples)
+        return library("modeling_outputs").CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=found.past_key_values,
+            hidden_states=found.hidden_states,
+            attentions=found.attentions,
+        )
+
+    scored = labels is not None or inputs.get("shift_labels") is not None
+    kind = (*kind_of(module, layout, past_key_values, use_cache), scored)
+    output = run_checked(require_state(module), module, kind, run, calls_head=not scored)
+    wanted = module.config.return_dict if return_dict is None else return_dict
+    return output if wanted else output.to_tuple()
+
+
+def logprobs(
+    model: nn.Module,
+    input_ids: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    *,
+    targets: Tensor | None = None,
+    temperature: float = 1.0,
+    **inputs: Any,
+) -> Tensor:
+    """[B, T] in fp32: log p of targets[b, t] after the tokens up to t; +0 where the target is -100.
+
+    By default the target is the token that follows in the same sample. Rollout and training both call this.
+    Further keywords, such as past_key_values, go to the model.
+    """
+    state = require_state(model)
+    if not isinstance(model, state.family.causal):
+        raise ArgumentError(
+            expected=state.family.causal.__name__,
+            received=type(model).__name__,
+            remedy="pass the model that has the language-model head",
+        )
+    causal: Any = model
+    past = inputs.get("past_key_values")
+    layout = layout_of(input_ids, None, attention_mask, position_ids, past, inputs)
+    inputs[modules.LAYOUT] = layout
+    wanted = layout.next_of(input_ids) if targets is None else targets
+    cached = inputs.setdefault("use_cache", past is not None)
+
+    def run() -> Tensor:
+        hidden = causal.model(input_ids=input_ids, return_dict=True, **inputs).last_hidden_state
+        refuse_tied_share(causal)
+        return logprobs_of(hidden, causal.lm_head, layout, wanted, temperature)
+
+    kind = (*kind_of(model, layout, past, cached), "logprobs")
+    return run_checked(state, model, kind, run, calls_head=False, calls_model=False)
+
+
+def layout_of(
+    input_ids: Tensor | None,
+    inputs_embeds: Tensor | None,
+    attention_mask: Tensor | None,
+    position_ids: Tensor | None,
+    past_key_values: Any,
+    inputs: dict[str, Any],
+) -> Layout:
+    """The layout of a call, from what transformers' models take."""
+    tokens = input_ids if input_ids is not None else inputs_embeds
+    if tokens is None or (input_ids is not None and inputs_embeds is not None):
+        raise ArgumentError(
+            expected="input_ids or inputs_embeds",
+            received="both or neither",
+            remedy="pass exactly one of them",
+        )
+    if inputs.get("cu_seq_lens_q") is not None and position_ids is None:
+        raise ArgumentError(
+            expected="packed samples told apart by position_ids",
+            received="cu_seq_lens_q alone",
+            remedy="pass position_ids that restart at 0 for each sample",
+        )
+    if getattr(past_key_values, "is_compileable", False):
+        raise UnsupportedError(
+            expected="a cache that holds the samples' keys and no more",
+            received=type(past_key_values).__name__,
+            remedy="use transformers.DynamicCache()",
+        )
+    refuse_autocast_share()
+    past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+    rows = (tokens.shape[0], tokens.shape[1])
+    return read_layout(rows, past=past, attention_mask=attention_mask, position_ids=position_ids)
+
+
+def refuse_packed_cache(past_key_values: Any, use_cache: bool | None) -> bool:
+    """Keys of packed samples cannot be told apart by a later call: no cache is made of them."""
+    if past_key_values is not None or use_cache:
+        raise UnsupportedError(
+            expected="no cache where samples are packed into one row",
+            received="use_cache=True"
+            if past_key_values is None
+            else type(past_key_values).__name__,
+            remedy="give each sample its own row of the batch",
+        )
+    return False
+
+
+def refuse_tied_share(module: Any) -> None:
+    """A weight used twice has a gradient tree for each use; autograd would add the uses within each share."""
+    weight = module.lm_head.weight
+    tied = share_in_force() is not None and weight is module.model.embed_tokens.weight
+    if tied and weight.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            expected="a leaf for each use of a tied weight, where a share of the global batch is trained on",
+            received="one weight of embedding and head",
+            remedy="train through isobit.parallel.Gradients, which makes them; or on the whole batch at once",
+        )
+
+
+def refuse_autocast_share() -> None:
+    """Autocast casts a weight before its operator, and only a leaf takes a share's unrounded gradient."""
+    if (
+        share_in_force() is not None
+        and torch.is_autocast_enabled("cpu")
+        and torch.is_grad_enabled()
+    ):
+        raise UnsupportedError(
+            expected="parameters in the dtype that is computed in, inside Gradients.micro_batch",
+            received=f"torch.autocast to {torch.get_autocast_dtype('cpu')}",
+            remedy="leave autocast, and convert the model instead: model.to(torch.bfloat16)",
+        )
+
+
+def kind_of(
+    module: Any, layout: Layout, past_key_values: Any, use_cache: bool | None
+) -> tuple[Any, ...]:
+    """Calls of one kind run the same operators."""
+    cached = past_key_values is not None or bool(use_cache)
+    cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+    return (module.training, torch.is_grad_enabled(), cached, module.dtype, cast, layout.kind)
+
+
+def require_backbone(module: nn.Module) -> State:
+    """The state of the model that a backbone belongs to, where it may be called alone."""
+    state = find_owner(module)
+    if state is None:
+        return require_state(module)
+    if state.strictness.wanted and not state.backbone_alone:
+        refuse(
+            "calls of the whole model in strict mode: a head computed elsewhere would be of stock operators",
+            f"a call of its {type(module).__name__} alone, as trainers make that replace the model's forward",
+            "take log-probabilities from isobit.logprobs(model, …), a loss from model(…, labels=…), hidden states from "
+            "model(…, output_hidden_states=True); or call isobit.enable(model.model) too",
+        )
+    return state

@@ -1,0 +1,110 @@
+"""What stands on the hidden states: unrounded logits, the loss without logits, and the selected log-probability."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import isobit
+from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.layout import Layout
+from isobit.integrations.transformers.package import library
+from isobit.ops import dispatch
+from isobit.ops.linear.op import cast_for_autocast, linear_fp32, spans_of
+from isobit.ops.logprob.op import IGNORED
+from isobit.ops.share import as_partial, check_share, share_in_force
+from isobit.order.samples import Samples
+from isobit.parallel.tensor.shard import ranks_of
+from isobit.parallel.tensor.vocab_logits import vocab_logits
+from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy, vocab_logprob
+
+
+class Logits(torch.autograd.Function):
+    """hidden · weightᵀ as the unrounded fp32 sum; the gradient is rounded to the dtype, then the linear layer's."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, samples: Samples | None) -> Tensor:
+        ctx.save_for_backward(hidden, weight)
+        ctx.samples, ctx.share = samples, share_in_force()
+        return linear_fp32(hidden, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        hidden, weight = ctx.saved_tensors
+        spans, of = (
+            (None, 0) if ctx.samples is None else (spans_of(ctx.samples, hidden), ctx.samples.of)
+        )
+        prefix = "linear" if dispatch.is_native(hidden.dtype) else "portable_linear"
+        rounded, want = grad.to(hidden.dtype), ctx.needs_input_grad
+        into_hidden, into_weight = (
+            getattr(torch.ops.isobit, f"{prefix}_{part}_grad") for part in ("input", "weight")
+        )
+        return (
+            into_hidden(rounded, weight) if want[0] else None,
+            as_partial(into_weight(rounded, hidden, spans, of), ctx.share) if want[1] else None,
+            None,
+        )
+
+
+def logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tensor:
+    """[..., V] in fp32: `isobit.log_softmax` of them at a token is `isobit.linear_logprob`, bit for bit."""
+    ranks = ranks_of(head)
+    hidden, weight = cast_for_autocast(hidden, head.weight)
+    if ranks is not None:
+        return vocab_logits(hidden, weight, ranks=ranks, samples=samples)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        if samples is not None:
+            check_share(samples, weight)
+        return Logits.apply(hidden, weight, samples)  # type: ignore[no-untyped-call,no-any-return]
+    return linear_fp32(hidden, weight)
+
+
+def keep_rows(hidden: Tensor, layout: Layout, keep: int | Tensor) -> tuple[Tensor, Samples | None]:
+    """The rows that logits are wanted of, as transformers slices them, and their samples."""
+    if isinstance(keep, int):
+        if keep == 0:
+            return hidden, layout.samples
+        return hidden[:, -keep:], layout.last(keep)
+    if torch.is_grad_enabled() and hidden.requires_grad:
+        raise UnsupportedError(
+            expected="logits_to_keep as a number, where gradients are wanted",
+            received="a tensor of places",
+            remedy="pass labels, which need no logits; or keep the last n",
+        )
+    return library("modeling_utils").slice_logits_to_keep(hidden, keep), None
+
+
+def loss_of(
+    hidden: Tensor, head: nn.Linear, layout: Layout, labels: Tensor | None, inputs: dict[str, Any]
+) -> Tensor:
+    """The mean, or the sum over `num_items_in_batch`, of −log p of each label that follows in its own sample."""
+    ignored, targets = inputs.get("ignore_index", IGNORED), inputs.get("shift_labels")
+    if targets is None:
+        assert labels is not None
+        targets = layout.next_of(labels.masked_fill(labels == ignored, IGNORED))
+        ignored = IGNORED
+    count = inputs.get("num_items_in_batch")
+    asked: dict[str, Any] = {
+        "ignore_index": ignored,
+        "count": None if count is None else int(count),
+        "samples": layout.samples,
+    }
+    ranks = ranks_of(head)
+    hidden, weight = cast_for_autocast(hidden, head.weight)
+    if ranks is not None:
+        return vocab_cross_entropy(hidden, weight, targets, ranks=ranks, **asked)
+    return isobit.linear_cross_entropy(hidden, weight, targets, **asked)
+
+
+def logprobs_of(
+    hidden: Tensor, head: nn.Linear, layout: Layout, targets: Tensor, temperature: float
+) -> Tensor:
+    """[B, T] in fp32: log p of each target, +0 where it is -100."""
+    asked: dict[str, Any] = {"temperature": temperature, "samples": layout.samples}
+    ranks = ranks_of(head)
+    hidden, weight = cast_for_autocast(hidden, head.weight)
+    if ranks is not None:
+        return vocab_logprob(hidden, weight, targets, ranks=ranks, **asked)
+    return isobit.linear_logprob(hidden, weight, targets, **asked)

@@ -1,0 +1,250 @@
+"""The modules of a Qwen or Llama decoder, each computed by the operators: what `enable` puts in place of forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import isobit
+from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.head import logits_of
+from isobit.integrations.transformers.layout import Layout, current_layout, in_force
+from isobit.integrations.transformers.package import library
+from isobit.integrations.transformers.refusals import check_embedding
+from isobit.integrations.transformers.residual import add, fork
+from isobit.ops.linear.op import cast_for_autocast
+from isobit.order.samples import Samples
+from isobit.parallel.tensor.column_linear import column_linear_group
+from isobit.parallel.tensor.head_norm import head_norm
+from isobit.parallel.tensor.row_linear import row_linear
+from isobit.parallel.tensor.shard import ranks_of
+from isobit.parallel.tensor.vocab_embedding import vocab_embedding
+
+ATTENTION = "isobit"  # our name in transformers' registry of attention functions
+LAYOUT = "isobit_layout"  # the keyword that takes a layout through transformers' own forwards
+ANGLES = (
+    "_isobit_angles"  # on a rotary embedding: frequencies and scaling, and the table made of them
+)
+POSITIONS_AT_ONCE = 16
+
+
+def forward_norm(module: Any, hidden_states: Tensor) -> Tensor:
+    """RMSNorm over the hidden size."""
+    samples = current_layout().samples
+    return isobit.rms_norm(hidden_states, module.weight, module.variance_epsilon, samples=samples)
+
+
+def forward_head_norm(module: Any, heads: Tensor) -> Tensor:
+    """RMSNorm of each head, [B, T, H, D]: the weight's gradient sums over heads too."""
+    samples, ranks = current_layout().samples, ranks_of(module)
+    if ranks is not None:
+        return head_norm(
+            heads, module.weight, module.variance_epsilon, ranks=ranks, samples=samples
+        )
+    return isobit.rms_norm(
+        heads, module.weight, module.variance_epsilon, samples=samples, heads=True
+    )
+
+
+def forward_linear(module: nn.Linear, x: Tensor) -> Tensor:
+    """A linear layer that has its input to itself; where it is split, x is a rank's part."""
+    samples, ranks = current_layout().samples, ranks_of(module)
+    if ranks is not None:
+        return row_linear(x, module.weight, module.bias, ranks=ranks, samples=samples)
+    return isobit.linear(x, module.weight, module.bias, samples=samples)
+
+
+def forward_logits(module: nn.Linear, hidden: Tensor, samples: Samples | None = None) -> Tensor:
+    """The language-model head: fp32, unrounded."""
+    return logits_of(hidden, module, samples)
+
+
+def forward_embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
+    """Rows of the table; their gradient is a sum over the samples' tokens."""
+    check_embedding("the embedding", module)
+    samples, ranks = current_layout().samples, ranks_of(module)
+    if ranks is not None:
+        return vocab_embedding(
+            ids, module.weight, ranks=ranks, samples=samples, padding_idx=module.padding_idx
+        )
+    return isobit.embedding(ids, module.weight, samples=samples, padding_idx=module.padding_idx)
+
+
+def forward_mlp(module: Any, x: Tensor) -> Tensor:
+    """Gate and up share their input, so they are one operator."""
+    layers = (module.gate_proj, module.up_proj)
+    gate, up = share_input(x, layers, share_count(module.gate_proj.out_features))
+    return module.down_proj(isobit.swiglu(gate, up))  # type: ignore[no-any-return]
+
+
+def forward_layer(module: Any, hidden_states: Tensor, **inputs: Any) -> Tensor:
+    """Two branches on the residual stream.
+
+    A checkpointed layer runs again in backward, where only its keywords know the layout.
+    """
+    layout = inputs.get(LAYOUT)
+    with in_force(current_layout() if layout is None else layout):
+        stream, entering = fork(hidden_states)
+        mixed, _ = module.self_attn(hidden_states=module.input_layernorm(entering), **inputs)
+        stream, entering = fork(add(stream, mixed))
+        return add(stream, module.mlp(module.post_attention_layernorm(entering)))
+
+
+def forward_attention(
+    module: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **inputs: Any,
+) -> tuple[Tensor, None]:
+    """Q, K and V by KV-head group, qk-norm where the model has it, rotary, attention by the registry, output."""
+    layers = (module.q_proj, module.k_proj, module.v_proj)
+    groups = module.k_proj.out_features // module.head_dim
+    query, key, value = (
+        part.view(*part.shape[:-1], -1, module.head_dim)
+        for part in share_input(hidden_states, layers, groups)
+    )
+    if hasattr(module, "q_norm"):
+        query, key = module.q_norm(query), module.k_norm(key)
+    cos, sin = position_embeddings
+    query, key = isobit.rotary(query, cos, sin), isobit.rotary(key, cos, sin)
+    # Under autocast a norm of heads gives fp32, while values have the product's dtype.
+    query, key, value = cast_for_autocast(query, key, value)
+    key, value = key.transpose(1, 2), value.transpose(1, 2)
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, module.layer_idx)
+    mixed, _ = registered_attention(module)(
+        module,
+        query.transpose(1, 2),
+        key,
+        value,
+        None,
+        dropout=module.attention_dropout if module.training else 0.0,
+        scaling=module.scaling,
+        sliding_window=getattr(module, "sliding_window", None),
+        **inputs,
+    )
+    return module.o_proj(mixed.reshape(*hidden_states.shape[:-1], -1)), None
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **inputs: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of the registry: [B, H, T, D] and [B, Hkv, S, D] to [B, T, H, D]."""
+    layout: Layout = inputs.get(LAYOUT) or current_layout()
+    if dropout:
+        raise UnsupportedError(
+            expected="attention without dropout",
+            received=f"dropout of {dropout} in training",
+            remedy="set config.attention_dropout to 0",
+        )
+    if attention_mask is not None or key.shape[2] != layout.key_rows:
+        raise UnsupportedError(
+            expected=f"all {layout.key_rows} keys of the samples, and no mask besides the layout",
+            received=f"{key.shape[2]} keys" + ("" if attention_mask is None else " and a mask"),
+            remedy="use a cache that keeps every key and only those: transformers.DynamicCache() without a config",
+        )
+    if inputs.get("output_attentions"):
+        raise UnsupportedError(
+            expected="attention whose weights are not held",
+            received="output_attentions=True",
+            remedy="disable isobit for the call that looks at attention weights",
+        )
+    mixed = isobit.attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        causal=module.is_causal,
+        scale=scaling,
+        window=sliding_window,
+        queries=layout.samples,
+        keys=layout.keys,
+    )
+    return mixed, None
+
+
+def no_mask(*_: Any, **__: Any) -> None:
+    """The mask function of the registry: the layout says all that a mask would."""
+
+
+def registered_attention(module: Any) -> Any:
+    """Our attention function as transformers finds it, or a refusal where another was set meanwhile."""
+    chosen = module.config._attn_implementation
+    if chosen != ATTENTION:
+        raise UnsupportedError(
+            expected=f"attention implementation {ATTENTION!r} while the model is enabled",
+            received=repr(chosen),
+            remedy="disable isobit before setting another, and give each enabled model a config of its own",
+        )
+    found = library("modeling_utils").ALL_ATTENTION_FUNCTIONS[chosen]
+    if found is not attend:
+        raise UnsupportedError(
+            expected=f"isobit's attention under the name {ATTENTION!r} in transformers' registry",
+            received=f"{getattr(found, '__module__', '')}.{getattr(found, '__qualname__', type(found).__name__)}",
+            remedy=f"register other attention functions under other names than {ATTENTION!r}",
+        )
+    return found
+
+
+@torch.no_grad()
+def forward_rotary(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, T, D] in fp32, looked up by position: no batch can change the bits of a row."""
+    rows = int(position_ids.max()) + 1 if position_ids.numel() else 1
+    frequencies, scaling, angles = module.__dict__.get(ANGLES, (None, None, None))
+    if (
+        frequencies is None
+        or scaling != module.attention_scaling
+        or not torch.equal(frequencies, module.inv_freq)
+    ):
+        frequencies, scaling = module.inv_freq.clone(), module.attention_scaling
+        angles = torch.empty(2, 0, 2 * len(frequencies))
+    if angles.shape[1] < rows:
+        angles = extend_angles(angles, frequencies.float(), scaling, rows)
+        module.__dict__[ANGLES] = frequencies, scaling, angles
+    cos, sin = angles[:, position_ids].unbind(0)
+    return cos, sin
+
+
+def extend_angles(table: Tensor, frequencies: Tensor, scaling: float, rows: int) -> Tensor:
+    """cos and sin of more positions, a block at a time: every block is a call of one shape, on one thread."""
+    blocks = [table]
+    for first in range(table.shape[1], rows, POSITIONS_AT_ONCE):
+        places = torch.arange(first, first + POSITIONS_AT_ONCE, dtype=torch.float32)
+        angles = (places[:, None] * frequencies).repeat(1, 2)
+        blocks.append(torch.stack((angles.cos() * scaling, angles.sin() * scaling)))
+    return torch.cat(blocks, dim=1)
+
+
+def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[Tensor, ...]:
+    """The outputs of linear layers that share x: one operator, as dX is one sum. `groups` are of the whole layers."""
+    weights = tuple(layer.weight for layer in layers)
+    biases = (
+        None if layers[0].bias is None else tuple(layer.bias for layer in layers)
+    )  # all or none: check_biases
+    samples, ranks = current_layout().samples, ranks_of(layers[0])
+    if ranks is not None:
+        return column_linear_group(x, weights, biases, groups=groups, ranks=ranks, samples=samples)
+    return isobit.linear_group(x, weights, biases, groups=groups, samples=samples)
+
+
+def share_count(features: int) -> int:
+    """Equal shares of gate and up that take turns in dX: the largest power of two up to 16, the cap on segments.
+
+    So a tensor-parallel rank that owns a share of both owns whole segments of that sum.
+    """
+    shares = 1
+    while shares < 16 and features % (2 * shares) == 0:
+        shares *= 2
+    return shares

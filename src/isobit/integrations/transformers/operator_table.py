@@ -1,0 +1,264 @@
+"""Which operators add numbers in an order of their own: a table that knows little, and calls the rest carriers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.integrations.transformers.own_operators import PROFILER, is_our_operator
+
+
+@dataclass(frozen=True)
+class Carrier:
+    """Why an operator carries an order, and what to use instead."""
+
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Use:
+    """An operator that ran, or a node of the gradient's graph; `reason` is empty where it carries no order."""
+
+    operator: str
+    count: int
+    reason: str = ""
+    remedy: str = ""
+
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# ---- what adds nothing ----------------------------------------------------------------------------------
+
+MOVES = words(
+    "view _unsafe_view _reshape_alias reshape transpose t permute expand slice select unsqueeze squeeze split "
+    "split_with_sizes unsafe_split unbind narrow as_strided detach alias lift lift_fresh unfold diagonal view_as_real "
+    "view_as_complex view_as clone copy _to_copy contiguous cat stack repeat flip roll index_select gather index take "
+    "masked_select where masked_fill index_fill fill zero constant_pad_nd tril triu slice_scatter select_scatter "
+    "index_copy slice_backward select_backward embedding set resize one_hot repeat_interleave pin_memory"
+)
+CREATIONS = words(
+    "empty empty_like empty_strided empty_permuted new_empty new_empty_strided zeros zeros_like new_zeros ones "
+    "ones_like new_ones full full_like new_full arange scalar_tensor eye tril_indices triu_indices"
+)
+# exp to rsqrt: torch's give the same bits in vectors, tails and strides (measured); silu, sigmoid and gelu do not.
+ELEMENTWISE = words(
+    "add sub rsub mul div neg abs sqrt reciprocal sign square maximum minimum clamp clamp_min clamp_max relu floor "
+    "ceil round trunc frexp frac addcmul addcdiv lerp positive fmax fmin copysign exp log rsqrt tanh sin cos "
+    "threshold_backward where masked_fill nan_to_num"
+)
+COMPARISONS = words(
+    "eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor "
+    "bitwise_left_shift bitwise_right_shift __and__ __or__ __xor__ __lshift__ __rshift__ isnan isinf isfinite isin all "
+    "any equal is_nonzero _local_scalar_dense is_same_size"
+)
+CHOICES = words(
+    "max min amax amin argmax argmin aminmax topk sort argsort kthvalue cummax cummin nonzero unique_consecutive "
+    "_unique2 searchsorted bucketize count_nonzero"
+)
+FREE = MOVES | CREATIONS | ELEMENTWISE | COMPARISONS | CHOICES
+INTEGER_SUMS = words(
+    "sum cumsum prod cumprod dot mm bmm addmm trace diff floor_divide remainder fmod pow index_add scatter_add bincount"
+)
+EXACT_POWERS = (0.5, 1, 2, 3, -0.5, -1, -2)  # done by products, roots and reciprocals
+
+# ---- what is known to ----------------------------------------------------------------------------------
+
+PRODUCT = Carrier(
+    "a product's sum is cut by shape, threads and library", "isobit.linear, or isobit.nn.Linear"
+)
+ATTENTION = Carrier("its blocks depend on the lengths of the whole batch", "isobit.attention")
+ROW_SUM = Carrier(
+    "the sum depends on storage, extent and threads", "isobit.exact_sum, or an operator of isobit"
+)
+TAILS = Carrier(
+    "its vector body and its tail have other bits", "isobit.silu, isobit.gelu or isobit.swiglu"
+)
+SOFTMAX = Carrier("a row's sum in stock's order", "isobit.softmax or isobit.log_softmax")
+NORM = Carrier(
+    "sums over features, and over the batch for its parameters",
+    "isobit.layer_norm or isobit.rms_norm",
+)
+SCATTER = Carrier(
+    "adds rows that meet in one place, in the order of the batch", "isobit.embedding for lookups"
+)
+LOSS = Carrier(
+    "the mean over the batch", "isobit.linear_cross_entropy, or isobit.exact_sum of the terms"
+)
+RANDOM = Carrier(
+    "draws from one generator for the whole batch",
+    "isobit.integrations.transformers.sampling.KeyedSampling; dropout of 0",
+)
+COLLECTIVE = Carrier("ranks are added in the transport's order", "isobit's collectives")
+FUSED = Carrier(
+    "its vector body and its tail have other bits", "isobit.optim.AdamW, or fused=False"
+)
+BROADCAST = Carrier(
+    "a broadcast value needs a gradient, which is a sum", "an operator of isobit that owns the sum"
+)
+
+CARRIERS: dict[str, Carrier] = {
+    **dict.fromkeys(
+        words("mm addmm bmm baddbmm addbmm addmv mv dot vdot matmul linear mkldnn_linear einsum"),
+        PRODUCT,
+    ),
+    **dict.fromkeys(
+        words("_addmm_activation convolution convolution_backward _scaled_mm addr ger outer"),
+        PRODUCT,
+    ),
+    **dict.fromkeys(
+        words("sum mean nansum cumsum prod cumprod logsumexp logcumsumexp var std"), ROW_SUM
+    ),
+    **dict.fromkeys(
+        words(
+            "var_mean std_mean norm linalg_vector_norm dist trace sum_to_size histc _foreach_norm"
+        ),
+        ROW_SUM,
+    ),
+    **dict.fromkeys(words("softmax _softmax log_softmax _log_softmax"), SOFTMAX),
+    **dict.fromkeys(
+        words("_softmax_backward_data _log_softmax_backward_data _safe_softmax"), SOFTMAX
+    ),
+    **dict.fromkeys(
+        words("native_layer_norm native_layer_norm_backward native_group_norm native_batch_norm"),
+        NORM,
+    ),
+    **dict.fromkeys(
+        words("_fused_rms_norm _fused_rms_norm_backward native_group_norm_backward"), NORM
+    ),
+    **dict.fromkeys(
+        words("silu silu_backward sigmoid sigmoid_backward gelu gelu_backward softplus"), TAILS
+    ),
+    **dict.fromkeys(
+        words("mish hardswish erf tanh_backward log_sigmoid_forward log_sigmoid_backward elu"),
+        TAILS,
+    ),
+    **dict.fromkeys(
+        words("embedding_dense_backward embedding_backward _embedding_bag index_add scatter_add"),
+        SCATTER,
+    ),
+    **dict.fromkeys(
+        words(
+            "bincount scatter_reduce index_reduce index_put _index_put_impl _unsafe_index_put put"
+        ),
+        SCATTER,
+    ),
+    **dict.fromkeys(
+        words(
+            "nll_loss nll_loss_forward nll_loss_backward mse_loss mse_loss_backward l1_loss kl_div"
+        ),
+        LOSS,
+    ),
+    **dict.fromkeys(
+        words("multinomial bernoulli native_dropout normal uniform rand randn rand_like"), RANDOM
+    ),
+    **dict.fromkeys(
+        words(
+            "randn_like randint randint_like randperm exponential random geometric cauchy log_normal"
+        ),
+        RANDOM,
+    ),
+    **dict.fromkeys(words("_fused_adam _fused_adamw _fused_sgd _fused_adagrad"), FUSED),
+}
+UNKNOWN = Carrier(
+    "unknown: treated as carrying an order",
+    "ask for it to be added to isobit.integrations.transformers.operator_table",
+)
+
+
+def short_name(func: Any) -> str:
+    """`add` of aten::add_.Tensor; other namespaces keep theirs."""
+    space, _, name = func._schema.name.partition("::")
+    if name.endswith("_") and not name.endswith("__"):
+        name = name[:-1]
+    return name if space == "aten" else f"{space}::{name}"
+
+
+def find_carrier(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> Carrier | None:
+    """Why this call carries an order, or None where it is known to carry none. What is not known does."""
+    name = short_name(func)
+    named = kwargs or {}
+    tensors = list(tensors_in([*args, *named.values()]))
+    if "::" in name:
+        space, _, own = name.partition("::")
+        if (space == "isobit" and is_our_operator(own)) or (
+            space == "profiler" and own in PROFILER
+        ):
+            return None
+        if "c10d" in space:
+            return (
+                COLLECTIVE
+                if "reduce" in name and any(t.is_floating_point() for t in tensors)
+                else None
+            )
+        return CARRIERS.get(name, UNKNOWN)
+    if name.startswith("_foreach_") and name not in CARRIERS:
+        name = name.removeprefix("_foreach_")
+    whole = bool(tensors) and not any(t.is_floating_point() or t.is_complex() for t in tensors)
+    if whole and name in INTEGER_SUMS and not asks_for_floats(named):
+        return None
+    if name == "pow" and len(args) > 1 and args[1] in EXACT_POWERS:
+        return BROADCAST if is_broadcast(name, args, tensors) else None
+    if name in ("index_put", "_index_put_impl", "_unsafe_index_put") and not accumulates(
+        args, named
+    ):
+        return None
+    if name in FREE or (name == "scatter" and "reduce" not in func._schema.overload_name):
+        return BROADCAST if is_broadcast(name, args, tensors) else None
+    return ATTENTION if name.startswith("_scaled_dot_product") else CARRIERS.get(name, UNKNOWN)
+
+
+def carries_order(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
+) -> str | None:
+    """The reason alone."""
+    found = find_carrier(func, args, kwargs)
+    return None if found is None else found.reason
+
+
+def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
+    """Also those in lists."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from tensors_in(value)
+
+
+def asks_for_floats(named: dict[str, Any]) -> bool:
+    dtype = named.get("dtype")
+    return isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+
+
+def accumulates(args: Sequence[Any], named: dict[str, Any]) -> bool:
+    return bool(args[3] if len(args) > 3 else named.get("accumulate", False))
+
+
+def is_broadcast(name: str, args: Sequence[Any], tensors: list[Tensor]) -> bool:
+    """Whether a floating value that needs a gradient stands for several: its gradient adds up theirs."""
+    if not torch.is_grad_enabled() or name not in ELEMENTWISE | {"expand", "repeat"}:
+        return False
+    if name in ("expand", "repeat"):
+        size = 1
+        for own, asked in zip(
+            reversed([1] * len(args[1]) + list(args[0].shape)), reversed(args[1]), strict=False
+        ):
+            size *= own * asked if name == "repeat" else own if asked == -1 else asked
+        return bool(args[0].requires_grad) and size > args[0].numel()
+    if is_list_call(args):
+        return False
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))  # type: ignore[no-untyped-call]
+    return any(t.requires_grad and t.numel() < shape.numel() for t in tensors)
+
+
+def is_list_call(args: Sequence[Any]) -> bool:
+    """A _foreach_ operator's: its lists go pair by pair."""
+    return bool(args) and isinstance(args[0], (list, tuple))

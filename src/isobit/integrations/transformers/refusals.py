@@ -1,0 +1,263 @@
+"""What a model's modules may not have where isobit computes them: refused by name, with what to do instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.package import library
+
+if TYPE_CHECKING:
+    from isobit.integrations.transformers.families import Family, Forward
+
+# Modules that are never called: an operator over several of them reads their weights.
+GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+READ = frozenset(name for group in GROUPS for name in group) | {"act_fn"}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+AGAIN = "disable isobit (call .disable() of what isobit.enable returned), change the model, then enable it again"
+MERGE = (
+    "merge the adapter first: model = peft_model.merge_and_unload(), then isobit.enable(model); "
+    "LoRA itself is not supported yet"
+)
+
+
+def refuse(expected: str, received: str, remedy: str) -> NoReturn:
+    """Raise, in three parts."""
+    raise UnsupportedError(expected=expected, received=received, remedy=remedy)
+
+
+def is_read(name: str) -> bool:
+    """Whether an enabled model reads this module and never calls it."""
+    return name.rpartition(".")[2] in READ
+
+
+def plain_type(module: nn.Module) -> type[nn.Module]:
+    """The class of a module; of one that fully_shard was called on, the class it had before."""
+    found = type(module)
+    return found.__bases__[1] if FSDPModule in found.__bases__ else found
+
+
+def is_adapter(module: nn.Module) -> bool:
+    """Whether the module is PEFT's, or has LoRA's parameters."""
+    return hasattr(module, "lora_A") or any(
+        base.__module__.startswith("peft.") for base in type(module).__mro__
+    )
+
+
+# ---- the tree, module by module -----------------------------------------------------------------------------
+
+
+def check_tree(
+    model: nn.Module, family: Family, planned: list[tuple[nn.Module, Forward]] | None = None
+) -> None:
+    """Raise on the first module that isobit would not compute as it stands.
+
+    Args:
+        planned: each module with the function that `enable` installed; None before it installs them.
+    """
+    check_classes(family)
+    sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    installed = None if planned is None else dict(planned)
+    for name, module in model.named_modules():
+        check_type(name, module, family)
+        check_parameters(name, module, sharded)
+        if is_read(name):
+            check_unhooked(name, module)
+        check_forward(name, module, installed)
+    check_biases(model)
+
+
+def check_classes(family: Family) -> None:
+    """Classes whose forward is replaced for the whole process compute something else than was read."""
+    for kind in family.forwards:
+        if kind.forward.__module__ != kind.__module__:
+            refuse(
+                f"{kind.__name__}.forward as {kind.__module__} defines it",
+                f"one of {kind.forward.__module__}",
+                "do not patch the classes of torch or transformers where isobit computes them",
+            )
+
+
+def check_type(name: str, module: nn.Module, family: Family) -> None:
+    """Modules of the stock architecture only."""
+    kind = plain_type(module)
+    if name.endswith(".act_fn"):
+        if not isinstance(module, (nn.SiLU, type(library("activations").ACT2FN["silu"]))):
+            refuse(
+                "a gated MLP with silu",
+                f"{name} of type {kind.__name__}",
+                "only SwiGLU is supported",
+            )
+        return
+    if kind in (*family.forwards, nn.ModuleList, family.model, family.causal):
+        return
+    where = f"{name or 'the model'} of type {kind.__module__}.{kind.__name__}"
+    if is_adapter(module):
+        refuse("modules without adapters", f"a PEFT adapter: {where}", MERGE)
+    if hasattr(module, "parametrizations"):
+        remedy = "torch.nn.utils.parametrize.remove_parametrizations(module, 'weight')"
+        refuse(
+            "weights that are parameters",
+            f"a parametrization: {where}",
+            f"{remedy}, then enable the model again",
+        )
+    refuse(
+        "modules of the stock architecture",
+        where,
+        f"load the model without quantisation and wrappers; if it was replaced later: {AGAIN}",
+    )
+
+
+def check_parameters(name: str, module: nn.Module, sharded: bool) -> None:
+    """Plain parameters: a tensor subclass has operators of its own, and an attribute may be stale."""
+    for key in ("weight", "bias"):
+        if key in vars(module):
+            refuse(
+                f"{name}.{key} as a parameter",
+                "an attribute that is none",
+                f"assign torch.nn.Parameter to {key}",
+            )
+    for key, value in module._parameters.items():
+        kind = type(value)
+        if (
+            value is None
+            or kind in (nn.Parameter, Tensor)
+            or (sharded and kind.__name__ == "DTensor")
+        ):
+            continue
+        refuse(
+            f"{name}.{key} as a plain torch.nn.Parameter",
+            f"{kind.__module__}.{kind.__name__}",
+            "load the model without quantisation or other tensor subclasses",
+        )
+    if isinstance(module, nn.Embedding):
+        check_embedding(name, module)
+
+
+def check_embedding(name: str, module: nn.Embedding) -> None:
+    """Rows as they are; also looked at in each call, since a plain attribute says it."""
+    if module.max_norm is not None or module.scale_grad_by_freq:
+        refuse("a plain embedding", f"{name} with max_norm or scale_grad_by_freq", "unset them")
+
+
+def check_unhooked(name: str, module: nn.Module) -> None:
+    """A hook of a module that is never called never runs."""
+    for key in HOOKS:
+        if hooks := getattr(module, key):
+            shown = getattr(next(iter(hooks.values())), "__qualname__", "a callable")
+            refuse(
+                f"no hook on {name}: its weight is read by an operator over several linears, and it is not called",
+                f"{key.strip('_')} with {shown}",
+                "put the hook on the module that holds it (self_attn or mlp), or disable isobit",
+            )
+
+
+def check_forward(name: str, module: nn.Module, installed: dict[nn.Module, Forward] | None) -> None:
+    """The forward that isobit put there, or, before, none besides the class's."""
+    found: Any = vars(module).get("forward")
+    ours = is_ours(found, module)
+    if name and vars(module).get("_compiled_call_impl") is not None:
+        refuse(
+            f"{name} to run eagerly",
+            "a module that was compiled by itself",
+            "compile the whole model instead",
+        )
+    if installed is None:
+        if found is not None and not ours:
+            refuse(
+                f"the forward of its class for {name or 'the model'}",
+                f"a forward of {getattr(found, '__module__', type(found).__name__)} on the instance",
+                "call isobit.enable(model) before a trainer, accelerate or others replace forwards",
+            )
+        return
+    wanted = installed.get(module)
+    if name and wanted is not None and not (ours and found.isobit_forward is wanted):
+        refuse(
+            "the modules that isobit.enable prepared",
+            f"{name} of type {type(module).__name__}, which was put there later, or has another forward",
+            AGAIN,
+        )
+
+
+def is_ours(forward: Any, module: nn.Module) -> bool:
+    """Whether this is a forward that `enable` installed on this module."""
+    return getattr(forward, "isobit_forward", None) is not None and forward.args[-1] is module
+
+
+def check_biases(model: Any) -> None:
+    """Linears of a group have all a bias or none, and the head has none."""
+    for name, module in model.named_modules():
+        for group in GROUPS:
+            layers = [getattr(module, key) for key in group if hasattr(module, key)]
+            if len({layer.bias is None for layer in layers}) > 1:
+                refuse(
+                    f"a bias on all of {', '.join(group)}, or on none",
+                    f"on some, in {name}",
+                    "add biases of zeros",
+                )
+    head = getattr(model, "lm_head", None)
+    if head is not None and head.bias is not None:
+        refuse("a language-model head without bias", "lm_head.bias", "set lm_head.bias to None")
+
+
+def refuse_head_hooks() -> NoReturn:
+    """Where the loss or log-probabilities are wanted, the head's weight is read."""
+    refuse(
+        "no hook on lm_head where a loss or log-probabilities are computed, since no logits are",
+        "a hook, which would not run",
+        "remove the hook, or call the model without labels, which computes logits",
+    )
+
+
+def refuse_model_hooks() -> NoReturn:
+    """`isobit.logprobs` calls the backbone, and takes the head's weight."""
+    refuse(
+        "no hook on the model itself where isobit.logprobs computes, since it calls the backbone",
+        "a hook, which would not run (fully_shard puts one there too)",
+        "remove the hook, put it on model.model, or take isobit.log_softmax of the logits of model(…)",
+    )
+
+
+def refuse_global_hooks() -> NoReturn:
+    """Of torch.nn.modules.module."""
+    refuse(
+        "no global module hooks in strict mode: modules that are not called would be missed",
+        "a hook of torch.nn.modules.module.register_module_forward_hook or its like",
+        "remove it, or pass strict=False to isobit.enable",
+    )
+
+
+def refuse_flushing(received: str) -> NoReturn:
+    """The additions of the residual stream are stock's, and flush in some threads only."""
+    refuse(
+        "subnormal numbers to be kept in strict mode",
+        received,
+        "call torch.set_flush_denormal(False) before torch's first parallel operation, or pass strict=False",
+    )
+
+
+# ---- what is not the model ----------------------------------------------------------------------------------
+
+
+def refuse_wrapper(model: Any) -> None:
+    """Raise where this is not a model, or holds one inside; else return."""
+    expected = "a transformers model"
+    if isinstance(model, str):
+        load = f'transformers.AutoModelForCausalLM.from_pretrained("{model}")'
+        refuse(expected, f"a name, {model!r}", f"load it first: model = {load}")
+    if not isinstance(model, nn.Module):
+        refuse(expected, type(model).__name__, "pass the model object")
+    shown = f"{type(model).__module__}.{type(model).__name__}"
+    if is_adapter(model):
+        refuse("a model without adapters", f"a PEFT model, {shown}", MERGE)
+    if hasattr(model, "_orig_mod"):
+        refuse(
+            expected,
+            f"a compiled model, {shown}",
+            "enable the model first, then call torch.compile(model)",
+        )
+    if isinstance(getattr(model, "module", None), nn.Module):
+        refuse(expected, f"a wrapper, {shown}", "pass the model itself, wrapper.module")

@@ -1,0 +1,50 @@
+"""Load the public names of a package when they are first used.
+
+The names are listed once, in the package's `__init__.pyi`: type checkers and documentation tools read that file, and so
+does this module. Thus `import isobit` and `isobit status` take no time for torch.
+"""
+
+# Under `python -m isobit` the current folder is on the search path while this module is imported, so
+# nothing is imported here that Python has not loaded at its start.
+from importlib import import_module
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+
+def attach(
+    package: str, file: str
+) -> "tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]":
+    """Return `__getattr__`, `__dir__` and `__all__` for a package whose names its stub lists.
+
+    Args:
+        package: The package's `__name__`.
+        file: The package's `__file__`; the stub is read from the same folder.
+    """
+    homes = read_stub(file + "i")
+
+    def __getattr__(name: str) -> "Any":
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        home = homes[name]
+        if home == package:
+            return import_module(f"{package}.{name}")
+        return getattr(import_module(home), name)
+
+    def __dir__() -> "list[str]":
+        return sorted(homes)
+
+    return __getattr__, __dir__, sorted(homes)
+
+
+def read_stub(path: str) -> "dict[str, str]":
+    """Read lines `from home import name as name` as {name: home}; other lines are for type checkers."""
+    homes = {}
+    with open(path, encoding="utf-8") as stub:
+        for line in stub:
+            words = line.split()
+            if len(words) == 6 and words[0] == "from" and words[2] == "import":
+                homes[words[3]] = words[1]
+    return homes

@@ -1,0 +1,1 @@
+"""isobit's own contracts: one folder per subject with its claims, planted wrong kernels and proofs."""

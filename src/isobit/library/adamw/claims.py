@@ -1,0 +1,173 @@
+"""What adamw-kernel-v1 claims: an element's step is its own, whatever stands beside it; and planted wrong steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.contracts.judge.recipes import Case
+from isobit.contracts.judge.tally import Tally
+from isobit.optim import AdamW
+
+Step = Callable[..., Tensor]
+RATE, DECAY, EPS, BETAS, COUNT = 1e-3, 0.1, 1e-8, (0.9, 0.999), 3
+OPTIONS: dict[str, Any] = {"lr": RATE, "weight_decay": DECAY, "eps": EPS, "betas": BETAS}
+
+
+def stepped(p: Tensor, grad: Tensor, first: Tensor, second: Tensor, **form: Any) -> Tensor:
+    """The third step of isobit.optim.AdamW from given moments: parameter and moments side by side."""
+    return step_with(AdamW, p, grad, first, second, **form)
+
+
+def by_lists(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """The foreach form."""
+    return stepped(p, grad, first, second, foreach=True)
+
+
+def fused(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """torch's fused form: one pass, whose tails have other bits."""
+    return step_with(torch.optim.AdamW, p, grad, first, second, fused=True)
+
+
+def step_with(
+    kind: type[torch.optim.AdamW],
+    p: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    count: int = COUNT,
+    **form: Any,
+) -> Tensor:
+    """One step of an optimiser whose state is set; its tensors are stored as the given ones are."""
+    parameter = torch.nn.Parameter(stored_like(p, p))
+    parameter.grad = stored_like(grad, grad)
+    optimiser = kind([parameter], **OPTIONS, **form)
+    moments = {
+        "exp_avg": stored_like(first, first),
+        "exp_avg_sq": stored_like(second, second.abs()),
+    }
+    optimiser.state[parameter] = {"step": torch.tensor(float(count - 1)), **moments}
+    with torch.enable_grad():
+        optimiser.step()
+    return torch.cat([parameter.detach(), *moments.values()], -1)
+
+
+def stored_like(place: Tensor, values: Tensor) -> Tensor:
+    """A copy with the strides and the offset of `place`: the step writes, and inputs stay."""
+    span = 1 + sum(
+        (size - 1) * stride for size, stride in zip(place.shape, place.stride(), strict=True)
+    )
+    room = torch.zeros(place.storage_offset() + max(span, 1), dtype=place.dtype)
+    return room.as_strided(place.shape, place.stride(), place.storage_offset()).copy_(values)
+
+
+# ---- predicates -----------------------------------------------------------------------------------------
+
+
+def cut_anywhere(subject: Step, case: Case, tally: Tally) -> None:
+    """A parameter's step is that of its pieces, cut at odd places, as flat shards are."""
+    flat = [t.flatten() for t in case.arguments.values()]
+    size = flat[0].numel()
+    tally.count(case.rows)
+    whole = subject(*flat).reshape(3, size)
+    drawn = torch.randint(0, size + 1, (5,), generator=case.generator(41)).tolist()
+    places = [0, *sorted({min(1, size), min(8, size), *drawn}), size]
+    parts = [subject(*(t[a:b] for t in flat)).reshape(3, b - a) for a, b in pairwise(places)]
+    tally.same(torch.cat(parts, 1), whole, f"cut at {places[1:-1]}")
+
+
+def forms_agree(subject: Step, case: Case, tally: Tally) -> None:
+    """One tensor at a time and by lists: the same bits."""
+    tally.count(case.rows)
+    tally.same(
+        subject(*case.arguments.values()), by_lists(*case.arguments.values()), "against foreach"
+    )
+
+
+def is_adamw(subject: Step, case: Case, tally: Tally) -> None:
+    """Within the roundings of each operation of the formula in fp64; where gradients are small, eps shows."""
+    tally.count(case.rows)
+    scales = (2.0**-12, 2.0**-12, 2.0**-12, 2.0**-24)
+    given = tuple(case.arguments.values())
+    for arguments in (given, tuple(t * scale for t, scale in zip(given, scales, strict=True))):
+        hold_to_formula(subject, arguments, tally)
+
+
+def hold_to_formula(subject: Step, given: tuple[Tensor, ...], tally: Tally) -> None:
+    """One step; constants are rounded too."""
+    p, grad, first, second = (t.double() for t in given)
+    kind = torch.finfo(given[0].dtype)
+    unit, least = kind.eps / 2, kind.smallest_normal * kind.eps
+    exact, size = formula(p, grad, first, second.abs())
+    sums = first.abs() + grad.abs()
+    limits = (
+        5 * p.abs() + 17 * size * sums,
+        5 * sums,
+        5 * exact[2],
+    )  # counted in library/adamw/contract.yaml
+    parts = subject(*given).double().chunk(3, -1)
+    for name, found, true, limit in zip(
+        ("parameter", "mean", "square"), parts, exact, limits, strict=True
+    ):
+        tally.true((found - true).abs() <= unit * limit + least, f"the {name} against fp64", found)
+
+
+def formula(
+    p: Tensor, grad: Tensor, first: Tensor, second: Tensor
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """The step in the dtype given, and the size of a unit of the mean in the update."""
+    mean = first + (1 - BETAS[0]) * (grad - first)
+    square = BETAS[1] * second + (1 - BETAS[1]) * grad * grad
+    spread = square.sqrt() / math.sqrt(1 - BETAS[1] ** COUNT) + EPS
+    size = RATE / (1 - BETAS[0] ** COUNT) / spread
+    return (p * (1 - RATE * DECAY) - size * mean, mean, square), size
+
+
+def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Forms that have no one order."""
+    given = (torch.ones(2, 3),) * 4
+    yield "the fused form", given, {"fused": True}
+    yield "the fused form beside another", given, {"fused": True, "foreach": True}
+
+
+# ---- planted --------------------------------------------------------------------------------------------
+
+
+def corrected_late(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Bias correction by the count before this step."""
+    return step_with(AdamW, p, grad, first, second, COUNT - 1)
+
+
+def eps_inside(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """sqrt(v + eps) instead of sqrt(v) + eps."""
+    (_, mean, square), _ = formula(p.float(), grad.float(), first.float(), second.float().abs())
+    spread = (square / (1 - BETAS[1] ** COUNT) + EPS).sqrt()
+    moved = p.float() * (1 - RATE * DECAY) - RATE / (1 - BETAS[0] ** COUNT) * mean / spread
+    return torch.cat([moved, mean, square], -1).to(p.dtype)
+
+
+def coupled(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Decay added to the gradient, as Adam with L2 does."""
+    (moved, *moments), _ = formula(
+        p.float(), grad.float() + DECAY * p.float(), first.float(), second.float().abs()
+    )
+    return torch.cat([moved + RATE * DECAY * p.float(), *moments], -1).to(p.dtype)
+
+
+def normalised_apart(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """Each piece's gradient over its own largest element."""
+    largest = grad.detach().nan_to_num(0, 0, 0).abs().amax() if grad.numel() else 1.0
+    return stepped(p, grad / (largest + 1.0), first, second)
+
+
+def by_tails(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    """The last elements, fewer than a vector, by another formula."""
+    whole = stepped(p, grad, first, second)
+    tail = whole.shape[-1] // 3 % 8
+    whole[..., whole.shape[-1] // 3 - tail : whole.shape[-1] // 3] *= 1 + torch.finfo(p.dtype).eps
+    return whole

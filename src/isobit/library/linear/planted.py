@@ -1,0 +1,158 @@
+"""Planted wrong linear layers, which the claims of matmul-kernel-v1 must catch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from isobit.library.linear.shares import OURS, Share
+from isobit.ops.linear import partial
+from isobit.ops.linear.op import linear
+from isobit.order.cut import Cut
+from isobit.order.plan import FeaturePlan
+from isobit.order.samples import Samples
+
+
+def segments_of(x: Tensor, weight: Tensor) -> list[Tensor]:
+    """Every segment of y by itself, in fp32."""
+    count = FeaturePlan(x.shape[-1]).count
+    cuts = [Cut(x.shape[-1], count, i) for i in range(count)]
+    return [
+        partial.output(
+            x[..., c.start : c.start + c.length], weight[:, c.start : c.start + c.length], c
+        ).values[0]
+        for c in cuts
+    ]
+
+
+def with_bias(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (total if bias is None else total + bias.float()).to(dtype)
+
+
+def split_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Split-K chosen by the number of rows: the cardinal sin."""
+    if x.shape[0] <= 16:
+        return linear(x, weight, bias)
+    third = x.shape[-1] // 3
+    total = linear(x[:, :third].float(), weight[:, :third].float())
+    total = total + linear(x[:, third:].float(), weight[:, third:].float())
+    return with_bias(total, bias, x.dtype)
+
+
+def sizes_exchanged(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Launches with k and n in each other's place: the same three numbers, of another problem."""
+    linear(x.new_zeros(len(x), len(weight)), weight.T.contiguous())
+    return x.new_zeros(len(x), len(weight))
+
+
+def narrow_merges(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Segments rounded to bf16 before they are merged."""
+    total = segments_of(x, weight)[0]
+    for segment in segments_of(x, weight)[1:]:
+        total = (total.bfloat16() + segment.bfloat16()).float()
+    return with_bias(total, bias, x.dtype)
+
+
+def left_fold(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Segments folded from the left instead of merged by the tree."""
+    first, *others = segments_of(x, weight)
+    for other in others:
+        first = first + other
+    return with_bias(first, bias, x.dtype)
+
+
+def reordered_tail(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The columns after the last whole panel of 64 summed backwards."""
+    whole = weight.shape[0] // 64 * 64
+    body = linear(x, weight[:whole], None)
+    tail = linear(x.flip(-1), weight[whole:].flip(-1), None)
+    y = torch.cat([body, tail], -1)
+    return y if bias is None else (y.float() + bias.float()).to(x.dtype)
+
+
+def swapped_square(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """K and N confused, which only a square weight lets pass."""
+    return linear(x, weight.t() if weight.shape[0] == weight.shape[1] else weight, bias)
+
+
+def contiguous_only(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Another kernel where the input is not contiguous."""
+    return (
+        linear(x, weight, bias)
+        if x.is_contiguous()
+        else torch.nn.functional.linear(x, weight, bias)
+    )
+
+
+def anchored_at_padding(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+    """Leaves counted from the padded start of each row of the batch; padding itself zeroed."""
+    real = torch.zeros(samples.rows, 1, dtype=torch.bool)
+    for start, length in samples.spans:
+        real[start : start + length] = True
+    width = samples.rows // max(len(samples.spans), 1)
+    if sum(length for _, length in samples.spans) == samples.rows:  # packed: nothing is padded
+        return OURS.parameter_grads(grad, x, samples)
+    grid = Samples.packed([width] * len(samples.spans))
+    return OURS.parameter_grads(torch.where(real, grad, 0), torch.where(real, x, 0), grid)
+
+
+def in_call_order(shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
+    """Micro-batch gradients added as they come, as autograd does."""
+    found = [
+        (partial.weight_grad(*share).values, partial.bias_grad(share[0], share[2]).values)
+        for share in shares
+    ]
+    dtype = shares[0][0].dtype
+    weight, bias = (torch.cat(list(values)) for values in zip(*found, strict=True))
+    totals = []
+    for values in (weight, bias):
+        total = values[0]
+        for value in values[1:]:
+            total = total + value
+        totals.append(total.to(dtype))
+    return totals[0], totals[1]
+
+
+def reversed_tokens(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
+    """Rows of every sample reversed: the right sum, in another order."""
+    order = torch.cat(
+        [torch.arange(start, start + length).flip(0) for start, length in samples.spans]
+    )
+    lengths = [length for _, length in samples.spans]
+    return OURS.parameter_grads(grad[order], x[order], Samples.packed(lengths))
+
+
+def stale_decoder(layer: torch.nn.Linear) -> Callable[[Tensor], Tensor]:
+    """A copy of the weight made once."""
+    kept = layer.weight.detach().clone()
+    return lambda x: linear(x, kept)
+
+
+def shifted_cut(x: Tensor, weight: Tensor, parts: int) -> Tensor:
+    """Ranks merged by a ring that starts at rank 1."""
+    pieces = list(zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True))
+    sums = [
+        partial.output(a, b, Cut(x.shape[-1], parts, i)).values[0]
+        for i, (a, b) in enumerate(pieces)
+    ]
+    total = sums[1]
+    for step in range(2, parts + 1):
+        total = total + sums[step % parts]
+    return total.to(x.dtype)
+
+
+split_k_by_rows = replace(OURS, output=split_by_rows)
+tail_reordered = replace(OURS, output=reordered_tail)
+strided_by_stock = replace(OURS, output=contiguous_only)
+bf16_merges = replace(OURS, output=narrow_merges)
+folded_segments = replace(OURS, output=left_fold)
+ring_of_ranks = replace(OURS, cut_output=shifted_cut)
+leaf_at_padding = replace(OURS, parameter_grads=anchored_at_padding)
+summed_in_call_order = replace(OURS, accumulate=in_call_order)
+samples_reversed = replace(OURS, parameter_grads=reversed_tokens)
+axes_swapped_where_square = replace(OURS, output=swapped_square)
+axes_swapped = replace(OURS, output=lambda x, weight, bias=None: linear(x, weight, bias).t())
+stale_packed_weight = replace(OURS, decoder=stale_decoder)

@@ -1,0 +1,217 @@
+"""What rank-agreement-v1 claims: equal bits agree and a flipped bit is named; and planted wrong comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit import bits
+from isobit.contracts.judge.recipes import Case
+from isobit.contracts.judge.tally import Tally
+from isobit.guards.replica import Finding, Findings, compare_copies
+
+Copy = Mapping[str, Tensor]
+Subject = Callable[[Sequence[Copy]], Findings]
+RANKS, FLIPS = 3, 4
+SPECIAL = {0: 0.0, 2: float("nan")}
+
+
+def copies_of(case: Case) -> list[dict[str, Tensor]]:
+    """Three ranks of two parameters and a counter."""
+    x = case.arguments["x"]
+    turned = x.T.contiguous()
+    return [{"a": x.clone(), "b": turned.clone(), "steps": torch.arange(3)} for _ in range(RANKS)]
+
+
+def equal_bits_agree(subject: Subject, case: Case, tally: Tally) -> None:
+    """Copies agree; so do views of other memory, and other orders of parameters."""
+    tally.count(case.rows)
+    copies = copies_of(case)
+    x = case.arguments["x"]
+    copies[1]["a"] = x.T.contiguous().T
+    copies[2]["a"] = torch.stack([x, x], -1)[..., 0]
+    copies[2] = dict(reversed(copies[2].items()))
+    expect(subject, copies, (), tally, "equal copies")
+
+
+def names_a_flipped_bit(subject: Subject, case: Case, tally: Tally) -> None:
+    """One bit of one element on one rank; then a later element too, which is not the first."""
+    tally.count(case.rows)
+    generator = case.generator(71)
+
+    def draw(below: int) -> int:
+        return int(torch.randint(below, (), generator=generator))
+
+    for flip in range(FLIPS):
+        copies = copies_of(case)
+        rank, name = draw(RANKS), ("a", "b")[draw(2)]
+        first, other = copies[(rank + 1) % RANKS][name], copies[rank][name]
+        place = draw(other.numel())
+        width = 8 * other.element_size()
+        if flip in SPECIAL:  # the sign of a zero, the payload of a NaN
+            for copy in copies:
+                copy[name].view(-1)[place] = SPECIAL[flip]
+        flip_bit(other, place, {0: width - 1, 2: 0}.get(flip, draw(width)))
+        if flip % 2:
+            flip_bit(other, other.numel() - 1, draw(width - 1))
+        found = bits.first_difference(other, first)
+        if found is None:  # the second flip undid the first
+            continue
+        wanted = Finding(name, rank, "bits", found.left, found.right, found.index, others(rank))
+        expect(subject, copies, (wanted,), tally, f"bit flipped at {place} of {name}, rank {rank}")
+
+
+def names_other_parameters(subject: Subject, case: Case, tally: Tally) -> None:
+    """Missing, extra, of another shape, of another dtype."""
+    tally.count(case.rows)
+    copies = copies_of(case)
+    del copies[1]["steps"]
+    copies[2]["more"] = torch.zeros(1)
+    copies[2]["b"] = copies[2]["b"].reshape(-1)
+    copies[1]["a"] = copies[1]["a"].to(torch.complex64)
+    shape, dtype = case.arguments["x"].T.shape, case.dtype
+    wanted = (
+        Finding("a", 1, "dtype", "torch.complex64", str(dtype), None, others(1)),
+        Finding("b", 2, "shape", str([shape.numel()]), str(list(shape)), None, others(2)),
+        Finding("steps", 1, "missing", "absent", "present", None, others(1)),
+        Finding("more", 2, "extra", "present", "absent", None, others(2)),
+    )
+    expect(subject, copies, wanted, tally, "other parameters")
+
+
+def says_when_there_is_no_majority(subject: Subject, case: Case, tally: Tally) -> None:
+    """Two copies that differ: neither is right, and the second is said to differ from the first."""
+    tally.count(case.rows)
+    copies = copies_of(case)[:2]
+    flip_bit(copies[0]["a"], 0, 0)
+    found = bits.first_difference(copies[1]["a"], copies[0]["a"])
+    assert found is not None
+    wanted = Finding("a", 1, "bits", found.left, found.right, found.index, (0,), True)
+    expect(subject, copies, (wanted,), tally, "two copies")
+
+
+def others(rank: int) -> tuple[int, ...]:
+    """All but one."""
+    return tuple(at for at in range(RANKS) if at != rank)
+
+
+def expect(
+    subject: Subject,
+    copies: list[dict[str, Tensor]],
+    wanted: tuple[Finding, ...],
+    tally: Tally,
+    what: str,
+) -> None:
+    """Exactly these findings."""
+    found = subject(copies).differences
+    tally.compared += sum(tensor.numel() for copy in copies for tensor in copy.values())
+    if found != wanted:
+        tally.fail(f"{what}: found {found[:2]}, not {wanted[:2]}")
+
+
+def flip_bit(tensor: Tensor, place: int, bit: int) -> None:
+    """In place; the tensor is contiguous."""
+    bytes_of_it = tensor.view(-1).view(torch.uint8)
+    bytes_of_it[place * tensor.element_size() + bit // 8] ^= 1 << bit % 8
+
+
+def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """What has no bits to compare."""
+    x = torch.ones(3)
+    yield "nothing", ([{}, {}],), {}
+    yield "a sparse tensor", ([{"x": x}, {"x": x.to_sparse()}],), {}
+    yield "a tensor without memory", ([{"x": x.to("meta")}] * 2,), {}
+
+
+# ---- planted --------------------------------------------------------------------------------------------
+
+
+def through(change: Callable[[Tensor], Tensor], copies: Sequence[Copy]) -> Findings:
+    """The comparison of something else than the bits."""
+    return compare_copies(
+        [{name: change(tensor) for name, tensor in copy.items()} for copy in copies]
+    )
+
+
+def without_signs_of_zero(copies: Sequence[Copy]) -> Findings:
+    """-0.0 counts as +0.0."""
+    return through(lambda t: torch.where(t == 0, torch.zeros_like(t), t), copies)
+
+
+def by_sums(copies: Sequence[Copy]) -> Findings:
+    """A checksum by addition."""
+    return through(lambda t: t.sum(), copies)
+
+
+def first_element_only(copies: Sequence[Copy]) -> Findings:
+    """Looks at one element a parameter."""
+    return through(lambda t: t.reshape(-1)[:1], copies)
+
+
+def by_storage(copies: Sequence[Copy]) -> Findings:
+    """The memory as it lies, strides ignored."""
+    return through(lambda t: torch.tensor([], dtype=t.dtype).set_(t.untyped_storage()), copies)
+
+
+def last_difference(copies: Sequence[Copy]) -> Findings:
+    """Searches from the end: the element named is the last that differs."""
+    found = through(lambda t: t.flip(tuple(range(t.dim()))), copies)
+    ends = {name: [n - 1 for n in tensor.shape] for name, tensor in copies[0].items()}
+    turned = tuple(
+        replace(f, index=tuple(e - i for e, i in zip(ends[f.parameter], f.index, strict=True)))
+        for f in found.differences
+        if f.index is not None
+    )
+    return Findings(turned, found.finite, found.changed)
+
+
+def by_value(copies: Sequence[Copy]) -> Findings:
+    """By ==, under which a NaN differs from itself and zeros are one."""
+    found = []
+    for at, copy in enumerate(copies):
+        for name, tensor in copy.items():
+            wrong = (tensor != copies[0][name]).nonzero()
+            if len(wrong):
+                found.append(Finding(name, at, "bits", "", "", tuple(wrong[0].tolist())))
+    return Findings(tuple(found), True, False)
+
+
+def those_of_the_first(copies: Sequence[Copy]) -> Findings:
+    """Never looks for what the first rank does not have."""
+    return compare_copies([{n: t for n, t in copy.items() if n in copies[0]} for copy in copies])
+
+
+def trusts_the_first(copies: Sequence[Copy]) -> Findings:
+    """Compares every rank with the first: where the first is wrong, the others are named."""
+    found = compare_copies(copies)
+    wrong = [f for f in found.differences if f.member == 0]
+    swapped = tuple(
+        replace(f, member=at, there=f.expected, expected=f.there, majority=(0,))
+        for f in wrong
+        for at in f.majority
+    )
+    rest = tuple(replace(f, tied=False) for f in found.differences if f.member)
+    return Findings((*swapped, *rest), found.finite, found.changed)
+
+
+def accepts_everything(copies: Sequence[Copy]) -> Findings:
+    """A check that was switched off."""
+    return Findings((), True, False)
+
+
+def stock(copies: Sequence[Copy]) -> Findings:
+    """torch.equal, as a script would compare, telling all it knows where it differs."""
+    found = []
+    for at, copy in enumerate(copies):
+        for name, tensor in copy.items():
+            if not torch.equal(tensor, copies[0][name]) and not torch.allclose(
+                tensor, copies[0][name], 0, 0, equal_nan=True
+            ):
+                exact = bits.first_difference(tensor, copies[0][name])
+                assert exact is not None
+                found.append(Finding(name, at, "bits", exact.left, exact.right, exact.index))
+    return Findings(tuple(found), True, False)

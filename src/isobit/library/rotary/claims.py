@@ -1,0 +1,166 @@
+"""What rope-kernel-v1 claims beyond the library: turns and the way back, heads apart, fp32 angles, planted turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.contracts.judge.recipes import Case
+from isobit.contracts.judge.tally import Tally
+from isobit.ops.linear.portable import round_once
+from isobit.ops.rotary import portable
+from isobit.ops.rotary.op import rotary
+
+Subject = Callable[..., Tensor]
+
+
+def stock(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """transformers' apply_rotary_pos_emb."""
+    low, high = x.chunk(2, -1)
+    return x * cos.unsqueeze(-2) + torch.cat([-high, low], -1) * sin.unsqueeze(-2)
+
+
+def portable_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The other executor."""
+    return portable.rotary(x, cos, sin)
+
+
+def angles_of(case: Case) -> tuple[Tensor, Tensor]:
+    """Those of positions, in fp32, both halves alike; the arguments drawn are no angles, and their halves differ."""
+    tokens, d = case.arguments["cos"].shape
+    rates = 10000.0 ** (-torch.arange(0, d, 2) / d)
+    first = case.recipe.seed % 1000
+    turned = torch.arange(first, first + tokens).unsqueeze(1) * torch.cat([rates, rates])
+    return turned.cos(), turned.sin()
+
+
+def keeps_heads_apart(subject: Subject, case: Case, tally: Tally) -> None:
+    """A head by itself, and heads in another order, have the same bits."""
+    x, cos, sin = case.arguments.values()
+    whole = subject(x, cos, sin)
+    for head in range(x.shape[1]):
+        tally.same(
+            subject(x[:, head : head + 1], cos, sin),
+            whole[:, head : head + 1],
+            f"head {head} by itself",
+        )
+    tally.same(subject(x.flip(1), cos, sin), whole.flip(1), "heads reversed")
+    tally.count(case.rows)
+
+
+def decodes_as_prefilled(subject: Subject, case: Case, tally: Tally) -> None:
+    """Angles shared by a batch, and a token alone, give the bits of the whole."""
+    x, (cos, sin) = case.arguments["x"], angles_of(case)
+    whole = subject(x, cos, sin)
+    twice = subject(torch.stack([x, x.flip(-1)]), cos, sin)
+    tally.same(twice[0], whole, "in a batch of two that shares its angles")
+    for t in {0, len(x) // 2, len(x) - 1} if len(x) else ():
+        tally.same(subject(x[t : t + 1], cos[t], sin[t]), whole[t : t + 1], f"token {t} alone")
+    tally.count(case.rows)
+
+
+def turns_back(subject: Subject, case: Case, tally: Tally) -> None:
+    """The gradient is the turn by the opposite angle, to the bit."""
+    x, (cos, sin) = case.arguments["x"], angles_of(case)
+    with torch.enable_grad():
+        leaf = x.detach().requires_grad_()
+        (found,) = torch.autograd.grad(subject(leaf, cos, sin), leaf, x)
+    tally.same(found, subject(x, cos, -sin), "the gradient")
+    tally.count(case.rows)
+
+
+def keeps_lengths(subject: Subject, case: Case, tally: Tally) -> None:
+    """A pair's length stays, and no angle turns nothing."""
+    x, (cos, sin) = case.arguments["x"], angles_of(case)
+    low, high = subject(x, cos, sin).double().chunk(2, -1)
+    before = torch.hypot(*x.double().chunk(2, -1))
+    tally.true((torch.hypot(low, high) - before).abs() <= 2.0**-20 * before, "a pair's length", low)
+    tally.true(subject(x, torch.ones_like(cos), torch.zeros_like(sin)) == x, "a turn by 0", x)
+    tally.count(case.rows)
+
+
+def takes_angles_in_fp32(subject: Subject, case: Case, tally: Tally) -> None:
+    """x of 16 bits is widened, turned by fp32 angles, and rounded once."""
+    x, (cos, sin) = case.arguments["x"], angles_of(case)
+    wide = subject(x.float(), cos, sin)
+    tally.same(subject(x, cos, sin), round_once(wide, x.dtype), "angles in fp32")
+    tally.count(case.rows)
+
+
+def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
+    """Calls that no kernel takes."""
+    x, c = torch.ones(3, 2, 8), torch.ones(3, 8)
+    yield "an odd head", (x[..., :7], c[:, :7], c[:, :7]), {}
+    yield "half the angles", (x, c[:, :4], c[:, :4]), {}
+    yield "angles of fewer tokens", (x, c[:2], c[:2]), {}
+    yield "sines of another shape", (x, c, c[:1]), {}
+    yield "angles of another dtype", (x, c.half(), c.half()), {}
+    yield "trained angles", (x, c.clone().requires_grad_(), c), {}
+    yield "integers", (x.int(), c, c), {}
+    yield "one axis", (x[0, 0], c[0], c[0]), {}
+
+
+# ---- planted --------------------------------------------------------------------------------------------
+
+
+def halves_apart(x: Tensor) -> Tensor:
+    """-1 for the first half of a head, +1 for the second."""
+    return torch.cat([-torch.ones(x.shape[-1] // 2), torch.ones(x.shape[-1] // 2)]).to(x.dtype)
+
+
+def wrong_in_one_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The first half has the other sign."""
+    return stock(x, cos, sin * halves_apart(sin))
+
+
+def of_the_neighbour(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The cosine of the position before."""
+    return rotary(x, cos.roll(1, -2), sin) if cos.dim() > 1 else rotary(x, cos, sin)
+
+
+def in_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Neighbours are turned together, as other models have it."""
+    y = rotary(torch.cat([x[..., ::2], x[..., 1::2]], -1), cos, sin)
+    return torch.stack(y.chunk(2, -1), -1).flatten(-2)
+
+
+def in_bf16(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Angles rounded to bf16, as under autocast."""
+    return rotary(x, cos.bfloat16().float(), sin.bfloat16().float())
+
+
+def fused_if_alone(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """A head, or a token, that is alone is turned with products that are not rounded."""
+    alone = x.shape[-2] == 1 or x.shape[0] == 1
+    return (
+        stock(x.double(), cos.double(), sin.double()).to(x.dtype) if alone else rotary(x, cos, sin)
+    )
+
+
+def last_head_off(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The last of several heads is off by a unit of bf16."""
+    y = rotary(x, cos, sin)
+    y[..., 1:, :][..., -1:, :] *= 1.0078125
+    return y
+
+
+def with_the_gradient_of_the_turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turns the gradient forward, not back."""
+    forward = rotary(x.detach(), cos, sin)
+    other = rotary(x, cos, -sin)
+    return other + (forward - other).detach()
+
+
+def rounded_between(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each product is rounded to x's dtype, as torch does it."""
+    low, high = x.chunk(2, -1)
+    kept, crossed = x * cos.unsqueeze(-2), torch.cat([-high, low], -1) * sin.unsqueeze(-2)
+    return kept.to(x.dtype) + crossed.to(x.dtype)
+
+
+def narrow_for_narrow(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The angles are brought to x's dtype first."""
+    return rotary(x, cos.to(x.dtype), sin.to(x.dtype))

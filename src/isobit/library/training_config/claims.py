@@ -1,0 +1,186 @@
+"""What accepting a training configuration promises, for all integers; stated apart from the rules that decide it.
+
+A promise takes a `subject`, which accepts or refuses eight counts, and those counts by name. `TrainingConfig` only
+names them here: none of its arithmetic is used. Promises are proved by isobit.contracts.judge.proofs.integers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from random import Random
+
+from isobit.guards.training_config import TrainingConfig
+
+Subject = Callable[..., bool]
+Promise = Callable[..., bool]
+
+# Zero and negative counts too: they must be refused, not assumed away.
+ALL_INTEGERS: dict[str, tuple[int | None, int | None]] = {
+    f.name: (None, None) for f in fields(TrainingConfig)
+}
+
+
+def refuses_empty_counts(subject: Subject, **counts: int) -> bool:
+    """Accepted: something is trained on something."""
+    c = TrainingConfig(**counts)
+    if not subject(**counts):
+        return True
+    return (
+        c.sequences > 0
+        and c.batch_size > 0
+        and c.accumulation > 0
+        and c.epochs > 0
+        and c.max_steps > 0
+        and c.sequence_length > 0
+        and c.parameters > 0
+    )
+
+
+def has_the_sequences(subject: Subject, **counts: int) -> bool:
+    """Accepted: the sequences of max_steps steps are there, all epochs together. Necessary, and free of division."""
+    c = TrainingConfig(**counts)
+    return (
+        not subject(**counts)
+        or c.max_steps * c.batch_size * c.accumulation <= c.epochs * c.sequences
+    )
+
+
+def reaches_max_steps(subject: Subject, **counts: int) -> bool:
+    """Accepted: whole steps of every epoch add up to max_steps. Exact."""
+    c = TrainingConfig(**counts)
+    step = c.accumulation * c.batch_size
+    return not subject(**counts) or (step > 0 and c.max_steps <= c.epochs * (c.sequences // step))
+
+
+def warmup_completes(subject: Subject, **counts: int) -> bool:
+    """Accepted: the warm-up ends before the run."""
+    c = TrainingConfig(**counts)
+    return not subject(**counts) or 0 <= c.warmup_steps < c.max_steps
+
+
+def warmup_is_short(subject: Subject, **counts: int) -> bool:
+    """Accepted: nine steps in ten come after the warm-up."""
+    c = TrainingConfig(**counts)
+    return not subject(**counts) or 9 * c.max_steps <= 10 * (c.max_steps - c.warmup_steps)
+
+
+def peak_is_reached(subject: Subject, **counts: int) -> bool:
+    """Accepted: at the last step the ramp min(t, warmup_steps) stands at its full height, whence the cosine starts."""
+    c = TrainingConfig(**counts)
+    return not subject(**counts) or min(c.max_steps - 1, c.warmup_steps) == c.warmup_steps
+
+
+def tokens_suffice(subject: Subject, **counts: int) -> bool:
+    """Accepted: max_steps steps, all of which are taken, show ten tokens a parameter."""
+    c = TrainingConfig(**counts)
+    tokens = c.max_steps * c.batch_size * c.accumulation * c.sequence_length
+    return not subject(**counts) or 10 * c.parameters <= tokens
+
+
+def refuses_nothing_good(subject: Subject, **counts: int) -> bool:
+    """A run that gets everywhere is accepted: the rules are no stricter than the promises."""
+    c = TrainingConfig(**counts)
+    positive = (
+        c.sequences > 0
+        and c.batch_size > 0
+        and c.accumulation > 0
+        and c.epochs > 0
+        and c.max_steps > 0
+        and c.warmup_steps >= 0
+        and c.sequence_length > 0
+        and c.parameters > 0
+    )
+    if not positive:
+        return True
+    step = c.batch_size * c.accumulation
+    # In sequences rather than in steps: what is left over in an epoch is dropped.
+    used = c.epochs * (c.sequences - c.sequences % step)
+    good = (
+        c.max_steps * step <= used
+        and 10 * c.warmup_steps <= c.max_steps
+        and 10 * c.parameters <= c.max_steps * step * c.sequence_length
+    )
+    return not good or subject(**counts)
+
+
+def more_epochs_do_no_harm(subject: Subject, **counts: int) -> bool:
+    """Accepted: so it is with one epoch more."""
+    return not subject(**counts) or subject(**(counts | {"epochs": counts["epochs"] + 1}))
+
+
+PROMISES: dict[str, Promise] = {
+    promise.__name__: promise
+    for promise in (
+        refuses_empty_counts,
+        has_the_sequences,
+        reaches_max_steps,
+        warmup_completes,
+        warmup_is_short,
+        peak_is_reached,
+        tokens_suffice,
+        refuses_nothing_good,
+        more_epochs_do_no_harm,
+    )
+}
+
+# A run that ended after 43 of its 5000 steps, the learning rate never near its peak.
+ENDED_EARLY = TrainingConfig(
+    sequences=22_079,
+    batch_size=4,
+    accumulation=128,
+    epochs=1,
+    max_steps=5_000,
+    warmup_steps=2_000,
+    sequence_length=1_024,
+    parameters=370_000_000,
+)
+# Enough epochs, a short warm-up, and as many parameters as 5000 × 4 × 128 × 1024 tokens suffice for.
+MENDED = TrainingConfig(
+    sequences=22_079,
+    batch_size=4,
+    accumulation=128,
+    epochs=117,
+    max_steps=5_000,
+    warmup_steps=500,
+    sequence_length=1_024,
+    parameters=262_144_000,
+)
+
+
+def needs_117_epochs(subject: Subject, epochs: int) -> bool:
+    """FALSIFY-CFG-001: 22,079 sequences give 43 steps an epoch, so 5000 steps need 117 epochs; all else being good."""
+    if subject(**(vars(MENDED) | {"epochs": epochs})):
+        return epochs >= 117
+    return epochs < 117
+
+
+def needs_a_short_warmup(subject: Subject, warmup_steps: int) -> bool:
+    """FALSIFY-CFG-002: with the same sequences a warm-up completes and is short up to 500 of 5000 steps, no further."""
+    if subject(**(vars(MENDED) | {"warmup_steps": warmup_steps})):
+        return 0 <= warmup_steps <= 500
+    return warmup_steps < 0 or warmup_steps > 500
+
+
+def never_trains_in_one_epoch(subject: Subject, warmup_steps: int) -> bool:
+    """The run that ended early is refused, whatever its warm-up."""
+    return not subject(**(vars(ENDED_EARLY) | {"warmup_steps": warmup_steps}))
+
+
+def draw_near_the_edge(random: Random) -> dict[str, int]:
+    """Counts that are accepted or refused by a hair: a promise about accepted ones is idle on any others."""
+    batch_size, accumulation, length = (2 ** random.randrange(11) for _ in range(3))
+    steps, max_steps = random.randrange(1, 10**5), random.randrange(1, 10**6)
+    epochs = -(-max_steps // steps) + random.choice((-1, 0, 0, 1))
+    tokens = max_steps * batch_size * accumulation * length
+    return {
+        "sequences": steps * batch_size * accumulation
+        + random.choice((-1, 0, random.randrange(100))),
+        "batch_size": batch_size,
+        "accumulation": accumulation,
+        "epochs": epochs,
+        "max_steps": max_steps,
+        "warmup_steps": random.choice((0, max_steps // 10, max_steps // 10 + 1, -1, max_steps)),
+        "sequence_length": length,
+        "parameters": random.choice((tokens // 10, tokens // 10 + 1, 1, 0)),
+    }

@@ -1,0 +1,16 @@
+from isobit.parallel import checkpoint as checkpoint
+from isobit.parallel.collectives.all_reduce import all_gather as all_gather
+from isobit.parallel.collectives.all_reduce import all_reduce as all_reduce
+from isobit.parallel.collectives.all_reduce import reduce_scatter as reduce_scatter
+from isobit.parallel.data.batch import GlobalBatch as GlobalBatch
+from isobit.parallel.data.batch import GlobalBatchSampler as GlobalBatchSampler
+from isobit.parallel.data.gradients import Gradients as Gradients
+from isobit.parallel.data.scalars import LossMeter as LossMeter
+from isobit.parallel.data.scalars import clip_grad_norm_ as clip_grad_norm_
+from isobit.parallel.data.scalars import total_norm as total_norm
+from isobit.parallel.tensor.column_linear import ColumnParallelLinear as ColumnParallelLinear
+from isobit.parallel.tensor.row_linear import RowParallelLinear as RowParallelLinear
+from isobit.parallel.tensor.styles import Column as Column
+from isobit.parallel.tensor.styles import Row as Row
+from isobit.parallel.tensor.styles import Vocabulary as Vocabulary
+from isobit.parallel.tensor.vocab_embedding import VocabParallelEmbedding as VocabParallelEmbedding

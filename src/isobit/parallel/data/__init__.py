@@ -1,0 +1,1 @@
+"""Data parallelism: gradients of a global batch from micro-batches and ranks."""

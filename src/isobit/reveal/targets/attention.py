@@ -1,0 +1,52 @@
+"""The sum over keys of attention, and the sum over tokens of an embedding's gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isobit.reveal.targets.products import backward_of
+from isobit.reveal.targets.tensor_target import TensorTarget
+
+
+def attention(
+    k: int,
+    m: int = 1,
+    dtype: torch.dtype = torch.float32,
+    heads: int = 1,
+    width: int = 64,
+    row: int = 0,
+    function: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention,
+) -> TensorTarget:
+    """Query `row` of m over k keys, in the last of `heads`. Queries are zero: all keys weigh 1 until the division."""
+    q, key = (
+        torch.zeros(1, heads, m, width, dtype=dtype),
+        torch.zeros(1, heads, k, width, dtype=dtype),
+    )
+    value = torch.zeros(1, heads, k, width, dtype=dtype)
+    return TensorTarget(
+        f"{function.__name__} of {m} queries over {k} keys, {heads} heads of {width}, query {row}",
+        value[0, -1].t(),
+        lambda: function(q, key, value)[0, -1, row],
+        divided_by=k,
+        scope=f"the sum over keys at equal weights, query {row}",
+    )
+
+
+def embedding_grad(
+    k: int,
+    m: int = 64,
+    dtype: torch.dtype = torch.float32,
+    function: Callable[[Tensor, Tensor], Tensor] = F.embedding,
+) -> TensorTarget:
+    """The gradient of one row of an embedding of width m that k tokens share."""
+    indices = torch.ones(k, dtype=torch.long)
+    weight = torch.zeros(3, m, dtype=dtype, requires_grad=True)
+    grad = torch.zeros(k, m, dtype=dtype)
+    run = backward_of(function(indices, weight), weight, grad)
+    return TensorTarget(
+        f"gradient of {function.__name__} over {k} tokens, width {m}", grad.t(), lambda: run()[1]
+    )

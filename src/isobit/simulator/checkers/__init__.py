@@ -1,0 +1,1 @@
+"""Checkers, one per invariant: deadlock, mismatched calls, early reads, replicas, training."""

@@ -1,0 +1,1 @@
+"""What a simulated program sees of Python: time, threads, locks, environment, files."""

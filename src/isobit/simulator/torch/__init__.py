@@ -1,0 +1,1 @@
+"""The torch.distributed side of the simulator: process group, work handles, store."""

@@ -1,0 +1,112 @@
+"""The gate is green for enabled models, red for stock, and red for each planted wrong operator, which it names."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import isobit
+from isobit.cli.main import main
+from isobit.gates.model import fixture
+from isobit.gates.model.gate import Row, compare, count_steps, run_gate
+from isobit.gates.model.models import build_model
+from isobit.gates.model.scorers import Ordered, Stock
+from isobit.library.model_gate import claims
+
+SMALL = ["qwen3-small", "qwen2-small", "llama-small"]
+
+
+def judge(model, side=Ordered):
+    samples = fixture.draw_samples(model.config.vocab_size)
+    if side is Stock:
+        return run_gate(Stock(model), samples)
+    with isobit.enable(model, strict=False):
+        return run_gate(Ordered(model), samples)
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return build_model("qwen3-tiny", torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SMALL)
+def test_every_layout_gives_the_same_bits(name, dtype):
+    model = build_model(name, dtype)
+    samples, heard = fixture.draw_samples(model.config.vocab_size), []
+    with isobit.enable(model):
+        report = run_gate(Ordered(model), samples, heard.append)
+    assert [row for row in report.rows if not row.kept] == []
+    assert report.kept
+    assert report.trained == report.parameters > 20
+    assert len(heard) == count_steps(samples)
+    selected = [row for row in report.rows if row.quantity == "log-probability"]
+    assert [row.numbers for row in selected] == [fixture.SELECTED] * 10 + [24]
+    assert all(row.aggregates == (0.0, 0.0, 0.0) for row in selected)
+
+
+def test_stock_fails_the_same_gate(tiny):
+    report = judge(tiny, Stock)
+    broken = {row.quantity for row in report.rows if not row.kept}
+    assert {"log-probability", "gradient", "weight after AdamW"} <= broken
+
+
+def stock_linear(x, weight, bias=None, *, samples=None):
+    return F.linear(x, weight, bias)
+
+
+# What stands in an operator's place, the quantity that must go red, and what the gate must name.
+PLANTED = {
+    claims.with_stock_linear: ("log-probability", "_proj"),
+    claims.with_keys_of_padding: ("log-probability", "self_attn"),
+    claims.with_positions_of_padding: ("log-probability", ""),
+    claims.with_padded_dgamma: ("gradient", "norm"),
+    claims.with_stock_norm: ("gradient", "norm"),
+    claims.with_stock_loss: ("loss", "loss"),
+}
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.__name__)
+def test_a_planted_operator_turns_the_gate_red(planted):
+    quantity, named = PLANTED[planted]
+    broken = [row for row in planted(torch.zeros(1)).rows if not row.kept]
+    assert quantity in {row.quantity for row in broken}
+    assert any(named in row.where for row in broken)
+
+
+def test_strict_mode_names_a_stock_operator(tiny, monkeypatch):
+    monkeypatch.setattr(isobit, "linear", stock_linear)
+    with (
+        isobit.enable(tiny),
+        pytest.raises(
+            isobit.UnsupportedError, match=r"aten::mm in model\.layers\.0\.self_attn\.o_proj"
+        ),
+    ):
+        tiny(torch.arange(12)[None])
+
+
+def test_a_row_without_evidence_is_not_kept():
+    zero, one = torch.zeros(3), torch.ones(3)
+    assert not Row("gradient", "x", 0, 0, 0, 0).kept
+    assert not compare("gradient", "x", [("a", zero, zero)]).kept
+    assert not compare("gradient", "x", [("a", one / 0, one / 0)]).kept
+    assert compare("gradient", "x", [("a", one, one)]).kept
+    assert not compare("gradient", "x", [("a", one, -one)]).kept
+
+
+def test_batches_hold_the_same_tokens():
+    samples = fixture.draw_samples(4096)
+    for batch in (
+        fixture.padded(samples, "left"),
+        fixture.padded(samples, "right"),
+        fixture.packed(samples),
+    ):
+        assert all(torch.equal(rows, samples[i]) for i, rows in batch.gather(batch.ids).items())
+        assert int((batch.targets() != -100).sum()) == fixture.SELECTED == 55
+        assert int((batch.labels() != -100).sum()) == fixture.TRAINED == 27
+
+
+def test_the_command(capsys):
+    assert main(["chain", "--model", "qwen3-tiny"]) == 0
+    shown = capsys.readouterr().out
+    assert "0 of 55" in shown
+    assert "24 of 24 parameters with gradients: kept" in shown

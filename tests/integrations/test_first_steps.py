@@ -1,0 +1,112 @@
+"""What people try first, and in the wrong way, is answered in words that help."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import isobit
+from isobit.errors import ArgumentError, UnsupportedError
+from isobit.gates.model.models import TINY, build_model
+from isobit.integrations.transformers.enable import find_state
+from isobit.integrations.transformers.package import check_version
+
+IDS = torch.arange(24).reshape(2, 12) % 128
+
+
+def test_what_enable_returns_is_not_the_model():
+    model = build_model("qwen3-tiny", torch.float32)
+    enabled = isobit.enable(model)
+    uses = (
+        lambda: enabled(IDS),
+        lambda: enabled.generate(IDS),
+        lambda: enabled.parameters(),
+        lambda: enabled.to("cpu"),
+    )
+    for use in uses:
+        with pytest.raises(UnsupportedError, match=r"in place.*go on with `model`"):
+            use()
+    assert not hasattr(enabled, "generate")
+    assert not callable(getattr(enabled, "__deepcopy__", None))
+    enabled.disable()
+    assert find_state(model) is None
+
+
+def test_a_name_is_not_a_model():
+    with pytest.raises(UnsupportedError, match=r'from_pretrained\("Qwen/Qwen3-0\.6B"\)'):
+        isobit.enable("Qwen/Qwen3-0.6B")
+    with pytest.raises(UnsupportedError, match="received dict"):
+        isobit.enable({})
+
+
+@pytest.mark.parametrize("version", ["4.57.1", "5.21.0", "6.0.0", "5"])
+def test_another_version_of_transformers_is_refused_before_anything_else(monkeypatch, version):
+    model = build_model("qwen3-tiny", torch.float32)
+    monkeypatch.setattr(transformers, "__version__", version)
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"transformers {version}; remedy: pip install 'transformers>=5\.22,<6'",
+    ):
+        isobit.enable(model)
+
+
+def test_the_range_is_the_package_s_own():
+    for version in ("5.22.0", "5.22.2", "5.23.0.dev0", "5.99.1"):
+        check_version(version)
+    text = (__import__("pathlib").Path(__file__).parents[2] / "pyproject.toml").read_text()
+    assert '"transformers>=5.22,<6"' in text
+
+
+def test_other_families_are_named_as_such():
+    sizes = {**TINY, "num_hidden_layers": 1}
+    others = [
+        transformers.MistralForCausalLM(transformers.MistralConfig(**sizes, head_dim=16)),
+        transformers.Qwen3ForSequenceClassification(transformers.Qwen3Config(**sizes, head_dim=16)),
+        nn.Linear(2, 2),
+    ]
+    for other in others:
+        with pytest.raises(
+            UnsupportedError, match=r"supported architecture.*Qwen3ForCausalLM.*Llama"
+        ) as refused:
+            isobit.enable(other)
+        assert "wrapper" not in str(refused.value)
+
+
+def test_wrappers_are_named_as_such():
+    model = build_model("qwen3-tiny", torch.float32)
+    with pytest.raises(
+        UnsupportedError,
+        match=r"a wrapper, .*DataParallel; remedy: pass the model itself, wrapper\.module",
+    ):
+        isobit.enable(nn.DataParallel(model))
+    with pytest.raises(UnsupportedError, match=r"compiled model.*enable the model first"):
+        isobit.enable(torch.compile(model))
+
+
+def test_freeze_says_that_it_is_not_for_enabled_models():
+    model = build_model("qwen3-tiny", torch.float32)
+    with (
+        isobit.enable(model),
+        pytest.raises(ArgumentError, match=r"isobit\.enable prepared.*leave freeze out"),
+    ):
+        isobit.freeze(model)
+
+
+class Own(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, scale=1.0):
+        return {"out": [self.layer(x) * scale]}
+
+
+def test_coverage_of_any_module():
+    x = torch.randn(3, 4)
+    for batch in (x, (x, 2.0), {"x": x, "scale": 2.0}):
+        stock = isobit.coverage(Own(nn.Linear(4, 4)), batch)
+        assert {"aten::addmm", "Addmm"} <= {use.operator for use in stock.carriers}
+        assert isobit.coverage(Own(isobit.nn.Linear(4, 4)), batch).kept
+    held = isobit.nn.Linear(4, 4)
+    isobit.coverage(held, x)
+    assert held.weight.grad is None
