@@ -44,3 +44,4 @@ from isobit.order.cut import Cut as Cut
 from isobit.order.samples import Samples as Samples
 
 __version__: str
+HOMES: dict[str, str]

@@ -27,16 +27,56 @@ PortableWarning          calls that the portable executor serves because there a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 
 class IsobitError(Exception):
-    """A refusal, in three parts."""
+    """The base of isobit's exceptions. The message names the public function that was called."""
 
     def __init__(self, *, expected: str, received: str, remedy: str) -> None:
         self.expected, self.received, self.remedy = expected, received, remedy
-        super().__init__(f"expected {expected}; received {received}; remedy: {remedy}")
+        self.function = calling_function()
+        named = f"{self.function}: " if self.function else ""
+        super().__init__(f"{named}expected {expected}\n  received: {received}\n  remedy: {remedy}")
+
+    @property
+    def one_line(self) -> str:
+        """The same on one line and without the function, for tables and records."""
+        return f"expected {self.expected}; received {self.received}; remedy: {self.remedy}"
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return the message of any exception for a table or a record; ours on one line."""
+    return error.one_line if isinstance(error, IsobitError) else str(error)
+
+
+def calling_function() -> str:
+    """Return the public function of isobit that the caller's code called, such as "isobit.linear".
+
+    The stack is read outward from the raise for as long as it stays in this package; the outermost public function
+    or method there is the one that the user wrote. Empty where there is none.
+    """
+    frame, found = sys._getframe(1), ""
+    while frame is not None and frame.f_globals.get("__name__", "").startswith("isobit."):
+        found = public_name(frame) or found
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def public_name(frame: FrameType) -> str:
+    """Return the public name of a frame's function or method, or nothing if it has none."""
+    home, name = frame.f_globals["__name__"], frame.f_code.co_name
+    owner = frame.f_locals.get("self")
+    public = type(owner).__name__ if owner is not None else name
+    for package in ("isobit", "isobit.parallel", "isobit.reveal", "isobit.guards"):
+        module = sys.modules.get(package)
+        if module is not None and module.__dict__["HOMES"].get(public) == home:
+            called = f"{package}.{public}"
+            return called if owner is None or name == "__init__" else f"{called}.{name}"
+    return ""
 
 
 class ArgumentError(IsobitError, ValueError):
@@ -79,9 +119,19 @@ class ContractError(IsobitError, ValueError):
         self.where, self.line = where, line
 
     def __str__(self) -> str:
-        said = super().__str__()
-        place = f"{self.where}:{self.line}" if self.line else self.where
-        return f"{place}: {said}" if place else said
+        text = super().__str__()
+        return f"{self.place}: {text}" if self.place else text
+
+    @property
+    def place(self) -> str:
+        """The file, and the line if it is known."""
+        return f"{self.where}:{self.line}" if self.line else self.where
+
+    @property
+    def one_line(self) -> str:
+        """The same on one line, behind its place."""
+        text = super().one_line
+        return f"{self.place}: {text}" if self.place else text
 
 
 class SimulationError(IsobitError, RuntimeError):

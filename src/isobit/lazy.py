@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 def attach(
     package: str, file: str
-) -> "tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]":
-    """Return `__getattr__`, `__dir__` and `__all__` for a package whose names its stub lists.
+) -> "tuple[Callable[[str], Any], Callable[[], list[str]], list[str], dict[str, str]]":
+    """Return `__getattr__`, `__dir__`, `__all__` and {name: module} for a package whose names its stub lists.
 
     Args:
         package: The package's `__name__`.
@@ -36,7 +36,7 @@ def attach(
     def __dir__() -> "list[str]":
         return sorted(homes)
 
-    return __getattr__, __dir__, sorted(homes)
+    return __getattr__, __dir__, sorted(homes), homes
 
 
 def read_stub(path: str) -> "dict[str, str]":

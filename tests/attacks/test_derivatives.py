@@ -17,7 +17,9 @@ SERVING = {"linear_cross_entropy": "(linear_logprob|exact_sum)", "a parameter's 
 def test_every_public_operator_is_attacked():
     """A new operator is added to operators.calls(); the files on first calls, subnormals and NaN then try it too."""
     public = {
-        name for name, home in isobit._HOMES.items() if home.startswith("ops.") and name.islower()
+        name
+        for name, home in isobit.HOMES.items()
+        if home.startswith("isobit.ops.") and name.islower()
     }
     assert public <= set(NAMES)
     assert len(public) > 12

@@ -45,7 +45,7 @@ def test_another_version_of_transformers_is_refused_before_anything_else(monkeyp
     monkeypatch.setattr(transformers, "__version__", version)
     with pytest.raises(
         UnsupportedError,
-        match=rf"transformers {version}; remedy: pip install 'transformers>=5\.22,<6'",
+        match=rf"transformers {version}\n  remedy: pip install 'transformers>=5\.22,<6'",
     ):
         isobit.enable(model)
 
@@ -76,7 +76,7 @@ def test_wrappers_are_named_as_such():
     model = build_model("qwen3-tiny", torch.float32)
     with pytest.raises(
         UnsupportedError,
-        match=r"a wrapper, .*DataParallel; remedy: pass the model itself, wrapper\.module",
+        match=r"a wrapper, .*DataParallel\n  remedy: pass the model itself, wrapper\.module",
     ):
         isobit.enable(nn.DataParallel(model))
     with pytest.raises(UnsupportedError, match=r"compiled model.*enable the model first"):

@@ -172,7 +172,9 @@ def nested(x):
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_say_expected_received_and_remedy(case):
-    with pytest.raises(isobit.ArgumentError, match=r"expected .*; received .*; remedy: "):
+    with pytest.raises(
+        isobit.ArgumentError, match=r"isobit\.\w+: expected .*\n  received: .*\n  remedy: "
+    ):
         REFUSED[case](torch.randn(4, 8), torch.randn(5, 8))
 
 

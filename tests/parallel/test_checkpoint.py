@@ -125,7 +125,7 @@ def test_a_folder_is_whole_or_not_there(saved, tmp_path, monkeypatch):
     load(tmp_path / "cut short", model)
     record = tmp_path / "cut short" / "isobit.json"
     record.write_text(record.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ArgumentError, match="of format 1; received format 2"):
+    with pytest.raises(ArgumentError, match="of format 1\n  received: format 2"):
         load(tmp_path / "cut short", model)
 
 

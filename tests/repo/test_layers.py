@@ -1,42 +1,50 @@
-"""Layers import downward only, never sideways: also inside functions and under TYPE_CHECKING."""
+"""Each layer imports only the layers that the dictionary gives it: also inside functions and under TYPE_CHECKING.
+
+The dictionary is printed in ARCHITECTURE.md between the `layers` markers, and no module is part of an import circle.
+"""
 
 import ast
+import graphlib
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[2] / "src" / "isobit"
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "isobit"
 
-# Low to high; a module may import what stands before it, and its own package.
-LAYERS = [
-    "errors",
-    "plain_text",
-    "records",
-    "files",
-    "trusted_folder",
-    "bits",
-    "native",
-    "processor",
-    "machine",
-    "isolation",
-    "order",
-    "simulator",
-    "targets",
-    "ops",
-    "nn",
-    "optim",
-    "parallel",
-    "adapters",
-    "guards",
-    "chain",
-    "curve",
-    "contracts",
-    "report",
-    "cli",
-    "pytest_plugin",
-]
+FOUNDATION = "bits errors files isolation lazy machine majority native plain_text processor records trusted_folder"
+# layer -> the layers that it may import, besides itself.
+LAYERS = {
+    "errors": "",
+    "lazy": "",
+    "plain_text": "",
+    "processor": "",
+    "majority": "",
+    "files": "",
+    "trusted_folder": "",
+    "native": "",
+    "records": "plain_text",
+    "bits": "records",
+    "machine": "native processor records",
+    "isolation": "machine",
+    "order": "errors lazy",
+    "reveal": "errors lazy order",
+    "ops": f"{FOUNDATION} order reveal",
+    "nn": f"{FOUNDATION} order ops",
+    "optim": f"{FOUNDATION} ops",
+    "simulator": "bits errors majority order",
+    "parallel": f"{FOUNDATION} order ops optim",
+    "guards": f"{FOUNDATION} parallel",
+    "integrations": f"{FOUNDATION} order ops nn parallel",
+    "contracts": f"{FOUNDATION} order reveal",
+    "gates": f"{FOUNDATION} order ops nn optim parallel guards integrations simulator",
+    "library": f"{FOUNDATION} order reveal ops nn optim parallel guards integrations gates contracts",
+    "report": "order plain_text records reveal",
+    "pytest_plugin": f"{FOUNDATION} contracts",
+    "cli": f"{FOUNDATION} order reveal ops simulator integrations contracts gates library report",
+}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -52,21 +60,48 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in found if name.split(".")[0] == "isobit"}
+    return {n for n in found if n.split(".")[0] == "isobit" and n != "isobit.__version__"}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
-def test_imports_point_downward(path):
+def test_imports_are_allowed(path):
     here = path.relative_to(SOURCE).with_suffix("").parts[0]
     if here in ("__init__", "__main__"):
         return
-    rank = LAYERS.index(here)
     for name in imports_of(path):
         layer = layer_of(name)
-        if layer not in LAYERS:  # the package's own surface, which nn and above may use
-            assert rank > LAYERS.index("nn"), f"{path.name} imports {name}"
-            continue
-        assert layer == here or LAYERS.index(layer) < rank, f"{path.name} imports {name}"
+        assert layer in (here, *LAYERS[here].split()), f"{path.name} imports {name}"
+
+
+def test_layers_have_no_circle():
+    """A dictionary could allow what a total order forbids."""
+    order = graphlib.TopologicalSorter({layer: names.split() for layer, names in LAYERS.items()})
+    assert set(order.static_order()) == set(LAYERS)
+
+
+def module_graph() -> dict[str, set[str]]:
+    """Every module and the modules of isobit that it imports, wherever in the file it does so."""
+    modules = {}
+    for path in FILES:
+        parts = path.relative_to(SOURCE).with_suffix("").parts
+        modules[".".join(("isobit", *(p for p in parts if p != "__init__")))] = path
+    graph = {}
+    for module, path in modules.items():
+        found = {n if n in modules else n.rpartition(".")[0] for n in imports_of(path)}
+        graph[module] = (found & set(modules)) - {module}
+    return graph
+
+
+def test_modules_have_no_circle():
+    graphlib.TopologicalSorter(module_graph()).prepare()  # raises CycleError with the circle
+
+
+def test_architecture_prints_the_table():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    shown = text.partition("<!-- layers -->")[2].partition("<!-- /layers -->")[0]
+    rows = "\n".join(f"| {layer} | {names or '-'} |" for layer, names in LAYERS.items())
+    table = f"\n| layer | may import |\n| --- | --- |\n{rows}\n"
+    assert shown == table, "paste this between the markers:\n" + table
 
 
 def test_only_gates_and_commands_know_of_the_simulator():
@@ -77,7 +112,7 @@ def test_only_gates_and_commands_know_of_the_simulator():
         if path.name != "__init__.py"
         and "simulator" in {layer_of(name) for name in imports_of(path)}
     }
-    assert knowing == {"simulator", "curve", "cli"}
+    assert knowing == {"simulator", "gates", "cli"}
 
 
 def test_order_is_plain_python():
@@ -93,6 +128,7 @@ def test_reports_draw_and_compute_nothing():
             "plain_text",
             "records",
             "report",
+            "reveal",
         }, path.name
 
 

@@ -88,4 +88,4 @@ def test_every_error_is_an_isobit_error_with_three_parts():
         if inspect.isclass(error) and issubclass(error, Exception):
             assert issubclass(error, isobit.IsobitError)
             shown = str(error(expected="a", received="b", remedy="c"))
-            assert shown == "expected a; received b; remedy: c"
+            assert shown == "expected a\n  received: b\n  remedy: c"

@@ -10,7 +10,7 @@ from isobit.cli.contract_options import add_place, open_workspace
 from isobit.cli.terminal import say
 from isobit.contracts.language.lint import lint
 from isobit.contracts.language.load import json_schema
-from isobit.errors import ContractError
+from isobit.errors import ContractError, in_one_line
 from isobit.plain_text import one_line
 from isobit.records import to_json
 
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         print(to_json([as_record(error) for error in found]))
     else:
         for error in found:
-            say(one_line(str(error)))
+            say(one_line(in_one_line(error)))
         count = len(workspace.tree.chosen) + len(workspace.tree.broken)
         say(f"{len(found)} problems in {count} contracts")
     return 1 if found else 0

@@ -8,7 +8,7 @@ from typing import Any
 from isobit.cli.contract_options import add_trust, open_workspace
 from isobit.cli.terminal import say
 from isobit.contracts.language.load import load_contract
-from isobit.errors import ContractError, IsobitError
+from isobit.errors import ContractError, IsobitError, in_one_line
 
 
 def add_parser(commands: Any) -> None:
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     except IsobitError:
         raise
     except (Exception, SystemExit) as error:
-        said = f"{type(error).__name__}: {error}"
+        said = f"{type(error).__name__}: {in_one_line(error)}"
         raise ContractError(
             expected="code that runs", received=said, remedy="fix what the claim names"
         ) from None

@@ -18,7 +18,7 @@ from isobit import files
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console
-from isobit.errors import ArgumentError, IsobitError, RevealError
+from isobit.errors import ArgumentError, IsobitError, RevealError, in_one_line
 from isobit.library.linear import orders
 from isobit.records import to_json
 from isobit.report.order_page import draw_certificate, write_page
@@ -130,7 +130,7 @@ def guarded(target: Callable[..., Any], k: int, dtype: torch.dtype) -> Callable[
         except (Exception, SystemExit) as error:
             raise RevealError(
                 expected="a target",
-                received=f"{type(error).__name__}: {error}",
+                received=f"{type(error).__name__}: {in_one_line(error)}",
                 remedy="fix what was named",
             ) from error
 
@@ -193,7 +193,7 @@ def import_target(name: str, k: int, dtype: torch.dtype) -> Callable[..., Any]:
     except (Exception, SystemExit) as error:  # whatever a stranger's module does when imported
         raise ArgumentError(
             expected="package.module:name of something that can be imported",
-            received=f"{name} ({type(error).__name__}: {error})",
+            received=f"{name} ({type(error).__name__}: {in_one_line(error)})",
             remedy="run where the package can be imported, or install it; what it imports from the current folder "
             "needs --trust NAME",
         ) from error

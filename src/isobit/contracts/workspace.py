@@ -18,7 +18,7 @@ from isobit.contracts.store import ladder
 from isobit.contracts.store.evidence import Evidence, Finding, merge_records
 from isobit.contracts.store.sources import INTERPRET, engine_variables, machine
 from isobit.contracts.store.tree import HOME, Entry, Tree, library
-from isobit.errors import ContractError, IsobitError
+from isobit.errors import ContractError, IsobitError, in_one_line
 from isobit.records import ClaimRecord, ContractStatus
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ class Workspace:
         try:
             digest = self.tree.digest(entry.id, subject)
         except IsobitError as error:
-            return replace(stands, verdict="could-not-run", detail=str(error))
+            return replace(stands, verdict="could-not-run", detail=in_one_line(error))
         stands = replace(stands, digest=digest)
         outline = entry.outline()
         findings = self.evidence.read(digest, outline)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from isobit.errors import ArgumentError, EngineError, RevealError
+from isobit.errors import ArgumentError, EngineError, RevealError, in_one_line
 from isobit.order.addition import digest, find_parting
 from isobit.reveal.planted import draw_branch, plant_compensated, plant_corrected, plant_tree
 from isobit.reveal.target import Progress, Target
@@ -162,7 +162,7 @@ def certify(
         try:
             tree = reveal(made, arithmetic=arithmetic, progress=progress)
         except RevealError as error:
-            refused.append((name, str(error)))
+            refused.append((name, in_one_line(error)))
             continue
         key = f"{tree.digest} {tree.unlike}"
         found.setdefault(key, (tree, []))[1].append(name)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from isobit.errors import ArgumentError, IsobitError, MismatchError, RankLostError
+from isobit.errors import ArgumentError, IsobitError, MismatchError, RankLostError, in_one_line
 from isobit.simulator.checkers import collective_calls
 from isobit.simulator.collectives import FRESH, PLANS, Call, Copies, misfits
 from isobit.simulator.faults import Flip, flip_bit
@@ -150,7 +150,7 @@ class Network:
             ) as error:  # of torch, on what one rank gave: no fault of the last to come
                 operation.failure = ArgumentError(
                     expected=f"a {operation.kind} that torch can compute",
-                    received=str(error),
+                    received=in_one_line(error),
                     remedy="see the message",
                 )
         if isinstance(

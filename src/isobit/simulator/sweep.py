@@ -124,7 +124,7 @@ def in_words(error: SimulationError, plan: Plan) -> Found:
         wrote = "\n".join(
             plan.script.errors.text(min(error.stacks), plan.ranks).splitlines()[-LAST_LINES:]
         )
-    text = f"expected {error.expected}; received {error.received}; remedy: {error.remedy}"
+    text = error.one_line
     stacks = {rank: tuple(lines) for rank, lines in error.stacks.items()}
     return Found(error.kind, error.ranks, text, stacks, cause, remedy, wrote)
 

@@ -17,7 +17,7 @@ from isobit.contracts.judge.search import reduce, search
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Claim, Contract
 from isobit.contracts.store import ladder
-from isobit.errors import ContractError, EngineError
+from isobit.errors import ContractError, EngineError, in_one_line
 
 SECONDS_TO_SHRINK = 20.0
 SMALL = (
@@ -98,15 +98,15 @@ def run_case(
             raise
         tally.count(1)
         tally.compared += 1
-        tally.fail(f"raised {type(error).__name__}: {str(error)[:300]}")
+        tally.fail(f"raised {type(error).__name__}: {in_one_line(error)[:300]}")
 
 
 def check_device(error: BaseException) -> None:
     """Raises NoDeviceError where an error says that there is no device, and there is none."""
-    if NO_DEVICE.search(str(error)) and not torch.accelerator.is_available():
+    if NO_DEVICE.search(in_one_line(error)) and not torch.accelerator.is_available():
         raise NoDeviceError(
             expected="a device that the subject runs on",
-            received=str(error)[:200],
+            received=in_one_line(error)[:200],
             remedy="verify where there is one; for Triton's interpreter set TRITON_INTERPRET=1",
         ) from None
 

@@ -12,7 +12,7 @@ from isobit.contracts.judge.cases import check_device
 from isobit.contracts.judge.recipes import Case, fixed_recipes
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Contract
-from isobit.errors import EngineError
+from isobit.errors import EngineError, in_one_line
 
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
@@ -62,7 +62,7 @@ def check_output(
         except (Exception, SystemExit) as error:
             check_device(error)
             tally.fail(
-                f"{what} at {case.recipe}: raised {type(error).__name__}: {str(error)[:200]}"
+                f"{what} at {case.recipe}: raised {type(error).__name__}: {in_one_line(error)[:200]}"
             )
             return
         if expected is not None and (list(found.shape) != expected or found.dtype != case.dtype):
@@ -88,7 +88,7 @@ def check_operator(contract: Contract, tally: Tally) -> None:
     except AttributeError as error:
         raise EngineError(
             expected=f"the operator {contract.operator}",
-            received=str(error),
+            received=in_one_line(error),
             remedy="isobit doctor says why",
         ) from None
     schema = {argument.name: argument.default_value for argument in operator._schema.arguments}
@@ -110,5 +110,5 @@ def check_operator(contract: Contract, tally: Tally) -> None:
             )
         except Exception as error:
             tally.fail(
-                f"opcheck of {contract.operator}: {type(error).__name__}: {str(error)[:300]}"
+                f"opcheck of {contract.operator}: {type(error).__name__}: {in_one_line(error)[:300]}"
             )

@@ -12,7 +12,7 @@ from isobit.contracts.judge.recipes import Case, Recipe
 from isobit.contracts.judge.relations import RELATIONS, Bound
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Contract, Inputs
-from isobit.errors import ContractError, EngineError, RevealError
+from isobit.errors import ContractError, EngineError, RevealError, in_one_line
 from isobit.records import Planted, Proof
 
 PATTERNS = 2**16
@@ -31,10 +31,14 @@ def prove(
     try:
         wrong = ask(contract, planted)
     except RevealError as error:  # it has no order at all
-        return proof, Planted(f"proof: {plan.planted}", True, f"refused: {str(error)[:200]}")
+        return proof, Planted(
+            f"proof: {plan.planted}", True, f"refused: {in_one_line(error)[:200]}"
+        )
     except Exception as error:  # a fault of the plant, not a catch
         return proof, Planted(
-            f"proof: {plan.planted}", False, f"raised {type(error).__name__}: {str(error)[:200]}"
+            f"proof: {plan.planted}",
+            False,
+            f"raised {type(error).__name__}: {in_one_line(error)[:200]}",
         )
     return proof, Planted(f"proof: {plan.planted}", not wrong.kept, wrong.failure)
 

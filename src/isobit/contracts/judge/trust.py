@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from isobit.errors import ContractError
+from isobit.errors import ContractError, in_one_line
 from isobit.trusted_folder import serve_folder
 
 OURS = ("isobit",)
@@ -76,7 +76,7 @@ def resolve(reference: str, trusted: Sequence[str]) -> Any:
     except (Exception, SystemExit) as error:
         raise ContractError(
             expected=f"{reference} to exist",
-            received=f"{type(error).__name__}: {error}",
+            received=f"{type(error).__name__}: {in_one_line(error)}",
             remedy="mend the name, or install what it needs",
         ) from None
     return found

@@ -20,7 +20,7 @@ from isobit.contracts.judge.trust import resolve
 from isobit.contracts.language.contract import Claim, Contract
 from isobit.contracts.store import ladder
 from isobit.contracts.store.sources import is_interpreted
-from isobit.errors import ContractError, IsobitError
+from isobit.errors import ContractError, IsobitError, in_one_line
 from isobit.records import ClaimRecord, Planted
 
 SECONDS_A_CLAIM = 120.0
@@ -59,12 +59,14 @@ def verify_contract(contract: Contract, options: Options) -> Iterator[ClaimRecor
                     )
                 record = judge(contract, claim, options, empty, constructed)
         except IsobitError as error:
-            record = replace(empty, detail=str(error))
+            record = replace(empty, detail=in_one_line(error))
         except (
             Exception,
             SystemExit,
         ) as error:  # a predicate, a proof or an import of somebody's code
-            record = replace(empty, detail=f"raised {type(error).__name__}: {str(error)[:300]}")
+            record = replace(
+                empty, detail=f"raised {type(error).__name__}: {in_one_line(error)[:300]}"
+            )
         yield replace(record, seconds=round(time.monotonic() - started, 3))
 
 
@@ -283,7 +285,7 @@ def try_one(contract: Contract, bound: Bound, name: str, options: Options) -> Pl
     try:
         tally, _ = examine(contract, bound, options.thorough, first_only=True)
     except (Exception, SystemExit) as error:
-        return Planted(name, False, f"raised {type(error).__name__}: {str(error)[:200]}")
+        return Planted(name, False, f"raised {type(error).__name__}: {in_one_line(error)[:200]}")
     if not tally.differing and bound.claim.relation == "algebra" and bound.claim.proof is not None:
         wrong = proving.ask(contract, bound)  # integers that are rare to draw, a solver finds
         return Planted(name, not wrong.kept, wrong.failure)

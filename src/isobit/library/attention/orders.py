@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.errors import RevealError
+from isobit.errors import RevealError, in_one_line
 from isobit.library.linear.orders import with_threads
 from isobit.ops import dispatch
 from isobit.ops.logarithm import log_positive
@@ -59,7 +59,10 @@ def prove_orders(questions: Iterator[Question], covers: str) -> Proof:
                 tree = reveal(with_threads(target(**shape), int(configuration.get("threads", 1))))
             except RevealError as error:
                 return Proof(
-                    "order certificate", "", count, f"{what}, {configuration}: {str(error)[:200]}"
+                    "order certificate",
+                    "",
+                    count,
+                    f"{what}, {configuration}: {in_one_line(error)[:200]}",
                 )
             seen.add(tree.digest)
             if tree.order_digest != expected or tree.unlike or len(seen) > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from isobit import native
-from isobit.errors import RevealError
+from isobit.errors import RevealError, in_one_line
 from isobit.order.addition import digest
 from isobit.order.evaluate import ENGINES, evaluate, expected_tree
 from isobit.order.plan import FeaturePlan
@@ -39,7 +39,7 @@ def attest_dtype(dtype: torch.dtype, engine: str) -> Attestation:
         try:
             found = reveal(forward_target(dtype, rows, extent), arithmetic=False).order_digest
         except RevealError as error:
-            return Attestation(name, engine, False, checks, f"{rows} rows: {error}")
+            return Attestation(name, engine, False, checks, f"{rows} rows: {in_one_line(error)}")
         if found != expected:
             detail = f"{rows} rows: tree {found[:8]}, expected {expected[:8]}"
             return Attestation(name, engine, False, checks, detail)

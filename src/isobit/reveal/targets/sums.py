@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.errors import RevealError
+from isobit.errors import RevealError, in_one_line
 from isobit.reveal.targets.tensor_target import OFFSETS, TensorTarget
 
 PAGE = 4096  # elements: the buffer of a callable's vector begins at a multiple of them
@@ -37,7 +37,7 @@ def of(
         except (Exception, SystemExit) as error:  # whatever a stranger's function raises
             raise RevealError(
                 expected=f"{name} to take a vector of {n} {dtype} terms and return their sum",
-                received=f"{type(error).__name__}: {error}",
+                received=f"{type(error).__name__}: {in_one_line(error)}",
                 remedy="wrap it in a function that does",
             ) from error
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from isobit.errors import SimulationError
+from isobit.errors import SimulationError, in_one_line
 from isobit.simulator import rank as ranks
 from isobit.simulator.checkers.early_reads import watching_reads
 from isobit.simulator.checkers.verdict import Killed
@@ -87,7 +87,8 @@ class Strand:
             if self.rank.world.root is None:  # nobody else would hear of it
                 self.rank.world.tell(error)
         except BaseException as error:  # as Python does, which goes on without the thread
-            said = f"thread {self.thread.name!r} of rank {self.rank.index} raised {type(error).__name__}: {error}"
+            raised = f"{type(error).__name__}: {in_one_line(error)}"
+            said = f"thread {self.thread.name!r} of rank {self.rank.index} raised {raised}"
             self.rank.world.lost.setdefault(self.rank.index, said)
             threading.excepthook(
                 threading.ExceptHookArgs((type(error), error, error.__traceback__, self.thread))
