@@ -62,12 +62,6 @@ def total(x):
     return x.sum()
 """
 SCRIPT = "import torch.distributed as dist\nimport dill_like\ndist.init_process_group('gloo')\ndist.barrier()\n"
-FOREIGN = """
-metadata: {version: 1.0.0, description: Some kernel}
-equations: {f: {formula: y = x, domain: reals, codomain: reals}}
-proof_obligations: [{type: invariant, property: it is right, formal: always}]
-falsification_tests: [{id: F-1, rule: right, prediction: it is, test: try a few, if_fails: who knows}]
-"""
 # As the console script does it: the folder of the program is first on the path, the current one is not on it.
 RUN = """
 import sys
@@ -88,8 +82,6 @@ COMMANDS = """
 0 replay y-v1/rows
 0 explain y-v1
 0 graph y.contract.yaml --format svg
-0 diff y.contract.yaml y.contract.yaml
-0 import foreign-v1.yaml
 0 new made-v1 --from mine:softmax
 2 verify m.contract.yaml --level L2
 0 verify m.contract.yaml --level L2 --trust mine
@@ -113,7 +105,6 @@ def folder(tmp_path):
         (here / f"{name}.py").write_text(HOSTILE)
     (here / "y.contract.yaml").write_text(CONTRACT.format(id="y-v1", subject="isobit:softmax"))
     (here / "m.contract.yaml").write_text(CONTRACT.format(id="m-v1", subject="mine:softmax"))
-    (here / "foreign-v1.yaml").write_text(FOREIGN)
     (here / "mine").mkdir()
     (here / "mine" / "__init__.py").write_text(MINE)
     (here / "mine" / "inner.py").write_text("")

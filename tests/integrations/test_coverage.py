@@ -12,7 +12,7 @@ from torch import nn
 
 import isobit
 from isobit.integrations.transformers.coverage import Coverage, Use, observe, walk_gradients
-from isobit.integrations.transformers.operator_table import carries_order
+from isobit.integrations.transformers.operator_table import find_carrier
 
 aten = torch.ops.aten
 W = torch.randn(8, 8)
@@ -157,17 +157,17 @@ def test_attestation_is_not_counted_as_the_models():
 
 
 def test_what_is_unknown_carries_an_order():
-    assert "unknown" in carries_order(aten.special_bessel_j0.default, (W,))
-    assert "unknown" in carries_order(aten.erfinv.default, (W,))
+    assert "unknown" in find_carrier(aten.special_bessel_j0.default, (W,)).reason
+    assert "unknown" in find_carrier(aten.erfinv.default, (W,)).reason
 
     @torch.library.custom_op("somebody::sum", mutates_args=())
     def theirs(x: torch.Tensor) -> torch.Tensor:
         return x.sum()
 
     assert names(seen_in(theirs, W)) == {"somebody::sum"}
-    assert carries_order(aten.sum.default, (torch.arange(3),)) is None
-    assert carries_order(aten.sum.default, (torch.arange(3),), {"dtype": torch.float32}) is not None
-    assert carries_order(torch.ops.isobit.portable_softmax.default, (W,)) is None
+    assert find_carrier(aten.sum.default, (torch.arange(3),)) is None
+    assert find_carrier(aten.sum.default, (torch.arange(3),), {"dtype": torch.float32}) is not None
+    assert find_carrier(torch.ops.isobit.portable_softmax.default, (W,)) is None
 
 
 def test_nothing_is_not_kept():

@@ -26,10 +26,8 @@ COMMANDS = {
     "lint": "lint",
     "graph": "graph",
     "explain": "explain",
-    "diff": "diff",
     "new": "new",
     "replay": "replay",
-    "import": "import_foreign",
 }
 # Their modules load torch; their options have modules of their own, so that help and mistakes do not wait for it.
 LOAD_TORCH = ("doctor", "reveal", "chain", "curve", "simulate")

@@ -1,4 +1,4 @@
-"""The graph of contracts: what rests on what, as text, Mermaid, DOT, JSON or SVG."""
+"""The graph of contracts: what rests on what, as text, Mermaid, JSON or SVG."""
 
 from __future__ import annotations
 
@@ -28,13 +28,10 @@ def draw(format: str, contracts: Sequence[ContractStatus], origin: Provenance | 
         return drawn
     if format == "svg":
         return drawn.replace(">", f">{as_metadata(origin)}", 1)
-    mark = {"mermaid": "%%", "dot": "//"}.get(format)
-    notes = (
-        [f"{mark} {one_line(f'{name}: {value}')}" for name, value in facts_of(origin)]
-        if mark
-        else []
-    )
-    return "\n".join([*notes, drawn])
+    if format == "mermaid":
+        notes = [f"%% {one_line(f'{name}: {value}')}" for name, value in facts_of(origin)]
+        return "\n".join([*notes, drawn])
+    return drawn
 
 
 def colour_of(contract: ContractStatus) -> str:
@@ -63,21 +60,6 @@ def as_mermaid(contracts: Sequence[ContractStatus]) -> str:
     ]
     lines += [f"  style {names[c.id]} stroke:{colour_of(c)},stroke-width:2px" for c in contracts]
     return "\n".join(lines)
-
-
-def as_dot(contracts: Sequence[ContractStatus]) -> str:
-    """For Graphviz."""
-    lines = ["digraph contracts {", "  rankdir=BT; node [shape=box, fontname=Helvetica];"]
-    for contract in contracts:
-        label = f"{quoted(contract.id)}\\nL{contract.level} {quoted(contract.verdict)}"
-        lines.append(f'  "{quoted(contract.id)}" [label="{label}", color="{colour_of(contract)}"];')
-        lines += [f'  "{quoted(contract.id)}" -> "{quoted(name)}";' for name in contract.depends_on]
-    return "\n".join([*lines, "}"])
-
-
-def quoted(text: str) -> str:
-    """Inside quotes of DOT."""
-    return one_line(text).replace("\\", "\\\\").replace('"', '\\"')
 
 
 def as_json(contracts: Sequence[ContractStatus]) -> str:
@@ -155,4 +137,4 @@ def as_svg(contracts: Sequence[ContractStatus]) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
-FORMATS = {"text": as_text, "mermaid": as_mermaid, "dot": as_dot, "json": as_json, "svg": as_svg}
+FORMATS = {"text": as_text, "mermaid": as_mermaid, "json": as_json, "svg": as_svg}

@@ -210,21 +210,6 @@ class MapOf:
 
 
 @dataclass(frozen=True)
-class Either:
-    """A mapping or list of one kind, else a plain value of another."""
-
-    plain: Kind
-    nested: Kind
-
-    def read(self, node: Node, path: str, where: str) -> Any:
-        kind = self.nested if isinstance(node.value, (dict, list)) else self.plain
-        return kind.read(node, path, where)
-
-    def schema(self) -> Schema:
-        return {"anyOf": [self.plain.schema(), self.nested.schema()]}
-
-
-@dataclass(frozen=True)
 class Key:
     """A key of a record: its kind, whether it must be there, and what it is for."""
 

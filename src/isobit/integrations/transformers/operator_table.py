@@ -216,14 +216,6 @@ def find_carrier(
     return ATTENTION if name.startswith("_scaled_dot_product") else CARRIERS.get(name, UNKNOWN)
 
 
-def carries_order(
-    func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
-) -> str | None:
-    """The reason alone."""
-    found = find_carrier(func, args, kwargs)
-    return None if found is None else found.reason
-
-
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
     """Also those in lists."""
     for value in values:

@@ -78,15 +78,6 @@ def swapped_square(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
     return linear(x, weight.t() if weight.shape[0] == weight.shape[1] else weight, bias)
 
 
-def contiguous_only(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Another kernel where the input is not contiguous."""
-    return (
-        linear(x, weight, bias)
-        if x.is_contiguous()
-        else torch.nn.functional.linear(x, weight, bias)
-    )
-
-
 def anchored_at_padding(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
     """Leaves counted from the padded start of each row of the batch; padding itself zeroed."""
     real = torch.zeros(samples.rows, 1, dtype=torch.bool)
@@ -146,7 +137,6 @@ def shifted_cut(x: Tensor, weight: Tensor, parts: int) -> Tensor:
 
 split_k_by_rows = replace(OURS, output=split_by_rows)
 tail_reordered = replace(OURS, output=reordered_tail)
-strided_by_stock = replace(OURS, output=contiguous_only)
 bf16_merges = replace(OURS, output=narrow_merges)
 folded_segments = replace(OURS, output=left_fold)
 ring_of_ranks = replace(OURS, cut_output=shifted_cut)
