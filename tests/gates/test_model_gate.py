@@ -19,7 +19,7 @@ def judge(model, side=Ordered):
     samples = fixture.draw_samples(model.config.vocab_size)
     if side is Stock:
         return run_gate(Stock(model), samples)
-    with isobit.enable(model, strict=False):
+    with isobit.enabled(model, strict=False):
         return run_gate(Ordered(model), samples)
 
 
@@ -33,7 +33,7 @@ def tiny():
 def test_every_layout_gives_the_same_bits(name, dtype):
     model = build_model(name, dtype)
     samples, heard = fixture.draw_samples(model.config.vocab_size), []
-    with isobit.enable(model):
+    with isobit.enabled(model):
         report = run_gate(Ordered(model), samples, heard.append)
     assert [row for row in report.rows if not row.kept] == []
     assert report.kept
@@ -76,7 +76,7 @@ def test_a_planted_operator_turns_the_gate_red(planted):
 def test_strict_mode_names_a_stock_operator(tiny, monkeypatch):
     monkeypatch.setattr(isobit, "linear", stock_linear)
     with (
-        isobit.enable(tiny),
+        isobit.enabled(tiny),
         pytest.raises(
             isobit.UnsupportedError, match=r"aten::mm in model\.layers\.0\.self_attn\.o_proj"
         ),

@@ -281,6 +281,6 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_name_a_remedy(case):
     with pytest.raises(
-        ArgumentError, match=r"isobit\.\w+: expected .*\n  received: .*\n  remedy: "
+        ArgumentError, match=r"(?s)isobit\.\w+: expected .*\n  received: .*\n  remedy: "
     ):
         REFUSED[case](*problem(6, 70, 8))

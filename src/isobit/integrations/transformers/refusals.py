@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 READ = frozenset(name for group in GROUPS for name in group) | {"act_fn"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-AGAIN = "disable isobit (call .disable() of what isobit.enable returned), change the model, then enable it again"
+AGAIN = "call isobit.disable(model), change the model, then isobit.enable(model) again"
 MERGE = (
     "merge the adapter first: model = peft_model.merge_and_unload(), then isobit.enable(model); "
     "LoRA itself is not supported yet"

@@ -108,7 +108,7 @@ def refuse(found: Coverage, seen: Placing) -> None:
     raise UnsupportedError(
         expected="no stock operator that carries an order of its own",
         received=f"{first.operator}{where}: {first.reason}{more}",
-        remedy=f"{first.remedy}; isobit.coverage(model, batch) lists all, enable(model, strict=False) goes on",
+        remedy=f"{first.remedy}; isobit.coverage_report(model, batch) lists all, enable(model, strict=False) goes on",
     )
 
 
@@ -124,7 +124,9 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def coverage(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | Tensor) -> Coverage:
+def coverage_report(
+    model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | Tensor
+) -> Coverage:
     """List every operator that runs in a forward and backward of a module on this batch, enabled or not.
 
     Args:

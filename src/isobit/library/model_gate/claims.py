@@ -19,7 +19,7 @@ from isobit.gates.model.gate import Report, run_gate
 from isobit.gates.model.models import build_model
 from isobit.gates.model.scorers import Ordered, Stock
 from isobit.integrations.transformers import modules
-from isobit.integrations.transformers.enable import enable
+from isobit.integrations.transformers.enable import enabled as scope
 
 FAMILIES = ("qwen3-tiny", "qwen2-tiny", "llama-tiny")
 SELECTED = "log-probability"
@@ -34,7 +34,7 @@ def enabled(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
 @lru_cache(maxsize=8)  # two claims ask for the same gate
 def run_enabled(name: str, dtype: torch.dtype) -> Report:
     model = build_model(name, dtype)
-    with enable(model, strict=False), torch.enable_grad():
+    with scope(model, strict=False), torch.enable_grad():
         return run_gate(Ordered(model), fixture.draw_samples(model.config.vocab_size))
 
 
