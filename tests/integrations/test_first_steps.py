@@ -1,5 +1,7 @@
 """What people try first, and in the wrong way, is answered in words that help."""
 
+import sys
+
 import pytest
 import torch
 import transformers
@@ -32,7 +34,8 @@ def test_a_name_is_not_a_model():
 @pytest.mark.parametrize("version", ["4.57.1", "5.21.0", "6.0.0", "5"])
 def test_another_version_of_transformers_is_refused_before_anything_else(monkeypatch, version):
     model = build_model("qwen3-tiny", torch.float32)
-    monkeypatch.setattr(transformers, "__version__", version)
+    # transformers replaces itself in sys.modules while a model is built for the first time.
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", version)
     with pytest.raises(
         UnsupportedError,
         match=rf"transformers {version}\n  remedy: pip install 'transformers>=5\.22,<6'",
