@@ -10,6 +10,7 @@ from isobit.gates.model import fixture
 from isobit.gates.model.gate import Row, compare, count_steps, run_gate
 from isobit.gates.model.models import build_model
 from isobit.gates.model.scorers import Ordered, Stock
+from isobit.integrations.transformers import modules
 from isobit.library.model_gate import claims
 
 SMALL = ["qwen3-small", "qwen2-small", "llama-small"]
@@ -74,7 +75,7 @@ def test_a_planted_operator_turns_the_gate_red(planted):
 
 
 def test_strict_mode_names_a_stock_operator(tiny, monkeypatch):
-    monkeypatch.setattr(isobit, "linear", stock_linear)
+    monkeypatch.setattr(modules, "linear", stock_linear)
     with (
         isobit.enabled(tiny),
         pytest.raises(

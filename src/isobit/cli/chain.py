@@ -15,7 +15,7 @@ from isobit.gates.model.fixture import draw_samples
 from isobit.gates.model.gate import Report, Row, count_steps, run_gate
 from isobit.gates.model.models import build_model
 from isobit.gates.model.scorers import Ordered, Scorer, Stock
-from isobit.integrations.transformers.enable import enabled
+from isobit.integrations.transformers.enabling import enabled
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
 from isobit.records import to_json
