@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from isobit.contracts.judge.run import judge_contract
+from isobit.contracts.language.contract import Contract
 from isobit.contracts.language.load import load_contract
+from isobit.contracts.options import Options
 from isobit.contracts.store.ladder import unlinked
-from isobit.contracts.workspace import Run, Workspace, judge_file
+from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError
 from isobit.plain_text import plain
 from isobit.records import ClaimRecord
@@ -57,7 +60,7 @@ class ContractFile(pytest.File):
     def collect(self) -> Iterator[pytest.Item]:
         """A test a claim; a file that is no contract, or that promises what no claim checks, is a failing test."""
         try:
-            contract = load_contract(self.path)
+            contract = self.contract
         except ContractError as error:
             yield ClaimItem.from_parent(self, name="contract", claim="", problem=str(error))
             return
@@ -74,15 +77,19 @@ class ContractFile(pytest.File):
             yield ClaimItem.from_parent(self, name=claim.id, claim=claim.id, problem="")
 
     @cached_property
+    def contract(self) -> Contract:
+        """The contract, parsed once."""
+        return load_contract(self.path)
+
+    @cached_property
     def records(self) -> dict[str, ClaimRecord]:
         """By claim."""
         config = self.config
         level = int(str(config.getoption("--isobit-level"))[1:])
-        run = Run(tuple(config.getoption("--isobit-trust")), level)
-        serve_folder(
-            run.trusted, str(config.invocation_params.dir)
-        )  # a trusted package may stand where pytest was called
-        return {record.claim: record for record in judge_file(str(self.path), run, float("inf"))}
+        options = Options(tuple(config.getoption("--isobit-trust")), level)
+        # A trusted package may be in the folder where pytest was called.
+        serve_folder(options.trusted, str(config.invocation_params.dir))
+        return {record.claim: record for record in judge_contract(self.contract, options)}
 
 
 class ClaimItem(pytest.Item):

@@ -184,7 +184,7 @@ def test_the_current_folder_is_never_on_the_path(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_nobody_trusts_is_read_and_not_run(folder, monkeypatch):
-    from isobit.contracts.judge.trust import resolve
+    from isobit.contracts.judge.trusted_code import resolve
     from isobit.contracts.store.sources import find_package
 
     monkeypatch.chdir(folder)

@@ -6,8 +6,8 @@ import pytest
 
 from isobit import files
 from isobit.cli import main
-from isobit.contracts.judge.reach import ABSENT, hash_file
 from isobit.contracts.language.load import load_contract
+from isobit.contracts.store.opened_files import ABSENT, hash_file
 from isobit.errors import ContractError
 from tests.attacks.judged_place import places
 

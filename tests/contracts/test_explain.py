@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from isobit.contracts.language.explain import explain, say_claim, say_sizes
+from isobit.contracts.authoring.explain import explain, say_claim, say_sizes
 from isobit.contracts.language.load import load_contract, parse_contract
 from isobit.contracts.language.schema import RELATIONS
 from isobit.contracts.store.tree import find_contracts, library

@@ -4,10 +4,11 @@ import sys
 
 import pytest
 
-from isobit.contracts.judge.trust import check_trusted, resolve
-from isobit.contracts.judge.verify import Options, verify_contract
+from isobit.contracts.judge.trusted_code import check_trusted, resolve
+from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import parse_contract
 from isobit.contracts.language.schema import Contract
+from isobit.contracts.options import Options
 from isobit.errors import ContractError
 
 TRAP = "trust_trap_package"
@@ -124,7 +125,7 @@ PLACES = {
 def test_code_that_is_not_trusted_is_not_imported(packages, place):
     claim, level = PLACES[place]
     trusted = (SUBJECT, "builtins")
-    (record,) = verify_contract(contract(claim, level), Options(trusted, seconds=2.0))
+    (record,) = verify_contract(contract(claim, level), Options(trusted, claim_seconds=2.0))
     assert not sprung(packages)
     assert record.verdict == "could-not-run", record.detail
     assert f"--trust {TRAP}" in record.detail

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
+from isobit.cli.terminal import make_console, say_json
 from isobit.gates.model.fixture import draw_samples
 from isobit.gates.model.gate import Report, Row, count_steps, run_gate
 from isobit.gates.model.models import build_model
@@ -18,7 +18,6 @@ from isobit.gates.model.scorers import Ordered, Scorer, Stock
 from isobit.integrations.transformers.enabling import enabled
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
-from isobit.records import to_json
 
 
 def run(options: argparse.Namespace) -> int:
@@ -35,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
             "isobit": ours,
             "stock": stock,
         }
-        print(to_json(record))
+        say_json(record)
     else:
         show(make_console(140), options, ours, stock)
     return 0 if ours.kept else 1

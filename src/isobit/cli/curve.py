@@ -10,7 +10,7 @@ from rich.table import Table
 
 from isobit.cli.progress import Steps
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
+from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
 from isobit.files import write_text
 from isobit.gates.training.gate import Outcome, Verdict, judge, run_jobs
@@ -19,7 +19,7 @@ from isobit.gates.training.layouts import Layout, grid, refuse_uncut
 from isobit.gates.training.workload import find_workload
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
-from isobit.records import Provenance, to_json
+from isobit.records import Provenance
 from isobit.report.curve_picture import draw_curves
 
 
@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
             "workload": asdict(workload),
             "kept": kept,
         }
-        print(to_json({**record, "verdicts": verdicts, "outcomes": said}))
+        say_json({**record, "verdicts": verdicts, "outcomes": said})
     else:
         show(make_console(140), outcomes, verdicts)
     return 0 if kept else 1

@@ -10,11 +10,11 @@ from rich.table import Table
 
 from isobit import native
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
+from isobit.cli.terminal import make_console, say_json
 from isobit.machine import fingerprint
 from isobit.ops import dispatch
 from isobit.order.plan import VERSION
-from isobit.records import Attestation, Fingerprint, to_json
+from isobit.records import Attestation, Fingerprint
 
 
 def run(options: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
             "engines": engine_names(),
             "attestations": found,
         }
-        print(to_json(record))
+        say_json(record)
     else:
         show(make_console(100), machine, executor, missing, found)
     if missing is not None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from isobit.cli.contract_options import open_workspace
 from isobit.cli.terminal import make_console
-from isobit.contracts.language.explain import explain
-from isobit.contracts.language.load import load_contract
+from isobit.contracts.authoring.explain import explain
 from isobit.plain_text import one_line, plain
 
 
@@ -38,7 +36,7 @@ def run(options: argparse.Namespace) -> int:
     console = make_console(118)
     for entry in workspace.choose(ids):
         status = workspace.status(entry, options.subject, claims=True)
-        for section in explain(load_contract(Path(entry.path)), status):
+        for section in explain(workspace.tree.load(entry.id), status):
             console.print(one_line(section.title), style="bold")
             for line in section.lines:
                 console.print("  " + plain(line).replace("\n", "\n  "))

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from isobit.cli.contract_options import add_place, open_workspace
-from isobit.cli.terminal import say
-from isobit.contracts.language.lint import lint
+from isobit.cli.terminal import say, say_json
+from isobit.contracts.authoring.lint import lint
 from isobit.contracts.language.load import json_schema
 from isobit.errors import ContractError, in_one_line
 from isobit.plain_text import one_line
-from isobit.records import to_json
 
 
 def add_parser(commands: Any) -> None:
@@ -33,14 +31,14 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """A line a problem, as file:line: words."""
     if options.schema:
-        print(json.dumps(json_schema(), indent=2))
+        say_json(json_schema())
         return 0
     workspace, ids = open_workspace(options)
     if ids:
         workspace.tree.chosen = [workspace.tree.find(id).id for id in ids]
     found = list(lint(workspace.tree))
     if options.json:
-        print(to_json([as_record(error) for error in found]))
+        say_json([as_record(error) for error in found])
     else:
         for error in found:
             say(one_line(in_one_line(error)))

@@ -8,7 +8,7 @@ from typing import Any
 
 from isobit import files
 from isobit.cli.terminal import say
-from isobit.contracts.language.scaffold import scaffold
+from isobit.contracts.authoring.scaffold import scaffold
 from isobit.errors import ArgumentError
 
 

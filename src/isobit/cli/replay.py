@@ -7,7 +7,7 @@ from typing import Any
 
 from isobit.cli.contract_options import add_trust, open_workspace
 from isobit.cli.terminal import say
-from isobit.contracts.language.load import load_contract
+from isobit.contracts.options import Options
 from isobit.errors import ContractError, IsobitError, in_one_line
 
 
@@ -30,16 +30,14 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """The first difference, and the counts."""
-    from pathlib import Path
-
-    from isobit.contracts.judge.verify import Options, replay
+    from isobit.contracts.judge.replay import replay
 
     id, _, name = options.claim.partition("/")
     options.which = (
         [options.file] if options.file else [id]
     )  # an id of the library is in reach everywhere
     workspace, _ = open_workspace(options)
-    contract = load_contract(Path(workspace.tree.find(id).path))
+    contract = workspace.tree.load(workspace.tree.find(id).id)
     claim = next((c for c in contract.claims if c.id == name), None)
     if claim is None:
         known = ", ".join(c.id for c in contract.claims)

@@ -12,9 +12,8 @@ from rich.table import Table
 from isobit.cli.options.simulate import WATCHES
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
+from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
-from isobit.records import to_json
 from isobit.simulator.checkers.collective_calls import listed
 from isobit.simulator.program.script import Script
 from isobit.simulator.sweep import Group, Plan, SeedRun, compare_prints, group_findings, run_seeds
@@ -58,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     refuse_silent(options, runs)
     groups, departs = group_findings(runs), compare_prints(runs)
     if options.json:
-        print(to_json(as_record(options, runs, groups, departs)))
+        say_json(as_record(options, runs, groups, departs))
     else:
         show(make_console(118, soft_wrap=True), options, runs, groups, departs)
     return 1 if groups else 0

@@ -10,10 +10,9 @@ from rich.table import Table
 
 from isobit.cli.contract_options import add_place, exit_code, open_workspace
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
+from isobit.cli.terminal import make_console, say_json
 from isobit.contracts.store.ladder import RUNGS
 from isobit.contracts.store.signing import read_public
-from isobit.records import to_json
 
 FEW = 40
 
@@ -52,7 +51,7 @@ def run(options: argparse.Namespace) -> int:
     found = workspace.statuses(workspace.choose(ids, options.subject), options.subject)
     if options.json:
         origin = provenance_of(options, [status.digest for status in found])
-        print(to_json({"provenance": origin, "contracts": found}))
+        say_json({"provenance": origin, "contracts": found})
     else:
         console = make_console(118)
         table = Table("contract", "version", "verdict", "level", "detail")

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from isobit.errors import ContractError, IsobitError, SimulationError
 from isobit.plain_text import plain
+from isobit.records import to_json
 
 
 class PlainConsole(Console):
@@ -45,8 +46,13 @@ def make_console(
 
 
 def say(text: object, stream: TextIO | None = None) -> None:
-    """Print one text, plain."""
-    print(plain(str(text)), file=stream)
+    """Write one line of plain text."""
+    (stream or sys.stdout).write(plain(str(text)) + "\n")
+
+
+def say_json(value: object) -> None:
+    """Write a record, or a container of records, as JSON."""
+    sys.stdout.write(to_json(value) + "\n")
 
 
 def stop_writing() -> None:

@@ -17,17 +17,17 @@ from isobit import files
 from isobit.cli.contract_options import add_place, add_trust, exit_code, open_workspace
 from isobit.cli.progress import Steps, add_quiet
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
-from isobit.contracts.language.explain import explain
-from isobit.contracts.language.load import load_contract
+from isobit.cli.terminal import make_console, say_json
+from isobit.contracts.authoring.explain import explain
 from isobit.contracts.language.schema import LEVELS
+from isobit.contracts.options import Options
 from isobit.contracts.store import ladder
+from isobit.contracts.store.facts import Entry
 from isobit.contracts.store.signing import read_private
-from isobit.contracts.store.tree import Entry
-from isobit.contracts.workspace import Run, Workspace, key_of, verdict_at
+from isobit.contracts.workspace import Workspace, verdict_at
 from isobit.errors import ArgumentError
 from isobit.plain_text import one_line
-from isobit.records import ClaimRecord, ContractStatus, Provenance, to_json
+from isobit.records import ClaimRecord, ContractStatus, Provenance
 from isobit.report.contract_page import draw_contracts
 from isobit.report.junit_sarif import as_junit, as_sarif
 
@@ -80,55 +80,59 @@ def add_parser(commands: Any) -> None:
     add_quiet(parser)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Judges what is stale, then shows all."""
-    workspace, ids = open_workspace(options)
-    if options.sign:
-        sign_with(workspace, options.sign)
-    asked = Run(
-        tuple(options.trust),
-        LEVELS.index(options.level),
-        options.thorough,
-        options.subject,
-        options.seconds,
+def run(arguments: argparse.Namespace) -> int:
+    """Judge the contracts that have no evidence, then show the status of all."""
+    workspace, ids = open_workspace(arguments)
+    if arguments.sign:
+        sign_with(workspace, arguments.sign)
+    options = Options(
+        trusted=tuple(arguments.trust),
+        level=LEVELS.index(arguments.level),
+        thorough=arguments.thorough,
+        subject=arguments.subject,
+        seconds=arguments.seconds,
     )
-    entries = workspace.choose(ids, options.subject, shard_of(options.shard))
-    # What they rest on is judged too; by another subject's run it is not.
-    whole = entries if options.subject else workspace.with_dependencies(entries)
-    stale = workspace.in_order(list(whole)) if options.again else workspace.stale(whole, asked)
-    judged = judge(workspace, stale, asked, options)
-    claims = len(entries) <= FEW or bool(
-        options.json or options.junit or options.sarif or options.html
-    )
-    statuses = workspace.statuses(entries, key_of(asked), claims, asked.level)
-    every = [cut_short(status, judged.get(status.id)) for status in statuses]
-    found = [status for status in every if status.id in judged] if options.changed else every
-    origin = provenance_of(options, [status.digest for status in found])
-    write_reports(options, found, origin)
-    if options.json:
-        print(to_json({"provenance": origin, "contracts": found}))
+    entries = workspace.choose(ids, options.subject, parse_shard(arguments.shard))
+    # Dependencies are judged too, but not with another subject.
+    every = entries if options.subject else workspace.with_dependencies(entries)
+    stale = workspace.in_order(every) if arguments.again else workspace.stale(every, options)
+    judged = judge(workspace, stale, options, arguments)
+    # The records of claims are read only if they are shown.
+    reports = arguments.json or arguments.junit or arguments.sarif or arguments.html
+    with_claims = len(entries) <= FEW or bool(reports)
+    statuses = [
+        with_this_run(status, judged.get(status.id))
+        for status in workspace.statuses(entries, options.variant, with_claims, options.level)
+    ]
+    shown = [s for s in statuses if s.id in judged] if arguments.changed else statuses
+    provenance = provenance_of(arguments, [status.digest for status in shown])
+    write_reports(arguments, workspace, shown, provenance)
+    if arguments.json:
+        say_json({"provenance": provenance, "contracts": shown})
     else:
-        show(found, judged, workspace, asked.level)
-    verdicts = [verdict_at(status, asked.level) for status in every]
+        show(shown, judged, workspace, options.level)
+    verdicts = [verdict_at(status, options.level) for status in statuses]
     return exit_code([*verdicts, *["broken"] * len(workspace.tree.broken)])
 
 
 def sign_with(workspace: Workspace, path: str) -> None:
-    """Evidence that this key did not sign may be anybody's: it is judged again, never signed unseen."""
+    """Sign new evidence, and judge again what this key has not signed: that may be anybody's."""
     workspace.evidence.signer = read_private(path)
     workspace.require([workspace.evidence.signer.public_key()])
 
 
-def shard_of(text: str) -> tuple[int, int]:
-    """2/5."""
+def parse_shard(text: str) -> tuple[int, int]:
+    """Parse `2/5` to (2, 5)."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise ArgumentError(expected="--shard I/N with 1 ≤ I ≤ N", received=text, remedy="as 1/4")
+        raise ArgumentError(
+            expected="--shard I/N with 1 ≤ I ≤ N", received=text, remedy="for example --shard 1/4"
+        )
     return int(match[1]), int(match[2])
 
 
 def judge(
-    workspace: Workspace, stale: list[Entry], asked: Run, options: argparse.Namespace
+    workspace: Workspace, stale: list[Entry], options: Options, arguments: argparse.Namespace
 ) -> dict[str, list[ClaimRecord]]:
     """Judge what is stale, naming each claim on the error stream while it is judged."""
     judged: dict[str, list[ClaimRecord]] = {entry.id: [] for entry in stale}
@@ -137,21 +141,20 @@ def judge(
     names = [
         f"{entry.id}/{claim.id}"
         for entry in stale
-        for claim in load_contract(Path(entry.path)).claims
+        for claim in workspace.tree.load(entry.id).claims
     ]
-    follows = (
-        dict(pairwise(names)) if options.jobs == 1 else {}
-    )  # several at once finish in any order
-    with Steps("".join(names[:1]), len(names), options.quiet) as steps:
-        for entry, record in workspace.judge(stale, asked, options.jobs):
+    # Several processes finish claims in any order.
+    follows = dict(pairwise(names)) if arguments.jobs == 1 else {}
+    with Steps("".join(names[:1]), len(names), arguments.quiet) as steps:
+        for entry, record in workspace.judge(stale, options, arguments.jobs):
             judged[entry.id].append(record)
             name = f"{entry.id}/{record.claim}"
             steps.done(f"{name}: {record.verdict}", follows.get(name, ""), record.seconds)
     return judged
 
 
-def cut_short(status: ContractStatus, judged: list[ClaimRecord] | None) -> ContractStatus:
-    """What was found just now counts, also where it is worse than evidence, or --seconds left it without any."""
+def with_this_run(status: ContractStatus, judged: list[ClaimRecord] | None) -> ContractStatus:
+    """Replace the status by this run's result if that is worse, or if --seconds ended it before evidence."""
     found = ladder.worst(record.verdict for record in judged) if judged else "kept"
     if (
         judged
@@ -163,18 +166,20 @@ def cut_short(status: ContractStatus, judged: list[ClaimRecord] | None) -> Contr
 
 
 def write_reports(
-    options: argparse.Namespace, found: list[ContractStatus], origin: Provenance
+    arguments: argparse.Namespace,
+    workspace: Workspace,
+    found: list[ContractStatus],
+    provenance: Provenance,
 ) -> None:
-    """Each whole or not at all."""
-    if options.junit:
-        files.write_text(Path(options.junit), as_junit(found, origin))
-    if options.sarif:
-        files.write_text(Path(options.sarif), as_sarif(found, origin))
-    if options.html:
-        sections = {s.id: explain(load_contract(Path(s.path)), s) for s in found}
-        files.write_text(
-            Path(options.html), draw_contracts(found, sections, "isobit verify", origin)
-        )
+    """Write the reports that the command line names."""
+    if arguments.junit:
+        files.write_text(Path(arguments.junit), as_junit(found, provenance))
+    if arguments.sarif:
+        files.write_text(Path(arguments.sarif), as_sarif(found, provenance))
+    if arguments.html:
+        sections = {s.id: explain(workspace.tree.load(s.id), s) for s in found}
+        page = draw_contracts(found, sections, "isobit verify", provenance)
+        files.write_text(Path(arguments.html), page)
 
 
 def show(

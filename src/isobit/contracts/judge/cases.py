@@ -10,9 +10,10 @@ from dataclasses import replace
 import torch
 
 from isobit import bits
+from isobit.contracts.judge.bound import Bound
 from isobit.contracts.judge.integers_search import examine_integers, search_integers
 from isobit.contracts.judge.recipes import Case, Recipe, fixed_recipes
-from isobit.contracts.judge.relations import RELATIONS, Bound, refuses
+from isobit.contracts.judge.relations import RELATIONS, refuses
 from isobit.contracts.judge.search import reduce, search
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Claim, Contract

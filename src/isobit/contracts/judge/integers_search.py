@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from isobit.contracts.judge.relations import Bound
+from isobit.contracts.judge.bound import Bound
 from isobit.contracts.judge.tally import Tally
 from isobit.errors import ContractError
 

@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from isobit.contracts.judge.binding import plant
+from isobit.contracts.judge.bound import Bound
 from isobit.contracts.judge.integers_search import domain_of
 from isobit.contracts.judge.recipes import Case, Recipe
-from isobit.contracts.judge.relations import RELATIONS, Bound
+from isobit.contracts.judge.relations import RELATIONS
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Contract, Inputs
+from isobit.contracts.options import Options
 from isobit.errors import ContractError, EngineError, RevealError, in_one_line
 from isobit.records import Planted, Proof
 
 PATTERNS = 2**16
 
 
-def prove(
-    contract: Contract, bound: Bound, plant: Callable[[Bound, str], Bound]
-) -> tuple[Proof, Planted]:
-    """What the engine shows of the subject, and whether it refuses the planted one."""
+def prove(contract: Contract, bound: Bound, options: Options) -> tuple[Proof, Planted]:
+    """Run the proof on the subject and on the planted wrong one, for which it must fail."""
     plan = bound.claim.proof
     assert plan is not None
-    proof = ask(contract, bound)
+    proof = run_proof(contract, bound)
     if not proof.kept:
         return proof, Planted(plan.planted, False, "not tried")
-    planted = plant(bound, plan.planted)
+    planted = plant(bound, plan.planted, options)
     try:
-        wrong = ask(contract, planted)
+        wrong = run_proof(contract, planted)
     except RevealError as error:  # it has no order at all
         return proof, Planted(
             f"proof: {plan.planted}", True, f"refused: {in_one_line(error)[:200]}"
@@ -43,8 +43,8 @@ def prove(
     return proof, Planted(f"proof: {plan.planted}", not wrong.kept, wrong.failure)
 
 
-def ask(contract: Contract, bound: Bound) -> Proof:
-    """One question to one engine."""
+def run_proof(contract: Contract, bound: Bound) -> Proof:
+    """Run the proof engine that the claim names."""
     plan = bound.claim.proof
     assert plan is not None
     if plan.by:

@@ -3,117 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit import native
+from isobit.contracts.judge.bound import UPSTREAM, Bound, gradient, only_tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.contracts.judge.transforms import TRANSFORMS, Arguments, Run
-from isobit.contracts.language.contract import Claim
+from isobit.contracts.judge.transforms import TRANSFORMS, Arguments
 from isobit.ops import dispatch
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-UPSTREAM = "upstream gradient"
-OUTPUTS = ("invariant", "accurate", "parity", "bound", "sums_to", "monotone", "roundtrip")
-
-
-def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """No sabotage."""
-    return function
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A claim with its code found: what is judged, by what parameters, wrapped by which sabotage."""
-
-    claim: Claim
-    subject: Callable[..., Any]
-    code: dict[str, Any] = field(default_factory=dict)
-    wrap: Wrapper = unchanged
-    gradients: bool = False  # whether outputs are computed as in training: gradients enabled, inputs that require them
-
-    def named(self, key: str) -> Any:
-        """The code that a parameter of the claim names."""
-        return self.code[str(self.claim.params[key])]
-
-    def judged(self, case: Case) -> tuple[Run, Arguments]:
-        """The function from tensors to one tensor that is judged: the output, or the gradient of an argument."""
-        of = self.claim.params.get("of")
-        if of not in case.inputs.arguments or of == "output":
-            call = self.wrap(self.subject)
-            call = with_gradients(call) if self.gradients else call
-            return lambda arguments: only_tensor(
-                call(*arguments.values(), **case.options)
-            ), case.arguments
-        arguments = with_upstream(self.subject, case)
-        names = tuple(arguments)
-        call = self.wrap(
-            lambda *given: gradient(
-                self.subject, str(of), dict(zip(names, given, strict=True)), case
-            )
-        )
-        return lambda arguments: call(*arguments.values()), arguments
-
-    def has_both_modes(self) -> bool:
-        """Whether the claim is about an output, by relations that call the subject themselves.
-
-        Gradients are judged with gradients enabled anyway; a contract's own predicates and transforms call as they do.
-        """
-        params = self.claim.params
-        if self.claim.relation not in OUTPUTS or params.get("of", "output") != "output":
-            return False
-        return self.claim.relation != "invariant" or any(
-            name in TRANSFORMS for name in params["under"]
-        )
-
-
-def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
-    """As training calls it. What raises only then does not support gradients, loudly, and is judged without them."""
-
-    def trained(*given: Any, **options: Any) -> Any:
-        try:
-            with torch.enable_grad():
-                return call(*(requiring_gradients(value) for value in given), **options)
-        except (Exception, SystemExit):
-            return call(*given, **options)
-
-    return trained
-
-
-def requiring_gradients(value: Any) -> Any:
-    """The same memory, as a leaf of autograd."""
-    is_real = isinstance(value, Tensor) and value.is_floating_point()
-    return value.detach().requires_grad_() if is_real else value
-
-
-def only_tensor(value: Any) -> Tensor:
-    """Refuses what cannot be compared."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"expected the subject to return a tensor, received {type(value).__name__}")
-    return value.detach().clone()  # a subject may hand out one buffer again and again
-
-
-def gradient(function: Callable[..., Any], of: str, given: Arguments, case: Case) -> Tensor:
-    """By autograd, from an upstream gradient that is one of the arguments."""
-    upstream = given.pop(UPSTREAM)
-    given[of] = given[of].detach().requires_grad_()
-    with torch.enable_grad():
-        return torch.autograd.grad(function(*given.values(), **case.options), given[of], upstream)[
-            0
-        ]
-
-
-def with_upstream(function: Callable[..., Any], case: Case) -> Arguments:
-    """The arguments and a gradient of the output's shape, drawn like the first argument."""
-    shape = tuple(only_tensor(function(*case.arguments.values(), **case.options)).shape)
-    return {**case.arguments, UPSTREAM: case.draw(shape, 50)}
-
-
-# ---- relations ------------------------------------------------------------------------------------------
 
 
 def invariant(bound: Bound, case: Case, tally: Tally) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit import bits, native
-from isobit.contracts.judge.sabotage_names import LIBRARY_NAMES
+from isobit.contracts.language.sabotage_names import LIBRARY_NAMES
 
 Function = Callable[..., Any]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -31,6 +33,15 @@ class Tally:
         self.first = self.first or other.first
         for name, count in other.shares.items():
             self.shares[name] = self.shares.get(name, 0) + count
+
+    def counts(self) -> dict[str, Any]:
+        """Return the fields of a `ClaimRecord` that count."""
+        return {
+            "cases": self.cases,
+            "inputs": self.inputs,
+            "compared": self.compared,
+            "differing": self.differing,
+        }
 
     def same(self, left: Tensor, right: Tensor, where: str) -> None:
         """Bit equality."""

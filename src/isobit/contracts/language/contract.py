@@ -98,6 +98,7 @@ class Contract:
     waivers: tuple[Waiver, ...] = ()
     operator: str = ""
     output: tuple[str | int, ...] = ()
+    path: str = ""  # of the file; empty for a text that was parsed without one
 
     def code(self) -> tuple[str, ...]:
         """Every `package:function` it names, each once."""

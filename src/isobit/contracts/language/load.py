@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,35 @@ DRAWING = frozenset(RELATIONS) - {"refuses", "algebra"}
 
 
 def load_contract(path: Path) -> Contract:
-    """A file, or a ContractError that says where and what."""
+    """Read and parse a contract file.
+
+    Raises:
+        ContractError: The file cannot be read, or is not a valid contract; it names file and line.
+    """
     try:
-        text = files.read_bytes(path, MAX_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = files.read_bytes(path, MAX_BYTES)
+    except OSError as error:
         raise ContractError(
             expected="a readable UTF-8 file",
             received=str(error),
-            remedy="mend or remove it",
+            remedy="make it readable, or remove it",
             where=str(path),
         ) from None
-    return parse_contract(text, str(path))
+    return replace(parse_contract(decode(data, str(path)), str(path)), path=str(path))
+
+
+def decode(data: bytes, where: str) -> str:
+    """Decode the bytes of a contract file."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ContractError(
+            expected="UTF-8", received=str(error), remedy="save it as UTF-8", where=where
+        ) from None
 
 
 def parse_contract(text: str, where: str) -> Contract:
-    """A text; `where` is for messages."""
+    """Parse the text of a contract; `where` names it in messages."""
     node = read_yaml(text, where)
     contract: Contract = CONTRACT.read(node, "contract", where)
     _Names(contract, where).check()

@@ -11,30 +11,17 @@ plain run of one witness for each path is there to notice.
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any, NoReturn
 
-from isobit.errors import EngineError, UnsupportedError
+from isobit.contracts.judge.proofs.z3_solver import GaveUp, Solver, load_z3
+from isobit.errors import UnsupportedError
 
 Decisions = list[tuple[Any, bool]]
 Domain = Mapping[str, tuple[int | None, int | None]]
-
-# Ways to ask: (tactic or None for z3's own choice, options, bound of all inputs or None). Products of unknowns are
-# undecidable, and each way ends where another does not; a bounded question only ever finds, never refutes.
-STRATEGIES: tuple[tuple[str | None, dict[str, Any], int | None], ...] = (
-    (None, {}, None),
-    ("qfnia", {}, 20),
-    (None, {"smt.arith.solver": 2}, None),
-    ("qfnia", {}, None),
-)
-# Seconds for each strategy, round by round.
-ROUNDS = (0.3, 2.0, 10.0)
-# What a fork may cost: not knowing whether a branch can be entered only means that it is entered.
-FORK_ROUNDS = (0.2,)
 
 
 @dataclass(frozen=True)
@@ -45,21 +32,6 @@ class IntegerProof:
     proved: bool
     counterexample: dict[str, int] | None = None
     unknown: str = ""
-
-
-class GaveUp(BaseException):
-    """No answer in the time or the paths allowed. Not an Exception: a predicate must not swallow it."""
-
-
-def load_z3() -> Any:
-    """The solver, which only proofs need."""
-    try:
-        return importlib.import_module("z3")
-    except ImportError as error:
-        said = f"no such module ({error})"
-        raise EngineError(
-            expected="the solver z3", received=said, remedy="pip install z3-solver"
-        ) from error
 
 
 Combine = Callable[["Path", Any, Any], Any]
@@ -154,59 +126,6 @@ class Truth(Symbol):
         return bool(self) != other
 
     __hash__ = Symbol.__hash__
-
-
-class Solver:
-    """z3 with a deadline, asked in several ways in turn."""
-
-    def __init__(self, z3: Any, context: Any, inputs: Mapping[str, Any], deadline: float) -> None:
-        self.z3, self.context, self.inputs, self.deadline = z3, context, inputs, deadline
-
-    def find(self, facts: list[Any], rounds: tuple[float, ...] = ROUNDS) -> dict[str, int] | None:
-        """Inputs that fit the facts, or None if there are none. Raises GaveUp if neither could be shown."""
-        for seconds in rounds:
-            for tactic, options, bound in STRATEGIES:
-                left = self.deadline - time.monotonic()
-                if left <= 0:
-                    raise GaveUp("out of time")
-                solver = self._solver(tactic)
-                solver.set(timeout=max(1, int(1000 * min(seconds, left))), **options)
-                solver.add(*facts)
-                if bound is not None:
-                    solver.add(*(term <= bound for term in self.inputs.values()))
-                    solver.add(*(-bound <= term for term in self.inputs.values()))
-                answer = solver.check()
-                if answer == self.z3.sat:
-                    return self._values(solver.model())
-                if answer == self.z3.unsat and bound is None:
-                    return None
-        raise GaveUp("z3 has no answer")
-
-    def possible(self, facts: list[Any]) -> bool:
-        """Whether inputs fit the facts, or may fit them for all that is known in a short time."""
-        try:
-            return self.find(facts, FORK_ROUNDS) is not None
-        except GaveUp:
-            return True
-
-    def witness(self, facts: list[Any]) -> dict[str, int] | None:
-        """Inputs that fit the facts, if some are found in a short time."""
-        try:
-            return self.find(facts, FORK_ROUNDS)
-        except GaveUp:
-            return None
-
-    def _solver(self, tactic: str | None) -> Any:
-        z3, context = self.z3, self.context
-        return (
-            z3.SimpleSolver(ctx=context) if tactic is None else z3.Tactic(tactic, context).solver()
-        )
-
-    def _values(self, model: Any) -> dict[str, int]:
-        return {
-            name: model.eval(term, model_completion=True).as_long()
-            for name, term in self.inputs.items()
-        }
 
 
 class Path:

@@ -7,10 +7,9 @@ import datetime
 from collections.abc import Iterator
 from pathlib import Path
 
-from isobit.contracts.judge.sabotage_names import LIBRARY_NAMES, has_default
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.language.grammar import suggest
-from isobit.contracts.language.load import load_contract
+from isobit.contracts.language.sabotage_names import LIBRARY_NAMES, has_default
 from isobit.contracts.store.ladder import unlinked
 from isobit.contracts.store.sources import find_file, installed_version
 from isobit.contracts.store.tree import Tree, missing
@@ -28,7 +27,7 @@ def lint(tree: Tree) -> Iterator[ContractError]:
         try:
             if all(name in tree.entries for name in entry.depends_on):
                 tree.digest(id)
-            contract = load_contract(Path(entry.path))
+            contract = tree.load(id)
         except ContractError as error:
             yield error
             continue

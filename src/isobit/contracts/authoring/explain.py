@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from isobit.contracts.judge.sabotage_names import default_sabotage
 from isobit.contracts.language.contract import Claim, Contract, Equation, Inputs, Obligation, Params
+from isobit.contracts.language.sabotage_names import default_sabotage
 from isobit.contracts.store.ladder import RUNGS, contract_level, contract_verdict
 from isobit.records import ClaimRecord, ContractStatus, Section
 

@@ -38,14 +38,14 @@ MANY = 100_000  # files that one finding may name
 
 WRITTEN = "written"
 
-_open: list[Reach] = []  # recorders that are recording now
+_open: list[OpenedFiles] = []  # recorders that are recording now
 # By source file: what was opened while a function of it was running. A module reads a table once, for every contract
 # that binds it; only the first of them sees the event.
 _opened_by: dict[str, dict[str, str]] = {}
 _T = TypeVar("_T")
 
 
-class Reach:
+class OpenedFiles:
     """The files that one contract's code reaches, with their digests; paths are relative to `base` where below it."""
 
     def __init__(self, base: Path, home: Path, known: Collection[Path]) -> None:

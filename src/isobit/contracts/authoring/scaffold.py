@@ -8,7 +8,8 @@ import re
 from dataclasses import dataclass
 
 from isobit.contracts.language.schema import NAME, REFERENCE
-from isobit.contracts.store.sources import find_file, stub_names
+from isobit.contracts.store.python_imports import stub_names
+from isobit.contracts.store.sources import find_file
 from isobit.errors import ContractError
 
 MAX_HOPS = 8  # of `from a import b`, on the way to where a function is defined

@@ -15,7 +15,7 @@ OURS = ("isobit",)
 # Parts of isobit that run programs, serve folders or write files: no kernel, and nothing that a contract may call.
 MACHINERY = (
     "cli",
-    "contracts.trust",
+    "contracts.judge.trusted_code",
     "files",
     "native",
     "pytest_plugin",
