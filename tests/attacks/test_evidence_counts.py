@@ -161,7 +161,7 @@ def test_never_judged_and_judged_less_far_are_other_words_than_could_not_run(pla
     assert main.main(["status"]) == 2
     said = capsys.readouterr().out
     assert "1 contracts: 1 below-level" in said
-    assert "kept as far as L2, must reach L3" in said
+    assert "kept up to L2, must reach L3" in said
     assert here.verify() == 0
     assert main.main(["status"]) == 0
     capsys.readouterr()

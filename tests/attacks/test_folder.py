@@ -141,7 +141,7 @@ def test_neither_do_modules_run_by_name_nor_their_processes(folder):
     done = run(folder, "-m", "isobit", *words)
     assert ran(folder) == []
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "2 of 2 contracts kept as far as L2, 2 judged now" in done.stdout
+    assert "2 of 2 contracts kept up to L2, 2 judged now" in done.stdout
 
 
 @pytest.mark.full

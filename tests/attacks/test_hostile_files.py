@@ -37,7 +37,7 @@ def test_a_contract_without_end_is_refused(here, how, capsys):
     for words in COMMANDS:
         assert main.main(words) in (1, 2)
     assert "endless.contract.yaml" in capsys.readouterr().out
-    with pytest.raises(ContractError, match=r"no regular file|larger than"):
+    with pytest.raises(ContractError, match=r"not a regular file|larger than"):
         load_contract(path)
 
 

@@ -1,4 +1,4 @@
-"""A digest changes with a text, its bound source and all it rests on; then exactly the dependents are stale."""
+"""A digest changes with a text, its source and everything it depends on; then exactly the dependents are stale."""
 
 import random
 import statistics
@@ -54,7 +54,7 @@ def steady(monkeypatch):
     monkeypatch.setattr(tree_module, "JUDGE", "json:judge")
 
 
-# e rests on c and d, both on b, b on a; z stands alone.
+# e depends on c and d, both on b, b on a; z on nothing.
 DIAMOND = {"a": (), "b": ("a",), "c": ("b",), "d": ("b",), "e": ("c", "d"), "z": ()}
 ABOVE = {"a": "abcde", "b": "bcde", "c": "ce", "d": "de", "e": "e", "z": "z"}
 
@@ -187,7 +187,10 @@ def test_ids_are_unique_and_broken_files_are_named(tmp_path):
         write(tmp_path / hidden, "unseen")
     tree = Tree([tmp_path], tmp_path / ".isobit")
     assert tree.chosen == ["a"]
-    assert [broken.error.expected for broken in tree.broken] == ["UTF-8", "each id once"]
+    assert [broken.error.expected for broken in tree.broken] == [
+        "UTF-8",
+        "an id that no other contract has",
+    ]
     assert len(list(find_contracts(tmp_path))) == 3
 
 

@@ -130,7 +130,7 @@ CHANGES = [
     ("title: Halves", "title: a\x07b", 3, "YAML"),
     ("title: Halves", "title: 'Halves", 27, "YAML"),
     ("title: Halves", "<<: {title: Halves}", 3, "a key of a contract"),
-    ("waivers:", "--- \nwaivers:", 25, "one document a file"),
+    ("waivers:", "--- \nwaivers:", 25, "one document per file"),
     ("id: half-v1", "%YAML 1.1\n---\nid: half-v1", 1, "no directives"),
 ]
 
@@ -243,7 +243,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
         path = tmp_path / name
         if data is not None:
             path.write_bytes(data)
-        with pytest.raises(ContractError, match="UTF-8 file"):
+        with pytest.raises(ContractError, match="UTF-8"):
             load_contract(path)
 
 

@@ -1,4 +1,4 @@
-"""`isobit chain`: a whole model under every layout of one batch, isobit's and stock's, bit for bit."""
+"""`isobit chain`: compare a whole model in every layout of one batch, isobit's and stock's, bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from isobit.order.plan import VERSION
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the gate and prints it; the exit code is isobit's."""
+    """Run the gate and print it. The exit code is 0 if isobit's results are the same in all layouts."""
     ours, stock = go(options)
     if options.json:
         record = {
@@ -41,17 +41,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def go(options: argparse.Namespace) -> tuple[Report, Report | None]:
-    """Both sides, with a bar."""
+    """Run isobit's side, and stock's if required, with a progress bar."""
     with Steps(f"building {options.model}", quiet=options.quiet, every=SELDOM) as steps:
         model = build_model(options.model, getattr(torch, options.dtype), options.seed)
         samples = draw_samples(model.config.vocab_size, options.seed)
         steps.expect(count_steps(samples) * (2 if options.stock else 1))
 
         def judge(scorer: Scorer) -> Report:
-            def tell(layout: str) -> None:
+            def report(layout: str) -> None:
                 steps.done(f"{options.model}, {scorer.name}: {layout}")
 
-            return run_gate(scorer, samples, tell)
+            return run_gate(scorer, samples, report)
 
         with enabled(model):
             ours = judge(Ordered(model))
@@ -59,9 +59,9 @@ def go(options: argparse.Namespace) -> tuple[Report, Report | None]:
 
 
 def show(console: Console, options: argparse.Namespace, ours: Report, stock: Report | None) -> None:
-    """For people: every row with its denominator, then what it comes to."""
+    """Print a table of rows with their counts, then a summary per side."""
     sides = ["isobit: differ", *(["stock: differ"] if stock else [])]
-    table = Table("quantity", "layout = the layout it is held to", *sides)
+    table = Table("quantity", "layout = the layout it is compared with", *sides)
     others: tuple[Row | None, ...] = stock.rows if stock else (None,) * len(ours.rows)
     for row, other in zip(ours.rows, others, strict=True):
         table.add_row(row.quantity, row.layout, say(row), *([say(other)] if other else []))
@@ -78,7 +78,7 @@ def show(console: Console, options: argparse.Namespace, ours: Report, stock: Rep
 
 
 def say(row: Row) -> str:
-    """How many of how many differ."""
+    """Return how many of how many numbers differ."""
     if row.kept:
         return f"0 of {row.numbers:,}"
     share = f"{row.differ:,} of {row.numbers:,} ({row.differ / max(row.numbers, 1):.1%})"
@@ -90,7 +90,7 @@ def say(row: Row) -> str:
 
 
 def summary(report: Report) -> str:
-    """The aggregates over all layouts, and the worst share of gradients that differ."""
+    """Return the largest differences over all layouts, and the worst share of gradients that differ."""
     found = [row.aggregates for row in report.rows if row.aggregates is not None]
     largest, divergence, clipped = (
         max((a[i] for a in found), default=float("nan"), key=abs) for i in range(3)

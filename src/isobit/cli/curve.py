@@ -1,4 +1,4 @@
-"""`isobit curve`: one training run in every layout of ranks and micro-batches, and whether it is one run."""
+"""`isobit curve`: run one training in every layout of ranks and micro-batches, and compare the results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from isobit.report.curve_picture import draw_curves
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs all layouts; the exit code is isobit's."""
+    """Run all layouts. The exit code is 0 if isobit's results are the same in all of them."""
     workload = find_workload(options.workload)
     layouts = [read_layout(text) for text in options.layouts] if options.layouts else grid(workload)
     for layout in layouts:
@@ -39,12 +39,12 @@ def run(options: argparse.Namespace) -> int:
     names = [f"{'stock' if job.stock else 'isobit'} {job.dtype} {job.layout}" for job in jobs]
     with Steps(names[0], len(jobs), options.quiet) as steps:
 
-        def tell(job: Job) -> None:
+        def report(job: Job) -> None:
             steps.done(
                 names[steps.count], following="".join(names[steps.count + 1 : steps.count + 2])
             )
 
-        outcomes = run_jobs(jobs, tell, options.keep)
+        outcomes = run_jobs(jobs, report, options.keep)
     verdicts = [
         judge([o for o in outcomes if o.dtype == dtype and o.stock == stock])
         for dtype in options.dtype
@@ -55,35 +55,35 @@ def run(options: argparse.Namespace) -> int:
         write_text(options.picture, picture_of(outcomes, origin))
     kept = all(verdict.kept for verdict in verdicts if verdict.side == "isobit")
     if options.json:
-        said = [{**asdict(o), "digest": o.curve.digest} for o in outcomes]
+        records = [{**asdict(o), "digest": o.curve.digest} for o in outcomes]
         record = {
             "provenance": origin,
             "machine": fingerprint(VERSION),
             "workload": asdict(workload),
             "kept": kept,
         }
-        say_json({**record, "verdicts": verdicts, "outcomes": said})
+        say_json({**record, "verdicts": verdicts, "outcomes": records})
     else:
         show(make_console(140), outcomes, verdicts)
     return 0 if kept else 1
 
 
 def read_layout(text: str) -> Layout:
-    """`2x4x1`, or `ddp:2x4x1`."""
+    """Parse `2x4x1` or `ddp:2x4x1`."""
     engine, _, sizes = text.rpartition(":")
-    parts = sizes.split("x")
-    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+    numbers = sizes.split("x")
+    if len(numbers) != 3 or not all(part.isdecimal() for part in numbers):
         raise ArgumentError(
             expected="DATAxMICROxTENSOR, as 2x4x1, or ddp:2x4x1",
             received=repr(text),
             remedy="name three numbers",
         )
-    data, micro, tensor = map(int, parts)
+    data, micro, tensor = map(int, numbers)
     return Layout(data, micro, tensor, engine or "isobit")
 
 
 def show(console: Console, outcomes: list[Outcome], verdicts: list[Verdict]) -> None:
-    """For people: a row a layout, then what it comes to."""
+    """Print a row per layout, then a sentence per verdict."""
     table = Table(
         "layout (data×micro×tensor)",
         "dtype",
@@ -112,7 +112,7 @@ def show(console: Console, outcomes: list[Outcome], verdicts: list[Verdict]) -> 
 
 
 def sentence(verdict: Verdict) -> str:
-    """With its denominator."""
+    """Return one verdict in words, with its counts."""
     found = (
         f"{verdict.side}, {verdict.dtype}: {verdict.layouts} layouts, {verdict.steps} steps: {verdict.curves} loss "
         f"curve(s), digests of weights {verdict.weights}, gradients {verdict.gradients}, optimizer "
@@ -124,7 +124,7 @@ def sentence(verdict: Verdict) -> str:
 
 
 def picture_of(outcomes: list[Outcome], origin: Provenance) -> str:
-    """A panel a dtype."""
+    """Draw the loss curves, a panel per dtype."""
     panels: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {}
     for outcome in outcomes:
         side = "stock" if outcome.stock else "isobit"

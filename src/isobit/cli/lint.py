@@ -1,4 +1,4 @@
-"""`isobit lint`: what is wrong with contract files, with line and remedy; `--schema` prints the language."""
+"""`isobit lint`: report problems of contract files with line and remedy; `--schema` prints the format."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from isobit.plain_text import one_line
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "lint",
         help="check contract files without running them",
-        description="Loads every contract, follows every name in it, and looks for obligations without a claim, claims "
-        "without sabotage, code that is not there, circles and expired waivers. Imports nothing that contracts name.",
+        description="Load every contract and check every name in it. Report obligations without a claim, claims "
+        "without sabotage, missing code, circular dependencies and expired waivers. The code is not imported.",
+        epilog="example: isobit lint my-kernel-v1.contract.yaml",
     )
     add_place(parser)
     parser.add_argument(
@@ -29,7 +30,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """A line a problem, as file:line: words."""
+    """Print one line per problem, as file:line: message."""
     if options.schema:
         say_json(json_schema())
         return 0
@@ -48,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_record(error: ContractError) -> dict[str, Any]:
-    """For machines."""
+    """Return the fields of a problem for JSON."""
     return {
         "file": error.where,
         "line": error.line,

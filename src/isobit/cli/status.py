@@ -1,4 +1,4 @@
-"""`isobit status`: where contracts stand by the evidence that is there, without running or importing anything."""
+"""`isobit status`: show the status of contracts from existing evidence. Runs and imports nothing."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FEW = 40
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "status",
-        help="show where contracts stand, from evidence alone",
-        description="Reads contracts and evidence; runs nothing, imports neither torch nor the code they name. "
+        help="show the status of contracts from existing evidence",
+        description="Read contracts and evidence; run nothing, import neither torch nor the code they name. "
         "Exit 0: all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run, was "
         "not judged, or not as far as it must reach.",
     )
@@ -31,7 +31,7 @@ def add_parser(commands: Any) -> None:
         "--subject",
         default="",
         metavar="NAME|CODE",
-        help="of other code, judged by the same contracts",
+        help="status of another subject of the contracts",
     )
     parser.add_argument(
         "--require-signature",
@@ -44,7 +44,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Counts, and a table of what is not kept, or of all if they are few."""
+    """Print counts, and a table of contracts: those that are not kept, or all if they are few."""
     workspace, ids = open_workspace(options)
     if options.require_signature:
         workspace.require([read_public(path) for path in options.require_signature])
@@ -64,13 +64,13 @@ def run(options: argparse.Namespace) -> int:
         if len(some) > FEW:
             console.print(f"and {len(some) - FEW:,} more that are not kept")
         for broken in workspace.tree.broken[:FEW]:
-            console.print(f"REFUSED {broken.error}", markup=False)
+            console.print(f"INVALID {broken.error}", markup=False)
         for name, reason in list(workspace.evidence.refused.items())[:FEW]:
             console.print(f"evidence that does not count, {reason}: {name}", markup=False)
         verdicts = Counter(s.verdict for s in found)
         levels = Counter(s.level for s in found if s.verdict == "kept")
-        said = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())
-        console.print(f"{len(found):,} contracts: {said or 'none'}")
+        counts = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())
+        console.print(f"{len(found):,} contracts: {counts or 'none'}")
         for rung, count in sorted(levels.items(), reverse=True):
             console.print(f"  {count:,} kept at L{rung}: {RUNGS[f'L{rung}']}")
     return exit_code([*(s.verdict for s in found), *["broken"] * len(workspace.tree.broken)])

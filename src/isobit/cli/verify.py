@@ -1,4 +1,4 @@
-"""`isobit verify`: judges contracts whose digest has no evidence yet, keeps the evidence, and shows where all stand."""
+"""`isobit verify`: judge contracts that have no evidence, write the evidence, and show the status of all."""
 
 from __future__ import annotations
 
@@ -35,36 +35,41 @@ FEW = 40
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "verify",
         help="judge contracts, and keep the evidence",
-        description="Judges every contract that has no evidence at its present digest (its text, the code it binds, "
-        "the kernels, the machine's engine, and the contracts it rests on); an unchanged tree runs nothing. Exit 0: "
-        "all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run or "
-        "was not judged.",
+        description="Judge every contract that has no evidence for its current digest (its text, the code it names, "
+        "the kernels, the machine, and the contracts it depends on). If nothing changed, nothing is run. Exit codes: "
+        "0: all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run or was "
+        "not judged.",
+        epilog="example: isobit verify my-kernel-v1.contract.yaml --trust my_package --level L2",
     )
     add_place(parser)
     add_trust(parser)
     parser.add_argument(
-        "--level", choices=LEVELS[2:], default="L4", help="how high to climb (default L4)"
+        "--level", choices=LEVELS[2:], default="L4", help="the highest level to judge (default L4)"
     )
-    parser.add_argument("--changed", action="store_true", help="show only what was judged now")
-    parser.add_argument("--again", action="store_true", help="judge also what has evidence")
+    parser.add_argument(
+        "--changed", action="store_true", help="show only contracts that were judged now"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="judge contracts that have evidence too"
+    )
     parser.add_argument(
         "--subject", default="", metavar="NAME|CODE", help="judge other code by the same contracts"
     )
     parser.add_argument(
-        "--thorough", action="store_true", help="the sizes that contracts keep for long runs"
+        "--thorough", action="store_true", help="add the sizes that contracts list as thorough"
     )
     parser.add_argument(
-        "--shard", default="1/1", metavar="I/N", help="the i-th of n parts, by a hash of the id"
+        "--shard", default="1/1", metavar="I/N", help="judge the i-th of n shares of the contracts"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="contracts judged at once (default 1)"
+        "--jobs", type=int, default=1, metavar="N", help="number of processes (default 1)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no claim after so long"
+        "--seconds", type=float, default=float("inf"), help="start no claim after this many seconds"
     )
     parser.add_argument(
         "--sign",
@@ -134,7 +139,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 def judge(
     workspace: Workspace, stale: list[Entry], options: Options, arguments: argparse.Namespace
 ) -> dict[str, list[ClaimRecord]]:
-    """Judge what is stale, naming each claim on the error stream while it is judged."""
+    """Judge contracts, showing each claim on the error stream."""
     judged: dict[str, list[ClaimRecord]] = {entry.id: [] for entry in stale}
     if not stale:
         return judged
@@ -188,7 +193,7 @@ def show(
     workspace: Workspace,
     level: int,
 ) -> None:
-    """For people: a line a claim where something ran or went wrong, then a line a contract, then the totals."""
+    """Print claims and contracts that are not kept, and the totals."""
     console = make_console(132)
     if found and len(found) <= FEW:
         console.print(claims_table(found, level))
@@ -206,19 +211,21 @@ def show(
         if status.verdict in ladder.RED and now and all(record.verdict == "kept" for record in now):
             there = ", ".join(workspace.evidence.names().get(status.digest, []))
             console.print(
-                f"  kept just now, but red before at the same digest, and red wins: {there}",
+                f"  kept in this run, but other evidence for the same digest is red, and counts: {there}",
                 markup=False,
             )
-            console.print("  delete what was written in other surroundings", markup=False)
+            console.print(
+                "  delete these files if they were written in another environment", markup=False
+            )
     for broken in workspace.tree.broken:
-        console.print(f"REFUSED {broken.error}", markup=False)
+        console.print(f"INVALID {broken.error}", markup=False)
     for name, reason in list(workspace.evidence.refused.items())[:FEW]:
         console.print(f"evidence that does not count, {reason}: {name}", markup=False)
     claims = [c for s in found for c in s.claims]
     planted = [p for c in claims for p in c.planted]
     console.print(
         f"{sum(verdict_at(s, level) == 'kept' for s in found)} of {len(found)} contracts kept"
-        f"{f' as far as L{level}' if level < 4 else ''}, {len(judged)} judged now; "
+        f"{f' up to L{level}' if level < 4 else ''}, {len(judged)} judged now; "
         f"{sum(c.verdict == 'kept' for c in claims)} of {len(claims)} claims; "
         f"sabotage caught {sum(p.caught for p in planted)} of {len(planted)}; "
         f"{sum(c.inputs for c in claims):,} inputs, {sum(c.compared for c in claims):,} comparisons"
@@ -226,7 +233,7 @@ def show(
 
 
 def claims_table(found: list[ContractStatus], level: int) -> Table:
-    """A row a claim."""
+    """Return a table with a row per claim."""
     columns = (
         "contract / claim",
         "verdict",
@@ -259,12 +266,12 @@ def claims_table(found: list[ContractStatus], level: int) -> Table:
 
 
 def differ_of(claim: ClaimRecord) -> str:
-    """How many differ, and at which rung where it is not L2: an input drawn at L3, or what a proof found."""
+    """Return how many elements differ, and the level at which that was found if it is not L2."""
     if claim.at == 4:
         return "proof, at L4"
     return f"{claim.differing:,}" + (f", at L{claim.at}" if claim.at in (1, 3) else "")
 
 
 def engine_word(engine: str) -> str:
-    """`enumeration of the real kernel` in a word; `isobit explain` says it whole."""
+    """Shorten `enumeration of the real kernel` to its first word."""
     return re.split(" (?:of|on|over) ", engine)[0]

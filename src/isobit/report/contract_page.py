@@ -1,4 +1,4 @@
-"""Contracts and their evidence as one page that needs nothing else: the numbers, the ladder, the graph, each claim."""
+"""A self-contained HTML page of contracts and their evidence: totals, ladder, graph, and each claim."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from isobit.records import ClaimRecord, ContractStatus, Planted, Provenance, Sec
 from isobit.report.contract_graph import as_svg
 from isobit.report.markup import FOOTER_STYLE, as_footer, escape
 
-# The words of the ladder; tests hold them to those that judge.
+# The levels of the ladder; a test compares them with store/ladder.py.
 RUNGS = (
     "well-formed, every obligation linked to a claim",
     "schema, operator check, shapes and dtypes by construction",
@@ -24,7 +24,7 @@ TONES = {
     "below-level": "mute",
     "unbound": "mute",
 }
-OPEN = ("broken", "void", "vacuous")  # what a reader came for is unfolded
+OPEN = ("broken", "void", "vacuous")  # shown open
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title><style>
@@ -51,7 +51,7 @@ background:color-mix(in srgb,var(--tone) 10%,transparent)}}
 .rungs i{{font:600 .7rem/1.35rem ui-sans-serif,system-ui,sans-serif;width:2.1rem;text-align:center;border-radius:4px;
 color:var(--quiet);background:var(--panel);box-shadow:inset 0 0 0 1px var(--line)}}
 .rungs .full{{background:var(--tone);color:var(--card);box-shadow:none}}
-.rungs .asked{{outline:2px solid var(--ink);outline-offset:1px}}
+.rungs .required{{outline:2px solid var(--ink);outline-offset:1px}}
 .quiet{{color:var(--quiet);font-size:.88rem}}
 .graph{{overflow:auto;border:1px solid var(--line);border-radius:8px;background:var(--panel);text-align:center}}
 .graph rect{{fill:var(--card)}}.graph text:not([fill]){{fill:var(--ink)}}
@@ -74,7 +74,7 @@ white-space:pre-wrap;overflow-wrap:anywhere}}
 </style>
 <h1>{title}</h1>{numbers}
 <h2>The ladder</h2>{ladder}
-<h2>What rests on what</h2><div class="graph">{graph}</div>
+<h2>Dependencies</h2><div class="graph">{graph}</div>
 <h2>Contracts</h2>{contracts}{origin}
 </html>
 """
@@ -86,13 +86,14 @@ def draw_contracts(
     title: str,
     origin: Provenance | None = None,
 ) -> str:
-    """`sections` holds the words of each contract by id; a contract without words still shows all its claims."""
+    """Return the page; `sections` are the words of each contract by id."""
     ladder = "".join(_row(contract, claims_of(contract, sections)) for contract in contracts)
     rungs = "".join(f"<li><b>L{level}</b> {words}" for level, words in enumerate(RUNGS))
     legend = (
-        f'<details class="quiet"><summary>What the rungs mean</summary><ul>{rungs}</ul></details>'
+        f'<details class="quiet"><summary>What the levels mean</summary><ul>{rungs}</ul></details>'
     )
-    heads = "<tr><th>contract<th>reached; asked for is ringed<th>verdict<th>claims kept<th>sabotage caught</tr>"
+    names = ("contract", "level (outlined: required)", "verdict", "claims kept", "sabotage caught")
+    heads = f"<tr>{''.join(f'<th>{name}' for name in names)}</tr>"
     return PAGE.format(
         title=escape(title),
         numbers=_numbers(contracts, sections),
@@ -107,7 +108,7 @@ def draw_contracts(
 
 
 def tone_of(verdict: str) -> str:
-    """Green is kept; grey says nothing yet; red is everything that went wrong."""
+    """Return green for kept, grey for undecided, and red for everything else."""
     return TONES.get(verdict, "bad")
 
 
@@ -135,13 +136,13 @@ def _numbers(contracts: Sequence[ContractStatus], sections: Mapping[str, Sequenc
 
 
 def claims_of(contract: ContractStatus, sections: Mapping[str, Sequence[Section]]) -> int:
-    """A claim that was never judged has no record, and is a claim all the same."""
+    """Return the number of claims, including those that were never judged and have no record."""
     named = {section.name for section in sections.get(contract.id, ()) if section.kind == "claim"}
     return len(named | {claim.claim for claim in contract.claims})
 
 
 def is_kept(claim: ClaimRecord) -> bool:
-    """At the level it asks for: what is shown on fewer rungs is not yet what was promised."""
+    """Return whether a claim is kept at the level that it must reach."""
     return claim.verdict == "kept" and claim.level >= claim.required
 
 
@@ -166,10 +167,10 @@ def _rungs(level: int, required: int, verdict: str) -> str:
     reached = -1 if verdict == "unbound" else level
     cells = []
     for rung, words in enumerate(RUNGS):
-        kinds = " ".join(["full"] * (rung <= reached) + ["asked"] * (rung == required))
+        kinds = " ".join(["full"] * (rung <= reached) + ["required"] * (rung == required))
         cells.append(f'<i class="{kinds}" title="L{rung}: {words}">L{rung}</i>')
-    said = f'aria-label="L{level} reached, L{required} asked for"'
-    return f'<span class="rungs {tone_of(verdict)}" role="img" {said}>{"".join(cells)}</span>'
+    label = f'aria-label="L{level} reached, L{required} required"'
+    return f'<span class="rungs {tone_of(verdict)}" role="img" {label}>{"".join(cells)}</span>'
 
 
 def _chip(verdict: str, words: str = "") -> str:
@@ -205,7 +206,7 @@ def _contract(contract: ContractStatus, sections: Sequence[Section]) -> str:
     )
     opened = " open" if contract.verdict in OPEN else ""
     detail = f"<p>{escape(contract.detail)}" if contract.detail and not by_kind.get("about") else ""
-    # The place stands inside, so that following a link unfolds it.
+    # The anchor is inside, so that following a link opens the details.
     return (
         f'<details class="contract {tone_of(contract.verdict)}"{opened}><summary><b>{escape(contract.id)}</b>'
         f'<span class="quiet">{escape(contract.title)}</span>'
@@ -243,8 +244,8 @@ def _inputs(sections: Sequence[Section]) -> str:
 
 
 def _obligation(section: Section) -> str:
-    text, *stands = section.lines or ("",)
-    quiet = _lines(stands, "span", "quiet")
+    text, *status = section.lines or ("",)
+    quiet = _lines(status, "span", "quiet")
     return f'<p class="obligation"><b>{escape(section.name)}</b> {escape(text)} {quiet}</p>'
 
 
@@ -304,7 +305,7 @@ def _proof(record: ClaimRecord) -> str:
 
 
 def _found(record: ClaimRecord) -> str:
-    """The counter-example, or why there is no verdict; and the command that shows it again."""
+    """Write the counter-example or the reason for no verdict, and the command that shows it again."""
     repeated = record.proof is not None and record.detail == record.proof.failure
     detail = f"<pre>{escape(record.detail)}</pre>" if record.detail and not repeated else ""
     replay = (

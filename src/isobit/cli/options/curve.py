@@ -16,7 +16,7 @@ TRANSPORTS = ("simulator", "gloo")
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "curve",
         help="train one model in every layout of ranks and micro-batches, and compare raw bits",
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
         help="these, instead of the whole grid",
     )
     parser.add_argument(
-        "--stock", action="store_true", help="stock PyTorch beside it, in the same layouts"
+        "--stock", action="store_true", help="also run stock PyTorch, in the same layouts"
     )
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="write outcomes to it, and go on where it stopped"

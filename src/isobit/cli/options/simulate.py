@@ -29,7 +29,7 @@ FINDINGS = tuple(
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "simulate",
         help="run a torchrun script on simulated ranks, under many schedules, and name what is wrong",
@@ -103,7 +103,7 @@ def add_parser(commands: Any) -> None:
 
 
 def fault_kinds(text: str) -> tuple[str, ...]:
-    """die,drop"""
+    """Parse `die,drop`."""
     words = text.lower().split(",")
     if not set(words) <= set(FAULTS):
         raise argparse.ArgumentTypeError(
@@ -113,7 +113,7 @@ def fault_kinds(text: str) -> tuple[str, ...]:
 
 
 def watches(text: str) -> tuple[str, ...]:
-    """bits,training"""
+    """Parse `bits,training`."""
     words = () if text == "none" else tuple(text.split(","))
     if not set(words) <= {*WATCHES, "finite"}:
         raise argparse.ArgumentTypeError(
@@ -123,7 +123,7 @@ def watches(text: str) -> tuple[str, ...]:
 
 
 def at_least_one(text: str) -> int:
-    """1, 2, …"""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1; received {text!r}")
     return int(text)

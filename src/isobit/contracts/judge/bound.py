@@ -19,13 +19,13 @@ OUTPUTS = ("invariant", "accurate", "parity", "bound", "sums_to", "monotone", "r
 
 
 def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """No sabotage."""
+    """Return a function as it is: no sabotage."""
     return function
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A claim with its code found: what is judged, by what parameters, wrapped by which sabotage."""
+    """A claim with its code: the subject, the functions that parameters name, and the sabotage."""
 
     claim: Claim
     subject: Callable[..., Any]
@@ -34,11 +34,11 @@ class Bound:
     gradients: bool = False  # whether outputs are computed as in training: gradients enabled, inputs that require them
 
     def named(self, key: str) -> Any:
-        """The code that a parameter of the claim names."""
+        """Return the code that a parameter of the claim names."""
         return self.code[str(self.claim.params[key])]
 
     def judged(self, case: Case) -> tuple[Run, Arguments]:
-        """The function from tensors to one tensor that is judged: the output, or the gradient of an argument."""
+        """Return the function that is judged, from tensors to the output or to a gradient, and its arguments."""
         of = self.claim.params.get("of")
         if of not in case.inputs.arguments or of == "output":
             call = self.wrap(self.subject)
@@ -56,7 +56,7 @@ class Bound:
         return lambda arguments: call(*arguments.values()), arguments
 
     def has_both_modes(self) -> bool:
-        """Whether the claim is about an output, by relations that call the subject themselves.
+        """Return whether the claim is about an output, by relations that call the subject themselves.
 
         Gradients are judged with gradients enabled anyway; a contract's own predicates and transforms call as they do.
         """
@@ -69,7 +69,7 @@ class Bound:
 
 
 def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
-    """As training calls it. What raises only then does not support gradients, loudly, and is judged without them."""
+    """Call as training does. If that raises, the subject does not support gradients: call without."""
 
     def trained(*given: Any, **options: Any) -> Any:
         try:
@@ -82,20 +82,20 @@ def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def requiring_gradients(value: Any) -> Any:
-    """The same memory, as a leaf of autograd."""
+    """Return a tensor with the same memory that is a leaf of autograd."""
     is_real = isinstance(value, Tensor) and value.is_floating_point()
     return value.detach().requires_grad_() if is_real else value
 
 
 def only_tensor(value: Any) -> Tensor:
-    """Refuses what cannot be compared."""
+    """Return a copy of a tensor, which a subject may overwrite; raise for anything else."""
     if not isinstance(value, Tensor):
         raise TypeError(f"expected the subject to return a tensor, received {type(value).__name__}")
     return value.detach().clone()  # a subject may hand out one buffer again and again
 
 
 def gradient(function: Callable[..., Any], of: str, given: Arguments, case: Case) -> Tensor:
-    """By autograd, from an upstream gradient that is one of the arguments."""
+    """Compute the gradient of an argument, from an upstream gradient that is one of the arguments."""
     upstream = given.pop(UPSTREAM)
     given[of] = given[of].detach().requires_grad_()
     with torch.enable_grad():
@@ -105,6 +105,6 @@ def gradient(function: Callable[..., Any], of: str, given: Arguments, case: Case
 
 
 def with_upstream(function: Callable[..., Any], case: Case) -> Arguments:
-    """The arguments and a gradient of the output's shape, drawn like the first argument."""
+    """Add an upstream gradient of the output's shape to the arguments."""
     shape = tuple(only_tensor(function(*case.arguments.values(), **case.options)).shape)
     return {**case.arguments, UPSTREAM: case.draw(shape, 50)}

@@ -1,4 +1,4 @@
-"""Runs a claim on cases: the fixed ones, drawn ones, and smaller ones; each with gradients enabled and disabled."""
+"""Run a claim on fixed, drawn and shrunk cases, each with gradients enabled and disabled."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ NO_DEVICE = re.compile(
 
 
 class NoDeviceError(EngineError):
-    """The subject needs a device that is not here: nothing can be said of its promise."""
+    """The subject needs a device that this machine does not have."""
 
 
 def examine(
     contract: Contract, bound: Bound, thorough: bool, first_only: bool = False
 ) -> tuple[Tally, Recipe | None]:
-    """L2: the fixed inputs of the claim; the first failing recipe, if any."""
+    """Judge L2 on the fixed inputs of a claim; return the counts and the first failing recipe."""
     tally, failing, claim = Tally(), None, bound.claim
     if claim.relation == "refuses":
         refuses(bound, tally, raising=first_only)
@@ -59,7 +59,7 @@ def examine(
 def recipes_of(
     contract: Contract, claim: Claim, thorough: bool, first_only: bool
 ) -> Iterator[Recipe]:
-    """Of all its inputs; sabotage must show on the first of them."""
+    """Yield the fixed recipes of a claim; for sabotage, those of its first inputs."""
     for name in claim.inputs[:1] if first_only else claim.inputs:
         yield from fixed_recipes(name, contract.inputs[name], thorough and not first_only)
 
@@ -67,7 +67,7 @@ def recipes_of(
 def run_both(
     contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False
 ) -> None:
-    """One case without gradients, and again with them where an output is judged; its inputs count once."""
+    """Judge one case without gradients, and also with gradients if an output is judged."""
     run_case(contract, bound, recipe, tally, raising)
     if bound.has_both_modes():
         training = Tally()
@@ -80,7 +80,7 @@ def run_both(
 def run_case(
     contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False
 ) -> None:
-    """One case; a subject that raises breaks its promise, but a planted one that raises was not caught by the claim."""
+    """Judge one case. A subject that raises breaks the claim; a planted one is not caught by raising."""
     case = Case(recipe, contract.inputs[recipe.inputs])
     counted, before = tally.cases, {name: t.clone() for name, t in case.arguments.items()}
     try:
@@ -103,7 +103,7 @@ def run_case(
 
 
 def check_device(error: BaseException) -> None:
-    """Raises NoDeviceError where an error says that there is no device, and there is none."""
+    """Raise NoDeviceError if an error is about a missing device and there is none."""
     if NO_DEVICE.search(in_one_line(error)) and not torch.accelerator.is_available():
         raise NoDeviceError(
             expected="a device that the subject runs on",
@@ -115,7 +115,7 @@ def check_device(error: BaseException) -> None:
 def find_breach(
     contract: Contract, bound: Bound, tally: Tally, seconds: float
 ) -> Recipe | str | None:
-    """L3: many inputs, every other one with gradients enabled; the smallest that breaks the claim, or None."""
+    """Judge L3 on many inputs, half with gradients; return the smallest counter-example, or None."""
     if bound.claim.relation == "algebra":
         return search_integers(bound, tally, ladder.ENOUGH_INPUTS)
     modes = (bound, replace(bound, gradients=True)) if bound.has_both_modes() else (bound,)
@@ -128,7 +128,7 @@ def find_breach(
 
 
 def shrink(contract: Contract, bound: Bound, failing: Recipe | None) -> Recipe | str | None:
-    """The smallest counter-example that a search finds, else the one that is known."""
+    """Return a smaller counter-example, or the given one if none is found."""
     if bound.claim.relation in ("refuses", "algebra"):
         return search_integers(bound, Tally(), 1000) if bound.claim.relation == "algebra" else None
     if failing is None:

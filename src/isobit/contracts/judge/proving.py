@@ -1,4 +1,4 @@
-"""L4: asks the engine that a claim names, and asks it again of a wrong subject, which it must refuse."""
+"""Judge L4: run the proof engine that a claim names on the subject, and on a wrong subject that must fail."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def run_proof(contract: Contract, bound: Bound) -> Proof:
 
 
 def prove_integers(bound: Bound) -> Proof:
-    """Every path of the predicate and of the subject, for all integers of the domain."""
+    """Prove the predicate for all integers of the domain, along every path of the subject."""
     from isobit.contracts.judge.proofs import integers
 
     def predicate(**given: object) -> object:
@@ -87,14 +87,14 @@ def prove_integers(bound: Bound) -> Proof:
 
 
 def said_limit(name: str, low: int | None, high: int | None) -> str:
-    """As a person writes it."""
+    """Write the range of an integer."""
     if low is None and high is None:
         return name
     return f"{name} in [{'−∞' if low is None else low}, {'∞' if high is None else high}]"
 
 
 def enumerate_values(bound: Bound, name: str, inputs: Inputs) -> Proof:
-    """The relation on every bit pattern of each 16-bit dtype, through the real kernel."""
+    """Judge the relation on every bit pattern of each 16-bit dtype, through the real kernel."""
     wide = [name for name in inputs.dtypes if name not in ("bfloat16", "float16")]
     if wide:
         raise ContractError(

@@ -1,4 +1,4 @@
-"""The library of relations: each holds a subject to a promise on one case, and counts."""
+"""The relations of claims: each compares what a subject returns for one case, and counts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from isobit.ops import dispatch
 
 
 def invariant(bound: Bound, case: Case, tally: Tally) -> None:
-    """Nothing that must not matter changes a bit."""
+    """Compare bits under transforms of the call that must not change them."""
     run, arguments = bound.judged(case)
     whole: Tensor | None = None
     rowed = case if UPSTREAM not in arguments else with_rows(case)
@@ -31,21 +31,21 @@ def invariant(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def with_rows(case: Case) -> Case:
-    """The same case, whose upstream gradient has rows too."""
+    """Return the case with the upstream gradient among the arguments that have rows."""
     rowed = Case(case.recipe, case.inputs)
     rowed.__dict__["row_names"] = (*case.row_names, UPSTREAM)
     return rowed
 
 
 def accurate(bound: Bound, case: Case, tally: Tally) -> None:
-    """The error against the reference in fp64 is within the limit."""
+    """Compare with a reference in fp64, within a limit."""
     run, arguments = bound.judged(case)
     found, exact = run(arguments), reference(bound, case, arguments)
     compare_within(found, exact, bound, case, tally, "against fp64")
 
 
 def reference(bound: Bound, case: Case, arguments: Arguments) -> Tensor:
-    """The named reference on the same values in fp64."""
+    """Call the named reference on the same values in fp64."""
     wide = {name: t.double() for name, t in arguments.items()}
     if UPSTREAM not in wide:
         return only_tensor(bound.named("against")(*wide.values(), **case.options))
@@ -55,7 +55,7 @@ def reference(bound: Bound, case: Case, arguments: Arguments) -> Tensor:
 def compare_within(
     found: Tensor, exact: Tensor, bound: Bound, case: Case, tally: Tally, where: str
 ) -> None:
-    """The limit in its unit; NaN where the reference has NaN and nowhere else; infinities must be equal."""
+    """Compare within a limit; NaN must be where the reference has NaN, and infinities must be equal."""
     if (
         found.shape != exact.shape or found.dtype != case.dtype
     ):  # a unit in the last place is one of the inputs' dtype
@@ -76,7 +76,7 @@ def compare_within(
 
 
 def unit_size(rounded: Tensor, exact: Tensor, unit: str) -> Tensor:
-    """One unit, per element."""
+    """Return the size of one unit per element."""
     if unit == "abs":
         return torch.ones_like(exact)
     if unit == "rel":
@@ -95,12 +95,12 @@ def unit_size(rounded: Tensor, exact: Tensor, unit: str) -> Tensor:
 
 
 def same_class(found: Tensor, rounded: Tensor) -> Tensor:
-    """Both NaN, or the same infinity."""
+    """Return where both are NaN, or equal."""
     return (found.isnan() & rounded.isnan()) | (found == rounded)
 
 
 def parity(bound: Bound, case: Case, tally: Tally) -> None:
-    """Two executors agree: to the bit, or within a limit that is stated."""
+    """Compare two executors, bit for bit or within a stated limit."""
     run, arguments = bound.judged(case)
     found = run(arguments)
     other = only_tensor(bound.named("against")(*arguments.values(), **case.options))
@@ -111,7 +111,7 @@ def parity(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def bound_by(bound: Bound, case: Case, tally: Tally) -> None:
-    """Outputs stand in [low, high]; NaN stands nowhere."""
+    """Check that outputs are in [low, high]; NaN is not."""
     run, arguments = bound.judged(case)
     found = run(arguments)
     low, high = bound.claim.params.get("low"), bound.claim.params.get("high")
@@ -124,7 +124,7 @@ def bound_by(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def sums_to(bound: Bound, case: Case, tally: Tally) -> None:
-    """The last axis, added in fp64, gives the total within the limit."""
+    """Check that the last axis, added in fp64, gives the total within the limit."""
     run, arguments = bound.judged(case)
     found = run(arguments)
     total, limit = float(bound.claim.params["total"]), float(bound.claim.params["limit"])
@@ -134,7 +134,7 @@ def sums_to(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def monotone(bound: Bound, case: Case, tally: Tally) -> None:
-    """A larger element of the argument has no smaller output, and an equal one an equal output."""
+    """Check that a larger element of the argument has no smaller output, and an equal one an equal output."""
     run, arguments = bound.judged(case)
     values, order = arguments[str(bound.claim.params["argument"])].sort(-1)
     found = run(arguments).gather(-1, order)
@@ -150,14 +150,14 @@ def monotone(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def roundtrip(bound: Bound, case: Case, tally: Tally) -> None:
-    """The inverse of the output is the first argument, to the bit."""
+    """Check that the inverse of the output is the first argument, bit for bit."""
     run, arguments = bound.judged(case)
     first = next(iter(arguments.values()))
     tally.same(only_tensor(bound.named("inverse")(run(arguments))), first, "after the way back")
 
 
 def launches(bound: Bound, case: Case, tally: Tally) -> None:
-    """DIM-002: every call launches a kernel with its own sizes, by name, of a binary that is loaded before or by it.
+    """Check that every call launches a kernel with its own sizes, from a binary that is loaded once (DIM-002).
 
     Loads are counted as events: `loads` of them by the first call that needs the binary, none by any later call.
     """
@@ -179,7 +179,7 @@ def launches(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def refuses(bound: Bound, tally: Tally, raising: bool = False) -> None:
-    """Each call raises the named error, with words; a planted subject must be caught by what it accepts."""
+    """Check that each call raises the named error with a message."""
     call, error = bound.wrap(bound.subject), bound.named("error")
     for what, positional, keyword in bound.named("calls")():
         tally.count(1)
@@ -198,7 +198,7 @@ def refuses(bound: Bound, tally: Tally, raising: bool = False) -> None:
 
 
 def holds(bound: Bound, case: Case, tally: Tally) -> None:
-    """A predicate of the contract's own."""
+    """Evaluate a predicate that the contract names."""
     bound.named("predicate")(bound.wrap(bound.subject), case, tally)
 
 

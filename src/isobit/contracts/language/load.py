@@ -1,4 +1,4 @@
-"""Loads contracts: YAML to records, with every name in them checked against what the file defines."""
+"""Load contracts: YAML to records, with every name checked against what the file defines."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def parse_contract(text: str, where: str) -> Contract:
 
 
 class _Names:
-    """Every id is unique, and every name used is defined."""
+    """Checks that every id is unique and that every name is defined."""
 
     def __init__(self, contract: Contract, where: str) -> None:
         self.contract, self.where = contract, where
@@ -112,7 +112,7 @@ class _Names:
                 self.known(name, self.contract.inputs, "inputs", claim.line)
                 self.check_of(claim, tuple(self.contract.inputs[name].arguments))
         if claim.relation == "bound" and not {"low", "high"} & set(claim.params):
-            self.refuse(claim.line, "low, high or both", "neither", "say the bound")
+            self.refuse(claim.line, "low, high or both", "neither", "add low or high")
         if claim.params.get("low", float("-inf")) > claim.params.get("high", float("inf")):
             self.refuse(
                 claim.line, f"low of claim {claim.id} to be at most high", "more", "swap them"
@@ -129,7 +129,7 @@ class _Names:
                 claim.line,
                 f"L2 in {claim.id}: {claim.relation} draws nothing",
                 claim.level,
-                "ask for L2",
+                "use L2",
             )
         for name, pair in claim.params.get("integers", {}).items():
             if len(pair) != 2:
@@ -144,7 +144,7 @@ class _Names:
                 claim.line,
                 f"a proof for L4 of claim {claim.id}",
                 "none",
-                "add proof:, or ask for L3",
+                "add proof:, or use L3",
             )
         proof = claim.proof
         if proof is not None:
@@ -156,7 +156,7 @@ class _Names:
                 )
 
     def check_of(self, claim: Claim, arguments: tuple[str, ...]) -> None:
-        """A misspelt argument would have the output judged in place of its gradient."""
+        """Check the name of an argument: misspelt, the output would be judged in place of its gradient."""
         of = str(claim.params.get("argument" if claim.relation == "monotone" else "of", "output"))
         if of not in arguments and (of != "output" or claim.relation in ("gradient", "monotone")):
             self.refuse(
@@ -179,7 +179,7 @@ class _Names:
         if "empty" in inputs.edges and not inputs.rows:
             self.refuse(
                 0,
-                f"rows: in inputs.{name}, which the edge empty makes none",
+                f"rows: in inputs.{name}, which the edge empty sets to 0",
                 "none",
                 "name the size",
             )
@@ -208,7 +208,7 @@ class _Names:
 
 
 def json_schema() -> dict[str, Any]:
-    """The language for editors (`isobit lint --schema`), made from the same tables that the loader reads by."""
+    """Return the JSON schema of the format (`isobit lint --schema`), from the tables of the parser."""
     schema = CONTRACT.schema()
     variants = [_claim_schema(relation, keys) for relation, keys in RELATIONS.items()]
     schema["properties"]["claims"] = {"type": "array", "items": {"oneOf": variants}}

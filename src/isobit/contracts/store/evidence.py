@@ -1,4 +1,4 @@
-"""The folder of evidence: append-only files, named by the digest they are about; merged by copying."""
+"""The folder of evidence: append-only files, named by digest; folders are merged by copying."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NAME = re.compile(r"([0-9a-f]{32})-[0-9a-f]{32}\.jsonl")
 
 
 class Evidence:
-    """The files below one folder. With `keys`, only files that one of them signed count; `signer` signs new files."""
+    """The files below a folder. With `keys`, only files signed by one of them count; `signer` signs new ones."""
 
     def __init__(self, home: Path) -> None:
         self.folder = home / FOLDER
@@ -47,7 +47,7 @@ class Evidence:
         self._hashes: dict[str, str] = {}
 
     def write(self, finding: Finding) -> Path:
-        """One file, whole or not at all; nothing that exists is ever changed."""
+        """Write a new file atomically; existing files are never changed."""
         digest, lines = finding.digest, chain(finding)
         folder = self.folder / digest[:2]
         folder.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class Evidence:
         return path
 
     def names(self) -> dict[str, list[str]]:
-        """Files by the digest they are about, from the directory alone."""
+        """Return files by the digest in their name, without opening them."""
         if self._names is None:
             found: dict[str, list[str]] = {}
             if self.folder.is_dir():
@@ -78,16 +78,16 @@ class Evidence:
         return self._names
 
     def has(self, digest: str) -> bool:
-        """Whether there is a file about this digest, whatever it holds."""
+        """Return whether there is a file for this digest."""
         return digest in self.names()
 
     def read(self, digest: str, contract: Contract) -> list[Finding]:
-        """All findings at a digest that count, levels computed; `refused` says of each other file why it does not."""
+        """Return the valid findings of a digest; `refused` has the reason for each other file."""
         found = [self._read_file(name, contract) for name in sorted(self.names().get(digest, ()))]
         return [finding for finding in found if finding is not None]
 
     def why_not(self, digest: str) -> str:
-        """Why files that are there do not count, in a sentence; empty where there are none."""
+        """Return why the files of a digest do not count; empty if there are none."""
         reasons = sorted(
             {self.refused[name] for name in self.names().get(digest, ()) if name in self.refused}
         )
@@ -131,7 +131,7 @@ class Evidence:
 
 
 def merge_records(findings: Sequence[Finding]) -> tuple[ClaimRecord, ...]:
-    """One record a claim: red wins over all, then the highest level kept, then the latest."""
+    """Keep one record per claim: a red one, else the highest level kept, else the latest."""
     best: dict[str, tuple[tuple[bool, bool, int, str], ClaimRecord]] = {}
     for finding in findings:
         for record in finding.records:

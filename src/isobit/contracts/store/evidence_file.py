@@ -44,7 +44,7 @@ class Finding:
     contract: str
     digest: str
     subject: str
-    asked: int  # the level that it was to go to
+    asked: int  # the level to judge up to
     records: tuple[ClaimRecord, ...]
     date: str = field(
         default_factory=lambda: datetime.datetime.now(datetime.timezone.utc).isoformat(
@@ -59,21 +59,21 @@ class Finding:
 
     @property
     def ran(self) -> bool:
-        """No claim could not run."""
+        """Whether every claim could run."""
         return all(record.verdict != "could-not-run" for record in self.records)
 
 
 class NotEvidence(ValueError):
-    """Why a file does not count."""
+    """The reason why a file does not count."""
 
 
 def digest_in(name: str) -> str:
-    """The digest that a file is about, by its name."""
+    """Return the digest in the name of a file."""
     return os.path.basename(name).partition("-")[0]
 
 
 def chain(finding: Finding) -> list[bytes]:
-    """The lines of a file, each record holding the digest of the line before."""
+    """Return the lines of a file, each record with the digest of the line before."""
     about = {
         name: value for name, value in vars(finding).items() if name not in ("records", "reached")
     }
@@ -89,43 +89,45 @@ def chain(finding: Finding) -> list[bytes]:
 
 
 def encode(line: dict[str, Any]) -> bytes:
-    """In ASCII: no character is a line's end for some reader, and lone surrogates survive."""
+    """Encode a line in ASCII: no character ends a line, and lone surrogates survive."""
     return json.dumps(line).encode("ascii")
 
 
 def read_plain(name: str, largest: int) -> bytes:
-    """The bytes of a regular file, not through a link, which cannot block and has an end."""
+    """Read a regular file of limited size, not through a link; never blocks."""
     handle = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(handle, "rb", buffering=0) as file:
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode):
-            raise NotEvidence("it is no regular file")
+            raise NotEvidence("it is not a regular file")
         if found.st_size > largest:
             raise NotEvidence("it is too large")
         return file.read(found.st_size) or b""
 
 
 def read_chain(name: str) -> list[bytes]:
-    """The lines of a file, if every one is what the next, or the name, says."""
+    """Read the lines of a file, and check the last against the name."""
     data = read_plain(name, LARGEST)
     lines = data.removesuffix(b"\n").split(b"\n")
     if blake3(lines[-1]).hexdigest()[:32] != name[-38:-6]:
         older = is_older(data, name)
         raise NotEvidence(
-            "it is of an older form" if older else "its last line is not what its name says"
+            "it is of an older form"
+            if older
+            else "the digest of its last line differs from its name"
         )
     return lines
 
 
 def is_older(data: bytes, name: str) -> bool:
-    """Before form 2 the name held the digest of the whole file, and its first line a verdict and a level."""
+    """Return whether a file has form 1: its name had the digest of the whole file."""
     return (
         blake3(data).hexdigest()[:32] == name[-38:-6] and b'"form"' not in data.partition(b"\n")[0]
     )
 
 
 def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Finding:
-    """From the lines of a file: types, chain and claims checked, levels computed."""
+    """Build a finding from the lines of a file: check types, chain and claims, and compute levels."""
     header, *found = json.loads(b"[%b]" % b",".join(lines))
     if header.pop("form", None) != FORM:
         raise NotEvidence("it is of another form than this version reads")
@@ -143,7 +145,7 @@ def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Fin
     if not all(type(v) is str for v in reached.values()):
         raise NotEvidence("its first line has other types")
     if not found or not count == len(found) == len(lines) - 1:
-        raise NotEvidence("it holds fewer or more records than were made")
+        raise NotEvidence("it has fewer or more records than were written")
     claims = {claim.id: (claim, frozenset(planted_names(claim))) for claim in contract.claims}
     records = []
     for before, line in zip(lines, found, strict=False):
@@ -159,12 +161,12 @@ def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Fin
 
 
 def record_from(line: dict[str, Any], claim: Claim, expected: frozenset[str]) -> ClaimRecord:
-    """What `chain` wrote, with the level that it earns."""
+    """Build the record of a claim, with the level that it earns."""
     if line.keys() != LINE:
         raise NotEvidence("a record has other fields")
     for name in COUNTS:
         if type(line[name]) is not int or not 0 <= line[name] < 2**63:
-            raise NotEvidence("a record has counts that are none")
+            raise NotEvidence("a record has invalid counts")
     for name in TEXTS:
         if type(line[name]) is not str:
             raise NotEvidence("a record has other types")
@@ -183,7 +185,7 @@ def record_from(line: dict[str, Any], claim: Claim, expected: frozenset[str]) ->
 
 
 def planted_from(found: dict[str, Any]) -> Planted:
-    """A planted subject: name, caught, detail."""
+    """Build a `Planted` record."""
     planted = Planted(**found)
     if (
         type(planted.caught) is not bool
@@ -195,7 +197,7 @@ def planted_from(found: dict[str, Any]) -> Planted:
 
 
 def proof_from(found: dict[str, Any]) -> Proof:
-    """A proof: engine, covers, cases, failure."""
+    """Build a `Proof` record."""
     proof = Proof(**found)
     if type(proof.cases) is not int or not all(
         type(t) is str for t in (proof.engine, proof.covers, proof.failure)

@@ -49,7 +49,7 @@ class Entry:
     rungs: tuple[Any, ...]  # what the ladder needs of each claim: see `outline`
 
     def outline(self) -> Contract:
-        """Return the contract as far as levels are computed from it: without texts, inputs and code."""
+        """Return the fields of the contract that levels depend on: no texts, inputs or code."""
         claims = []
         for id, linked, relation, level, planted, proof in self.rungs:
             plan = ProofPlan("", proof) if proof else None

@@ -8,7 +8,7 @@ from typing import TypeGuard
 
 
 def imports_of(text: bytes, name: str, is_package: bool) -> frozenset[str]:
-    """Every module that a file may import; `from a import b` may mean a.b."""
+    """Return every module that a file may import; `from a import b` may mean a.b."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -27,7 +27,7 @@ def imports_of(text: bytes, name: str, is_package: bool) -> frozenset[str]:
                 parts = parts[: len(parts) - node.level + is_package]
                 origin = ".".join([*parts, *([node.module] if node.module else [])])
             found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
-    for node in nodes:  # `import a`, then `a.b`: b may be what a imports when asked
+    for node in nodes:  # `import a`, then `a.b`: b may be a lazily imported submodule
         if (
             isinstance(node, ast.Attribute)
             and isinstance(node.value, ast.Name)
@@ -38,7 +38,7 @@ def imports_of(text: bytes, name: str, is_package: bool) -> frozenset[str]:
 
 
 def run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes that can run: what stands under TYPE_CHECKING is for type checkers."""
+    """Yield the nodes that can run: not those under TYPE_CHECKING."""
     queue = [tree]
     while queue:
         node = queue.pop()
@@ -47,7 +47,7 @@ def run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def is_for_checkers(node: ast.AST) -> TypeGuard[ast.If]:
-    """`if TYPE_CHECKING:`"""
+    """Return whether a node is `if TYPE_CHECKING:`."""
     return isinstance(node, ast.If) and ast.unparse(node.test) in (
         "TYPE_CHECKING",
         "typing.TYPE_CHECKING",

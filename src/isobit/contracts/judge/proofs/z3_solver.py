@@ -9,7 +9,7 @@ from typing import Any
 
 from isobit.errors import EngineError
 
-# Ways to ask: (tactic or None for z3's own choice, options, bound of all inputs or None). Products of unknowns are
+# Strategies: (tactic or None for z3's own choice, options, bound of all inputs or None). Products of unknowns are
 # undecidable, and each way ends where another does not; a bounded question only ever finds, never refutes.
 STRATEGIES: tuple[tuple[str | None, dict[str, Any], int | None], ...] = (
     (None, {}, None),
@@ -24,28 +24,29 @@ FORK_ROUNDS = (0.2,)
 
 
 class GaveUp(BaseException):
-    """No answer in the time or the paths allowed. Not an Exception: a predicate must not swallow it."""
+    """No answer within the limits. Not an Exception: a predicate must not catch it."""
 
 
 def load_z3() -> Any:
-    """The solver, which only proofs need."""
+    """Import the solver."""
     try:
         return importlib.import_module("z3")
     except ImportError as error:
-        said = f"no such module ({error})"
         raise EngineError(
-            expected="the solver z3", received=said, remedy="pip install z3-solver"
+            expected="the solver z3",
+            received=f"no such module ({error})",
+            remedy="pip install z3-solver",
         ) from error
 
 
 class Solver:
-    """z3 with a deadline, asked in several ways in turn."""
+    """z3 with a deadline; several strategies are tried in turn."""
 
     def __init__(self, z3: Any, context: Any, inputs: Mapping[str, Any], deadline: float) -> None:
         self.z3, self.context, self.inputs, self.deadline = z3, context, inputs, deadline
 
     def find(self, facts: list[Any], rounds: tuple[float, ...] = ROUNDS) -> dict[str, int] | None:
-        """Inputs that fit the facts, or None if there are none. Raises GaveUp if neither could be shown."""
+        """Return inputs that satisfy the facts, or None if there are none; raise GaveUp if undecided."""
         for seconds in rounds:
             for tactic, options, bound in STRATEGIES:
                 left = self.deadline - time.monotonic()
@@ -65,14 +66,14 @@ class Solver:
         raise GaveUp("z3 has no answer")
 
     def possible(self, facts: list[Any]) -> bool:
-        """Whether inputs fit the facts, or may fit them for all that is known in a short time."""
+        """Return False only if z3 proves within a short time limit that the facts are unsatisfiable."""
         try:
             return self.find(facts, FORK_ROUNDS) is not None
         except GaveUp:
             return True
 
     def witness(self, facts: list[Any]) -> dict[str, int] | None:
-        """Inputs that fit the facts, if some are found in a short time."""
+        """Return inputs that satisfy the facts, if z3 finds some within a short time limit."""
         try:
             return self.find(facts, FORK_ROUNDS)
         except GaveUp:
