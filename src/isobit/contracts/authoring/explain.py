@@ -93,7 +93,7 @@ def _obligation(
 
 
 def _claim(claim: Claim, record: ClaimRecord | None) -> Section:
-    evidence = say_evidence(record) if record else ("not-judged: no valid evidence",)
+    evidence = say_evidence(record) if record else ("not-judged: no evidence that counts",)
     return Section(f"claim {claim.id}", (say_claim(claim), *evidence), "claim", claim.id)
 
 
