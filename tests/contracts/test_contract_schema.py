@@ -8,10 +8,8 @@ from isobit.contracts.language.load import json_schema, parse_contract
 from isobit.contracts.store.sources import ROOT
 from tests.contracts.test_language import SMALL
 
-
 KEYWORDS = frozenset(
-    "$schema title description format type properties required additionalProperties items minItems "
-    "minLength maxLength pattern enum const anyOf oneOf minimum".split()
+    ["$schema", "title", "description", "format", "type", "properties", "required", "additionalProperties", "items", "minItems", "minLength", "maxLength", "pattern", "enum", "const", "anyOf", "oneOf", "minimum"]
 )
 TYPES = {
     "string": str,
