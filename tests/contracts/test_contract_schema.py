@@ -9,7 +9,26 @@ from isobit.contracts.store.sources import ROOT
 from tests.contracts.test_language import SMALL
 
 KEYWORDS = frozenset(
-    ["$schema", "title", "description", "format", "type", "properties", "required", "additionalProperties", "items", "minItems", "minLength", "maxLength", "pattern", "enum", "const", "anyOf", "oneOf", "minimum"]
+    [
+        "$schema",
+        "title",
+        "description",
+        "format",
+        "type",
+        "properties",
+        "required",
+        "additionalProperties",
+        "items",
+        "minItems",
+        "minLength",
+        "maxLength",
+        "pattern",
+        "enum",
+        "const",
+        "anyOf",
+        "oneOf",
+        "minimum",
+    ]
 )
 TYPES = {
     "string": str,
