@@ -100,8 +100,9 @@ def test_contents(wheel):
     package = ROOT / "src"
     wanted = {str(p.relative_to(package)) for p in (package / "isobit").rglob("*.py")}
     contracts = {str(p.relative_to(package)) for p in (package / "isobit").rglob("*.yaml")}
+    stubs = {str(p.relative_to(package)) for p in (package / "isobit").rglob("*.pyi")}
     assert len(contracts) > 20
-    assert wanted | contracts | {"isobit/_native.so", "isobit/py.typed"} <= names
+    assert wanted | contracts | stubs | {"isobit/_native.so", "isobit/py.typed"} <= names
     assert {n for n in names if n.endswith(".py")} == wanted  # none of an earlier build
     fields = Parser().parsestr(metadata)
     assert "torch>=2.13" in fields.get_all("Requires-Dist")
