@@ -52,7 +52,7 @@ def remedy(reason: str) -> str:
             "with `pip install --no-build-isolation --no-deps --force-reinstall .` in the checkout"
         )
     return (
-        "use a torch version of docs/results/torch-versions.md, or build the kernels for this "
+        "use a torch version of docs/reference/torch-versions.md, or build the kernels for this "
         "torch: `pip install --no-build-isolation --no-deps --force-reinstall .` in the checkout"
     )
 
