@@ -141,7 +141,8 @@ class Compilation:
         missing = [source for source in sources if not targets[source].exists()]
         missing.sort(key=lambda p: -p.stat().st_size)
         jobs = int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1
-        expected = CORE_SECONDS * len(missing) / len(sources) / min(jobs, len(missing) or 1)
+        share = sum(p.stat().st_size for p in missing) / sum(p.stat().st_size for p in sources)
+        expected = CORE_SECONDS * share / min(jobs, len(missing) or 1)
         say(
             f"compiling {len(missing)} of {len(sources)} files with {self.version}, {jobs} at a time; "
             f"this takes about {minutes(expected)} minutes"
