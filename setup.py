@@ -231,9 +231,15 @@ class AnyPython(bdist_wheel):
 
 def long_description() -> str:
     """Return README.md with absolute links: a package index shows neither pictures nor files of the repository."""
-    text = (ROOT / "README.md").read_text()
-    text = re.sub(r"(!\[[^\]]*\]\()(?![a-z]+:|#)", rf"\1{PICTURES}", text)
-    return re.sub(r"((?<!!)\[[^\]]*\]\()(?![a-z]+:|#)", rf"\1{HOME}", text)
+    link = re.compile(r"(\]\(|^\[[^\]]+\]: *)(?![a-z]+:|#)([^)\s]+)", re.MULTILINE)
+
+    def absolute(found: re.Match[str]) -> str:
+        is_picture = found[2].endswith((".svg", ".png"))
+        return found[1] + (PICTURES if is_picture else HOME) + found[2]
+
+    # Every second part is a block of code.
+    parts = re.split(r"(^```.*?^```$)", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    return "".join(p if i % 2 else link.sub(absolute, p) for i, p in enumerate(parts))
 
 
 sources, headers = native_sources()

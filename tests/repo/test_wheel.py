@@ -107,7 +107,8 @@ def test_contents(wheel):
     fields = Parser().parsestr(metadata)
     assert "torch>=2.13" in fields.get_all("Requires-Dist")
     assert "https://github.com/isobit/isobit" in " ".join(fields.get_all("Project-URL"))
-    links = re.findall(r"\]\(([^)\s]+)", fields.get_payload())
+    text = re.sub(r"^```.*?^```$", "", fields.get_payload(), flags=re.MULTILINE | re.DOTALL)
+    links = re.findall(r"(?:\]\(|^\[[^\]]+\]: *)([^)\s]+)", text, re.MULTILINE)
     assert links
     assert [link for link in links if not link.startswith(("https:", "#"))] == []
 
