@@ -19,9 +19,16 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from setuptools import Extension, setup
-from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
+
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:
+    raise SystemExit(
+        "isobit: expected setuptools 77 or later\n  received: an older one\n"
+        "  remedy: pip install --upgrade setuptools, or install without --no-build-isolation"
+    ) from None
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "src" / "isobit"
