@@ -36,12 +36,16 @@ def commit() -> str:
         done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True)
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{FILE}")
+    own = f":!{FILE.relative_to(ROOT)}"
+    changed = git("status", "--porcelain", "--untracked-files=no", "--", ".", own)
     return git("rev-parse", "--short", "HEAD") + ("-modified" if changed else "")
 
 
 def write() -> int:
-    """Judge, and write the file if every contract was judged."""
+    """Judge, and write what was found; return 0 if every contract is kept and in the file."""
+    if ROOT not in FILE.parents:
+        print(f"expected isobit of this checkout, received {FILE.parent}; remedy: ./setup_dev")
+        return 2
     words = [sys.executable, "-m", "isobit", "verify", "isobit", "--evidence", str(HOME)]
     judged = subprocess.run(words, cwd=ROOT, env=os.environ | {"PYTHONSAFEPATH": "1"}, check=False)
     workspace = Workspace([library()], HOME)
