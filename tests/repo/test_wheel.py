@@ -4,6 +4,7 @@ The cheap tests build a wheel around the library of the checkout, with a compile
 library is never compiled again. The `full` tests compile from the source distribution and run packaging/build_wheel.
 """
 
+import json
 import os
 import re
 import shutil
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from isobit.contracts.store.shipped import ShippedEvidence, own_entries
+from isobit.contracts.store.tree import Tree, library
 
 ROOT = Path(__file__).parents[2]
 NO_COMPILER = {"CXX": "no-such-compiler"}
@@ -127,9 +131,16 @@ def test_kernels_serve_in_a_fresh_environment(isobit):
     assert "venv" in where.stdout
 
 
-def test_contracts_are_found_in_a_fresh_environment(isobit):
-    done = isobit("isobit", "status", "isobit")
-    assert "linear-kernel-v1" in done.stdout or "matmul-kernel-v1" in done.stdout, done.stderr
+def test_contracts_and_shipped_evidence_in_a_fresh_environment(isobit, tmp_path):
+    """Nothing was judged there; what is shipped is valid for the installed files as for those of the checkout."""
+    done = isobit("isobit", "status", "isobit", "--json")
+    assert done.returncode == 2, done.stderr
+    found = json.loads(done.stdout)["contracts"]
+    assert {c["verdict"] for c in found} == {"not-judged"}
+    tree = Tree([library()], tmp_path)
+    shipped = ShippedEvidence(tree)
+    expected = {entry.id: bool(shipped.status_of(entry)) for entry in own_entries(tree)}
+    assert {c["id"]: bool(c["shipped"]) for c in found} == expected
 
 
 def test_first_block_of_the_readme_runs_in_a_fresh_environment(isobit):
