@@ -73,7 +73,8 @@ def check() -> int:
         print(f"shipped evidence is current: {len(current)} of {len(entries)} contracts")
         return 0
     stale = len(entries) - len(current)
-    why = "; ".join(sorted(set(shipped.stale.values()))) or f"there is no {FILE.name}"
+    absent = f"{FILE.name} has no others" if FILE.exists() else f"there is no {FILE.name}"
+    why = "; ".join(sorted(set(shipped.stale.values()))) or absent
     print(f"shipped evidence is stale: {stale} of {len(entries)} contracts ({why})")
     return 1
 
