@@ -45,7 +45,9 @@ def main(words: list[str]) -> int:
         printed = options.output.read_text()
     else:
         run = [sys.executable, "-m", *shlex.split(command.removeprefix("python -m "))]
-        printed = subprocess.run(run, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+        printed = subprocess.run(
+            run, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
     record = {"command": command.replace(" --json", ""), **describe_run()}
     record |= read_json(json.loads(printed)) if "--json" in command else read_text(printed)
     save(options.name, record)
