@@ -6,6 +6,7 @@ has `<!-- cost -->`, a table of ratios to stock that is computed from the same r
 
 import json
 import re
+import textwrap
 
 from benchmarks.records import RECORDS, ROOT
 
@@ -47,8 +48,11 @@ def show(record: dict) -> str:
 
 
 def provenance(record: dict) -> str:
-    where = f"{record['machine']}; torch {record['torch']}"
-    return f"Run on {record['date']} at commit {record['commit']}.\n{where}."
+    text = (
+        f"Run on {record['date']} at commit {record['commit']}: {record['machine']}, torch"
+        f" {record['torch']}."
+    )
+    return textwrap.fill(text, 98)
 
 
 def as_table(header: list[str], rows: list[list[str]]) -> str:
