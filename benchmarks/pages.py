@@ -63,14 +63,13 @@ def as_table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def show_cost() -> str:
-    """Return what a user pays, as stock's time divided by isobit's, from four records."""
+    """Return what a user pays, as stock's time divided by isobit's, from three records."""
     rows = [
         ["linear layers of Qwen3-0.6B, forward", *ratios("linear", "not frozen", "2")],
         ["the same, forward and backward", *ratios("linear", ("forward", "fwd"), "2")],
         ["Qwen3-0.6B: prefill of 512 tokens", *ratios("whole-model", "ratio", "prefill")],
         ["Qwen3-0.6B: decode, batch 8", *ratios("whole-model", "ratio", "decode")],
         ["Qwen3-0.6B: training step, 4 × 256 tokens", *ratios("whole-model", "ratio", "training")],
-        ["log-probabilities from hidden states", *ratios("logprob", "ratio", "forward")],
         ["data-parallel step on two ranks, with AdamW", *ratios("step", "ours / stock", "1")],
     ]
     return as_table(["stock time / isobit time", "fp32", "bf16"], rows) + "\n"
