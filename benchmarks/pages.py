@@ -6,6 +6,7 @@ has `<!-- cost -->`, a table of ratios to stock that is computed from the same r
 
 import json
 import re
+import sys
 import textwrap
 
 from benchmarks.records import RECORDS, ROOT
@@ -24,7 +25,7 @@ def main(words: list[str]) -> int:
             stale.append(path.name)
             if "--check" not in words:
                 path.write_text(render(text))
-    print("\n".join(stale) if stale else "all pages show their records")  # noqa: T201
+    sys.stdout.write("\n".join(stale) + "\n" if stale else "all pages show their records\n")
     return int(bool(stale) and "--check" in words)
 
 

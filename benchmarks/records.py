@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 from isobit.machine import fingerprint
+from isobit.native import pairs_bf16
 from isobit.order.plan import VERSION
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +22,7 @@ RECORDS = ROOT / "docs" / "results" / "records"
 COMMANDS = {
     "one-run": "isobit curve --workload whole --dtype float32 bfloat16 --stock --json",
     "model": "isobit chain --model qwen3-0.6b --dtype bfloat16 --json",
-    "contracts": "isobit verify isobit --again --json",
+    "contracts": "isobit verify isobit --json",
     "linear": "python -m benchmarks linear --quick",
     "whole-model": "python -m benchmarks model --quick --threads 2",
     "logprob": "python -m benchmarks logprob --quick --threads 2",
@@ -38,7 +39,8 @@ def main(words: list[str]) -> int:
     """Run the command of one record, or take its output from a file, and store it."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks record")
     parser.add_argument("name", choices=COMMANDS)
-    parser.add_argument("--output", type=Path, help="what the command printed, from a run at HEAD")
+    parser.add_argument("--output", type=Path, help="what the command printed, from an earlier run")
+    parser.add_argument("--commit", default="HEAD", help="the commit of that run")
     options = parser.parse_args(words)
     command = COMMANDS[options.name]
     if options.output:
@@ -48,20 +50,21 @@ def main(words: list[str]) -> int:
         printed = subprocess.run(
             run, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
         ).stdout
-    record = {"command": command.replace(" --json", ""), **describe_run()}
+    record = {"command": command.replace(" --json", ""), **describe_run(options.commit)}
     record |= read_json(json.loads(printed)) if "--json" in command else read_text(printed)
     save(options.name, record)
     return 0
 
 
-def describe_run() -> dict[str, str]:
-    """Return the commit, date and machine of a run that is made now."""
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short=7", "HEAD"]
+def describe_run(commit: str) -> dict[str, str]:
+    """Return the commit, date and machine of a run on this machine."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short=7", commit]
     machine = fingerprint(VERSION)
     return {
         "commit": subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip(),
         "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
-        "machine": f"{machine.cpu}, {machine.cores} cores, {machine.capability}",
+        "machine": f"{machine.cpu}, {machine.cores} cores, {machine.capability}"
+        + " with AMX" * pairs_bf16(),
         "torch": machine.torch,
     }
 
@@ -99,18 +102,29 @@ def read_json(output: dict) -> dict:
 
 def read_verify(output: dict) -> dict:
     header = ["contract", "level", "claims kept", "inputs", "compared", "planted", "proved by"]
+    claims = [claim for contract in output["contracts"] for claim in contract["claims"]]
+    contracts = sorted(output["contracts"], key=lambda found: (-found["level"], found["id"]))
     rows = []
-    for contract in output["contracts"]:
-        claims = contract["claims"]
-        kept = [claim for claim in claims if claim["verdict"] == "kept"]
-        engines = sorted({claim["proof"]["engine"] for claim in claims if claim.get("proof")})
-        planted = sum(len(claim["planted"]) for claim in claims)
-        caught = sum(sum(p["caught"] for p in claim["planted"]) for claim in claims)
-        counts = [f"{sum(claim[key] for claim in claims):,}" for key in ("inputs", "compared")]
-        numbers = [f"{len(kept)} of {len(claims)}", *counts, f"{caught} of {planted} caught"]
-        rows.append([contract["id"], contract["level"], *numbers, ", ".join(engines)])
-    rows.sort(key=lambda row: (-int(row[1][1:]), row[0]))
-    return {"tables": [{"header": header, "rows": rows}], "lines": []}
+    for found in contracts:
+        engines = sorted({claim["proof"]["engine"] for claim in found["claims"] if claim["proof"]})
+        numbers = count_claims(found["claims"])
+        rows.append([found["id"], f"L{found['level']}", *numbers, ", ".join(engines)])
+    kept = sum(found["verdict"] == "kept" for found in contracts)
+    total = count_claims(claims)
+    lines = [
+        f"{kept} of {len(contracts)} contracts kept; {total[0]} claims kept; planted: {total[3]}",
+        f"{total[1]} inputs, {total[2]} comparisons",
+    ]
+    return {"tables": [{"header": header, "rows": rows}], "lines": lines}
+
+
+def count_claims(claims: list[dict]) -> list[str]:
+    """Return how many claims are kept, inputs, comparisons, and planted wrong subjects caught."""
+    kept = sum(claim["verdict"] == "kept" for claim in claims)
+    planted = [plant["caught"] for claim in claims for plant in claim["planted"]]
+    inputs, compared = (sum(claim[key] for claim in claims) for key in ("inputs", "compared"))
+    caught = f"{sum(planted)} of {len(planted)} caught"
+    return [f"{kept} of {len(claims)}", f"{inputs:,}", f"{compared:,}", caught]
 
 
 def read_chain(output: dict) -> dict:
