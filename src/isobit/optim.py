@@ -11,7 +11,7 @@ from torch import Tensor
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.isolation import keeping_subnormals
 from isobit.ops.exact_sum.op import exact_state, round_state
-from isobit.ops.nans import settle_nans
+from isobit.ops.portable.rounding import settle_nans
 from isobit.ops.unfinished import refuse_unfinished
 
 MARGIN = 1e-6  # as torch's, added to the norm before the division

@@ -22,11 +22,7 @@ def digests(root, home):
 @pytest.mark.parametrize(
     ("changed", "touched"),
     [
-        # layer_norm shares its checks
-        (
-            "ops/rms_norm/op.py",
-            {"rmsnorm-kernel-v1", "layernorm-kernel-v1", "gradient-accumulation-v1", *WHOLE},
-        ),
+        ("ops/rms_norm/op.py", {"rmsnorm-kernel-v1", "gradient-accumulation-v1", *WHOLE}),
         ("ops/rotary/portable.py", {"rope-kernel-v1", *WHOLE}),
         ("ops/attention/cache.py", {"kv-cache-kernel-v1", *WHOLE}),
     ],

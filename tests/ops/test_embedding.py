@@ -16,7 +16,7 @@ from isobit import ArgumentError, UnsupportedError, bits
 from isobit.ops import dispatch
 from isobit.ops.embedding import portable
 from isobit.ops.embedding.op import embedding
-from isobit.ops.linear.attest import wide_values
+from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.addition import digest
 from isobit.order.evaluate import expected_tree
 from isobit.order.samples import Samples

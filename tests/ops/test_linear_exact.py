@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 import isobit
 from isobit import bits
 from isobit.ops import dispatch
-from isobit.ops.linear import op, partial, portable
-from isobit.ops.linear.attest import wide_values
+from isobit.ops.linear import op, partial
+from isobit.ops.portable.hard_inputs import wide_values
+from isobit.ops.portable.sums import multiply_add
 from isobit.order.evaluate import ENGINES, add_fp32, evaluate, evaluate_segment
 from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
@@ -132,7 +133,7 @@ def test_the_portable_fused_multiply_add_is_exact():
         [draw(400, dtype=torch.float32), torch.tensor([0.0, -0.0, 2.0**-149, 2.0**-126, 3e38, 1.0])]
     )
     a, b, c = values, values.flip(0), values.roll(7) * 2.0**-20
-    found = portable.multiply_add(a, b, c).tolist()
+    found = multiply_add(a, b, c).tolist()
     wanted = [fma_fp32(*t) for t in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
     assert bits.equal(torch.tensor(found), torch.tensor(wanted))
 

@@ -16,10 +16,10 @@ from isobit import ArgumentError, UnsupportedError, bits
 from isobit.library.log_softmax.proofs import bound_of, log_error, mantissas, reach_of
 from isobit.machine import thread_count
 from isobit.ops import dispatch
-from isobit.ops.linear.attest import wide_values
 from isobit.ops.log_softmax import portable
 from isobit.ops.log_softmax.op import log_softmax
-from isobit.ops.logarithm import log_positive
+from isobit.ops.portable.elementary import log_positive
+from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.addition import digest
 from isobit.order.evaluate import expected_tree
 from isobit.order.plan import FeaturePlan

@@ -16,11 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from isobit import ArgumentError, CutError, UnsupportedError, bits
 from isobit.ops import dispatch
-from isobit.ops.linear.op import whole_samples
-from isobit.ops.linear.portable import round_once
 from isobit.ops.logprob import partial, portable
 from isobit.ops.logprob.loss import linear_cross_entropy
 from isobit.ops.logprob.op import linear_logprob
+from isobit.ops.portable.log_sum_exp import Pair
+from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.samples import whole_samples
 from isobit.ops.share import Share, collecting
 from isobit.order import tree
 from isobit.order.cut import Cut
@@ -319,15 +320,15 @@ def test_both_executors_have_one_share_of_the_vocabulary(dtype):
 # ---- 4. what must differ, and what is refused ------------------------------------------------------------
 
 
-def not_rescaled(left: portable.Pair, right: portable.Pair) -> portable.Pair:
-    return portable.Pair(torch.maximum(left.max, right.max), left.sum + right.sum)
+def not_rescaled(left: Pair, right: Pair) -> Pair:
+    return Pair(torch.maximum(left.max, right.max), left.sum + right.sum)
 
 
 def test_other_merges_differ():
     hidden, weight, targets = problem(200, 1024, 16, torch.float32)
     pairs, _ = forward_of(hidden, weight, targets, 1.0, 4)
     whole = partial.merge(pairs)
-    shares = [portable.Pair(*share.split(1, 1)) for share in pairs.unbind(0)]
+    shares = [Pair(*share.split(1, 1)) for share in pairs.unbind(0)]
     for wrong in (reduce(operator.add, shares), reduce(not_rescaled, shares)):
         assert not bits.equal(wrong.sum, whole[:, 1:])
     logits = hidden @ weight.t()

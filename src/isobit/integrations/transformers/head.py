@@ -12,8 +12,10 @@ from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import Layout
 from isobit.integrations.transformers.package import library
 from isobit.ops import dispatch
-from isobit.ops.linear.op import cast_for_autocast, linear_fp32, spans_of
+from isobit.ops.arguments import cast_for_autocast
+from isobit.ops.linear.op import linear_fp32
 from isobit.ops.logprob.op import IGNORED
+from isobit.ops.portable.samples import spans_of
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.samples import Samples
 from isobit.parallel.tensor.shard import ranks_of

@@ -14,7 +14,7 @@ from isobit.integrations.transformers.layout import Layout, current_layout, in_f
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.refusals import check_embedding
 from isobit.integrations.transformers.residual import add, fork
-from isobit.ops.linear.op import cast_for_autocast
+from isobit.ops.arguments import cast_for_autocast
 from isobit.order.samples import Samples
 from isobit.parallel.tensor.column_linear import column_linear_group
 from isobit.parallel.tensor.head_norm import head_norm
@@ -166,11 +166,11 @@ def attend(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        causal=module.is_causal,
+        is_causal=module.is_causal,
         scale=scaling,
         window=sliding_window,
-        queries=layout.samples,
-        keys=layout.keys,
+        q_samples=layout.samples,
+        k_samples=layout.keys,
     )
     return mixed, None
 

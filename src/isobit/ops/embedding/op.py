@@ -10,9 +10,8 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.embedding import portable
-from isobit.ops.launch import launch
-from isobit.ops.linear.op import describe, whole_samples
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.portable.samples import describe, whole_samples
+from isobit.ops.registration import declare, launch, portable_operator, register_operator
 from isobit.ops.share import as_partial, described_dtype, share_in_force
 from isobit.order.samples import Samples
 

@@ -11,7 +11,7 @@ from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.embedding.op import NO_PADDING, check_embedding
-from isobit.ops.linear.op import spans_of
+from isobit.ops.portable.samples import spans_of
 from isobit.order.samples import Samples
 
 

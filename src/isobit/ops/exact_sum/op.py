@@ -13,9 +13,8 @@ from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
 from isobit.ops.exact_sum import portable
-from isobit.ops.launch import launch
-from isobit.ops.linear.portable import round_once
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.portable.rounding import round_once
+from isobit.ops.registration import declare, launch, portable_operator, register_operator
 
 
 def exact_sum(x: Tensor) -> Tensor:

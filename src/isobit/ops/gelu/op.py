@@ -10,8 +10,13 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors
 from isobit.ops.gelu import portable
-from isobit.ops.launch import launch, rows_and_columns
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.registration import (
+    declare,
+    launch,
+    portable_operator,
+    register_operator,
+    rows_and_columns,
+)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

@@ -7,12 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import launch, rows_and_columns
+from isobit.ops.arguments import check_tensors, refuse_shape, widen_for_autocast
 from isobit.ops.layer_norm import portable
-from isobit.ops.linear.op import describe, whole_samples
-from isobit.ops.registration import declare, portable_operator, register_operator
-from isobit.ops.rms_norm.op import check_norm, empty_statistics, widen_for_autocast
+from isobit.ops.portable.norms import check_norm, empty_statistics
+from isobit.ops.portable.samples import describe, whole_samples
+from isobit.ops.registration import (
+    declare,
+    launch,
+    portable_operator,
+    register_operator,
+    rows_and_columns,
+)
 from isobit.ops.share import as_partial, described_dtype, share_in_force
 from isobit.order.samples import Samples
 

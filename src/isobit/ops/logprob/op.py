@@ -10,10 +10,10 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import launch
-from isobit.ops.linear.op import check_linear, spans_of, whole_samples
+from isobit.ops.linear.op import check_linear
 from isobit.ops.logprob import portable
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.portable.samples import spans_of, whole_samples
+from isobit.ops.registration import declare, launch, portable_operator, register_operator
 from isobit.ops.share import (
     accumulation_dtype,
     as_partial,

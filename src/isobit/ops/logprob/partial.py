@@ -15,10 +15,12 @@ from isobit.errors import ArgumentError, CutError
 from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.linear.op import check_linear, whole_samples
-from isobit.ops.linear.portable import one_nan
+from isobit.ops.linear.op import check_linear
 from isobit.ops.logprob import portable
 from isobit.ops.logprob.op import check_targets, check_temperature
+from isobit.ops.portable.log_sum_exp import Pair
+from isobit.ops.portable.rounding import one_nan
+from isobit.ops.portable.samples import whole_samples
 from isobit.ops.share import accumulation_dtype
 from isobit.order import tree
 from isobit.order.cut import Cut
@@ -56,7 +58,7 @@ def merge(pairs: Tensor) -> Tensor:
             remedy="cut the vocabulary by isobit's Cut, and pass every share once",
         )
     total = tree.merge(
-        [portable.Pair(share[:, :1], share[:, 1:]) for share in pairs.unbind(0)], operator.add
+        [Pair(share[:, :1], share[:, 1:]) for share in pairs.unbind(0)], operator.add
     )
     return one_nan(torch.cat([total.max, total.sum], 1))
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit.errors import ArgumentError
-from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import launch, rows_and_columns
-from isobit.ops.linear.op import describe, whole_samples
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.arguments import check_tensors, widen_for_autocast
+from isobit.ops.portable.norms import check_norm, empty_statistics
+from isobit.ops.portable.samples import describe, whole_samples
+from isobit.ops.registration import (
+    declare,
+    launch,
+    portable_operator,
+    register_operator,
+    rows_and_columns,
+)
 from isobit.ops.rms_norm import portable
-from isobit.ops.share import accumulation_dtype, as_partial, described_dtype, share_in_force
+from isobit.ops.share import as_partial, described_dtype, share_in_force
 from isobit.order.samples import Samples
 
 
@@ -39,27 +43,6 @@ def rms_norm(
     return launch("rms_norm", rows_and_columns(x), x, weight, eps, spans, heads, of)[0]  # type: ignore[no-any-return]
 
 
-def widen_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """fp32 under torch.autocast, which leaves a norm's weight in fp32 and its rows in 16 bits."""
-    if not torch.is_autocast_enabled("cpu"):
-        return tensors
-    return tuple(None if t is None else t.float() for t in tensors)
-
-
-def check_norm(x: Tensor, weight: Tensor, eps: float, axes: int) -> None:
-    """The shapes of a norm, or a refusal."""
-    if weight.dim() != 1 or not len(weight):
-        refuse_shape("weight", weight, "[n], n ≥ 1", "pass one factor per feature")
-    n = len(weight)
-    if x.dim() < axes or x.shape[-1] != n or (axes == 2 and not x.shape[-2]):
-        expected = f"[..., {'T, H, ' if axes == 2 else ''}{n}], as weight is [{n}]"
-        refuse_shape("x", x, expected, "make the last axis of x as long as weight")
-    if not isinstance(eps, float | int) or not (eps >= 0 and math.isfinite(eps)):
-        raise ArgumentError(
-            expected="eps of 0 or more", received=f"{eps!r}", remedy="pass a small number, as 1e-6"
-        )
-
-
 # ---- gradients: one definition for both executors -------------------------------------------------------
 
 
@@ -79,11 +62,6 @@ def backward_with(prefix: str) -> Any:
         return dx, as_partial(dweight, ctx.share), None, None, None, None
 
     return backward
-
-
-def empty_statistics(x: Tensor) -> Tensor:
-    """A number per row, in the dtype that sums have."""
-    return x.new_empty(x.shape[:-1], dtype=accumulation_dtype(x.dtype))
 
 
 def register_formulas(prefix: str) -> None:

@@ -9,9 +9,9 @@ from isobit.errors import CutError
 from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.linear.op import spans_of
+from isobit.ops.portable.norms import check_norm
+from isobit.ops.portable.samples import spans_of
 from isobit.ops.rms_norm import portable
-from isobit.ops.rms_norm.op import check_norm
 from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, count_segments
 from isobit.order.samples import Samples
 from isobit.order.tree import Node, find_roots

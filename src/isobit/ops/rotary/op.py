@@ -9,8 +9,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import launch
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.registration import declare, launch, portable_operator, register_operator
 from isobit.ops.rotary import portable
 
 

@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from isobit.ops.arguments import check_tensors
-from isobit.ops.launch import launch, rows_and_columns
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.registration import (
+    declare,
+    launch,
+    portable_operator,
+    register_operator,
+    rows_and_columns,
+)
 from isobit.ops.silu import portable
 
 
