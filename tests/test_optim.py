@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from isobit import ArgumentError, UnsupportedError, bits
-from isobit.optim import AdamW, clip_grad_norm_, total_norm
+from isobit.optim import AdamW, clip_grad_norm_, get_total_norm
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -29,7 +29,7 @@ def with_grads(*grads):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_norm_of_pieces_is_the_norm(dtype):
     x = torch.randn(10_007).to(dtype)
-    whole = total_norm(x)
+    whole = get_total_norm(x)
     for pieces in (
         x.split(1000),
         x.tensor_split(3),
@@ -37,7 +37,7 @@ def test_the_norm_of_pieces_is_the_norm(dtype):
         [x.flip(0), x[:0]],
         iter([x[:1], x[1:]]),
     ):
-        assert bits.equal(total_norm(pieces), whole)
+        assert bits.equal(get_total_norm(pieces), whole)
     torch.testing.assert_close(whole, x.double().norm().float(), rtol=2.0**-23, atol=0)
 
 

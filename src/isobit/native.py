@@ -1,4 +1,4 @@
-"""Loads the native kernels, or says exactly why not."""
+"""Load the native kernels, or return the reason why there are none."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from pathlib import Path
 import torch
 
 FOLDER = Path(__file__).parent
-_loads: list[
-    str
-] = []  # an event each time that the library is looked for and loaded, and what came of it
+_loads: list[str] = []  # one entry per attempt to load the library, with its result
 
 
 @lru_cache(maxsize=1)
 def load() -> str | None:
-    """Loads the library once; returns None, or the reason why there are no native kernels."""
+    """Load the library once; return None, or the reason why there are no native kernels."""
     found = sorted(FOLDER.glob("_native*.so"))
     if not found:
         noted = FOLDER / "native_build_failure.txt"
@@ -35,15 +33,15 @@ def load() -> str | None:
 
 
 def load_count() -> int:
-    """How many times this process looked for the library and loaded it: 0 until a kernel is asked for, then 1."""
+    """Return how often this process has loaded the library: 0 until a kernel is needed, then 1."""
     return len(_loads)
 
 
 def build_flags() -> str:
-    """The compiler flags, read back from the library itself."""
+    """Return the compiler flags, read from the library itself."""
     return str(torch.ops.isobit.build_flags()) if load() is None else "no library"
 
 
 def pairs_bf16() -> bool:
-    """Whether the tile engine takes bf16 as pairs (AMX); elsewhere bf16 is widened to fp32."""
+    """Return whether the tile engine multiplies bf16 in pairs (AMX); elsewhere bf16 is widened to fp32."""
     return load() is None and bool(torch.ops.isobit.pairs_bf16())

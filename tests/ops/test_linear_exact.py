@@ -108,7 +108,7 @@ def test_shares_are_the_segments_themselves(dtype):
     plan, engine = FeaturePlan(2048), dispatch.engine_of(dtype)
     pieces = []
     for i in range(plan.count):
-        cut = isobit.Cut(2048, plan.count, i)
+        cut = isobit.order.Cut(2048, plan.count, i)
         run = slice(cut.start, cut.start + cut.length)
         share = partial.output(x[:, run], w[:, run], cut)
         factors = list(zip(x[1].double().tolist(), w[0].double().tolist(), strict=True))
@@ -144,7 +144,7 @@ def test_one_nan_in_every_executor_and_share(dtype):
     x, weight = torch.randn(3, 512).to(dtype), torch.randn(40, 512).to(dtype)
     x[1, 3] = torch.nan
     whole = isobit.linear(x, weight)
-    cuts = [isobit.Cut(512, 2, i) for i in range(2)]
+    cuts = [isobit.order.Cut(512, 2, i) for i in range(2)]
     parts = [
         partial.output(x[:, c.start : c.start + 256], weight[:, c.start : c.start + 256], c)
         for c in cuts

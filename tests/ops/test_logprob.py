@@ -160,13 +160,15 @@ def test_the_loss_is_over_active_targets_or_the_count_given():
     hidden, weight, targets = problem(50, 130, 16)
     whole, active = linear_cross_entropy(hidden, weight, targets), targets != -100
     assert bits.equal(linear_cross_entropy(hidden[active], weight, targets[active]), whole)
-    assert bits.equal(linear_cross_entropy(hidden, weight, targets, count=int(active.sum())), whole)
+    assert bits.equal(
+        linear_cross_entropy(hidden, weight, targets, num_items=int(active.sum())), whole
+    )
     other = torch.where(active, targets, 3)
     found = linear_cross_entropy(hidden, weight, other, ignore_index=3)
     masked = torch.where(other == 3, -100, other)
     assert bits.equal(found, linear_cross_entropy(hidden, weight, masked))
     torch.testing.assert_close(whole, F.cross_entropy(hidden @ weight.t(), targets))
-    with pytest.raises(ArgumentError, match="count"):
+    with pytest.raises(ArgumentError, match="num_items"):
         linear_cross_entropy(hidden, weight, torch.full((50,), -100))
 
 

@@ -176,7 +176,7 @@ def test_the_loss_of_micro_batches_has_the_gradient_of_the_global_mean(dtype):
     active = int((targets != -100).sum())
 
     def loss(*given, **options):
-        return linear_cross_entropy(*given, count=active, **options)
+        return linear_cross_entropy(*given, num_items=active, **options)
 
     whole, parts = weight_grads(loss, hidden, weight, targets, torch.tensor(1.0), LENGTHS, 3)
     assert bits.first_difference(merged(parts, dtype), whole) is None

@@ -90,7 +90,7 @@ def loss_of(
     count = inputs.get("num_items_in_batch")
     asked: dict[str, Any] = {
         "ignore_index": ignored,
-        "count": None if count is None else int(count),
+        "num_items": None if count is None else int(count),
         "samples": layout.samples,
     }
     ranks = ranks_of(head)

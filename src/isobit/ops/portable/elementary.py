@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Exponential:
-    """The constants of e^x = 2^n e^r with |r| <= ln 2 / 2, and e^r = 1 + (r + r² q(r)), in one dtype."""
+    """Constants for one dtype of e^x = 2^n e^r with |r| <= ln 2 / 2, and e^r = 1 + (r + r² q(r))."""
 
     lowest: float  # below it the result is +0
     octave: float  # ln 2 in two parts; n times the first is exact
@@ -58,7 +58,7 @@ FP64 = Exponential(
 
 
 def exp_nonpositive(x: Tensor) -> Tensor:
-    """exp, by the chain of operations of csrc/exponential.h: none is fused, so each value has one result."""
+    """Return exp(x) for x <= 0 by the chain of operations of csrc/exponential.h; none of them is fused."""
     c = FP64 if x.dtype == torch.float64 else FP32
     shifted = x * PER_OCTAVE + c.to_integer
     n = shifted - c.to_integer
@@ -90,7 +90,7 @@ LOG_P = (
 
 
 def log_positive(x: Tensor) -> Tensor:
-    """Of fp32 values that are at least 2^-126; fp64, which serves gradcheck, takes torch's."""
+    """Return log(x) of fp32 values of at least 2^-126; fp64, which is for gradcheck, uses torch.log."""
     if x.dtype == torch.float64:
         return torch.log(x)
     bits = x.contiguous().view(torch.int32)
@@ -107,11 +107,11 @@ def log_positive(x: Tensor) -> Tensor:
     return torch.where(x - x == 0, (f + rest) + n * LN2, x)
 
 
-# As far as the exponential's chain serves positive arguments, and 1 / (1 + e^-x) is no subnormal.
+# Up to here the chain of the exponential is valid for positive arguments, and 1 / (1 + e^-x) is not subnormal.
 HIGHEST = {torch.float32: 87.25, torch.float64: 708.0}
 FARTHEST = {torch.float32: 16.0, torch.float64: 40.0}  # the normal density is +0 there
 AT_ZERO = float.fromhex("0x1.9884533d43651p-2")  # 1 / sqrt(2 pi); fp32 takes it rounded
-# The share of the normal distribution beyond a is e^(-a²/2) t (2 + u p(u)), t = 1 / (a + 4), u = a t; the highest power
+# The tail of the normal distribution beyond a is e^(-a²/2) t (2 + u p(u)), t = 1 / (a + 4), u = a t; the highest power
 # first. Relative errors of the fits: 8.3e-9 and 2.8e-14.
 TAIL_P32 = (
     "-0x1.0439a2p-4 0x1.57c3b8p-2 -0x1.23a7acp-1 0x1.5e7f70p-4 0x1.496370p-1 0x1.3e4ffep-2 -0x1.98dab8p+1 "
@@ -130,20 +130,20 @@ TAIL_P = {
 
 
 def logistic(x: Tensor) -> tuple[Tensor, Tensor]:
-    """e^-x, and 1 + e^-x, by which the logistic function divides."""
+    """Return e^-x and 1 + e^-x, the denominator of the logistic function."""
     e = torch.where(-x > HIGHEST[x.dtype], torch.inf, exp_nonpositive(-x))
     return e, e + 1.0
 
 
 def sigmoid(x: Tensor) -> tuple[Tensor, Tensor]:
-    """s, and 1 - s, by a difference only where that rounds no digit away."""
+    """Return s = 1 / (1 + e^-x) and 1 - s; the latter is a difference only where that loses no digits."""
     e, total = logistic(x)
     s = 1.0 / total
     return s, torch.where(x >= 0, e * s, 1.0 - s)
 
 
 def normal_share(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The share of the standard normal distribution below x, and its density at x."""
+    """Return the standard normal distribution function and its density at x."""
     a = x.abs()
     a = torch.where(a > FARTHEST[x.dtype], FARTHEST[x.dtype], a)
     e = exp_nonpositive(a * a * -0.5)

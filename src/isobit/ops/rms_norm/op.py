@@ -1,4 +1,4 @@
-"""The root-mean-square norm: its torch operators, their gradients, and the public function."""
+"""The RMSNorm operator: the public function, its torch operators and their gradients."""
 
 from __future__ import annotations
 
@@ -27,23 +27,39 @@ def rms_norm(
     weight: Tensor,
     eps: float = 1e-6,
     *,
-    samples: Samples | None = None,
+    samples: Samples | Tensor | None = None,
     heads: bool = False,
 ) -> Tensor:
-    """(x / sqrt(mean of x² + eps)) · weight over the last axis, with bits that depend on that row and weight alone.
+    """RMSNorm over the last axis, x / sqrt(mean(x²) + eps) · weight, that does not depend on the batch.
 
-    x is [..., n], weight [n]; fp32, bf16 and fp16, computed in fp32 and rounded once. The weight's gradient sums over
-    the samples; by default [B, T, n] is B samples. With `heads`, x is [..., T, H, n], `samples` speak of tokens, and
-    within each sample every head's tokens are summed by themselves, then the heads (those of a segment folded left).
+    Unlike torch.nn.functional.rms_norm there is no `normalized_shape`: it is the shape of weight.
+
+    Args:
+        x: Shape [..., n], in fp32, bf16 or fp16. Computed in fp32 and rounded once.
+        weight: Shape [n], in the dtype of x.
+        eps: Added to the mean square.
+        samples: The rows of each sample, as `Samples` or cumulative lengths (`cu_seqlens`), for the gradient of weight.
+            By default x [B, T, n] is B samples.
+        heads: x is [..., T, H, n], a norm of each head, and the samples describe tokens. The gradient of weight sums
+            the tokens of each head of a sample, then the heads.
+
+    Returns:
+        Tensor in the shape and dtype of x.
+
+    Raises:
+        ArgumentError: If shapes, dtypes or devices do not fit together.
+        UnsupportedError: If the samples are a share of a batch whose gradients nobody collects.
+
+    Example:
+        >>> x, weight = torch.randn(8, 64), torch.ones(64)
+        >>> torch.equal(isobit.rms_norm(x, weight)[:1], isobit.rms_norm(x[:1], weight))
+        True
     """
     x, weight = widen_for_autocast(x, weight)
     check_tensors(x=x, weight=weight)
     check_norm(x, weight, eps, 2 if heads else 1)
     spans, of = describe(samples, x.select(-2, 0) if heads else x, weight)
     return launch("rms_norm", rows_and_columns(x), x, weight, eps, spans, heads, of)[0]  # type: ignore[no-any-return]
-
-
-# ---- gradients: one definition for both executors -------------------------------------------------------
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -53,7 +69,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def backward_with(prefix: str) -> Any:
-    """The gradient, by the operator `isobit::<prefix>_backward`."""
+    """Return the backward that calls the operator `isobit::<prefix>_backward`."""
 
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, scales, spans = ctx.saved_tensors
@@ -65,7 +81,7 @@ def backward_with(prefix: str) -> Any:
 
 
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators."""
+    """Register shapes and gradients of one executor's operators."""
 
     def fake(
         grad: Tensor,
@@ -94,7 +110,6 @@ def register_formulas(prefix: str) -> None:
 def portable_rms_norm(
     x: Tensor, weight: Tensor, eps: float, spans: Tensor | None, heads: bool, of: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(y, scales) over the last axis."""
     return portable.rms_norm(x, weight, eps)
 
 
@@ -108,7 +123,6 @@ def portable_rms_norm_backward(
     heads: bool,
     of: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dweight)."""
     samples = whole_samples(grad.select(-2, 0) if heads else grad, spans, of)
     return portable.rms_norm_backward(grad, x, weight, scales, samples, x.shape[-2] if heads else 0)
 

@@ -1,4 +1,4 @@
-"""The SiLU operator: its torch operators, their gradient, and the public function."""
+"""The SiLU operator: the public function, its torch operators and their gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,22 @@ from isobit.ops.silu import portable
 
 
 def silu(x: Tensor) -> Tensor:
-    """x / (1 + e^-x): a value has one result at every position, stride and tail. fp32 inside, rounded once."""
+    """SiLU, x / (1 + e^-x), that gives a value the same result at every position and stride.
+
+    Args:
+        x: Any shape, in fp32, bf16 or fp16. Computed in fp32 and rounded once.
+
+    Returns:
+        Tensor in the shape and dtype of x.
+
+    Raises:
+        ArgumentError: If x is not a supported tensor.
+
+    Example:
+        >>> x = torch.randn(1001)
+        >>> torch.equal(isobit.silu(x)[1000:], isobit.silu(x[1000:]))
+        True
+    """
     check_tensors(x=x)
     return launch("silu", rows_and_columns(x), x)  # type: ignore[no-any-return]
 
@@ -29,7 +44,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators."""
+    """Register shapes and gradients of one executor's operators."""
 
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
@@ -41,13 +56,11 @@ def register_formulas(prefix: str) -> None:
 
 @portable_operator("portable_silu")
 def portable_silu(x: Tensor) -> Tensor:
-    """y, element by element."""
     return portable.silu(x)
 
 
 @portable_operator("portable_silu_backward")
 def portable_silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """dx."""
     return portable.silu_backward(grad, x)
 
 

@@ -103,11 +103,11 @@ def vocab_cross_entropy(
     ranks: Ranks,
     temperature: float = 1.0,
     ignore_index: int = IGNORED,
-    count: float | None = None,
+    num_items: float | None = None,
     samples: Samples | None = None,
 ) -> Tensor:
     """isobit.linear_cross_entropy of a weight [V/P, K] that is this rank's rows; every rank has the loss."""
-    chosen, active = count_active(targets, ignore_index, count)
+    chosen, active = count_active(targets, ignore_index, num_items)
     found = vocab_logprob(
         hidden, weight, chosen, ranks=ranks, temperature=temperature, samples=samples
     )
