@@ -13,7 +13,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     wide = x.double()
     if approximate == "tanh":
         inner = (2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)
-        return wide * (1 + inner.tanh()) / 2
+        return (1 + inner.tanh()) * wide / 2
     return wide * (1 + torch.erf(wide / 2**0.5)) / 2
 
 
