@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 # Where public functions are, the preferred name first.
@@ -49,9 +49,11 @@ class IsobitError(Exception):
 
     def __init__(self, *, expected: str, received: str, remedy: str) -> None:
         self.expected, self.received, self.remedy = expected, received, remedy
-        self.function = calling_function()
-        named = f"{self.function}: " if self.function else ""
-        super().__init__(f"{named}expected {expected}\n  received: {received}\n  remedy: {remedy}")
+        super().__init__(f"expected {expected}\n  received: {received}\n  remedy: {remedy}")
+
+    def __str__(self) -> str:
+        function = called_function(self.__traceback__)
+        return f"{function}: {self.args[0]}" if function else str(self.args[0])
 
     @property
     def one_line(self) -> str:
@@ -64,17 +66,21 @@ def in_one_line(error: BaseException) -> str:
     return error.one_line if isinstance(error, IsobitError) else str(error)
 
 
-def calling_function() -> str:
-    """Return the public function of isobit that the caller's code called, such as "isobit.linear".
+def called_function(traceback: TracebackType | None) -> str:
+    """Return the public function that the user called, such as "isobit.linear", or nothing.
 
-    The stack is read outward from the raise while it is in this package; the outermost public function or method
-    there is the one that the user called. Returns an empty string where there is none.
+    The traceback is read outward from the raise while it is in this package; the outermost public
+    function or method there is the one in the user's code.
     """
-    frame, found = sys._getframe(1), ""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("isobit."):
-        if frame.f_globals["__name__"] != __name__:  # the constructors of errors are public too
-            found = public_name(frame) or found
-        frame = frame.f_back  # type: ignore[assignment]
+    frames = []
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    found = ""
+    for frame in reversed(frames):
+        if not str(frame.f_globals.get("__name__", "")).startswith("isobit."):
+            break
+        found = public_name(frame) or found
     return found
 
 
@@ -82,7 +88,7 @@ def public_name(frame: FrameType) -> str:
     """Return the public name of a frame's function or method, or nothing if it has none."""
     home, name = frame.f_globals["__name__"], frame.f_code.co_name
     owner = frame.f_locals.get("self")
-    public = type(owner).__name__ if owner is not None else name
+    public = name if owner is None else type(owner).__name__
     for package in PACKAGES:
         module = sys.modules.get(package)
         names = {} if module is None else module.__dict__

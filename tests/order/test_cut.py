@@ -22,5 +22,5 @@ def test_allowed_cuts_tile_the_extent_with_one_root_each(extent, power):
 
 @pytest.mark.parametrize(("parts", "index"), [(3, 0), (0, 0), (-2, 0), (32, 0), (2, 2), (2, -1)])
 def test_other_cuts_are_refused(parts, index):
-    with pytest.raises(isobit.CutError, match=r"(?s)expected .* received: .* remedy: "):
+    with pytest.raises(isobit.CutError, match=r"(?s)expected .* received: .* remedy"):
         isobit.order.Cut(4096, parts, index)
