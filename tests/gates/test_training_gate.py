@@ -22,7 +22,7 @@ from isobit.gates.training.layouts import Layout
 from isobit.gates.training.workload import WORKLOADS
 from isobit.order.tree import Counter
 from isobit.parallel import checkpoint
-from isobit.parallel.data import partials
+from isobit.parallel.data import partial_gradients
 from isobit.report import curve_picture
 
 LAYOUTS = ("1x1x1", "2x2x1", "fsdp2:2x1x1")
@@ -153,7 +153,7 @@ def test_a_wrong_merge_is_broken(first, folder, trained, monkeypatch, capsys):
             super().push(node, value.bfloat16().float())
 
     (folder / "alone").write_text((folder / "kept").read_text().splitlines(keepends=True)[0])
-    monkeypatch.setattr(partials, "Counter", Rounded)
+    monkeypatch.setattr(partial_gradients, "Counter", Rounded)
     assert curve("--layouts", "1x1x1", "1x2x1", "--keep", folder / "alone") == 1
     assert [job.layout for job in trained] == [Layout(1, 2, 1)]
     assert capsys.readouterr().out.rstrip().endswith("BROKEN")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from isobit import bits
-from isobit.parallel.collectives.group import is_first_rank
-from isobit.parallel.tensor.shard import gather, owner_of, table
+from isobit.parallel.collectives.rank_group import is_first_rank
+from isobit.parallel.tensor.shard import gather_shards, owner_of, shard_table
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,13 @@ class Digest:
 def digest_of(model: nn.Module, read: Callable[[Tensor], Tensor | None] = lambda p: p) -> Digest:
     """On rank 0; the other ranks bring their shards."""
     hasher, finite, elements = blake3(), True, 0
-    shards, hashes = table(model), is_first_rank()
+    shards, hashes = shard_table(model), is_first_rank()
     for name, parameter in sorted(model.named_parameters()):
         whole: Any = read(parameter)
         if isinstance(whole, DTensor):
             whole = whole.full_tensor()
         elif whole is not None and name in shards:
-            whole = gather(whole, shards[name], owner_of(model, name))
+            whole = gather_shards(whole, shards[name], owner_of(model, name))
         if hashes and whole is not None:
             hasher.update(f"{name}: {bits.digest(whole)}".encode())
             finite = finite and bool(whole.isfinite().all())

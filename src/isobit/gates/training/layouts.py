@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from isobit.errors import ArgumentError, CutError
 from isobit.gates.training.workload import Workload
 from isobit.order.plan import FeaturePlan
-from isobit.parallel.data.batch import GlobalBatch
+from isobit.parallel.data.global_batch import GlobalBatch
 
 ENGINES = ("isobit", "ddp", "fsdp2")
 MOST_RANKS = 32

@@ -25,9 +25,10 @@ from isobit.gates.training.workload import (
 from isobit.integrations.transformers import tensor_parallel
 from isobit.optim import AdamW
 from isobit.parallel import checkpoint
-from isobit.parallel.data.batch import GlobalBatch
+from isobit.parallel.data.global_batch import GlobalBatch
+from isobit.parallel.data.grad_norm import clip_grad_norm_
 from isobit.parallel.data.gradients import Gradients
-from isobit.parallel.data.scalars import LossMeter, clip_grad_norm_
+from isobit.parallel.data.loss_meter import LossMeter
 
 
 class Scorer(nn.Module):

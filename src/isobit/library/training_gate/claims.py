@@ -20,8 +20,8 @@ from isobit.gates.training.launch import Job
 from isobit.gates.training.layouts import Layout
 from isobit.gates.training.workload import find_workload
 from isobit.order.tree import Counter, Node
-from isobit.parallel.collectives import transports
-from isobit.parallel.data import partials
+from isobit.parallel.collectives import all_to_all
+from isobit.parallel.data import partial_gradients
 
 WORKLOAD = "tiny"
 LAYOUTS = (
@@ -120,7 +120,7 @@ def with_left_fold(drawn: Tensor) -> Iterator[Outcome]:
                 node, value = covering(first, node), total.add_(value)
             self.append((node, value))
 
-    with planted(partials, "Counter", Fold):
+    with planted(partial_gradients, "Counter", Fold):
         yield from run_each(drawn.dtype)
 
 
@@ -138,7 +138,7 @@ def with_rounded_partials(drawn: Tensor) -> Iterator[Outcome]:
         def push(self, node: Any, value: Any) -> None:
             super().push(node, value.bfloat16().float())
 
-    with planted(partials, "Counter", Rounded):
+    with planted(partial_gradients, "Counter", Rounded):
         yield from run_each(drawn.dtype)
 
 
@@ -159,7 +159,7 @@ def with_fold_by_rank(drawn: Tensor) -> Iterator[Outcome]:
     def wrong(rows: Sequence[Tensor], total: Tensor) -> None:
         total.copy_(reduce(torch.add, rows))
 
-    with planted(transports, "add_rows", wrong):
+    with planted(all_to_all, "add_rows", wrong):
         yield from run_each(drawn.dtype)
 
 
