@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import FileStore
 
 from isobit import bits
 from isobit.order.tree import merge
-from isobit.parallel.collectives.tree_collectives import all_reduce
 from isobit.parallel.collectives.communicator import Communicator
+from isobit.parallel.collectives.tree_collectives import all_reduce
 
 RANKS = (2, 4)
 MEGABYTES = (1, 4, 16, 64, 256)
