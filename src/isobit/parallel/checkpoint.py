@@ -281,5 +281,6 @@ def with_or_without_ranks() -> Iterator[bool]:
 
 
 def wait_for_all() -> None:
+    """Wait until all ranks are here, if there are several."""
     if dist.is_initialized():
         dist.barrier()

@@ -35,6 +35,7 @@ class IsobitScorer:
     name = "isobit"
 
     def __init__(self, model: Any) -> None:
+        """Score with a model on which isobit is enabled."""
         self.model = model
 
     def logprobs(self, batch: Batch, columns: slice, cache: Any = None) -> Tensor:
@@ -70,6 +71,7 @@ class StockScorer:
     name = "stock"
 
     def __init__(self, model: Any) -> None:
+        """Score with a model of transformers."""
         self.model = model
 
     def logprobs(self, batch: Batch, columns: slice, cache: Any = None) -> Tensor:

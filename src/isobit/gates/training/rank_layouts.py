@@ -25,6 +25,7 @@ class RankLayout:
     engine: str = "isobit"  # "isobit" is the plain model; otherwise the wrapper
 
     def __post_init__(self) -> None:
+        """Check the wrapper."""
         if self.engine not in ENGINES:
             raise ArgumentError(
                 expected=f"one of {', '.join(ENGINES)}",
@@ -44,6 +45,7 @@ class RankLayout:
         return self.data * self.tensor
 
     def __str__(self) -> str:
+        """Return a name such as "ddp 2×2×1" (data × micro × tensor)."""
         return f"{self.engine} {self.data}×{self.micro}×{self.tensor}"
 
 

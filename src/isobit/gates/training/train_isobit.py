@@ -37,6 +37,7 @@ class Scorer(nn.Module):
     """The log-probabilities of a model as a module, which DDP and fully_shard wrap."""
 
     def __init__(self, model: Any) -> None:
+        """Wrap a model of transformers on which isobit is enabled."""
         super().__init__()
         self.model = model
 
@@ -61,14 +62,17 @@ class Run:
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
+        """The data-parallel ranks, or None on one rank."""
         return None if self.mesh is None else self.mesh["data"].get_group()
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel ranks, or None on one rank."""
         return None if self.mesh is None else self.mesh["tensor"].get_group()
 
     @property
     def model(self) -> Any:
+        """The model of transformers, without its wrappers."""
         wrapped = (
             self.scorer.module if isinstance(self.scorer, DistributedDataParallel) else self.scorer
         )

@@ -46,10 +46,12 @@ class Loss(nn.Module):
     """The summed loss of a micro-batch as a module, which DDP and fully_shard wrap."""
 
     def __init__(self, model: Any) -> None:
+        """Wrap a model of transformers."""
         super().__init__()
         self.model = model
 
     def forward(self, rows: Rows) -> Tensor:
+        """Return the sum of the cross-entropies of all active tokens."""
         logits = self.model(input_ids=rows.ids, attention_mask=rows.mask).logits.float()
         return cross_entropy(
             logits.flatten(0, 1), rows.targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -60,6 +62,7 @@ class StockRun:
     """One rank's part of a stock training run."""
 
     def __init__(self, workload: Workload, layout: RankLayout, dtype: torch.dtype) -> None:
+        """Build the model, split it over tensor-parallel ranks and wrap it for the layout."""
         self.workload, self.layout = workload, layout
         self.mesh: DeviceMesh | None = None
         self.data_group: dist.ProcessGroup | None = None

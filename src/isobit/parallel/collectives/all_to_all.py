@@ -31,6 +31,7 @@ class AllToAllReduce:
     runs_in_thread = False
 
     def __init__(self, comm: Communicator, flat: Tensor, total: Tensor | None) -> None:
+        """Divide the addends into chunks."""
         self.comm, self.total = comm, total
         # A reduce-scatter is one chunk: the elements that a rank owns would not be contiguous in more.
         size = max(CHUNK_BYTES // (flat.element_size() * comm.ranks), 1) * comm.ranks
@@ -75,6 +76,7 @@ class TorchAllGather:
     runs_in_thread = False
 
     def __init__(self, comm: Communicator, share: Tensor, whole: Tensor) -> None:
+        """Gather `share` [numel] of every rank into `whole` [ranks * numel]."""
         self.comm, self.share, self.whole = comm, share, whole
 
     def start(self) -> None:

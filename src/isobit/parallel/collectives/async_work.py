@@ -23,6 +23,7 @@ class AsyncWork(dist.Work):
     def __init__(
         self, finish: Callable[[], None], result: Tensor, comm: Communicator | None
     ) -> None:
+        """Call `finish` in the thread of `comm`, or in `wait()` if that is None."""
         super().__init__()
         self._finish, self._result = finish, result
         self._future: torch.futures.Future[Any] = torch.futures.Future()

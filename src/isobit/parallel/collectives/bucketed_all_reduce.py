@@ -42,6 +42,7 @@ class BucketedAllReduce:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        """Assign tensors to buckets."""
         self._group, self._sizes, self._dtype, self._device = group, tuple(sizes), dtype, device
         self._members = group_by_size(sizes, bucket_bytes // dtype.itemsize)
         self._bucket_of = {

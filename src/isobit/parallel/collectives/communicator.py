@@ -24,6 +24,7 @@ class Communicator:
     """One process group, seen from one of its ranks. `communicator_of` makes one per group."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
+        """Look up rank and size; threads and buffers are made when first needed."""
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self._group = weakref.ref(group)
         self._tags = itertools.count()

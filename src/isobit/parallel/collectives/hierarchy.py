@@ -27,6 +27,7 @@ class TwoLevelGroup:
     outer: dist.ProcessGroup
 
     def __post_init__(self) -> None:
+        """Check that both groups follow the flat tree."""
         inner, outer = (dist.get_process_group_ranks(group) for group in (self.inner, self.outer))
         step = inner[1] - inner[0] if len(inner) > 1 else 1
         across = outer[1] - outer[0] if len(outer) > 1 else step * len(inner)

@@ -43,6 +43,7 @@ class Span:
 
     @property
     def length(self) -> int:
+        """The number of elements."""
         return self.stop - self.start
 
 

@@ -44,6 +44,7 @@ class RecursiveHalvingReduce:
         *,
         gather: bool,
     ) -> None:
+        """Take a tag and compute the rounds of this rank."""
         self.comm, self.flat, self.sums, self.gather = comm, flat, sums, gather
         self.tag = comm.next_tag()
         self.rounds = halving_rounds(comm.rank, owned)
@@ -128,6 +129,7 @@ class RecursiveDoublingGather:
     runs_in_thread = True
 
     def __init__(self, comm: Communicator, share: Tensor, whole: Tensor) -> None:
+        """Take a tag."""
         self.comm, self.share, self.whole, self.tag = comm, share, whole, comm.next_tag()
         self.length = max(MESSAGE_BYTES // share.element_size(), 1)
 

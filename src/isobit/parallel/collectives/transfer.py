@@ -27,6 +27,7 @@ class LocalCopy:
     runs_in_thread = True
 
     def __init__(self, source: Tensor, target: Tensor) -> None:
+        """Copy `source` to `target`, of one shape."""
         self.source, self.target = source, target
 
     def start(self) -> None:
@@ -41,6 +42,7 @@ class Sequential:
     """Run transfers one after another."""
 
     def __init__(self, *transfers: Transfer) -> None:
+        """Run these transfers in this order; without any, do nothing."""
         self.transfers = transfers
         self.runs_in_thread = all(transfer.runs_in_thread for transfer in transfers)
 

@@ -40,6 +40,7 @@ class DdpReducer:
     """Accumulates micro-batches under `no_sync()`; the last one is reduced by DDP's hook."""
 
     def __init__(self, model: DistributedDataParallel, batch: GlobalBatch) -> None:
+        """Check the wrapper and register hooks, among them DDP's communication hook."""
         check_not_tied(model)
         check_rank_order(batch)
         check_options(model)
@@ -53,13 +54,16 @@ class DdpReducer:
 
     @property
     def peak_bytes(self) -> int:
+        """See `GradientReducer.peak_bytes`."""
         return self._partials.peak_bytes
 
     @property
     def leaves(self) -> list[tuple[str, Tensor]]:
+        """The parameters of the wrapped module."""
         return trained_parameters(self._model.module)
 
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
+        """Open a micro-batch, under `no_sync()` unless it is the last one."""
         check_same_parameters(self._model.module, self._parameters)
         expect_partial_gradients(self._parameters, self._batch)
         self._current = node, last
@@ -106,6 +110,7 @@ class DdpReducer:
         return work.get_future().then(round_once)
 
     def end(self, node: Node, last: bool) -> None:
+        """Close a micro-batch; after the last one DDP has written every `p.grad`."""
         self._current = None
         absent = self._partials.complete(node)
         check_any_gradient(absent, self._parameters)
@@ -118,6 +123,7 @@ class DdpReducer:
             )
 
     def clear(self) -> None:
+        """Drop everything of this step, also in DDP's own reducer."""
         self._current = None
         self._partials.clear()
         self._roots.clear()

@@ -33,11 +33,13 @@ class TreeReduceScatter(ReduceScatter):
     """The reduce-scatter of one `fully_shard` group: a micro-batch is a subtree over all ranks."""
 
     def __init__(self) -> None:
+        """Start with an empty counter."""
         self.current: tuple[Node, bool] | None = None  # (node, last) of the open micro-batch
         self.pushed: Node | None = None  # the node whose gradient arrived in this micro-batch
         self.counter: Counter[Tensor] = Counter(add_into)  # of shards # [numel/ranks]
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate a buffer for FSDP2."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -83,6 +85,7 @@ class FsdpReducer:
     def __init__(
         self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None
     ) -> None:
+        """Check the sharding and replace the reduce-scatter of every `fully_shard` group."""
         check_not_tied(model)
         check_micro_order(batch)
         check_shard_ranks(model, group)
@@ -112,6 +115,7 @@ class FsdpReducer:
         ]
 
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
+        """Open a micro-batch, which is a subtree over all ranks."""
         check_same_parameters(self._model, self._parameters)
         check_no_leftover_gradients(self._parameters)
         for scatter in self._scatters:
@@ -119,6 +123,7 @@ class FsdpReducer:
         return nullcontext()
 
     def end(self, node: Node, last: bool) -> None:
+        """Close a micro-batch; after the last one `p.grad` has the shards of the whole batch."""
         held = sum(value.nbytes for scatter in self._scatters for _, value in scatter.counter)
         self.peak_bytes = max(self.peak_bytes, held)
         whole = node.ancestor(self._batch.ranks)
@@ -141,6 +146,7 @@ class FsdpReducer:
                 settle_nans(parameter.grad.to_local())  # type: ignore[attr-defined]
 
     def clear(self) -> None:
+        """Drop everything of this step, also in FSDP2's own state."""
         for scatter in self._scatters:
             scatter.current = scatter.pushed = None
             scatter.counter.clear()
@@ -153,6 +159,7 @@ class FsdpReducer:
             parameter.grad = None
 
     def close(self) -> None:
+        """Restore the reduce-scatter and the gradient dtypes of FSDP2."""
         for module in fsdp_modules(self._model):
             module.set_custom_reduce_scatter(DefaultReduceScatter())
             module.set_reduce_scatter_unused_params(False, recurse=False)

@@ -45,6 +45,7 @@ class GlobalBatch:
     order: str = "rank"
 
     def __post_init__(self) -> None:
+        """Check that every share is one subtree."""
         if self.of < 1 or self.ranks < 1 or self.micro_batches < 1:
             raise ArgumentError(
                 expected="one sample, rank and micro-batch or more",

@@ -29,6 +29,7 @@ class GradientChecks:
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Register a hook on each of these (name, leaf) pairs."""
         self._share: Share | None = None
         self._delivered: set[int] = set()
         self._leaves = list(named)

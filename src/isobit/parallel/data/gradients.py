@@ -89,6 +89,7 @@ class Gradients:
     def __init__(
         self, model: nn.Module, batch: GlobalBatch, *, group: dist.ProcessGroup | None = None
     ) -> None:
+        """Compare the ranks and register hooks on the model."""
         self.batch = batch
         if isinstance(model, DistributedDataParallel):
             check_ddp_group(model, group)

@@ -37,6 +37,7 @@ class LossMeter:
     """
 
     def __init__(self) -> None:
+        """Start with no terms."""
         self.reset()
 
     def reset(self) -> None:

@@ -24,6 +24,7 @@ class PartialGradients:
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
+        """Make an empty counter for each parameter."""
         self._counters: dict[Tensor, Counter[Tensor]] = {p: Counter(add_into) for p in parameters}
         self._pushed: set[Tensor] = set()  # the parameters that have a gradient of this micro-batch
         self.peak_bytes = 0

@@ -34,6 +34,7 @@ class PlainReducer:
     def __init__(
         self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None
     ) -> None:
+        """Untie weights, allocate buckets and register hooks on the parameters."""
         check_rank_order(batch)
         self._buckets: BucketedAllReduce | None = None
         if batch.ranks > 1:
@@ -51,13 +52,16 @@ class PlainReducer:
 
     @property
     def peak_bytes(self) -> int:
+        """See `GradientReducer.peak_bytes`."""
         return self._partials.peak_bytes
 
     @property
     def leaves(self) -> list[tuple[str, Tensor]]:
+        """The model's parameters, a tied one once for each use."""
         return trained_parameters(self._model)
 
     def begin(self, node: Node, last: bool) -> AbstractContextManager[Any]:
+        """Open a micro-batch."""
         check_same_parameters(self._model, self._parameters)
         self._tied.check_shared_memory()
         expect_partial_gradients(self._parameters, self._batch)
@@ -75,6 +79,7 @@ class PlainReducer:
             self._buckets.ready(self._index[parameter], root)
 
     def end(self, node: Node, last: bool) -> None:
+        """Close a micro-batch; after the last one, wait for the buckets and write `p.grad`."""
         self._current = None
         absent = self._partials.complete(node)
         check_any_gradient(absent, self._parameters)
@@ -98,6 +103,7 @@ class PlainReducer:
         return node.ancestor(self._batch.micro_batches)
 
     def clear(self) -> None:
+        """Drop everything of this step."""
         self._current = None
         self._partials.clear()
         if self._buckets is not None:
@@ -107,6 +113,7 @@ class PlainReducer:
         restore_grad_dtype(self._parameters)
 
     def close(self) -> None:
+        """Remove the hooks and tie weights again."""
         for hook in self._hooks:
             hook.remove()
         self._partials.clear()

@@ -47,6 +47,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = False,
     ) -> None:
+        """Check that the samples fill whole global batches."""
         batch.share(rank)
         if length < batch.of or (length % batch.of and not drop_last):
             raise ArgumentError(
@@ -66,9 +67,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return self.length // self.batch.of
 
     def __len__(self) -> int:
+        """Return the number of micro-batches of this rank per epoch."""
         return self.batches * self.batch.micro_batches
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Yield the dataset indices of each micro-batch of this rank."""
         order = self.global_order()
         # A loaded state applies to one pass; a later pass starts at the first batch.
         self._done, self._start = self._start, 0

@@ -20,6 +20,7 @@ class TiedWeights:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Replace every use but the first of each tied parameter by a leaf of its own."""
         self.leaves: list[nn.Parameter] = []  # in the order of the modules
         self._original: dict[nn.Parameter, nn.Parameter] = {}  # by leaf
         self._replaced: list[tuple[nn.Module, str, nn.Parameter]] = []

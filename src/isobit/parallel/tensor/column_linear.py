@@ -125,6 +125,7 @@ class ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, call: Call, *parameters: Any) -> tuple[Tensor, ...]:
+        """Compute this rank's outputs [..., N_i/P]."""
         weights, biases = parameters[: call.count], parameters[call.count :]
         ctx.save_for_backward(x, *weights)
         ctx.call, ctx.has_bias = call, [bias is not None for bias in biases]
@@ -133,6 +134,7 @@ class ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Sum dX [..., K] over ranks; dW [N_i/P, K] and db [N_i/P] are local."""
         x, *weights = ctx.saved_tensors
         call: Call = ctx.call
         if torch.is_grad_enabled():

@@ -67,6 +67,7 @@ class HeadNorm(torch.autograd.Function):
         samples: Samples,
         tp_group: TensorParallelGroup,
     ) -> Tensor:
+        """Normalize this rank's heads."""
         y, scales = launch("rms_norm", rows_and_columns(x), x, weight, eps, None, True, 0)
         ctx.save_for_backward(x, weight, scales)
         ctx.samples, ctx.tp_group, ctx.share = samples, tp_group, share_in_force()
@@ -74,6 +75,7 @@ class HeadNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        """Compute dx locally, and dweight [n] over the heads of all ranks."""
         x, weight, scales = ctx.saved_tensors
         if torch.is_grad_enabled():
             refuse_second_order("parallel.head_norm")()

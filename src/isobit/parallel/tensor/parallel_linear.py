@@ -39,6 +39,7 @@ class ParallelLinear(nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Initialize the whole layer and keep this rank's part."""
         super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
         self.split(TensorParallelGroup.of(mesh))
 

@@ -72,6 +72,7 @@ class RowLinear(torch.autograd.Function):
         tp_group: TensorParallelGroup,
         samples: Samples,
     ) -> Tensor:
+        """Sum the output [..., N] over ranks, add the bias and round once."""
         ctx.save_for_backward(x, weight)
         ctx.samples, ctx.has_bias, ctx.share = samples, bias is not None, share_in_force()
         total = partial.output(x, weight, cut).values[0]
@@ -85,6 +86,7 @@ class RowLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        """Compute dx [..., K/P], dW [N, K/P] and db [N], all local."""
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
             refuse_second_order("parallel.row_linear")()

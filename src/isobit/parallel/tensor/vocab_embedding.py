@@ -81,6 +81,7 @@ class VocabEmbedding(torch.autograd.Function):
         shard: Shard,
         tp_group: TensorParallelGroup,
     ) -> Tensor:
+        """Look up this rank's rows and combine those of all ranks."""
         ctx.save_for_backward(ids)
         ctx.padding, ctx.samples, ctx.shard, ctx.share = padding, samples, shard, share_in_force()
         if dispatch.is_recording():
@@ -90,6 +91,7 @@ class VocabEmbedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        """Compute dweight [V/P, H] of this rank's rows."""
         (ids,) = ctx.saved_tensors
         if torch.is_grad_enabled():
             refuse_second_order("parallel.vocab_embedding")()
@@ -134,6 +136,7 @@ class VocabParallelEmbedding(nn.Embedding):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        """Initialize the whole table and keep this rank's rows."""
         super().__init__(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self.split(TensorParallelGroup.of(mesh))
 

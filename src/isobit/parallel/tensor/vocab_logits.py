@@ -53,12 +53,14 @@ class VocabLogits(torch.autograd.Function):
         tp_group: TensorParallelGroup,
         samples: Samples,
     ) -> Tensor:
+        """Compute this rank's logits [..., V/P] and gather all [..., V]."""
         ctx.save_for_backward(hidden, weight)
         ctx.cut, ctx.tp_group, ctx.samples, ctx.share = cut, tp_group, samples, share_in_force()
         return torch.cat(list(tp_group.all_gather(linear_fp32(hidden, weight)).unbind(0)), -1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        """Sum dhidden [..., K] over ranks; dweight [V/P, K] is local."""
         hidden, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
             refuse_second_order("parallel.vocab_logits")()

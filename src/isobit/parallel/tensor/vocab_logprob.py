@@ -80,6 +80,7 @@ class VocabLogprob(torch.autograd.Function):
         of: int,
         tp_group: TensorParallelGroup,
     ) -> Tensor:
+        """Reduce this rank's logits to pairs [T, 2], gather and merge those of all ranks."""
         pairs, chosen = partial.forward(hidden, weight, targets, temperature, cut)
         if dispatch.is_recording():
             sizes = (targets.numel(), *reversed(weight.shape))
@@ -95,6 +96,7 @@ class VocabLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        """Sum dhidden [T, K] over ranks; dweight [V/P, K] is local."""
         if torch.is_grad_enabled():
             refuse_second_order("parallel.vocab_logprob")()
         want = ctx.needs_input_grad[:2]
