@@ -1,7 +1,7 @@
 """Save and load model and optimizer through torch.distributed.checkpoint, at any layout of ranks.
 
-A checkpoint has the names and shapes of the unsplit model, so it can be loaded with other numbers of
-data-parallel and tensor-parallel ranks than it was saved with. The bits are the same.
+A checkpoint has the names and shapes of the unsplit model, so it can be loaded with other numbers
+of data-parallel and tensor-parallel ranks than it was saved with. The bits are the same.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def save(
 ) -> None:
     """Write a checkpoint folder; every rank calls this.
 
-    The folder gets its name only when it is complete. Stock torch.distributed.checkpoint can read it
-    as `{"model": …}`.
+    The folder gets its name only when it is complete. Stock torch.distributed.checkpoint can read
+    it as `{"model": …}`.
 
     Args:
         path: The folder to create.

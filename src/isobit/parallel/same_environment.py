@@ -58,8 +58,8 @@ def raise_difference(name: str, values: list[str], ranks: tuple[int, ...]) -> No
     raise AgreementError(
         expected=f"one value on all {len(ranks)} ranks: {name}",
         received=f"{'; '.join(shown)} ({wrong})",
-        remedy="train on hosts of one kind; or start every rank with ONEDNN_MAX_CPU_ISA=AVX2, which "
-        "selects the slower arithmetic on all of them; or train in fp32 or fp16, which have one"
+        remedy="train on hosts of one kind; or start every rank with ONEDNN_MAX_CPU_ISA=AVX2, "
+        "which selects the slower arithmetic on all of them; or train in fp32 or fp16, which have one"
         if name.startswith(ENGINE)
         else "start every rank with the same program, settings and model",
     )
@@ -96,7 +96,7 @@ def require_same_training(model: nn.Module, batch: GlobalBatch, ranks: RankGroup
 
 
 def computed_dtypes(model: nn.Module) -> set[torch.dtype]:
-    """Return the dtypes that operators compute in; `fully_shard` may all-gather in another dtype."""
+    """Return the dtypes that operators compute in, also those `fully_shard` casts to."""
     policies = [
         m._get_fsdp_state()._mp_policy for m in model.modules() if isinstance(m, FSDPModule)
     ]

@@ -54,8 +54,8 @@ def selected_layouts(samples: list[Tensor]) -> dict[str, Callable[[Scorer], Tens
 def trained_layouts(samples: list[Tensor]) -> dict[str, Callable[[Scorer], Tensor]]:
     """Return, by name, functions that run a backward in one layout and return the loss.
 
-    A permuted batch is not among them, since it is another global order of samples; micro-batches are
-    the subject of the rank-layout gate.
+    A permuted batch is not among them, since it is another global order of samples; micro-batches
+    are the subject of the rank-layout gate.
     """
     right, left = padded(samples, "right"), padded(samples, "left")
     return {

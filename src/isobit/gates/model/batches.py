@@ -21,7 +21,7 @@ TRAINED = sum(LENGTHS) - PROMPT * len(LENGTHS)  # only tokens after the prompt h
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples laid out in [B, T]. Position p of sample s is at row spans[s][0] + p of the B·T rows."""
+    """Samples laid out in [B, T]: position p of sample s is row spans[s][0] + p of the B·T."""
 
     ids: Tensor  # [B, T]
     mask: Tensor | None  # [B, T], 1 for tokens, 0 for padding
@@ -37,7 +37,7 @@ class Batch:
         }
 
     def labels(self) -> Tensor:
-        """Return labels [B, T] for transformers: the token itself after the prompt, -100 elsewhere."""
+        """Return labels [B, T] for transformers: the tokens after the prompt, -100 elsewhere."""
         spread = torch.full_like(self.ids, IGNORED).reshape(-1)
         for start, length in self.spans.values():
             held = slice(start + PROMPT, start + length)

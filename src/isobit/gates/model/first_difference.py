@@ -17,7 +17,7 @@ from isobit.integrations.transformers.structure import is_called
 
 
 def first_module(scorer: Scorer, samples: list[Tensor]) -> str:
-    """Return the first module, in order of execution, whose rows differ from those of single samples."""
+    """Return the first module, in order of execution, whose output depends on the batch layout."""
     single: dict[str, dict[int, Tensor]] = {}
     for batch in (alone(samples, i) for i in range(len(samples))):
         for name, rows in watch(scorer, batch).items():

@@ -50,7 +50,7 @@ class RankLayoutVerdict:
 
     @property
     def kept(self) -> bool:
-        """Whether two layouts or more gave one curve and one digest of a run that changed weights."""
+        """Whether two layouts or more gave one curve and digest of a run that changed weights."""
         one = self.curves == self.weights == self.gradients == self.optimizers == 1
         return one and self.layouts > 1 and self.steps > 0 and self.healthy
 

@@ -34,7 +34,8 @@ class RankLayout:
             )
         if self.engine != "isobit" and (self.tensor > 1 or self.data == 1):
             raise CutError(
-                expected=f"{self.engine} over two data-parallel ranks or more, without tensor parallelism",
+                expected=f"{self.engine} over two data-parallel ranks or more, without "
+                "tensor parallelism",
                 received=str(self),
                 remedy="use the engine 'isobit' for tensor parallelism, and for one rank",
             )

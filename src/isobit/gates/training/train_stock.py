@@ -124,7 +124,7 @@ class StockRun:
         return nullcontext()
 
     def _reduce(self) -> None:
-        """All-reduce what DDP and FSDP2 do not: plain models, and head norms of tensor-parallel heads."""
+        """All-reduce what DDP and FSDP2 do not: plain models, and norms of tensor-parallel heads."""
         if self.mesh is None:
             return
         for name, parameter in self.model.named_parameters():

@@ -25,7 +25,7 @@ class AllToAllReduce:
     Args:
         comm: The communicator of the group.
         flat: This rank's addends. # [numel]
-        total: Where a reduce-scatter writes this rank's sums; None is an all-reduce. # [numel/ranks]
+        total: Receives this rank's sums of a reduce-scatter, else None. # [numel/ranks]
     """
 
     runs_in_thread = False
@@ -33,7 +33,7 @@ class AllToAllReduce:
     def __init__(self, comm: Communicator, flat: Tensor, total: Tensor | None) -> None:
         """Divide the addends into chunks."""
         self.comm, self.total = comm, total
-        # A reduce-scatter is one chunk: the elements that a rank owns would not be contiguous in more.
+        # A reduce-scatter is one chunk: in more, the elements of a rank would not be contiguous.
         size = max(CHUNK_BYTES // (flat.element_size() * comm.ranks), 1) * comm.ranks
         self.chunks = list(torch.split(flat, size)) if total is None else [flat]
         self.pending: deque[tuple[Tensor, Tensor, dist.Work]] = deque()

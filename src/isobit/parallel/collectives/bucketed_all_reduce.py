@@ -91,8 +91,8 @@ class BucketedAllReduce:
     def clear(self) -> None:
         """Abandon this step after a failure.
 
-        Collectives in flight are waited for by the next `finish()`, not here: another rank may never
-        launch its side, and the exception that is being raised must reach the user.
+        Collectives in flight are waited for by the next `finish()`, not here: another rank may
+        never launch its side, and the exception that is being raised must reach the user.
         """
         self._abandoned += self._works
         self._begin()

@@ -41,11 +41,11 @@ class Communicator:
         return group
 
     def next_tag(self) -> int:
-        """Return a new tag: the same number on all ranks, since all call collectives in one order."""
+        """Return a new tag, the same on all ranks, since all call collectives in one order."""
         return FIRST_TAG + next(self._tags) % TAGS
 
     def uses_send_recv(self, tensor: Tensor) -> bool:
-        """Return whether the backend is gloo itself, which sends a tensor without copying it first."""
+        """Return whether the backend is gloo, which sends a tensor without copying it first."""
         kind = tensor.device.type
         if kind not in self._uses_send_recv:
             self._uses_send_recv[kind] = (

@@ -5,7 +5,7 @@ The sum over P ranks (P a power of two) is the balanced binary tree whose leaf r
 ((0+1)+(2+3))+((4+5)+(6+7)) for P = 8. Recursive halving evaluates that tree in log2 P rounds. In
 round i, rank r exchanges with its partner r XOR 2^i: each rank sends the half of its current
 elements that the partner keeps, and adds what it receives. The lower rank's value is always the
-left operand. After round i a rank has sums over 2^(i+1) consecutive ranks, that is over one subtree.
+left operand. After round i a rank has sums over 2^(i+1) consecutive ranks: over one subtree.
 
 The usual form of recursive halving begins with the farthest partner; ours begins with the nearest,
 because only then do the partial sums follow the tree above. 8 ranks, 8 elements e0..e7:
@@ -49,7 +49,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Round:
-    """One exchange between two ranks: this rank keeps the spans `kept` and sends the spans `sent`."""
+    """One exchange with another rank: this rank keeps the spans `kept` and sends `sent`."""
 
     peer: int
     is_left: bool  # this rank is the lower one, so its value is the left operand
@@ -83,7 +83,7 @@ def halving_rounds(rank: int, owned: tuple[Span, ...]) -> list[Round]:
     rounds = []
     distance = 1
     while distance < len(owned):
-        # The ranks that this rank still has elements of: those that agree with it in the lower bits.
+        # This rank still has the elements of the ranks that agree with it in the lower bits.
         below = range(rank % distance, len(owned), distance)
         kept = [owned[other] for other in below if other & distance == rank & distance]
         sent = [owned[other] for other in below if other & distance != rank & distance]
@@ -101,13 +101,13 @@ def equal_spans(elements: int, ranks: int) -> tuple[Span, ...]:
 
 @lru_cache(maxsize=1024)
 def bit_reversed_spans(elements: int, ranks: int) -> tuple[Span, ...]:
-    """Return the owners of an all-reduce: with these, each round keeps and sends one contiguous run."""
+    """Return the owners of an all-reduce: each round keeps and sends one contiguous run."""
     spans, bits = equal_spans(elements, ranks), ranks.bit_length() - 1
     return tuple(spans[int(format(rank, f"0{bits}b")[::-1], 2)] for rank in range(ranks))
 
 
 def split_spans(spans: Sequence[Span], length: int) -> list[Span]:
-    """Split spans into runs of at most `length` elements; both ranks of a round split them alike."""
+    """Split spans into runs of at most `length` elements, alike on both ranks of a round."""
     return [
         Span(at, min(at + length, span.stop))
         for span in spans

@@ -146,15 +146,15 @@ def reduce_bucket(reducer: DdpReducer, bucket: GradBucket) -> torch.futures.Futu
     return reducer.reduce(bucket.parameters(), bucket.buffer())
 
 
-# DDP compares annotations with classes, and `from __future__ import annotations` makes them strings.
+# DDP compares annotations with classes; `from __future__ import annotations` makes them strings.
 reduce_bucket.__annotations__.update(bucket=GradBucket, **{"return": torch.futures.Future[Tensor]})
 
 
 def check_options(model: DistributedDataParallel) -> None:
     """Require the options of DDP on which the communication hook depends.
 
-    With `static_graph`, for one, DDP skips its hooks until it has seen a whole backward, so the first
-    bucket would have no partial gradients.
+    With `static_graph`, for one, DDP skips its hooks until it has seen a whole backward, so the
+    first bucket would have no partial gradients.
 
     Raises:
         UnsupportedError: One of the options is set.

@@ -60,7 +60,7 @@ class TreeReduceScatter(ReduceScatter):
                 if self.current is None
                 else f"{op} of {input_tensor.dtype}",
                 remedy="divide the loss by the global count of active tokens, since gradients are "
-                "summed; for fp64, or a forced sum, pass the model to Gradients without fully_shard",
+                "summed; for fp64, or a forced sum, pass the model without fully_shard",
             )
         if self.pushed is not None:
             raise UnsupportedError(
@@ -80,7 +80,7 @@ class TreeReduceScatter(ReduceScatter):
 
 
 class FsdpReducer:
-    """Reduces every micro-batch over the ranks; after the last one `p.grad` is the whole batch's."""
+    """Reduces every micro-batch over the ranks, and merges the micro-batches."""
 
     def __init__(
         self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None
@@ -132,8 +132,8 @@ class FsdpReducer:
             raise UnsupportedError(
                 expected="one backward in each micro-batch, through every fully_shard group",
                 received=f"none through {missing} of {len(self._scatters)}",
-                remedy="call fully_shard on what every micro-batch uses, or pass the plain model to "
-                "Gradients",
+                remedy="call fully_shard on what every micro-batch uses, or pass the plain model "
+                "to Gradients",
             )
         for scatter in self._scatters:
             scatter.current = scatter.pushed = None
@@ -168,7 +168,7 @@ class FsdpReducer:
 
 
 def check_micro_order(batch: GlobalBatch) -> None:
-    """Require that each micro-batch is a contiguous run of samples, divided over at least two ranks.
+    """Require micro-batches of consecutive samples, divided over at least two ranks.
 
     Raises:
         UnsupportedError: The batch has another order, or one rank.
@@ -209,7 +209,7 @@ def check_shard_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None
 
 
 def set_grad_dtype(module: FSDPModule, chosen: Callable[[torch.dtype], torch.dtype]) -> None:
-    """Set the gradient dtype of the all-gathered parameters, which exist after the first unshard."""
+    """Set the gradient dtype of the all-gathered parameters; the first unshard makes them."""
     handle = module.unshard()
     if handle is not None:
         handle.wait()
@@ -223,8 +223,8 @@ def set_grad_dtype(module: FSDPModule, chosen: Callable[[torch.dtype], torch.dty
 def end_failed_backward(model: nn.Module) -> None:
     """Run FSDP2's end of a backward with nothing to reduce, so that no other rank is waited for.
 
-    Otherwise the all-gathered parameters keep a gradient of the failed step, and FSDP2 never ends the
-    next backward.
+    Otherwise the all-gathered parameters keep a gradient of the failed step, and FSDP2 never ends
+    the next backward.
     """
     if state_of(model)._is_root is None:
         return  # there was no forward yet

@@ -24,8 +24,8 @@ def total_norm(
     """Return the 2-norm of the gradients of a sharded model, with the bits of the unsharded one.
 
     Squares are summed exactly, and every element is counted once: DTensor gradients by their
-    placements, tensor-parallel shards on each rank, replicated gradients on the first rank. All ranks
-    of the group call this.
+    placements, tensor-parallel shards on each rank, replicated gradients on the first rank. All
+    ranks of the group call this.
 
     Args:
         parameters: A model, a parameter or parameters, whose `grad` is used.
@@ -36,7 +36,7 @@ def total_norm(
 
     Raises:
         ArgumentError: The group does not have all shards.
-        UnsupportedError: A gradient is a pending sum, or another rank could not count its gradients.
+        UnsupportedError: A gradient has a partial placement, or another rank raised an error.
 
     Example:
         >>> import torch

@@ -24,8 +24,8 @@ OURS = (
 class GradientChecks:
     """Requires one gradient per parameter and micro-batch, from one isobit operator.
 
-    See [Note: one delivery per parameter] in ops/share.py. A hook on a leaf sees the sum of all uses
-    before it becomes `p.grad`.
+    See [Note: one delivery per parameter] in ops/share.py. A hook on a leaf sees the sum of all
+    uses before it becomes `p.grad`.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:

@@ -27,8 +27,8 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, Tensor]]:
 def expect_partial_gradients(parameters: list[nn.Parameter], batch: GlobalBatch) -> None:
     """Let autograd write unrounded gradients, before a micro-batch.
 
-    A gradient of a share of the batch has the dtype of sums (fp32 for 16-bit parameters); one of the
-    whole batch is already rounded. Autograd must not convert it: a conversion loses the operator's
+    A gradient of a share of the batch has the dtype of sums (fp32 for 16-bit parameters); one of
+    the whole batch is already rounded. Autograd must not convert it: a conversion loses the operator's
     mark, [Note: one delivery per parameter].
 
     Raises:

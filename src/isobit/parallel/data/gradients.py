@@ -11,8 +11,8 @@ subtree of that tree (global_batch.py), so its gradient is the unrounded value o
    and push it into the parameter's binary counter (partial_gradients.py). The counter adds two
    partial gradients as soon as they are siblings in the tree, like a carry in binary addition.
 3. In the last micro-batch the counter's root is this rank's whole subtree. The roots of all ranks
-   are all-reduced in buckets along [Note: the reduction tree over ranks], which is the upper part of
-   the same sample tree.
+   are all-reduced in buckets along [Note: the reduction tree over ranks], which is the upper part
+   of the same sample tree.
 4. One rounding into `p.grad`.
 
 What differs per wrapper is who launches step 3: hooks (plain_reducer.py), DDP's communication hook
@@ -78,7 +78,8 @@ class Gradients:
         ...     for micro in range(micro_batches):
         ...         rows = x[batch.samples(0, micro)]
         ...         with gradients.micro_batch(micro) as share:
-        ...             samples = isobit.Samples.packed([5] * share.size, share.first, share.of)
+        ...             lengths = [5] * share.size
+        ...             samples = isobit.Samples.packed(lengths, first=share.first, of=share.of)
         ...             loss = model(rows.flatten(0, 1), samples=samples).square().sum() / 20
         ...             loss.backward()
         ...     return model.weight.grad

@@ -70,7 +70,7 @@ def check_no_leftover_gradients(parameters: list[nn.Parameter]) -> None:
             raise ArgumentError(
                 expected="no gradient from before",
                 received=f"a gradient of a parameter {list(parameter.shape)}",
-                remedy="call optimizer.zero_grad() after optimizer.step(): it sets gradients to None",
+                remedy="call optimizer.zero_grad(), which sets gradients to None, after each step",
             )
 
 

@@ -115,7 +115,8 @@ class RowParallelLinear(ParallelLinear):
         >>> from isobit.simulator import World
         >>> whole, x = isobit.nn.Linear(512, 32), torch.randn(2, 3, 512)
         >>> def forward(rank):
-        ...     layer = RowParallelLinear.from_linear(whole, TensorParallelGroup.of(dist.group.WORLD))
+        ...     tp_group = TensorParallelGroup.of(dist.group.WORLD)
+        ...     layer = RowParallelLinear.from_linear(whole, tp_group)
         ...     return layer(x.chunk(2, -1)[rank].contiguous())
         >>> all(isobit.bits.equal(y, whole(x)) for y in World(2).run(forward).values)
         True

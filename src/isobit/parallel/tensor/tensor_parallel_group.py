@@ -64,8 +64,8 @@ class TensorParallelGroup:
     def combine_bits(self, held: Tensor) -> Tensor:
         """Combine tensors of which one rank has each element and all others +0.0.
 
-        Raw bits are summed as integers, so that -0.0 survives; integer sums have no order. Two 16-bit
-        elements are one int32, since backends do not support int16.
+        Raw bits are summed as integers, so that -0.0 survives; integer sums have no order. Two
+        16-bit elements are one int32, since backends do not support int16.
         """
         if self.size == 1:
             return held

@@ -1,4 +1,4 @@
-"""Logits over a vocabulary that is split over ranks: each rank computes its own, then all-gather."""
+"""Logits over a vocabulary that is split over ranks: computed per rank, then gathered."""
 
 from __future__ import annotations
 

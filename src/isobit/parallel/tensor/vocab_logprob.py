@@ -66,7 +66,7 @@ def vocab_logprob(
 
 
 class VocabLogprob(torch.autograd.Function):
-    """Gathers the pairs of all ranks; dhidden is summed over ranks, the weight's gradient is local."""
+    """Gathers the pairs of all ranks; sums dhidden over ranks; dweight is local."""
 
     @staticmethod
     def forward(
