@@ -30,7 +30,7 @@ from isobit.parallel.collectives.rank_group import is_first_rank
 from isobit.parallel.tensor.shard import Shard, owner_of, shard_table
 
 FORMAT = 1
-# Beside torch's own files: the step, the user's extra data and the options of the optimizer.
+# A file next to torch's own: the step, the user's extra data and the options of the optimizer.
 RECORD = "isobit.json"
 
 
@@ -68,8 +68,7 @@ def save(
         UnsupportedError: A parameter is both a DTensor and a tensor-parallel shard.
 
     Example:
-        >>> import tempfile
-        >>> import isobit
+        >>> import isobit, tempfile
         >>> from isobit.parallel import checkpoint
         >>> model = isobit.nn.Linear(4, 4)
         >>> with tempfile.TemporaryDirectory() as folder:
@@ -87,9 +86,7 @@ def save(
         )
     groups = [] if optimizer is None else describe_groups(optimizer, names_of(model))
     record = json.dumps({"format": FORMAT, "step": step, "extra": extra or {}, "groups": groups})
-    state: dict[str, Any] = {"model": split_views(model, model.state_dict())}
-    if optimizer is not None:
-        state["optimizer"] = optimizer_views(model, optimizer)
+    state = state_views(model, optimizer)
     if is_first_rank():
         shutil.rmtree(unfinished, ignore_errors=True)
     wait_for_all()
@@ -136,14 +133,21 @@ def load(
             remedy="load it with the version of isobit that saved it, or read its tensors with "
             "torch.distributed.checkpoint",
         )
-    state: dict[str, Any] = {"model": split_views(model, model.state_dict())}
     if optimizer is not None:
         restore_groups(optimizer, names_of(model), record["groups"])
         allocate_state(source, model, optimizer)
-        state["optimizer"] = optimizer_views(model, optimizer)
+    state = state_views(model, optimizer)
     with with_or_without_ranks() as no_dist:
         read_folder(state, checkpoint_id=source, no_dist=no_dist)
     return Loaded(int(record["step"]), dict(record["extra"]))
+
+
+def state_views(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return the tensors of model and optimizer as torch.distributed.checkpoint expects them."""
+    state: dict[str, Any] = {"model": split_views(model, model.state_dict())}
+    if optimizer is not None:
+        state["optimizer"] = optimizer_views(model, optimizer)
+    return state
 
 
 def split_views(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -52,7 +52,7 @@ class BucketedAllReduce:
         self._begin()
 
     def _begin(self) -> None:
-        """Start a step with new buckets: the last ones belong to the caller or are in flight."""
+        """Start a step with new buckets: the last ones belong to the caller or are still being summed."""
         self._step += 1
         self._missing = [set(members) for members in self._members]
         self._works: list[AsyncWork] = []
@@ -91,7 +91,7 @@ class BucketedAllReduce:
     def clear(self) -> None:
         """Abandon this step after a failure.
 
-        Collectives in flight are waited for by the next `finish()`, not here: another rank may
+        Running collectives are waited for by the next `finish()`, not here: another rank may
         never launch its side, and the exception that is being raised must reach the user.
         """
         self._abandoned += self._works

@@ -96,8 +96,7 @@ class DdpReducer:
             raise UnsupportedError(
                 expected="a backward inside Gradients.micro_batch",
                 received="a backward of its own",
-                remedy="run it under model.no_sync(), or wrap the module in "
-                "DistributedDataParallel anew",
+                remedy="run it under model.no_sync(), or make a new DistributedDataParallel",
             )
         roots = [self._roots.pop(p) for p in parameters]
         flat = torch.cat([root.reshape(-1).to(accumulation_dtype(root.dtype)) for root in roots])

@@ -82,18 +82,7 @@ def column_linear_group(
         CutError: The number of ranks does not divide the groups.
     """
     given = tuple(biases) if biases is not None else (None,) * len(weights)
-    if len(given) != len(weights) or not weights:
-        raise ArgumentError(
-            expected="one or more weights, and a bias or None for each",
-            received=f"{len(weights)} weights and {len(given)} biases",
-            remedy="leave biases out where no layer has one",
-        )
-    if groups < 1 or groups % tp_group.size:
-        raise CutError(
-            expected=f"whole groups on each rank: a number of ranks that divides {groups}",
-            received=f"{tp_group.size} ranks",
-            remedy="use no more ranks than there are key heads, or shares of gate and up",
-        )
+    check_counts(len(weights), len(given), groups, tp_group.size)
     x, *cast = cast_for_autocast(x, *weights, *given)
     weights, given = cast[: len(weights)], tuple(cast[len(weights) :])
     for weight, bias in zip(weights, given, strict=True):
@@ -107,6 +96,22 @@ def column_linear_group(
     call = Call(tp_group, known, cut, groups // tp_group.size, len(weights))
     outputs: tuple[Tensor, ...] = ColumnLinear.apply(x, call, *weights, *given)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def check_counts(weights: int, biases: int, groups: int, ranks: int) -> None:
+    """Require one bias per weight, and whole groups on each rank."""
+    if biases != weights or not weights:
+        raise ArgumentError(
+            expected="one or more weights, and a bias or None for each",
+            received=f"{weights} weights and {biases} biases",
+            remedy="leave biases out where no layer has one",
+        )
+    if groups < 1 or groups % ranks:
+        raise CutError(
+            expected=f"whole groups on each rank: a number of ranks that divides {groups}",
+            received=f"{ranks} ranks",
+            remedy="use no more ranks than there are key heads, or shares of gate and up",
+        )
 
 
 @dataclass(frozen=True)
@@ -170,7 +175,7 @@ def start_input_grad(
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """A linear layer of which each rank has N/P rows and computes as many outputs.
+    """A linear layer whose N rows are split over P ranks; each rank computes N/P outputs.
 
     `out_features` stays that of the whole layer. Arguments: see `ParallelLinear`.
 

@@ -100,7 +100,7 @@ class RowLinear(torch.autograd.Function):
 
 
 class RowParallelLinear(ParallelLinear):
-    """A linear layer of which each rank has K/P columns; its output is whole on every rank.
+    """A linear layer whose K columns are split over P ranks; its output is whole on every rank.
 
     `in_features` stays that of the whole layer. Arguments: see `ParallelLinear`.
 

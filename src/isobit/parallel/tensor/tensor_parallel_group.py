@@ -62,7 +62,7 @@ class TensorParallelGroup:
         return work.wait if work is not None else lambda: None
 
     def combine_bits(self, held: Tensor) -> Tensor:
-        """Combine tensors of which one rank has each element and all others +0.0.
+        """Combine tensors whose elements are each set on one rank, and +0.0 on all others.
 
         Raw bits are summed as integers, so that -0.0 survives; integer sums have no order. Two
         16-bit elements are one int32, since backends do not support int16.

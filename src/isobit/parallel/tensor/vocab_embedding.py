@@ -103,7 +103,7 @@ class VocabEmbedding(torch.autograd.Function):
 
 
 class VocabParallelEmbedding(nn.Embedding):
-    """An embedding of which each rank has V/P rows; its output is whole on every rank.
+    """An embedding whose V rows are split over P ranks; its output is whole on every rank.
 
     `num_embeddings` and `padding_idx` stay those of the whole table.
 
