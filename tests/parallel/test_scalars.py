@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from isobit import ArgumentError, UnsupportedError, bits, exact_sum
 from isobit.order.exact_sum import round_fp32
 from isobit.parallel.collectives.rank_group import RankGroup
-from isobit.parallel.data.grad_norm import clip_grad_norm_, total_norm
+from isobit.parallel.data.grad_norm import clip_grad_norm_, get_total_norm
 from isobit.parallel.data.loss_meter import MOST_RANKS, LossMeter, add_states, divide
 from isobit.parallel.tensor.local_shards import counted_here, find_shards, local_shard_of
 from tests.guards.gloo_ranks import TRIES, Part, drawn, found_by_ranks, with_grad
@@ -129,9 +129,9 @@ def test_meter_refuses():
 
 def test_without_ranks_it_is_the_plain_norm():
     grad = drawn(3, 50)
-    assert total_norm(with_grad(torch.tensor([3.0, 4.0]))) == 5.0
+    assert get_total_norm(with_grad(torch.tensor([3.0, 4.0]))) == 5.0
     made = with_grad(grad)
     clip_grad_norm_([made], 1.0)
-    assert total_norm([made]) < 1.001
+    assert get_total_norm([made]) < 1.001
     with pytest.raises(UnsupportedError, match="finite"):
         clip_grad_norm_(with_grad(torch.tensor([torch.nan])), 1.0, error_if_nonfinite=True)

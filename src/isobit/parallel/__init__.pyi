@@ -4,7 +4,7 @@ from isobit.parallel.collectives.tree_collectives import all_reduce as all_reduc
 from isobit.parallel.collectives.tree_collectives import reduce_scatter as reduce_scatter
 from isobit.parallel.data.global_batch import GlobalBatch as GlobalBatch
 from isobit.parallel.data.grad_norm import clip_grad_norm_ as clip_grad_norm_
-from isobit.parallel.data.grad_norm import total_norm as total_norm
+from isobit.parallel.data.grad_norm import get_total_norm as get_total_norm
 from isobit.parallel.data.gradients import Gradients as Gradients
 from isobit.parallel.data.loss_meter import LossMeter as LossMeter
 from isobit.parallel.data.sampler import GlobalBatchSampler as GlobalBatchSampler

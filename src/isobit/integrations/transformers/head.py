@@ -11,9 +11,11 @@ from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import Layout
 from isobit.integrations.transformers.package import library
 from isobit.ops import dispatch
-from isobit.ops.linear.op import cast_for_autocast, linear_fp32, spans_of
+from isobit.ops.arguments import cast_for_autocast
+from isobit.ops.linear.op import linear_fp32
 from isobit.ops.logprob.loss import linear_cross_entropy
 from isobit.ops.logprob.op import IGNORED, linear_logprob
+from isobit.ops.portable.samples import spans_of
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.samples import Samples
 from isobit.parallel.tensor.shard import tp_group_of
@@ -88,7 +90,7 @@ def loss_of(
     count = inputs.get("num_items_in_batch")
     asked: dict[str, Any] = {
         "ignore_index": ignored,
-        "count": None if count is None else int(count),
+        "num_items": None if count is None else int(count),
         "samples": layout.samples,
     }
     tp_group = tp_group_of(head)

@@ -13,10 +13,11 @@ from isobit.integrations.transformers.layout import Layout, current_layout, in_f
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.refusals import check_embedding
 from isobit.integrations.transformers.residual import add, fork
+from isobit.ops.arguments import cast_for_autocast
 from isobit.ops.attention.op import attention
 from isobit.ops.embedding.op import embedding
 from isobit.ops.linear.group import linear_group
-from isobit.ops.linear.op import cast_for_autocast, linear
+from isobit.ops.linear.op import linear
 from isobit.ops.rms_norm.op import rms_norm
 from isobit.ops.rotary.op import rotary
 from isobit.ops.swiglu.op import swiglu
@@ -169,11 +170,11 @@ def attend(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        causal=module.is_causal,
+        is_causal=module.is_causal,
         scale=scaling,
         window=sliding_window,
-        queries=layout.samples,
-        keys=layout.keys,
+        q_samples=layout.samples,
+        k_samples=layout.keys,
     )
     return mixed, None
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from isobit import machine
-from isobit.ops.nans import settle_nans
+from isobit.ops.portable.rounding import settle_nans
 
 # torch's grain size: an addition of no more elements starts no threads.
 BLOCK = 32768

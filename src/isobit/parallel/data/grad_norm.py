@@ -18,7 +18,7 @@ from isobit.parallel.tensor.local_shards import counted_here, find_shards, is_dt
 
 
 @torch.no_grad()
-def total_norm(
+def get_total_norm(
     parameters: nn.Module | Tensor | Iterable[Tensor], *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
     """Return the 2-norm of the gradients of a sharded model, with the bits of the unsharded one.
@@ -32,7 +32,7 @@ def total_norm(
         group: All ranks that have a shard; None is the default group.
 
     Returns:
-        The norm as an fp32 scalar: the bits of `isobit.optim.total_norm`.
+        The norm as an fp32 scalar: the bits of `isobit.optim.get_total_norm`.
 
     Raises:
         ArgumentError: The group does not have all shards.
@@ -43,7 +43,7 @@ def total_norm(
         >>> import isobit
         >>> weight = torch.nn.Parameter(torch.zeros(2))
         >>> weight.grad = torch.tensor([3.0, 4.0])
-        >>> isobit.parallel.total_norm([weight]).item()
+        >>> isobit.parallel.get_total_norm([weight]).item()
         5.0
     """
     ranks = RankGroup.of(group)
@@ -100,7 +100,7 @@ def clip_grad_norm_(
     """
     given = list_of(parameters)
     refuse_unfinished("clip_grad_norm_", given)
-    norm = total_norm(parameters if isinstance(parameters, nn.Module) else given, group=group)
+    norm = get_total_norm(parameters if isinstance(parameters, nn.Module) else given, group=group)
     if error_if_nonfinite and not norm.isfinite():
         raise UnsupportedError(
             expected="gradients of finite norm",
