@@ -13,35 +13,35 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.gates.model import fixture
-from isobit.gates.model.gate import Report, run_gate
+from isobit.gates.model import batches
+from isobit.gates.model.batch_layout_gate import GateReport, run_gate
 from isobit.gates.model.models import build_model
-from isobit.gates.model.scorers import Ordered, Stock
+from isobit.gates.model.scorers import IsobitScorer, StockScorer
 from isobit.integrations.transformers import head, modules
 from isobit.integrations.transformers.enabling import enabled as scope
 
 FAMILIES = ("qwen3-tiny", "qwen2-tiny", "llama-tiny")
 SELECTED = "log-probability"
-Subject = Callable[[Tensor, str], Report]
+Subject = Callable[[Tensor, str], GateReport]
 
 
-def enabled(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
+def enabled(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
     """The gate on an enabled model of the dtype that was drawn."""
     return run_enabled(name, drawn.dtype)
 
 
 @lru_cache(maxsize=8)  # two claims ask for the same gate
-def run_enabled(name: str, dtype: torch.dtype) -> Report:
+def run_enabled(name: str, dtype: torch.dtype) -> GateReport:
     model = build_model(name, dtype)
     with scope(model, strict=False), torch.enable_grad():
-        return run_gate(Ordered(model), fixture.draw_samples(model.config.vocab_size))
+        return run_gate(IsobitScorer(model), batches.draw_samples(model.config.vocab_size))
 
 
-def stock(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
+def stock(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
     """The same gate on the model as it is."""
     model = build_model(name, drawn.dtype)
     with torch.enable_grad():
-        return run_gate(Stock(model), fixture.draw_samples(model.config.vocab_size))
+        return run_gate(StockScorer(model), batches.draw_samples(model.config.vocab_size))
 
 
 def selected(subject: Subject, case: Case, tally: Tally) -> None:
@@ -61,7 +61,7 @@ def count(subject: Subject, case: Case, tally: Tally, wanted: Callable[[str], bo
             return
         report = subject(case.arguments["drawn"], name)
         rows = [row for row in report.rows if wanted(row.quantity)]
-        tally.count(sum(fixture.LENGTHS))
+        tally.count(sum(batches.LENGTHS))
         if not rows or report.trained != report.parameters:
             tally.fail(
                 f"{name}: {len(rows)} rows, {report.trained} of {report.parameters} parameters with gradients"
@@ -86,7 +86,7 @@ def planted(home: Any, name: str, wrong: Callable[..., Any]) -> Iterator[None]:
         setattr(home, name, right)
 
 
-def with_stock_linear(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
+def with_stock_linear(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
     """Output and down projections by stock."""
 
     def wrong(_: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, **__: Any) -> Tensor:
@@ -96,7 +96,7 @@ def with_stock_linear(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
         return run_enabled.__wrapped__(name, drawn.dtype)
 
 
-def with_keys_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
+def with_keys_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
     """Attention over a whole row of the batch, padding included."""
 
     def wrong(
@@ -115,7 +115,7 @@ def with_keys_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
         return run_enabled.__wrapped__(name, drawn.dtype)
 
 
-def with_positions_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
+def with_positions_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
     """Rotary angles by the place in the row, padding counted."""
 
     def wrong(right: Any, module: Any, x: Tensor, places: Tensor) -> Any:
@@ -125,7 +125,7 @@ def with_positions_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
         return run_enabled.__wrapped__(name, drawn.dtype)
 
 
-def with_padded_dgamma(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
+def with_padded_dgamma(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
     """A norm's gradient over the padded batch."""
 
     def wrong(
@@ -143,7 +143,7 @@ def with_padded_dgamma(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
         return run_enabled.__wrapped__(name, drawn.dtype)
 
 
-def with_stock_norm(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
+def with_stock_norm(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
     """A norm by stock."""
 
     def wrong(_: Any, x: Tensor, weight: Tensor, eps: float, **__: Any) -> Tensor:
@@ -153,7 +153,7 @@ def with_stock_norm(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
         return run_enabled.__wrapped__(name, drawn.dtype)
 
 
-def with_stock_loss(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
+def with_stock_loss(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
     """Logits, then a mean, by stock."""
 
     def wrong(_: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **__: Any) -> Tensor:

@@ -14,23 +14,23 @@ from torch.distributed.tensor import DTensor
 from isobit import optim
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.gates.training import train
-from isobit.gates.training.gate import Outcome, run_jobs
-from isobit.gates.training.launch import Job
-from isobit.gates.training.layouts import Layout
+from isobit.gates.training import train_isobit
+from isobit.gates.training.launcher import Job
+from isobit.gates.training.rank_layout_gate import Outcome, run_jobs
+from isobit.gates.training.rank_layouts import RankLayout
 from isobit.gates.training.workload import find_workload
 from isobit.order.tree import Counter, Node
-from isobit.parallel.collectives import transports
-from isobit.parallel.data import partials
+from isobit.parallel.collectives import all_to_all
+from isobit.parallel.data import partial_gradients
 
 WORKLOAD = "tiny"
 LAYOUTS = (
-    Layout(1, 1, 1),
-    Layout(1, 8, 1),
-    Layout(4, 2, 1),
-    Layout(2, 2, 2),
-    Layout(2, 4, 1, "ddp"),
-    Layout(4, 2, 1, "fsdp2"),
+    RankLayout(1, 1, 1),
+    RankLayout(1, 8, 1),
+    RankLayout(4, 2, 1),
+    RankLayout(2, 2, 2),
+    RankLayout(2, 4, 1, "ddp"),
+    RankLayout(4, 2, 1, "fsdp2"),
 )
 Subject = Callable[[Tensor], Iterable[Outcome]]
 
@@ -120,7 +120,7 @@ def with_left_fold(drawn: Tensor) -> Iterator[Outcome]:
                 node, value = covering(first, node), total.add_(value)
             self.append((node, value))
 
-    with planted(partials, "Counter", Fold):
+    with planted(partial_gradients, "Counter", Fold):
         yield from run_each(drawn.dtype)
 
 
@@ -138,18 +138,18 @@ def with_rounded_partials(drawn: Tensor) -> Iterator[Outcome]:
         def push(self, node: Any, value: Any) -> None:
             super().push(node, value.bfloat16().float())
 
-    with planted(partials, "Counter", Rounded):
+    with planted(partial_gradients, "Counter", Rounded):
         yield from run_each(drawn.dtype)
 
 
 def with_mean_of_means(drawn: Tensor) -> Iterator[Outcome]:
     """Each micro-batch divided by its own count, then by the number of them: wrong where samples are unequal."""
-    right = train.share_loss
+    right = train_isobit.share_loss
 
     def wrong(found: Tensor, rows: Any, active: int, shares: int) -> Tensor:
         return right(found, rows, rows.active * shares, shares)
 
-    with planted(train, "share_loss", wrong):
+    with planted(train_isobit, "share_loss", wrong):
         yield from run_each(drawn.dtype)
 
 
@@ -159,7 +159,7 @@ def with_fold_by_rank(drawn: Tensor) -> Iterator[Outcome]:
     def wrong(rows: Sequence[Tensor], total: Tensor) -> None:
         total.copy_(reduce(torch.add, rows))
 
-    with planted(transports, "add_rows", wrong):
+    with planted(all_to_all, "add_rows", wrong):
         yield from run_each(drawn.dtype)
 
 
@@ -171,18 +171,18 @@ def with_local_norm(drawn: Tensor) -> Iterator[Outcome]:
             [p for p in model.parameters() if not isinstance(p, DTensor)], most
         )
 
-    with planted(train, "clip_grad_norm_", wrong):
+    with planted(train_isobit, "clip_grad_norm_", wrong):
         yield from run_each(drawn.dtype)
 
 
 def with_idle_optimizer(drawn: Tensor) -> Iterator[Outcome]:
     """At a rate of 0 all layouts agree, since nothing moves."""
-    with planted(train, "AdamW", lambda parameters, **_: optim.AdamW(parameters, lr=0.0)):
+    with planted(train_isobit, "AdamW", lambda parameters, **_: optim.AdamW(parameters, lr=0.0)):
         yield from run_each(drawn.dtype)
 
 
 def with_loss_of_nan(drawn: Tensor) -> Iterator[Outcome]:
     """Every layout has the same NaN everywhere."""
-    right = train.share_loss
-    with planted(train, "share_loss", lambda *given: right(*given) * float("nan")):
+    right = train_isobit.share_loss
+    with planted(train_isobit, "share_loss", lambda *given: right(*given) * float("nan")):
         yield from run_each(drawn.dtype)

@@ -1,4 +1,4 @@
-"""The verdict over layouts: one loss curve and one digest, or which layouts part and by how much."""
+"""The rank-layout gate: train in every layout and compare loss curves and digests."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from isobit.files import write_text
-from isobit.gates.training.code import code_digest
-from isobit.gates.training.digest import Curve
-from isobit.gates.training.launch import Job, run_job
-from isobit.gates.training.layouts import Layout
+from isobit.gates.training.code_digest import code_digest
+from isobit.gates.training.launcher import Job, run_job
+from isobit.gates.training.rank_layouts import RankLayout
+from isobit.gates.training.training_curve import Curve
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A layout that ran."""
+    """The result of one layout."""
 
-    layout: Layout
+    layout: RankLayout
     dtype: str
     stock: bool
     transport: str
@@ -27,39 +27,39 @@ class Outcome:
 
     @property
     def name(self) -> str:
-        """As tables call it: what trains, and data × micro × tensor."""
+        """A name for tables, such as "isobit ddp 2×2×1" (data × micro × tensor)."""
         plain = "stock" if self.stock else "isobit"
         engine = plain if self.layout.engine == "isobit" else f"{plain} {self.layout.engine}"
         return f"{engine} {self.layout.data}×{self.layout.micro}×{self.layout.tensor}"
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Of one side (isobit's or stock's) in one dtype; layouts are compared with the first."""
+class RankLayoutVerdict:
+    """The comparison of all layouts of one side (isobit or stock) in one dtype."""
 
     side: str
     dtype: str
     layouts: int
     steps: int
     curves: int  # distinct loss curves
-    weights: int  # distinct digests, and so on
+    weights: int  # distinct digests of weights; likewise below
     gradients: int
     optimizers: int
     parted: float  # the largest difference of two layouts' losses at one step
-    healthy: bool  # all finite, all changed
+    healthy: bool  # everything is finite, and training changed the weights
 
     @property
     def kept(self) -> bool:
-        """One of each, from two layouts or more, of a run that moved."""
+        """Whether two layouts or more gave one curve and digest of a run that changed weights."""
         one = self.curves == self.weights == self.gradients == self.optimizers == 1
         return one and self.layouts > 1 and self.steps > 0 and self.healthy
 
 
-def judge(outcomes: Sequence[Outcome]) -> Verdict:
-    """Of one side and dtype."""
+def judge(outcomes: Sequence[Outcome]) -> RankLayoutVerdict:
+    """Compare the outcomes of one side and dtype."""
     curves = [outcome.curve for outcome in outcomes]
     by_step = list(zip(*(curve.losses for curve in curves), strict=True))
-    return Verdict(
+    return RankLayoutVerdict(
         side="stock" if any(o.stock for o in outcomes) else "isobit",
         dtype=", ".join(sorted({o.dtype for o in outcomes})),
         layouts=len({(o.layout, o.transport) for o in outcomes}),
@@ -74,9 +74,17 @@ def judge(outcomes: Sequence[Outcome]) -> Verdict:
 
 
 def run_jobs(
-    jobs: Iterable[Job], tell: Callable[[Job], None] = lambda job: None, keep: Path | None = None
+    jobs: Iterable[Job],
+    progress: Callable[[Job], None] = lambda job: None,
+    keep: Path | None = None,
 ) -> list[Outcome]:
-    """Each in turn. With `keep`, outcomes are a line each of that file; those that this code left are not run again."""
+    """Run jobs one after another.
+
+    Args:
+        jobs: The layouts to train.
+        progress: Called with each job when it is done.
+        keep: A file that stores one outcome per line; outcomes of the same code are not run again.
+    """
     known = read_outcomes(keep) if keep is not None else {}
     found = []
     for job in jobs:
@@ -94,26 +102,29 @@ def run_jobs(
                         + "\n"
                     )
         found.append(outcome)
-        tell(job)
+        progress(job)
     return found
 
 
-def read_outcomes(path: Path) -> dict[tuple[Layout, str, str, bool, str], Outcome]:
-    """What `run_jobs` of this code wrote; a line that was cut short, as when it was killed, is taken off the file."""
+def read_outcomes(path: Path) -> dict[tuple[RankLayout, str, str, bool, str], Outcome]:
+    """Read the outcomes that `run_jobs` of the same code stored.
+
+    An incomplete last line, left by a run that was killed, is removed from the file.
+    """
     known = {}
     text = path.read_text() if path.exists() else ""
     whole = text[: text.rfind("\n") + 1]
     if whole != text:
         write_text(path, whole)
     for line in whole.splitlines():
-        said = json.loads(line)
-        if said.pop("code", "") != code_digest():
-            continue  # another version's
+        record = json.loads(line)
+        if record.pop("code", "") != code_digest():
+            continue  # stored by another version of the code
         workload, layout, curve = (
-            said.pop("workload"),
-            Layout(**said.pop("layout")),
-            Curve.read(said.pop("curve")),
+            record.pop("workload"),
+            RankLayout(**record.pop("layout")),
+            Curve.read(record.pop("curve")),
         )
-        outcome = Outcome(layout=layout, curve=curve, **said)
+        outcome = Outcome(layout=layout, curve=curve, **record)
         known[layout, workload, outcome.dtype, outcome.stock, outcome.transport] = outcome
     return known

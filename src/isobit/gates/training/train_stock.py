@@ -1,4 +1,4 @@
-"""The control: the same training by stock PyTorch, in the same layouts, with its own engines."""
+"""The control: the same training by stock PyTorch, in the same rank layouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from isobit.gates.training.layouts import Layout
+from isobit.gates.training.rank_layouts import RankLayout
 from isobit.gates.training.workload import (
     Rows,
     Workload,
@@ -43,13 +43,15 @@ PLAN: dict[str, type[ParallelStyle]] = {
 
 
 class Loss(nn.Module):
-    """The summed loss of a micro-batch, as a module: what DDP and fully_shard wrap."""
+    """The summed loss of a micro-batch as a module, which DDP and fully_shard wrap."""
 
     def __init__(self, model: Any) -> None:
+        """Wrap a model of transformers."""
         super().__init__()
         self.model = model
 
     def forward(self, rows: Rows) -> Tensor:
+        """Return the sum of the cross-entropies of all active tokens."""
         logits = self.model(input_ids=rows.ids, attention_mask=rows.mask).logits.float()
         return cross_entropy(
             logits.flatten(0, 1), rows.targets.flatten(), ignore_index=IGNORED, reduction="sum"
@@ -57,9 +59,10 @@ class Loss(nn.Module):
 
 
 class StockRun:
-    """A rank's part of the control."""
+    """One rank's part of a stock training run."""
 
-    def __init__(self, workload: Workload, layout: Layout, dtype: torch.dtype) -> None:
+    def __init__(self, workload: Workload, layout: RankLayout, dtype: torch.dtype) -> None:
+        """Build the model, split it over tensor-parallel ranks and wrap it for the layout."""
         self.workload, self.layout = workload, layout
         self.mesh: DeviceMesh | None = None
         self.data_group: dist.ProcessGroup | None = None
@@ -93,14 +96,13 @@ class StockRun:
         parallelize_module(self.model, self.mesh["tensor"], plan)
 
     def take_step(self, step: int) -> None:
-        """One optimizer step; the loss is divided by the global count of active tokens, as ours is."""
+        """Run one optimizer step; the loss is divided by the global count of active tokens."""
         samples = draw_samples(self.workload, step)
         active, total = active_tokens(samples), torch.zeros(())
         size = self.workload.samples // (self.layout.data * self.layout.micro)
         rank = 0 if self.mesh is None else self.mesh["data"].get_local_rank()
-        averaged = (
-            self.layout.data if self.layout.engine != "isobit" else 1
-        )  # DDP and FSDP2 take the ranks' mean
+        # DDP and FSDP2 average over the ranks.
+        averaged = self.layout.data if self.layout.engine != "isobit" else 1
         for micro in range(self.layout.micro):
             at = (rank * self.layout.micro + micro) * size
             with self._sync(micro == self.layout.micro - 1):
@@ -122,7 +124,7 @@ class StockRun:
         return nullcontext()
 
     def _reduce(self) -> None:
-        """What DDP and FSDP2 do by themselves, for plain ranks; and the head norms' sum over tensor-parallel heads."""
+        """All-reduce what DDP and FSDP2 do not: plain models, and norms of tensor-parallel heads."""
         if self.mesh is None:
             return
         for name, parameter in self.model.named_parameters():
@@ -133,7 +135,7 @@ class StockRun:
                 dist.all_reduce(grad, group=self.data_group)
 
     def _clip(self) -> float:
-        """torch's own, over shards where there are any; one call may not hold both kinds."""
+        """Clip by torch's functions, which do not accept tensors and DTensors in one call."""
         kinds: list[list[Tensor]] = [[], []]
         for parameter in self.loss.parameters():
             kinds[isinstance(parameter.grad, DTensor)].append(parameter)
@@ -151,14 +153,14 @@ class StockRun:
 
 
 def local_of(grad: Any) -> Tensor:
-    """The rank's own memory."""
+    """Return this rank's own part of a gradient."""
     return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
 def train_stock(
-    workload: Workload, layout: Layout, dtype: torch.dtype, stop: int | None = None
+    workload: Workload, layout: RankLayout, dtype: torch.dtype, stop: int | None = None
 ) -> StockRun:
-    """All steps."""
+    """Train all steps, or those before `stop`."""
     run = StockRun(workload, layout, dtype)
     for step in range(workload.steps if stop is None else stop):
         run.optimizer.zero_grad()

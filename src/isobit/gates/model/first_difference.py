@@ -1,4 +1,4 @@
-"""Which module first gives a sample other bits when its batch, or its way through the cache, changes."""
+"""Find the first module whose output changes with the batch layout, for a failed gate's report."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from isobit import bits
-from isobit.gates.model.fixture import WIDTH, Batch, alone, packed, padded
-from isobit.gates.model.layouts import through_cache
+from isobit.gates.model.batch_layouts import through_cache
+from isobit.gates.model.batches import WIDTH, Batch, alone, packed, padded
 from isobit.gates.model.scorers import Scorer
 from isobit.integrations.transformers.structure import is_called
 
 
 def first_module(scorer: Scorer, samples: list[Tensor]) -> str:
-    """The first module, in order of execution, whose rows differ from those of the samples by themselves."""
-    apart: dict[str, dict[int, Tensor]] = {}
+    """Return the first module, in order of execution, whose output depends on the batch layout."""
+    single: dict[str, dict[int, Tensor]] = {}
     for batch in (alone(samples, i) for i in range(len(samples))):
         for name, rows in watch(scorer, batch).items():
-            apart.setdefault(name, {}).update(rows)
+            single.setdefault(name, {}).update(rows)
     right, left = padded(samples, "right"), padded(samples, "left")
     for batch, chunks in (
         (right, None),
@@ -30,16 +30,19 @@ def first_module(scorer: Scorer, samples: list[Tensor]) -> str:
         (left, [1] * WIDTH),
     ):
         for name, rows in watch(scorer, batch, chunks).items():
-            if any(not bits.equal(rows[sample], apart[name][sample]) for sample in rows):
+            if any(not bits.equal(rows[sample], single[name][sample]) for sample in rows):
                 return name
-    return "no module: what stands on the hidden states"
+    return "no module: what is computed from the last hidden states"
 
 
 @torch.no_grad()
 def watch(
     scorer: Scorer, batch: Batch, chunks: Sequence[int] | None = None
 ) -> dict[str, dict[int, Tensor]]:
-    """By module, in the order they ended: its output's rows of each sample; in one call, or in chunks with a cache."""
+    """Return each module's output rows by sample, in the order in which modules finished.
+
+    The batch runs in one call, or in chunks with a cache.
+    """
     seen: dict[str, list[Tensor]] = {}
 
     def keep(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""One rank's training run by isobit: the same program under torchrun, in the simulator, and alone."""
+"""One rank's training run by isobit: the same program under torchrun, simulated, and alone."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-import isobit
-from isobit.gates.training.layouts import Layout
+from isobit.gates.training.rank_layouts import RankLayout
 from isobit.gates.training.workload import (
     Rows,
     Workload,
@@ -23,32 +22,37 @@ from isobit.gates.training.workload import (
     make_model,
 )
 from isobit.integrations.transformers import tensor_parallel
+from isobit.integrations.transformers.enabling import enable
+from isobit.integrations.transformers.forwards import logprobs
+from isobit.ops.exact_sum.op import exact_sum
 from isobit.optim import AdamW
 from isobit.parallel import checkpoint
-from isobit.parallel.data.batch import GlobalBatch
+from isobit.parallel.data.global_batch import GlobalBatch
+from isobit.parallel.data.grad_norm import clip_grad_norm_
 from isobit.parallel.data.gradients import Gradients
-from isobit.parallel.data.scalars import LossMeter, clip_grad_norm_
+from isobit.parallel.data.loss_meter import LossMeter
 
 
 class Scorer(nn.Module):
-    """The log-probabilities of a model, as a module: what DDP and fully_shard wrap."""
+    """The log-probabilities of a model as a module, which DDP and fully_shard wrap."""
 
     def __init__(self, model: Any) -> None:
+        """Wrap a model of transformers on which isobit is enabled."""
         super().__init__()
         self.model = model
 
     def forward(self, rows: Rows) -> Tensor:
-        """[B, T] in fp32; +0 where there is no target."""
-        # A tensor of its own: fully_shard hangs its hooks on what is returned, and a view may lose them.
-        return isobit.logprobs(self.model, rows.ids, rows.mask, targets=rows.targets).clone()
+        """Return log-probabilities [B, T] in fp32; +0 where there is no target."""
+        # Not a view: fully_shard puts its hooks on the output, and a view may lose them.
+        return logprobs(self.model, rows.ids, rows.mask, targets=rows.targets).clone()
 
 
 @dataclass
 class Run:
-    """A rank's part of a run under way."""
+    """One rank's part of a run."""
 
     workload: Workload
-    layout: Layout
+    layout: RankLayout
     mesh: DeviceMesh | None
     scorer: nn.Module
     gradients: Gradients
@@ -58,29 +62,32 @@ class Run:
 
     @property
     def data_group(self) -> dist.ProcessGroup | None:
+        """The data-parallel ranks, or None on one rank."""
         return None if self.mesh is None else self.mesh["data"].get_group()
 
     @property
     def tensor_group(self) -> dist.ProcessGroup | None:
+        """The tensor-parallel ranks, or None on one rank."""
         return None if self.mesh is None else self.mesh["tensor"].get_group()
 
     @property
     def model(self) -> Any:
+        """The model of transformers, without its wrappers."""
         wrapped = (
             self.scorer.module if isinstance(self.scorer, DistributedDataParallel) else self.scorer
         )
         return wrapped.model
 
 
-def make_run(workload: Workload, layout: Layout, dtype: torch.dtype) -> Run:
-    """Builds the model, cuts it, and wraps it in the layout's engine."""
+def make_run(workload: Workload, layout: RankLayout, dtype: torch.dtype) -> Run:
+    """Build the model, split it over tensor-parallel ranks and wrap it for the layout."""
     mesh = None
     if layout.ranks > 1:
         mesh = init_device_mesh(
             "cpu", (layout.data, layout.tensor), mesh_dim_names=("data", "tensor")
         )
     model = make_model(workload, dtype)
-    isobit.enable(model, strict=False)
+    enable(model, strict=False)
     if layout.tensor > 1:
         assert mesh is not None
         tensor_parallel.shard(model, mesh["tensor"])
@@ -101,7 +108,7 @@ def make_run(workload: Workload, layout: Layout, dtype: torch.dtype) -> Run:
 
 
 def take_step(run: Run, step: int) -> None:
-    """One optimizer step over the global batch of this step."""
+    """Run one optimizer step over the global batch of this step."""
     samples = draw_samples(run.workload, step)
     active, meter, batch = active_tokens(samples), LossMeter(), run.gradients.batch
     for micro in range(run.layout.micro):
@@ -117,25 +124,34 @@ def take_step(run: Run, step: int) -> None:
 
 
 def share_loss(found: Tensor, rows: Rows, active: int, shares: int) -> Tensor:
-    """A micro-batch's part of the mean over the global batch's active tokens, whatever else the step holds."""
-    return isobit.exact_sum(found) / -active
+    """Return a micro-batch's part of the mean over the active tokens of the global batch."""
+    return exact_sum(found) / -active
 
 
 def shard_group(run: Run) -> dist.ProcessGroup | None:
-    """The ranks among which a replica's gradients are spread."""
+    """Return the ranks over which the gradients of one replica are sharded."""
     return run.data_group if run.layout.engine == "fsdp2" else run.tensor_group
 
 
 def train(
     workload: Workload,
-    layout: Layout,
+    layout: RankLayout,
     dtype: torch.dtype,
     *,
     stop: int | None = None,
     load: str | None = None,
     save: str | None = None,
 ) -> Run:
-    """All steps, or those before `stop`; after those of a checkpoint, saved at any layout, where one is named."""
+    """Train all steps, or those before `stop`.
+
+    Args:
+        workload: The model and the data.
+        layout: The ranks and micro-batches.
+        dtype: Of the parameters.
+        stop: The step before which to stop.
+        load: A checkpoint to resume from, saved at any layout.
+        save: Where to write a checkpoint at the end.
+    """
     run = make_run(workload, layout, dtype)
     first = 0 if load is None else checkpoint.load(load, run.model, run.optimizer).step
     last = workload.steps if stop is None else stop

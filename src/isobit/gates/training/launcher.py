@@ -1,4 +1,4 @@
-"""Runs a layout: in the simulator, or as processes under torchrun with gloo."""
+"""Run a rank layout: in the simulator, or as processes under torchrun with gloo."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobit.errors import UnsupportedError
-from isobit.gates.training.digest import Curve
-from isobit.gates.training.layouts import Layout
-from isobit.gates.training.rank import run_rank
+from isobit.gates.training.rank_layouts import RankLayout
+from isobit.gates.training.training_curve import Curve
+from isobit.gates.training.worker import run_rank
 from isobit.simulator import World
 
 TRANSPORTS = ("simulator", "gloo")
@@ -20,27 +20,27 @@ TRANSPORTS = ("simulator", "gloo")
 
 @dataclass(frozen=True)
 class Job:
-    """One layout to run, and how."""
+    """One layout to train, and how."""
 
-    layout: Layout
+    layout: RankLayout
     workload: str
     dtype: str
     stock: bool = False
     transport: str = "simulator"
-    stop: int | None = None  # before this step, where not at the workload's end
+    stop: int | None = None  # the step before which to stop; None trains all steps
     load: str | None = None
     save: str | None = None
 
 
 def run_job(job: Job, seed: int = 0) -> tuple[Curve, float]:
-    """The curve, and the seconds it took."""
+    """Return the curve, and the seconds it took."""
     began = time.monotonic()
     curve = under_torchrun(job) if job.transport == "gloo" else in_simulator(job, seed)
     return curve, time.monotonic() - began
 
 
 def in_simulator(job: Job, seed: int) -> Curve:
-    """All ranks in this process; one rank needs no world."""
+    """Run all ranks in this process; a single rank needs no simulated world."""
     options: dict[str, Any] = {
         "stock": job.stock,
         "stop": job.stop,
@@ -58,7 +58,11 @@ def in_simulator(job: Job, seed: int) -> Curve:
 
 
 def under_torchrun(job: Job) -> Curve:
-    """Real processes over gloo."""
+    """Run one process per rank over gloo.
+
+    Raises:
+        UnsupportedError: The processes failed.
+    """
     layout = job.layout
     command = [
         sys.executable,
@@ -87,6 +91,6 @@ def under_torchrun(job: Job) -> Curve:
             received=f"exit code {done.returncode}: {done.stderr[-2000:]}",
             remedy=f"run it by itself: {' '.join(command)}",
         )
-    said = json.loads(lines[0])
-    said.pop("digest")
-    return Curve.read(said)
+    record = json.loads(lines[0])
+    record.pop("digest")
+    return Curve.read(record)

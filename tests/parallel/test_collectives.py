@@ -17,12 +17,17 @@ from torch._C._distributed_c10d import FileStore
 from isobit import bits
 from isobit.errors import ArgumentError, CutError
 from isobit.order.tree import merge
-from isobit.parallel.collectives import transports
-from isobit.parallel.collectives.all_reduce import all_gather, all_reduce, reduce_scatter
-from isobit.parallel.collectives.buckets import BucketedExchange, group_by_size
-from isobit.parallel.collectives.group_state import Line
-from isobit.parallel.collectives.hierarchy import TwoLevel
-from isobit.parallel.collectives.recursive_halving import Span, equal_spans, folded_spans, meet
+from isobit.parallel.collectives import all_to_all, send_recv
+from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce, group_by_size
+from isobit.parallel.collectives.communicator import Communicator
+from isobit.parallel.collectives.hierarchy import TwoLevelGroup
+from isobit.parallel.collectives.recursive_halving import (
+    Span,
+    bit_reversed_spans,
+    equal_spans,
+    halving_rounds,
+)
+from isobit.parallel.collectives.tree_collectives import all_gather, all_reduce, reduce_scatter
 
 # Of 524,287 elements one half is a long message, the other is not.
 SIZES = (0, 1, 2, 3, 5, 64, 1001, (1 << 19) - 1, 3 * (1 << 18) + 7)
@@ -107,20 +112,20 @@ def storage_does_not_matter(world, pair):
 
 
 @check
-def many_in_flight(world, pair):
+def several_at_once(world, pair):
     sizes = (1, 100_003, 7, 300_000)
     values = {size: leaves(4, size) for size in sizes}
     mine = {size: values[size][world.rank()].clone() for size in sizes}
-    flights = [all_reduce(mine[size], async_op=True) for size in sizes]
+    works = [all_reduce(mine[size], async_op=True) for size in sizes]
     same(
         through(leaves(4, 99), world), merge(leaves(4, 99), torch.add)
     )  # one that waits, past those that do not
-    futures = [flight.get_future() for flight in flights]
-    for size, flight, future in zip(sizes, flights, futures, strict=True):
+    futures = [work.get_future() for work in works]
+    for size, work, future in zip(sizes, works, futures, strict=True):
         same(future.wait(), merge(values[size], torch.add))
-        assert flight.wait()
-        assert flight.is_completed()
-        assert flight.result()[0] is mine[size]
+        assert work.wait()
+        assert work.is_completed()
+        assert work.result()[0] is mine[size]
 
 
 @check
@@ -136,15 +141,15 @@ def shares(world, pair):
             all_gather(whole, total, group)
             same(whole.view(-1), merge(values, torch.add))
             numbers = torch.empty(ranks, dtype=torch.int64)
-            flight = all_gather(numbers, torch.tensor([rank]), group, async_op=True)
-            flight.wait()
+            work = all_gather(numbers, torch.tensor([rank]), group, async_op=True)
+            work.wait()
             assert numbers.tolist() == list(range(ranks))
 
 
 @check
 def two_levels_are_the_flat_tree(world, pair):
     outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][world.rank() % 2]
-    levels = TwoLevel(pair, outer)
+    levels = TwoLevelGroup(pair, outer)
     for size in (1, 6, 1001, 500_000):
         values = leaves(4, size)
         mine = values[world.rank()].clone()
@@ -154,13 +159,13 @@ def two_levels_are_the_flat_tree(world, pair):
         all_reduce(mine, levels, async_op=True).wait()
         same(mine, merge(values, torch.add))
     with pytest.raises(CutError, match="consecutive"):
-        TwoLevel(outer, pair)
+        TwoLevelGroup(outer, pair)
 
 
 @check
 def buckets_launch_in_one_order(world, pair):
     sizes = (5, 70_000, 3, 40_000, 80_000)
-    exchange = BucketedExchange(sizes, world, bucket_bytes=4 * 75_000)
+    exchange = BucketedAllReduce(sizes, world, bucket_bytes=4 * 75_000)
     held = []
     for step in range(
         2
@@ -189,13 +194,13 @@ def buckets_launch_in_one_order(world, pair):
 def bytes_on_the_wire(world, pair):
     """Counted where each message is posted: the payload, without TCP's and gloo's own headers."""
     sent = []
-    post = Line.send
+    post = Communicator.send
 
     def counted(line, tensor, peer, tag):
         sent.append(tensor.numel() * tensor.element_size())
         return post(line, tensor, peer, tag)
 
-    Line.send = counted
+    Communicator.send = counted
     try:
         for size in (8, 1001, 3 * (1 << 18)):
             sent.clear()
@@ -207,36 +212,40 @@ def bytes_on_the_wire(world, pair):
             )  # of all four ranks: P times 2(P−1)/P of the data
             assert size % 4 or sum(sent) == 2 * 3 * size
     finally:
-        Line.send = post
+        Communicator.send = post
 
 
 @check
 def collectives_have_the_same_bits(world, pair):
     """The path of other transports, here over gloo's own collectives."""
-    Line.has_messages, kept = lambda line, tensor: False, Line.has_messages
-    transports.PIECE_BYTES, piece = 1 << 16, transports.PIECE_BYTES
+    Communicator.uses_send_recv, kept = lambda line, tensor: False, Communicator.uses_send_recv
+    all_to_all.CHUNK_BYTES, piece = 1 << 16, all_to_all.CHUNK_BYTES
     try:
         bits_are_the_trees(world, pair)
         special_values(world, pair)
-        many_in_flight(world, pair)
+        several_at_once(world, pair)
         shares(world, pair)
     finally:
-        Line.has_messages, transports.PIECE_BYTES = kept, piece
+        Communicator.uses_send_recv, all_to_all.CHUNK_BYTES = kept, piece
 
 
 @check
 def distance_does_not_matter(world, pair):
     """As between hosts, where both ways are used at once; and long messages within one."""
-    Line.is_near, kept = lambda line, peer: False, Line.is_near
-    transports.LONG_BYTES, long = 64, transports.LONG_BYTES
-    transports.MESSAGE_BYTES, message = 1 << 14, transports.MESSAGE_BYTES
+    Communicator.is_same_host, kept = lambda line, peer: False, Communicator.is_same_host
+    send_recv.LONG_BYTES, long = 64, send_recv.LONG_BYTES
+    send_recv.MESSAGE_BYTES, message = 1 << 14, send_recv.MESSAGE_BYTES
     try:
         bits_are_the_trees(world, pair)
-        Line.is_near = kept
+        Communicator.is_same_host = kept
         bits_are_the_trees(world, pair)
-        many_in_flight(world, pair)
+        several_at_once(world, pair)
     finally:
-        Line.is_near, transports.LONG_BYTES, transports.MESSAGE_BYTES = kept, long, message
+        Communicator.is_same_host, send_recv.LONG_BYTES, send_recv.MESSAGE_BYTES = (
+            kept,
+            long,
+            message,
+        )
 
 
 @check
@@ -309,19 +318,21 @@ def test_processes_end_by_themselves(outcomes):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16])
 def test_what_one_gives_the_other_keeps(ranks):
-    for spans in (equal_spans(1000, ranks), folded_spans(1001, ranks)):
-        plans = [meet(rank, spans) for rank in range(ranks)]
+    for spans in (equal_spans(1000, ranks), bit_reversed_spans(1001, ranks)):
+        plans = [halving_rounds(rank, spans) for rank in range(ranks)]
         assert sorted((s.start, s.stop) for s in spans)[-1][1] in (1000, 1001)
         for rank, plan in enumerate(plans):
-            for step, meeting in enumerate(plan):
-                assert meeting.given == plans[meeting.peer][step].kept
-                assert meeting.longest == plans[meeting.peer][step].longest
+            for at, step in enumerate(plan):
+                assert step.sent == plans[step.peer][at].kept
+                assert step.longest == plans[step.peer][at].longest
             assert plan[-1].kept == (spans[rank],)
     assert all(
-        len(m.given) == 1 for rank in range(ranks) for m in meet(rank, folded_spans(1 << 12, ranks))
+        len(step.sent) == 1
+        for rank in range(ranks)
+        for step in halving_rounds(rank, bit_reversed_spans(1 << 12, ranks))
     )
 
 
 def test_groups_by_size():
     assert group_by_size([3, 3, 9, 1, 1], 6) == [[0, 1], [2], [3, 4]]
-    assert meet(0, (Span(0, 4),)) == []
+    assert halving_rounds(0, (Span(0, 4),)) == []

@@ -1,4 +1,4 @@
-"""The layouts of the gate: each yields the same log-probabilities, or the same gradients, by another way."""
+"""The batch layouts: padding, packing, order, caches and threads that must not change any bit."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from isobit.gates.model.fixture import (
+from isobit.gates.model.batches import (
     CHUNK,
     LENGTHS,
     PERMUTATION,
@@ -27,7 +27,10 @@ GENERATED = 6
 
 
 def selected_layouts(samples: list[Tensor]) -> dict[str, Callable[[Scorer], Tensor]]:
-    """By name: functions to the log-probabilities of all samples, in order of (sample, position)."""
+    """Return, by name, functions that score all samples in one layout.
+
+    The log-probabilities are in order of (sample, position), so they can be compared.
+    """
     right, left = padded(samples, "right"), padded(samples, "left")
     single = [alone(samples, i) for i in range(len(samples))]
     decode = [PROMPT, *[1] * (WIDTH - PROMPT)]
@@ -49,9 +52,10 @@ def selected_layouts(samples: list[Tensor]) -> dict[str, Callable[[Scorer], Tens
 
 
 def trained_layouts(samples: list[Tensor]) -> dict[str, Callable[[Scorer], Tensor]]:
-    """By name: functions that leave gradients and return the loss; all hold the global batch in one order.
+    """Return, by name, functions that run a backward in one layout and return the loss.
 
-    A permuted batch is another global order, and micro-batches are merged by their own operator: neither is here.
+    A permuted batch is not among them, since it is another global order of samples; micro-batches
+    are the subject of the rank-layout gate.
     """
     right, left = padded(samples, "right"), padded(samples, "left")
     return {
@@ -66,7 +70,7 @@ def trained_layouts(samples: list[Tensor]) -> dict[str, Callable[[Scorer], Tenso
 
 @torch.no_grad()
 def score(batches: Sequence[Batch], scorer: Scorer) -> Tensor:
-    """One forward for each batch."""
+    """Score batches with one forward each."""
     return in_order(
         (batch, scorer.logprobs(batch, slice(0, batch.ids.shape[1]), None)) for batch in batches
     )
@@ -74,12 +78,12 @@ def score(batches: Sequence[Batch], scorer: Scorer) -> Tensor:
 
 @torch.no_grad()
 def score_cached(batches: Sequence[Batch], chunks: Sequence[int], scorer: Scorer) -> Tensor:
-    """Chunk by chunk, behind a cache."""
+    """Score batches chunk by chunk with a KV cache."""
     return in_order((batch, through_cache(scorer, batch, chunks)) for batch in batches)
 
 
 def through_cache(scorer: Scorer, batch: Batch, chunks: Sequence[int]) -> Tensor:
-    """[B, T] as `logprobs` gives it, of columns taken by these chunks."""
+    """Return the log-probabilities [B, T], computed in chunks of columns."""
     cache, at, parts = library("cache_utils").DynamicCache(), 0, []
     for chunk in chunks:
         stop = min(at + chunk, batch.ids.shape[1])
@@ -90,7 +94,7 @@ def through_cache(scorer: Scorer, batch: Batch, chunks: Sequence[int]) -> Tensor
 
 
 def in_order(found: Iterator[tuple[Batch, Tensor]]) -> Tensor:
-    """[selected]: sample by sample, each without its last row, which no token follows."""
+    """Return [selected] values sample by sample, without each last row, which no token follows."""
     by_sample: dict[int, Tensor] = {}
     for batch, values in found:
         by_sample.update(batch.gather(values))
@@ -99,7 +103,10 @@ def in_order(found: Iterator[tuple[Batch, Tensor]]) -> Tensor:
 
 @torch.no_grad()
 def generate_and_score(samples: list[Tensor], scorer: Scorer) -> tuple[Tensor, Tensor]:
-    """log p of generated tokens as `generate` saw them behind left padding and a cache; and as scored afterwards."""
+    """Return log p of generated tokens: as `generate` saw them, and as scored afterwards.
+
+    `generate` runs with left padding and a cache.
+    """
     prompts = padded(samples, "left", width=max(LENGTHS))
     made = scorer.model.generate(
         prompts.ids,
@@ -120,7 +127,7 @@ def generate_and_score(samples: list[Tensor], scorer: Scorer) -> tuple[Tensor, T
 
 
 def train(batch: Batch, scorer: Scorer) -> Tensor:
-    """Forward and backward; gradients stay in the model."""
+    """Run forward and backward, leave the gradients in the model and return the loss."""
     scorer.model.zero_grad(set_to_none=True)
     scorer.model.train()
     try:
@@ -132,7 +139,7 @@ def train(batch: Batch, scorer: Scorer) -> Tensor:
 
 
 def train_checkpointed(batch: Batch, scorer: Scorer) -> Tensor:
-    """The same, with every layer run again in backward."""
+    """Do the same with gradient checkpointing."""
     scorer.model.gradient_checkpointing_enable()
     try:
         return train(batch, scorer)
@@ -141,6 +148,6 @@ def train_checkpointed(batch: Batch, scorer: Scorer) -> Tensor:
 
 
 def on_threads(count: int, run: Callable[[Scorer], Tensor], scorer: Scorer) -> Tensor:
-    """The same, on this many threads."""
+    """Run a layout on this many threads."""
     with thread_count(count):
         return run(scorer)

@@ -1,4 +1,4 @@
-"""The workload of the gate: four samples, and the batches that hold them in every layout."""
+"""The four samples of the batch-layout gate, and the batches that contain them."""
 
 from __future__ import annotations
 
@@ -11,35 +11,33 @@ from torch import Tensor
 from isobit.ops.logprob.op import IGNORED
 
 LENGTHS = (11, 16, 13, 19)
-PROMPT = 8
-CHUNK = 7
-WIDTH = 20
+PROMPT = 8  # tokens
+CHUNK = 7  # tokens per call when a cache is used
+WIDTH = 20  # of a padded row
 PERMUTATION = (2, 0, 3, 1)
 SELECTED = sum(LENGTHS) - len(LENGTHS)  # every token but a sample's first has a log-probability
-TRAINED = sum(LENGTHS) - PROMPT * len(LENGTHS)  # the loss is of those behind the prompt
+TRAINED = sum(LENGTHS) - PROMPT * len(LENGTHS)  # only tokens after the prompt have a loss
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples laid out in [B, T]; the number of (sample, position) stands at row spans[sample][0] + position."""
+    """Samples laid out in [B, T]: position p of sample s is row spans[s][0] + p of the B·T."""
 
-    ids: Tensor
-    mask: Tensor | None
-    positions: Tensor
-    packed: bool
-    spans: dict[
-        int, tuple[int, int]
-    ]  # of each sample held: its first row of the B·T, and its length
+    ids: Tensor  # [B, T]
+    mask: Tensor | None  # [B, T], 1 for tokens, 0 for padding
+    positions: Tensor  # [B, T]
+    packed: bool  # several samples in one row
+    spans: dict[int, tuple[int, int]]  # by sample: its first of the B·T rows, and its length
 
     def gather(self, values: Tensor) -> dict[int, Tensor]:
-        """[B, T, ...] back to samples: all rows of each."""
+        """Return the rows of each sample from values of shape [B, T, ...]."""
         flat = values.reshape(-1, *values.shape[2:])
         return {
             sample: flat[start : start + length] for sample, (start, length) in self.spans.items()
         }
 
     def labels(self) -> Tensor:
-        """[B, T] as transformers takes them: the token itself behind the prompt, -100 elsewhere."""
+        """Return labels [B, T] for transformers: the tokens after the prompt, -100 elsewhere."""
         spread = torch.full_like(self.ids, IGNORED).reshape(-1)
         for start, length in self.spans.values():
             held = slice(start + PROMPT, start + length)
@@ -47,7 +45,7 @@ class Batch:
         return spread.reshape(self.ids.shape)
 
     def targets(self) -> Tensor:
-        """[B, T]: the token that follows in the sample, -100 where none does."""
+        """Return targets [B, T]: the next token of the sample, -100 if there is none."""
         spread = torch.full_like(self.ids, IGNORED).reshape(-1)
         for start, length in self.spans.values():
             last = start + length - 1
@@ -56,7 +54,7 @@ class Batch:
 
 
 def draw_samples(vocabulary: int, seed: int = 0) -> list[Tensor]:
-    """The tokens of the four samples."""
+    """Draw the tokens of the four samples."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(0, vocabulary, (length,), generator=generator) for length in LENGTHS]
 
@@ -64,7 +62,7 @@ def draw_samples(vocabulary: int, seed: int = 0) -> list[Tensor]:
 def padded(
     samples: list[Tensor], side: str, *, order: Sequence[int] = range(4), width: int = WIDTH
 ) -> Batch:
-    """A row of the batch for each sample, in this order."""
+    """Return a batch with one row per sample, padded on the left or the right."""
     ids = torch.zeros(len(order), width, dtype=torch.int64)
     mask, positions, spans = torch.zeros_like(ids), torch.zeros_like(ids), {}
     for row, sample in enumerate(order):
@@ -78,13 +76,13 @@ def padded(
 
 
 def alone(samples: list[Tensor], sample: int) -> Batch:
-    """One sample, by itself."""
+    """Return a batch of one sample."""
     ids = samples[sample][None]
     return Batch(ids, None, torch.arange(ids.shape[1])[None], False, {sample: (0, ids.shape[1])})
 
 
 def packed(samples: list[Tensor]) -> Batch:
-    """All samples in one row, told apart by positions that restart."""
+    """Return all samples in one row; positions restart at 0 where a sample begins."""
     positions = torch.cat([torch.arange(len(sample)) for sample in samples])
     spans, at = {}, 0
     for index, sample in enumerate(samples):

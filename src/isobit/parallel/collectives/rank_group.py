@@ -1,4 +1,4 @@
-"""The ranks of a process group, this rank's place among them, and the device that their messages stand on."""
+"""A process group seen from this rank, and small exchanges of bytes and integers over it."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ from isobit.errors import ArgumentError
 
 
 @dataclass(frozen=True)
-class Members:
-    """Global ranks in the group's order; without torch.distributed, one rank alone."""
+class RankGroup:
+    """The ranks of a process group; without torch.distributed, one rank alone."""
 
-    ranks: tuple[int, ...]
-    index: int
+    ranks: tuple[int, ...]  # global ranks, in the group's order
+    index: int  # of this rank in the group
     group: dist.ProcessGroup | None
-    device: torch.device
+    device: torch.device  # where the group's messages are
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> Members:
-        """Of a group; None is the world."""
+    def of(cls, group: dist.ProcessGroup | None) -> RankGroup:
+        """Describe a process group; None is the default group.
+
+        Raises:
+            ArgumentError: This rank is not in the group.
+        """
         if not (dist.is_available() and dist.is_initialized()):
             return cls((0,), 0, None, torch.device("cpu"))
         if dist.get_rank(group) < 0:
             raise ArgumentError(
                 expected="a group that this rank belongs to",
                 received=f"rank {dist.get_rank()}, outside it",
-                remedy="call this on the ranks of the group alone",
+                remedy="call this only on the ranks of the group",
             )
         ranks = tuple(dist.get_process_group_ranks(group))
         on_gpu = dist.get_backend(group) == "nccl"
@@ -39,42 +43,42 @@ class Members:
 
     @property
     def rank(self) -> int:
-        """This rank, in the world."""
+        """This process's global rank."""
         return self.ranks[self.index]
 
     @property
     def is_first(self) -> bool:
-        """Whether it counts what all of them hold."""
+        """Whether this is the group's first rank, which counts what all ranks have."""
         return self.index == 0
 
     def all_gather(self, data: bytes) -> list[bytes]:
-        """Everyone's, in the order of ranks; as long on each."""
+        """Return every rank's bytes, in rank order; they must have one length."""
         if len(self.ranks) == 1 or not data:
             return [data] * len(self.ranks)
         mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-        all_of_them = mine.new_empty(len(data) * len(self.ranks))
-        dist.all_gather_single(all_of_them, mine, group=self.group)
-        joined = bytes(all_of_them.tolist())
+        gathered = mine.new_empty(len(data) * len(self.ranks))
+        dist.all_gather_single(gathered, mine, group=self.group)
+        joined = bytes(gathered.tolist())
         return [joined[at : at + len(data)] for at in range(0, len(joined), len(data))]
 
     def broadcast(self, data: bytes, size: int, source: int) -> bytes:
-        """The data of the member `source`, whose size all know."""
+        """Return the `size` bytes of the group's rank `source`; only that rank's `data` is read."""
         if len(self.ranks) == 1 or not size:
             return data
-        held = bytearray(data if self.index == source else size)
-        message = torch.frombuffer(held, dtype=torch.uint8).to(self.device)
+        buffer = bytearray(data if self.index == source else size)
+        message = torch.frombuffer(buffer, dtype=torch.uint8).to(self.device)
         dist.broadcast(message, group=self.group, group_src=source)
         return bytes(message.tolist())
 
     def add_integers(self, numbers: list[int]) -> list[int]:
-        """Sums over the ranks: integers, so in any order."""
+        """Sum lists of int64 over the ranks; integer sums do not depend on the order."""
         if len(self.ranks) == 1:
             return numbers
-        held = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(held, group=self.group)
-        return held.tolist()
+        totals = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+        dist.all_reduce(totals, group=self.group)
+        return totals.tolist()
 
 
 def is_first_rank() -> bool:
-    """Of the world; also where there is no other."""
+    """Return whether this is global rank 0, or torch.distributed is not in use."""
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,4 +1,4 @@
-"""A digest of the code that trained: a curve that another version left says nothing of this one."""
+"""A digest of the code that trains. Stored curves of other code are not reused."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-import isobit
 from isobit.ops import dispatch
 
 
 @lru_cache(maxsize=1)
 def code_digest() -> str:
-    """Of the package's files and kernels, the bf16 engine, and torch's version."""
-    root = Path(isobit.__file__).parent
+    """Return a digest of the package's files and kernels, the bf16 engine, and torch's version."""
+    root = Path(dispatch.__file__).parents[1]
     files = sorted(path for path in root.rglob("*") if path.suffix in (".py", ".so"))
     found = blake3(f"{torch.__version__}, {dispatch.engine_of(torch.bfloat16)}".encode())
     for path in files:
