@@ -87,17 +87,35 @@ def attestations() -> tuple[Attestation, ...]:
     """
     if native.load() is not None:
         return ()
-    torch.ops.isobit.attest(True)  # the probes are calls of the kernels themselves
     try:
+        torch.ops.isobit.attest(True)  # the probes are calls of the kernels themselves
         found = run_apart(attest_kernels)
+        kept = all(a.kept for a in found)
+        if kept:
+            register_native_operators()
+        torch.ops.isobit.attest(kept)
+    except (
+        Exception
+    ) as error:  # a kernel that is missing or raises: a library for another torch or isobit
+        withdraw_attestation()
+        return tuple(unattested(dtype, error) for dtype in NATIVE_DTYPES)
     except BaseException:
-        torch.ops.isobit.attest(False)
+        withdraw_attestation()
         raise
-    kept = all(a.kept for a in found)
-    if kept:
-        register_native_operators()
-    torch.ops.isobit.attest(kept)
     return found
+
+
+def withdraw_attestation() -> None:
+    """Make the library refuse every call."""
+    if hasattr(torch.ops.isobit, "attest"):
+        torch.ops.isobit.attest(False)
+
+
+def unattested(dtype: torch.dtype, error: Exception) -> Attestation:
+    """Return the attestation of kernels whose probes raised."""
+    first = (str(error).splitlines() or [""])[0]
+    detail = f"could not be compared: {type(error).__name__}: {first}"
+    return Attestation(str(dtype).removeprefix("torch."), "unknown", False, 0, detail)
 
 
 def attest_kernels() -> tuple[Attestation, ...]:
@@ -156,7 +174,7 @@ def warn_of_portable() -> None:
     warnings.warn(
         f"isobit: expected native kernels; received {reason}. The portable executor serves: one order too, but "
         "thousands of times slower (a linear of 256 rows and a weight of 1024 x 1024 took 86 s on two cores). "
-        "remedy: install a C++ compiler (g++ 12 or later), then install isobit again; `isobit doctor` shows the state",
+        f"remedy: {native.remedy(reason)}; `isobit doctor` shows the state",
         PortableWarning,
         stacklevel=2,
     )
