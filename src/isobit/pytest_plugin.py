@@ -55,7 +55,7 @@ class ContractFile(pytest.File):
     """One contract; its claims are judged when the first of them is run."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """Yield one test per claim; a file that is not a contract, or has an unchecked obligation, is a failing test."""
+        """Yield one test per claim; a file that is no contract, or has an unchecked obligation, is a failing test."""
         try:
             contract = load_contract(self.path)
         except ContractError as error:
