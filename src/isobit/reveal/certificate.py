@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from isobit.errors import ArgumentError, EngineError, RevealError, in_one_line
-from isobit.order.addition import digest, find_parting
+from isobit.order.addition import digest, find_difference
 from isobit.reveal.planted import draw_branch, plant_compensated, plant_corrected, plant_tree
 from isobit.reveal.target import Progress, Target
 from isobit.reveal.tree import Tree, reveal
@@ -168,7 +168,7 @@ def certify(
         found.setdefault(key, (tree, []))[1].append(name)
     classes: list[OrderClass] = []
     for tree, names in found.values():
-        parting = find_parting(classes[0].tree.branch, tree.branch) if classes else None
+        parting = find_difference(classes[0].tree.branch, tree.branch) if classes else None
         classes.append(OrderClass(tuple(names), tree, parting))
     return Certificate(tuple(classes), tuple(refused))
 
