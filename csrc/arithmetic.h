@@ -1,6 +1,7 @@
 // Fixes what a thread's control register could change: rounding to nearest, subnormals kept.
 //
-// torch.set_flush_denormal sets the flag on the calling thread only, so results would depend on which thread ran.
+// torch.set_flush_denormal sets the flag on the calling thread only, so results would depend on
+// which thread ran.
 #pragma once
 
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
-// Compiles a loop for AVX-512, AVX2 and the baseline; the loader picks. The loops add nothing across lanes
-// and contract nothing, so the three give the same bits.
+// Compiles a loop for AVX-512, AVX2 and the baseline; the loader picks. The loops add nothing
+// across lanes and contract nothing, so the three give the same bits.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)

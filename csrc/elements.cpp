@@ -1,4 +1,5 @@
-// SiLU, GELU and SwiGLU, and their gradients: functions of one element, the same in the body and in the tail.
+// SiLU, GELU and SwiGLU, and their gradients: functions of one element, the same in the body and in
+// the tail.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 #include <vector>
@@ -11,7 +12,16 @@ namespace isobit {
 
 namespace {
 
-enum class Formula { silu, silu_backward, gelu, gelu_backward, tanh_gelu, tanh_gelu_backward, swiglu, swiglu_backward };
+enum class Formula {
+  silu,
+  silu_backward,
+  gelu,
+  gelu_backward,
+  tanh_gelu,
+  tanh_gelu_backward,
+  swiglu,
+  swiglu_backward
+};
 
 struct Silu {
   static constexpr int64_t inputs = 1, outputs = 1;
@@ -55,8 +65,8 @@ struct GeluBackward {
   }
 };
 
-// tanh's GELU is x times the logistic function of x (k + k' x²): that argument and its slope, of an x bounded so that no
-// power overflows.
+// tanh's GELU is x times the logistic function of x (k + k' x²): that argument and its slope, of an
+// x bounded so that no power overflows.
 struct TanhArgument {
   Floats near, value, slope;
   ISOBIT_INLINE explicit TanhArgument(const Floats& x) {
@@ -127,24 +137,33 @@ ISOBIT_INLINE void apply_all(const T* const* in, T* const* out, int64_t n) {
   if (at < n) apply_some<F>(from, to, at, n - at);
 }
 
-#define ISOBIT_ELEMENTS(T)                                                                             \
-  ISOBIT_CLONES void apply(Formula formula, const T* const* in, T* const* out, int64_t n) {            \
-    switch (formula) {                                                                                 \
-      case Formula::silu: return apply_all<Silu>(in, out, n);                                          \
-      case Formula::silu_backward: return apply_all<SiluBackward>(in, out, n);                         \
-      case Formula::gelu: return apply_all<Gelu>(in, out, n);                                          \
-      case Formula::gelu_backward: return apply_all<GeluBackward>(in, out, n);                         \
-      case Formula::tanh_gelu: return apply_all<TanhGelu>(in, out, n);                                 \
-      case Formula::tanh_gelu_backward: return apply_all<TanhGeluBackward>(in, out, n);                \
-      case Formula::swiglu: return apply_all<Swiglu>(in, out, n);                                      \
-      case Formula::swiglu_backward: return apply_all<SwigluBackward>(in, out, n);                     \
-    }                                                                                                  \
+#define ISOBIT_ELEMENTS(T)                                                                  \
+  ISOBIT_CLONES void apply(Formula formula, const T* const* in, T* const* out, int64_t n) { \
+    switch (formula) {                                                                      \
+      case Formula::silu:                                                                   \
+        return apply_all<Silu>(in, out, n);                                                 \
+      case Formula::silu_backward:                                                          \
+        return apply_all<SiluBackward>(in, out, n);                                         \
+      case Formula::gelu:                                                                   \
+        return apply_all<Gelu>(in, out, n);                                                 \
+      case Formula::gelu_backward:                                                          \
+        return apply_all<GeluBackward>(in, out, n);                                         \
+      case Formula::tanh_gelu:                                                              \
+        return apply_all<TanhGelu>(in, out, n);                                             \
+      case Formula::tanh_gelu_backward:                                                     \
+        return apply_all<TanhGeluBackward>(in, out, n);                                     \
+      case Formula::swiglu:                                                                 \
+        return apply_all<Swiglu>(in, out, n);                                               \
+      case Formula::swiglu_backward:                                                        \
+        return apply_all<SwigluBackward>(in, out, n);                                       \
+    }                                                                                       \
   }
 ISOBIT_ELEMENTS(float)
 ISOBIT_ELEMENTS(BFloat16)
 ISOBIT_ELEMENTS(Half)
 
-// One flat run where all is contiguous, else row by row; rows whose elements are apart are copied, which adds nothing.
+// One flat run where all is contiguous, else row by row; rows whose elements are apart are copied,
+// which adds nothing.
 struct Runs {
   std::vector<Tensor> in;
   bool flat = true;
@@ -162,11 +181,14 @@ struct Runs {
 std::vector<Tensor> compute(Formula formula, std::vector<Tensor> in, int64_t outputs = 1) {
   check_attested();
   for (const Tensor& t : in)
-    TORCH_CHECK(t.sizes() == in[0].sizes() && t.scalar_type() == in[0].scalar_type() && t.device() == in[0].device(),
-                "isobit: expected tensors alike, received ", in[0].sizes(), " ", in[0].scalar_type(), " and ",
-                t.sizes(), " ", t.scalar_type(), "; remedy: call the function of the package, which says which");
+    TORCH_CHECK(t.sizes() == in[0].sizes() && t.scalar_type() == in[0].scalar_type() &&
+                    t.device() == in[0].device(),
+                "isobit: expected tensors alike, received ", in[0].sizes(), " ",
+                in[0].scalar_type(), " and ", t.sizes(), " ", t.scalar_type(),
+                "; remedy: call the function of the package, which says which");
   std::vector<Tensor> out;
-  for (int64_t i = 0; i < outputs; i++) out.push_back(empty_tensor(in[0].sizes(), in[0].scalar_type()));
+  for (int64_t i = 0; i < outputs; i++)
+    out.push_back(empty_tensor(in[0].sizes(), in[0].scalar_type()));
   if (out[0].numel() == 0) return out;
   const Runs runs(std::move(in));
   by_type(out[0], [&](auto* type) {
@@ -176,30 +198,39 @@ std::vector<Tensor> compute(Formula formula, std::vector<Tensor> in, int64_t out
     for (size_t i = 0; i < runs.in.size(); i++) from[i] = runs.in[i].template const_data_ptr<T>();
     for (int64_t i = 0; i < outputs; i++) to[i] = out[i].template mutable_data_ptr<T>();
     const int64_t unit = runs.unit;
-    at::parallel_for(0, out[0].numel() / unit, std::max<int64_t>(grain / unit, 1), [&](int64_t begin, int64_t end) {
-      PlainArithmetic plain;
-      const T* left[3] = {};
-      T* right[2] = {};
-      for (int64_t at = begin; at < end; at += runs.flat ? end - begin : 1) {
-        for (size_t i = 0; i < runs.in.size(); i++) left[i] = from[i] + at * runs.step(i);
-        for (int64_t i = 0; i < outputs; i++) right[i] = to[i] + at * unit;
-        apply(formula, left, right, runs.flat ? end - begin : unit);
-      }
-    });
+    at::parallel_for(0, out[0].numel() / unit, std::max<int64_t>(grain / unit, 1),
+                     [&](int64_t begin, int64_t end) {
+                       PlainArithmetic plain;
+                       const T* left[3] = {};
+                       T* right[2] = {};
+                       for (int64_t at = begin; at < end; at += runs.flat ? end - begin : 1) {
+                         for (size_t i = 0; i < runs.in.size(); i++)
+                           left[i] = from[i] + at * runs.step(i);
+                         for (int64_t i = 0; i < outputs; i++) right[i] = to[i] + at * unit;
+                         apply(formula, left, right, runs.flat ? end - begin : unit);
+                       }
+                     });
   });
   return out;
 }
 
 Tensor silu(const Tensor& x) { return compute(Formula::silu, {x})[0]; }
-Tensor silu_backward(const Tensor& grad, const Tensor& x) { return compute(Formula::silu_backward, {grad, x})[0]; }
+Tensor silu_backward(const Tensor& grad, const Tensor& x) {
+  return compute(Formula::silu_backward, {grad, x})[0];
+}
 
-Tensor gelu(const Tensor& x, bool tanh) { return compute(tanh ? Formula::tanh_gelu : Formula::gelu, {x})[0]; }
+Tensor gelu(const Tensor& x, bool tanh) {
+  return compute(tanh ? Formula::tanh_gelu : Formula::gelu, {x})[0];
+}
 Tensor gelu_backward(const Tensor& grad, const Tensor& x, bool tanh) {
   return compute(tanh ? Formula::tanh_gelu_backward : Formula::gelu_backward, {grad, x})[0];
 }
 
-Tensor swiglu(const Tensor& gate, const Tensor& up) { return compute(Formula::swiglu, {gate, up})[0]; }
-std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
+Tensor swiglu(const Tensor& gate, const Tensor& up) {
+  return compute(Formula::swiglu, {gate, up})[0];
+}
+std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& gate,
+                                           const Tensor& up) {
   const std::vector<Tensor> out = compute(Formula::swiglu_backward, {grad, gate, up}, 2);
   return {out[0], out[1]};
 }

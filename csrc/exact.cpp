@@ -1,8 +1,10 @@
-// Exact sums of values, or of their squares: integers in the end, so that they have no order at all.
+// Exact sums of values, or of their squares: integers in the end, so that they have no order at
+// all.
 //
-// Values become fp64, where the square of an fp32 value is exact. Added to an accumulator that stays in the binade
-// of 2^k, a value is rounded to a multiple of u = 2^(k - 52); what that drops is had exactly by two subtractions,
-// and goes to the next, finer level, until nothing is left. An accumulator's bits then hold a whole number of u.
+// Values become fp64, where the square of an fp32 value is exact. Added to an accumulator that
+// stays in the binade of 2^k, a value is rounded to a multiple of u = 2^(k - 52); what that drops
+// is had exactly by two subtractions, and goes to the next, finer level, until nothing is left. An
+// accumulator's bits then hold a whole number of u.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 #include <bit>
@@ -21,9 +23,11 @@ typedef int64_t Wholes __attribute__((vector_size(64), aligned(8), may_alias));
 
 constexpr int64_t block = 2048, chains = 4, width = 8;  // chains hide the latency of an addition
 constexpr int64_t per_lane = block / (chains * width);  // additions to one accumulator
-constexpr int room = std::bit_width(uint64_t(per_lane)) + 1;  // |sum| < 2^(k - 1) if |values| < 2^(k - room)
+constexpr int room =
+    std::bit_width(uint64_t(per_lane)) + 1;  // |sum| < 2^(k - 1) if |values| < 2^(k - room)
 constexpr int64_t digits = 20;
-constexpr int lowest = -320;  // the weight of digit i is 2^(32 i + lowest): below the least square, above 2^40 of the largest
+constexpr int lowest = -320;  // the weight of digit i is 2^(32 i + lowest): below the least square,
+                              // above 2^40 of the largest
 
 constexpr int64_t round_up(int64_t count, int64_t to) { return (count + to - 1) / to * to; }
 
@@ -58,7 +62,8 @@ struct State {
 };
 constexpr int64_t state_size = sizeof(State) / sizeof(int64_t);
 
-// `count` elements as fp64, zeros up to whole rounds of the chains; the largest magnitude's fp32 bits.
+// `count` elements as fp64, zeros up to whole rounds of the chains; the largest magnitude's fp32
+// bits.
 template <bool squared, class T>
 ISOBIT_INLINE uint32_t widen_block(const T* x, int64_t count, double* values) {
   Lanes most{};
@@ -67,8 +72,10 @@ ISOBIT_INLINE uint32_t widen_block(const T* x, int64_t count, double* values) {
     widen_some(x + at, std::min(lane_count, count - at), 0.0f, some);
     const Lanes size = reinterpret_cast<Lanes>(some) & 0x7fffffffu;
     most = size > most ? size : most;
-    Doubles low = __builtin_convertvector(__builtin_shufflevector(some, some, 0, 1, 2, 3, 4, 5, 6, 7), Doubles);
-    Doubles high = __builtin_convertvector(__builtin_shufflevector(some, some, 8, 9, 10, 11, 12, 13, 14, 15), Doubles);
+    Doubles low = __builtin_convertvector(
+        __builtin_shufflevector(some, some, 0, 1, 2, 3, 4, 5, 6, 7), Doubles);
+    Doubles high = __builtin_convertvector(
+        __builtin_shufflevector(some, some, 8, 9, 10, 11, 12, 13, 14, 15), Doubles);
     *reinterpret_cast<Doubles*>(values + at) = squared ? low * low : low;
     *reinterpret_cast<Doubles*>(values + at + width) = squared ? high * high : high;
   }
@@ -78,10 +85,11 @@ ISOBIT_INLINE uint32_t widen_block(const T* x, int64_t count, double* values) {
   return found;
 }
 
-// One level: how many u the values hold; each keeps what it holds beyond. Says whether any does. Meanwhile the next
-// block is fetched, or memory would wait for arithmetic.
+// One level: how many u the values hold; each keeps what it holds beyond. Says whether any does.
+// Meanwhile the next block is fetched, or memory would wait for arithmetic.
 template <class T>
-ISOBIT_INLINE bool take_level(double* values, int64_t count, int exponent, const T* next, int64_t& whole) {
+ISOBIT_INLINE bool take_level(double* values, int64_t count, int exponent, const T* next,
+                              int64_t& whole) {
   const Doubles base = Doubles{} + std::ldexp(1.5, exponent + 52);
   Doubles sum[chains];
   for (Doubles& chain : sum) chain = base;
@@ -95,7 +103,8 @@ ISOBIT_INLINE bool take_level(double* values, int64_t count, int exponent, const
       left = left | reinterpret_cast<Wholes>(rest);
     }
   }
-  for (const Doubles& chain : sum) steps = steps + (reinterpret_cast<Wholes>(chain) - reinterpret_cast<Wholes>(base));
+  for (const Doubles& chain : sum)
+    steps = steps + (reinterpret_cast<Wholes>(chain) - reinterpret_cast<Wholes>(base));
   int64_t any = 0;
   whole = 0;
   for (int64_t i = 0; i < width; i++) whole += steps[i], any |= left[i];
@@ -132,9 +141,9 @@ ISOBIT_INLINE void add_all(const T* x, int64_t count, State& state) {
   state.carry();
 }
 
-#define ISOBIT_EXACT(T)                                                                        \
-  ISOBIT_CLONES void add_values(const T* x, int64_t count, bool squared, State& state) {       \
-    squared ? add_all<true>(x, count, state) : add_all<false>(x, count, state);                \
+#define ISOBIT_EXACT(T)                                                                  \
+  ISOBIT_CLONES void add_values(const T* x, int64_t count, bool squared, State& state) { \
+    squared ? add_all<true>(x, count, state) : add_all<false>(x, count, state);          \
   }
 ISOBIT_EXACT(float)
 ISOBIT_EXACT(BFloat16)
@@ -157,11 +166,14 @@ void add_tensor(const Tensor& given, bool squared, State& state) {
   });
 }
 
-// ---- the one rounding ----------------------------------------------------------------------------------
+// ---- the one rounding
+// ----------------------------------------------------------------------------------
 
 struct Magnitude {
   const int64_t* digit;
-  bool bit(int64_t at) const { return at >= 0 && at < 32 * digits && (digit[at / 32] >> at % 32 & 1); }
+  bool bit(int64_t at) const {
+    return at >= 0 && at < 32 * digits && (digit[at / 32] >> at % 32 & 1);
+  }
   bool any_below(int64_t end) const {
     for (int64_t at = 0; at < end; at++)
       if (bit(at)) return true;
@@ -203,20 +215,26 @@ Tensor exact_round(const Tensor& given, at::ScalarType type) {
   check_attested();
   TORCH_CHECK(given.dim() == 1 && given.numel() == state_size && given.scalar_type() == at::kLong &&
                   (type == at::kFloat || type == at::kDouble),
-              "isobit: expected a state of ", state_size, " int64 and fp32 or fp64, received ", given.sizes(), " ",
-              given.scalar_type(), " and ", type, "; remedy: take it from isobit::exact_state");
+              "isobit: expected a state of ", state_size, " int64 and fp32 or fp64, received ",
+              given.sizes(), " ", given.scalar_type(), " and ", type,
+              "; remedy: take it from isobit::exact_state");
   State state;
-  std::memcpy(static_cast<void*>(&state), given.contiguous().const_data_ptr<int64_t>(), sizeof(State));
+  std::memcpy(static_cast<void*>(&state), given.contiguous().const_data_ptr<int64_t>(),
+              sizeof(State));
   PlainArithmetic plain;
   const bool narrow = type == at::kFloat;
   const double value = round_state(state, narrow ? 24 : 53, narrow ? -149 : -1074);
   Tensor out = empty_tensor({}, type);
-  if (narrow) *out.mutable_data_ptr<float>() = static_cast<float>(value);  // exact, or beyond the largest
-  else *out.mutable_data_ptr<double>() = value;
+  if (narrow)
+    *out.mutable_data_ptr<float>() = static_cast<float>(value);  // exact, or beyond the largest
+  else
+    *out.mutable_data_ptr<double>() = value;
   return out;
 }
 
-Tensor exact_sum(const Tensor& x) { return exact_round(exact_state(at::TensorList(&x, 1), false), at::kFloat); }
+Tensor exact_sum(const Tensor& x) {
+  return exact_round(exact_state(at::TensorList(&x, 1), false), at::kFloat);
+}
 
 }  // namespace
 

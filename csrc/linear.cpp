@@ -32,7 +32,8 @@ int64_t count_roots(int64_t first, int64_t segments) {
 Schedule features(const Share& share, int64_t length) {
   const int64_t segments = count_segments(share.extent, feature_unit, feature_cap);
   const int64_t size = std::max<int64_t>(share.extent / segments, 1);
-  return feature_schedule(share.extent, share.first / size, share.extent == length ? segments : length / size);
+  return feature_schedule(share.extent, share.first / size,
+                          share.extent == length ? segments : length / size);
 }
 
 Schedule samples(const Share& share, const Tensor& spans) {
@@ -65,21 +66,28 @@ Tensor multiply(const Operand<T>& left, const Operand<T>& right, const Request& 
     using Out = std::remove_pointer_t<decltype(data)>;
     Target<Out> target{data, ask.cols, ask.rows * ask.cols, ask.bias, ask.swap};
     const T* packed = static_cast<const T*>(ask.packed);
-    if (ask.swap) Product<T, Out>(ask.schedule, right, {left, nullptr}, target, ask.cols, ask.rows).run();
-    else Product<T, Out>(ask.schedule, left, {right, packed}, target, ask.rows, ask.cols).run();
+    if (ask.swap)
+      Product<T, Out>(ask.schedule, right, {left, nullptr}, target, ask.cols, ask.rows).run();
+    else
+      Product<T, Out>(ask.schedule, left, {right, packed}, target, ask.rows, ask.cols).run();
   };
-  if (ask.type == at::kFloat) go(out.mutable_data_ptr<float>());
-  else if (ask.type == at::kBFloat16) go(out.mutable_data_ptr<BFloat16>());
-  else go(out.mutable_data_ptr<c10::Half>());
+  if (ask.type == at::kFloat)
+    go(out.mutable_data_ptr<float>());
+  else if (ask.type == at::kBFloat16)
+    go(out.mutable_data_ptr<BFloat16>());
+  else
+    go(out.mutable_data_ptr<c10::Half>());
   return out;
 }
 
 // Both are 2-d tensors of the engine's type; the axes named are summed.
-Tensor multiply(const Tensor& left, int left_sum, const Tensor& right, int right_sum, const Request& ask) {
+Tensor multiply(const Tensor& left, int left_sum, const Tensor& right, int right_sum,
+                const Request& ask) {
   if (left.scalar_type() == at::kFloat)
-    return multiply<float>(view<float>(left, 1 - left_sum, left_sum), view<float>(right, 1 - right_sum, right_sum), ask);
-  return multiply<BFloat16>(
-      view<BFloat16>(left, 1 - left_sum, left_sum), view<BFloat16>(right, 1 - right_sum, right_sum), ask);
+    return multiply<float>(view<float>(left, 1 - left_sum, left_sum),
+                           view<float>(right, 1 - right_sum, right_sum), ask);
+  return multiply<BFloat16>(view<BFloat16>(left, 1 - left_sum, left_sum),
+                            view<BFloat16>(right, 1 - right_sum, right_sum), ask);
 }
 
 std::vector<int64_t> shaped(const Tensor& like, int64_t last, const Tensor& out, bool roots) {
@@ -96,7 +104,8 @@ bool packed_is_faster(int64_t rows, at::ScalarType type) {
 
 // Columns [begin, end) of the sum over tokens, into fp32 roots.
 template <class T>
-void sum_tokens(const Tensor& grad, const Schedule& schedule, int64_t begin, int64_t end, float* out, int64_t stride) {
+void sum_tokens(const Tensor& grad, const Schedule& schedule, int64_t begin, int64_t end,
+                float* out, int64_t stride) {
   constexpr int64_t block = 256;
   for (int64_t at = begin; at < end; at += block) {
     const int64_t n = std::min(block, end - at);
@@ -126,8 +135,8 @@ Tensor pack_weight(const Tensor& weight) {
     Tensor out = empty_tensor({panels, packing.length, panel_width}, w.scalar_type());
     T* data = out.mutable_data_ptr<T>();
     at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-      pack_panels(Operand<T>(view<T>(w, 0, 1)), schedule, packing, begin, end, panel_width, w.size(0),
-                  data + begin * packing.length * panel_width);
+      pack_panels(Operand<T>(view<T>(w, 0, 1)), schedule, packing, begin, end, panel_width,
+                  w.size(0), data + begin * packing.length * panel_width);
     });
     return out;
   };
@@ -142,7 +151,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   const Tensor shift = bias ? bias->to(at::kFloat).contiguous() : Tensor();
   const Schedule schedule = features(share, left.size(1));
   Request ask{schedule, rows, cols, share.roots ? at::kFloat : x.scalar_type(), share.roots};
-  // Without a packed weight the smaller operand is packed; the leaf is symmetric, so the roles may be swapped.
+  // Without a packed weight the smaller operand is packed; the leaf is symmetric, so the roles may
+  // be swapped.
   const bool use_packed = packed && packed_is_faster(rows, type);
   ask.swap = !use_packed && rows < cols;
   ask.bias = bias ? shift.const_data_ptr<float>() : nullptr;
@@ -156,13 +166,15 @@ Tensor input_grad(const Tensor& grad, const Tensor& weight, Share share) {
   const at::ScalarType type = engine_type(grad.scalar_type());
   const Tensor left = rows_of(grad, type), right = weight.to(type);
   const Schedule schedule = features(share, left.size(1));
-  Request ask{schedule, left.size(0), right.size(1), share.roots ? at::kFloat : grad.scalar_type(), share.roots};
+  Request ask{schedule, left.size(0), right.size(1), share.roots ? at::kFloat : grad.scalar_type(),
+              share.roots};
   const Tensor out = multiply(left, 1, right, 0, ask);
   return out.view(shaped(grad, right.size(1), out, share.roots));
 }
 
-// The axis runs group by group: the first of `groups` equal parts of each weight's rows, then the second of each. Where
-// every leaf lies inside one part nothing is copied; else the parts are joined first.
+// The axis runs group by group: the first of `groups` equal parts of each weight's rows, then the
+// second of each. Where every leaf lies inside one part nothing is copied; else the parts are
+// joined first.
 Tensor group_input_grad(at::TensorList grads, at::TensorList weights, int64_t groups, Share share) {
   const at::ScalarType type = engine_type(grads[0].scalar_type());
   std::vector<Tensor> left, right;
@@ -178,21 +190,23 @@ Tensor group_input_grad(at::TensorList grads, at::TensorList weights, int64_t gr
       const int64_t rows = right[i].size(0) / groups;
       parts.emplace_back(left[i].narrow(1, g * rows, rows), right[i].narrow(0, g * rows, rows));
     }
-  const Request ask{schedule, left[0].size(0), right[0].size(1), share.roots ? at::kFloat : grads[0].scalar_type(),
-                    share.roots};
+  const Request ask{schedule, left[0].size(0), right[0].size(1),
+                    share.roots ? at::kFloat : grads[0].scalar_type(), share.roots};
   auto go = [&](auto zero) {
     using T = decltype(zero);
     std::vector<View<T>> a, b;
     int64_t part = 0, begin = 0;
     for (const Leaf& leaf : schedule.leaves) {
-      while (leaf.start >= begin + parts[part].second.size(0)) begin += parts[part++].second.size(0);
+      while (leaf.start >= begin + parts[part].second.size(0))
+        begin += parts[part++].second.size(0);
       if (leaf.start + leaf.length > begin + parts[part].second.size(0)) break;
       a.push_back(view<T>(parts[part].first, 0, 1).shift(0, leaf.start - begin));
       b.push_back(view<T>(parts[part].second, 1, 0).shift(0, leaf.start - begin));
     }
     if (a.size() == schedule.leaves.size()) return multiply<T>(Operand<T>(a), Operand<T>(b), ask);
     std::vector<Tensor> columns, rows;
-    for (const auto& [gradient, weight] : parts) columns.push_back(gradient), rows.push_back(weight);
+    for (const auto& [gradient, weight] : parts)
+      columns.push_back(gradient), rows.push_back(weight);
     return multiply(at::cat(columns, 1), 1, at::cat(rows, 0), 0, ask);
   };
   const Tensor out = type == at::kFloat ? go(float()) : go(BFloat16());
@@ -203,8 +217,10 @@ Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& spans, Sha
   const at::ScalarType type = engine_type(x.scalar_type());
   const Tensor left = rows_of(grad, type), right = rows_of(x, type);
   const Schedule schedule = samples(share, spans);
-  Request ask{schedule, left.size(1), right.size(1), share.roots ? at::kFloat : x.scalar_type(), share.roots};
-  ask.swap = right.size(1) < left.size(1);  // the rows' operand is copied whole: let it be the smaller one
+  Request ask{schedule, left.size(1), right.size(1), share.roots ? at::kFloat : x.scalar_type(),
+              share.roots};
+  ask.swap =
+      right.size(1) < left.size(1);  // the rows' operand is copied whole: let it be the smaller one
   return multiply(left, 0, right, 0, ask);
 }
 
@@ -212,22 +228,31 @@ Tensor bias_grad(const Tensor& grad, const Tensor& spans, Share share) {
   Tensor rows = rows_of(grad, grad.scalar_type());
   if (rows.stride(1) != 1) rows = rows.contiguous();
   const Schedule schedule = samples(share, spans);
-  const int64_t cols = rows.size(1), roots = count_roots(schedule.first, schedule.segment_end.size());
+  const int64_t cols = rows.size(1),
+                roots = count_roots(schedule.first, schedule.segment_end.size());
   Tensor out = empty_tensor({roots, cols}, at::kFloat);
   float* data = out.mutable_data_ptr<float>();
   at::parallel_for(0, cols, 256, [&](int64_t begin, int64_t end) {
     PlainArithmetic plain;
-    if (rows.scalar_type() == at::kFloat) sum_tokens<float>(rows, schedule, begin, end, data, cols);
-    else if (rows.scalar_type() == at::kBFloat16) sum_tokens<BFloat16>(rows, schedule, begin, end, data, cols);
-    else sum_tokens<c10::Half>(rows, schedule, begin, end, data, cols);
+    if (rows.scalar_type() == at::kFloat)
+      sum_tokens<float>(rows, schedule, begin, end, data, cols);
+    else if (rows.scalar_type() == at::kBFloat16)
+      sum_tokens<BFloat16>(rows, schedule, begin, end, data, cols);
+    else
+      sum_tokens<c10::Half>(rows, schedule, begin, end, data, cols);
   });
   if (share.roots) return out;
   if (roots == 0) return empty_tensor({cols}, grad.scalar_type()).zero_();
   Tensor rounded = empty_tensor({cols}, grad.scalar_type());
-  auto go = [&](auto* to) { finish(data, nullptr, nullptr, nullptr, cols, nullptr, 1, cols, to, cols); };
-  if (grad.scalar_type() == at::kFloat) go(rounded.mutable_data_ptr<float>());
-  else if (grad.scalar_type() == at::kBFloat16) go(rounded.mutable_data_ptr<BFloat16>());
-  else go(rounded.mutable_data_ptr<c10::Half>());
+  auto go = [&](auto* to) {
+    finish(data, nullptr, nullptr, nullptr, cols, nullptr, 1, cols, to, cols);
+  };
+  if (grad.scalar_type() == at::kFloat)
+    go(rounded.mutable_data_ptr<float>());
+  else if (grad.scalar_type() == at::kBFloat16)
+    go(rounded.mutable_data_ptr<BFloat16>());
+  else
+    go(rounded.mutable_data_ptr<c10::Half>());
   return rounded;
 }
 

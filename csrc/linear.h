@@ -10,13 +10,15 @@ namespace isobit {
 
 using at::Tensor;
 
-// What is summed: a whole extent, or a share of one that starts at `first` and returns its roots in fp32.
+// What is summed: a whole extent, or a share of one that starts at `first` and returns its roots in
+// fp32.
 struct Share {
   int64_t extent, first;
   bool roots;
 };
 
-bool tile_engine_pairs_bf16();  // AMX: bf16 enters the engine as pairs; elsewhere bf16 is widened to fp32
+bool tile_engine_pairs_bf16();  // AMX: bf16 enters the engine as pairs; elsewhere bf16 is widened
+                                // to fp32
 
 at::ScalarType engine_type(at::ScalarType type);  // in which the engine takes it
 

@@ -30,7 +30,8 @@ ISOBIT_INLINE void forward_row(const Schedule& schedule, const T* x, int64_t n, 
 
 // g − exp(y) Σg
 template <class T>
-ISOBIT_INLINE void backward_row(const Schedule& schedule, const T* grad, const T* y, int64_t n, T* out) {
+ISOBIT_INLINE void backward_row(const Schedule& schedule, const T* grad, const T* y, int64_t n,
+                                T* out) {
   const float total = sum_row(schedule, Elements<T>{grad});
   for (int64_t at = 0; at < n; at += lane_count) {
     const int64_t count = std::min(lane_count, n - at);
@@ -42,15 +43,17 @@ ISOBIT_INLINE void backward_row(const Schedule& schedule, const T* grad, const T
   }
 }
 
-#define ISOBIT_ROWS(T)                                                                                              \
-  ISOBIT_CLONES void log_softmax_rows(                                                                              \
-      const Schedule& schedule, const T* x, int64_t stride, int64_t rows, int64_t n, T* __restrict out) {           \
-    for (int64_t row = 0; row < rows; row++) forward_row(schedule, x + row * stride, n, out + row * n);             \
-  }                                                                                                                 \
-  ISOBIT_CLONES void log_softmax_grads(const Schedule& schedule, const T* grad, int64_t grad_stride, const T* y,    \
-                                       int64_t y_stride, int64_t rows, int64_t n, T* __restrict out) {              \
-    for (int64_t row = 0; row < rows; row++)                                                                        \
-      backward_row(schedule, grad + row * grad_stride, y + row * y_stride, n, out + row * n);                       \
+#define ISOBIT_ROWS(T)                                                                        \
+  ISOBIT_CLONES void log_softmax_rows(const Schedule& schedule, const T* x, int64_t stride,   \
+                                      int64_t rows, int64_t n, T* __restrict out) {           \
+    for (int64_t row = 0; row < rows; row++)                                                  \
+      forward_row(schedule, x + row * stride, n, out + row * n);                              \
+  }                                                                                           \
+  ISOBIT_CLONES void log_softmax_grads(const Schedule& schedule, const T* grad,               \
+                                       int64_t grad_stride, const T* y, int64_t y_stride,     \
+                                       int64_t rows, int64_t n, T* __restrict out) {          \
+    for (int64_t row = 0; row < rows; row++)                                                  \
+      backward_row(schedule, grad + row * grad_stride, y + row * y_stride, n, out + row * n); \
   }
 ISOBIT_ROWS(float)
 ISOBIT_ROWS(BFloat16)
@@ -58,7 +61,9 @@ ISOBIT_ROWS(Half)
 
 Tensor log_softmax_op(const Tensor& x) {
   check_attested();
-  TORCH_CHECK(x.dim() >= 1, "isobit: expected an axis to sum over, received a scalar; remedy: call isobit.log_softmax");
+  TORCH_CHECK(
+      x.dim() >= 1,
+      "isobit: expected an axis to sum over, received a scalar; remedy: call isobit.log_softmax");
   Tensor out = empty_tensor(x.sizes(), x.scalar_type());
   if (out.numel() == 0) return out;
   const Tensor rows = rows_of(x);
@@ -68,10 +73,11 @@ Tensor log_softmax_op(const Tensor& x) {
     using T = std::remove_pointer_t<decltype(type)>;
     const T* from = rows.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
-    at::parallel_for(0, rows.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
-      PlainArithmetic plain;
-      log_softmax_rows(schedule, from + begin * stride, stride, end - begin, n, to + begin * n);
-    });
+    at::parallel_for(
+        0, rows.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
+          PlainArithmetic plain;
+          log_softmax_rows(schedule, from + begin * stride, stride, end - begin, n, to + begin * n);
+        });
   });
   return out;
 }
@@ -79,7 +85,8 @@ Tensor log_softmax_op(const Tensor& x) {
 Tensor log_softmax_backward_op(const Tensor& grad, const Tensor& y) {
   check_attested();
   TORCH_CHECK(y.dim() >= 1 && grad.sizes() == y.sizes() && grad.scalar_type() == y.scalar_type(),
-              "isobit: expected a gradient like the output; remedy: call isobit.log_softmax, and let autograd call this");
+              "isobit: expected a gradient like the output; remedy: call isobit.log_softmax, and "
+              "let autograd call this");
   Tensor out = empty_tensor(y.sizes(), y.scalar_type());
   if (out.numel() == 0) return out;
   const Tensor left = rows_of(grad), right = rows_of(y);
@@ -89,10 +96,12 @@ Tensor log_softmax_backward_op(const Tensor& grad, const Tensor& y) {
     using T = std::remove_pointer_t<decltype(type)>;
     const T *from = left.const_data_ptr<T>(), *saved = right.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
-    at::parallel_for(0, left.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
-      PlainArithmetic plain;
-      log_softmax_grads(schedule, from + begin * stride, stride, saved + begin * step, step, end - begin, n, to + begin * n);
-    });
+    at::parallel_for(
+        0, left.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
+          PlainArithmetic plain;
+          log_softmax_grads(schedule, from + begin * stride, stride, saved + begin * step, step,
+                            end - begin, n, to + begin * n);
+        });
   });
   return out;
 }

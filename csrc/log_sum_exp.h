@@ -1,4 +1,5 @@
-// The log-sum-exp of a feature axis adds pairs (max, sum): a leaf has its own maximum, and a merge rescales to the larger.
+// The log-sum-exp of a feature axis adds pairs (max, sum): a leaf has its own maximum, and a merge
+// rescales to the larger.
 //
 // So shares of a vocabulary exchange pairs, and logits need no second pass.
 #pragma once

@@ -1,5 +1,6 @@
-// The log-probability of chosen tokens from hidden states and the LM head's weight, and its gradients, without ever
-// holding [tokens, vocabulary]: logits live for a run of the vocabulary at a time, and the backward computes them again.
+// The log-probability of chosen tokens from hidden states and the LM head's weight, and its
+// gradients, without ever holding [tokens, vocabulary]: logits live for a run of the vocabulary at
+// a time, and the backward computes them again.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -15,9 +16,11 @@ namespace {
 
 constexpr int64_t run_columns = 4096;   // of the vocabulary at a time; free
 constexpr int64_t forward_rows = 1024;  // of the tokens at a time; free
-constexpr int64_t few_rows = 64;        // below it a packed copy of the hidden states has more columns than they have
+constexpr int64_t few_rows =
+    64;  // below it a packed copy of the hidden states has more columns than they have
 
-// What the weight's rows are: words from `first` on of a vocabulary of `extent`, one subtree of its tree.
+// What the weight's rows are: words from `first` on of a vocabulary of `extent`, one subtree of its
+// tree.
 struct Shard {
   int64_t extent, first;
 };
@@ -31,20 +34,24 @@ struct Run {
 };
 
 std::vector<Run> cut_vocabulary(int64_t vocabulary, int64_t words) {
-  const int64_t length = vocabulary / count_segments(vocabulary, feature_unit, feature_cap), segments = words / length;
+  const int64_t length = vocabulary / count_segments(vocabulary, feature_unit, feature_cap),
+                segments = words / length;
   std::vector<Run> runs;
   if (length <= run_columns) {
     int64_t together = 1, level = 0;
     while (together * 2 <= segments && together * 2 * length <= run_columns) together *= 2, level++;
     for (int64_t s = 0; s < segments; s += together)
-      runs.push_back({s * length, (s + together) * length, feature_schedule(vocabulary, 0, together), true, level});
+      runs.push_back({s * length, (s + together) * length,
+                      feature_schedule(vocabulary, 0, together), true, level});
     return runs;
   }
-  const int64_t leaves = (length + feature_leaf - 1) / feature_leaf, most = run_columns / feature_leaf;
+  const int64_t leaves = (length + feature_leaf - 1) / feature_leaf,
+                most = run_columns / feature_leaf;
   const int64_t parts = (leaves + most - 1) / most;
   for (int64_t s = 0; s < segments; s++)
     for (int64_t p = 0; p < parts; p++) {
-      const int64_t first = leaves * p / parts * feature_leaf, last = std::min(leaves * (p + 1) / parts * feature_leaf, length);
+      const int64_t first = leaves * p / parts * feature_leaf,
+                    last = std::min(leaves * (p + 1) / parts * feature_leaf, length);
       Schedule schedule;
       push_run(schedule, 0, last - first, feature_leaf, p > 0);
       schedule.segment_end = {static_cast<int64_t>(schedule.leaves.size())};
@@ -58,8 +65,11 @@ template <class T>
 class Logits {
  public:
   Logits(const Tensor& hidden, int64_t most_columns)
-      : hidden_(hidden), schedule_(schedule_of(hidden.size(1))), rows_(hidden.size(0)),
-        room_(empty_tensor({rows_ * most_columns}, at::kFloat)), packed_(rows_ < few_rows ? Tensor() : pack_weight(hidden)) {}
+      : hidden_(hidden),
+        schedule_(schedule_of(hidden.size(1))),
+        rows_(hidden.size(0)),
+        room_(empty_tensor({rows_ * most_columns}, at::kFloat)),
+        packed_(rows_ < few_rows ? Tensor() : pack_weight(hidden)) {}
 
   // The weight's rows are the engine's rows, in place; the hidden states its columns.
   float* run(const Tensor& weight) {
@@ -68,7 +78,9 @@ class Logits {
     const View<T> left{weight.const_data_ptr<T>(), weight.stride(0), weight.stride(1)};
     const View<T> right{hidden_.const_data_ptr<T>(), hidden_.stride(0), hidden_.stride(1)};
     const T* packed = packed_.defined() ? packed_.const_data_ptr<T>() : nullptr;
-    Product<T, float>(schedule_, left, {right, packed}, Target<float>{out, columns, 0, nullptr, true}, columns, rows_).run();
+    Product<T, float>(schedule_, left, {right, packed},
+                      Target<float>{out, columns, 0, nullptr, true}, columns, rows_)
+        .run();
     return out;
   }
 
@@ -79,7 +91,8 @@ class Logits {
   Tensor room_, packed_;
 };
 
-ISOBIT_CLONES void fold_row(float* logits, const Run& run, float inverse_temperature, PairFold& fold) {
+ISOBIT_CLONES void fold_row(float* logits, const Run& run, float inverse_temperature,
+                            PairFold& fold) {
   if (inverse_temperature != 1.0f)
     for (int64_t i = 0; i < run.end - run.begin; i++) logits[i] = logits[i] * inverse_temperature;
   size_t segment = 0;
@@ -93,8 +106,8 @@ ISOBIT_CLONES void fold_row(float* logits, const Run& run, float inverse_tempera
 
 // (onehot − softmax) · grad, where a row's maximum and the logarithm of its sum are known.
 template <class T>
-ISOBIT_INLINE void grad_of_row(
-    const float* logits, int64_t n, float inverse_temperature, float max, float log_sum, float grad, int64_t target, T* out) {
+ISOBIT_INLINE void grad_of_row(const float* logits, int64_t n, float inverse_temperature, float max,
+                               float log_sum, float grad, int64_t target, T* out) {
   for (int64_t at = 0; at < n; at += lane_count) {
     const int64_t count = std::min(lane_count, n - at);
     Floats values;
@@ -106,33 +119,36 @@ ISOBIT_INLINE void grad_of_row(
     round_some(values * grad, count, out + at);
   }
 }
-#define ISOBIT_GRAD(T)                                                                                               \
-  ISOBIT_CLONES void grad_row(const float* logits, int64_t n, float inverse_temperature, float max, float log_sum,   \
-                              float grad, int64_t target, T* out) {                                                  \
-    grad_of_row(logits, n, inverse_temperature, max, log_sum, grad, target, out);                                    \
+#define ISOBIT_GRAD(T)                                                                        \
+  ISOBIT_CLONES void grad_row(const float* logits, int64_t n, float inverse_temperature,      \
+                              float max, float log_sum, float grad, int64_t target, T* out) { \
+    grad_of_row(logits, n, inverse_temperature, max, log_sum, grad, target, out);             \
   }
 ISOBIT_GRAD(float)
 ISOBIT_GRAD(BFloat16)
 
 void check_logprob(const Tensor& hidden, const Tensor& weight, const Tensor& targets) {
-  TORCH_CHECK(hidden.dim() == 2 && weight.dim() == 2 && hidden.size(1) == weight.size(1) && weight.size(0) > 0 &&
-                  targets.dim() == 1 && targets.size(0) == hidden.size(0) && targets.scalar_type() == at::kLong &&
-                  targets.is_contiguous(),
-              "isobit: expected hidden [T, K], weight [V, K] and int64 targets [T]; remedy: call isobit.linear_logprob");
+  TORCH_CHECK(hidden.dim() == 2 && weight.dim() == 2 && hidden.size(1) == weight.size(1) &&
+                  weight.size(0) > 0 && targets.dim() == 1 && targets.size(0) == hidden.size(0) &&
+                  targets.scalar_type() == at::kLong && targets.is_contiguous(),
+              "isobit: expected hidden [T, K], weight [V, K] and int64 targets [T]; remedy: call "
+              "isobit.linear_logprob");
 }
 
 void check_shard(const Shard& shard, int64_t words) {
   const int64_t parts = words > 0 ? shard.extent / words : 0;
-  TORCH_CHECK(parts > 0 && parts * words == shard.extent && shard.first >= 0 && shard.first % words == 0 &&
-                  shard.first < shard.extent && count_segments(shard.extent, feature_unit, feature_cap) % parts == 0,
-              "isobit: expected an equal share of the segments of ", shard.extent, " words, received ", words, " from ",
-              shard.first, "; remedy: call isobit.ops.logprob.partial with an isobit Cut");
+  TORCH_CHECK(parts > 0 && parts * words == shard.extent && shard.first >= 0 &&
+                  shard.first % words == 0 && shard.first < shard.extent &&
+                  count_segments(shard.extent, feature_unit, feature_cap) % parts == 0,
+              "isobit: expected an equal share of the segments of ", shard.extent,
+              " words, received ", words, " from ", shard.first,
+              "; remedy: call isobit.ops.logprob.partial with an isobit Cut");
 }
 
 // Each token's pair of the shard's root, and its target's logit where the shard has it, else +0.
 template <class T>
-void forward(const Tensor& hidden, const Tensor& weight, const Tensor& targets, float inverse_temperature, Shard shard,
-             Tensor& out, Tensor& pairs) {
+void forward(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
+             float inverse_temperature, Shard shard, Tensor& out, Tensor& pairs) {
   const std::vector<Run> runs = cut_vocabulary(shard.extent, weight.size(0));
   int64_t most = 0;
   for (const Run& run : runs) most = std::max(most, run.end - run.begin);
@@ -156,29 +172,36 @@ void forward(const Tensor& hidden, const Tensor& weight, const Tensor& targets, 
       });
     }
     for (int64_t row = 0; row < rows; row++) {
-      kept[2 * (first + row)] = folds[row].total().max, kept[2 * (first + row) + 1] = one_nan(folds[row].total().sum);
+      kept[2 * (first + row)] = folds[row].total().max,
+                        kept[2 * (first + row) + 1] = one_nan(folds[row].total().sum);
       to[first + row] = found[row];
     }
   }
 }
 
-std::tuple<Tensor, Tensor> pairs_op(const Tensor& hidden, const Tensor& weight, const Tensor& targets, double temperature,
-                                    int64_t extent, int64_t first) {
+std::tuple<Tensor, Tensor> pairs_op(const Tensor& hidden, const Tensor& weight,
+                                    const Tensor& targets, double temperature, int64_t extent,
+                                    int64_t first) {
   check_engine();
   check_logprob(hidden, weight, targets);
   check_shard({extent, first}, weight.size(0));
-  Tensor pairs = empty_tensor({hidden.size(0), 2}, at::kFloat), chosen = empty_tensor({hidden.size(0)}, at::kFloat);
+  Tensor pairs = empty_tensor({hidden.size(0), 2}, at::kFloat),
+         chosen = empty_tensor({hidden.size(0)}, at::kFloat);
   const Tensor rows = hidden.to(engine_type(hidden.scalar_type())).contiguous();
   const float inverse = 1.0f / static_cast<float>(temperature);
-  if (rows.scalar_type() == at::kFloat) forward<float>(rows, weight, targets, inverse, {extent, first}, chosen, pairs);
-  else forward<BFloat16>(rows, weight, targets, inverse, {extent, first}, chosen, pairs);
+  if (rows.scalar_type() == at::kFloat)
+    forward<float>(rows, weight, targets, inverse, {extent, first}, chosen, pairs);
+  else
+    forward<BFloat16>(rows, weight, targets, inverse, {extent, first}, chosen, pairs);
   return {pairs, chosen};
 }
 
 // A token without a target (a negative one) has the log-probability 0, and no gradient.
-std::tuple<Tensor, Tensor> logprob_op(const Tensor& hidden, const Tensor& weight, const Tensor& targets,
-                                      double temperature, const std::optional<Tensor>&, int64_t) {
-  auto [stats, out] = pairs_op(hidden, weight, targets, temperature, weight.dim() ? weight.size(0) : 0, 0);
+std::tuple<Tensor, Tensor> logprob_op(const Tensor& hidden, const Tensor& weight,
+                                      const Tensor& targets, double temperature,
+                                      const std::optional<Tensor>&, int64_t) {
+  auto [stats, out] =
+      pairs_op(hidden, weight, targets, temperature, weight.dim() ? weight.size(0) : 0, 0);
   const int64_t* chosen = targets.const_data_ptr<int64_t>();
   float *to = out.mutable_data_ptr<float>(), *kept = stats.mutable_data_ptr<float>();
   PlainArithmetic plain;
@@ -231,9 +254,9 @@ struct Wanted {
 };
 
 template <class T>
-void backward(const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& stats,
-              const Tensor& spans, float inverse_temperature, int64_t global, Shard shard, Wanted wanted,
-              Counter& hidden_grad, Tensor& weight_grad) {
+void backward(const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& targets,
+              const Tensor& stats, const Tensor& spans, float inverse_temperature, int64_t global,
+              Shard shard, Wanted wanted, Counter& hidden_grad, Tensor& weight_grad) {
   const std::vector<Run> runs = cut_vocabulary(shard.extent, weight.size(0));
   int64_t most = 0;
   for (const Run& run : runs) most = std::max(most, run.end - run.begin);
@@ -242,7 +265,8 @@ void backward(const Tensor& grad, const Tensor& hidden, const Tensor& weight, co
   const float *given = grad.const_data_ptr<float>(), *kept = stats.const_data_ptr<float>();
   Logits<T> logits(hidden, most);
   Tensor room = paired<T> ? empty_tensor({rows * most}, hidden.scalar_type()) : Tensor();
-  const Schedule samples = sample_schedule(spans.const_data_ptr<int64_t>(), spans.size(0), 0, global);
+  const Schedule samples =
+      sample_schedule(spans.const_data_ptr<int64_t>(), spans.size(0), 0, global);
   for (const Run& run : runs) {
     const int64_t n = run.end - run.begin;
     const Tensor part = weight.narrow(0, run.begin, n).to(hidden.scalar_type());
@@ -257,8 +281,10 @@ void backward(const Tensor& grad, const Tensor& hidden, const Tensor& weight, co
       }
     });
     if (wanted.hidden) {
-      const View<T> left{grads, n, 1}, right{part.const_data_ptr<T>(), part.stride(1), part.stride(0)};
-      const Target<float> target{hidden_grad.open().mutable_data_ptr<float>(), width, 0, nullptr, false};
+      const View<T> left{grads, n, 1},
+          right{part.const_data_ptr<T>(), part.stride(1), part.stride(0)};
+      const Target<float> target{hidden_grad.open().mutable_data_ptr<float>(), width, 0, nullptr,
+                                 false};
       Product<T, float>(run.leaves, left, {right, nullptr}, target, rows, width).run();
       if (run.ends_segment) hidden_grad.close(run.level);
     }
@@ -267,40 +293,51 @@ void backward(const Tensor& grad, const Tensor& hidden, const Tensor& weight, co
       by_type(weight_grad, [&](auto* type) {
         using Out = std::remove_pointer_t<decltype(type)>;
         Out* to = weight_grad.mutable_data_ptr<Out>() + run.begin * width;
-        const bool swap = width < n;  // the rows' operand is copied whole: let it be the smaller one
+        const bool swap =
+            width < n;  // the rows' operand is copied whole: let it be the smaller one
         const Target<Out> target{to, width, 0, nullptr, swap};
-        if (swap) Product<T, Out>(samples, right, {left, nullptr}, target, width, n).run();
-        else Product<T, Out>(samples, left, {right, nullptr}, target, n, width).run();
+        if (swap)
+          Product<T, Out>(samples, right, {left, nullptr}, target, width, n).run();
+        else
+          Product<T, Out>(samples, left, {right, nullptr}, target, n, width).run();
       });
     }
   }
 }
 
-// dhidden is the shard's root, rounded to the type named; dweight is fp32 where the spans are a share of more samples.
-std::tuple<Tensor, Tensor> gradients(
-    const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& stats,
-    const Tensor& spans, double temperature, bool want_hidden, bool want_weight, int64_t of, Shard shard,
-    at::ScalarType hidden_type) {
+// dhidden is the shard's root, rounded to the type named; dweight is fp32 where the spans are a
+// share of more samples.
+std::tuple<Tensor, Tensor> gradients(const Tensor& grad, const Tensor& hidden, const Tensor& weight,
+                                     const Tensor& targets, const Tensor& stats,
+                                     const Tensor& spans, double temperature, bool want_hidden,
+                                     bool want_weight, int64_t of, Shard shard,
+                                     at::ScalarType hidden_type) {
   check_engine();
   check_logprob(hidden, weight, targets);
   check_spans(spans, hidden.size(0));
   check_shard(shard, weight.size(0));
   const Batch batch = batch_of(spans, want_weight ? of : 0);
-  TORCH_CHECK(grad.sizes() == targets.sizes() && grad.scalar_type() == at::kFloat && stats.is_contiguous() &&
-                  stats.numel() == 2 * grad.numel() && stats.scalar_type() == at::kFloat,
-              "isobit: expected fp32 gradients [T] and sums [T, 2]; remedy: let autograd call this");
-  const Tensor rows = hidden.to(engine_type(hidden.scalar_type())).contiguous(), given = grad.contiguous();
+  TORCH_CHECK(
+      grad.sizes() == targets.sizes() && grad.scalar_type() == at::kFloat &&
+          stats.is_contiguous() && stats.numel() == 2 * grad.numel() &&
+          stats.scalar_type() == at::kFloat,
+      "isobit: expected fp32 gradients [T] and sums [T, 2]; remedy: let autograd call this");
+  const Tensor rows = hidden.to(engine_type(hidden.scalar_type())).contiguous(),
+               given = grad.contiguous();
   Counter hidden_grad(rows.size(0), rows.size(1));
-  Tensor weight_grad = empty_tensor(want_weight ? weight.sizes() : at::IntArrayRef{0}, batch.type(weight.scalar_type()));
+  Tensor weight_grad = empty_tensor(want_weight ? weight.sizes() : at::IntArrayRef{0},
+                                    batch.type(weight.scalar_type()));
   if (want_weight && spans.size(0) == 0) weight_grad.zero_();
   const float inverse = 1.0f / static_cast<float>(temperature);
   const Wanted wanted{want_hidden && rows.size(0) > 0, want_weight};
   auto go = [&](auto zero) {
-    backward<decltype(zero)>(given, rows, weight, targets, stats, spans, inverse, batch.of, shard, wanted,
-                             hidden_grad, weight_grad);
+    backward<decltype(zero)>(given, rows, weight, targets, stats, spans, inverse, batch.of, shard,
+                             wanted, hidden_grad, weight_grad);
   };
-  if (rows.scalar_type() == at::kFloat) go(float());
-  else go(BFloat16());
+  if (rows.scalar_type() == at::kFloat)
+    go(float());
+  else
+    go(BFloat16());
   if (!wanted.hidden) return {empty_tensor({0, hidden.size(1)}, hidden_type), weight_grad};
   Tensor out = empty_tensor(hidden.sizes(), hidden_type);
   by_type(out, [&](auto* type) {
@@ -312,33 +349,46 @@ std::tuple<Tensor, Tensor> gradients(
   return {out, weight_grad};
 }
 
-std::tuple<Tensor, Tensor> logprob_backward_op(
-    const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& stats,
-    const Tensor& spans, double temperature, bool want_hidden, bool want_weight, int64_t of) {
+std::tuple<Tensor, Tensor> logprob_backward_op(const Tensor& grad, const Tensor& hidden,
+                                               const Tensor& weight, const Tensor& targets,
+                                               const Tensor& stats, const Tensor& spans,
+                                               double temperature, bool want_hidden,
+                                               bool want_weight, int64_t of) {
   const Shard whole{weight.dim() ? weight.size(0) : 0, 0};
-  return gradients(grad, hidden, weight, targets, stats, spans, temperature, want_hidden, want_weight, of, whole,
-                   hidden.scalar_type());
+  return gradients(grad, hidden, weight, targets, stats, spans, temperature, want_hidden,
+                   want_weight, of, whole, hidden.scalar_type());
 }
 
-std::tuple<Tensor, Tensor> shard_backward_op(
-    const Tensor& grad, const Tensor& hidden, const Tensor& weight, const Tensor& targets, const Tensor& stats,
-    const Tensor& spans, double temperature, bool want_hidden, bool want_weight, int64_t of, int64_t extent, int64_t first) {
-  return gradients(grad, hidden, weight, targets, stats, spans, temperature, want_hidden, want_weight, of, {extent, first},
-                   at::kFloat);
+std::tuple<Tensor, Tensor> shard_backward_op(const Tensor& grad, const Tensor& hidden,
+                                             const Tensor& weight, const Tensor& targets,
+                                             const Tensor& stats, const Tensor& spans,
+                                             double temperature, bool want_hidden, bool want_weight,
+                                             int64_t of, int64_t extent, int64_t first) {
+  return gradients(grad, hidden, weight, targets, stats, spans, temperature, want_hidden,
+                   want_weight, of, {extent, first}, at::kFloat);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(isobit, m) {
-  m.def("linear_logprob(Tensor hidden, Tensor weight, Tensor targets, float temperature, Tensor? spans, int of=0) "
-        "-> (Tensor, Tensor)");
-  m.def("linear_logprob_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor targets, Tensor stats, Tensor spans, "
-        "float temperature, bool want_hidden, bool want_weight, int of=0) -> (Tensor, Tensor)");
-  m.def("linear_logprob_pairs(Tensor hidden, Tensor weight, Tensor targets, float temperature, int extent, int first) "
-        "-> (Tensor, Tensor)");
-  m.def("linear_logprob_shard_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor targets, Tensor stats, "
-        "Tensor spans, float temperature, bool want_hidden, bool want_weight, int of, int extent, int first) "
-        "-> (Tensor, Tensor)");
+  m.def(
+      "linear_logprob(Tensor hidden, Tensor weight, Tensor targets, float temperature, Tensor? "
+      "spans, int of=0) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "linear_logprob_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor targets, Tensor "
+      "stats, Tensor spans, "
+      "float temperature, bool want_hidden, bool want_weight, int of=0) -> (Tensor, Tensor)");
+  m.def(
+      "linear_logprob_pairs(Tensor hidden, Tensor weight, Tensor targets, float temperature, int "
+      "extent, int first) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "linear_logprob_shard_backward(Tensor grad, Tensor hidden, Tensor weight, Tensor targets, "
+      "Tensor stats, "
+      "Tensor spans, float temperature, bool want_hidden, bool want_weight, int of, int extent, "
+      "int first) "
+      "-> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(isobit, CPU, m) {

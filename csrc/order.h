@@ -1,8 +1,9 @@
 // The order of addition on the CPU: the plan of an extent, and the loops that add along it.
 //
-// The definition is src/isobit/order/, in Python; tests hold this file equal to it, extent by extent.
-// No loop may be contracted, reassociated or vectorised along the summed axis: the build passes
-// -ffp-contract=off and never -ffast-math, and every loop below runs across independent outputs.
+// The definition is src/isobit/order/, in Python; tests hold this file equal to it, extent by
+// extent. No loop may be contracted, reassociated or vectorised along the summed axis: the build
+// passes -ffp-contract=off and never -ffast-math, and every loop below runs across independent
+// outputs.
 #pragma once
 
 #include <algorithm>
@@ -20,15 +21,15 @@ constexpr int64_t feature_unit = 256, feature_cap = 16, sample_cap = 1024;
 constexpr int64_t panel_width = 64;  // columns of a packed panel: a tile size, no part of the order
 constexpr int64_t long_segment = 1024, feature_leaf = 512, token_leaf = 256, lane_count = 16;
 
-// A run of consecutive elements that the tile engine sums by one chain. `fold` adds it to the segment's
-// accumulator; the first leaf of a segment starts from zero instead.
+// A run of consecutive elements that the tile engine sums by one chain. `fold` adds it to the
+// segment's accumulator; the first leaf of a segment starts from zero instead.
 struct Leaf {
   int64_t start, length;
   bool fold;
 };
 
-// Consecutive segments of a larger extent, each a list of leaves; `first` is the index of the first one
-// in the whole problem, which decides who merges with whom.
+// Consecutive segments of a larger extent, each a list of leaves; `first` is the index of the first
+// one in the whole problem, which decides who merges with whom.
 struct Schedule {
   std::vector<Leaf> leaves;
   std::vector<int64_t> segment_end;  // index into leaves, one past each segment
@@ -37,7 +38,9 @@ struct Schedule {
 
 inline int64_t count_segments(int64_t extent, int64_t unit, int64_t cap) {
   int64_t count = 1;
-  while (extent > 0 && count * 2 <= cap && extent % (count * 2) == 0 && extent / (count * 2) >= unit) count *= 2;
+  while (extent > 0 && count * 2 <= cap && extent % (count * 2) == 0 &&
+         extent / (count * 2) >= unit)
+    count *= 2;
   return count;
 }
 
@@ -53,14 +56,17 @@ inline Schedule feature_schedule(int64_t extent, int64_t first, int64_t segments
   schedule.first = first;
   int64_t length = extent / count_segments(extent, feature_unit, feature_cap);
   for (int64_t s = 0; s < segments; s++) {
-    push_run(schedule, s * length, length, length > long_segment ? feature_leaf : std::max<int64_t>(length, 1), false);
+    push_run(schedule, s * length, length,
+             length > long_segment ? feature_leaf : std::max<int64_t>(length, 1), false);
     schedule.segment_end.push_back(schedule.leaves.size());
   }
   return schedule;
 }
 
-// `spans` holds (first row, rows) of each sample of this share; the share starts at sample `first` of `global`.
-inline Schedule sample_schedule(const int64_t* spans, int64_t count, int64_t first, int64_t global) {
+// `spans` holds (first row, rows) of each sample of this share; the share starts at sample `first`
+// of `global`.
+inline Schedule sample_schedule(const int64_t* spans, int64_t count, int64_t first,
+                                int64_t global) {
   Schedule schedule;
   int64_t size = std::max<int64_t>(global / count_segments(global, 1, sample_cap), 1);
   schedule.first = first / size;
@@ -71,8 +77,8 @@ inline Schedule sample_schedule(const int64_t* spans, int64_t count, int64_t fir
   return schedule;
 }
 
-// Items that are each a sum of their own (heads, samples with heads): one a leaf, folded left in a segment. They are all
-// of `global` items, or one subtree of them.
+// Items that are each a sum of their own (heads, samples with heads): one a leaf, folded left in a
+// segment. They are all of `global` items, or one subtree of them.
 inline Schedule item_schedule(int64_t count, int64_t cap, int64_t global) {
   Schedule schedule;
   const int64_t size = std::max<int64_t>(global / count_segments(global, 1, cap), 1);
@@ -83,20 +89,22 @@ inline Schedule item_schedule(int64_t count, int64_t cap, int64_t global) {
   return schedule;
 }
 
-// A finished subtree on the stack of partial tiles: which slot holds it, and which node of the tree it is.
+// A finished subtree on the stack of partial tiles: which slot holds it, and which node of the tree
+// it is.
 struct Node {
   int64_t level, index;
 };
 
-// ---- the additions -------------------------------------------------------------------------------------
+// ---- the additions
+// -------------------------------------------------------------------------------------
 
 ISOBIT_CLONES inline void merge2(float* __restrict a, const float* __restrict b, int64_t n) {
   for (int64_t i = 0; i < n; i++) a[i] = a[i] + b[i];
 }
 
 // Two levels of the tree in one pass: a third of the traffic of three merges.
-ISOBIT_CLONES inline void merge4(
-    float* __restrict a, const float* __restrict b, const float* __restrict c, const float* __restrict d, int64_t n) {
+ISOBIT_CLONES inline void merge4(float* __restrict a, const float* __restrict b,
+                                 const float* __restrict c, const float* __restrict d, int64_t n) {
   for (int64_t i = 0; i < n; i++) a[i] = (a[i] + b[i]) + (c[i] + d[i]);
 }
 
@@ -110,11 +118,15 @@ inline void add_row(float* __restrict lane, const T* __restrict row, int64_t n) 
   for (int64_t i = 0; i < n; i++) lane[i] = lane[i] + static_cast<float>(row[i]);
 }
 
-// The sum of `columns` columns over a schedule: leaves are folded and segments merged as the products' are.
+// The sum of `columns` columns over a schedule: leaves are folded and segments merged as the
+// products' are.
 class ColumnSum {
  public:
   ColumnSum(const Schedule& schedule, int64_t columns)
-      : schedule_(schedule), columns_(columns), stack_(depth_of(schedule) * columns), leaf_(columns) {}
+      : schedule_(schedule),
+        columns_(columns),
+        stack_(depth_of(schedule) * columns),
+        leaf_(columns) {}
 
   // `sum_leaf(index, to)` writes the sum of the schedule's leaf of that index.
   template <class SumLeaf>
@@ -137,18 +149,21 @@ class ColumnSum {
       }
     }
     for (int64_t root = 0; root < top; root++)
-      for (int64_t i = 0; i < columns_; i++) out[root * root_stride + i] = one_nan(stack_[root * columns_ + i]);
+      for (int64_t i = 0; i < columns_; i++)
+        out[root * root_stride + i] = one_nan(stack_[root * columns_ + i]);
   }
 
   // Of rows in memory (the bias gradient): a plain sum's leaf is striped over 16 lanes.
   template <class T>
   void run(const T* rows, int64_t row_stride, float* out, int64_t root_stride) {
     lanes_.resize(lane_count * columns_);
-    run([&](int64_t leaf, float* to) { stripe(schedule_.leaves[leaf], rows, row_stride, to); }, out, root_stride);
+    run([&](int64_t leaf, float* to) { stripe(schedule_.leaves[leaf], rows, row_stride, to); }, out,
+        root_stride);
   }
 
  private:
-  // A share may begin and end anywhere: a node waits on each level to its left, and on each to its right.
+  // A share may begin and end anywhere: a node waits on each level to its left, and on each to its
+  // right.
   static int64_t depth_of(const Schedule& schedule) {
     int64_t depth = 2;
     for (size_t segments = schedule.segment_end.size(); segments > 1; segments /= 2) depth += 2;
@@ -165,7 +180,8 @@ class ColumnSum {
     for (int64_t step = 1; step < lane_count; step *= 4)
       for (int64_t lane = 0; lane < lane_count; lane += 4 * step) {
         float* at = lanes + lane * columns_;
-        merge4(at, at + step * columns_, at + 2 * step * columns_, at + 3 * step * columns_, columns_);
+        merge4(at, at + step * columns_, at + 2 * step * columns_, at + 3 * step * columns_,
+               columns_);
       }
     std::copy(lanes, lanes + columns_, to);
   }
@@ -175,17 +191,22 @@ class ColumnSum {
   std::vector<float> stack_, leaf_, lanes_;
 };
 
-// The balanced tree over sixteen lanes; each lane meets its neighbour, then pairs meet, and lane 0 has it all.
+// The balanced tree over sixteen lanes; each lane meets its neighbour, then pairs meet, and lane 0
+// has it all.
 ISOBIT_INLINE float merge_lanes(const Floats& lanes) {
-  const Floats two = lanes + __builtin_shufflevector(lanes, lanes, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
-  const Floats four = two + __builtin_shufflevector(two, two, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
-  const Floats eight = four + __builtin_shufflevector(four, four, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  const Floats two = lanes + __builtin_shufflevector(lanes, lanes, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11,
+                                                     10, 13, 12, 15, 14);
+  const Floats four =
+      two + __builtin_shufflevector(two, two, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  const Floats eight = four + __builtin_shufflevector(four, four, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13,
+                                                      14, 15, 8, 9, 10, 11);
   return eight[0] + eight[8];
 }
 
 // A row sum's leaf, of several sums side by side: striped over the lanes, which are merged.
 template <int64_t sums, class Term>
-ISOBIT_INLINE void sum_leaf_into(int64_t start, int64_t length, const Term& term, float (&runs)[sums]) {
+ISOBIT_INLINE void sum_leaf_into(int64_t start, int64_t length, const Term& term,
+                                 float (&runs)[sums]) {
   Floats lanes[sums] = {}, values[sums];
   int64_t at = 0;
   for (; at + lane_count <= length; at += lane_count) {
@@ -199,8 +220,9 @@ ISOBIT_INLINE void sum_leaf_into(int64_t start, int64_t length, const Term& term
   for (int64_t i = 0; i < sums; i++) runs[i] = merge_lanes(lanes[i]);
 }
 
-// Sums of one row of a feature axis, side by side. `term(at, count, values)` gives `count` terms of each from `at` on,
-// one a lane, +0 in the lanes after them: a lane starts from +0, so it is never -0, and adding +0 leaves its bits.
+// Sums of one row of a feature axis, side by side. `term(at, count, values)` gives `count` terms of
+// each from `at` on, one a lane, +0 in the lanes after them: a lane starts from +0, so it is never
+// -0, and adding +0 leaves its bits.
 template <int64_t sums, class Term>
 ISOBIT_INLINE void sum_row_into(const Schedule& schedule, const Term& term, float (&totals)[sums]) {
   constexpr int64_t depth = 5;  // of at most 16 segments
@@ -227,7 +249,9 @@ ISOBIT_INLINE void sum_row_into(const Schedule& schedule, const Term& term, floa
 template <class Term>
 struct OneSum {
   const Term& term;
-  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats (&values)[1]) const { term(at, count, values[0]); }
+  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats (&values)[1]) const {
+    term(at, count, values[0]);
+  }
 };
 template <class Term>
 ISOBIT_INLINE float sum_row(const Schedule& schedule, const Term& term) {
@@ -244,34 +268,37 @@ ISOBIT_INLINE float sum_leaf(int64_t start, int64_t length, const Term& term) {
 
 // The last merge of one, two or four subtrees, the bias and the rounding, in one pass over a tile.
 template <class Out, class Sum>
-ISOBIT_INLINE void finish_rows(
-    Sum sum, int64_t width, const float* bias, int64_t rows, int64_t cols, Out* out, int64_t stride) {
+ISOBIT_INLINE void finish_rows(Sum sum, int64_t width, const float* bias, int64_t rows,
+                               int64_t cols, Out* out, int64_t stride) {
   for (int64_t i = 0; i < rows; i++) {
     if (bias)
-      for (int64_t j = 0; j < cols; j++) round_to(sum(i * width + j) + bias[j], out + i * stride + j);
+      for (int64_t j = 0; j < cols; j++)
+        round_to(sum(i * width + j) + bias[j], out + i * stride + j);
     else
       for (int64_t j = 0; j < cols; j++) round_to(sum(i * width + j), out + i * stride + j);
   }
 }
-#define ISOBIT_FINISH(Out)                                                                                      \
-  ISOBIT_CLONES inline void finish(                                                                             \
-      const float* __restrict a, const float* __restrict b, const float* __restrict c, const float* __restrict d, \
-      int64_t width, const float* __restrict bias, int64_t rows, int64_t cols, Out* __restrict out, int64_t stride) {                                                   \
-    if (c)                                                                                                      \
-      finish_rows([=](int64_t i) { return (a[i] + b[i]) + (c[i] + d[i]); }, width, bias, rows, cols, out, stride); \
-    else if (b)                                                                                                 \
-      finish_rows([=](int64_t i) { return a[i] + b[i]; }, width, bias, rows, cols, out, stride);                \
-    else                                                                                                        \
-      finish_rows([=](int64_t i) { return a[i]; }, width, bias, rows, cols, out, stride);                       \
+#define ISOBIT_FINISH(Out)                                                                       \
+  ISOBIT_CLONES inline void finish(const float* __restrict a, const float* __restrict b,         \
+                                   const float* __restrict c, const float* __restrict d,         \
+                                   int64_t width, const float* __restrict bias, int64_t rows,    \
+                                   int64_t cols, Out* __restrict out, int64_t stride) {          \
+    if (c)                                                                                       \
+      finish_rows([=](int64_t i) { return (a[i] + b[i]) + (c[i] + d[i]); }, width, bias, rows,   \
+                  cols, out, stride);                                                            \
+    else if (b)                                                                                  \
+      finish_rows([=](int64_t i) { return a[i] + b[i]; }, width, bias, rows, cols, out, stride); \
+    else                                                                                         \
+      finish_rows([=](int64_t i) { return a[i]; }, width, bias, rows, cols, out, stride);        \
   }
 ISOBIT_FINISH(float)
 ISOBIT_FINISH(c10::BFloat16)
 ISOBIT_FINISH(c10::Half)
 
-// One row of x against four segments of a packed panel at once: each output's chain is the tile engine's
-// (ascending, fused), and four streams of weights keep memory busier than one.
-ISOBIT_CLONES inline void row_by_panel4(
-    const float* __restrict x, const float* __restrict panel, int64_t length, float* __restrict out) {
+// One row of x against four segments of a packed panel at once: each output's chain is the tile
+// engine's (ascending, fused), and four streams of weights keep memory busier than one.
+ISOBIT_CLONES inline void row_by_panel4(const float* __restrict x, const float* __restrict panel,
+                                        int64_t length, float* __restrict out) {
   const int64_t step = length * panel_width, ahead = 16 * panel_width;
   float a[panel_width] = {}, b[panel_width] = {}, c[panel_width] = {}, d[panel_width] = {};
   for (int64_t k = 0; k < length; k++) {

@@ -1,4 +1,5 @@
-// Rotary position embedding and its gradient: every head of a token is turned by that token's angles.
+// Rotary position embedding and its gradient: every head of a token is turned by that token's
+// angles.
 #include <ATen/ExpandUtils.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
@@ -10,15 +11,16 @@ namespace isobit {
 
 namespace {
 
-// Of one token: cosines and sines for the first half of a head, and for the second. The way back has the sines
-// exchanged and negated, which is exact.
+// Of one token: cosines and sines for the first half of a head, and for the second. The way back
+// has the sines exchanged and negated, which is exact.
 struct Turn {
   const float *cos_low, *cos_high, *sin_low, *sin_high;
   float sign;
 };
 
 template <class T>
-ISOBIT_INLINE void turn_some(const Turn& turn, const T* x, int64_t half, int64_t at, int64_t count, T* out) {
+ISOBIT_INLINE void turn_some(const Turn& turn, const T* x, int64_t half, int64_t at, int64_t count,
+                             T* out) {
   Floats low, high, cos_low, cos_high, sin_low, sin_high;
   widen_some(x + at, count, 0.0f, low);
   widen_some(x + half + at, count, 0.0f, high);
@@ -31,7 +33,8 @@ ISOBIT_INLINE void turn_some(const Turn& turn, const T* x, int64_t half, int64_t
 }
 
 template <class T>
-ISOBIT_INLINE void turn_all(Turn turn, const T* x, int64_t stride, int64_t heads, int64_t half, T* out) {
+ISOBIT_INLINE void turn_all(Turn turn, const T* x, int64_t stride, int64_t heads, int64_t half,
+                            T* out) {
   for (int64_t head = 0; head < heads; head++, x += stride, out += 2 * half) {
     int64_t at = 0;
     for (; at + lane_count <= half; at += lane_count) turn_some(turn, x, half, at, lane_count, out);
@@ -39,10 +42,10 @@ ISOBIT_INLINE void turn_all(Turn turn, const T* x, int64_t stride, int64_t heads
   }
 }
 
-#define ISOBIT_TURN(T)                                                                                              \
-  ISOBIT_CLONES void turn_heads(                                                                                    \
-      const Turn& turn, const T* x, int64_t stride, int64_t heads, int64_t half, T* __restrict out) {               \
-    turn_all(turn, x, stride, heads, half, out);                                                                    \
+#define ISOBIT_TURN(T)                                                                       \
+  ISOBIT_CLONES void turn_heads(const Turn& turn, const T* x, int64_t stride, int64_t heads, \
+                                int64_t half, T* __restrict out) {                           \
+    turn_all(turn, x, stride, heads, half, out);                                             \
   }
 ISOBIT_TURN(float)
 ISOBIT_TURN(BFloat16)
@@ -59,11 +62,12 @@ int64_t offset_of(const Tensor& t, at::IntArrayRef leading, int64_t index) {
 Tensor last_together(const Tensor& t) { return t.stride(-1) == 1 ? t : t.contiguous(); }
 
 void check_angles(const Tensor& x, const Tensor& cos, const Tensor& sin, at::IntArrayRef shape) {
-  TORCH_CHECK(cos.dim() >= 1 && cos.size(-1) == shape.back() && at::is_expandable_to(cos.sizes(), shape) &&
-                  sin.sizes() == cos.sizes() && sin.scalar_type() == cos.scalar_type() && shape.back() % 2 == 0 &&
+  TORCH_CHECK(cos.dim() >= 1 && cos.size(-1) == shape.back() &&
+                  at::is_expandable_to(cos.sizes(), shape) && sin.sizes() == cos.sizes() &&
+                  sin.scalar_type() == cos.scalar_type() && shape.back() % 2 == 0 &&
                   (cos.scalar_type() == at::kFloat || cos.scalar_type() == x.scalar_type()),
-              "isobit: expected cos and sin of ", shape, " with an even last axis, received ", cos.sizes(), " and ",
-              sin.sizes(), "; remedy: call isobit.rotary, which says which");
+              "isobit: expected cos and sin of ", shape, " with an even last axis, received ",
+              cos.sizes(), " and ", sin.sizes(), "; remedy: call isobit.rotary, which says which");
 }
 
 Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool back) {
@@ -86,22 +90,26 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, bool back) 
     const T* data = from.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
     const float *c = cosines.const_data_ptr<float>(), *s = sines.const_data_ptr<float>();
-    at::parallel_for(0, x.numel() / size, std::max<int64_t>(grain / size, 1), [&](int64_t begin, int64_t end) {
-      PlainArithmetic plain;
-      for (int64_t token = begin; token < end; token++) {
-        const float* cosine = c + offset_of(cosines, leading, token);
-        const float* sine = s + offset_of(sines, leading, token);
-        const Turn there{cosine, cosine + half, sine, sine + half, 1.0f};
-        const Turn way_back{cosine, cosine + half, sine + half, sine, -1.0f};
-        const Turn& turn = back ? way_back : there;
-        turn_heads(turn, data + offset_of(from, leading, token), from.stride(-2), heads, half, to + token * size);
-      }
-    });
+    at::parallel_for(0, x.numel() / size, std::max<int64_t>(grain / size, 1),
+                     [&](int64_t begin, int64_t end) {
+                       PlainArithmetic plain;
+                       for (int64_t token = begin; token < end; token++) {
+                         const float* cosine = c + offset_of(cosines, leading, token);
+                         const float* sine = s + offset_of(sines, leading, token);
+                         const Turn there{cosine, cosine + half, sine, sine + half, 1.0f};
+                         const Turn way_back{cosine, cosine + half, sine + half, sine, -1.0f};
+                         const Turn& turn = back ? way_back : there;
+                         turn_heads(turn, data + offset_of(from, leading, token), from.stride(-2),
+                                    heads, half, to + token * size);
+                       }
+                     });
   });
   return out;
 }
 
-Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin) { return rotate(x, cos, sin, false); }
+Tensor rotary(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  return rotate(x, cos, sin, false);
+}
 Tensor rotary_backward(const Tensor& grad, const Tensor& cos, const Tensor& sin) {
   return rotate(grad, cos, sin, true);
 }

@@ -1,6 +1,7 @@
 // One row of a root-mean-square or layer norm: its statistics, its output, its gradient.
 //
-// With x̂ = (x − mean)·scale (a root mean square has no mean) and a = grad·weight, every operation rounded:
+// With x̂ = (x − mean)·scale (a root mean square has no mean) and a = grad·weight, every operation
+// rounded:
 //   y  = x̂·weight (+ bias)
 //   dx = scale·((a − Σa/n) − x̂·(Σ(a·x̂)/n)); without a mean, scale·(a − x̂·(Σ(a·x̂)/n))
 //   dweight = Σ grad·x̂ and dbias = Σ grad over tokens, in the order of the samples
@@ -12,7 +13,8 @@
 
 namespace isobit {
 
-// ---- one row -------------------------------------------------------------------------------------------
+// ---- one row
+// -------------------------------------------------------------------------------------------
 
 // Lanes after the last element add +0, whatever infinity the row's statistics are.
 ISOBIT_INLINE void clear_rest(int64_t count, Floats& values) {
@@ -62,7 +64,8 @@ template <bool centred, class T>
 struct Slopes {
   Weighted<T> weighted;
   Normal<centred, T> normal;
-  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats (&values)[centred ? 2 : 1]) const {
+  ISOBIT_INLINE void operator()(int64_t at, int64_t count,
+                                Floats (&values)[centred ? 2 : 1]) const {
     Floats factor;
     weighted(at, count, factor);
     normal(at, count, values[0]);
@@ -76,11 +79,14 @@ ISOBIT_INLINE void add_some(const Floats& values, int64_t count, float* to) {
   Floats sum;
   widen_some(to, count, 0.0f, sum);
   sum = sum + values;
-  if (count == lane_count) *reinterpret_cast<Floats*>(to) = sum;
-  else for (int64_t i = 0; i < count; i++) to[i] = sum[i];
+  if (count == lane_count)
+    *reinterpret_cast<Floats*>(to) = sum;
+  else
+    for (int64_t i = 0; i < count; i++) to[i] = sum[i];
 }
 
-// ---- forward -------------------------------------------------------------------------------------------
+// ---- forward
+// -------------------------------------------------------------------------------------------
 
 template <class T>
 struct Forward {
@@ -98,8 +104,10 @@ template <bool centred, class T>
 ISOBIT_INLINE void forward_row(const Forward<T>& pass, int64_t row) {
   const int64_t n = pass.n;
   const T* x = pass.x + row * pass.stride;
-  const float length = static_cast<float>(n), mean = centred ? sum_row(pass.features, Elements<T>{x}) / length : 0.0f;
-  const float scale = 1.0f / std::sqrt(sum_row(pass.features, Squares<centred, T>{x, mean}) / length + pass.eps);
+  const float length = static_cast<float>(n),
+              mean = centred ? sum_row(pass.features, Elements<T>{x}) / length : 0.0f;
+  const float scale =
+      1.0f / std::sqrt(sum_row(pass.features, Squares<centred, T>{x, mean}) / length + pass.eps);
   const Normal<centred, T> normal{x, mean, scale};
   for (int64_t at = 0; at < n; at += lane_count) {
     const int64_t count = std::min(lane_count, n - at);
@@ -117,7 +125,8 @@ ISOBIT_INLINE void forward_row(const Forward<T>& pass, int64_t row) {
   pass.scales[row] = scale;
 }
 
-// ---- backward ------------------------------------------------------------------------------------------
+// ---- backward
+// ------------------------------------------------------------------------------------------
 
 template <class T>
 struct Backward {
@@ -129,7 +138,9 @@ struct Backward {
   int64_t x_stride;
   const float *weight, *means, *scales;
   T* out;
-  int64_t width() const { return heads * n * (means ? 2 : 1); }  // sums of a token: dweight, and dbias after it
+  int64_t width() const {
+    return heads * n * (means ? 2 : 1);
+  }  // sums of a token: dweight, and dbias after it
 };
 
 // dx of a row; its terms of dweight and dbias go to `lane`, if that is not null.
@@ -137,7 +148,8 @@ template <bool centred, class T>
 ISOBIT_INLINE void backward_row(const Backward<T>& pass, int64_t row, int64_t next, float* lane) {
   const int64_t n = pass.n;
   const float length = static_cast<float>(n), scale = pass.scales[row];
-  const Normal<centred, T> normal{pass.x + row * pass.x_stride, centred ? pass.means[row] : 0.0f, scale};
+  const Normal<centred, T> normal{pass.x + row * pass.x_stride, centred ? pass.means[row] : 0.0f,
+                                  scale};
   const Weighted<T> weighted{pass.grad + row * pass.grad_stride, pass.weight};
   float sums[centred ? 2 : 1];
   sum_row_into(pass.features, Slopes<centred, T>{weighted, normal}, sums);
@@ -163,16 +175,17 @@ ISOBIT_INLINE void backward_row(const Backward<T>& pass, int64_t row, int64_t ne
   }
 }
 
-// A quarter of a leaf: the tokens of lanes 4q to 4q + 3, merged. Four lanes stay in the nearest cache, and a leaf
-// occupies four threads.
+// A quarter of a leaf: the tokens of lanes 4q to 4q + 3, merged. Four lanes stay in the nearest
+// cache, and a leaf occupies four threads.
 template <bool centred, class T>
-ISOBIT_INLINE void backward_quarter(
-    const Backward<T>& pass, const Leaf& leaf, int64_t quarter, float* lanes, float* sum) {
+ISOBIT_INLINE void backward_quarter(const Backward<T>& pass, const Leaf& leaf, int64_t quarter,
+                                    float* lanes, float* sum) {
   const int64_t width = pass.width();
   std::fill(lanes, lanes + 4 * width, 0.0f);
   for (int64_t t = 4 * quarter, next; t < leaf.length; t = next) {
     next = t % 4 == 3 ? t + lane_count - 3 : t + 1;
-    const int64_t row = (leaf.start + t) * pass.heads, ahead = ((next < leaf.length ? next : t) - t) * pass.heads;
+    const int64_t row = (leaf.start + t) * pass.heads,
+                  ahead = ((next < leaf.length ? next : t) - t) * pass.heads;
     for (int64_t h = 0; h < pass.heads; h++)
       backward_row<centred>(pass, row + h, row + h + ahead, lanes + t % 4 * width + h * pass.n);
   }

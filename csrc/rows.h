@@ -1,4 +1,5 @@
-// What row and element kernels share: sixteen elements at a time with any tail, rows of any tensor, a call per type.
+// What row and element kernels share: sixteen elements at a time with any tail, rows of any tensor,
+// a call per type.
 #pragma once
 
 #include <limits>
@@ -34,7 +35,9 @@ ISOBIT_INLINE void round_some(const Floats& values, int64_t count, T* out) {
   for (int64_t i = 0; i < count; i++) out[i] = some[i];
 }
 
-ISOBIT_INLINE void take_larger(Floats& most, const Floats& other) { most = other > most ? other : most; }
+ISOBIT_INLINE void take_larger(Floats& most, const Floats& other) {
+  most = other > most ? other : most;
+}
 
 // Exact, so free in its order. A NaN is passed over: the row's sum meets it.
 template <class T>
@@ -85,16 +88,23 @@ inline Tensor rows_of(const Tensor& t) {
   return rows.stride(1) == 1 || rows.size(1) == 1 ? rows : rows.contiguous();
 }
 
-inline Schedule schedule_of(int64_t n) { return feature_schedule(n, 0, count_segments(n, feature_unit, feature_cap)); }
+inline Schedule schedule_of(int64_t n) {
+  return feature_schedule(n, 0, count_segments(n, feature_unit, feature_cap));
+}
 
 // Calls `work` with a null pointer of the tensor's element type.
 template <class Work>
 void by_type(const Tensor& t, const Work& work) {
-  if (t.scalar_type() == at::kFloat) work(static_cast<float*>(nullptr));
-  else if (t.scalar_type() == at::kBFloat16) work(static_cast<BFloat16*>(nullptr));
-  else if (t.scalar_type() == at::kHalf) work(static_cast<Half*>(nullptr));
-  else TORCH_CHECK(false, "isobit: expected fp32, bf16 or fp16, received ", t.scalar_type(),
-                   "; remedy: call the function of the package, which has a portable executor for fp64");
+  if (t.scalar_type() == at::kFloat)
+    work(static_cast<float*>(nullptr));
+  else if (t.scalar_type() == at::kBFloat16)
+    work(static_cast<BFloat16*>(nullptr));
+  else if (t.scalar_type() == at::kHalf)
+    work(static_cast<Half*>(nullptr));
+  else
+    TORCH_CHECK(
+        false, "isobit: expected fp32, bf16 or fp16, received ", t.scalar_type(),
+        "; remedy: call the function of the package, which has a portable executor for fp64");
 }
 
 // An fp32 result in the dtype it was asked for, rounded once.

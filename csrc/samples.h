@@ -1,4 +1,5 @@
-// Which rows form which sample, as the operators are told: (first row, rows) of each, or the usual [samples, tokens].
+// Which rows form which sample, as the operators are told: (first row, rows) of each, or the usual
+// [samples, tokens].
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,14 +10,18 @@
 
 namespace isobit {
 
-// The package's functions say this better, and first; here it guards memory against direct calls of the operators.
+// The package's functions say this better, and first; here it guards memory against direct calls of
+// the operators.
 inline void check_spans(const at::Tensor& spans, int64_t rows) {
-  TORCH_CHECK(spans.dim() == 2 && spans.size(1) == 2 && spans.scalar_type() == at::kLong && spans.is_contiguous(),
-              "isobit: expected spans as contiguous int64 [samples, 2]; remedy: describe them by isobit.Samples");
+  TORCH_CHECK(spans.dim() == 2 && spans.size(1) == 2 && spans.scalar_type() == at::kLong &&
+                  spans.is_contiguous(),
+              "isobit: expected spans as contiguous int64 [samples, 2]; remedy: describe them by "
+              "isobit.Samples");
   const int64_t* span = spans.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < spans.size(0); i++, span += 2)
-    TORCH_CHECK(span[0] >= 0 && span[1] >= 0 && span[0] + span[1] <= rows, "isobit: expected spans inside ", rows,
-                " rows, received first ", span[0], " of ", span[1], "; remedy: describe them by isobit.Samples");
+    TORCH_CHECK(span[0] >= 0 && span[1] >= 0 && span[0] + span[1] <= rows,
+                "isobit: expected spans inside ", rows, " rows, received first ", span[0], " of ",
+                span[1], "; remedy: describe them by isobit.Samples");
 }
 
 // Of tokens in these leading axes: the given spans, or a sample per row of all axes but the last.
@@ -37,21 +42,25 @@ inline at::Tensor spans_of(const std::optional<at::Tensor>& spans, at::IntArrayR
 
 // Whether `count` items are one subtree of the tree over `of`, wherever in it they stand.
 inline bool is_subtree(int64_t count, int64_t of, int64_t cap) {
-  const int64_t size = std::max<int64_t>(of / count_segments(of, 1, cap), 1), segments = count / size;
+  const int64_t size = std::max<int64_t>(of / count_segments(of, 1, cap), 1),
+                segments = count / size;
   return count <= of && count % size == 0 && segments > 0 && (segments & (segments - 1)) == 0;
 }
 
-// The global batch of a call: its own samples, or `of` of them. A share has fp32 gradients, which others merge; its
-// subtree's value does not depend on where in the batch it stands.
+// The global batch of a call: its own samples, or `of` of them. A share has fp32 gradients, which
+// others merge; its subtree's value does not depend on where in the batch it stands.
 struct Batch {
   int64_t samples, of;
   bool is_share() const { return of != samples; }
-  at::ScalarType type(at::ScalarType parameter) const { return is_share() ? at::kFloat : parameter; }
+  at::ScalarType type(at::ScalarType parameter) const {
+    return is_share() ? at::kFloat : parameter;
+  }
 };
 inline Batch batch_of(const at::Tensor& spans, int64_t of) {
   const int64_t count = spans.size(0);
-  TORCH_CHECK(of == 0 || of == count || is_subtree(count, of, sample_cap), "isobit: expected samples that are one subtree of ",
-              of, ", received ", count, "; remedy: describe them by isobit.Samples, a power of two of segments");
+  TORCH_CHECK(of == 0 || of == count || is_subtree(count, of, sample_cap),
+              "isobit: expected samples that are one subtree of ", of, ", received ", count,
+              "; remedy: describe them by isobit.Samples, a power of two of segments");
   return {count, of ? of : count};
 }
 

@@ -24,8 +24,8 @@ struct Quotients {
   }
 };
 
-// The terms of the denominator, kept in place of the row's before, whose quotients are taken first: a division
-// occupies a unit that the exponential leaves idle.
+// The terms of the denominator, kept in place of the row's before, whose quotients are taken first:
+// a division occupies a unit that the exponential leaves idle.
 template <class T>
 struct Exponentials {
   const T* x;
@@ -42,8 +42,8 @@ struct Exponentials {
 };
 
 template <class T>
-ISOBIT_INLINE void softmax_all(
-    const Schedule& schedule, const T* x, int64_t stride, int64_t rows, int64_t n, float* kept, T* out) {
+ISOBIT_INLINE void softmax_all(const Schedule& schedule, const T* x, int64_t stride, int64_t rows,
+                               int64_t n, float* kept, T* out) {
   Quotients<T> before{kept, 1.0f, nullptr};
   for (int64_t row = 0; row < rows; row++) {
     const T* from = x + row * stride;
@@ -54,7 +54,8 @@ ISOBIT_INLINE void softmax_all(
 }
 
 template <class T>
-ISOBIT_INLINE void backward_row(const Schedule& schedule, const T* grad, const T* y, int64_t n, T* out) {
+ISOBIT_INLINE void backward_row(const Schedule& schedule, const T* grad, const T* y, int64_t n,
+                                T* out) {
   const float total = sum_row(schedule, ProductTerms<T>{y, grad});
   for (int64_t at = 0; at < n; at += lane_count) {
     const int64_t count = std::min(lane_count, n - at);
@@ -66,15 +67,16 @@ ISOBIT_INLINE void backward_row(const Schedule& schedule, const T* grad, const T
   }
 }
 
-#define ISOBIT_ROWS(T)                                                                                          \
-  ISOBIT_CLONES void softmax_rows(const Schedule& schedule, const T* x, int64_t stride, int64_t rows, int64_t n, \
-                                  float* kept, T* __restrict out) {                                             \
-    softmax_all(schedule, x, stride, rows, n, kept, out);                                                       \
-  }                                                                                                             \
-  ISOBIT_CLONES void backward_rows(const Schedule& schedule, const T* grad, int64_t grad_stride, const T* y,     \
-                                   int64_t y_stride, int64_t rows, int64_t n, T* __restrict out) {              \
-    for (int64_t row = 0; row < rows; row++)                                                                    \
-      backward_row(schedule, grad + row * grad_stride, y + row * y_stride, n, out + row * n);                   \
+#define ISOBIT_ROWS(T)                                                                           \
+  ISOBIT_CLONES void softmax_rows(const Schedule& schedule, const T* x, int64_t stride,          \
+                                  int64_t rows, int64_t n, float* kept, T* __restrict out) {     \
+    softmax_all(schedule, x, stride, rows, n, kept, out);                                        \
+  }                                                                                              \
+  ISOBIT_CLONES void backward_rows(const Schedule& schedule, const T* grad, int64_t grad_stride, \
+                                   const T* y, int64_t y_stride, int64_t rows, int64_t n,        \
+                                   T* __restrict out) {                                          \
+    for (int64_t row = 0; row < rows; row++)                                                     \
+      backward_row(schedule, grad + row * grad_stride, y + row * y_stride, n, out + row * n);    \
   }
 ISOBIT_ROWS(float)
 ISOBIT_ROWS(BFloat16)
@@ -93,11 +95,13 @@ Tensor softmax(const Tensor& x) {
     const T* from = rows.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
     const int64_t stride = rows.stride(0);
-    at::parallel_for(0, rows.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
-      thread_local Scratch scratch;
-      PlainArithmetic plain;
-      softmax_rows(schedule, from + begin * stride, stride, end - begin, n, scratch.floats(n), to + begin * n);
-    });
+    at::parallel_for(0, rows.size(0), std::max<int64_t>(grain / n, 1),
+                     [&](int64_t begin, int64_t end) {
+                       thread_local Scratch scratch;
+                       PlainArithmetic plain;
+                       softmax_rows(schedule, from + begin * stride, stride, end - begin, n,
+                                    scratch.floats(n), to + begin * n);
+                     });
   });
   return out;
 }
@@ -113,10 +117,12 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& y) {
     const T *from = left.const_data_ptr<T>(), *saved = right.const_data_ptr<T>();
     T* to = out.mutable_data_ptr<T>();
     const int64_t stride = left.stride(0), step = right.stride(0);
-    at::parallel_for(0, left.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
-      PlainArithmetic plain;
-      backward_rows(schedule, from + begin * stride, stride, saved + begin * step, step, end - begin, n, to + begin * n);
-    });
+    at::parallel_for(0, left.size(0), std::max<int64_t>(grain / n, 1),
+                     [&](int64_t begin, int64_t end) {
+                       PlainArithmetic plain;
+                       backward_rows(schedule, from + begin * stride, stride, saved + begin * step,
+                                     step, end - begin, n, to + begin * n);
+                     });
   });
   return out;
 }
