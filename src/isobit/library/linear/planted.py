@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from isobit.library.linear.shares import OURS, Share
+from isobit.library.linear.implementations import OURS, Share, share_of
+from isobit.library.placements import is_real, rows_of
 from isobit.ops.linear import partial
 from isobit.ops.linear.op import linear
 from isobit.order.cut import Cut
@@ -20,15 +22,11 @@ def segments_of(x: Tensor, weight: Tensor) -> list[Tensor]:
     """Every segment of y by itself, in fp32."""
     count = FeaturePlan(x.shape[-1]).count
     cuts = [Cut(x.shape[-1], count, i) for i in range(count)]
-    return [
-        partial.output(
-            x[..., c.start : c.start + c.length], weight[:, c.start : c.start + c.length], c
-        ).values[0]
-        for c in cuts
-    ]
+    return [partial.output(share_of(x, c), share_of(weight, c), c).values[0] for c in cuts]
 
 
 def with_bias(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Add the bias and round."""
     return (total if bias is None else total + bias.float()).to(dtype)
 
 
@@ -58,10 +56,7 @@ def narrow_merges(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 def left_fold(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Segments folded from the left instead of merged by the tree."""
-    first, *others = segments_of(x, weight)
-    for other in others:
-        first = first + other
-    return with_bias(first, bias, x.dtype)
+    return with_bias(reduce(torch.add, segments_of(x, weight)), bias, x.dtype)
 
 
 def reordered_tail(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -80,9 +75,7 @@ def swapped_square(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 def anchored_at_padding(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
     """Leaves counted from the padded start of each row of the batch; padding itself zeroed."""
-    real = torch.zeros(samples.rows, 1, dtype=torch.bool)
-    for start, length in samples.spans:
-        real[start : start + length] = True
+    real = is_real(samples).unsqueeze(1)
     width = samples.rows // max(len(samples.spans), 1)
     if sum(length for _, length in samples.spans) == samples.rows:  # packed: nothing is padded
         return OURS.parameter_grads(grad, x, samples)
@@ -98,21 +91,13 @@ def in_call_order(shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
     ]
     dtype = shares[0][0].dtype
     weight, bias = (torch.cat(list(values)) for values in zip(*found, strict=True))
-    totals = []
-    for values in (weight, bias):
-        total = values[0]
-        for value in values[1:]:
-            total = total + value
-        totals.append(total.to(dtype))
-    return totals[0], totals[1]
+    return reduce(torch.add, weight).to(dtype), reduce(torch.add, bias).to(dtype)
 
 
 def reversed_tokens(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
     """Rows of every sample reversed: the right sum, in another order."""
-    order = torch.cat(
-        [torch.arange(start, start + length).flip(0) for start, length in samples.spans]
-    )
     lengths = [length for _, length in samples.spans]
+    order = torch.cat([run.flip(0) for run in rows_of(samples).split(lengths)])
     return OURS.parameter_grads(grad[order], x[order], Samples.packed(lengths))
 
 
@@ -125,14 +110,8 @@ def stale_decoder(layer: torch.nn.Linear) -> Callable[[Tensor], Tensor]:
 def shifted_cut(x: Tensor, weight: Tensor, parts: int) -> Tensor:
     """Ranks merged by a ring that starts at rank 1."""
     pieces = list(zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True))
-    sums = [
-        partial.output(a, b, Cut(x.shape[-1], parts, i)).values[0]
-        for i, (a, b) in enumerate(pieces)
-    ]
-    total = sums[1]
-    for step in range(2, parts + 1):
-        total = total + sums[step % parts]
-    return total.to(x.dtype)
+    sums = [partial.output(*p, Cut(x.shape[-1], parts, i)).values[0] for i, p in enumerate(pieces)]
+    return reduce(torch.add, [*sums[1:], sums[0]]).to(x.dtype)
 
 
 split_k_by_rows = replace(OURS, output=split_by_rows)

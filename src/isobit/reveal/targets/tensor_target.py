@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any
 
@@ -83,6 +83,23 @@ class TensorTarget:
         if not self.output_bits:
             exact = self.divided_by & (self.divided_by - 1) == 0 and self.scale is not FP16_DIVIDED
             self.output_bits = BITS[self.run().dtype] if exact and self.kind != "positive" else 0
+
+    def with_threads(self, count: int) -> TensorTarget:
+        """Return the same target, each call made with `count` threads."""
+
+        def bound(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            def run() -> Tensor:
+                before = torch.get_num_threads()
+                torch.set_num_threads(count)
+                try:
+                    return function()
+                finally:
+                    torch.set_num_threads(before)
+
+            return run
+
+        everywhere = None if self.everywhere is None else bound(self.everywhere)
+        return replace(self, run=bound(self.run), everywhere=everywhere)
 
     def alike(self) -> Tensor:
         """The places that probes may use, the asked one first."""
