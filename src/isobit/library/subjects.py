@@ -7,12 +7,14 @@ from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
+from torch import Tensor
+
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.errors import ArgumentError, IsobitError
 from isobit.machine import thread_count
 
-Subject = Callable[..., Any]  # the function that a contract judges
+Subject = Callable[..., Tensor]  # the function that a contract judges
 Predicate = Callable[[Any, Case, Tally], None]
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # description, positional arguments, keywords
 
@@ -50,7 +52,7 @@ def must_raise(
         tally.fail(f"{what}: accepted")
 
 
-def refuses_each(function: Subject, calls: Iterable[Call], tally: Tally) -> None:
+def refuses_each(function: Callable[..., object], calls: Iterable[Call], tally: Tally) -> None:
     """Count each call as a case: it must raise an ArgumentError with a remedy."""
     for what, given, named in calls:
         tally.count(1)

@@ -13,9 +13,8 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import THREADS
-from isobit.errors import ArgumentError
-from isobit.library.attention.claims import on_one_thread
-from isobit.library.attention.planted import stock as stock_attention
+from isobit.library.stock import attention as stock_attention
+from isobit.library.subjects import must_raise, on_one_thread
 from isobit.machine import thread_count
 from isobit.ops.attention.cache import PAGE, KVCache, Sequence
 from isobit.ops.attention.op import attention
@@ -105,15 +104,9 @@ def scattered(subject: Cached, case: Case, tally: Tally) -> None:
     q, k, v = case.arguments.values()
     tokens = len(q)
     tally.count(tokens * q.shape[1])
-    streams = [(q, k, v)]
+    streams: list[tuple[Tensor, ...]] = [(q, k, v)]
     for first in (63, 66):
-        streams.append(
-            (
-                case.draw(q.shape, first),
-                case.draw(k.shape, first + 1),
-                case.draw(v.shape, first + 2),
-            )
-        )
+        streams.append(tuple(case.draw(t.shape, first + i) for i, t in enumerate((q, k, v))))
     cache = subject.empty(k)
     sequences = [cache.start() for _ in streams]
     left = cache.start()
@@ -127,19 +120,16 @@ def scattered(subject: Cached, case: Case, tally: Tally) -> None:
     for threads in THREADS:
         with thread_count(threads):
             counts = [tokens, 1, tokens // 2]
-            asked = torch.cat(
-                [stream[0][tokens - n :] for stream, n in zip(streams, counts, strict=True)]
+            queries = [stream[0] for stream in streams]
+            asked, expected = (
+                torch.cat([t[tokens - n :] for t, n in zip(tensors, counts, strict=True)])
+                for tensors in (queries, whole)
             )
-            expected = torch.cat([y[tokens - n :] for y, n in zip(whole, counts, strict=True)])
-            tally.same(
-                cache.attend(asked, sequences, counts),
-                expected,
-                f"asked together, {threads} threads",
-            )
+            found = cache.attend(asked, sequences, counts)
+            tally.same(found, expected, f"asked together, {threads} threads")
     last = torch.cat([stream[0][-1:] for stream in streams])
-    tally.same(
-        cache.attend(last, sequences), torch.cat([y[-1:] for y in whole]), "decoded together"
-    )
+    expected = torch.cat([y[-1:] for y in whole])
+    tally.same(cache.attend(last, sequences), expected, "decoded together")
 
 
 def refuses(subject: Cached, case: Case, tally: Tally) -> None:
@@ -161,16 +151,7 @@ def refuses(subject: Cached, case: Case, tally: Tally) -> None:
         "no heads": lambda: subject.make(0, 16, q.dtype, 1),
     }
     for what, call in misuses.items():
-        tally.compared += 1
-        try:
-            call()
-        except ArgumentError as refusal:
-            if "remedy" not in str(refusal):
-                tally.fail(f"{what}: refused without a remedy")
-        except Exception as other:
-            tally.fail(f"{what}: {type(other).__name__} instead of ArgumentError")
-        else:
-            tally.fail(f"{what}: accepted")
+        must_raise(call, what, tally)
 
 
 # ---- stock, and planted ---------------------------------------------------------------------------------
@@ -180,20 +161,13 @@ class StockCache(KVCache):
     """Keys put together anew for torch's own attention."""
 
     def attend(
-        self,
-        q: Tensor,
-        sequences: Ordered[Sequence],
-        counts: Ordered[int] | None = None,
-        **options: Any,
+        self, q: Tensor, sequences: Ordered[Sequence], counts: Any = None, **options: Any
     ) -> Tensor:
-        parts, at = [], 0
-        for sequence, count in zip(sequences, counts or [1] * len(sequences), strict=True):
-            k, v = (
-                pool[sequence.pages].flatten(0, 1)[: sequence.length]
-                for pool in (self._keys, self._values)
-            )
-            parts.append(stock_attention(q[at : at + count], k, v, **options))
-            at += count
+        """Compute attention per sequence."""
+        parts, pools = [], (self._keys, self._values)
+        for own, sequence in zip(torch.split(q, counts or 1), sequences, strict=True):
+            k, v = (p[sequence.pages].flatten(0, 1)[: sequence.length] for p in pools)
+            parts.append(stock_attention(own, k, v, **options))
         return torch.cat(parts)
 
 

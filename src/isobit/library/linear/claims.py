@@ -76,8 +76,8 @@ def samples(subject: Subject, case: Case, tally: Tally) -> None:
 
     for side in ("left", "right"):
         padded = Samples.padded(lengths, width=max(lengths) + 5, side=side)
-        moved = (put_among_random(case, t, padded, 9 + i) for i, t in enumerate((grad, x)))
-        compare(*moved, padded, f"padded {side}")
+        moved = put_among_random(case, grad, padded, 9)
+        compare(moved, put_among_random(case, x, padded, 10), padded, f"padded {side}")
     for size in MICRO_BATCHES:
         same(layer.accumulate(split(grad, x, lengths, size)), f"micro-batches of {size}")
     in_every_storage_and_thread_count(compare, (grad, x), described)

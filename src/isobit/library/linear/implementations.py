@@ -114,8 +114,8 @@ def plain_layer(function: Subject) -> LinearLayer:
 
     def parameter_grads(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
         real = is_real(samples).unsqueeze(1)
-        rows = (torch.where(real, t.reshape(-1, t.shape[-1]), 0) for t in (grad, x))
-        return grads_by(function, *rows)
+        rows, inputs = (torch.where(real, t.reshape(-1, t.shape[-1]), 0) for t in (grad, x))
+        return grads_by(function, rows, inputs)
 
     def accumulate(shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
         weight, bias = parameter_grads(*shares[0])

@@ -97,7 +97,7 @@ def in_call_order(shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
 def reversed_tokens(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
     """Rows of every sample reversed: the right sum, in another order."""
     lengths = [length for _, length in samples.spans]
-    order = torch.cat([run.flip(0) for run in rows_of(samples).split(lengths)])
+    order = torch.cat([run.flip(0) for run in torch.split(rows_of(samples), lengths)])
     return OURS.parameter_grads(grad[order], x[order], Samples.packed(lengths))
 
 
