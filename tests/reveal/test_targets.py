@@ -48,7 +48,10 @@ def test_weight_gradients_of_any_number_of_tokens(tokens, dtype):
 def test_features_of_any_number(k):
     for name in ("linear", "input_grad"):
         tree = isobit.reveal.order(TARGETS[name](k=k, n=48, m=5, dtype=torch.bfloat16))
-        assert tree.order_digest == digest(expected_order(name, k, torch.bfloat16)), (name, str(tree))
+        assert tree.order_digest == digest(expected_order(name, k, torch.bfloat16)), (
+            name,
+            str(tree),
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -14,7 +14,7 @@ from isobit.order.evaluate import expected_tree
 from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
 from isobit.records import Proof
-from isobit.reveal.certificate import check_revealing
+from isobit.reveal.self_check import check_revealing
 from isobit.reveal.targets.tensor_target import TensorTarget
 from isobit.reveal.tree import reveal
 

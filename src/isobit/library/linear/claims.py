@@ -60,7 +60,7 @@ def columns(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def samples(subject: Subject, case: Case, tally: Tally) -> None:
-    """dW and db of a batch are one sum: packed, padded, in micro-batches, in any storage, on any threads."""
+    """The gradients dW and db are one sum: packed, padded, in micro-batches, in any storage, on any threads."""
     layer, lengths = layer_of(subject), SAMPLE_LENGTHS
     grad, x = tokens(case, sum(lengths), 8)
     described = Samples.packed(lengths)
