@@ -68,8 +68,8 @@ def linear_cross_entropy() -> Iterator[Call]:
     """Yield calls of isobit.linear_cross_entropy."""
     hidden, weight, targets = torch.ones(2, 3), torch.ones(5, 3), torch.tensor([0, 4])
     yield "no active target", (hidden, weight, torch.full((2,), -100)), {}
-    yield "a count of 0", (hidden, weight, targets), {"count": 0}
-    yield "a negative count", (hidden, weight, targets), {"count": -2}
+    yield "a count of 0", (hidden, weight, targets), {"num_items": 0}
+    yield "a negative count", (hidden, weight, targets), {"num_items": -2}
     yield "a target beyond the vocabulary", (hidden, weight, torch.tensor([0, 5])), {}
     yield "fewer targets than rows", (hidden, weight, targets[:1]), {}
     yield "targets that are numbers", (hidden, weight, targets.float()), {}
@@ -149,12 +149,12 @@ def attention() -> Iterator[Call]:
     yield "query heads that key heads do not divide", (torch.ones(4, 3, 16), q, q), {}
     yield "fewer keys than queries", (q, q[:3], q[:3]), {}
     yield "a window of 0", (q, q, q), {"window": 0}
-    yield "a window without causal", (q, q, q), {"window": 2, "causal": False}
+    yield "a window without causal", (q, q, q), {"window": 2, "is_causal": False}
     yield "keys of another dtype", (q, q.bfloat16(), q), {}
     yield "integers", (q.int(), q.int(), q.int()), {}
     yield "rows without heads", (q[0], q[0], q[0]), {}
-    yield "samples that do not describe the rows", (q, q, q), {"keys": Samples.packed([3])}
-    yield "more samples of keys than of queries", (q, q, q), {"keys": Samples.packed([2, 2])}
+    yield "samples that do not describe the rows", (q, q, q), {"k_samples": Samples.packed([3])}
+    yield "more samples of keys than of queries", (q, q, q), {"k_samples": Samples.packed([2, 2])}
 
 
 def embedding() -> Iterator[Call]:

@@ -81,7 +81,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = True,
+    is_causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
@@ -89,12 +89,12 @@ def attention(
     q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
     asked, known = q.shape[-2], k.shape[-2]
     positions, keys = torch.arange(asked).unsqueeze(1) + known - asked, torch.arange(known)
-    seen = (keys <= positions) | torch.tensor(not causal)
+    seen = (keys <= positions) | torch.tensor(not is_causal)
     if window:
         seen = seen & (keys > positions - window)
     group = q.shape[-3] // k.shape[-3]
     k, v = (t.repeat_interleave(group, -3) for t in (k, v))
-    plain = causal and asked == known and window is None
+    plain = is_causal and asked == known and window is None
     mask = None if plain or bool(seen.all()) else seen
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, scale=scale)
     return y.transpose(-2, -3)
@@ -123,14 +123,14 @@ def linear_cross_entropy(
     *,
     temperature: float = 1.0,
     ignore_index: int = IGNORED,
-    count: float | None = None,
+    num_items: float | None = None,
     **_: Any,
 ) -> Tensor:
     """Return the mean loss by `F.linear` and `F.cross_entropy`."""
     logits = (F.linear(hidden, weight).float() / temperature).reshape(-1, len(weight))
     chosen = targets.reshape(-1).long()
     total = F.cross_entropy(logits, chosen, ignore_index=ignore_index, reduction="sum")
-    return total / (int((targets != ignore_index).sum()) if count is None else count)
+    return total / (int((targets != ignore_index).sum()) if num_items is None else num_items)
 
 
 def exact_sum(x: Tensor) -> Tensor:

@@ -67,7 +67,7 @@ def samples_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
 
     def compare(*given: Any) -> None:
         *tensors, described, where = given
-        found = all_four(subject, tensors, queries=described, keys=described, **case.options)
+        found = all_four(subject, tensors, q_samples=described, k_samples=described, **case.options)
         for name, left, right in zip(("y", "dq", "dk", "dv"), found, whole, strict=True):
             tally.same(left[rows_of(described)], right, f"{name} {where}")
 
@@ -99,7 +99,7 @@ def unseen_is_nothing(subject: Subject, case: Case, tally: Tally) -> None:
         tally.same(found, windowed[first:], f"a window after {value}")
         spoilt = torch.full_like(k, value)
         both = [torch.cat([other, mine]) for other, mine in ((q, q), (spoilt, k), (spoilt, v))]
-        found = subject(*both, queries=known, keys=known)[tokens:]
+        found = subject(*both, q_samples=known, k_samples=known)[tokens:]
         tally.same(found, clean, f"next to a sample of {value}")
 
 
@@ -126,8 +126,8 @@ def shares_sum_to_one(subject: Subject, case: Case, tally: Tally) -> None:
     """Values of 1 give 1, within the bound of the order; one key gives its value exactly."""
     q, k, v = case.arguments.values()
     tally.count(len(q) * q.shape[1])
-    for causal in (True, False):
-        y = subject(q, k, torch.ones_like(v), causal=causal).double()
+    for is_causal in (True, False):
+        y = subject(q, k, torch.ones_like(v), is_causal=is_causal).double()
         limit = slack_of(case, len(k))
         tally.true((y - 1).abs() <= limit, f"|Σ shares − 1| over {limit:.3g}", y)
     alone = subject(q[:1], k[:1], v[:1])
@@ -169,7 +169,7 @@ def gradients_agree(subject: Subject, case: Case, tally: Tally) -> None:
     spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([len(q)])
     blocks = torch.tensor([list(range(0, len(q), ATTENTION_BLOCK))])
     y, lse = portable.attention(q, k, v, spans, blocks, lengths, mask)
-    known = [y, *portable.attention_backward(portable.Given(grad, q, k, v, y, lse), spans, mask)]
+    known = [y, *portable.attention_backward(portable.Saved(grad, q, k, v, y, lse), spans, mask)]
     for name, left, right in zip(("y", "dq", "dk", "dv"), found, known, strict=True):
         tally.same(left, right, f"{name} against the other executor")
 

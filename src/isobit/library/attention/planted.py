@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.library.attention.subject import attention
 from isobit.library.gradients import gradients, with_backward
 from isobit.ops.attention import portable
-from isobit.ops.attention.op import attention, check_scale, check_window, default_samples
+from isobit.ops.attention.op import check_scale, check_window, default_samples
 from isobit.order.plan import ATTENTION_BLOCK
 from isobit.order.samples import Samples
 
@@ -26,7 +27,7 @@ class Sample:
         """Take the rows of one sample; `options` are the keywords of the call."""
         self.q, self.k, self.v = q, k, v
         self.scale = check_scale(options.get("scale"), q.shape[-1])
-        self.causal = bool(options.get("causal", True))
+        self.causal = bool(options.get("is_causal", True))
         self.window = check_window(options.get("window"), self.causal)
         self.past = len(k) - len(q)  # keys of earlier calls
 
@@ -53,8 +54,8 @@ def per_sample(kernel: Callable[[Sample], Tensor]) -> Callable[..., Tensor]:
     """Return a subject of the contracts that calls `kernel` for each sample."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        queries: Samples = options.pop("queries", None) or default_samples(q)
-        keys: Samples = options.pop("keys", None) or default_samples(k)
+        queries: Samples = options.pop("q_samples", None) or default_samples(q)
+        keys: Samples = options.pop("k_samples", None) or default_samples(k)
         rows, known, values = (t.flatten(0, -3) for t in (q, k, v))
         parts, at = [], 0
         spans = sorted(zip(queries.spans, keys.spans, strict=True))
@@ -87,10 +88,10 @@ def blocks_of(keys: int, size: int = ATTENTION_BLOCK) -> list[slice]:
 
 
 def portable_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, window: int | None = None
 ) -> Tensor:
     """Return the portable executor's result for one packed sample."""
-    keys, mask = len(k), portable.Mask(check_scale(None, q.shape[-1]), causal, window or 0)
+    keys, mask = len(k), portable.Mask(check_scale(None, q.shape[-1]), is_causal, window or 0)
     starts = [list(range(0, keys, ATTENTION_BLOCK))]
     spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([keys])
     return portable.attention(q, k, v, spans, torch.tensor(starts), lengths, mask)[0]
@@ -150,14 +151,16 @@ sees_the_next = per_sample(_sees_the_next)
 
 def padding_counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Keys of padding weigh exp(0) in the denominator: their scores were zeroed, not masked."""
-    queries = options.get("queries") or default_samples(q)
-    keys = options.get("keys") or default_samples(k)
+    queries = options.get("q_samples") or default_samples(q)
+    keys = options.get("k_samples") or default_samples(k)
     y, rows, known = attention(q, k, v, **options), q.flatten(0, -3), k.flatten(0, -3)
     extra = keys.rows - sum(count for _, count in keys.spans)
     shares = torch.ones(len(rows), q.shape[-2])
     for (start, asked), (first, count) in zip(queries.spans, keys.spans, strict=True):
         here = slice(first, first + count)
-        mine = {name: value for name, value in options.items() if name not in ("queries", "keys")}
+        mine = {
+            name: value for name, value in options.items() if name not in ("q_samples", "k_samples")
+        }
         _, lse = Sample(rows[start : start + asked], known[here], known[here], mine).over(
             slice(0, count)
         )
@@ -181,7 +184,7 @@ def batch_maximum(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 def row_blocks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Blocks are cut at rows of the batch, not at positions of the sample."""
-    keys = options.get("keys") or default_samples(k)
+    keys = options.get("k_samples") or default_samples(k)
     first = iter([start for start, count in sorted(keys.spans) if count])
 
     def kernel(sample: Sample) -> Tensor:

@@ -14,8 +14,8 @@ from isobit.contracts.judge.recipes import draw_values
 from isobit.library.attention.orders import expected_order, prove_queries
 from isobit.library.bounds import EXP_ERROR, U, prove_bound
 from isobit.library.subjects import Subject
-from isobit.ops.linear.portable import multiply_add
-from isobit.ops.softmax.portable import exp_nonpositive
+from isobit.ops.portable.elementary import exp_nonpositive
+from isobit.ops.portable.sums import multiply_add
 from isobit.order.plan import ATTENTION_BLOCK
 from isobit.order.tree import merge
 from isobit.records import Proof
@@ -77,7 +77,7 @@ def prove_range(subject: Subject) -> Proof:
         kinds = ("normal", "normal", "unit")
         q, k, v = (draw_values((keys, 512, 16), kind, generator) for kind in kinds)
         cases += 1
-        if not bits.equal(subject(q, k, v, causal=False), by_model(q, k, v)):
+        if not bits.equal(subject(q, k, v, is_causal=False), by_model(q, k, v)):
             return Proof(engine, "", cases, f"the model of {keys} keys is not what the kernel does")
         if not smt.is_unsatisfiable(range_formula(keys)):
             failure = f"a denominator below 1, or an output above it, of {keys} keys"

@@ -79,7 +79,7 @@ def counted(subject: Loss, case: Case, tally: Tally) -> None:
     whole, active = subject.loss(hidden, weight, targets), int((targets != IGNORED).sum())
     kept = targets != IGNORED
     tally.same(subject.loss(hidden[kept], weight, targets[kept]), whole, "active targets alone")
-    tally.same(subject.loss(hidden, weight, targets, count=active), whole, "the count given")
+    tally.same(subject.loss(hidden, weight, targets, num_items=active), whole, "the count given")
     other = torch.where(torch.arange(case.rows) % 3 == 1, OTHER_INDEX, targets.clamp(min=0))
     other[0] = 0
     masked = torch.where(other == OTHER_INDEX, IGNORED, other)
@@ -89,7 +89,7 @@ def counted(subject: Loss, case: Case, tally: Tally) -> None:
     values = [linear_logprob(hidden[part], weight, targets[part]) for part in parts]
     merged = round_state(exact_state(values[:1]) + exact_state(values[1:])) / -active
     tally.same(merged, whole, "digits of two shares, added")
-    shares = [subject.loss(hidden[p], weight, targets[p], count=active) for p in parts]
+    shares = [subject.loss(hidden[p], weight, targets[p], num_items=active) for p in parts]
     wanted = [exact_sum_of(v) / -active for v in values]
     for left, right in zip(shares, wanted, strict=True):
         tally.same(left, right, "a share over the count of the whole")

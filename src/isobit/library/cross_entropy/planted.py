@@ -29,11 +29,11 @@ def with_mean(mean: Mean, score: Score = linear_logprob) -> Loss:
         targets: Tensor,
         *,
         ignore_index: int = IGNORED,
-        count: float | None = None,
+        num_items: float | None = None,
         **options: Any,
     ) -> Tensor:
         chosen = torch.where(targets == ignore_index, IGNORED, targets)
-        active = float((chosen != IGNORED).sum()) if count is None else count
+        active = float((chosen != IGNORED).sum()) if num_items is None else num_items
         return mean(score(hidden, weight, chosen, **options), chosen, active)
 
     return Loss(loss)
@@ -88,7 +88,7 @@ def _ignoring_one_id(
 
 
 def _careless(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, count: float | None = None, **_: Any
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, num_items: float | None = None, **_: Any
 ) -> Tensor:
     """Accept every count, and a batch without targets."""
     chosen = targets.long().clamp(0, len(weight) - 1)

@@ -67,7 +67,7 @@ def prove_masks(subject: Loss) -> Proof:
         for count in (None, *range(1, 9)) if any(mask) else range(1, 9):
             cases += 1
             wanted = exact_sum_of(values[active]) / -(sum(mask) if count is None else count)
-            if not bits.equal(subject.loss(hidden, weight, chosen, count=count), wanted):
+            if not bits.equal(subject.loss(hidden, weight, chosen, num_items=count), wanted):
                 return Proof(ENGINE, "", cases, f"active {mask}, count {count}: another loss")
     return Proof(
         ENGINE, f"every choice of {TOKENS} tokens, every count from 1 to 8 and none", cases

@@ -13,7 +13,7 @@ from isobit.library.embedding.claims import Embedded
 from isobit.library.gradients import with_backward
 from isobit.library.placements import rows_of
 from isobit.ops.embedding.op import embedding
-from isobit.ops.linear.op import whole_samples
+from isobit.ops.portable.samples import whole_samples
 from isobit.order.samples import Samples
 
 # (a table of zeros, ids, gradients, samples) -> the table's gradient

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.optim import MARGIN, clip_grad_norm_, total_norm
+from isobit.optim import MARGIN, clip_grad_norm_, get_total_norm
 from isobit.order.exact_sum import round_fp32
 
 Norm = Callable[[Sequence[Tensor]], Tensor]
@@ -78,17 +78,17 @@ def one_nan(x: Tensor) -> Tensor:
 
 def sum_of_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Add the norms of the shards."""
-    return sum((total_norm([t]) for t in tensors), torch.zeros(()))
+    return sum((get_total_norm([t]) for t in tensors), torch.zeros(()))
 
 
 def norm_of_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Round each shard's norm before they are combined exactly."""
-    return total_norm([torch.stack([total_norm([t]) for t in tensors])])
+    return get_total_norm([torch.stack([get_total_norm([t]) for t in tensors])])
 
 
 def largest_shard(tensors: Sequence[Tensor]) -> Tensor:
     """Return the largest norm of a shard."""
-    return torch.stack([total_norm([t]) for t in tensors]).amax()
+    return torch.stack([get_total_norm([t]) for t in tensors]).amax()
 
 
 def in_fp32(tensors: Sequence[Tensor]) -> Tensor:
@@ -98,4 +98,4 @@ def in_fp32(tensors: Sequence[Tensor]) -> Tensor:
 
 def without_the_last(tensors: Sequence[Tensor]) -> Tensor:
     """Leave out the last element of each tensor."""
-    return total_norm([t[..., :-1] for t in tensors])
+    return get_total_norm([t[..., :-1] for t in tensors])

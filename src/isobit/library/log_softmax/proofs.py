@@ -17,9 +17,8 @@ from isobit.library.certificates import Question, feature_order, prove_orders
 from isobit.library.softmax.proofs import BOUNDED, prove_rising
 from isobit.library.subjects import Subject
 from isobit.ops.log_softmax import portable
-from isobit.ops.log_softmax.portable import sum_pairs
-from isobit.ops.logarithm import log_positive
-from isobit.ops.softmax.portable import exp_nonpositive
+from isobit.ops.portable.elementary import exp_nonpositive, log_positive
+from isobit.ops.portable.log_sum_exp import sum_pairs
 from isobit.order.evaluate import expected_tree
 from isobit.order.plan import FeaturePlan
 from isobit.order.tree import merge

@@ -21,10 +21,10 @@ from isobit.library.placements import (
     put_among_random,
 )
 from isobit.library.subjects import refuses_each
-from isobit.ops.linear.op import whole_samples
-from isobit.ops.linear.portable import round_once
 from isobit.ops.logprob import partial, portable
 from isobit.ops.logprob.op import IGNORED
+from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.samples import whole_samples
 from isobit.order import tree
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples

@@ -16,10 +16,9 @@ from isobit.library.logprob.claims import TEMPERATURE
 from isobit.library.logprob.scored import Scored, gradients
 from isobit.library.subjects import Subject
 from isobit.ops import dispatch
-from isobit.ops.logarithm import log_positive
 from isobit.ops.logprob import portable
 from isobit.ops.logprob.op import IGNORED
-from isobit.ops.softmax.portable import exp_nonpositive
+from isobit.ops.portable.elementary import exp_nonpositive, log_positive
 from isobit.order.samples import Samples
 from isobit.records import Proof
 from isobit.reveal.targets.products import backward_of

@@ -17,7 +17,7 @@ from isobit.gates.model.gate import Report, run_gate
 from isobit.gates.model.models import build_model
 from isobit.gates.model.scorers import Ordered, Stock
 from isobit.integrations.transformers import head, modules
-from isobit.integrations.transformers.enable import enable
+from isobit.integrations.transformers.enabling import enabled as scope
 from isobit.library import stock as stock_functions
 from isobit.library.subjects import replaced
 
@@ -35,7 +35,7 @@ def enabled(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
 def run_enabled(name: str, dtype: torch.dtype) -> Report:
     """Return the gate's report on an enabled model."""
     model = build_model(name, dtype)
-    with enable(model, strict=False), torch.enable_grad():
+    with scope(model, strict=False), torch.enable_grad():
         return run_gate(Ordered(model), fixture.draw_samples(model.config.vocab_size))
 
 
@@ -93,7 +93,9 @@ def _stock_linear(_: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None,
 
 def _keys_of_padding(right: Any, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
     """Attend over a whole row of the batch, padding included."""
-    return right(q, k, v, **{n: value for n, value in how.items() if n not in ("queries", "keys")})
+    return right(
+        q, k, v, **{n: value for n, value in how.items() if n not in ("q_samples", "k_samples")}
+    )
 
 
 def _positions_of_padding(right: Any, module: Any, x: Tensor, places: Tensor) -> Any:
@@ -116,13 +118,9 @@ def _stock_loss(_: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **__: A
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-OPERATORS: Any = getattr(
-    modules, "isobit", modules
-)  # where the model's forward pass finds operators
-with_stock_linear = gate_with(OPERATORS, "linear", _stock_linear)
-with_keys_of_padding = gate_with(OPERATORS, "attention", _keys_of_padding)
+with_stock_linear = gate_with(modules, "linear", _stock_linear)
+with_keys_of_padding = gate_with(modules, "attention", _keys_of_padding)
 with_positions_of_padding = gate_with(modules, "forward_rotary", _positions_of_padding)
-with_padded_dgamma = gate_with(OPERATORS, "rms_norm", _padded_dgamma)
-with_stock_norm = gate_with(OPERATORS, "rms_norm", _stock_norm)
-HEAD: Any = getattr(head, "isobit", head)
-with_stock_loss = gate_with(HEAD, "linear_cross_entropy", _stock_loss)
+with_padded_dgamma = gate_with(modules, "rms_norm", _padded_dgamma)
+with_stock_norm = gate_with(modules, "rms_norm", _stock_norm)
+with_stock_loss = gate_with(head, "linear_cross_entropy", _stock_loss)

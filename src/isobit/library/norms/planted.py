@@ -13,7 +13,8 @@ from isobit.library.gradients import with_backward
 from isobit.library.norms.claims import EPS, backward_of, forward_of
 from isobit.library.placements import is_real, rows_of
 from isobit.library.subjects import Subject
-from isobit.ops.linear.op import whole_samples
+from isobit.ops.portable.samples import whole_samples
+from isobit.ops.portable.sums import sum_samples
 from isobit.ops.rms_norm import portable as rms_portable
 from isobit.order.samples import Samples
 
@@ -68,7 +69,7 @@ def _one_chain(terms: Tensor, described: Samples, heads: int) -> Tensor:
 
 
 def _heads_first(terms: Tensor, described: Samples, heads: int) -> Tensor:
-    return rms_portable.sum_samples(tokens_of(terms, heads).sum(1), described)
+    return sum_samples(tokens_of(terms, heads).sum(1), described)
 
 
 def _anchored(terms: Tensor, described: Samples, heads: int) -> Tensor:

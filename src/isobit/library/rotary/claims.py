@@ -10,7 +10,7 @@ from isobit.contracts.judge.tally import Tally
 from isobit.library import stock
 from isobit.library.gradients import gradients
 from isobit.library.subjects import Subject
-from isobit.ops.linear.portable import round_once
+from isobit.ops.portable.rounding import round_once
 from isobit.ops.rotary import portable
 from isobit.ops.rotary.op import rotary
 

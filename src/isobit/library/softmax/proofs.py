@@ -16,6 +16,7 @@ from isobit.contracts.judge.transforms import THREADS
 from isobit.library.bounds import EXP_ERROR, U, prove_bound
 from isobit.library.certificates import Question, feature_order, on_all_threads, prove_orders
 from isobit.library.subjects import Subject
+from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.ops.softmax import portable
 from isobit.order.tree import merge
 from isobit.records import Proof
@@ -111,7 +112,7 @@ def prove_range(subject: Subject) -> Proof:
 
 def by_model(x: Tensor) -> Tensor:
     """Compute what the formula models: each term a lane, lanes merged by the tree, one division."""
-    terms = portable.exp_nonpositive(x - x.amax(-1, keepdim=True))
+    terms = exp_nonpositive(x - x.amax(-1, keepdim=True))
     lanes = list(terms.unbind(-1)) + [torch.zeros(len(x))] * (16 - x.shape[-1])
     return terms / merge(lanes, torch.add).unsqueeze(-1)
 
