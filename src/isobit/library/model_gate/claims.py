@@ -83,6 +83,7 @@ def gate_with(home: Any, name: str, wrong: Callable[..., Any]) -> Subject:
         with replaced(home, name, partial(wrong, getattr(home, name))):
             return run_enabled.__wrapped__(family, drawn.dtype)
 
+    run.__name__ = f"with{wrong.__name__}"
     return run
 
 
