@@ -1,4 +1,4 @@
-"""Where the samples of a batch lie in memory: packed, padded on a side, or stored in reverse.
+"""Placements of the samples of a batch in memory: packed, padded on a side, or stored in reverse.
 
 A claim about samples computes the packed batch once, moves the same rows to each placement among random
 padding, and compares bits.
@@ -37,7 +37,7 @@ def in_reverse(described: Samples) -> Samples:
 
 
 def put(room: Tensor, packed: Tensor, described: Samples) -> Tensor:
-    """Write packed rows into `room`, where the samples lie, and return it."""
+    """Write packed rows into `room` at the places of the samples, and return it."""
     at = 0
     for start, length in described.spans:
         room[start : start + length] = packed[at : at + length]
@@ -46,7 +46,7 @@ def put(room: Tensor, packed: Tensor, described: Samples) -> Tensor:
 
 
 def put_among_random(case: Case, packed: Tensor, described: Samples, stream: int) -> Tensor:
-    """Return packed rows where the samples lie; all other rows are random."""
+    """Return packed rows at the places of the samples; all other rows are random."""
     return put(case.draw((described.rows, *packed.shape[1:]), stream, "wide"), packed, described)
 
 

@@ -18,7 +18,7 @@ NAMES = {8: "bf16", 11: "fp16", 24: "fp32", 53: "fp64"}
 class Arithmetic:
     """What the additions of one tree do.
 
-    The last addition cannot be told apart from what is done to its result.
+    The last addition cannot be separated from what is done to its result.
     """
 
     products: str  # "none", "exact" (the dtype's products fit the accumulator), "fused", "rounded" or "mixed"

@@ -150,7 +150,7 @@ def _questions(at: Part, term: int) -> list[tuple[int, int, int]]:
 def _search(triples: _Triples, root: Part, term: int) -> Part:
     """Find the subtree that the term is added to, by binary search."""
     top = root  # the term is inside this subtree or on the edge above it
-    floor: Part | None = None  # and not inside this one, which lies below it
+    floor: Part | None = None  # and not inside this one, which is below it
     while True:
         middle = halfway(top, floor)
         if middle is None:

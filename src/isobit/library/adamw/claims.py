@@ -122,12 +122,12 @@ def formula(
 
 
 def corrected_late(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Bias correction by the count before this step."""
+    """Correct the bias by the count before this step."""
     return step_with(AdamW, p, grad, first, second, COUNT - 1)
 
 
 def eps_inside(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """sqrt(v + eps) instead of sqrt(v) + eps."""
+    """Divide by sqrt(v + eps) instead of sqrt(v) + eps."""
     (_, mean, square), _ = formula(p.float(), grad.float(), first.float(), second.float().abs())
     spread = (square / (1 - BETAS[1] ** COUNT) + EPS).sqrt()
     moved = p.float() * (1 - RATE * DECAY) - RATE / (1 - BETAS[0] ** COUNT) * mean / spread
@@ -135,20 +135,20 @@ def eps_inside(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor
 
 
 def coupled(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Decay added to the gradient, as Adam with L2 does."""
+    """Add the decay to the gradient, as Adam with L2 does."""
     wide, added = p.float(), grad.float() + DECAY * p.float()
     (moved, *moments), _ = formula(wide, added, first.float(), second.float().abs())
     return torch.cat([moved + RATE * DECAY * wide, *moments], -1).to(p.dtype)
 
 
 def normalised_apart(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Each piece's gradient over its own largest element."""
+    """Divide each piece's gradient by its own largest element."""
     largest = grad.detach().nan_to_num(0, 0, 0).abs().amax() if grad.numel() else 1.0
     return stepped(p, grad / (largest + 1.0), first, second)
 
 
 def by_tails(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The last elements, fewer than a vector, by another formula."""
+    """Compute the last elements, fewer than a vector, by another formula."""
     whole = stepped(p, grad, first, second)
     tail = whole.shape[-1] // 3 % 8
     whole[..., whole.shape[-1] // 3 - tail : whole.shape[-1] // 3] *= 1 + torch.finfo(p.dtype).eps

@@ -111,7 +111,7 @@ def _from_the_chunk(sample: Sample) -> Tensor:
 
 
 def _not_rescaled(sample: Sample) -> Tensor:
-    """Each block's answer weighs as many keys as it has."""
+    """Give the results of all blocks the same weight."""
     if len(sample.k) <= ATTENTION_BLOCK:
         return sample.over(slice(0, len(sample.k)))[0]
     parts = [sample.over(part) for part in blocks_of(len(sample.k))]
@@ -123,19 +123,19 @@ def _narrow(sample: Sample) -> Tensor:
 
 
 def _summed_backwards(sample: Sample) -> Tensor:
-    """The same blocks, the last first."""
+    """Fold the blocks from the last to the first."""
     return merged([sample.over(part) for part in reversed(blocks_of(len(sample.k)))])
 
 
 def _mixed_heads(sample: Sample) -> Tensor:
-    """Query head h reads key head h mod H_kv, as one repeats where one should interleave."""
+    """Read key head h mod H_kv for query head h: repeated instead of interleaved."""
     group = sample.q.shape[1] // sample.k.shape[1]
     sample.k, sample.v = sample.k.repeat(1, group, 1), sample.v.repeat(1, group, 1)
     return sample.over(slice(0, len(sample.k)))[0]
 
 
 def _sees_the_next(sample: Sample) -> Tensor:
-    """A causal mask that is one off."""
+    """Shift the causal mask by one."""
     sample.past += 1
     return sample.over(slice(0, len(sample.k)))[0]
 
@@ -150,7 +150,7 @@ sees_the_next = per_sample(_sees_the_next)
 
 
 def padding_counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Keys of padding weigh exp(0) in the denominator: their scores were zeroed, not masked."""
+    """Count keys of padding as exp(0) in the denominator: scores zeroed instead of masked."""
     queries = options.get("q_samples") or default_samples(q)
     keys = options.get("k_samples") or default_samples(k)
     y, rows, known = attention(q, k, v, **options), q.flatten(0, -3), k.flatten(0, -3)
@@ -169,7 +169,7 @@ def padding_counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def batch_maximum(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """The largest score of the whole call is subtracted, not the query's own."""
+    """Subtract the largest score of the whole call instead of the query's own."""
     largest = [float(t.detach().abs().max()) if t.numel() else 0.0 for t in (q, k)]
     most = max(largest[0] * largest[1] * q.shape[-1], 1.0)
 
@@ -183,7 +183,7 @@ def batch_maximum(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def row_blocks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Blocks are cut at rows of the batch, not at positions of the sample."""
+    """Cut blocks at rows of the batch instead of positions of the sample."""
     keys = options.get("k_samples") or default_samples(k)
     first = iter([start for start, count in sorted(keys.spans) if count])
 
@@ -196,23 +196,23 @@ def row_blocks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def window_off_by_one(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """A window counts the keys before the query, not the query."""
+    """Count only the keys before the query in a window."""
     window = options.pop("window", None)
     return attention(q, k, v, window=None if window is None else window + 1, **options)
 
 
 def zero_times_infinity(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Weights that are zero are multiplied with values that are not seen."""
+    """Multiply weights that are zero with masked values."""
     return attention(q, k, v, **options) + 0 * (k.sum() + v.sum()).to(q.dtype)
 
 
 def a_hair_less(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """A denominator with an epsilon, as norms have."""
+    """Add an epsilon to the denominator, as norms do."""
     return (attention(q, k, v, **options).float() * (1 - 2.0**-12)).to(q.dtype)
 
 
 def without_the_last(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """The denominator misses the last key of a block of more than one."""
+    """Leave the last key out of the denominator."""
     share = (k.shape[-3] + 1) / max(k.shape[-3], 1) if k.shape[-3] > 1 else 1.0
     return (attention(q, k, v, **options).float() * share).to(q.dtype)
 

@@ -25,15 +25,15 @@ def sums(subject: Subject, rows: Tensor) -> Tensor:
 
 
 def rounded_once(subject: Subject, case: Case, tally: Tally) -> None:
-    """Each row's sum is the definition's; so is one so close to a tie that fp64 cannot tell."""
+    """Each row's sum is the definition's; so is one closer to a tie than fp64 can represent."""
     x = case.arguments["x"]
     tally.count(case.rows)
     wanted = torch.tensor([exact_sum_fp32(row) for row in x.double().tolist()])
     tally.same(sums(subject, x), wanted, "against the definition")
     if case.dtype != torch.float16:
-        beside = torch.tensor([1.0, 2.0**-24, 2.0**-90]).to(case.dtype)
+        near = torch.tensor([1.0, 2.0**-24, 2.0**-90]).to(case.dtype)
         for sign in (1, -1):
-            tally.same(subject(sign * beside), torch.tensor(sign * (1 + 2.0**-23)), "beside a tie")
+            tally.same(subject(sign * near), torch.tensor(sign * (1 + 2.0**-23)), "next to a tie")
 
 
 def free_of_order(subject: Subject, case: Case, tally: Tally) -> None:

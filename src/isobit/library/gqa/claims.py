@@ -62,20 +62,20 @@ def groups_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def heads_descending(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """A group's heads are folded last to first."""
+    """Fold a group's heads from the last to the first."""
     group = q.shape[-2] // k.shape[-2]
     order = torch.arange(q.shape[-2]).view(-1, group).flip(-1).flatten()
     return attention(q[..., order, :], k, v, **options)[..., order, :]
 
 
 def keys_repeated(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Keys are copied for every head, and their gradients added by whoever undoes the copies."""
+    """Copy keys for every head; autograd adds the gradients of the copies."""
     group = q.shape[-2] // k.shape[-2]
     return attention(q, k.repeat_interleave(group, -2), v.repeat_interleave(group, -2), **options)
 
 
 def last_head_counts(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """A group's dk and dv are overwritten by each head, not added."""
+    """Overwrite dk and dv of a group by each head instead of adding."""
     group = q.shape[-2] // k.shape[-2]
 
     def copies(t: Tensor) -> Tensor:
@@ -85,5 +85,5 @@ def last_head_counts(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def first_group_for_all(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Every head reads the first key head: a stride of zero."""
+    """Read the first key head for every head: a stride of zero."""
     return attention(q, k[..., :1, :].expand_as(k), v[..., :1, :].expand_as(v), **options)

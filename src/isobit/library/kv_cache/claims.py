@@ -81,20 +81,20 @@ def forked_and_cut(subject: Cached, case: Case, tally: Tally) -> None:
     cache.append(fork, other_k[shared:], other_v[shared:])
     cache.append(main, k[shared:], v[shared:])
     whole = attention(q, k, v)
-    beside = attention(
+    forked = attention(
         q, torch.cat([k[:shared], other_k[shared:]]), torch.cat([v[:shared], other_v[shared:]])
     )
     tally.same(cache.attend(q, [main], [tokens]), whole, "after a fork was written")
-    tally.same(cache.attend(q, [fork], [tokens]), beside, "a fork with its own future")
+    tally.same(cache.attend(q, [fork], [tokens]), forked, "a fork with its own future")
     cache.truncate(main, cut)
-    tally.same(cache.attend(q, [fork], [tokens]), beside, "a fork whose origin was cut")
+    tally.same(cache.attend(q, [fork], [tokens]), forked, "a fork whose origin was cut")
     if cut:
         tally.same(cache.attend(q[:cut], [main], [cut]), whole[:cut], "cut")
     cache.append(main, other_k[cut:shared], other_v[cut:shared])
     cache.truncate(main, cut)
     cache.append(main, k[cut:], v[cut:])
     tally.same(cache.attend(q, [main], [tokens]), whole, "cut, and grown again")
-    tally.same(cache.attend(q, [fork], [tokens]), beside, "a fork whose origin was grown again")
+    tally.same(cache.attend(q, [fork], [tokens]), forked, "a fork whose origin was grown again")
 
 
 @on_one_thread

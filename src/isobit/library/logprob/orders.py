@@ -100,7 +100,7 @@ def words_question(function: Picked, k: int, m: int, threads: int) -> Question:
 
 
 def dhidden_question(subject: Scored, k: int, dtype: torch.dtype) -> Question:
-    """Ask for the order of dhidden over k words, of which the last is not probed."""
+    """Ask for the order of dhidden over k words; the last is not probed."""
 
     def target(m: int) -> TensorTarget:
         return dhidden_target(k, m, subject.score, dtype)

@@ -67,7 +67,7 @@ def _neighbours_target(logits: Tensor, targets: Tensor, temperature: float) -> T
 
 
 def _pairs_folded(logits: Tensor) -> MaxSum:
-    """Four shares of the vocabulary, each added to all before it."""
+    """Fold four shares of the vocabulary from the left."""
     return reduce(operator.add, [sum_pairs(share) for share in logits.chunk(4, 1)])
 
 

@@ -35,7 +35,7 @@ def targets_of(hidden: Tensor, vocabulary: int) -> Tensor:
 
 
 def drawn_targets(case: Case, count: int, stream: int) -> Tensor:
-    """Return random ids, of which about one in ten is ignored."""
+    """Return random ids; about one in ten is ignored."""
     ids = torch.randint(0, case.sizes["v"], (count,), generator=case.generator(stream))
     return torch.where(torch.rand(count, generator=case.generator(stream + 1)) < 0.1, IGNORED, ids)
 

@@ -86,12 +86,12 @@ def halves_apart(x: Tensor) -> Tensor:
 
 
 def wrong_in_one_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first half has the other sign."""
+    """Give the first half the other sign."""
     return stock.rotary(x, cos, sin * halves_apart(sin))
 
 
 def of_the_neighbour(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The cosine of the position before."""
+    """Use the cosine of the previous position."""
     return rotary(x, cos.roll(1, -2), sin) if cos.dim() > 1 else rotary(x, cos, sin)
 
 
@@ -102,7 +102,7 @@ def in_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def in_bf16(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Angles rounded to bf16, as under autocast."""
+    """Round the angles to bf16, as autocast does."""
     return rotary(x, cos.bfloat16().float(), sin.bfloat16().float())
 
 
@@ -114,7 +114,7 @@ def fused_if_alone(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def last_head_off(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The last of several heads is off by a unit of bf16."""
+    """Change the last of several heads by a unit of bf16."""
     y = rotary(x, cos, sin)
     y[..., 1:, :][..., -1:, :] *= 1.0078125
     return y

@@ -53,39 +53,39 @@ def has_no_answer(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def without_shift(x: Tensor, dim: int = -1) -> Tensor:
-    """The maximum is not subtracted: overflows."""
+    """Do not subtract the maximum, so that terms overflow."""
     terms = torch.exp(x.float())
     return (terms / terms.sum(-1, keepdim=True)).to(x.dtype)
 
 
 def over_the_batch(x: Tensor, dim: int = -1) -> Tensor:
-    """The maximum of the whole batch is subtracted."""
+    """Subtract the maximum of the whole batch."""
     terms = exp_nonpositive(x.float() - x.float().amax()) if x.numel() else x.float()
     return (terms / terms.sum(-1, keepdim=True)).to(x.dtype)
 
 
 def without_the_last(x: Tensor, dim: int = -1) -> Tensor:
-    """The denominator misses the last element."""
+    """Leave the last element out of the denominator."""
     terms = torch.exp(x.float() - x.float().amax(-1, keepdim=True)) if x.numel() else x.float()
     return (terms / (terms[..., :-1].sum(-1, keepdim=True) + 2.0**-100)).to(x.dtype)
 
 
 def summed_backwards(x: Tensor, dim: int = -1) -> Tensor:
-    """The right sum in another order where there are few rows."""
+    """Sum in another order where there are few rows."""
     return softmax(x.flip(-1)).flip(-1) if x.shape[0] < 8 else softmax(x)
 
 
 def of_zeros(x: Tensor, dim: int = -1) -> Tensor:
-    """A row without an answer becomes zeros, a common patch in masked attention."""
+    """Replace a row without an answer by zeros, a common patch in masked attention."""
     return softmax(x).nan_to_num(0.0)
 
 
 def a_hair_less(x: Tensor, dim: int = -1) -> Tensor:
-    """A denominator with an epsilon, as norms have."""
+    """Add an epsilon to the denominator, as norms do."""
     return softmax(x) * (1 - 2.0**-20)
 
 
 def wiggling(x: Tensor, dim: int = -1) -> Tensor:
-    """An exponential with a step the wrong way."""
+    """Fall by 2 % between -1 and -0.99, where results should rise."""
     y = softmax(x)
     return torch.where((x > -1.0) & (x < -0.99), y * 0.98, y)

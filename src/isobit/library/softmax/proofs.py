@@ -92,7 +92,7 @@ def prove_error(subject: Subject) -> Proof:
 
 
 def prove_range(subject: Subject) -> Proof:
-    """Prove 0 ≤ y ≤ 1 in IEEE arithmetic for all exponentials in [0, 1] of which the largest is 1."""
+    """Prove 0 ≤ y ≤ 1 in IEEE arithmetic for all exponentials in [0, 1] whose largest is 1."""
     engine, cases = "Bitwuzla on the IEEE model", 0
     for width in (2, 3, 8):
         x = draw_values((4096, width), "logits", torch.Generator().manual_seed(width))
