@@ -86,7 +86,7 @@ def test_a_compensated_product_is_refused():
     def dot2():
         return torch.tensor([sum2((terms[0] * factors).tolist())])
 
-    with pytest.raises(RevealError, match="not a plain tree"):
+    with pytest.raises(RevealError, match="not a tree of additions"):
         reveal(TensorTarget("dot2", terms, dot2, "product", factors))
 
 

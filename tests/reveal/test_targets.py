@@ -175,3 +175,13 @@ def test_gloo_adds_each_chunk_in_another_order_of_ranks():
     ]
     assert all(c.tree.replayed >= 8 for c in found.classes)
     assert all(c.parting for c in found.classes[1:])
+
+
+@pytest.mark.parametrize("kind", ["float32", "float64", "float16"])
+def test_numpy_scalars_are_read(kind):
+    numpy = pytest.importorskip("numpy")
+
+    def total(x):
+        return getattr(numpy, kind)(x.sum().item())
+
+    assert isobit.reveal.order(total, 8, arithmetic=False).n == 8
