@@ -6,10 +6,10 @@ import torch
 import isobit
 from isobit.order.addition import chain, digest, find_difference, steps_of, write_formula
 from isobit.reveal import certificate as certificates
-from isobit.reveal import targets
-from isobit.reveal.planted import Planted
+from isobit.reveal import self_check, targets
+from isobit.reveal.replays import Replayed
+from isobit.reveal.self_check import PlainSum
 from isobit.reveal.tree import Tree
-from isobit.reveal.trials import Replayed
 from tests.reveal.kernels import add_by, blocks, pairs, random_branch, stripes, target_of
 
 
@@ -69,18 +69,18 @@ def test_keywords_name_what_varies():
 
 def test_the_self_check_can_fail(monkeypatch):
     wrong = Tree("planted", 33, chain(range(33)), replays=Replayed(8))
-    monkeypatch.setattr(certificates, "reveal", lambda target, **_: wrong)
+    monkeypatch.setattr(self_check, "reveal", lambda target, **_: wrong)
     with pytest.raises(isobit.EngineError, match="planted order"):
         certificates.certify(by_rows, [1])
 
 
 def test_the_self_check_wants_the_compensated_sum_refused(monkeypatch):
-    plain = Planted(
+    plain = PlainSum(
         "plain", 33, lambda values: add_by(chain(range(33)), torch.tensor(values)).item()
     )
-    monkeypatch.setattr(certificates, "plant_compensated", lambda n: plain)
+    monkeypatch.setattr(self_check, "plant_compensated", lambda n: plain)
     with pytest.raises(isobit.EngineError, match="compensated"):
-        certificates.check_revealing()
+        self_check.check_revealing()
 
 
 def test_parting_of_equal_orders_is_none():
