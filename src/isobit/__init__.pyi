@@ -42,7 +42,6 @@ from isobit.ops.rotary.op import rotary as rotary
 from isobit.ops.silu.op import silu as silu
 from isobit.ops.softmax.op import softmax as softmax
 from isobit.ops.swiglu.op import swiglu as swiglu
-from isobit.order.cut import Cut as Cut
 from isobit.order.samples import Samples as Samples
 
 __version__: str

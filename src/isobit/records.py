@@ -139,6 +139,20 @@ class ClaimRecord:
 
 
 @dataclass(frozen=True)
+class Shipped:
+    """The status of a contract by the evidence in isobit's wheel, and the machine that made it."""
+
+    verdict: str
+    level: int
+    cpu: str
+    engine: str
+    commit: str
+    date: str
+    torch: str
+    python: str
+
+
+@dataclass(frozen=True)
 class ContractStatus:
     """The status of one contract by its evidence: a claim's verdict, not-judged or below-level."""
 
@@ -156,6 +170,7 @@ class ContractStatus:
     detail: str = ""
     subject: str = ""
     weak: str = ""  # a dependency that is not kept
+    shipped: Shipped | None = None  # of a contract that was not judged here
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 trl = pytest.importorskip("trl", reason="pip install -c constraints.txt datasets trl")
 PADDING = 250
-GUIDE = Path(__file__).parents[2] / "docs/how-to/transformers.md"
+GUIDE = Path(__file__).parents[2] / "docs/how-to/trl.md"
 
 
 def build_tokenizer():

@@ -7,6 +7,8 @@ attention-kernel-v1, gqa-kernel-v1 and kv-cache-kernel-v1 judge decoding, sample
 depth of 16, with a mask, and gradients in fp32 and bf16: what they do not draw is here.
 """
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -38,7 +40,7 @@ def test_packed_and_padded_samples_are_those_alone(dtype, causal):
 
     def run(given, **samples):
         *tensors, grad = (t.detach().requires_grad_() for t in given)
-        y = isobit.attention(*tensors, causal=causal, **samples)
+        y = isobit.attention(*tensors, is_causal=causal, **samples)
         return [y.detach(), *torch.autograd.grad(y, tensors, grad.detach())]
 
     alone = [torch.cat([t[0] for t in kind]) for kind in zip(*map(run, parts), strict=True)]
@@ -52,7 +54,7 @@ def test_packed_and_padded_samples_are_those_alone(dtype, causal):
             room = draw(described.rows, *kind[0].shape[2:], dtype=dtype, seed=99)
             room[taken] = torch.cat([t[0] for t in kind])
             given.append(room)
-        found = run(given, queries=described, keys=described)
+        found = run(given, q_samples=described, k_samples=described)
         assert all(bits.equal(a[taken], b) for a, b in zip(found, alone, strict=True))
         padding = torch.ones(described.rows, dtype=torch.bool).index_fill(0, taken, False)
         assert not any(t[padding].any() for t in found)
@@ -61,7 +63,7 @@ def test_packed_and_padded_samples_are_those_alone(dtype, causal):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decoding_at_a_models_depth_is_prefill(dtype):
     q, k, v = (t[0] for t in problem(150, depth=128, dtype=dtype))
-    whole = isobit.attention(q, k, v)
+    whole = isobit.attention(q, k, v, is_causal=True)
     cache = isobit.KVCache(2, 128, dtype, pages=1)
     sequence = cache.start()
     for t in range(150):
@@ -76,13 +78,13 @@ def test_native_equals_portable(causal, window, heads):
     q, k, v = problem(70, *heads, depth=16)
     grad = draw(*q.shape, seed=9)
     tensors = [t.requires_grad_() for t in (q, k, v)]
-    y = isobit.attention(q, k, v, causal=causal, window=window or None)
+    y = isobit.attention(q, k, v, is_causal=causal, window=window or None)
     found = torch.autograd.grad(y, tensors, grad)
     rows, mask = [t.detach()[0] for t in tensors], portable.Mask(0.25, causal, window)
     spans, blocks, lengths = torch.tensor([[0, 70]]), torch.tensor([[0, 64]]), torch.tensor([70])
     known, lse = portable.attention(*rows, spans, blocks, lengths, mask)
     assert bits.equal(y.detach()[0], known)
-    expected = portable.attention_backward(portable.Given(grad[0], *rows, known, lse), spans, mask)
+    expected = portable.attention_backward(portable.Saved(grad[0], *rows, known, lse), spans, mask)
     for left, right in zip(found, expected, strict=True):
         assert bits.equal(left[0], right)
 
@@ -109,30 +111,42 @@ def test_error_is_within_stocks(depth, dtype):
     wide = [t.detach().double().requires_grad_() for t in tensors]
     y = stock(*wide)
     exact = (y, *torch.autograd.grad(y, wide, grad.double()))
-    ours, theirs = errors(isobit.attention, exact), errors(stock, exact)
+    ours, theirs = errors(partial(isobit.attention, is_causal=True), exact), errors(stock, exact)
     for mine, other in zip(ours, theirs, strict=True):
         assert mine <= 1.25 * other + 1e-12, (ours, theirs)
 
 
 def test_gradcheck():
     q, k, v = (t.double().requires_grad_() for t in problem(5, 2, 1, 16))
-    assert torch.autograd.gradcheck(lambda *t: isobit.attention(*t), (q, k, v))
+    assert torch.autograd.gradcheck(lambda *t: isobit.attention(*t, is_causal=True), (q, k, v))
 
 
 def test_refusals():
     q, k, v = problem(8)
     for call in (
-        lambda: isobit.attention(q, k, v[:, :4]),
-        lambda: isobit.attention(q[..., :60], k[..., :60], v[..., :60]),
-        lambda: isobit.attention(q, k[:, :4], v[:, :4]),
-        lambda: isobit.attention(q, k, v, window=0),
-        lambda: isobit.attention(q, k, v, causal=False, window=3),
-        lambda: isobit.attention(q, k.half(), v),
-        lambda: isobit.attention(q, k, v, keys=isobit.Samples.packed([4, 4])),
+        lambda: isobit.attention(q, k, v[:, :4], is_causal=True),
+        lambda: isobit.attention(q[..., :60], k[..., :60], v[..., :60], is_causal=True),
+        lambda: isobit.attention(q, k[:, :4], v[:, :4], is_causal=True),
+        lambda: isobit.attention(q, k, v, is_causal=True, window=0),
+        lambda: isobit.attention(q, k, v, is_causal=False, window=3),
+        lambda: isobit.attention(q, k.half(), v, is_causal=True),
+        lambda: isobit.attention(q, k, v, is_causal=True, k_samples=isobit.Samples.packed([4, 4])),
         lambda: isobit.KVCache(2, 64).attend(q[0], [isobit.KVCache(2, 64).start()]),
     ):
         with pytest.raises(isobit.ArgumentError):
             call()
     q.requires_grad_()
     with pytest.raises(isobit.UnsupportedError, match="cache"):
-        isobit.attention(q[:, 4:], k, v).sum().backward()
+        isobit.attention(q[:, 4:], k, v, is_causal=True).sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_cumulative_lengths_are_samples(dtype):
+    lengths = [3, 70, 0, 5]
+    q, k, v = (draw(78, 2, 16, seed=seed) for seed in range(3))
+    edges = torch.tensor([0, 3, 73, 73, 78], dtype=dtype)
+    samples = isobit.Samples.packed(lengths)
+    assert bits.equal(
+        isobit.attention(q, k, v, is_causal=True, q_samples=edges, k_samples=edges),
+        isobit.attention(q, k, v, is_causal=True, q_samples=samples, k_samples=samples),
+    )

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isobit.ops.elements.elementary import logistic
 from isobit.ops.gelu.op import gelu
+from isobit.ops.portable.elementary import logistic
 from isobit.ops.silu.op import silu
 from isobit.ops.swiglu.op import swiglu
 from tests.ops.elements import DTYPES, FUNCTIONS, STOCK, gradient, of_each

@@ -17,7 +17,7 @@ from isobit import ArgumentError, UnsupportedError, bits
 from isobit.ops import dispatch
 from isobit.ops.embedding import portable
 from isobit.ops.embedding.op import embedding
-from isobit.ops.linear.attest import wide_values
+from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.samples import Samples
 from isobit.order.tree import merge
 

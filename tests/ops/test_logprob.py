@@ -102,7 +102,7 @@ def test_it_is_log_softmax_of_fp32_logits(vocabulary, dtype, temperature):
 
 def test_a_loss_without_an_active_target_is_refused():
     hidden, weight, targets = problem(50, 130, 16)
-    with pytest.raises(ArgumentError, match="count"):
+    with pytest.raises(ArgumentError, match="num_items"):
         linear_cross_entropy(hidden, weight, torch.full_like(targets, -100))
 
 

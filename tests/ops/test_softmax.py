@@ -12,7 +12,9 @@ from torch import Tensor
 
 from isobit import ArgumentError, UnsupportedError, bits
 from isobit.ops import dispatch
-from isobit.ops.linear.attest import wide_values
+from isobit.ops.portable.elementary import FP32, exp_nonpositive
+from isobit.ops.portable.hard_inputs import wide_values
+from isobit.ops.portable.sums import sum_last
 from isobit.ops.softmax import portable
 from isobit.ops.softmax.op import softmax
 from isobit.order.evaluate import ENGINES, evaluate
@@ -67,13 +69,13 @@ def test_the_exponential_of_a_value_is_the_same_everywhere():
 @pytest.mark.parametrize("n", [1, 17, 300, 1025, 1040])
 def test_sums_are_the_exact_evaluators(n):
     x = hard_rows(3, n)
-    terms = portable.exp_nonpositive(x - x.amax(1, keepdim=True))
+    terms = exp_nonpositive(x - x.amax(1, keepdim=True))
     segments = FeaturePlan(n).segments
     want = [
         evaluate(segments, [(t, 1.0) for t in row], ENGINES["striped"])
         for row in terms.double().tolist()
     ]
-    assert bits.equal(portable.sum_last(terms)[:, 0], torch.tensor(want))
+    assert bits.equal(sum_last(terms)[:, 0], torch.tensor(want))
     assert bits.equal(softmax(x), terms / torch.tensor(want).unsqueeze(1))
 
 
@@ -137,9 +139,9 @@ def exponential_holds(first: int, stop: int, step: int) -> bool:
         .to(torch.int32)
         .view(torch.float32)
     )
-    y, true = portable.exp_nonpositive(x), x.double().exp()
+    y, true = exp_nonpositive(x), x.double().exp()
     ulp = torch.ldexp(torch.ones_like(true), torch.frexp(true).exponent - 24)
-    flushed = x < portable.FP32.lowest
+    flushed = x < FP32.lowest
     right = torch.where(flushed, (y == 0) & (true < 2.0**-126), (y.double() - true).abs() <= ulp)
     return bool(right.all()) and bool((y[1:] <= y[:-1]).all())
 
@@ -152,7 +154,7 @@ def test_the_exponential_is_accurate_and_monotone():
     for octaves in range(1, 126):  # around the edges of the reduction
         edge = torch.tensor((octaves - 0.5) * 0.6931471805599453).view(torch.int32).item()
         assert exponential_holds(edge - 2000, edge + 2000, 1)
-    assert portable.exp_nonpositive(torch.tensor([0.0, -0.0, -torch.inf])).tolist() == [
+    assert exp_nonpositive(torch.tensor([0.0, -0.0, -torch.inf])).tolist() == [
         1.0,
         1.0,
         0.0,
@@ -162,7 +164,7 @@ def test_the_exponential_is_accurate_and_monotone():
 @pytest.mark.full
 def test_the_exponential_of_every_argument():
     first, size = 0x32000000, 1 << 22  # -2^-27, whose result is 1, as are those before it
-    assert portable.exp_nonpositive(torch.tensor(-(2.0**-27))) == 1
+    assert exp_nonpositive(torch.tensor(-(2.0**-27))) == 1
     assert all(
         exponential_holds(at, min(at + size + 1, LOWEST), 1) for at in range(first, LOWEST, size)
     )
@@ -173,7 +175,7 @@ def test_gradcheck_in_fp64():
     assert torch.autograd.gradcheck(softmax, (x,))
     assert torch.autograd.gradcheck(lambda t: softmax(t, 0), (x,))
     wide = -700 * torch.rand(100_000, dtype=torch.float64)
-    torch.testing.assert_close(portable.exp_nonpositive(wide), wide.exp(), rtol=2.0**-51, atol=0)
+    torch.testing.assert_close(exp_nonpositive(wide), wide.exp(), rtol=2.0**-51, atol=0)
 
 
 @needs_native

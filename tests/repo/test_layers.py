@@ -14,11 +14,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "isobit"
 
-FOUNDATION = "bits errors files isolation lazy machine majority native plain_text processor records trusted_folder"
+FOUNDATION = (
+    "bits errors files isolation launches lazy machine majority native plain_text processor records "
+    "trusted_folder"
+)
 # layer -> the layers that it may import, besides itself.
 LAYERS = {
     "errors": "",
     "lazy": "",
+    "launches": "",
     "plain_text": "",
     "processor": "",
     "majority": "",
@@ -45,6 +49,8 @@ LAYERS = {
     "pytest_plugin": f"{FOUNDATION} contracts",
     "cli": f"{FOUNDATION} order reveal ops simulator integrations contracts gates library report",
 }
+# operator -> the operator that it is built on
+BUILT_ON = {("logprob", "linear"), ("logprob", "exact_sum"), ("log_softmax", "softmax")}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -52,7 +58,7 @@ def layer_of(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def imports_of(path: Path) -> set[str]:
+def all_imports(path: Path) -> set[str]:
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -60,7 +66,14 @@ def imports_of(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return {n for n in found if n.split(".")[0] == "isobit" and n != "isobit.__version__"}
+    return found
+
+
+def imports_of(path: Path) -> set[str]:
+    """The modules and names of isobit that a file imports, wherever in it."""
+    return {
+        n for n in all_imports(path) if n.split(".")[0] == "isobit" and n != "isobit.__version__"
+    }
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SOURCE)))
@@ -115,9 +128,29 @@ def test_only_gates_and_commands_know_of_the_simulator():
     assert knowing == {"simulator", "gates", "cli"}
 
 
+@pytest.mark.parametrize(
+    "path",
+    [p for p in (SOURCE / "ops").glob("*/*.py") if (p.parent / "op.py").exists()],
+    ids=lambda p: f"{p.parent.name}/{p.stem}",
+)
+def test_operators_share_code_through_portable(path):
+    """An operator imports its own folder, ops/portable and ops/*.py; of another operator only what it is built on.
+
+    The one thing that another operator may offer is its op.py: linear_logprob is built on linear, the loss on
+    exact_sum, and log_softmax registers itself as softmax does.
+    """
+    shared = {p.stem for p in (SOURCE / "ops").glob("*.py")} | {"portable", path.parent.name}
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[1] == "ops" and parts[2] not in shared:
+            assert parts[3] == "op", f"{path.name} imports {name}"
+            assert (path.parent.name, parts[2]) in BUILT_ON, f"{path.name} imports {name}"
+
+
 def test_order_is_plain_python():
+    """The definition imports neither torch nor anything above it; examples in docstrings may."""
     for path in (SOURCE / "order").glob("*.py"):
-        assert "torch" not in path.read_text().replace("torch.distributed", ""), path.name
+        assert "torch" not in {name.split(".")[0] for name in all_imports(path)}, path.name
 
 
 def test_reports_draw_and_compute_nothing():

@@ -15,6 +15,7 @@ from isobit.contracts.store import ladder
 from isobit.contracts.store.evidence import Evidence, merge_records
 from isobit.contracts.store.evidence_file import Finding
 from isobit.contracts.store.facts import Entry
+from isobit.contracts.store.shipped import ShippedEvidence
 from isobit.contracts.store.sources import INTERPRET, engine_variables, machine
 from isobit.contracts.store.tree import HOME, Tree
 from isobit.errors import ContractError, IsobitError, in_one_line
@@ -35,6 +36,7 @@ class Workspace:
         self.home = home or (first if first.is_dir() else first.parent) / HOME
         self.tree = Tree(folders, self.home)
         self.evidence = Evidence(self.home)
+        self.shipped = ShippedEvidence(self.tree)
 
     def choose(
         self, ids: Sequence[str], subject: str = "", shard: tuple[int, int] = (1, 1)
@@ -80,7 +82,8 @@ class Workspace:
         findings = self.evidence.read(digest, outline)
         if not findings:
             verdict, why = self._without_evidence(entry, variant, digest)
-            return replace(status, verdict=verdict, detail=why)
+            shipped = None if variant or self.evidence.keys else self.shipped.status_of(entry)
+            return replace(status, verdict=verdict, detail=why, shipped=shipped)
         records: Sequence[ClaimRecord] = merge_records(findings)
         if entry.waivers:
             contract = self.tree.load(entry.id)

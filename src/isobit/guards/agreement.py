@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from isobit.errors import AgreementError, ArgumentError
 from isobit.guards.replica import Findings, Gather, Replica, Talk, compare
 from isobit.majority import name_ranks
-from isobit.parallel.collectives.group import Members
-from isobit.parallel.tensor.pieces import find_shards
+from isobit.parallel.collectives.rank_group import RankGroup
+from isobit.parallel.tensor.local_shards import find_shards
 
 Replicated = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 MODES = ("raise", "report")
@@ -103,7 +103,7 @@ def rank_agreement(
         )
     if step is not None and step % every:
         return None
-    members = Members.of(group)
+    members = RankGroup.of(group)
     own: Replica | Exception
     try:
         own = Replica.of(*read(replicated, buffers))
@@ -128,7 +128,7 @@ def read(
     return iter(replicated.items() if isinstance(replicated, Mapping) else replicated), {}
 
 
-def carry(program: Talk[Findings], members: Members) -> tuple[Findings, int]:
+def carry(program: Talk[Findings], members: RankGroup) -> tuple[Findings, int]:
     """Carries a rank's messages until its program ends; also the bytes that it gave."""
     sent, answer = 0, None
     while True:

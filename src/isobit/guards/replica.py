@@ -22,7 +22,7 @@ from torch import Tensor
 from isobit import bits
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.majority import count_votes
-from isobit.parallel.tensor.pieces import piece_of
+from isobit.parallel.tensor.local_shards import local_shard_of
 
 DIGEST = 16  # bytes of BLAKE3: two different tensors share it with a chance of 2^-128
 HEAD = struct.Struct("<16sBQ")
@@ -85,7 +85,7 @@ class Replica:
         tensors: dict[str, Tensor] = {}
         table: dict[str, Entry] = {}
         for name, given in named:
-            piece = piece_of(given, shards)
+            piece = local_shard_of(given, shards)
             tensor = piece.local.detach()
             if tensor.layout != torch.strided or tensor.is_meta or name in tensors:
                 received = (

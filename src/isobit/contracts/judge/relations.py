@@ -12,7 +12,7 @@ from isobit.contracts.judge.bound import UPSTREAM, Bound, gradient, only_tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import TRANSFORMS, Arguments
-from isobit.ops import dispatch
+from isobit.launches import record_launches
 
 
 def invariant(bound: Bound, case: Case, tally: Tally) -> None:
@@ -163,7 +163,7 @@ def launches(bound: Bound, case: Case, tally: Tally) -> None:
     """
     run, arguments = bound.judged(case)
     before = native.load_count()
-    with dispatch.record_launches() as seen:
+    with record_launches() as seen:
         run(arguments)
     loads = native.load_count() - before
     tally.compared += 2
