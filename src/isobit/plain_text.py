@@ -13,9 +13,9 @@ _SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]"
 )
 _LINES = re.compile(r"\r\n?|[\u2028\u2029]")
-# Cc control, Cf format (bidi overrides, zero width), Cs half a surrogate pair, which no UTF-8 can hold.
+# Cc control, Cf format (bidi overrides, zero width), Cs half a surrogate pair, which UTF-8 cannot encode.
 _REMOVED = ("Cc", "Cf", "Cs")
-_NONE = "\ufffe\uffff"  # no characters at all, which no XML can hold
+_NONE = "\ufffe\uffff"  # not characters, and not allowed in XML
 
 
 def plain(text: str) -> str:

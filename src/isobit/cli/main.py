@@ -28,7 +28,7 @@ ABOUT = {
     "guard": "find what goes wrong in a distributed program before it costs GPU time",
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
-# Their modules load torch; their options have modules of their own, so that help and mistakes do not wait for it.
+# Commands whose modules load torch. Their options are in other modules, so that help does not wait for torch.
 LOAD_TORCH = ("doctor", "reveal", "chain", "curve", "simulate")
 
 
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with guarded_path(processes=options.command != "simulate"):
             code: int = import_module(f"isobit.cli.{options.command}").run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # as of `isobit status | head`
+    except BrokenPipeError:  # for example in `isobit status | head`
         stop_writing()
         return COULD_NOT_RUN
     except (IsobitError, OSError) as error:

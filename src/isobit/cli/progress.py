@@ -91,9 +91,8 @@ class Steps:
             return
         now = time.monotonic()
         if now - self.last >= self.every:
-            took = now - (
-                self.began if self.every else self.last
-            )  # of this step, where each has a line
+            # The time of this step if each step has a line, else of all.
+            took = now - (self.began if self.every else self.last)
             say(f"{one_line(text)}, {took if seconds is None else seconds:.1f} s", sys.stderr)
             sys.stderr.flush()
             self.last = now

@@ -58,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
         report = stack.enter_context(progress_bar(title, options.quiet))
         stack.enter_context(
             redirect_stdout(sys.stderr)
-        )  # what a kernel prints is no part of the record
+        )  # what a kernel prints is not part of the record
         made = guarded(target, options.k, DTYPES[options.dtype])
         certificate = certify(
             made, configurations, arithmetic=not options.order_only, progress=report
@@ -191,7 +191,7 @@ def import_target(name: str, k: int, dtype: torch.dtype) -> Callable[..., Any]:
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # whatever a stranger's module does when imported
+    except (Exception, SystemExit) as error:  # importing may raise anything
         raise ArgumentError(
             expected="package.module:name of something that can be imported",
             received=f"{name} ({type(error).__name__}: {in_one_line(error)})",

@@ -125,9 +125,6 @@ def _chip(verdict: str, words: str = "") -> str:
     return f'<span class="chip {tone_of(verdict)}">{escape(words or verdict)}</span>'
 
 
-# ---- one contract ---------------------------------------------------------------------------------------
-
-
 def _contract(contract: ContractStatus, sections: Sequence[Section]) -> str:
     records = {claim.claim: claim for claim in contract.claims}
     by_kind: dict[str, list[Section]] = {}
@@ -199,9 +196,6 @@ def _obligation(section: Section) -> str:
 
 def _seen(claim: str) -> str:
     return f'<p class="claim mute quiet">claim <b>{escape(claim)}</b>: shown above</p>'
-
-
-# ---- one claim ------------------------------------------------------------------------------------------
 
 
 def _claim(record: ClaimRecord | None, section: Section | None) -> str:

@@ -53,7 +53,7 @@ def draw_panel(
     def height(value: float) -> float:
         if value <= 0:
             return HEIGHT - 18
-        if not math.isfinite(value):  # a run that blew up, at the frame's upper edge
+        if not math.isfinite(value):  # a run that diverged, at the upper edge
             return 8
         return HEIGHT - 48 - (math.log10(value) - low) / (high - low) * (HEIGHT - 64)
 
@@ -63,9 +63,8 @@ def draw_panel(
             canvas.text(-8, height(10.0**power) + 4, f"1e{power}", "quiet", "end")
     if labelled:
         canvas.text(-8, height(0) + 4, "exactly 0", "quiet", "end")
-    for side, losses in sorted(
-        sides.items(), reverse=True
-    ):  # isobit last: stock's own first layout is at 0 as well
+    # isobit last: the line of stock's first layout is at 0 too.
+    for side, losses in sorted(sides.items(), reverse=True):
         kind = "same" if side == "isobit" else "differs"
         for layout, line in zip(losses, differences(losses), strict=True):
             draw_line(canvas, f"{side} {layout}", line, height, kind)

@@ -73,7 +73,7 @@ def as_sarif(contracts: Sequence[ContractStatus], origin: Provenance) -> str:
             for c in contract.claims
             if c.verdict != "kept"
         ]
-        if contract.verdict != "kept" and not found:  # silence would read as a pass
+        if contract.verdict != "kept" and not found:  # an empty result would read as a pass
             found = [
                 (contract.id, contract.verdict, plain(f"{contract.verdict}: {contract.detail}"))
             ]

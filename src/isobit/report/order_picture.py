@@ -12,7 +12,7 @@ from isobit.reveal.outline import Outline, Run, count_lead, describe
 from isobit.reveal.tree import Tree
 
 WIDTH, LEFT, RIGHT, ROW = 560, 14, 132, 20
-WHOLE_TREE = 32  # up to so many terms every addition is drawn
+WHOLE_TREE = 32  # the largest number of terms for which every addition is drawn
 SIDE_BY_SIDE, STACKED, DOTS, SMALLEST = 16, 5, 33, 30  # items, items, dots, pixels
 
 
@@ -47,8 +47,6 @@ class OrderPicture:
         self._note(end.x + 5, end.row + 0.6, "sum", "quiet")
         self.height = (self.top + 3.2) * ROW
         self._flush()
-
-    # ---- geometry -----------------------------------------------------------------------------------------
 
     def _x(self, term: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (term / max(self.n - 1, 1))
@@ -86,8 +84,6 @@ class OrderPicture:
             self.canvas.line(self._x(term), low, self._x(term), low + 4, "axis hair")
             self.canvas.text(self._x(term), low + 15, str(term), "quiet", "middle")
 
-    # ---- who else does it -------------------------------------------------------------------------------------
-
     def _kind_of_term(self, term: int) -> str:
         """Return how many other orders make the addition of this term, as a colour class."""
         return "same" if self.parents[term] < 0 else self.kinds[self.parents[term]]
@@ -105,8 +101,6 @@ class OrderPicture:
         while at not in above:
             at = self.parents[self.n + at]
         return self.kinds[at]
-
-    # ---- drawing --------------------------------------------------------------------------------------------
 
     def _draw_whole(self) -> _End:
         """Draw every term and every addition."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from isobit.records import Provenance
 from isobit.report.markup import as_metadata, escape
 
-# Light and dark: what all orders do is blue, what some do is violet, what only one does is orange.
+# For light and dark pages. Blue: in all orders; violet: in some; orange: in one only.
 STYLE = """
 text{font:12px ui-sans-serif,system-ui,sans-serif;fill:#30353d}
 .quiet{fill:#6b7280;font-size:11px}.title{font-size:14px;font-weight:600}

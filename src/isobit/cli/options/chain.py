@@ -8,7 +8,7 @@ from typing import Any
 from isobit.cli.dtypes import long_dtype
 from isobit.cli.progress import add_quiet
 
-# Named here, since their own module loads torch; a test compares.
+# Listed here because their own module loads torch; a test compares.
 MODELS = (
     "qwen3-0.6b",
     "qwen3-small",

@@ -9,7 +9,7 @@ from typing import Any
 from isobit.cli.dtypes import long_dtype
 from isobit.cli.progress import add_quiet
 
-# Named here, since their own modules load torch; a test compares.
+# Listed here because their own modules load torch; a test compares.
 WORKLOADS = ("small", "tiny", "whole")
 DTYPES = ("bfloat16", "float32")
 TRANSPORTS = ("simulator", "gloo")

@@ -10,7 +10,7 @@ from isobit.cli.contract_options import add_trust
 from isobit.cli.dtypes import short_dtype
 from isobit.cli.progress import add_quiet
 
-# Named here, since their own modules load torch; a test compares.
+# Listed here because their own modules load torch; a test compares.
 STOCK = (
     "sum",
     "mean",

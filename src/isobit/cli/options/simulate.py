@@ -9,7 +9,7 @@ from typing import Any
 from isobit.cli.progress import add_quiet
 from isobit.errors import SimulationError
 
-# Named here, since their own modules load torch; tests compare.
+# Listed here because their own modules load torch; tests compare.
 FAULTS = {kind.lower(): kind for kind in ("Die", "Stall", "Straggle", "Drop", "Flip", "PlantNaN")}
 WATCHES = ("bits", "reads", "training")
 TRAINING = (

@@ -12,7 +12,7 @@ from isobit.contracts.store.python_imports import stub_names
 from isobit.contracts.store.sources import find_file
 from isobit.errors import ContractError
 
-MAX_HOPS = 8  # of `from a import b`, on the way to where a function is defined
+MAX_HOPS = 8  # of `from a import b` to follow to the definition of a function
 OF_A_COLUMN = ("weight", "bias", "scale", "gamma", "beta")
 FILL = "FILL IN"
 
@@ -157,9 +157,8 @@ def find_function(module: str, path: str, reference: str) -> ast.FunctionDef | a
             return node
         origin = imported(tree, names[0], module, file.name == "__init__.py")
         stub = file.with_suffix(".pyi")
-        if (
-            origin is None and file.name == "__init__.py" and stub.is_file()
-        ):  # names that the package loads on first use
+        # A stub lists the names that a package imports lazily.
+        if origin is None and file.name == "__init__.py" and stub.is_file():
             home = stub_names(stub.read_bytes()).get(names[0])
             origin = (home, names[0]) if home else None
         if origin is None:

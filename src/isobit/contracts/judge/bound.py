@@ -31,7 +31,9 @@ class Bound:
     subject: Callable[..., Any]
     code: dict[str, Any] = field(default_factory=dict)
     wrap: Wrapper = unchanged
-    gradients: bool = False  # whether outputs are computed as in training: gradients enabled, inputs that require them
+    gradients: bool = (
+        False  # compute outputs as in training: gradients enabled, inputs require them
+    )
 
     def named(self, key: str) -> Any:
         """Return the code that a parameter of the claim names."""
@@ -91,7 +93,7 @@ def only_tensor(value: Any) -> Tensor:
     """Return a copy of a tensor, which a subject may overwrite; raise for anything else."""
     if not isinstance(value, Tensor):
         raise TypeError(f"expected the subject to return a tensor, received {type(value).__name__}")
-    return value.detach().clone()  # a subject may hand out one buffer again and again
+    return value.detach().clone()  # a subject may return the same buffer again
 
 
 def gradient(function: Callable[..., Any], of: str, given: Arguments, case: Case) -> Tensor:

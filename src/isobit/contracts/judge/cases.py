@@ -21,10 +21,9 @@ from isobit.contracts.store import ladder
 from isobit.errors import ContractError, EngineError, in_one_line
 
 SECONDS_TO_SHRINK = 20.0
-SMALL = (
-    2**16
-)  # elements of the arguments of a fixed case up to which it is judged in both modes; L3 draws larger ones too
-# Triton, and torch on CUDA, HIP and XPU, where there is no device or no driver.
+# Elements of the arguments up to which a fixed case is judged with and without gradients; L3 draws larger ones too.
+SMALL = 2**16
+# Messages of Triton, and of torch on CUDA, HIP and XPU, if there is no device or no driver.
 NO_DEVICE = re.compile(
     r"0 active drivers|no nvidia driver|not compiled with cuda|no (cuda|hip|xpu) gpus?|accelerator device when none",
     re.IGNORECASE,
@@ -87,7 +86,7 @@ def run_case(
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # edges overflow on purpose
             RELATIONS[bound.claim.relation](bound, case, tally)
-        if tally.cases == counted:  # a predicate of the contract's own may count for itself
+        if tally.cases == counted:  # a predicate may count by itself
             tally.count(case.rows if bound.claim.relation != "holds" else 1)
         if not all(bits.equal(t, before[name]) for name, t in case.arguments.items()):
             tally.fail("the subject writes to its inputs, so that nothing can be compared")

@@ -30,11 +30,11 @@ def prove(contract: Contract, bound: Bound, options: Options) -> tuple[Proof, Pl
     planted = plant(bound, plan.planted, options)
     try:
         wrong = run_proof(contract, planted)
-    except RevealError as error:  # it has no order at all
+    except RevealError as error:  # it has no order
         return proof, Planted(
-            f"proof: {plan.planted}", True, f"refused: {in_one_line(error)[:200]}"
+            f"proof: {plan.planted}", True, f"rejected: {in_one_line(error)[:200]}"
         )
-    except Exception as error:  # a fault of the plant, not a catch
+    except Exception as error:  # an error of the planted subject catches nothing
         return proof, Planted(
             f"proof: {plan.planted}",
             False,

@@ -56,9 +56,8 @@ def compare_within(
     found: Tensor, exact: Tensor, bound: Bound, case: Case, tally: Tally, where: str
 ) -> None:
     """Compare within a limit; NaN must be where the reference has NaN, and infinities must be equal."""
-    if (
-        found.shape != exact.shape or found.dtype != case.dtype
-    ):  # a unit in the last place is one of the inputs' dtype
+    # A unit in the last place is one of the inputs' dtype.
+    if found.shape != exact.shape or found.dtype != case.dtype:
         expected = f"{list(exact.shape)} {case.dtype}"
         tally.fail(f"{where}: {list(found.shape)} {found.dtype}, expected {expected}")
         return
@@ -159,7 +158,7 @@ def roundtrip(bound: Bound, case: Case, tally: Tally) -> None:
 def launches(bound: Bound, case: Case, tally: Tally) -> None:
     """Check that every call launches a kernel with its own sizes, from a binary that is loaded once (DIM-002).
 
-    Loads are counted as events: `loads` of them by the first call that needs the binary, none by any later call.
+    Loads are counted: `loads` of them by the first call that needs the binary, none by any later call.
     """
     run, arguments = bound.judged(case)
     before = native.load_count()

@@ -47,7 +47,7 @@ def nudged(when: Callable[[Tensor], Any]) -> Callable[[Function], Function]:
 
 def last_row(x: Tensor) -> Tensor:
     at = torch.zeros(len(x), dtype=torch.bool)
-    at[1:][-1:] = True  # a row that is alone is right
+    at[1:][-1:] = True  # a single row is right
     return at
 
 
@@ -186,9 +186,7 @@ def in_training(plant: Callable[[Function], Function]) -> Callable[[Function], F
             trains = torch.is_grad_enabled() and any(
                 t.requires_grad for t in given if isinstance(t, Tensor)
             )
-            with (
-                torch.no_grad()
-            ):  # a subject may not support gradients, and the plant must show all the same
+            with torch.no_grad():  # the subject may not support gradients
                 plain = tuple(t.detach() if isinstance(t, Tensor) else t for t in given)
                 return (plant(function) if trains else function)(*plain, **named)
 

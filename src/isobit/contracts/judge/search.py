@@ -14,7 +14,7 @@ from isobit.contracts.language.contract import Inputs
 from isobit.contracts.store.ladder import ENOUGH_INPUTS
 from isobit.errors import EngineError
 
-# Drawn by index, so that shrinking goes to one row; most draws are large, so that a call holds many inputs.
+# Drawn by index, so that shrinking goes to one row; most draws are large, so that a call has many inputs.
 ROWS = (1, 2, 3, 17, 64, 257, 1024, 1024, 1024, 1024)
 EXAMPLES_A_ROUND = 12
 
@@ -50,7 +50,7 @@ def search(
 
         def attempt(recipe: Recipe) -> None:
             if smallest and time.monotonic() - started > seconds:
-                return  # shrinking has had its time: whatever is left to try counts as passing
+                return  # the time for shrinking is over: everything left counts as passing
             found = Tally()
             check(Case(recipe, inputs), found)
             if found.differing:

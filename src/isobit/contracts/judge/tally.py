@@ -16,7 +16,7 @@ class Tally:
     def __init__(self) -> None:
         self.cases = self.inputs = self.compared = self.differing = 0
         self.first = ""
-        self.shares: dict[str, int] = {}  # of `compared`, by what a claim names
+        self.shares: dict[str, int] = {}  # of `compared`, by transform
 
     def count(self, inputs: int) -> None:
         """Count a case of so many inputs (rows, or integers)."""

@@ -65,9 +65,8 @@ def resolve(reference: str, trusted: Sequence[str]) -> Any:
         for name in path.split("."):
             if name.startswith("_"):
                 raise AttributeError(f"{name} is private")
-            if not isinstance(
-                found, (ModuleType, type)
-            ):  # a method of a table could change the judge
+            # A method of an instance could change the judge.
+            if not isinstance(found, (ModuleType, type)):
                 raise AttributeError(f"{name} is of an instance; name a function of the module")
             found = getattr(found, name)
             check_origin(found, reference, trusted)

@@ -98,7 +98,7 @@ class Contract:
     waivers: tuple[Waiver, ...] = ()
     operator: str = ""
     output: tuple[str | int, ...] = ()
-    path: str = ""  # of the file; empty for a text that was parsed without one
+    path: str = ""  # the file; empty if the text was not read from one
 
     def code(self) -> tuple[str, ...]:
         """Return every `package:function` that the contract names, each once."""

@@ -40,7 +40,7 @@ def refuse(
 
 def suggest(word: str, known: Sequence[str]) -> str:
     """Suggest the nearest known word, or list all of them."""
-    # Long words are no misspellings, and comparing them takes time that grows with the square of their length.
+    # Long words are not misspellings, and comparing them takes quadratic time.
     near = (
         difflib.get_close_matches(word, [k for k in known if len(k) <= 100], 1, 0.6)
         if len(word) <= 100

@@ -31,9 +31,7 @@ LIBRARY_NAMES = (
     "order by batch with gradients",
     "constant output with gradients",
 )
-TRAINING = (
-    "with gradients"  # wrong subjects that are right while gradients are disabled: of outputs only
-)
+TRAINING = "with gradients"  # ends the names of subjects that are wrong only with gradients enabled
 
 BY_TRANSFORM = {
     "batch": ("order by batch", "last row off by one ulp", "order by batch with gradients"),

@@ -15,15 +15,15 @@ MAX_CHARACTERS = 1_000_000
 MAX_BYTES = 4 * MAX_CHARACTERS  # of UTF-8
 MAX_DEPTH = 24
 MAX_NODES = 100_000
-MAX_DIGITS = 40  # of a number: longer ones are no sizes, limits or dates
+MAX_DIGITS = 40  # of a number: no size, limit or date is longer
 
 Value = "str | int | float | bool | None | list[Node] | dict[str, Node]"
 WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
 INTEGER = re.compile(r"[-+]?[0-9]+")
-# Each digit can match in one place only: else a long run of digits takes time that grows with its square.
+# Each digit can match in one place only: otherwise a long run of digits takes quadratic time.
 NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
-# libyaml where PyYAML was built with it: ten times faster, the same events.
+# libyaml if PyYAML was built with it: ten times faster, the same events.
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
@@ -65,7 +65,7 @@ def read_yaml(text: str, where: str) -> Node:
             line,
         )
     try:
-        # By events, not by the loader's constructors: nothing is ever built from a tag or an alias.
+        # Read events instead of constructing objects: nothing is built from a tag or an alias.
         return _Reader(yaml.parse(text, Loader=LOADER), where).document()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)

@@ -52,10 +52,10 @@ class Finding:
         )
     )
     machine: str = field(default_factory=machine)
-    engine: str = ""  # that really ran, as the judging process found it
+    engine: str = ""  # the engine that ran, as the judging process found it
     reached: tuple[
         tuple[str, str], ...
-    ] = ()  # path and digest of files beyond the contract's digest
+    ] = ()  # path and digest of files that the contract's digest does not cover
 
     @property
     def ran(self) -> bool:

@@ -1,15 +1,15 @@
 """Record which files code opens or imports while it is judged, besides the imports in its source.
 
-[Note: what evidence depends on]
-A contract's digest covers its text and the files that static imports lead to (sources.py). Code may reach more: a
-module by `importlib`, a table or a configuration by `open`. An audit hook sees these while a claim is judged; each
-file is hashed when it is first opened, and the evidence holds the hashes. Reading evidence hashes the files again: if
-one differs, the evidence no longer counts.
+[Note: What evidence depends on]
+A contract's digest covers its text and the files that its code imports by statements (sources.py). Code may use more:
+a module by `importlib`, a table or a configuration by `open`. An audit hook sees these while a claim is judged; each
+file is hashed when it is first opened, and the hashes are part of the evidence. Reading evidence hashes the files
+again: if one differs, the evidence no longer counts.
 
-Not recorded, since a version or the digest covers it, or since it is no input: the interpreter and installed packages,
-isobit itself, temporary files, caches, evidence, /proc, /sys and /dev, and what the code writes itself. Not seen: files
-that native code opens without Python, what child processes open, the shell's variables, the network. `--again` judges
-regardless.
+Not recorded, because a version or the digest covers it or because it is not an input: the interpreter and installed
+packages, isobit itself, temporary files, caches, evidence, /proc, /sys and /dev, and files that the code writes. Not
+detected: files that native code or child processes open, environment variables, the network. `--again` judges in any
+case.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MANY = 100_000  # files that one finding may name
 WRITTEN = "written"
 
 _open: list[OpenedFiles] = []  # recorders that are recording now
-# By source file: what was opened while a function of it was running. A module reads a table once, for every contract
-# that binds it; only the first of them sees the event.
+# By source file, what was opened while one of its functions was running. A module may read a table once, for every
+# contract that names it; only the first contract that is judged sees the event.
 _opened_by: dict[str, dict[str, str]] = {}
 _T = TypeVar("_T")
 
@@ -55,7 +55,7 @@ class OpenedFiles:
         self._known = {os.path.abspath(path) for path in known}
         own = [
             p for p in known if p.suffix == ".py" and ROOT not in p.parents
-        ]  # isobit reaches no one's code by name
+        ]  # isobit imports no other code by name
         self._by_name = any(BY_NAME.search(path.read_bytes()) for path in own)
         self._found: dict[str, str] = {}
 
@@ -80,7 +80,7 @@ class OpenedFiles:
 
     def files(self) -> tuple[tuple[str, str], ...]:
         """Return each path with its digest, sorted; call it when judging is done."""
-        if self._by_name:  # what was loaded before can be reached without an event
+        if self._by_name:  # modules loaded before can be used without an event
             for module in list(sys.modules.values()):
                 origin = getattr(module, "__file__", None)
                 if isinstance(origin, str) and os.path.isabs(origin):  # torch.ops has _ops.py
@@ -151,9 +151,8 @@ def changed(files: Iterable[tuple[str, str]], base: Path, known: dict[str, str])
 
 def hash_file(path: str) -> str:
     """Return the BLAKE3 of a regular file; anything else is absent. Never blocks."""
-    if any(
-        _is_below(os.path.realpath(path), folder) for folder in PSEUDO
-    ):  # forged evidence may name what has no end
+    # Forged evidence may name a file without an end.
+    if any(_is_below(os.path.realpath(path), folder) for folder in PSEUDO):
         return ABSENT
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -195,7 +194,7 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open":
         path, _, flags = arguments
         written = bool(isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR))
-    elif event == "import":  # of an extension: its file; of other modules the file is opened too
+    elif event == "import":  # the file of an extension; other modules are opened as files too
         path, written = arguments[1], False
     elif event == "ctypes.dlopen":
         path, written = arguments[0], False

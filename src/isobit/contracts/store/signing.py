@@ -13,7 +13,7 @@ if TYPE_CHECKING:
         Ed25519PublicKey,
     )
 
-PURPOSE = b"isobit evidence, form 2\n"  # a signature made for something else is none of evidence
+PURPOSE = b"isobit evidence, form 2\n"  # a signature made for another purpose does not count
 MAKE = "ssh-keygen -t ed25519 -N '' -f isobit-key makes isobit-key and isobit-key.pub; so does openssl, as PEM"
 
 
@@ -24,9 +24,7 @@ def read_private(path: str) -> Ed25519PrivateKey:
     reader = forms.load_ssh_private_key if b"OPENSSH" in data[:64] else forms.load_pem_private_key
     try:
         key = reader(data, None)
-    except (
-        Exception
-    ) as error:  # the library raises ValueError, TypeError, UnsupportedAlgorithm by what is wrong
+    except Exception as error:  # ValueError, TypeError or UnsupportedAlgorithm
         raise _no_key("private", path, str(error)) from None
     if not isinstance(key, library.ed25519.Ed25519PrivateKey):
         raise _no_key("private", path, type(key).__name__)

@@ -183,9 +183,8 @@ def installed_version(package: str) -> str:
         return ""
     try:
         return importlib.metadata.version(package)
-    except (
-        importlib.metadata.PackageNotFoundError
-    ):  # pip has another name for it (yaml, flint): hash its source
+    except importlib.metadata.PackageNotFoundError:
+        # pip has another name for it (yaml, flint): hash its source.
         return blake3(Path(str(spec.origin)).read_bytes()).hexdigest()[:16]
 
 

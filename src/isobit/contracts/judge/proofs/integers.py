@@ -196,7 +196,7 @@ class Path:
         """Return quotient and remainder as unknowns: dividend = divisor × q + r with 0 ≤ r < divisor."""
         z3 = self.solver.z3
         dividend, divisor = z3.simplify(dividend), z3.simplify(divisor)
-        # One division, one quotient: two that only happen to be equal would have to be proved so by multiplication.
+        # Reuse the quotient of the same division: z3 would have to prove that two of them are equal.
         for n, d, q, r in self.quotients:
             if n.eq(dividend) and d.eq(divisor):
                 return q, r
@@ -220,7 +220,7 @@ def prove(
 ) -> IntegerProof:
     """Prove the predicate for all integers of the domain (low, high; None is no limit)."""
     z3 = load_z3()
-    # A context of its own: terms are numbered by it, and z3's search follows the numbers.
+    # A new context: it numbers terms, and z3's search depends on the numbers.
     context = z3.Context()
     inputs = {name: z3.Int(name, context) for name in domain}
     bounds = [inputs[name] >= low for name, (low, _) in domain.items() if low is not None]

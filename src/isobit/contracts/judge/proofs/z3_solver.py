@@ -10,7 +10,7 @@ from typing import Any
 from isobit.errors import EngineError
 
 # Strategies: (tactic or None for z3's own choice, options, bound of all inputs or None). Products of unknowns are
-# undecidable, and each way ends where another does not; a bounded question only ever finds, never refutes.
+# undecidable, and each strategy decides cases that others do not. A bounded one can only find inputs, not exclude them.
 STRATEGIES: tuple[tuple[str | None, dict[str, Any], int | None], ...] = (
     (None, {}, None),
     ("qfnia", {}, 20),
@@ -19,7 +19,7 @@ STRATEGIES: tuple[tuple[str | None, dict[str, Any], int | None], ...] = (
 )
 # Seconds for each strategy, round by round.
 ROUNDS = (0.3, 2.0, 10.0)
-# What a fork may cost: not knowing whether a branch can be entered only means that it is entered.
+# The same for a fork: a branch of which z3 does not know whether it is reachable is entered.
 FORK_ROUNDS = (0.2,)
 
 
