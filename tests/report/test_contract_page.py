@@ -178,7 +178,7 @@ def test_words_come_with_records_and_a_claim_without_record_is_counted():
 def test_the_ladder_shows_reached_and_required_levels():
     page = draw_contracts([status_of(verdict="kept", level=2, required=3, claims=())], {}, "t")
     row = page.partition("<table>")[2].partition("</table>")[0]
-    assert re.findall(r'<i class="([^"]*)"', row) == ["full", "full", "full", "asked", ""]
+    assert re.findall(r'<i class="([^"]*)"', row) == ["full", "full", "full", "required", ""]
     page = draw_contracts([status_of(verdict="unbound", claims=())], {}, "t")
     assert 'class="full' not in page
 
