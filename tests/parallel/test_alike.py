@@ -144,7 +144,7 @@ def test_votes(values):
 
 def test_names_of_ranks():
     assert name_ranks([3]) == "rank 3"
-    assert name_ranks([4, 0, 2, 5, 6, 7, 9]) == "ranks 0, 2, 4 to 7, 9"
+    assert name_ranks([4, 0, 2, 5, 6, 7, 9]) == "ranks 0, 2, 4–7, 9"
 
 
 # ---- two processes ---------------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from isobit.errors import SimulationError
-from isobit.simulator.checkers.single_rank import compare_with_one
+from isobit.simulator.single_rank import compare_with_one
 from isobit.simulator.faults import Fault
 from isobit.simulator.world import World
 

@@ -1,0 +1,81 @@
+"""Records of what each rank trains with: its parameters at the start, and each step of its optimizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from isobit import bits
+
+LARGEST_KEPT = 1 << 20  # elements; of larger tensors only the digest is kept
+
+
+@dataclass(frozen=True)
+class Start:
+    """The parameters of a rank's optimizer before its first step.
+
+    Attributes:
+        digests: The digest of each parameter.
+        shapes: The dtype and shape of each parameter.
+        varied: Whether any parameter is more than a constant.
+    """
+
+    digests: tuple[str, ...]
+    shapes: tuple[str, ...]
+    varied: bool
+
+
+@dataclass
+class Step:
+    """One step of a rank's optimizer.
+
+    Attributes:
+        gradients: The digest of each gradient.
+        infinite: The first parameter whose gradient is not finite.
+        summed: Whether an all-reduce summed into every gradient.
+        poisoned: Whether this rank put a number that is not finite into a sum.
+        data: Digests of the batches since the last step.
+        masks: Digests of the random state at each dropout since the last step.
+        pending: The gradient that is the result of a collective in progress, in words.
+        site: The line of the program that made the step.
+        values: The digest of each parameter after the step.
+        kept: A copy of each parameter after the step, unless it is large.
+    """
+
+    parameters: list[Tensor]
+    names: tuple[str, ...]
+    gradients: tuple[str, ...]
+    infinite: int | None
+    summed: bool
+    poisoned: bool
+    data: tuple[str, ...]
+    masks: tuple[str, ...]
+    pending: str = ""
+    site: str = ""
+    values: tuple[str, ...] = ()
+    kept: tuple[Tensor | None, ...] = ()
+
+
+def digest(tensor: Tensor | None) -> str:
+    """Return the digest of a tensor's bits, or "none"."""
+    return "none" if tensor is None else bits.digest(tensor.detach())
+
+
+def copy_if_small(tensor: Tensor) -> Tensor | None:
+    """Return a copy to show later where the tensor differs, or None if it is large."""
+    return tensor.detach().clone() if tensor.numel() <= LARGEST_KEPT else None
+
+
+def describe_difference(left: Tensor | None, right: Tensor | None) -> str:
+    """Return in words where two copies first differ."""
+    found = None if left is None or right is None else bits.first_difference(left, right)
+    if found is None:
+        return "somewhere"
+    return f"first at {list(found.index or ())}, {found.left} against {found.right}"
+
+
+def is_constant(tensor: Tensor) -> bool:
+    """Return whether all elements have one value, as in new biases and norm weights."""
+    flat = tensor.detach().reshape(-1)
+    return flat.numel() == 0 or bool((flat == flat[0]).all())
