@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from isobit import bits
 
@@ -79,3 +81,26 @@ def is_constant(tensor: Tensor) -> bool:
     """Return whether all elements have one value, as in new biases and norm weights."""
     flat = tensor.detach().reshape(-1)
     return flat.numel() == 0 or bool((flat == flat[0]).all())
+
+
+def plain_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that are no shards (DTensor is a class of its own)."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in held if type(p) in (Tensor, nn.Parameter)]
+
+
+def plain_gradient(parameter: Tensor) -> Tensor | None:
+    """Return the gradient, dense if it is sparse; None if it is of another tensor class."""
+    gradient = parameter.grad
+    if type(gradient) is not Tensor:
+        return None
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def is_finite(tensor: Tensor | None) -> bool:
+    """Return whether a tensor has no NaN and no infinity."""
+    if tensor is None or not tensor.is_floating_point():
+        return True
+    # torch has no isfinite for fp8
+    wide = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
+    return bool(torch.isfinite(wide).all())

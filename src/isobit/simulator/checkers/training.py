@@ -27,7 +27,16 @@ from isobit.simulator import rank as ranks
 from isobit.simulator.call_sites import user_line
 from isobit.simulator.checkers.replicas import Pair, check_step, check_tensor, find_replicas
 from isobit.simulator.checkers.step_copies import StepCopies
-from isobit.simulator.checkers.step_record import Start, Step, copy_if_small, digest, is_constant
+from isobit.simulator.checkers.step_record import (
+    Start,
+    Step,
+    copy_if_small,
+    digest,
+    is_constant,
+    is_finite,
+    plain_gradient,
+    plain_parameters,
+)
 from isobit.simulator.checkers.training_findings import TrainingFinding, as_error
 from isobit.simulator.collectives import Call, name_of
 from isobit.simulator.findings import Findings
@@ -129,7 +138,7 @@ class Training:
         if call.op is not None and name_of(call.op) in ("SUM", "AVG"):
             if call.kind == "all_reduce":
                 notes.summed.update(tensor.data_ptr() for tensor in call.inputs)
-            notes.poisoned = notes.poisoned or not all(map(_is_finite, call.inputs))
+            notes.poisoned = notes.poisoned or not all(map(is_finite, call.inputs))
 
     def note_message(self, sender: int, receiver: int) -> None:
         """Note that two ranks send each other messages: they are pipeline stages, not replicas."""
@@ -160,7 +169,7 @@ class Training:
 
     @rank_hook
     def _before_step(self, rank: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        notes, parameters = self.notes[rank], _plain_parameters(optimizer)
+        notes, parameters = self.notes[rank], plain_parameters(optimizer)
         ordinal = notes.ordinals.setdefault(optimizer, len(notes.ordinals))
         names = tuple(notes.names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters))
         if ordinal not in notes.counts:
@@ -169,9 +178,9 @@ class Training:
             self.starts[ordinal][rank] = Start(tuple(map(digest, parameters)), shapes, varied)
         if self.copies is not None:
             self.copies.note_step(rank, notes.counts[ordinal], parameters, names)
-        gradients = [_plain_gradient(p) for p in parameters]
+        gradients = [plain_gradient(p) for p in parameters]
         held = [g for g in gradients if g is not None]
-        infinite = next((i for i, g in enumerate(gradients) if not _is_finite(g)), None)
+        infinite = next((i for i, g in enumerate(gradients) if not is_finite(g)), None)
         if getattr(optimizer, "found_inf", None) is not None:  # GradScaler skips such a step
             infinite = None
         self.steps[ordinal, notes.counts[ordinal]][rank] = Step(
@@ -279,20 +288,6 @@ class Training:
         self.findings.stop(as_error(finding))
 
 
-def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that are no shards (DTensor is a class of its own)."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    return [p for p in held if type(p) in (Tensor, nn.Parameter)]
-
-
-def _plain_gradient(parameter: Tensor) -> Tensor | None:
-    """Return the gradient, dense if it is sparse; None if it is of another tensor class."""
-    gradient = parameter.grad
-    if type(gradient) is not Tensor:
-        return None
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
-
-
 def _owned_by_pending(names: Sequence[str], gradients: Sequence[Tensor | None]) -> str:
     """Describe the first gradient that shares memory with the result of a collective in progress."""
     for work in ranks.current().pending.values():
@@ -300,11 +295,3 @@ def _owned_by_pending(names: Sequence[str], gradients: Sequence[Tensor | None]) 
             if gradient is not None and overlap(memory_of([gradient]), work.memory):
                 return f"the gradient of {name}, the result of {work.what},"
     return ""
-
-
-def _is_finite(tensor: Tensor | None) -> bool:
-    if tensor is None or not tensor.is_floating_point():
-        return True
-    # torch has no isfinite for fp8
-    wide = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
-    return bool(torch.isfinite(wide).all())
