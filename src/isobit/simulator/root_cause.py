@@ -83,7 +83,7 @@ def first_failure(run: Run) -> SimulationError | None:
             ranks=alike,
             stacks={first.index: lines},
         )
-    own = cause if isinstance(cause, IsobitError) else None  # its parts become ours
+    own = cause if isinstance(cause, IsobitError) else None  # its fields become those of this error
     error = RankFailedError(
         expected=f"{name_ranks(alike)} to return" + (f", with {own.expected}" if own else ""),
         received=f"{type(cause).__name__}: {own.received if own else cause}",

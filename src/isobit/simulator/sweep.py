@@ -20,7 +20,7 @@ class Plan:
     """The settings of a sweep; see `World` for those of each run.
 
     Attributes:
-        fault_kinds: Kinds of faults, one of which is drawn per seed.
+        fault_kinds: Kinds of faults; one is drawn per seed.
         fault_calls: The latest call at which it happens.
         one_worker: Whether to compare each run with a run on one rank.
         tolerance: Of that comparison.

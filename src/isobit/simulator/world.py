@@ -14,7 +14,7 @@ from isobit.simulator.trace import Trace
 
 
 class World:
-    """A number of simulated ranks, one thread each, of which one runs at a time.
+    """A number of simulated ranks, one thread each; one runs at a time.
 
     Args:
         ranks: The number of ranks.

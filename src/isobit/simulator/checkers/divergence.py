@@ -68,7 +68,7 @@ def _global(group: Any, member: int) -> int:
 def diverged(
     name: str, ranks: list[int], common: Tensor | None, odd: Tensor | None, site: str
 ) -> DivergenceError:
-    """Report a tensor that differs; None stands for a rank that has no tensor of the name."""
+    """Report a tensor that differs; None means that a rank has no tensor of the name."""
     differ = "differs" if len(ranks) == 1 else "differ"
     if common is None or odd is None:
         received = f"no such tensor on {name_ranks(ranks) if odd is None else 'the others'}"
