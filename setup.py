@@ -1,50 +1,265 @@
-"""Builds the native kernels; where that fails, the package installs without them and says why."""
+"""Build the native kernels and the wheel around them.
 
+The kernels are one shared library without a Python symbol, so `isobit/_native.so` serves every Python, and the wheel
+is tagged py3-none. The library is kept with a stamp of what it was built from; while that is unchanged, no command
+compiles again. Where compiling fails, the package installs without kernels, and `isobit doctor` gives the reason.
+"""
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
 import shutil
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension, get_cxx_compiler
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).parent
-REASON = "native_build_failure.txt"
+try:
+    from setuptools.command.bdist_wheel import bdist_wheel
+except ImportError:
+    raise SystemExit(
+        "isobit: expected setuptools 77 or later\n  received: an older one\n"
+        "  remedy: pip install --upgrade setuptools, or install without --no-build-isolation"
+    ) from None
+
+ROOT = Path(__file__).resolve().parent
+PACKAGE = ROOT / "src" / "isobit"
+HOME = "https://github.com/isobit/isobit/blob/main/"
+PICTURES = "https://raw.githubusercontent.com/isobit/isobit/main/"
+LIBRARY, STAMP, REASON = "_native.so", "_native.json", "native_build_failure.txt"
 
 # Pinned: nothing of the build machine (-march=native) and nothing that reorders or fuses additions.
 FLAGS = ["-O3", "-g0", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-fast-math", "-Wall"]
+COMPILE = [*FLAGS, "-fPIC", "-fwrapv", "-DNDEBUG", f'-DISOBIT_FLAGS="{" ".join(FLAGS)}"']
+# No OpenMP library is named: the symbols are then found in the one that torch has loaded, whatever its file is called.
+LINK = ["-shared", "-Wl,--as-needed", "-lc10", "-ltorch_cpu"]
+# Seconds that compiling all files took on one core of the machine that is named in docs/results/packaging.md.
+CORE_SECONDS = 200
 
 
-class Build(BuildExtension):
-    """Builds, or writes down why not: the portable executor serves then, and `isobit doctor` reads the reason."""
+def native_sources() -> tuple[list[Path], list[Path]]:
+    """Return the C++ files and the headers, sorted."""
+    return sorted((ROOT / "csrc").glob("*.cpp")), sorted((ROOT / "csrc").glob("*.h"))
+
+
+def hash_of(*parts: bytes) -> str:
+    """Return the SHA-256 of several byte strings, each with its length."""
+    hasher = hashlib.sha256()
+    for part in parts:
+        hasher.update(len(part).to_bytes(8, "little") + part)
+    return hasher.hexdigest()
+
+
+def sources_digest() -> str:
+    """Return the digest of csrc and the flags; shipped evidence is valid for kernels from these sources."""
+    sources, headers = native_sources()
+    files = [part for p in (*sources, *headers) for part in (p.name.encode(), p.read_bytes())]
+    return hash_of(*files, json.dumps([COMPILE, LINK]).encode())
+
+
+def inputs_digest() -> str:
+    """Return the digest of what decides the library: csrc, the flags and torch's version."""
+    return hash_of(sources_digest().encode(), importlib.metadata.version("torch").encode())
+
+
+def find_torch() -> Path:
+    """Return torch's folder, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise RuntimeError("torch is not installed where isobit is built")
+    return Path(spec.origin).parent
+
+
+def find_compiler() -> tuple[str, str]:
+    """Return the C++ compiler and its first line of `--version`."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise RuntimeError(f"no C++ compiler, as `{compiler}` is not found")
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    return compiler, done.stdout.splitlines()[0]
+
+
+def minutes(seconds: float) -> str:
+    """Return a time as 1:05."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
+
+
+def say(line: str) -> None:
+    """Print a line of progress at once; pip shows it with -v."""
+    print(f"isobit: {line}", flush=True)
+
+
+class Compilation:
+    """Compile the files that have no object yet, several at a time, and link them.
+
+    An object is named by the digest of its source, all headers, the flags, the compiler and torch's version, and is
+    kept in build/native, so that a changed file is compiled alone.
+    """
+
+    def __init__(self) -> None:
+        self.compiler, self.version = find_compiler()
+        self.torch = find_torch()
+        self.objects = ROOT / "build" / "native"
+
+    def object_of(self, source: Path, headers: list[Path]) -> Path:
+        """Return where the object of a source file is kept."""
+        words = [*COMPILE, self.version, importlib.metadata.version("torch")]
+        contents = [p.read_bytes() for p in (source, *headers)]
+        return self.objects / f"{source.stem}-{hash_of(*contents, *map(str.encode, words))[:16]}.o"
+
+    def compile_one(self, source: Path, target: Path) -> None:
+        """Compile one file; raise RuntimeError with the compiler's last lines where it fails."""
+        includes = (
+            self.torch / "include",
+            self.torch / "include" / "torch" / "csrc" / "api" / "include",
+        )
+        # Error messages hold file names: they must not be those of the build machine.
+        maps = [f"-ffile-prefix-map={ROOT}/=", f"-ffile-prefix-map={self.torch.parent}/="]
+        unfinished = target.with_suffix(".part.o")
+        self.run(
+            [*COMPILE, *maps, *(f"-isystem{p}" for p in includes)],
+            ["-c", str(source.relative_to(ROOT)), "-o", str(unfinished)],
+        )
+        unfinished.rename(target)
+
+    def run(self, *words: list[str]) -> None:
+        """Run the compiler in the root folder."""
+        command = [self.compiler, *(word for group in words for word in group)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.stderr:
+            print(done.stderr, file=sys.stderr, flush=True)
+        if done.returncode != 0:
+            said = [line for line in done.stderr.splitlines() if "error" in line] or [""]
+            raise RuntimeError(f"`{self.compiler}` failed: {said[0]}")
+
+    def build(self, library: Path) -> None:
+        """Compile what is missing, largest file first, and link the library."""
+        sources, headers = native_sources()
+        self.objects.mkdir(parents=True, exist_ok=True)
+        targets = {source: self.object_of(source, headers) for source in sources}
+        missing = [source for source in sources if not targets[source].exists()]
+        missing.sort(key=lambda p: -p.stat().st_size)
+        jobs = int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1
+        share = sum(p.stat().st_size for p in missing) / sum(p.stat().st_size for p in sources)
+        expected = CORE_SECONDS * share / min(jobs, len(missing) or 1)
+        say(
+            f"compiling {len(missing)} of {len(sources)} files with {self.version}, {jobs} at a time; "
+            f"this takes about {minutes(expected)} minutes"
+        )
+        start = time.monotonic()
+        with ThreadPoolExecutor(jobs) as pool:
+            running = {pool.submit(self.compile_one, p, targets[p]): p for p in missing}
+            for count, done in enumerate(as_completed(running), 1):
+                done.result()
+                elapsed = minutes(time.monotonic() - start)
+                say(f"[{count}/{len(missing)}] {running[done].name}, {elapsed}")
+        library.parent.mkdir(parents=True, exist_ok=True)
+        objects = [str(targets[source]) for source in sources]
+        self.run(objects, [f"-L{self.torch / 'lib'}", *LINK, "-o", str(library)])
+        say(f"linked {library.name} after {minutes(time.monotonic() - start)}")
+
+
+def is_current(folder: Path) -> bool:
+    """Tell whether the library in a folder is the one that its stamp describes, built from the present inputs."""
+    library, stamp = folder / LIBRARY, folder / STAMP
+    if not library.exists() or not stamp.exists():
+        return False
+    known = json.loads(stamp.read_text())
+    found = {"inputs": inputs_digest(), "library": hash_of(library.read_bytes())}
+    return {key: known.get(key) for key in found} == found
+
+
+def make_library(folder: Path) -> None:
+    """Put the library and its stamp into a folder: what the source folder holds if current, else newly compiled."""
+    for known in (folder, PACKAGE):
+        if is_current(known):
+            say(f"{LIBRARY} is current: nothing is compiled")
+            if known != folder:
+                folder.mkdir(parents=True, exist_ok=True)
+                for name in (LIBRARY, STAMP):
+                    shutil.copy2(known / name, folder / name)
+            return
+    compilation = Compilation()
+    compilation.build(folder / LIBRARY)
+    stamp = {
+        "inputs": inputs_digest(),
+        "sources": sources_digest(),
+        "library": hash_of((folder / LIBRARY).read_bytes()),
+        "torch": importlib.metadata.version("torch"),
+        "compiler": compilation.version,
+    }
+    (folder / STAMP).write_text(json.dumps(stamp, indent=1) + "\n")
+
+
+class BuildKernels(build_ext):
+    """Build the library, or write down why not: the portable executor serves then."""
 
     def run(self) -> None:
         # What is installed is the source folder (editable), or the folder that becomes the wheel.
-        package = (ROOT / "src" if self.inplace else Path(self.build_lib)) / "isobit"
-        for folder in (ROOT / "src" / "isobit", package):
-            (folder / REASON).unlink(missing_ok=True)
+        folder = PACKAGE if self.inplace else Path(self.build_lib).resolve() / "isobit"
+        for place in (PACKAGE, folder):
+            (place / REASON).unlink(missing_ok=True)
         try:
-            compiler = get_cxx_compiler()
-            if shutil.which(compiler) is None:
-                raise RuntimeError(f"no C++ compiler, as `{compiler}` is not found")
-            super().run()
+            make_library(folder)
         except Exception as error:
-            package.mkdir(parents=True, exist_ok=True)
-            (package / REASON).write_text(
-                f"{error}; for the compiler's words: pip install -v . --no-build-isolation"
-            )
-            print(
-                f"isobit: native kernels were not built ({error}); the portable executor will serve"
-            )
+            folder.mkdir(parents=True, exist_ok=True)
+            for name in (LIBRARY, STAMP):
+                (folder / name).unlink(missing_ok=True)
+            (folder / REASON).write_text(f"{error}; for the compiler's output: pip install -v .")
+            say(f"native kernels were not built ({error}); the portable executor will serve")
+
+    def get_ext_filename(self, fullname: str) -> str:
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
 
 
+class FreshModules(build_py):
+    """Collect the modules in an empty folder: a wheel must not hold files of an earlier build."""
+
+    def run(self) -> None:
+        if not self.editable_mode:
+            shutil.rmtree(Path(self.build_lib) / "isobit", ignore_errors=True)
+        super().run()
+
+
+class AnyPython(bdist_wheel):
+    """Tag the wheel for every Python 3 of this platform: the library calls nothing of Python."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+def long_description() -> str:
+    """Return README.md with absolute links: a package index shows neither pictures nor files of the repository."""
+    link = re.compile(r"(\]\(|^\[[^\]]+\]: *)(?![a-z]+:|#)([^)\s]+)", re.MULTILINE)
+
+    def absolute(found: re.Match[str]) -> str:
+        is_picture = found[2].endswith((".svg", ".png"))
+        return found[1] + (PICTURES if is_picture else HOME) + found[2]
+
+    # Every second part is a block of code.
+    parts = re.split(r"(^```.*?^```$)", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    return "".join(p if i % 2 else link.sub(absolute, p) for i, p in enumerate(parts))
+
+
+sources, headers = native_sources()
 setup(
+    long_description=long_description(),
+    long_description_content_type="text/markdown",
+    # Named here so that the source distribution holds the files.
     ext_modules=[
-        CppExtension(
+        Extension(
             "isobit._native",
-            [str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").glob("*.cpp"))],
-            depends=[str(p.relative_to(ROOT)) for p in sorted((ROOT / "csrc").glob("*.h"))],
-            extra_compile_args=[*FLAGS, f'-DISOBIT_FLAGS="{" ".join(FLAGS)}"'],
-            extra_link_args=["-fopenmp"],
+            [str(p.relative_to(ROOT)) for p in sources],
+            depends=[str(p.relative_to(ROOT)) for p in headers],
         )
     ],
-    cmdclass={"build_ext": Build},
+    cmdclass={"build_py": FreshModules, "build_ext": BuildKernels, "bdist_wheel": AnyPython},
 )

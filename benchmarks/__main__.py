@@ -1,4 +1,7 @@
-"""`python -m benchmarks CASE`: each against stock, by turns, or against the time that was promised."""
+"""`python -m benchmarks CASE` compares isobit with stock PyTorch in one run, alternating between the two.
+
+`record NAME` stores a run in docs/results/records; `pages` writes the records into the documentation.
+"""
 
 import argparse
 import sys
@@ -16,6 +19,10 @@ CASES = (
     "simulator",
     "bugs",
 )
+
+if sys.argv[1:2] in (["record"], ["pages"]):
+    module = {"record": "records", "pages": "pages"}[sys.argv[1]]
+    sys.exit(import_module(f"benchmarks.{module}").main(sys.argv[2:]))
 
 parser = argparse.ArgumentParser(
     prog="python -m benchmarks", description="Each against stock, in one run, by turns."

@@ -58,7 +58,7 @@ def run(quick, threads, dtypes):
 def is_green(console):
     """Times nothing that does not pass the gate: a tiny model of the same family goes through it first."""
     model = build_model("qwen3-tiny", torch.float32)
-    with isobit.enable(model):
+    with isobit.enabled(model):
         report = run_gate(Ordered(model), draw_samples(model.config.vocab_size))
     differ, numbers = (
         sum(row.differ for row in report.rows),

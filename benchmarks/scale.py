@@ -71,7 +71,7 @@ def two_levels(n, p):
     )
 
 
-def meetings(n, p):
+def recursive_halving(n, p):
     """Meetings of two, nearest first: halves of halves, three times inside a host of eight."""
     seconds = adding(n, p)
     for step in range(int(log2(p))):
@@ -88,7 +88,7 @@ ALGORITHMS = {
     "double tree": double_tree,
     "ours, flat, collectives": flat_collectives,
     "ours, two levels": two_levels,
-    "ours, meetings": meetings,
+    "ours, recursive halving": recursive_halving,
 }
 
 

@@ -1,4 +1,4 @@
-"""One weight gradient for a batch of eight: whole, and in micro-batches of one, two and four."""
+"""Compute one weight gradient of eight samples: in one batch, and in micro-batches of 1, 2 and 4."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""Three steps of training: alone, in micro-batches, on ranks. isobit's weights have one digest, stock's many.
+"""Train three steps in one batch, in micro-batches and on ranks: isobit's weights have one digest, stock's many.
 
-Run it as it is (ranks are simulated), or as real processes: torchrun --nproc-per-node 2 examples/one_curve.py
+Run it directly (ranks are simulated), or as real processes: torchrun --nproc-per-node 2 examples/one_curve.py
 """
 
 import os
@@ -21,7 +21,7 @@ STEPS, VOCABULARY, WIDTH = 3, 64, 96
 
 
 class Model(nn.Module):
-    """Log-probabilities of the targets, each sum in isobit's order."""
+    """Return log-probabilities of the targets, with every sum in isobit's order."""
 
     def __init__(self):
         super().__init__()
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 
 class StockModel(Model):
-    """The same by stock PyTorch."""
+    """Compute the same with stock PyTorch."""
 
     def forward(self, ids, targets):
         x = self.table(ids)
@@ -49,7 +49,7 @@ class StockModel(Model):
 
 
 def tokens(step, held):
-    """Ids and targets of a run of samples, one after the other."""
+    """Return ids and targets of a run of samples, packed."""
     drawn = torch.randint(
         0, VOCABULARY, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(step)
     )
@@ -57,7 +57,7 @@ def tokens(step, held):
 
 
 def train(rank, batch):
-    """Loss and weights at the end, on one rank of `batch.ranks`."""
+    """Return the last loss and a digest of the weights, on one rank of `batch.ranks`."""
     torch.manual_seed(0)
     model = Model()
     gradients, optimizer = Gradients(model, batch), AdamW(model.parameters(), lr=1e-2)
@@ -71,9 +71,8 @@ def train(rank, batch):
                     LENGTHS[held.start : held.stop], first=share.first, of=share.of
                 )
                 logprobs = model(*tokens(step, held), samples)
-                (
-                    isobit.exact_sum(logprobs) / -sum(LENGTHS)
-                ).backward()  # the count is the global batch's
+                loss = isobit.exact_sum(logprobs) / -sum(LENGTHS)  # tokens of the global batch
+                loss.backward()
             meter.add(-logprobs)
         loss = meter.value()
         clip_grad_norm_(model, 1.0)
@@ -82,7 +81,7 @@ def train(rank, batch):
 
 
 def train_stock(rank, batch):
-    """The same by autograd's accumulation and torch's all_reduce."""
+    """Train the same with autograd's accumulation and torch's all_reduce."""
     torch.manual_seed(0)
     model = StockModel()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

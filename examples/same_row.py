@@ -1,4 +1,4 @@
-"""A row's result, alone and among 255 neighbours: stock F.linear changes it, isobit.linear does not."""
+"""Compute a row alone and in a batch of 256: stock F.linear changes it, isobit.linear does not."""
 
 import torch
 import torch.nn.functional as F

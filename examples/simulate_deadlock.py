@@ -1,4 +1,4 @@
-"""64 ranks of a torchrun script in one process: it would hang, and the simulator says which rank, where, and why."""
+"""Run 64 ranks of a script that hangs, in one process; the simulator reports which rank, where and why."""
 
 from pathlib import Path
 
@@ -13,4 +13,4 @@ except DeadlockError as error:
     print("expected:", error.expected)
     print("received:", error.received)
     for rank, stack in error.stacks.items():
-        print(f"rank {rank} stands at", *stack)
+        print(f"rank {rank} is at", *stack)

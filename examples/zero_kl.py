@@ -1,4 +1,4 @@
-"""GRPO on a tiny Qwen3: the KL between rollout and trainer is exactly 0 at every step with isobit, and not with stock.
+"""Run GRPO on a tiny Qwen3: the KL between rollout and trainer is exactly 0 with isobit, and not with stock.
 
 Rollouts are drawn by generate() with a cache, prompts padded on the left; the trainer scores them as one batch
 padded on the right. Both sides start from the same weights and draw with the same keys. Writes zero_kl.svg.
@@ -12,7 +12,6 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import isobit
-from isobit.integrations.transformers.sampling import KeyedSampling
 from isobit.report.svg import Canvas
 
 PROMPTS, GROUP, NEW, WANTED = 4, 4, 16, 16
@@ -32,7 +31,7 @@ HEADS = {
 
 
 def roll_out(model, prompts, step):
-    """Tokens, and their log-probability as the sampler saw it."""
+    """Return tokens and their log-probabilities as the sampler computed them."""
     width = max(len(prompt) for prompt in prompts)
     ids = torch.stack(
         [torch.cat((torch.zeros(width - len(p), dtype=torch.int64), p)) for p in prompts]
@@ -43,7 +42,7 @@ def roll_out(model, prompts, step):
         attention_mask=mask,
         max_new_tokens=NEW,
         do_sample=False,
-        logits_processor=[KeyedSampling(step, attention_mask=mask)],
+        logits_processor=[isobit.KeyedSampling(step, attention_mask=mask)],
         pad_token_id=0,
         output_logits=True,
         return_dict_in_generate=True,
@@ -53,7 +52,7 @@ def roll_out(model, prompts, step):
 
 
 def score(model, prompts, tokens):
-    """The log-probability of the same tokens as the trainer sees it, with gradients."""
+    """Return log-probabilities of the same tokens as the trainer computes them, with gradients."""
     whole = [torch.cat(pair) for pair in zip(prompts, tokens, strict=True)]
     ids = torch.nn.utils.rnn.pad_sequence(whole, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence(
@@ -69,7 +68,7 @@ def score(model, prompts, tokens):
 
 
 def select(logits, tokens, ordered):
-    """log p of each token."""
+    """Return log p of each token."""
     log_p = isobit.log_softmax(logits) if ordered else torch.log_softmax(logits.float(), -1)
     return log_p.gather(-1, tokens[..., None])[..., 0]
 
@@ -79,7 +78,7 @@ def is_enabled(model):
 
 
 def train(model, steps):
-    """One (KL, largest difference, reward) for each step."""
+    """Return (KL, largest difference, reward) per step."""
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     generator = torch.Generator().manual_seed(0)
     history = []
@@ -106,7 +105,7 @@ def train(model, steps):
 
 
 def draw(histories, path):
-    """KL by step on a logarithmic scale, exactly 0 on a line of its own below it; reward beneath."""
+    """Draw KL per step on a logarithmic scale, with a separate line for exactly 0, and the reward."""
     canvas, left, width = Canvas(), 70, 560
     low, high = -14, 0
     canvas.text(left, 22, "KL between rollout and trainer, by step", "title")
@@ -147,7 +146,7 @@ def main():
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS)).to(torch.bfloat16)
         if name == "isobit":
-            isobit.enable(model)
+            model = isobit.enable(model)
         histories[name] = train(model, options.steps)
         zero = sum(kl == 0 and largest == 0 for kl, largest, _ in histories[name])
         worst = max(largest for _, largest, _ in histories[name])

@@ -1,4 +1,4 @@
-"""Trains under torchrun, and hangs: the first rank alone reduces the loss that it prints."""
+"""Train under torchrun and hang: only the first rank reduces the loss that it prints."""
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ for step in range(3):
     optimizer.step()
     if rank == 0 and step == 2:
         total = loss.detach().clone()
-        dist.all_reduce(total)  # the others never come
+        dist.all_reduce(total)  # the other ranks never call it
         print(f"step {step}: loss {total.item() / ranks:.4f}")
 
 dist.destroy_process_group()

@@ -19,10 +19,12 @@ from isobit.errors import IsobitError as IsobitError
 from isobit.errors import RevealError as RevealError
 from isobit.errors import SimulationError as SimulationError
 from isobit.errors import UnsupportedError as UnsupportedError
-from isobit.integrations.transformers.enable import enable as enable
+from isobit.integrations.transformers.enabling import disable as disable
+from isobit.integrations.transformers.enabling import enable as enable
+from isobit.integrations.transformers.enabling import enabled as enabled
 from isobit.integrations.transformers.forwards import logprobs as logprobs
 from isobit.integrations.transformers.sampling import KeyedSampling as KeyedSampling
-from isobit.integrations.transformers.strictness import coverage as coverage
+from isobit.integrations.transformers.strictness import coverage_report as coverage_report
 from isobit.nn import freeze as freeze
 from isobit.ops.attention.cache import KVCache as KVCache
 from isobit.ops.attention.op import attention as attention
@@ -40,7 +42,6 @@ from isobit.ops.rotary.op import rotary as rotary
 from isobit.ops.silu.op import silu as silu
 from isobit.ops.softmax.op import softmax as softmax
 from isobit.ops.swiglu.op import swiglu as swiglu
-from isobit.order.cut import Cut as Cut
 from isobit.order.samples import Samples as Samples
 
 __version__: str

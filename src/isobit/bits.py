@@ -10,13 +10,30 @@ from blake3 import blake3
 
 from isobit.records import Difference
 
+__all__ = ["as_integers", "digest", "equal", "first_difference", "ulp_distance"]
+
 Digestible = torch.Tensor | Mapping[str, torch.Tensor] | torch.nn.Module
 
 _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def as_integers(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bits as whole numbers, one per element (a complex number is two)."""
+    """Return the bits of a tensor as integers, one per element (two per complex number).
+
+    Args:
+        tensor: A tensor of any dtype.
+
+    Returns:
+        A tensor of uint8, int16, int32 or int64 with the same bits.
+
+    Example:
+        >>> isobit.bits.as_integers(torch.tensor([1.0, -0.0]))
+        tensor([ 1065353216, -2147483648], dtype=torch.int32)
+    """
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.is_complex():
         plain = torch.view_as_real(plain)
@@ -24,7 +41,19 @@ def as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether dtype, shape and every bit agree: -0.0 is not +0.0, a NaN equals the same NaN."""
+    """Return whether dtype, shape and every bit are equal: -0.0 is not +0.0, and a NaN equals the same NaN.
+
+    Args:
+        left: A tensor.
+        right: A tensor.
+
+    Returns:
+        True if the two are the same, bit for bit.
+
+    Example:
+        >>> isobit.bits.equal(torch.tensor(0.0), torch.tensor(-0.0))
+        False
+    """
     return (
         left.dtype == right.dtype
         and left.shape == right.shape
@@ -33,7 +62,21 @@ def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def first_difference(left: torch.Tensor, right: torch.Tensor) -> Difference | None:
-    """Where two tensors part, or None."""
+    """Return the first element at which two tensors differ, or None if they are equal bit for bit.
+
+    Args:
+        left: A tensor.
+        right: A tensor.
+
+    Returns:
+        A record with the index, both bit patterns, the distance in ULPs and the number of differing elements; or with
+        the dtypes or shapes, where these differ.
+
+    Example:
+        >>> found = isobit.bits.first_difference(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5]))
+        >>> found.index, found.ulps
+        ((1,), 2097152)
+    """
     if left.dtype != right.dtype:
         return Difference("dtype", str(left.dtype), str(right.dtype))
     if left.shape != right.shape:
@@ -52,14 +95,39 @@ def first_difference(left: torch.Tensor, right: torch.Tensor) -> Difference | No
 
 
 def ulp_distance(left: torch.Tensor, right: torch.Tensor) -> int | None:
-    """Representable values between two scalars of one floating dtype; None where one is a NaN."""
+    """Return the number of representable steps between two scalars of one floating dtype.
+
+    Args:
+        left: A scalar tensor.
+        right: A scalar tensor of the same dtype.
+
+    Returns:
+        The distance in ULPs; None if either is a NaN.
+
+    Example:
+        >>> one = torch.tensor(1.0)
+        >>> isobit.bits.ulp_distance(one, torch.nextafter(one, torch.tensor(2.0)))
+        1
+    """
     if bool(left.isnan()) or bool(right.isnan()):
         return None
     return abs(_rank(left) - _rank(right))
 
 
 def digest(value: Digestible) -> str:
-    """BLAKE3 over names, dtypes, shapes and raw bits; memory layout does not matter."""
+    """Return a BLAKE3 digest of names, dtypes, shapes and raw bits; strides do not matter.
+
+    Args:
+        value: A tensor, a mapping from names to tensors, or a module.
+
+    Returns:
+        32 hexadecimal digits.
+
+    Example:
+        >>> x = torch.arange(6.0).reshape(2, 3)
+        >>> isobit.bits.digest(x.t()) == isobit.bits.digest(x.t().contiguous())
+        True
+    """
     return _hash(value).hexdigest()[:32]
 
 
@@ -72,7 +140,7 @@ def _hash(value: Digestible) -> blake3:
         data = as_integers(value.cpu())
         if data.numel():
             size = data.numel() * data.element_size()
-            # Straight from the tensor's memory: no copy, and no need of NumPy.
+            # Reads the tensor's memory directly: no copy, and NumPy is not needed.
             memory = (ctypes.c_char * size).from_address(data.data_ptr())
             hasher.update(memoryview(memory).cast("B"))
         return hasher

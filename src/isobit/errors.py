@@ -1,36 +1,47 @@
-"""Every exception isobit raises; each says what was expected, what was received, and the remedy.
+"""Every exception that isobit raises; each has what was expected, what was received, and a remedy.
 
 IsobitError
-├── ArgumentError        a shape, dtype, device or layout that no kernel takes (also a ValueError)
+├── ArgumentError        a shape, dtype, device or layout that is not supported (also a ValueError)
 ├── CutError             a split that does not fall on segment edges (also a ValueError)
-├── UnsupportedError     a transformation that has no bit-exact meaning here (also a RuntimeError)
+├── UnsupportedError     a transformation without a defined order of addition (also a RuntimeError)
 ├── EngineError          kernels that are missing, disabled or not attested (also a RuntimeError)
-├── RevealError          a target whose order of addition cannot be shown (also a RuntimeError)
-├── AgreementError       ranks that should hold the same bits, and do not (also a RuntimeError)
-├── ContractError        a contract that says nothing checkable, or names what may not be named (also a ValueError)
-└── SimulationError      a fault of a distributed program, with the ranks at its root (also a RuntimeError)
+├── RevealError          a target whose order of addition cannot be revealed (also a RuntimeError)
+├── AgreementError       ranks that should have the same bits, and do not (also a RuntimeError)
+├── ContractError        a contract that is not well-formed, or names code that is not trusted (also a ValueError)
+└── SimulationError      a fault of a distributed program, with the ranks that caused it (also a RuntimeError)
     ├── DeadlockError    ranks that wait for each other, or for a rank that has left
-    ├── MismatchError    ranks that meet in one collective or message and do not agree on what it is
-    ├── OrphanError      work that nobody waited for, or a message that nobody received
+    ├── MismatchError    ranks that call one collective, or exchange a message, with different arguments
+    ├── OrphanError      work that was never waited for, or a message that was never received
     ├── PendingError     a buffer touched while a collective owns it
     ├── DivergenceError  values that should be equal on all ranks and are not
     ├── CorruptionError  bits that changed between sender and receiver
     ├── NonFiniteError   the first NaN or infinity that a rank sent
-    ├── TrainingError    ranks that all run through, and together train wrongly; `kind` says how
+    ├── TrainingError    ranks that all finish, but train a wrong model; `kind` is the reason
     ├── RankFailedError  a rank that raised an error of its own
     ├── RankLostError    a rank that died, or that waited for one that did
     ├── BusyError        a rank that computes, or waits, without ever letting the others run
-    └── ReplayError      a run that departs from its recorded trace
+    └── ReplayError      a run that differs from its recorded trace
 
-PortableWarning          calls that the portable executor serves because there are no kernels (a UserWarning)
+PortableWarning          calls that use the portable executor because there are no kernels (a UserWarning)
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
+
+# Where public functions are, the preferred name first.
+PACKAGES = (
+    "isobit",
+    "isobit.nn",
+    "isobit.optim",
+    "isobit.order",
+    "isobit.parallel",
+    "isobit.reveal",
+    "isobit.guards",
+)
 
 
 class IsobitError(Exception):
@@ -38,13 +49,15 @@ class IsobitError(Exception):
 
     def __init__(self, *, expected: str, received: str, remedy: str) -> None:
         self.expected, self.received, self.remedy = expected, received, remedy
-        self.function = calling_function()
-        named = f"{self.function}: " if self.function else ""
-        super().__init__(f"{named}expected {expected}\n  received: {received}\n  remedy: {remedy}")
+        super().__init__(f"expected {expected}\n  received: {received}\n  remedy: {remedy}")
+
+    def __str__(self) -> str:
+        function = called_function(self.__traceback__)
+        return f"{function}: {self.args[0]}" if function else str(self.args[0])
 
     @property
     def one_line(self) -> str:
-        """The same on one line and without the function, for tables and records."""
+        """The message on one line and without the function, for tables and records."""
         return f"expected {self.expected}; received {self.received}; remedy: {self.remedy}"
 
 
@@ -53,16 +66,21 @@ def in_one_line(error: BaseException) -> str:
     return error.one_line if isinstance(error, IsobitError) else str(error)
 
 
-def calling_function() -> str:
-    """Return the public function of isobit that the caller's code called, such as "isobit.linear".
+def called_function(traceback: TracebackType | None) -> str:
+    """Return the public function that the user called, such as "isobit.linear", or nothing.
 
-    The stack is read outward from the raise for as long as it stays in this package; the outermost public function
-    or method there is the one that the user wrote. Empty where there is none.
+    The traceback is read outward from the raise while it is in this package; the outermost public
+    function or method there is the one in the user's code.
     """
-    frame, found = sys._getframe(1), ""
-    while frame is not None and frame.f_globals.get("__name__", "").startswith("isobit."):
+    frames = []
+    while traceback is not None:
+        frames.append(traceback.tb_frame)
+        traceback = traceback.tb_next
+    found = ""
+    for frame in reversed(frames):
+        if not str(frame.f_globals.get("__name__", "")).startswith("isobit."):
+            break
         found = public_name(frame) or found
-        frame = frame.f_back  # type: ignore[assignment]
     return found
 
 
@@ -70,17 +88,20 @@ def public_name(frame: FrameType) -> str:
     """Return the public name of a frame's function or method, or nothing if it has none."""
     home, name = frame.f_globals["__name__"], frame.f_code.co_name
     owner = frame.f_locals.get("self")
-    public = type(owner).__name__ if owner is not None else name
-    for package in ("isobit", "isobit.parallel", "isobit.reveal", "isobit.guards"):
+    public = name if owner is None else type(owner).__name__
+    for package in PACKAGES:
         module = sys.modules.get(package)
-        if module is not None and module.__dict__["HOMES"].get(public) == home:
+        names = {} if module is None else module.__dict__
+        if names.get("HOMES", {}).get(public) == home or (
+            package == home and public in names.get("__all__", ())
+        ):
             called = f"{package}.{public}"
             return called if owner is None or name == "__init__" else f"{called}.{name}"
     return ""
 
 
 class ArgumentError(IsobitError, ValueError):
-    """A shape, dtype, device or layout that no kernel takes."""
+    """A shape, dtype, device or layout that is not supported."""
 
 
 class CutError(IsobitError, ValueError):
@@ -88,7 +109,7 @@ class CutError(IsobitError, ValueError):
 
 
 class UnsupportedError(IsobitError, RuntimeError):
-    """A transformation that has no bit-exact meaning here."""
+    """A transformation without a defined order of addition."""
 
 
 class EngineError(IsobitError, RuntimeError):
@@ -96,21 +117,21 @@ class EngineError(IsobitError, RuntimeError):
 
 
 class PortableWarning(UserWarning):
-    """The portable executor serves, exactly and very slowly, as there are no native kernels; given once a process."""
+    """Calls use the slow portable executor, as there are no native kernels; given once per process."""
 
 
 class RevealError(IsobitError, RuntimeError):
-    """A target whose order of addition cannot be shown: not a sum, not repeatable, or not a plain tree."""
+    """A target whose order of addition cannot be revealed: not a sum, not repeatable, or not a plain tree."""
 
 
 class AgreementError(IsobitError, RuntimeError):
-    """Ranks that should hold the same bits, and do not; `agreement` is the record of the check."""
+    """Ranks that should have the same bits, and do not; `agreement` is the record of the check."""
 
     agreement: object = None
 
 
 class ContractError(IsobitError, ValueError):
-    """A contract that is not well-formed, names code that is not trusted, or asks for what cannot be checked."""
+    """A contract that is not well-formed, names code that is not trusted, or requires what cannot be checked."""
 
     def __init__(
         self, *, expected: str, received: str, remedy: str, where: str = "", line: int = 0
@@ -129,13 +150,13 @@ class ContractError(IsobitError, ValueError):
 
     @property
     def one_line(self) -> str:
-        """The same on one line, behind its place."""
+        """The message on one line, after its file and line."""
         text = super().one_line
         return f"{self.place}: {text}" if self.place else text
 
 
 class SimulationError(IsobitError, RuntimeError):
-    """A fault of a distributed program; `ranks` are those at its root, `stacks` says where each rank stood."""
+    """A fault of a distributed program; `ranks` caused it, and `stacks` has the stack of each rank."""
 
     kind = "fault"
 
@@ -171,13 +192,13 @@ class DeadlockError(SimulationError):
 
 
 class MismatchError(SimulationError):
-    """Ranks that meet in one collective or message and do not agree on what it is."""
+    """Ranks that call one collective, or exchange a message, with different arguments."""
 
     kind = "mismatch"
 
 
 class OrphanError(SimulationError):
-    """Work that nobody waited for, or a message that nobody received."""
+    """Work that was never waited for, or a message that was never received."""
 
     kind = "orphan"
 
@@ -207,11 +228,11 @@ class NonFiniteError(SimulationError):
 
 
 class TrainingError(SimulationError):
-    """Ranks that all run through, and together train wrongly; `kind` says how."""
+    """Ranks that all finish, but train a wrong model; `kind` is the reason."""
 
 
 class RankFailedError(SimulationError):
-    """A rank raised an error of its own, which is this one's cause."""
+    """A rank raised an error, which is the cause of this one."""
 
     kind = "rank failed"
 
@@ -223,12 +244,12 @@ class RankLostError(SimulationError):
 
 
 class BusyError(SimulationError):
-    """A rank computes, or waits, without ever letting the others run."""
+    """A rank computes or waits without letting the others run."""
 
     kind = "rank busy"
 
 
 class ReplayError(SimulationError):
-    """A run that departs from its recorded trace."""
+    """A run that differs from its recorded trace."""
 
     kind = "replay departs"

@@ -1,9 +1,9 @@
-"""Runs code apart from the caller's settings: torch's modes, and arithmetic that replaces subnormal numbers by zero.
+"""Run code independently of the caller's settings: torch's modes, and flushing of subnormal numbers to zero.
 
-[Note: Flushed subnormals]
+[Note: flushed subnormals]
 `torch.set_flush_denormal(True)` sets a flag of the calling thread. A thread of torch's pool takes the flag from the
-thread that starts the pool, and keeps it. So a stock operation gives an element other bits in one thread than in the
-next, which means: by its place in the tensor. The native kernels set the flag in each of their threads. Python code
+thread that starts the pool, and keeps it. So the result of a stock operation depends on the thread that computes an
+element, and thus on its position in the tensor. The native kernels set the flag in each of their threads. Python code
 cannot reach the threads of a pool, but a new thread has a pool of its own, which starts with the flag that it sets.
 """
 
@@ -30,7 +30,7 @@ def run_apart(function: Callable[[], T]) -> T:
     """
     results: list[T] = []
     errors: list[BaseException] = []
-    # A bare thread: threading.Thread may be replaced, as by a simulator that schedules the threads of a program.
+    # Not threading.Thread, which may be replaced: the simulator schedules the threads of a program.
     done = _thread.allocate_lock()
 
     def run() -> None:
@@ -55,9 +55,8 @@ def keeping_subnormals(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **options: P.kwargs) -> T:
-        with (
-            torch._C.DisableTorchFunction()
-        ):  # torch.device(...) and set_default_device are modes of this kind
+        # torch.device(...) and set_default_device are torch functions' modes.
+        with torch._C.DisableTorchFunction():
             if not flushes_subnormals(workers=True):
                 return function(*args, **options)
         inference, gradients = torch.is_inference_mode_enabled(), torch.is_grad_enabled()

@@ -1,7 +1,7 @@
 """Load the public names of a package when they are first used.
 
 The names are listed once, in the package's `__init__.pyi`: type checkers and documentation tools read that file, and so
-does this module. Thus `import isobit` and `isobit status` take no time for torch.
+does this module. `import isobit` and `isobit status` do not import torch.
 """
 
 # Under `python -m isobit` the current folder is on the search path while this module is imported, so
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def attach(
     package: str, file: str
 ) -> "tuple[Callable[[str], Any], Callable[[], list[str]], list[str], dict[str, str]]":
-    """Return `__getattr__`, `__dir__`, `__all__` and {name: module} for a package whose names its stub lists.
+    """Return `__getattr__`, `__dir__`, `__all__` and {name: module} for a package that lists its names in a stub.
 
     Args:
         package: The package's `__name__`.

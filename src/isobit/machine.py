@@ -1,4 +1,4 @@
-"""The fingerprint of this machine: what decides which engine runs, and so which bits come out."""
+"""The fingerprint of this machine, thread counts, and whether subnormal numbers are flushed to zero."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from isobit import native
 from isobit.processor import cpu_name
 from isobit.records import Fingerprint
 
-# Variables, since the compiler of Python would multiply constants by itself.
+# Variables, since Python's compiler would multiply constants itself.
 _LEAST_NORMAL, _HALF = sys.float_info.min, 0.5
 _LEAST_FP32 = 2.0**-149
 _GRAIN = 32768  # elements that torch gives to one thread of an elementwise operation
 
 
 def fingerprint(order_version: int) -> Fingerprint:
-    """Read from the running process, never from configuration."""
+    """Return what decides which engine runs, read from the running process."""
     return Fingerprint(
         cpu=cpu_name(),
         capability=torch.backends.cpu.get_cpu_capability(),
@@ -37,13 +37,13 @@ def fingerprint(order_version: int) -> Fingerprint:
 
 
 def flushes_subnormals(*, workers: bool = False) -> bool:
-    """Tell whether this thread replaces subnormal numbers by zero, as after `torch.set_flush_denormal(True)`.
+    """Return whether this thread replaces subnormal numbers by zero, as after `torch.set_flush_denormal(True)`.
 
     The mode belongs to a thread, and a thread of torch's pool takes it from the thread that started the pool, so
     results of stock operations may depend on which thread computes an element. isobit's kernels set their own mode.
 
     Args:
-        workers: ask every thread of torch's intra-op pool too: tens of microseconds instead of 0.1.
+        workers: Check every thread of torch's intra-op pool too; this takes tens of microseconds instead of 0.1.
     """
     if _LEAST_NORMAL * _HALF == 0.0:
         return True
@@ -57,7 +57,7 @@ def flushes_subnormals(*, workers: bool = False) -> bool:
 
 @contextmanager
 def thread_count(count: int) -> Iterator[None]:
-    """Runs with so many threads, then as before."""
+    """Use this many threads within a `with` block."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

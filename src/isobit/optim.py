@@ -1,4 +1,4 @@
-"""Clipping by the exact global norm, and AdamW in the form whose elements do not see each other."""
+"""Exact global-norm clipping, and AdamW restricted to its element-wise implementations (no `fused`)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,38 @@ from torch import Tensor
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.isolation import keeping_subnormals
 from isobit.ops.exact_sum.op import exact_state, round_state
-from isobit.ops.nans import settle_nans
+from isobit.ops.portable.rounding import settle_nans
 from isobit.ops.unfinished import refuse_unfinished
 
-MARGIN = 1e-6  # as torch's, added to the norm before the division
+__all__ = ["AdamW", "clip_grad_norm_", "get_total_norm"]
+
+MARGIN = 1e-6  # added to the norm before the division, as torch does
 
 
-def total_norm(tensors: Tensor | Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all elements, fp32: the root of their exact sum of squares, the same bits however they are cut."""
+def __dir__() -> list[str]:
+    return __all__
+
+
+def get_total_norm(tensors: Tensor | Iterable[Tensor]) -> Tensor:
+    """Return the 2-norm of all elements, which does not depend on how they are cut into tensors.
+
+    It is the square root of the exact sum of squares. isobit.parallel.get_total_norm is the version for a model that is
+    spread over ranks.
+
+    Args:
+        tensors: One or more tensors in fp32, bf16 or fp16.
+
+    Returns:
+        A scalar in fp32.
+
+    Raises:
+        ArgumentError: If a tensor is not supported.
+
+    Example:
+        >>> x = torch.randn(1000)
+        >>> torch.equal(isobit.optim.get_total_norm(x), isobit.optim.get_total_norm(x.split(7)))
+        True
+    """
     return norm_of(
         exact_state([tensors] if isinstance(tensors, Tensor) else list(tensors), squared=True)
     )
@@ -26,7 +50,7 @@ def total_norm(tensors: Tensor | Iterable[Tensor]) -> Tensor:
 
 @keeping_subnormals
 def norm_of(state: Tensor) -> Tensor:
-    """From the digits of a sum of squares; those of several ranks are added before."""
+    """Return the norm from the state of a sum of squares; add the states of several ranks first."""
     return round_state(state, torch.float64).sqrt().float()
 
 
@@ -34,14 +58,32 @@ def norm_of(state: Tensor) -> Tensor:
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool = False
 ) -> Tensor:
-    """Scales gradients in place by min(1, max_norm / (norm + 1e-6)); returns the norm before, fp32.
+    """Scale gradients in place so that their global 2-norm is at most `max_norm`.
 
-    As torch.nn.utils.clip_grad_norm_ with the 2-norm, but with one value for the norm, however gradients are cut.
+    As torch.nn.utils.clip_grad_norm_, but the norm is exact: it does not depend on how gradients are cut.
+
+    Args:
+        parameters: Parameters whose gradients are scaled by min(1, max_norm / (norm + 1e-6)).
+        max_norm: The largest norm allowed.
+        error_if_nonfinite: Whether to raise if the norm is NaN or infinite.
+
+    Returns:
+        The norm before scaling, a scalar in fp32.
+
+    Raises:
+        UnsupportedError: If the norm is not finite and error_if_nonfinite is set, or if the step's gradients are not
+            complete yet.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.zeros(2))
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> isobit.optim.clip_grad_norm_([p], max_norm=1.0)
+        tensor(5.)
     """
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     refuse_unfinished("clip_grad_norm_", given)
     grads = [p.grad for p in given if p.grad is not None]
-    norm = total_norm(grads)
+    norm = get_total_norm(grads)
     if error_if_nonfinite and not norm.isfinite():
         raise UnsupportedError(
             expected="gradients of finite norm",
@@ -54,19 +96,29 @@ def clip_grad_norm_(
 
 @keeping_subnormals
 def scale_by_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """In place; each product is rounded once to its dtype."""
+    """Scale gradients in place; each product is rounded once to its dtype."""
     scale = (max_norm / (norm + MARGIN)).clamp(max=1.0)
     finite = bool(norm.isfinite())
     for grad in grads:
         grad.mul_(scale)
-        if not finite:  # inf · 0: a 16-bit NaN would depend on the lane
+        if not finite:  # inf · 0: the bits of a 16-bit NaN would depend on its position
             settle_nans(grad)
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW without `fused`, whose tails have other bits than its vectors: shards would differ.
+    """torch.optim.AdamW without `fused`, whose result for an element depends on its position in memory.
 
-    The plain and the foreach form give the same bits to an element, wherever it stands and however it is cut.
+    The plain and the foreach implementation give an element the same bits wherever it is and however the parameter is
+    sharded. All other arguments are those of torch.optim.AdamW.
+
+    Raises:
+        ArgumentError: If fused is True.
+
+    Example:
+        >>> p = torch.nn.Parameter(torch.ones(3))
+        >>> optimizer = isobit.optim.AdamW([p], lr=0.1)
+        >>> p.sum().backward()
+        >>> optimizer.step()
     """
 
     def __init__(self, params: Any, *args: Any, fused: bool | None = None, **options: Any) -> None:
@@ -74,9 +126,19 @@ class AdamW(torch.optim.AdamW):
         super().__init__(params, *args, fused=None, **options)
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step; a state dict may have brought `fused` back.
+        """Take one step.
 
-        The step keeps subnormals whatever `torch.set_flush_denormal` says; the closure runs as the caller left it.
+        The step keeps subnormals whatever was passed to `torch.set_flush_denormal`; the closure runs under the caller's
+        setting.
+
+        Args:
+            closure: Recomputes the loss, as for torch.optim.Optimizer.step.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            ArgumentError: If a loaded state dict has set fused.
         """
         for group in self.param_groups:
             refuse_fused(group["fused"])
@@ -89,16 +151,16 @@ class AdamW(torch.optim.AdamW):
 
 
 def unhooked_step(optimizer: AdamW) -> None:
-    """Torch's step alone: it runs hooks around AdamW.step, and around its parent's once a parent was made too."""
+    """Run torch's step without its hooks, which already ran around AdamW.step."""
     step: Any = torch.optim.AdamW.step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
 
 
 def refuse_fused(fused: bool | None) -> None:
-    """Fails closed."""
+    """Raise for fused=True."""
     if fused:
         raise ArgumentError(
             expected="fused=None or False",
             received=f"fused={fused}",
-            remedy="leave fused out, or pass foreach=True; both give every element the same bits however it is cut",
+            remedy="leave fused out, or pass foreach=True; both give an element the same bits however it is sharded",
         )

@@ -139,6 +139,20 @@ class ClaimRecord:
 
 
 @dataclass(frozen=True)
+class Shipped:
+    """What the evidence in isobit's wheel says of a contract, and where it was made: not on this machine."""
+
+    verdict: str
+    level: int
+    cpu: str
+    engine: str
+    commit: str
+    date: str
+    torch: str
+    python: str
+
+
+@dataclass(frozen=True)
 class ContractStatus:
     """Where one contract stands by the evidence at its present digest: a claim's verdict, not-judged or below-level."""
 
@@ -156,6 +170,7 @@ class ContractStatus:
     detail: str = ""
     subject: str = ""
     weak: str = ""  # what it rests on, where that is not kept
+    shipped: Shipped | None = None  # of a contract that was not judged here
 
 
 @dataclass(frozen=True)

@@ -1,53 +1,61 @@
-"""Every operator with a small input, for tests of what must hold of all of them alike."""
+"""Every public operator with a small input, for tests of what must be true of all of them.
+
+The operators are found through the stub `isobit/__init__.pyi`, their arguments through each folder's reference.py.
+"""
+
+from importlib import import_module
 
 import torch
 
 import isobit
 from isobit import bits
 from isobit.ops import dispatch
+from isobit.ops.portable import hard_inputs
 from isobit.order.samples import Samples
 
-ROWS, FEATURES, OUTPUTS = 6, 48, 9
-# Said in full, as the tests change the default dtype and device.
-CPU = torch.device("cpu")
-TARGETS = torch.tensor([0, 3, -100, 8, 1, 1], device=CPU)
-IDS = torch.tensor([0, 3, 1, 1, 5, 2], device=CPU)
+ROWS, FEATURES = 6, 48
+# name -> the module that defines it
+OPERATORS = {
+    name: home
+    for name, home in isobit.HOMES.items()
+    if home.startswith("isobit.ops.") and name.islower()
+}
 
 
 def draw(*shape, dtype=torch.float32, seed=0):
     """Normal numbers, the same in every setting."""
-    generator = torch.Generator(CPU).manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device=CPU).to(dtype)
+    return hard_inputs.draw(*shape, dtype=dtype, seed=seed)
+
+
+def public(name):
+    return getattr(isobit, name)
+
+
+def reference(name):
+    return getattr(import_module(f"{OPERATORS[name].rpartition('.')[0]}.reference"), name)
+
+
+def example(name):
+    """x [ROWS, FEATURES] -> the keyword arguments of one call."""
+    home = import_module(f"{OPERATORS[name].rpartition('.')[0]}.reference")
+    return getattr(home, f"example_{name}")
+
+
+def last(result):
+    """The tensor that is judged of an operator that returns several."""
+    return result[-1] if isinstance(result, tuple) else result
 
 
 def calls(dtype=torch.float32):
     """name -> function of one tensor [ROWS, FEATURES]; other inputs are constants, and no stock arithmetic is used."""
-    weight, bias = draw(OUTPUTS, FEATURES, dtype=dtype, seed=1), draw(OUTPUTS, dtype=dtype, seed=2)
-    norm, angles = draw(FEATURES, dtype=dtype, seed=3), draw(ROWS, 16, seed=4)
-    rows, other = draw(ROWS, FEATURES, dtype=dtype), draw(OUTPUTS, FEATURES, dtype=dtype, seed=7)
-    samples = Samples.packed([2, 4])
+    rows, samples = draw(ROWS, FEATURES, dtype=dtype), Samples.packed([2, 4])
 
-    def heads(x):
-        return x.reshape(1, ROWS, FEATURES // 16, 16)
+    def call(name):
+        return lambda x: last(public(name)(**example(name)(x)))
 
-    return {
-        "linear": lambda x: isobit.linear(x, weight, bias, samples=samples),
-        "linear_group": lambda x: isobit.linear_group(x, (weight, other), samples=samples)[1],
-        "rms_norm": lambda x: isobit.rms_norm(x, norm, samples=samples),
-        "layer_norm": lambda x: isobit.layer_norm(x, norm, norm),
-        "softmax": isobit.softmax,
-        "log_softmax": isobit.log_softmax,
-        "silu": isobit.silu,
-        "gelu": isobit.gelu,
-        "swiglu": lambda x: isobit.swiglu(x, rows),
-        "exact_sum": isobit.exact_sum,
-        "embedding": lambda x: isobit.embedding(IDS, x, samples=samples),
-        "attention": lambda x: isobit.attention(heads(rows), heads(rows), heads(x)),
-        "rotary": lambda x: isobit.rotary(heads(x), angles, angles),
-        "linear_logprob": lambda x: isobit.linear_logprob(x, weight, TARGETS, samples=samples),
-        "linear_cross_entropy": lambda x: isobit.linear_cross_entropy(x, weight, TARGETS),
-        "a parameter's gradient": lambda w: isobit.linear(rows, w, samples=samples),
-    }
+    known = {name: call(name) for name in OPERATORS}
+    known["a parameter's gradient"] = lambda w: isobit.linear(rows, w, samples=samples)
+    return known
 
 
 NAMES = list(calls())

@@ -22,7 +22,7 @@ def digests(root, home):
 @pytest.mark.parametrize(
     ("changed", "touched"),
     [
-        # layer_norm shares its checks
+        # the proofs of both norms are one file
         (
             "ops/rms_norm/op.py",
             {"rmsnorm-kernel-v1", "layernorm-kernel-v1", "gradient-accumulation-v1", *WHOLE},

@@ -150,6 +150,6 @@ def test_every_claim_of_the_library_is_explained(path):
 
 
 def test_words_need_no_torch():
-    modules = ", ".join(f"isobit.contracts.{name}" for name in ("explain", "scaffold"))
+    modules = ", ".join(f"isobit.contracts.language.{name}" for name in ("explain", "scaffold"))
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

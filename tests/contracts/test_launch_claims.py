@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import isobit
-from isobit import native
+from isobit import launches, native
 from isobit.contracts.judge.verify import Options, verify_contract
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.store.tree import library
 from isobit.library.linear import planted
-from isobit.ops import dispatch
 
 HERE = "tests.contracts.test_launch_claims"
 
@@ -72,7 +71,7 @@ def test_right_launches_are_kept_and_each_plant_is_caught():
 
 
 def test_sizes_have_names():
-    with dispatch.record_launches() as seen:
+    with launches.record_launches() as seen:
         isobit.linear(torch.randn(2, 3, 5), torch.randn(7, 5))
         isobit.softmax(torch.randn(2, 3, 5))
     assert [launch.named() for launch in seen] == [{"rows": 6, "k": 5, "n": 7}, {"rows": 6, "n": 5}]

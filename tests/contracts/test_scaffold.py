@@ -112,5 +112,5 @@ def test_it_cannot_pass(reference):
     ],
 )
 def test_what_cannot_be_written_is_refused(package, name, reference, why):
-    with pytest.raises(ContractError, match=why):
+    with pytest.raises(ContractError, match=f"(?s){why}"):
         scaffold(name, reference)

@@ -223,7 +223,7 @@ def test_a_launch_that_fails_says_why(code, printed, monkeypatch):
     monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: done)
     with pytest.raises(
         UnsupportedError,
-        match=f"exit code {code}: out of memory.*-m isobit.gates.training --data=2",
+        match=f"(?s)exit code {code}: out of memory.*-m isobit.gates.training --data=2",
     ):
         launch.under_torchrun(Job(Layout(2), "tiny", "float32", transport="gloo"))
 

@@ -11,7 +11,7 @@ from isobit.contracts.judge.recipes import mirror
 from isobit.library.linear.claims import SAMPLE_LENGTHS
 from isobit.library.linear.shares import OURS
 from isobit.ops import dispatch
-from isobit.ops.linear.attest import wide_values
+from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.plan import VERSION
 from isobit.order.samples import Samples
 

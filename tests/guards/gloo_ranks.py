@@ -20,7 +20,7 @@ from isobit import bits, optim
 from isobit.errors import AgreementError, IsobitError
 from isobit.guards import rank_agreement
 from isobit.ops.exact_sum.op import exact_sum
-from isobit.parallel.data.scalars import LossMeter, clip_grad_norm_, mean_loss, total_norm
+from isobit.parallel.data.scalars import LossMeter, clip_grad_norm_, get_total_norm, mean_loss
 
 RANKS, TRIES = 4, 10
 ROOT = Path(__file__).parents[2]
@@ -217,7 +217,7 @@ def norms(rank, mesh):
     differ, stock_differs, clipped = [], 0, 0
     for seed in range(TRIES):
         cut, whole, spread = drawn(seed, 101), drawn(seed + 100, 33), drawn(seed + 200, 7, 5)
-        wanted = optim.total_norm([cut, whole, spread])
+        wanted = optim.get_total_norm([cut, whole, spread])
         edges = [0, *sorted(Random(seed).choices(range(102), k=RANKS - 1)), 101]
         placements = [
             [Replicate(), Shard(0)],
@@ -231,7 +231,7 @@ def norms(rank, mesh):
         dtensor = nn.Parameter(distribute_tensor(torch.zeros_like(spread), mesh, placements))
         dtensor.grad = spread_grad
         parameters = [part, with_grad(whole.clone()), dtensor]
-        norm = total_norm(parameters)
+        norm = get_total_norm(parameters)
         differ.append(not bits.equal(norm, wanted))
         clip_grad_norm_(parameters, 1.0)
         alone = [with_grad(g) for g in (cut, whole, spread)]
@@ -258,7 +258,7 @@ def fully_sharded(rank, mesh):
     made(drawn(3, 4, 5)).square().sum().backward()
     whole = [p.grad.full_tensor() for p in made.parameters()]
     empty = sum(p.grad.to_local().numel() == 0 for p in made.parameters())
-    found, wanted = total_norm(made), optim.total_norm(whole)
+    found, wanted = get_total_norm(made), optim.get_total_norm(whole)
     agreed = outcome(lambda: rank_agreement(made))
     clip_grad_norm_(made, 0.5)
     optim.scale_by_norm(whole, wanted, 0.5)
@@ -279,11 +279,13 @@ def norms_of_groups(rank, mesh):
     part = with_grad(spread, Part(rank % 2, 2))
     wide = with_grad(spread.double() if rank == 0 else spread)
     return {
-        "shards": bits.equal(total_norm([dtensor], group=shards), optim.total_norm(spread)),
-        "replicas": outcome(lambda: total_norm([dtensor], group=replicas)),
-        "parts": outcome(lambda: total_norm([part])),
-        "one refuses": outcome(lambda: total_norm([wide])),
-        "still in step": bits.equal(total_norm(with_grad(spread)), optim.total_norm(spread)),
+        "shards": bits.equal(get_total_norm([dtensor], group=shards), optim.get_total_norm(spread)),
+        "replicas": outcome(lambda: get_total_norm([dtensor], group=replicas)),
+        "parts": outcome(lambda: get_total_norm([part])),
+        "one refuses": outcome(lambda: get_total_norm([wide])),
+        "still in step": bits.equal(
+            get_total_norm(with_grad(spread)), optim.get_total_norm(spread)
+        ),
     }
 
 

@@ -1,7 +1,7 @@
-"""A training configuration is accepted if and only if the run gets everywhere: proved for all integers.
+"""A training configuration is accepted if and only if the run gets everywhere.
 
-Promises hold of the real rules over all integers; every planted wrong acceptance breaks its promise by real integers;
-and on small numbers the rules agree with a run that is walked step by step.
+On small numbers the rules agree with a run that is walked step by step, and every planted wrong acceptance breaks its
+promise by real integers. training-config-kernel-v1 proves the promises for all integers.
 """
 
 import math
@@ -21,9 +21,6 @@ from isobit.library.training_config.claims import (
     ENDED_EARLY,
     MENDED,
     PROMISES,
-    needs_117_epochs,
-    needs_a_short_warmup,
-    never_trains_in_one_epoch,
 )
 from isobit.library.training_config.planted import PLANTED
 
@@ -105,15 +102,6 @@ def test_min_epochs_is_the_least_for_all_integers():
     assert prove(least, dict.fromkeys(NAMES, (1, None))).proved
 
 
-@pytest.mark.parametrize("name", PROMISES)
-def test_promise_is_kept_for_all_integers(name):
-    found = prove(partial(PROMISES[name], accepts_counts), ALL_INTEGERS)
-    assert found.unknown == ""
-    assert found.counterexample is None
-    assert found.proved
-    assert found.paths > 8  # each count can be refused by itself
-
-
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_wrong_acceptance_is_caught(name):
     planted = PLANTED[name]
@@ -128,26 +116,6 @@ def test_planted_wrong_acceptance_is_caught(name):
 def test_every_promise_catches_something():
     assert {planted.caught_by for planted in PLANTED.values()} == set(PROMISES)
     assert all(p.subject.__doc__.startswith("Planted wrong: ") for p in PLANTED.values())
-
-
-FALSIFICATIONS = {
-    needs_117_epochs: "epochs",
-    needs_a_short_warmup: "warmup_steps",
-    never_trains_in_one_epoch: "warmup_steps",
-}
-
-
-@pytest.mark.parametrize("promise", FALSIFICATIONS)
-def test_falsification(promise):
-    """FALSIFY-CFG-001 and 002, for all integers; a wrong rule is caught by real ones."""
-
-    def proof(subject):
-        return prove(lambda **n: promise(subject, **n), {FALSIFICATIONS[promise]: (None, None)})
-
-    assert proof(accepts_counts).proved
-    wrong = proof(PLANTED["accepts_everything"].subject)
-    assert not wrong.proved
-    assert not promise(PLANTED["accepts_everything"].subject, **wrong.counterexample)
 
 
 def test_the_run_that_ended_early():

@@ -12,7 +12,7 @@ import isobit
 from isobit import bits
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.gates.model.models import TINY, build_model
-from isobit.integrations.transformers.enable import find_state
+from isobit.integrations.transformers.state import find_state
 
 IDS = torch.arange(24).reshape(2, 12) % 128
 MASK = torch.ones_like(IDS)
@@ -47,7 +47,7 @@ def test_values_are_stock_s_to_rounding(name):
     model = build_model(name, torch.float32)
     stock = model(IDS).logits.detach()
     stock_gradients = gradients(model)
-    with isobit.enable(model):
+    with isobit.enabled(model):
         torch.testing.assert_close(model(IDS).logits, stock, atol=1e-5, rtol=1e-5)
         for name, gradient in gradients(model).items():
             torch.testing.assert_close(gradient, stock_gradients[name], atol=1e-5, rtol=1e-3)
@@ -56,7 +56,7 @@ def test_values_are_stock_s_to_rounding(name):
 def test_strict_mode_accepts_the_portable_executor(model):
     """fp64 has no native kernels: every sum is a portable operator's."""
     model.double()
-    with isobit.enable(model):
+    with isobit.enabled(model):
         loss = model(IDS, labels=IDS).loss
         loss.backward()
     assert loss.dtype == torch.float64
@@ -66,7 +66,7 @@ def test_strict_mode_accepts_the_portable_executor(model):
 def test_parameters_names_and_state_dict_stay(model, tmp_path):
     before = {name: p.data_ptr() for name, p in model.named_parameters()}
     digest, kind = bits.digest(model), type(model)
-    with isobit.enable(model):
+    with isobit.enabled(model):
         assert {name: p.data_ptr() for name, p in model.named_parameters()} == before
         assert bits.digest(model) == digest
         assert type(model) is kind
@@ -77,18 +77,41 @@ def test_parameters_names_and_state_dict_stay(model, tmp_path):
 
 def test_disable_gives_stock_back(model):
     stock, chosen = model(IDS).logits, model.config._attn_implementation
-    enabled = isobit.enable(model)
+    assert isobit.enable(model) is model
+    isobit.enable(model)
     model(IDS)
-    enabled.disable()
-    enabled.disable()
+    assert isobit.disable(model) is model
+    isobit.disable(model)
     assert bits.equal(model(IDS).logits, stock)
     assert model.config._attn_implementation == chosen
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+def test_a_block_leaves_an_enabled_model_enabled(model):
+    isobit.enable(model)
+    with isobit.enabled(model):
+        model(IDS)
+    assert find_state(model) is not None
+    isobit.disable(model)
+    assert find_state(model) is None
+
+
+def test_disable_inside_a_block_is_refused_and_changes_nothing(model):
+    with isobit.enabled(model) as same:
+        assert same is model
+        inside = model(IDS).logits
+        with pytest.raises(UnsupportedError, match="leave the block"):
+            isobit.disable(model)
+        assert bits.equal(model(IDS).logits, inside)
+        copied = copy.deepcopy(model)
+    assert find_state(model) is None
+    assert bits.equal(copied(IDS).logits, inside)
+    assert find_state(isobit.disable(copied)) is None
+
+
 def test_nested_use_counts(model):
-    with isobit.enable(model):
-        with isobit.enable(model):
+    with isobit.enabled(model):
+        with isobit.enabled(model):
             inner = model(IDS).logits
         assert bits.equal(model(IDS).logits, inner)
         assert find_state(model) is not None
@@ -97,13 +120,13 @@ def test_nested_use_counts(model):
 
 def test_an_exception_inside_puts_stock_back(model):
     stock = model(IDS).logits
-    with pytest.raises(KeyError), isobit.enable(model):
+    with pytest.raises(KeyError), isobit.enabled(model):
         raise KeyError
     assert bits.equal(model(IDS).logits, stock)
 
 
 def test_a_forward_that_raises_leaves_the_model_usable(model):
-    with isobit.enable(model):
+    with isobit.enabled(model):
         expected = model(IDS).logits
         with pytest.raises(ArgumentError):
             model(IDS, attention_mask=torch.ones(2, 1, 12, 12))
@@ -119,14 +142,14 @@ def test_an_earlier_forward_of_an_instance_is_refused(model):
         return 2 * type(layer).forward(layer, x)
 
     layer.forward = doubled  # isobit would compute the layer without it
-    with pytest.raises(UnsupportedError, match=r"layers\.0\.mlp.*before a trainer"):
+    with pytest.raises(UnsupportedError, match=r"(?s)layers\.0\.mlp.*before a trainer"):
         isobit.enable(model)
     assert layer.forward is doubled
     assert find_state(model) is None
 
 
 def test_copies_and_pickles_are_enabled_and_independent(model):
-    with isobit.enable(model):
+    with isobit.enabled(model):
         expected = model(IDS).logits
         twin, thawed = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     for other in (twin, thawed):
@@ -135,7 +158,7 @@ def test_copies_and_pickles_are_enabled_and_independent(model):
 
 
 def test_gradient_checkpointing_has_the_same_bits(model):
-    with isobit.enable(model):
+    with isobit.enabled(model):
         plain = gradients(model)
         model.gradient_checkpointing_enable()
         again = gradients(model)
@@ -143,7 +166,7 @@ def test_gradient_checkpointing_has_the_same_bits(model):
 
 
 def test_logits_and_logprobs_are_one(model):
-    with isobit.enable(model), torch.no_grad():
+    with isobit.enabled(model), torch.no_grad():
         selected = isobit.logprobs(model, IDS, MASK)
         logits = model(IDS, attention_mask=MASK).logits
         last = model(IDS, attention_mask=MASK, logits_to_keep=1).logits
@@ -155,7 +178,7 @@ def test_logits_and_logprobs_are_one(model):
 
 
 def test_the_head_s_gradient_by_logits(model):
-    with isobit.enable(model):
+    with isobit.enabled(model):
         logits = model(IDS, attention_mask=MASK).logits
         (
             isobit.log_softmax(logits)[:, :-1].gather(-1, IDS[:, 1:, None])[..., 0] * MASK[:, :-1]
@@ -164,7 +187,7 @@ def test_the_head_s_gradient_by_logits(model):
 
 
 def test_labels_need_no_logits_and_count_is_honoured(model):
-    with isobit.enable(model), torch.no_grad():
+    with isobit.enabled(model), torch.no_grad():
         found = model(IDS, labels=IDS)
         assert found.logits is None
         summed = model(IDS, labels=IDS, num_items_in_batch=torch.tensor(11)).loss
@@ -175,7 +198,7 @@ def test_labels_need_no_logits_and_count_is_honoured(model):
 
 
 def test_generate_equals_a_score_afterwards(model):
-    with isobit.enable(model), torch.no_grad():
+    with isobit.enabled(model), torch.no_grad():
         made = model.generate(
             IDS,
             attention_mask=MASK,
@@ -197,7 +220,7 @@ def test_generate_equals_a_score_afterwards(model):
 
 def test_threads_have_their_own_layouts(model):
     found = {}
-    with isobit.enable(model), torch.no_grad():
+    with isobit.enabled(model), torch.no_grad():
         expected = {
             width: isobit.logprobs(model, IDS[:, :width], MASK[:, :width]) for width in (6, 12)
         }
@@ -230,7 +253,7 @@ def test_a_sliding_window_is_honoured():
     model = Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
     assert "sliding_attention" in model.config.layer_types
     stock = model(IDS).logits
-    with isobit.enable(model), torch.no_grad():
+    with isobit.enabled(model), torch.no_grad():
         whole = model(IDS, use_cache=False).logits
         torch.testing.assert_close(whole, stock, atol=1e-5, rtol=1e-5)
         cache = DynamicCache()
@@ -247,7 +270,7 @@ def test_refusals(model):
         isobit.enable(torch.nn.Linear(2, 2))
     with pytest.raises(UnsupportedError, match="enable"):
         isobit.logprobs(model, IDS)
-    with isobit.enable(model):
+    with isobit.enabled(model):
         with pytest.raises(UnsupportedError, match="DynamicCache"):
             model(IDS, past_key_values=StaticCache(config=model.config, max_cache_len=32))
         with pytest.raises(UnsupportedError, match="own row"):
@@ -261,7 +284,7 @@ def test_refusals(model):
 def test_dropout_is_refused_in_training(model):
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    with isobit.enable(model):
+    with isobit.enabled(model):
         model(IDS)
         with pytest.raises(UnsupportedError, match="dropout"):
             model.train()(IDS)
@@ -278,13 +301,13 @@ def test_a_wrapped_layer_is_refused(model):
         pass
 
     model.model.layers[0].self_attn.q_proj.__class__ = Adapter
-    with pytest.raises(UnsupportedError, match=r"q_proj of type test_enable\..*Adapter"):
+    with pytest.raises(UnsupportedError, match=r"(?s)q_proj of type test_enable\..*Adapter"):
         isobit.enable(model)
     assert find_state(model) is None
 
 
 def test_the_bare_model(model):
-    with isobit.enable(model.model), torch.no_grad():
+    with isobit.enabled(model.model), torch.no_grad():
         together = model.model(IDS, attention_mask=MASK).last_hidden_state
         alone = model.model(IDS[:1, 3:]).last_hidden_state
     assert bits.equal(together[:1, 3:], alone)
@@ -294,9 +317,9 @@ def test_coverage_lists_what_ran(model):
     gradients(model)
     held = [p.grad for p in model.parameters()]
     batch = {"input_ids": IDS, "attention_mask": MASK}
-    stock = isobit.coverage(model, batch)
-    with isobit.enable(model):
-        ours = isobit.coverage(model, batch)
+    stock = isobit.coverage_report(model, batch)
+    with isobit.enabled(model):
+        ours = isobit.coverage_report(model, batch)
     assert not stock.kept
     assert ours.kept
     assert any(use.operator.startswith("isobit::") for use in ours.operators)
@@ -304,6 +327,6 @@ def test_coverage_lists_what_ran(model):
 
 
 def test_torch_compile_runs_it_eagerly(model):
-    with isobit.enable(model), torch.no_grad():
+    with isobit.enabled(model), torch.no_grad():
         expected = model(IDS).logits
         assert bits.equal(torch.compile(model)(IDS).logits, expected)

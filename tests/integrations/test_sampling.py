@@ -203,7 +203,7 @@ def test_wrong_options_are_refused(options):
 
 
 def test_a_mask_must_be_given():
-    with pytest.raises(ArgumentError, match="attention_mask=None where no prompt is padded"):
+    with pytest.raises(ArgumentError, match="attention_mask=None if no prompt is padded"):
         KeyedSampling(0)
 
 

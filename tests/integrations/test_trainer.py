@@ -91,7 +91,7 @@ def test_padding_does_not_change_what_is_trained(built, tmp_path, options):
     digests = set()
     for width, side in ((12, "right"), (17, "right"), (14, "left")):
         model = copy.deepcopy(built)
-        with isobit.enable(model):
+        with isobit.enabled(model):
             digests.add(train(model, pad_to(width, side), tmp_path, **options))
     assert len(digests) == 1
     assert digests != {bits.digest(built)}
@@ -162,7 +162,7 @@ def test_the_loss_is_of_tokens_that_follow_in_their_own_sample(built):
         stock_right = model(**right, num_items_in_batch=tokens).loss
         positions = (left["attention_mask"].cumsum(-1) - 1).clamp(min=0)
         stock_left = model(**left, position_ids=positions, num_items_in_batch=tokens).loss
-        with isobit.enable(model):
+        with isobit.enabled(model):
             ours_right, ours_left = (
                 model(**batch, num_items_in_batch=tokens).loss for batch in (right, left)
             )

@@ -1,12 +1,12 @@
-"""SiLU, GELU and SwiGLU have errors against fp64 within stock's, forward and backward; fp64 passes gradcheck."""
+"""SiLU, GELU and SwiGLU at special values; their exponential is within 1 ulp; fp64 passes gradcheck."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from isobit.ops.elements.elementary import logistic, normal_share
 from isobit.ops.gelu.op import gelu
+from isobit.ops.portable.elementary import logistic
 from isobit.ops.silu.op import silu
 from isobit.ops.swiglu.op import swiglu
 from tests.ops.elements import DTYPES, FUNCTIONS, STOCK, gradient, of_each
@@ -27,38 +27,6 @@ def ulps(found: Tensor, true: Tensor) -> Tensor:
     exponent = torch.frexp(true.abs().clamp(min=kind.smallest_normal)).exponent - 1
     error = ((found.double() - true).abs() - 2.0**-120).clamp(min=0)
     return error / torch.ldexp(torch.full_like(true, kind.eps), exponent)
-
-
-@of_each
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_errors_are_within_stocks(name, dtype):
-    """The largest in units of the last place, and the largest of the gradient, from -80 to 80."""
-    x = torch.cat(
-        [torch.linspace(-80, 80, 400_001), 3 * torch.randn(400_000), torch.randn(100_000) / 1000]
-    ).to(dtype)
-    true = exact(name, x.double())
-    ours, theirs = (
-        ulps(function(x), true).max().item() for function in (FUNCTIONS[name], STOCK[name])
-    )
-    slope = gradient(lambda t: exact(name, t), x.double())
-    errors = [
-        (gradient(f, x).double() - slope).abs().max().item() for f in (FUNCTIONS[name], STOCK[name])
-    ]
-    print(
-        f"\n{name} {dtype}: {ours:.3f} ulp, stock {theirs:.3f}; gradient {errors[0]:.3e}, stock {errors[1]:.3e}"
-    )
-    assert ours <= 1.25 * theirs
-    assert errors[0] <= 1.25 * errors[1]
-
-
-def test_the_tails_of_the_normal_distribution_are_there():
-    """Stock's 1 + erf is 0 from -5.6 down; here the relative error stays small until results underflow."""
-    x = torch.linspace(-13, 0, 100_001)
-    true = exact("gelu", x.double())
-    assert ((gelu(x).double() - true).abs() <= 1e-5 * true.abs() + 2.0**-126).all()
-    share, density = normal_share(x)
-    assert (share[1:] >= 0).all()
-    assert density[0] > 0
 
 
 def test_the_exponential_serves_positive_arguments():

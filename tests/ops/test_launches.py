@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import isobit
-from isobit import native
+from isobit import launches, native
+from isobit.launches import Launch, record_launches
 from isobit.ops import dispatch
-from isobit.ops.dispatch import Launch, record_launches
 from isobit.ops.softmax.op import softmax
 
 X, W = torch.randn(2, 3, 8), torch.randn(5, 8)
@@ -39,7 +39,7 @@ def test_recordings_nest_and_survive_errors():
             fail(outer)
         softmax(X)
     assert len(outer) == 2
-    assert not dispatch.is_recording()
+    assert not launches.is_recording()
 
 
 def test_a_refused_call_is_no_launch():

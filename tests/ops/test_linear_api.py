@@ -10,7 +10,6 @@ import isobit
 from isobit import Samples, bits
 from isobit.ops import dispatch
 from isobit.ops.linear import op
-from isobit.ops.linear.attest import wide_values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 needs_native = pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
@@ -135,7 +134,7 @@ def test_a_disabled_engine_is_refused():
     before = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)  # as torch.backends.mkldnn.flags does
     try:
-        with pytest.raises(RuntimeError, match=r"oneDNN.*remedy"):
+        with pytest.raises(RuntimeError, match=r"(?s)oneDNN.*remedy"):
             isobit.linear(x, x)
     finally:
         torch._C._set_mkldnn_enabled(before)
@@ -173,7 +172,7 @@ def nested(x):
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_say_expected_received_and_remedy(case):
     with pytest.raises(
-        isobit.ArgumentError, match=r"isobit\.\w+: expected .*\n  received: .*\n  remedy: "
+        isobit.ArgumentError, match=r"(?s)isobit\.\w+: expected .*\n  received: .*\n  remedy: "
     ):
         REFUSED[case](torch.randn(4, 8), torch.randn(5, 8))
 
@@ -181,7 +180,9 @@ def test_refusals_say_expected_received_and_remedy(case):
 def test_a_share_has_outputs_and_no_autograd_gradient():
     x, w = torch.randn(4, 8), torch.randn(5, 8, requires_grad=True)
     share = Samples.packed([4], first=0, of=2)
-    with pytest.raises(isobit.UnsupportedError, match=r"samples 0 to 1 of 2.*parallel\.Gradients"):
+    with pytest.raises(
+        isobit.UnsupportedError, match=r"(?s)samples 0 to 1 of 2.*parallel\.Gradients"
+    ):
         isobit.linear(x, w, samples=share)
     assert bits.equal(isobit.linear(x, w.detach(), samples=share), isobit.linear(x, w).detach())
 
@@ -230,7 +231,7 @@ class TestFreeze:
     def test_foreign_memory_is_refused(self):
         layer = isobit.nn.Linear(64, 64)
         layer.weight.data.share_memory_()
-        with pytest.raises(isobit.ArgumentError, match=r"remedy: .*clone"):
+        with pytest.raises(isobit.ArgumentError, match=r"(?s)remedy: .*clone"):
             isobit.freeze(layer)
 
     def test_nests_says_its_memory_and_survives_errors(self):
@@ -271,15 +272,6 @@ def test_sharing_keeps_parameters_and_state():
     assert isobit.nn.Linear.sharing(torch.nn.Linear(16, 8, bias=False)).bias is None
 
 
-def test_tail_lanes_of_every_width_have_the_same_bits():
-    x, w = (
-        wide_values((n, 48), torch.bfloat16, torch.Generator().manual_seed(n)) for n in (130, 131)
-    )
-    whole = isobit.linear(x, w)
-    for n in range(1, 131):
-        assert bits.equal(isobit.linear(x[:n], w[:n]), whole[:n, :n])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_overlapping_and_repeated_storage(dtype):
     row, weight = torch.randn(1, 64).to(dtype), torch.randn(40, 64).to(dtype)
@@ -299,7 +291,7 @@ def test_direct_calls_cannot_read_outside_memory():
     grad, x = torch.randn(4, 3), torch.randn(4, 5)
     isobit.linear(x, x)
     outside = Samples(((2, 50),), 4, 0, 1)
-    with pytest.raises(RuntimeError, match=r"inside 4 rows.*remedy"):
+    with pytest.raises(RuntimeError, match=r"(?s)inside 4 rows.*remedy"):
         isobit.linear(x, torch.randn(3, 5, requires_grad=True), samples=outside).sum().backward()
     for spans in (
         torch.tensor([[0, 5]]),

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 import isobit
 from isobit import bits
 from isobit.ops import dispatch
-from isobit.ops.linear import op, partial, portable
-from isobit.ops.linear.attest import wide_values
+from isobit.ops.linear import op, partial
+from isobit.ops.portable.hard_inputs import wide_values
+from isobit.ops.portable.sums import multiply_add
 from isobit.order.evaluate import ENGINES, add_fp32, evaluate, evaluate_segment
 from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
@@ -107,7 +108,7 @@ def test_shares_are_the_segments_themselves(dtype):
     plan, engine = FeaturePlan(2048), dispatch.engine_of(dtype)
     pieces = []
     for i in range(plan.count):
-        cut = isobit.Cut(2048, plan.count, i)
+        cut = isobit.order.Cut(2048, plan.count, i)
         run = slice(cut.start, cut.start + cut.length)
         share = partial.output(x[:, run], w[:, run], cut)
         factors = list(zip(x[1].double().tolist(), w[0].double().tolist(), strict=True))
@@ -132,7 +133,7 @@ def test_the_portable_fused_multiply_add_is_exact():
         [draw(400, dtype=torch.float32), torch.tensor([0.0, -0.0, 2.0**-149, 2.0**-126, 3e38, 1.0])]
     )
     a, b, c = values, values.flip(0), values.roll(7) * 2.0**-20
-    found = portable.multiply_add(a, b, c).tolist()
+    found = multiply_add(a, b, c).tolist()
     wanted = [fma_fp32(*t) for t in zip(a.tolist(), b.tolist(), c.tolist(), strict=True)]
     assert bits.equal(torch.tensor(found), torch.tensor(wanted))
 
@@ -143,7 +144,7 @@ def test_one_nan_in_every_executor_and_share(dtype):
     x, weight = torch.randn(3, 512).to(dtype), torch.randn(40, 512).to(dtype)
     x[1, 3] = torch.nan
     whole = isobit.linear(x, weight)
-    cuts = [isobit.Cut(512, 2, i) for i in range(2)]
+    cuts = [isobit.order.Cut(512, 2, i) for i in range(2)]
     parts = [
         partial.output(x[:, c.start : c.start + 256], weight[:, c.start : c.start + 256], c)
         for c in cuts

@@ -5,11 +5,8 @@ import torch
 from torch import Tensor
 
 from isobit import ArgumentError, UnsupportedError, bits
-from isobit.machine import thread_count
-from isobit.ops.linear import partial
 from isobit.ops.linear.group import interleave, linear_group
 from isobit.ops.linear.op import linear
-from isobit.order.cut import Cut
 from isobit.order.samples import Samples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -62,64 +59,6 @@ def test_outputs_and_parameters_are_linears_and_dx_is_one_sum(dims, groups, dtyp
     assert bits.equal(found[0], by_linear(x, joined, bias, interleave(grads, -1, groups))[1])
 
 
-def test_autograd_alone_would_add_dx_otherwise():
-    x, weights, biases, grads = problem((256, 128, 128))
-    leaf = x.detach().requires_grad_()
-    outputs = [linear(leaf, w, b) for w, b in zip(weights, biases, strict=True)]
-    assert not bits.equal(
-        torch.autograd.grad(outputs, leaf, grads)[0], run(x, weights, biases, grads)[1][0]
-    )
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_that_hold_whole_groups_merge_to_the_whole(ranks, dtype):
-    x, weights, biases, grads = problem((512, 256, 256), dtype)
-    outputs, found = run(x, weights, biases, grads, groups=4)
-    shares = []
-    for rank in range(ranks):
-        own = [w.chunk(ranks, 0)[rank] for w in weights]
-        part = linear_group(x, own, [b.chunk(ranks, 0)[rank] for b in biases], groups=4 // ranks)
-        for left, right in zip(part, outputs, strict=True):
-            assert bits.equal(left, right.chunk(ranks, -1)[rank].contiguous())
-        given = interleave([g.chunk(ranks, -1)[rank] for g in grads], -1, 4 // ranks)
-        shares.append(
-            partial.input_grad(given, interleave(own, 0, 4 // ranks), Cut(1024, ranks, rank))
-        )
-    assert bits.equal(partial.merge(shares, dtype=dtype), found[0])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_storage_and_threads_change_no_bit(dtype):
-    x, weights, biases, grads = problem((256, 128, 128), dtype, (40,))
-    outputs, found = run(x, weights, biases, grads, groups=2)
-    few = run(x[:3], weights, biases, [g[:3] for g in grads], groups=2)
-    assert bits.equal(few[1][0], found[0][:3])
-    assert all(bits.equal(a, b[:3]) for a, b in zip(few[0], outputs, strict=True))
-    stored = [w.t().contiguous().t() for w in weights]
-    for threads in (1, 2):
-        with thread_count(threads):
-            again = run(x.t().contiguous().t(), stored, biases, grads, groups=2)
-            assert all(
-                bits.equal(a, b)
-                for a, b in zip((*again[0], *again[1]), (*outputs, *found), strict=True)
-            )
-
-
-def test_parameters_are_one_sum_over_samples():
-    x, weights, biases, grads = problem((64, 32), shape=(12,))
-    packed = run(x, weights, biases, grads, samples=Samples.packed([5, 7]))[1]
-    padded = Samples.padded([5, 7], width=9)
-
-    def placed(t: Tensor) -> Tensor:
-        room = torch.full((18, t.shape[1]), 3.0)
-        room[:5], room[9:16] = t[:5], t[5:]
-        return room
-
-    found = run(placed(x), weights, biases, [placed(g) for g in grads], samples=padded)[1]
-    assert all(bits.equal(a, b) for a, b in zip(found[1:], packed[1:], strict=True))
-
-
 def test_gradcheck_in_fp64():
     x, weights, biases, _ = problem((6, 3), torch.float64, (4,), 5)
     leaves = [t.requires_grad_() for t in (x, *weights, *biases)]
@@ -153,7 +92,7 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_offer_a_remedy(case):
     with pytest.raises(
-        ArgumentError, match=r"isobit\.\w+: expected .*\n  received: .*\n  remedy: "
+        ArgumentError, match=r"(?s)isobit\.\w+: expected .*\n  received: .*\n  remedy: "
     ):
         REFUSED[case](torch.randn(2, 8), torch.randn(4, 8))
 

@@ -1,8 +1,9 @@
 """Log-softmax has one order: a row's bits depend on that row alone, and are those of the portable executor.
 
 1. Native equals portable, bit for bit, for every kind of extent, dtype and special value, forward and backward.
-2. The order of the sum over pairs (max, sum) is the defined one.
-3. The logarithm is within 1 ulp and monotone; errors are near stock's and within the bound of the order.
+2. The logarithm has its limits at the edges; fp64 passes gradcheck.
+
+log-softmax-kernel-v1 judges the order, the invariances, the logarithm and the error.
 """
 
 import math
@@ -11,19 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-import isobit
 from isobit import ArgumentError, UnsupportedError, bits
-from isobit.library.log_softmax.proofs import bound_of, log_error, mantissas, reach_of
-from isobit.machine import thread_count
 from isobit.ops import dispatch
-from isobit.ops.linear.attest import wide_values
 from isobit.ops.log_softmax import portable
 from isobit.ops.log_softmax.op import log_softmax
-from isobit.ops.logarithm import log_positive
-from isobit.order.addition import digest
-from isobit.order.evaluate import expected_tree
-from isobit.order.plan import FeaturePlan
-from isobit.reveal import targets
+from isobit.ops.portable.elementary import log_positive
+from isobit.ops.portable.hard_inputs import wide_values
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 EXTENTS = [1, 2, 15, 16, 17, 256, 300, 511, 512, 1024, 1025, 1101, 2049, 5000]
@@ -99,50 +93,7 @@ def test_shapes_and_axes_are_stocks_in_fp64(shape, dtype):
         torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=16 * eps)
 
 
-@pytest.mark.parametrize("k", [64, 300, 1024, 1101])
-def test_the_sum_has_the_defined_order(k):
-    expected = digest(expected_tree(FeaturePlan(k).segments, "striped"))
-    with thread_count(1):
-        assert (
-            isobit.reveal.order(targets.log_softmax(k, 5, function=log_softmax)).order_digest
-            == expected
-        )
-        assert (
-            isobit.reveal.order(targets.log_softmax(k)).order_digest != expected
-        )  # the control: stock's is another
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", [33, 1025, 2048])
-def test_rows_alone_stored_otherwise_and_by_threads(n, dtype):
-    x, grad = hard_rows(16, n, dtype), hard_rows(16, n, dtype).roll(5, 1)
-    y, dx = log_softmax(x), gradient(log_softmax, x, grad)
-    spaced = torch.stack([x, x], -1)[..., 0]
-    assert bits.equal(log_softmax(spaced), y)
-    assert bits.equal(log_softmax(x.t().contiguous(), 0).t(), y)
-    for at in (0, 7, 15):
-        assert bits.equal(log_softmax(x[at : at + 1]), y[at : at + 1])
-        assert bits.equal(gradient(log_softmax, x[at : at + 1], grad[at : at + 1]), dx[at : at + 1])
-    for count in (1, 2):
-        with thread_count(count):
-            assert bits.equal(log_softmax(x), y)
-            assert bits.equal(gradient(log_softmax, x, grad), dx)
-
-
-# ---- the logarithm, and errors ---------------------------------------------------------------------------
-
-
-def test_the_logarithm_is_within_one_ulp_and_monotone():
-    swept = torch.cat([mantissas(e, 0, 2**23, 40_009) for e in range(-126, 128)])
-    for x in (
-        mantissas(0, 0, 2**23, 31),
-        mantissas(1, 0, 2**23, 31),
-        mantissas(-1, 2**22, 2**23, 31),
-        swept,
-    ):
-        error, rises = log_error(x)
-        assert error < 0.83
-        assert rises
+def test_the_edges_of_the_logarithm():
     edges = torch.tensor([1.0, torch.inf, torch.nan, 2.0**-126])
     assert log_positive(edges)[:2].tolist() == [0.0, torch.inf]
     assert log_positive(edges)[2].isnan()
@@ -154,22 +105,10 @@ def test_fp64_takes_torchs_logarithm():
     assert torch.equal(log_positive(x), x.log())
 
 
-@pytest.mark.parametrize("n", [17, 300, 1101, 5003])
-def test_errors_are_within_the_bound_and_near_stocks(n):
-    x = 5 * torch.randn(64, n, generator=torch.Generator().manual_seed(n))
-    true = x.double().log_softmax(-1)
-    ours, stock = ((f(x, -1).double() - true) for f in (log_softmax, torch.log_softmax))
-    assert ours.abs().max().item() <= bound_of(n, reach_of(x))
-    assert ours.square().mean().sqrt().item() <= 1.25 * stock.square().mean().sqrt().item()
-
-
 def test_gradcheck_in_fp64():
     x = torch.randn(3, 2, 7, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(log_softmax, (x,))
     assert torch.autograd.gradcheck(lambda t: log_softmax(t, 0), (x,))
-
-
-# ---- in torch's world ------------------------------------------------------------------------------------
 
 
 @needs_native
@@ -200,6 +139,6 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_have_a_remedy(case):
     with pytest.raises(
-        ArgumentError, match=r"isobit\.\w+: expected .*\n  received: .*\n  remedy: "
+        ArgumentError, match=r"(?s)isobit\.\w+: expected .*\n  received: .*\n  remedy: "
     ):
         REFUSED[case](torch.randn(4, 8))

@@ -1,9 +1,10 @@
 """Log-probabilities and the loss from hidden states: one order for each sum, and never the logits.
 
-1. Native equals portable, bit for bit, with gradients: one leaf, one segment, several; temperature; −100; all dtypes.
-2. It is log_softmax of linear_fp32: a rollout that holds logits has the bits of training that does not.
-3. The loss is an exact sum, so no permutation changes it; stock's changes.
-4. Errors are near stock's; gradcheck passes in fp64; memory is a tenth of stock's.
+1. Native equals portable, bit for bit, with gradients: one leaf, one segment, several; temperature; −100.
+2. Gradcheck passes in fp64; memory is a tenth of stock's.
+
+logprob-kernel-v1, lm-head-kernel-v1 and cross-entropy-kernel-v1 judge the invariances, the targets, the loss, the
+equality of rollout and training, and the errors.
 """
 
 import subprocess
@@ -11,11 +12,9 @@ import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from isobit import ArgumentError, UnsupportedError, bits
-from isobit.machine import thread_count
 from isobit.ops import dispatch
 from isobit.ops.linear.op import linear_fp32
 from isobit.ops.log_softmax.op import log_softmax
@@ -46,9 +45,6 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     leaves = hidden.detach().requires_grad_(), weight.detach().requires_grad_()
     return torch.autograd.grad(function(*leaves, targets, **options), leaves, grad)
-
-
-# ---- 1. one executor's bits are the other's --------------------------------------------------------------
 
 
 # One leaf with a tail; four segments; folded leaves of one segment; one segment in two runs.
@@ -90,51 +86,13 @@ def test_native_and_portable_agree_over_sixteen_segments():
     assert all(bits.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_a_row_without_a_target_is_zero_and_has_no_gradient():
-    hidden, weight, targets = problem(12, 300, 16)
-    none = targets == -100
-    found = linear_logprob(hidden, weight, targets)
-    assert bits.equal(found[none], torch.zeros(int(none.sum())))
-    by_row, by_word = gradients(linear_logprob, hidden, weight, targets, torch.ones(12))
-    assert (by_row[none] == 0).all()
-    other = torch.where(none.unsqueeze(1), torch.full_like(hidden, 7.0), hidden)
-    assert bits.equal(gradients(linear_logprob, other, weight, targets, torch.ones(12))[1], by_word)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "vocabulary"), [(70, 67), (33, 5003)])
-def test_rows_alone_stored_otherwise_and_by_threads(rows, vocabulary, dtype):
-    hidden, weight, targets = problem(rows, vocabulary, 24, dtype)
-    grad = torch.randn(rows)
-    whole, (by_row, by_word) = (
-        linear_logprob(hidden, weight, targets),
-        gradients(linear_logprob, hidden, weight, targets, grad),
-    )
-    for part in (slice(0, 1), slice(5, 8), slice(3, rows)):
-        assert bits.equal(linear_logprob(hidden[part], weight, targets[part]), whole[part])
-        assert bits.equal(
-            gradients(linear_logprob, hidden[part], weight, targets[part], grad[part])[0],
-            by_row[part],
-        )
-    stored = hidden.t().contiguous().t(), weight.t().contiguous().t(), targets
-    for threads in (1, 2):
-        with thread_count(threads):
-            assert bits.equal(linear_logprob(*stored), whole)
-            found = gradients(linear_logprob, *stored, grad)
-            assert bits.equal(found[0], by_row)
-            assert bits.equal(found[1], by_word)
-
-
-# ---- 2. rollout is training ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocabulary", [67, 1100, 5003, 8192])
+@pytest.mark.parametrize("vocabulary", [1100, 5003, 8192])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_it_is_log_softmax_of_fp32_logits(vocabulary, dtype, temperature):
+    """lm-head-kernel-v1 judges this for small vocabularies; these are summed in several runs."""
     hidden, weight, targets = problem(33, vocabulary, 48, dtype)
     logits = linear_fp32(hidden, weight)
-    assert logits.dtype == torch.float32
     if temperature != 1.0:
         logits = logits * (1 / torch.tensor(temperature))
     rolled = log_softmax(logits).gather(1, targets.clamp(min=0).unsqueeze(1)).squeeze(1)
@@ -142,56 +100,10 @@ def test_it_is_log_softmax_of_fp32_logits(vocabulary, dtype, temperature):
     assert bits.equal(torch.where(targets < 0, 0.0, rolled), trained)
 
 
-# ---- 3. the loss -----------------------------------------------------------------------------------------
-
-
-def test_no_permutation_changes_the_loss_and_stocks_changes():
-    hidden, weight, targets = problem(200, 130, 16)
-    ours, stock = set(), set()
-    for seed in range(20):
-        order = torch.randperm(200, generator=torch.Generator().manual_seed(seed))
-        ours.add(linear_cross_entropy(hidden[order], weight, targets[order]).item())
-        stock.add(F.cross_entropy(hidden[order] @ weight.t(), targets[order]).item())
-    assert len(ours) == 1
-    assert len(stock) > 1
-
-
-def test_the_loss_is_over_active_targets_or_the_count_given():
+def test_a_loss_without_an_active_target_is_refused():
     hidden, weight, targets = problem(50, 130, 16)
-    whole, active = linear_cross_entropy(hidden, weight, targets), targets != -100
-    assert bits.equal(linear_cross_entropy(hidden[active], weight, targets[active]), whole)
-    assert bits.equal(linear_cross_entropy(hidden, weight, targets, count=int(active.sum())), whole)
-    other = torch.where(active, targets, 3)
-    found = linear_cross_entropy(hidden, weight, other, ignore_index=3)
-    masked = torch.where(other == 3, -100, other)
-    assert bits.equal(found, linear_cross_entropy(hidden, weight, masked))
-    torch.testing.assert_close(whole, F.cross_entropy(hidden @ weight.t(), targets))
-    with pytest.raises(ArgumentError, match="count"):
-        linear_cross_entropy(hidden, weight, torch.full((50,), -100))
-
-
-# ---- 4. accuracy and memory ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("vocabulary", [300, 5003])
-def test_errors_are_near_stocks(vocabulary):
-    hidden, weight, targets = problem(256, vocabulary, 64)
-    targets, grad = targets.clamp(min=0), torch.randn(256)
-
-    def stock(h, w, t):
-        return F.linear(h, w).log_softmax(1).gather(1, t.unsqueeze(1)).squeeze(1)
-
-    true = (
-        stock(hidden.double(), weight.double(), targets),
-        *gradients(stock, hidden.double(), weight.double(), targets, grad.double()),
-    )
-    ours, theirs = (
-        (f(hidden, weight, targets), *gradients(f, hidden, weight, targets, grad))
-        for f in (linear_logprob, stock)
-    )
-    for exact, mine, other in zip(true, ours, theirs, strict=True):
-        error, limit = ((t.double() - exact).square().mean().sqrt().item() for t in (mine, other))
-        assert error <= 1.25 * limit
+    with pytest.raises(ArgumentError, match="num_items"):
+        linear_cross_entropy(hidden, weight, torch.full_like(targets, -100))
 
 
 def test_gradcheck_in_fp64():
@@ -239,9 +151,6 @@ def test_memory_is_a_tenth_of_stocks():
     assert ours * 10 <= stock
 
 
-# ---- in torch's world ------------------------------------------------------------------------------------
-
-
 @needs_native
 def test_opcheck():
     hidden, weight, targets = problem(6, 70, 8)
@@ -281,6 +190,6 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals_name_a_remedy(case):
     with pytest.raises(
-        ArgumentError, match=r"isobit\.\w+: expected .*\n  received: .*\n  remedy: "
+        ArgumentError, match=r"(?s)isobit\.\w+: expected .*\n  received: .*\n  remedy: "
     ):
         REFUSED[case](*problem(6, 70, 8))

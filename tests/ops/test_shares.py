@@ -1,9 +1,9 @@
 """A share of the global batch has one unrounded gradient; merged by the tree and rounded once, they are the whole.
 
-1. Every cut of the batch, through autograd, every operator that has parameters: the bits of the whole batch.
-2. Rounding each share first, or folding shares left, has other bits.
-3. Native equals portable on shares; the operators' stated dtypes are those they return.
-4. What is not one collected subtree, delivered unrounded to a leaf, is refused.
+1. Cuts that gradient-accumulation-v1 does not draw (long samples, the cap on segments, fp16), through autograd, every
+   operator that has parameters: the bits of the whole batch.
+2. Native equals portable on shares; the operators' stated dtypes are those they return.
+3. What is not one collected subtree, delivered unrounded to a leaf, is refused.
 """
 
 from itertools import accumulate
@@ -16,10 +16,10 @@ from isobit import UnsupportedError, bits
 from isobit.ops import dispatch
 from isobit.ops.embedding.op import embedding
 from isobit.ops.layer_norm.op import layer_norm
-from isobit.ops.linear.attest import wide_values
 from isobit.ops.linear.group import linear_group
 from isobit.ops.linear.op import linear
-from isobit.ops.linear.portable import round_once
+from isobit.ops.portable.hard_inputs import wide_values
+from isobit.ops.portable.rounding import round_once
 from isobit.ops.rms_norm.op import rms_norm
 from isobit.ops.share import Share, check_share, collecting, share_in_force
 from isobit.order.samples import Samples
@@ -27,10 +27,6 @@ from isobit.order.tree import Counter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 IDS = torch.tensor([0, 3, 4])  # few, so that each occurs in most samples; 3 is padding
-EXACT = [
-    ("embedding", torch.bfloat16),
-    ("embedding", torch.float16),
-]  # sums of 16-bit values that never round
 needs_native = pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
 
 
@@ -67,13 +63,9 @@ OPERATORS = {
         (6,),
     ),
 }
-# (lengths of the global batch's samples, samples of each share): equal and unequal shares; three samples in a segment
-# with empty ones; samples beyond a leaf of tokens; more samples than segments, so that the cap of 1024 binds.
+# (lengths of the global batch's samples, samples of each share): three samples in a segment with empty ones; samples
+# beyond a leaf of tokens; more samples than segments, so that the cap of 1024 binds.
 CUTS = {
-    "1 x 8": ((3, 5, 1, 8, 2, 7, 4, 6), (1,) * 8),
-    "2 x 4": ((3, 5, 1, 8, 2, 7, 4, 6), (2,) * 4),
-    "unequal": ((3, 5, 1, 8, 2, 7, 4, 6), (4, 2, 1, 1)),
-    "odd": ((3, 0, 1, 8, 0, 0, 0, 6, 2, 2, 9, 1), (3,) * 4),
     "odd, unequal": ((3, 0, 1, 8, 0, 0, 0, 6, 2, 2, 9, 1), (3, 3, 6)),
     "long": ((300, 0, 257, 5), (1, 1, 2)),
     "capped": ((1, 0, 2, 1) * 512, (2, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)),
@@ -166,25 +158,6 @@ def test_fp64_shares_stay_fp64(operator):
     assert same(total, problem.whole())
 
 
-@pytest.mark.parametrize("operator", OPERATORS)
-def test_other_merges_have_other_bits(operator):
-    lengths, counts = CUTS["1 x 8"]
-    for dtype in DTYPES:
-        problem = Problem(operator, lengths, dtype)
-        nodes, partials = zip(*problem.shares(counts), strict=True)
-        tree = merged(zip(nodes, partials, strict=True))
-        left = partials[0]
-        for other in partials[1:]:
-            left = [a + b for a, b in zip(left, other, strict=True)]
-        if (operator, dtype) not in EXACT:
-            assert not same(left, tree)
-        if dtype != torch.float32:
-            early = merged(
-                (n, [t.to(dtype).float() for t in p]) for n, p in zip(nodes, partials, strict=True)
-            )
-            assert not same(rounded(early, dtype), rounded(tree, dtype))
-
-
 def test_a_share_has_the_segments_of_the_global_batch():
     """Four samples of 4096 are one segment, folded left; four of four are four segments, merged by pairs."""
     differs = 0
@@ -239,9 +212,6 @@ def test_operators_say_their_dtypes():
                 operator(*arguments[:-1], 6)  # segments of three
 
 
-# ---- refusals --------------------------------------------------------------------------------------------
-
-
 def leaf(dtype=torch.bfloat16, grad_dtype=torch.float32) -> Tensor:
     parameter = torch.ones(3, 3, dtype=dtype, requires_grad=True)
     parameter.grad_dtype = grad_dtype
@@ -280,7 +250,7 @@ def in_share(first: int, samples: Samples, parameter: Tensor) -> None:
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case):
     call, match = REFUSED[case]
-    with pytest.raises(UnsupportedError, match=match):
+    with pytest.raises(UnsupportedError, match=f"(?s){match}"):
         call()
 
 

@@ -2,7 +2,7 @@
 
 1. Every layout, dtype and engine: p.grad is the whole batch's by plain autograd, on every rank; tied weights too.
 2. Partials hold log2(micro-batches) + 1 times the parameters in fp32, at most.
-3. Left folds, rounded partials, ranks added in turn, and stock accumulation have other bits.
+3. Left folds, rounded partials and ranks added in turn have other bits.
 """
 
 import copy
@@ -238,16 +238,3 @@ def test_a_wrong_order_has_other_bits(home, name, wrong, layout, monkeypatch):
     expected = whole(make())
     for found in found_by(*layout):
         assert {"block.up.weight", "head.weight", "norm"} <= set(differing(found, expected))
-
-
-def test_stock_accumulation_has_other_bits():
-    torch.manual_seed(3)
-    layers = nn.Sequential(nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, 4))
-    x = torch.randn(8, 5, WIDTH)
-    found = []
-    for size in (8, 2, 1):
-        layers.zero_grad()
-        for first in range(0, 8, size):
-            layers(x[first : first + size]).square().sum().backward()
-        found.append(bits.digest({name: p.grad for name, p in layers.named_parameters()}))
-    assert len(set(found)) == 3

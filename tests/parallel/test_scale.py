@@ -27,5 +27,7 @@ def test_what_must_hold_of_any_such_model(scale):
     large = 1 << 40  # bytes: latency no longer counts
     assert scale.ring(large, 4096).seconds < 1.05 * scale.double_tree(large, 4096).seconds
     assert scale.flat_collectives(large, 4096).seconds > 3 * scale.two_levels(large, 4096).seconds
-    assert scale.meetings(1 << 10, 16384).seconds < scale.two_levels(1 << 10, 16384).seconds
-    assert scale.meetings(large, 512).messages == 2 * 9
+    assert (
+        scale.recursive_halving(1 << 10, 16384).seconds < scale.two_levels(1 << 10, 16384).seconds
+    )
+    assert scale.recursive_halving(large, 512).messages == 2 * 9

@@ -1,57 +1,153 @@
-"""README blocks and examples are run."""
+"""The documentation is true: blocks run, printed output matches, commands parse, names and figures agree."""
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import isobit
+from isobit.lazy import read_stub
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+ROOT_PAGES = [ROOT / name for name in ("ARCHITECTURE.md", "CONTRIBUTING.md")]
+FENCE = re.compile(r"```python\n(.*?)```(?:\n\n```text\n(.*?)```)?", re.DOTALL)
 BLOCKS = {
-    f"{page.relative_to(ROOT)}:{i}": block
+    f"{page.relative_to(ROOT)}:{i}": found.groups()
     for page in PAGES
-    for i, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    for i, found in enumerate(FENCE.finditer(page.read_text()))
 }
 
 
 def test_there_are_blocks():
     assert any(name.startswith("README.md") for name in BLOCKS)
+    assert sum(bool(output) for _, output in BLOCKS.values()) >= 2
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_python_blocks_run(name, capsys, tmp_path):
-    """A block runs from nothing, in a file; where a line ends in `# value`, that is what it prints."""
-    block = BLOCKS[name]
+    """A block runs by itself. `print(...)  # value` prints that value; a text block is all its output."""
+    block, output = BLOCKS[name]
     path = tmp_path / "block.py"
     path.write_text(block)
     if "os.environ" in block:  # it sets what must be set before torch is imported
-        printed = subprocess.run(
-            [sys.executable, str(path)], check=True, capture_output=True, text=True
-        ).stdout
+        run = [sys.executable, str(path)]
+        printed = subprocess.run(run, check=True, capture_output=True, text=True).stdout
     else:
         exec(compile(block, str(path), "exec"), {"__name__": "readme"})
         printed = capsys.readouterr().out
-    wanted = re.findall(r"^print\(.*\)\s+# (.+)$", block, re.MULTILINE)
+    wanted = re.findall(r"^ *print\(.*\)\s+# (.+)$", block, re.MULTILINE)
     assert printed.split("\n")[: len(wanted)] == wanted or not wanted
+    if output:
+        assert without_stock_numbers(printed) == without_stock_numbers(output)
+
+
+def without_stock_numbers(text):
+    """Numbers of stock kernels depend on the machine; everything else must match."""
+    lines = text.splitlines()
+    return [re.sub(r"0x\w+|\d+", "#", s) if s.startswith("stock") else s for s in lines]
+
+
+def test_a_wrong_output_is_noticed():
+    assert without_stock_numbers("isobit 1") != without_stock_numbers("isobit 2")
+    assert without_stock_numbers("stock 1 differ") == without_stock_numbers("stock 2 differ")
+    assert without_stock_numbers("stock 1 differ") != without_stock_numbers("stock None")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.py")), ids=lambda p: p.name)
 def test_examples_run(path, tmp_path):
-    """Where they are run is where they may write."""
-    subprocess.run(
-        [sys.executable, str(path)], check=True, capture_output=True, timeout=120, cwd=tmp_path
-    )
+    """Examples write only to the folder in which they are run."""
+    run = [sys.executable, str(path)]
+    subprocess.run(run, check=True, capture_output=True, timeout=120, cwd=tmp_path)
 
 
-def test_commands_in_pages_exist():
+def commands():
+    for page in PAGES + ROOT_PAGES:
+        for block in re.findall(r"```bash[^\n]*\n(.*?)```", page.read_text(), re.DOTALL):
+            for line in block.splitlines():
+                found = re.match(r"(?:\w+=\S+ )*isobit (.*)", line)
+                if found:
+                    yield page.name, found[1]
+
+
+def test_commands_in_pages_parse():
+    """Every `isobit` line of a shell block has a command and options that exist."""
     from isobit.cli.main import build_parser
 
-    shells = [
-        b for page in PAGES for b in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL)
-    ]
-    used = set(re.findall(r"^isobit (\w+)", "\n".join(shells), re.MULTILINE))
-    actions = build_parser()._subparsers._group_actions[0].choices
-    assert used
-    assert used <= set(actions)
+    lines = list(commands())
+    assert len(lines) > 10
+    for page, line in lines:
+        try:
+            words = shlex.split(line.partition(" -- ")[0], comments=True)
+            build_parser().parse_args(words)
+        except SystemExit:
+            pytest.fail(f"{page}: isobit {line}")
+
+
+def test_every_public_name_is_in_the_reference():
+    pages = (ROOT / "docs" / "reference" / "api").glob("*.md")
+    text = "\n".join(page.read_text() for page in pages)
+    shown = set(re.findall(r"^::: (isobit[\w.]*)$", text, re.MULTILINE))
+    for owner, names in re.findall(
+        r"^::: (isobit\S*)\n +options: \{members: \[(.*)\]\}", text, re.M
+    ):
+        shown |= {f"{owner}.{name.strip()}" for name in names.split(",")}
+    whole = {"isobit.errors", "isobit.simulator", "isobit.reveal.targets"}  # every member is shown
+    assert whole <= shown
+    for package in ("isobit", "isobit.parallel", "isobit.guards", "isobit.reveal"):
+        stub = ROOT / "src" / package.replace(".", "/") / "__init__.pyi"
+        for name, home in read_stub(str(stub)).items():
+            if home == package and package == "isobit":
+                continue  # a submodule
+            if home not in whole and f"{home}.{name}" not in whole:
+                assert f"{package}.{name}" in shown, f"docs/reference/api lacks {package}.{name}"
+
+
+def test_every_noun_of_the_architecture_is_in_the_glossary():
+    nouns = (ROOT / "ARCHITECTURE.md").read_text().split("## Nouns")[1].split("\n[docs")[0]
+    listed = re.split(r",\s+", nouns.split(":", 1)[1].split(".")[0].strip())
+    glossary = (ROOT / "docs" / "reference" / "glossary.md").read_text()
+    assert len(listed) > 15
+    assert [noun for noun in listed if f"**{noun}**" not in glossary] == []
+
+
+def test_pages_show_their_records():
+    """Tables of docs/results and the README's costs are what the records hold."""
+    from benchmarks.pages import main
+
+    assert main(["--check"]) == 0
+
+
+def test_the_picture_of_a_plan_is_current():
+    sys.path.insert(0, str(ROOT / "docs" / "pictures"))
+    try:
+        from draw_plan import draw
+    finally:
+        sys.path.pop(0)
+    for extent in (1536, 5100):
+        assert (ROOT / "docs" / "pictures" / f"plan_{extent}.svg").read_text() == draw(extent)
+
+
+@pytest.mark.parametrize("page", PAGES + ROOT_PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_lines_fit(page):
+    """100 columns, except printed output and rows of tables, which Markdown cannot wrap."""
+    text = re.sub(r"```text\n.*?```", "", page.read_text(), flags=re.DOTALL)
+    for line in text.splitlines():
+        table = line.startswith("|") and page.name != "README.md"
+        assert len(line) <= 100 or table or "://" in line, f"{page.name}: {line}"
+
+
+def test_the_readme_fits():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_version_in_pages_is_the_package_s():
+    versions = {
+        found
+        for page in PAGES
+        for found in re.findall(r"isobit-(\d+\.\d+\.\d+)-", page.read_text())
+    }
+    assert versions <= {isobit.__version__}

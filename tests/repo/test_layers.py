@@ -14,11 +14,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "isobit"
 
-FOUNDATION = "bits errors files isolation lazy machine majority native plain_text processor records trusted_folder"
+FOUNDATION = (
+    "bits errors files isolation launches lazy machine majority native plain_text processor records "
+    "trusted_folder"
+)
 # layer -> the layers that it may import, besides itself.
 LAYERS = {
     "errors": "",
     "lazy": "",
+    "launches": "",
     "plain_text": "",
     "processor": "",
     "majority": "",
@@ -45,6 +49,8 @@ LAYERS = {
     "pytest_plugin": f"{FOUNDATION} contracts",
     "cli": f"{FOUNDATION} order reveal ops simulator integrations contracts gates library report",
 }
+# operator -> the operator that it is built on
+BUILT_ON = {("logprob", "linear"), ("logprob", "exact_sum"), ("log_softmax", "softmax")}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -113,6 +119,25 @@ def test_only_gates_and_commands_know_of_the_simulator():
         and "simulator" in {layer_of(name) for name in imports_of(path)}
     }
     assert knowing == {"simulator", "gates", "cli"}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [p for p in (SOURCE / "ops").glob("*/*.py") if (p.parent / "op.py").exists()],
+    ids=lambda p: f"{p.parent.name}/{p.stem}",
+)
+def test_operators_share_code_through_portable(path):
+    """An operator imports its own folder, ops/portable and ops/*.py; of another operator only what it is built on.
+
+    The one thing that another operator may offer is its op.py: linear_logprob is built on linear, the loss on
+    exact_sum, and log_softmax registers itself as softmax does.
+    """
+    shared = {p.stem for p in (SOURCE / "ops").glob("*.py")} | {"portable", path.parent.name}
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[1] == "ops" and parts[2] not in shared:
+            assert parts[3] == "op", f"{path.name} imports {name}"
+            assert (path.parent.name, parts[2]) in BUILT_ON, f"{path.name} imports {name}"
 
 
 def test_order_is_plain_python():

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("src", "csrc", "tests", "benchmarks", "examples", "docs")
+FOLDERS = ("src", "csrc", "tests", "benchmarks", "examples", "docs", "packaging")
 FILES = sorted(
     p
     for folder in FOLDERS

@@ -1,89 +1,55 @@
-"""Public names are frozen: a change of this list is a change of the product."""
+"""The public surface: `isobit/__init__.pyi` is the one list of names, and a change of it is a change of the product."""
 
 import inspect
+import subprocess
+import sys
+
+import pytest
 
 import isobit
 
-PUBLIC = [
-    "AgreementError",
-    "ArgumentError",
-    "Certificate",
-    "ContractError",
-    "Cut",
-    "CutError",
-    "EngineError",
-    "IsobitError",
-    "KVCache",
-    "KeyedSampling",
-    "RevealError",
-    "Samples",
-    "SimulationError",
-    "Tree",
-    "UnsupportedError",
-    "attention",
-    "bits",
-    "certify",
-    "coverage",
-    "embedding",
-    "enable",
-    "exact_sum",
-    "freeze",
-    "gelu",
-    "guards",
-    "layer_norm",
-    "linear",
-    "linear_cross_entropy",
-    "linear_group",
-    "linear_logprob",
-    "log_softmax",
-    "logprobs",
-    "nn",
-    "optim",
-    "parallel",
-    "reveal",
-    "rms_norm",
-    "rotary",
-    "silu",
-    "simulator",
-    "softmax",
-    "swiglu",
-    "targets",
-]
+PACKAGES = ["isobit", "isobit.order", "isobit.parallel", "isobit.reveal", "isobit.guards"]
+MODULES = ["isobit.nn", "isobit.optim", "isobit.bits"]
 
 
-def test_public_names():
-    assert isobit.__all__ == PUBLIC
-    assert all(hasattr(isobit, name) for name in PUBLIC)
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_name_of_a_stub_is_there(name):
+    package = sys.modules.get(name) or __import__(name, fromlist=["HOMES"])
+    assert package.__all__ == sorted(package.HOMES)
+    assert set(package.__all__) <= set(dir(package))
+    assert all(getattr(package, public) is not None for public in package.__all__)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_show_only_public_names(name):
+    module = __import__(name, fromlist=["__all__"])
+    assert dir(module) == module.__all__ == sorted(module.__all__)
+    assert all(getattr(module, public).__module__ == name for public in module.__all__)
+
+
+def test_importing_isobit_imports_no_torch():
+    code = "import sys, isobit; assert 'torch' not in sys.modules; isobit.linear; assert 'torch' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_signatures():
     assert str(inspect.signature(isobit.linear)) == (
-        "(x: 'Tensor', weight: 'Tensor', bias: 'Tensor | None' = None, *, samples: 'Samples | None' = None) -> 'Tensor'"
+        "(x: 'Tensor', weight: 'Tensor', bias: 'Tensor | None' = None, *, "
+        "samples: 'Samples | Tensor | None' = None) -> 'Tensor'"
     )
     assert str(inspect.signature(isobit.freeze)) == "(module: 'torch.nn.Module') -> 'Frozen'"
-    assert list(inspect.signature(isobit.reveal).parameters) == [
-        "target",
-        "n",
-        "dtype",
-        "arithmetic",
-        "progress",
-    ]
-    assert list(inspect.signature(isobit.reveal.certify).parameters)[:3] == [
-        "target",
-        "configurations",
-        "n",
-    ]
-    assert list(inspect.signature(isobit.Samples.padded).parameters) == [
-        "lengths",
-        "width",
-        "side",
-        "first",
-        "of",
-    ]
+    assert isobit.attention.__kwdefaults__ == {
+        "scale": None,
+        "window": None,
+        "q_samples": None,
+        "k_samples": None,
+    }
+    padded = ["lengths", "width", "side", "first", "of"]
+    assert list(inspect.signature(isobit.Samples.padded).parameters) == padded
 
 
 def test_every_error_is_an_isobit_error_with_three_parts():
-    for name in PUBLIC:
+    for name in isobit.__all__:
         error = getattr(isobit, name)
         if inspect.isclass(error) and issubclass(error, Exception):
             assert issubclass(error, isobit.IsobitError)

@@ -4,12 +4,12 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-from tests.order.kernels import ORDERS, blocks, chain, pairs, target_of
 
 import isobit
 from isobit.report.order_page import draw_certificate, write_page
 from isobit.reveal.certificate import Certificate, OrderClass
 from isobit.reveal.tree import Tree
+from tests.reveal.kernels import ORDERS, blocks, chain, pairs, target_of
 
 
 def certificate_of(*branches, n, names=None):

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tests.order.kernels import ORDERS, add_by, blocks, exact, pairs, target_of
 
 import isobit
 from isobit import RevealError
 from isobit.order.addition import chain, digest
 from isobit.reveal.targets.tensor_target import TensorTarget
 from isobit.reveal.tree import reveal
+from tests.reveal.kernels import ORDERS, add_by, blocks, exact, pairs, target_of
 
 
 def rounded_to(dtype):

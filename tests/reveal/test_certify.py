@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.order.kernels import add_by, blocks, pairs, random_branch, stripes, target_of
 
 import isobit
 from isobit.order.addition import chain, digest, find_parting, steps_of, write_formula
@@ -11,6 +10,7 @@ from isobit.reveal import targets
 from isobit.reveal.planted import Planted
 from isobit.reveal.tree import Tree
 from isobit.reveal.trials import Replayed
+from tests.reveal.kernels import add_by, blocks, pairs, random_branch, stripes, target_of
 
 
 def by_rows(m):

@@ -6,12 +6,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.order.kernels import ORDERS, add_by, exact, random_branch
 
 from isobit import RevealError
 from isobit.order.addition import digest
 from isobit.reveal.targets.tensor_target import TensorTarget
 from isobit.reveal.tree import reveal
+from tests.reveal.kernels import ORDERS, add_by, exact, random_branch
 
 
 def positive_target(branch, n, places=8):

@@ -6,7 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.order.kernels import (
+
+import isobit
+from isobit import RevealError
+from isobit.order.addition import chain, digest
+from isobit.reveal import targets
+from isobit.reveal.planted import plant_compensated, plant_tree
+from isobit.reveal.tree import reveal
+from tests.reveal.kernels import (
     ORDERS,
     add_by,
     blocks,
@@ -16,13 +23,6 @@ from tests.order.kernels import (
     stripes,
     target_of,
 )
-
-import isobit
-from isobit import RevealError
-from isobit.order.addition import chain, digest
-from isobit.reveal import targets
-from isobit.reveal.planted import plant_compensated, plant_tree
-from isobit.reveal.tree import reveal
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
-from tests.order.kernels import stripes
 
 import isobit
 from isobit import RevealError
 from isobit.library.linear.orders import TARGETS, expected_order
 from isobit.order.addition import chain, digest
 from isobit.reveal import targets
+from tests.reveal.kernels import stripes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 M = (1, 2, 8, 16, 64, 256)

@@ -43,7 +43,7 @@ def test_spawn_takes_what_torch_multiprocessing_takes():
 
 
 def test_a_rank_spawns_no_processes():
-    with pytest.raises(RankFailedError, match=r"UnsupportedError(.|\n)*isobit\.simulator\.spawn"):
+    with pytest.raises(RankFailedError, match=r"(?s)UnsupportedError.*isobit\.simulator\.spawn"):
         World(2).run(lambda rank: torch.multiprocessing.spawn(print, nprocs=2))
     assert torch.multiprocessing.spawn.__module__ == "torch.multiprocessing.spawn"
 

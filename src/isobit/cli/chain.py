@@ -15,7 +15,7 @@ from isobit.gates.model.fixture import draw_samples
 from isobit.gates.model.gate import Report, Row, count_steps, run_gate
 from isobit.gates.model.models import build_model
 from isobit.gates.model.scorers import Ordered, Scorer, Stock
-from isobit.integrations.transformers.enable import enable
+from isobit.integrations.transformers.enabling import enabled
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
 from isobit.records import to_json
@@ -54,7 +54,7 @@ def go(options: argparse.Namespace) -> tuple[Report, Report | None]:
 
             return run_gate(scorer, samples, tell)
 
-        with enable(model):
+        with enabled(model):
             ours = judge(Ordered(model))
         return ours, judge(Stock(model)) if options.stock else None
 

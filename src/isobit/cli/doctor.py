@@ -81,11 +81,5 @@ def show(
             word = "kept" if seen.kept else "BROKEN"
             table.add_row(name, engine, word, str(seen.checks), seen.detail)
     console.print(table)
-    if missing is not None:
-        console.print(
-            "remedy: pip install -e . --no-build-isolation, with a C++ compiler (g++ 12 or later)"
-        )
-    elif executor == "portable":
-        console.print(
-            "remedy: use the pinned torch; the native kernels refuse to serve until they attest"
-        )
+    if missing is not None or executor == "portable":
+        console.print(f"remedy: {native.remedy(missing or '')}", soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Parses the command line and hands it to a command."""
+"""Parse the command line and run a command."""
 
 from __future__ import annotations
 
@@ -7,51 +7,76 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-import isobit
+from isobit import __version__
 from isobit.cli.terminal import PlainParser, say, say_error, stop_writing
 from isobit.errors import IsobitError
 from isobit.trusted_folder import guarded_path
 
 KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
 
-# The module of each command, imported when it is run.
-COMMANDS = {
-    "doctor": "doctor",
-    "reveal": "reveal",
-    "verify": "verify",
-    "chain": "chain",
-    "curve": "curve",
-    "simulate": "simulate",
-    "status": "status",
-    "lint": "lint",
-    "graph": "graph",
-    "explain": "explain",
-    "new": "new",
-    "replay": "replay",
+# What a user does, and the commands for it. A command's module has its name and is imported when it is run.
+GROUPS = {
+    "compute": ("doctor", "chain", "curve"),
+    "look": ("reveal",),
+    "judge": ("verify", "status", "explain", "lint", "graph", "new", "replay"),
+    "guard": ("simulate",),
 }
+ABOUT = {
+    "compute": "check this machine's kernels, and a whole model or training run",
+    "look": "see how a kernel adds",
+    "judge": "state what a kernel promises in a contract, and judge it",
+    "guard": "find what goes wrong in a distributed program before it costs GPU time",
+}
+COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 # Their modules load torch; their options have modules of their own, so that help and mistakes do not wait for it.
 LOAD_TORCH = ("doctor", "reveal", "chain", "curve", "simulate")
 
 
-def build_parser(names: Sequence[str] = tuple(COMMANDS)) -> argparse.ArgumentParser:
-    """The commands named, with their options."""
-    parser = PlainParser(
+class MainParser(PlainParser):
+    """The parser of `isobit` itself: its help lists the commands by group."""
+
+    def format_help(self) -> str:
+        """Replace argparse's flat list of commands by one list per group."""
+        (commands,) = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
+        said = {choice.dest: choice.help for choice in commands._choices_actions}
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for group, names in GROUPS.items():
+            formatter.start_section(f"{group} ({ABOUT[group]})")
+            shown = [name for name in names if name in said]
+            formatter.add_arguments(
+                [argparse.Action([], name, metavar=name, help=said[name]) for name in shown]
+            )
+            formatter.end_section()
+        formatter.start_section("options")
+        formatter.add_arguments([a for a in self._actions if a is not commands])
+        formatter.end_section()
+        formatter.add_text(self.epilog)
+        return formatter.format_help()
+
+
+def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """Return the parser of the named commands with their options."""
+    parser = MainParser(
         prog="isobit",
         description="Bitwise-consistent training and inference for PyTorch, with the proof attached.",
-        epilog="exit codes: 0 kept, 1 broken, 2 could not run",
+        epilog="exit codes: 0 kept, 1 broken, 2 could not run.",
     )
-    parser.add_argument("--version", action="version", version=f"isobit {isobit.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    parser.add_argument("--version", action="version", version=f"isobit {__version__}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="command", parser_class=PlainParser
+    )
     for name in names:
         folder = "isobit.cli.options" if name in LOAD_TORCH else "isobit.cli"
-        import_module(f"{folder}.{COMMANDS[name]}").add_parser(commands)
+        import_module(f"{folder}.{name}").add_parser(commands)
     return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code."""
+    """Run a command line and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    asked = words[:1] if words[:1] and words[0] in COMMANDS else tuple(COMMANDS)
+    asked = words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS
     cut = (
         words.index("--") if asked == ["simulate"] and "--" in words else len(words)
     )  # the rest is a script's
@@ -60,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         # A simulated script starts its processes as `python script.py` would.
         with guarded_path(processes=options.command != "simulate"):
-            code: int = import_module(f"isobit.cli.{COMMANDS[options.command]}").run(options)
+            code: int = import_module(f"isobit.cli.{options.command}").run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # as of `isobit status | head`
         stop_writing()

@@ -8,7 +8,7 @@ import platform
 import shlex
 from collections.abc import Iterable
 
-import isobit
+from isobit import __version__
 from isobit.contracts.store.sources import hash_text, installed_version, machine
 from isobit.processor import cpu_name
 from isobit.records import Provenance
@@ -17,7 +17,7 @@ from isobit.records import Provenance
 def provenance_of(options: argparse.Namespace, judged: Iterable[str]) -> Provenance:
     """Of the command that runs; `judged` are the digests of what it judged."""
     return Provenance(
-        isobit=isobit.__version__,
+        isobit=__version__,
         torch=installed_version("torch"),
         python=platform.python_version(),
         cpu=cpu_name(),

@@ -6,6 +6,7 @@ import argparse
 from collections import Counter
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 from isobit.cli.contract_options import add_place, exit_code, open_workspace
@@ -13,7 +14,8 @@ from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console
 from isobit.contracts.store.ladder import RUNGS
 from isobit.contracts.store.signing import read_public
-from isobit.records import to_json
+from isobit.contracts.workspace import Workspace
+from isobit.records import ContractStatus, to_json
 
 FEW = 40
 
@@ -24,8 +26,10 @@ def add_parser(commands: Any) -> None:
         "status",
         help="show where contracts stand, from evidence alone",
         description="Reads contracts and evidence; runs nothing, imports neither torch nor the code they name. "
+        "Contracts of isobit that were not judged on this machine are shown with the evidence that is shipped in the "
+        "wheel, if there is any for the installed code. "
         "Exit 0: all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run, was "
-        "not judged, or not as far as it must reach.",
+        "not judged on this machine, or not as far as it must reach.",
     )
     add_place(parser)
     parser.add_argument(
@@ -54,24 +58,54 @@ def run(options: argparse.Namespace) -> int:
         origin = provenance_of(options, [status.digest for status in found])
         print(to_json({"provenance": origin, "contracts": found}))
     else:
-        console = make_console(118)
-        table = Table("contract", "version", "verdict", "level", "detail")
-        some = found if len(found) <= FEW else [s for s in found if s.verdict != "kept"]
-        for status in some[:FEW]:
-            level = f"L{status.level} of L{status.required}"
-            table.add_row(status.id, status.version, status.verdict, level, status.detail)
-        if some:
-            console.print(table)
-        if len(some) > FEW:
-            console.print(f"and {len(some) - FEW:,} more that are not kept")
-        for broken in workspace.tree.broken[:FEW]:
-            console.print(f"REFUSED {broken.error}", markup=False)
-        for name, reason in list(workspace.evidence.refused.items())[:FEW]:
-            console.print(f"evidence that does not count, {reason}: {name}", markup=False)
-        verdicts = Counter(s.verdict for s in found)
-        levels = Counter(s.level for s in found if s.verdict == "kept")
-        said = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())
-        console.print(f"{len(found):,} contracts: {said or 'none'}")
-        for rung, count in sorted(levels.items(), reverse=True):
-            console.print(f"  {count:,} kept at L{rung}: {RUNGS[f'L{rung}']}")
+        show(found, workspace)
     return exit_code([*(s.verdict for s in found), *["broken"] * len(workspace.tree.broken)])
+
+
+def show(found: list[ContractStatus], workspace: Workspace) -> None:
+    """Print the table, files that were refused, and counts."""
+    console = make_console(118)
+    table = Table("contract", "version", "verdict", "level", "detail")
+    some = found if len(found) <= FEW else [s for s in found if s.verdict != "kept"]
+    for status in some[:FEW]:
+        table.add_row(*cells(status))
+    if some:
+        console.print(table)
+    if len(some) > FEW:
+        console.print(f"and {len(some) - FEW:,} more that are not kept")
+    for broken in workspace.tree.broken[:FEW]:
+        console.print(f"REFUSED {broken.error}", markup=False)
+    for name, reason in list(workspace.evidence.refused.items())[:FEW]:
+        console.print(f"evidence that does not count, {reason}: {name}", markup=False)
+    verdicts = Counter(s.verdict for s in found)
+    said = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())
+    console.print(f"{len(found):,} contracts: {said or 'none'}")
+    show_rungs(console, "kept", Counter(s.level for s in found if s.verdict == "kept"))
+    shipped = [s.shipped for s in found if s.shipped]
+    if shipped:
+        console.print(
+            f"{len(shipped):,} of them have shipped evidence, judged on another machine, which counts for nothing "
+            "here; to judge on this machine: isobit verify isobit"
+        )
+        show_rungs(
+            console, "shipped as kept", Counter(s.level for s in shipped if s.verdict == "kept")
+        )
+    stale = workspace.shipped.stale
+    if stale:
+        reasons = "; ".join(sorted(set(stale.values())))
+        console.print(f"shipped evidence is stale for {len(stale):,}, and ignored: {reasons}")
+
+
+def cells(status: ContractStatus) -> tuple[str, ...]:
+    """Return the row of one contract; what was only shipped is marked as that, with its machine and commit."""
+    verdict, level, detail = status.verdict, status.level, status.detail
+    if status.shipped:
+        verdict, level = f"shipped: {status.shipped.verdict}", status.shipped.level
+        detail = f"judged on {status.shipped.cpu} at {status.shipped.commit}, not here"
+    return status.id, status.version, verdict, f"L{level} of L{status.required}", detail
+
+
+def show_rungs(console: Console, word: str, levels: Counter[int]) -> None:
+    """Print how many contracts reached each level."""
+    for rung, count in sorted(levels.items(), reverse=True):
+        console.print(f"  {count:,} {word} at L{rung}: {RUNGS[f'L{rung}']}")

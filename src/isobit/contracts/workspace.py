@@ -16,6 +16,7 @@ from isobit.contracts.judge.reach import Reach
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.store import ladder
 from isobit.contracts.store.evidence import Evidence, Finding, merge_records
+from isobit.contracts.store.shipped import ShippedEvidence
 from isobit.contracts.store.sources import INTERPRET, engine_variables, machine
 from isobit.contracts.store.tree import HOME, Entry, Tree, library
 from isobit.errors import ContractError, IsobitError, in_one_line
@@ -56,6 +57,7 @@ class Workspace:
         self.home = home or (first if first.is_dir() else first.parent) / HOME
         self.tree = Tree(folders, self.home)
         self.evidence = Evidence(self.home)
+        self.shipped = ShippedEvidence(self.tree)
 
     def choose(
         self, ids: Sequence[str], subject: str = "", shard: tuple[int, int] = (1, 1)
@@ -101,7 +103,8 @@ class Workspace:
         findings = self.evidence.read(digest, outline)
         if not findings:
             word, why = self._without_evidence(entry, subject, digest)
-            return replace(stands, verdict=word, detail=why)
+            shown = None if subject or self.evidence.keys else self.shipped.status_of(entry)
+            return replace(stands, verdict=word, detail=why, shipped=shown)
         records: Sequence[ClaimRecord] = merge_records(findings)
         if entry.waivers:
             contract = load_contract(Path(entry.path))

@@ -1,1 +1,1 @@
-"""Operators with one order of addition, one folder each."""
+"""Operators with one order of addition, one folder each; read reference.py, then portable.py, then op.py."""

@@ -1,8 +1,8 @@
-"""Checks of what operators are called with, in one wording."""
+"""Check the tensors that operators are called with, and cast them under torch.autocast."""
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -13,10 +13,10 @@ DEVICES = ("cpu", "meta")
 
 
 def check_tensors(**tensors: torch.Tensor | None) -> None:
-    """One device that has a kernel, one dtype that has an order."""
+    """Raise unless all are strided tensors of one supported dtype on one supported device; None is skipped."""
     known = {name: t for name, t in tensors.items() if t is not None}
     first = next(iter(known.values()))
-    # One pass decides; only a refusal looks closer. This runs before every call of every operator.
+    # This runs before every call of every operator: one pass decides, and only a failure is looked at closely.
     for tensor in known.values():
         if not (
             isinstance(tensor, torch.Tensor)
@@ -31,7 +31,7 @@ def check_tensors(**tensors: torch.Tensor | None) -> None:
 
 
 def refuse_tensors(known: dict[str, torch.Tensor]) -> NoReturn:
-    """Finds the first thing wrong, and says it."""
+    """Raise an ArgumentError for the first tensor that is not supported."""
     for name, tensor in known.items():
         if not isinstance(tensor, torch.Tensor):
             raise ArgumentError(
@@ -72,7 +72,22 @@ def refuse_tensors(known: dict[str, torch.Tensor]) -> NoReturn:
 
 
 def refuse_shape(name: str, tensor: torch.Tensor, expected: str, remedy: str) -> NoReturn:
-    """Refuses a shape, with both shapes in the message."""
+    """Raise an ArgumentError with the expected and the received shape."""
     raise ArgumentError(
         expected=f"{name} of shape {expected}", received=str(list(tensor.shape)), remedy=remedy
     )
+
+
+def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """Cast to the autocast dtype, as torch.autocast does with the inputs of a linear layer."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    dtype = torch.get_autocast_dtype("cpu")
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+def widen_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
+    """Cast to fp32 under torch.autocast, which leaves a norm's weight in fp32 and its rows in 16 bits."""
+    if not torch.is_autocast_enabled("cpu"):
+        return tensors
+    return tuple(None if t is None else t.float() for t in tensors)

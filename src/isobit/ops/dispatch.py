@@ -1,14 +1,22 @@
-"""Picks the executor of a call: native where it is attested, else portable, never by shape. Records launches."""
+"""Attest the native kernels, and choose the executor of a call: native where attested, else portable.
+
+The choice depends on the dtype and on the attestation, never on a shape.
+
+[Note: complete before it is used]
+An operator that torch knows without its gradient returns `grad = None` silently. The native operators exist once their
+library is loaded, so `when_attested` registers their formulas then, all of them and under a lock, before `has_native`
+returns True. A module that is imported later registers its own while it is imported.
+"""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache, update_wrapper
 from importlib import import_module
+from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
@@ -16,27 +24,38 @@ import torch
 from isobit import native
 from isobit.errors import PortableWarning
 from isobit.isolation import run_apart
-from isobit.ops.registration import register_native_operators
 from isobit.records import Attestation
 
 T = TypeVar("T")
 
-
-# Each has an attest.py that says where its native results differ from its portable ones at hard inputs of a dtype. They
-# are imported when asked, so that no operator's digest holds the others' source.
-OPERATORS = (
-    "softmax",
-    "log_softmax",
-    "attention",
-    "logprob",
-    "exact_sum",
-    "rms_norm",
-    "layer_norm",
-    "embedding",
-    "elements",
-)
-# fp64 serves gradcheck; it has the order's tree and no native kernel.
+# Every folder with an op.py is an operator. Its attest.py compares native with portable results on hard inputs; both
+# are imported by name when they are needed, so that no operator's digest covers the source of the others.
+OPERATORS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/op.py")))
+# fp64 is for gradcheck: it has the same tree and no native kernel.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_lock = threading.Lock()
+_pending: list[Callable[[], None]] = []
+_is_attested = False
+
+
+def when_attested(register: Callable[[], None]) -> None:
+    """Call `register` once the native kernels are attested; at once where they are already."""
+    with _lock:
+        if _is_attested:
+            register()
+        else:
+            _pending.append(register)
+
+
+def register_native_operators() -> None:
+    """Run everything that waits for the native kernels."""
+    global _is_attested
+    with _lock:
+        while _pending:
+            _pending[0]()
+            del _pending[0]
+        _is_attested = True
 
 
 class Once(Generic[T]):
@@ -63,32 +82,53 @@ class Once(Generic[T]):
 def attestations() -> tuple[Attestation, ...]:
     """Attest the loaded kernels, once per process; return nothing where there are none.
 
-    Their bits must not depend on the settings under which a process happens to call isobit first, so neither may this.
+    The bits of the kernels must not depend on the settings under which a process happens to call isobit first, so
+    neither may this.
     """
     if native.load() is not None:
         return ()
-    torch.ops.isobit.attest(True)  # the probes are calls of the kernels themselves
     try:
+        torch.ops.isobit.attest(True)  # the probes are calls of the kernels themselves
         found = run_apart(attest_kernels)
+        kept = all(a.kept for a in found)
+        if kept:
+            register_native_operators()
+        torch.ops.isobit.attest(kept)
+    except (
+        Exception
+    ) as error:  # a kernel that is missing or raises: a library for another torch or isobit
+        withdraw_attestation()
+        return tuple(unattested(dtype, error) for dtype in NATIVE_DTYPES)
     except BaseException:
-        torch.ops.isobit.attest(False)
+        withdraw_attestation()
         raise
-    kept = all(a.kept for a in found)
-    if kept:
-        register_native_operators()
-    torch.ops.isobit.attest(kept)
     return found
 
 
+def withdraw_attestation() -> None:
+    """Make the library refuse every call."""
+    if hasattr(torch.ops.isobit, "attest"):
+        torch.ops.isobit.attest(False)
+
+
+def unattested(dtype: torch.dtype, error: Exception) -> Attestation:
+    """Return the attestation of kernels whose probes raised."""
+    first = (str(error).splitlines() or [""])[0]
+    detail = f"could not be compared: {type(error).__name__}: {first}"
+    return Attestation(str(dtype).removeprefix("torch."), "unknown", False, 0, detail)
+
+
 def attest_kernels() -> tuple[Attestation, ...]:
-    """Compare the kernels of every dtype with the order, then with the portable executors."""
+    """Compare the kernels of every dtype with the order of addition, then with the portable executors."""
     products = import_module("isobit.ops.linear.attest").attest_kernels()
-    return tuple(attest_rows(attestation) for attestation in products)
+    return tuple(attest_operators(attestation) for attestation in products)
 
 
-def attest_rows(products: Attestation) -> Attestation:
-    """The dtype's attestation, held to the portable executor of every other operator too."""
+def attest_operators(products: Attestation) -> Attestation:
+    """Extend a dtype's attestation of products by a comparison of every other operator with its portable executor."""
     for operator in OPERATORS if products.kept else ():
+        if operator == "linear" or not has_attest(operator):
+            continue
         products = replace(products, checks=products.checks + 1)
         attest = import_module(f"isobit.ops.{operator}.attest")
         found = attest.difference(getattr(torch, products.dtype))
@@ -99,16 +139,21 @@ def attest_rows(products: Attestation) -> Attestation:
     return products
 
 
+def has_attest(operator: str) -> bool:
+    """Return whether an operator has an attest.py: those without a native kernel have none."""
+    return (Path(__file__).parent / operator / "attest.py").is_file()
+
+
 @lru_cache(maxsize=1)
 def has_native() -> bool:
-    """Whether native kernels are built, loaded and attested."""
+    """Return whether native kernels are built, loaded and attested."""
     found = attestations()
     return bool(found) and all(a.kept for a in found)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_native(dtype: torch.dtype) -> bool:
-    """Tell whether calls of this dtype go to native kernels; warn once where there should be one and is none."""
+    """Return whether calls of this dtype use native kernels; warn once where they should and cannot."""
     if serves_native(dtype):
         return True
     if dtype in NATIVE_DTYPES:
@@ -117,7 +162,7 @@ def is_native(dtype: torch.dtype) -> bool:
 
 
 def serves_native(dtype: torch.dtype) -> bool:
-    """Tell the same, without a call in mind."""
+    """Return the same as `is_native` without a warning."""
     return dtype in NATIVE_DTYPES and has_native()
 
 
@@ -129,69 +174,16 @@ def warn_of_portable() -> None:
     warnings.warn(
         f"isobit: expected native kernels; received {reason}. The portable executor serves: one order too, but "
         "thousands of times slower (a linear of 256 rows and a weight of 1024 x 1024 took 86 s on two cores). "
-        "remedy: install a C++ compiler (g++ 12 or later), then install isobit again; `isobit doctor` shows the state",
+        f"remedy: {native.remedy(reason)}; `isobit doctor` shows the state",
         PortableWarning,
         stacklevel=2,
     )
 
 
 def engine_of(dtype: torch.dtype) -> str:
-    """The engine whose leaf order calls of this dtype have; it is part of every digest's meaning."""
+    """Return the engine, i.e. the leaf arithmetic, of calls of this dtype; digests are comparable per engine."""
     return (
         "amx"
         if dtype == torch.bfloat16 and serves_native(dtype) and native.pairs_bf16()
         else "chain"
     )
-
-
-# ---- which executors ran ---------------------------------------------------------------------------------
-
-
-# Of operators whose launches have other sizes than (rows, n).
-SIZE_NAMES: dict[str, tuple[str, ...]] = {"linear": ("rows", "k", "n")}
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One forward call of an operator, with its own sizes: linear's are (rows, K, N), a row function's (rows, n)."""
-
-    operator: str
-    executor: str  # native or portable
-    dtype: str
-    sizes: tuple[int, ...]
-
-    def named(self) -> dict[str, int]:
-        """Sizes by name: two problems with the same numbers in other places differ."""
-        names = SIZE_NAMES.get(self.operator, ("rows", "n"))
-        if len(names) != len(self.sizes):
-            names = tuple(f"size {at}" for at in range(len(self.sizes)))
-        return dict(zip(names, self.sizes, strict=True))
-
-
-_recordings: list[list[Launch]] = []
-
-
-@contextmanager
-def record_launches() -> Iterator[list[Launch]]:
-    """The launches of this process while the context is open, of all its threads; compiled code is not seen."""
-    launches: list[Launch] = []
-    _recordings.append(launches)
-    try:
-        yield launches
-    finally:
-        # By identity: two recordings of the same launches are equal.
-        del _recordings[next(i for i, known in enumerate(_recordings) if known is launches)]
-
-
-def is_recording() -> bool:
-    """Whether anyone asks; every call of every operator does, so that what a launch is told with costs nothing else."""
-    return not torch.compiler.is_compiling() and bool(_recordings)
-
-
-def record(operator: str, native: bool, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-    """Tells every open recording of a launch."""
-    launch = Launch(
-        operator, "native" if native else "portable", str(dtype).removeprefix("torch."), sizes
-    )
-    for recording in _recordings:
-        recording.append(launch)

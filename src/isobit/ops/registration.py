@@ -1,35 +1,26 @@
-"""Registers what every operator has alike: shapes, a gradient, refusals of what has no order, and both executors.
+"""Register an operator with torch (schema, fake, gradient, both executors), and call it.
 
-[Note: Complete before it is used]
-An operator that torch knows without its gradient gives `grad = None`, silently. The native operators exist once their
-library is loaded, so their formulas are registered then, all of them and under a lock, before `dispatch.has_native`
-says that they may be called. A module that is imported later registers its own while it is imported.
+An operator `name` is two torch operators: `isobit::portable_<name>`, made here from a Python function, and the native
+`isobit::<name>`, which csrc defines. Both have the same arguments and the same formulas.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch
 from torch._library.autograd import Info, make_autograd_impl
-from torch.autograd import forward_ad
 
-from isobit.errors import UnsupportedError
+from isobit import launches
 from isobit.isolation import keeping_subnormals
+from isobit.ops import dispatch
+from isobit.ops.derivatives import check_derivatives, refuse_second_order, refuse_vmap
 
-_are_transforms_active = torch._C._are_functorch_transforms_active
 _library = torch.library.Library("isobit", "FRAGMENT")  # type: ignore[no-untyped-call]
-_lock = threading.Lock()
-_pending: dict[str, Callable[[str], None]] = {}
 _portable: set[str] = set()
-_is_loaded = False
-
-
-# ---- executors ------------------------------------------------------------------------------------------
+_without_kernel: set[str] = set()
 
 
 def portable_operator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -46,110 +37,23 @@ def portable_operator(name: str) -> Callable[[Callable[..., Any]], Callable[...,
 
 
 def is_portable_operator(name: str) -> bool:
-    """Tell whether `isobit::<name>` was made by `portable_operator`."""
+    """Return whether `isobit::<name>` was made by `portable_operator`."""
     return name in _portable
 
 
-def declare(name: str, register_formulas: Callable[[str], None]) -> None:
-    """Register the formulas of `isobit::portable_<name>`; those of the native `isobit::<name>` once it is loaded."""
+def declare(name: str, register_formulas: Callable[[str], None], *, native: bool = True) -> None:
+    """Register the formulas of `isobit::portable_<name>` now, and of `isobit::<name>` when kernels are attested.
+
+    Args:
+        name: The operator's name in `torch.ops.isobit`.
+        register_formulas: Calls `register_operator` for the forward and backward operators with a given prefix.
+        native: False for an operator that has no native kernel; every call then uses the portable executor.
+    """
     register_formulas(f"portable_{name}")
-    with _lock:
-        if _is_loaded:
-            register_formulas(name)
-        else:
-            _pending[name] = register_formulas
-
-
-def register_native_operators() -> None:
-    """Register the formulas of every native operator; called when their library is loaded."""
-    global _is_loaded
-    with _lock:
-        while _pending:
-            name = next(iter(_pending))
-            _pending[name](name)
-            del _pending[name]
-        _is_loaded = True
-
-
-# ---- refusals -------------------------------------------------------------------------------------------
-
-
-def refuse_second_order(public: str) -> Callable[..., None]:
-    """Return a backward that raises: a gradient's gradient has its own sums, which have no order yet."""
-
-    def refuse(*_: Any) -> None:
-        raise UnsupportedError(
-            expected="first-order gradients",
-            received=f"a gradient of isobit.{public}'s gradient",
-            remedy="use torch's own operator where second-order gradients are needed",
-        )
-
-    return refuse
-
-
-def refuse_vmap(public: str) -> Callable[..., None]:
-    """Return a vmap rule that raises: vmap hides the batch, which the sample tree must see."""
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise UnsupportedError(
-            expected="a plain call",
-            received=f"torch.func.vmap over isobit.{public}",
-            remedy="put the mapped axis into the leading axes, and say samples= if it is not the batch",
-        )
-
-    return refuse
-
-
-def refuse_forward_mode(public: str) -> Callable[..., None]:
-    """Return a jvp that raises: a tangent has its own sums, which have no order yet."""
-
-    def refuse(*_: Any) -> None:
-        raise UnsupportedError(
-            expected="tensors without tangents",
-            received=f"a forward-mode derivative (torch.func.jvp, jacfwd, dual tensors) through isobit.{public}",
-            remedy="take it in reverse mode (torch.autograd.grad, Tensor.backward), or use torch's own operator",
-        )
-
-    return refuse
-
-
-def check_derivatives(public: str, arguments: tuple[Any, ...]) -> None:
-    """Raise where a derivative is asked for that would be silently zero, or fail without a name."""
-    if forward_ad._current_level >= 0:  # -1 unless forward mode is in use anywhere in the process
-        check_tangents(public, arguments)
-    if _are_transforms_active():
-        check_transforms(public, arguments)
-
-
-def check_transforms(public: str, arguments: tuple[Any, ...]) -> None:
-    """Raise where torch.func differentiates: torch's registered gradients do not serve its transforms."""
-    if torch.is_grad_enabled() and torch._C._any_requires_grad(*arguments):
-        raise UnsupportedError(
-            expected="autograd's reverse mode",
-            received=f"a gradient by torch.func (grad, vjp, jacrev) through isobit.{public}",
-            remedy="call requires_grad_() on its inputs, then torch.autograd.grad or Tensor.backward",
-        )
-
-
-def has_tangent(tensor: Tensor) -> bool:
-    """Tell whether a tensor is dual, in any of the torch.func transforms that are nested around this call."""
-    while forward_ad.unpack_dual(tensor).tangent is None:  # type: ignore[no-untyped-call]
-        if not _functorch.is_functorch_wrapped_tensor(tensor):
-            return False
-        tensor = _functorch.get_unwrapped(tensor)
-    return True
-
-
-def check_tangents(public: str, arguments: tuple[Any, ...]) -> None:
-    """Raise where an argument, or an item of a list of them, is a dual tensor."""
-    for argument in arguments:
-        if isinstance(argument, list | tuple):
-            check_tangents(public, tuple(argument))
-        elif isinstance(argument, Tensor) and has_tangent(argument):
-            refuse_forward_mode(public)()
-
-
-# ---- formulas -------------------------------------------------------------------------------------------
+    if native:
+        dispatch.when_attested(lambda: register_formulas(name))
+    else:
+        _without_kernel.add(name)
 
 
 def register_operator(
@@ -159,7 +63,15 @@ def register_operator(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
 ) -> None:
-    """Register the formulas of `isobit::<name>`, which serves isobit.<public>; without a gradient, it is one itself."""
+    """Register the formulas of `isobit::<name>`.
+
+    Args:
+        public: The public function that the operator serves, for error messages.
+        name: The operator's name in `torch.ops.isobit`.
+        fake: Returns empty outputs of the right shapes and dtypes.
+        backward: The gradient, as for torch.library.register_autograd; None for an operator that is a gradient.
+        setup_context: As for torch.library.register_autograd.
+    """
     full = f"isobit::{name}"
     torch.library.register_fake(full, fake)
     torch.library.register_vmap(full, refuse_vmap(public))
@@ -174,3 +86,24 @@ def register_operator(
         return kernel(keyset, *arguments, **options)
 
     _library.impl(name, differentiate, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+
+
+def launch(name: str, sizes: tuple[int, ...], *given: Any, dtype: torch.dtype | None = None) -> Any:
+    """Call the operator `name` with `given`, on the executor that serves its dtype.
+
+    Args:
+        name: The operator's name, without `portable_`.
+        sizes: The sizes of the call, for `isobit.launches.record_launches`.
+        given: The operator's arguments.
+        dtype: The dtype that chooses the executor; by default that of the first argument.
+    """
+    chosen = given[0].dtype if dtype is None else dtype
+    native = name not in _without_kernel and dispatch.is_native(chosen)
+    if launches.is_recording():
+        launches.record(name, native, chosen, sizes)
+    return getattr(torch.ops.isobit, name if native else f"portable_{name}")(*given)
+
+
+def rows_and_columns(x: Tensor) -> tuple[int, int]:
+    """Return (rows, n), the sizes under which launches of functions of rows and of elements are recorded."""
+    return (x.shape[:-1].numel(), x.shape[-1]) if x.dim() else (1, 1)

@@ -1,12 +1,15 @@
-"""Which share of a global batch is under way, and whether a parameter's gradient may be taken of it.
+"""The share of a global batch whose gradients are being collected, and the checks that gradients fit to it.
+
+See [Note: shares of a global batch] in isobit/order/samples.py for what a share is.
 
 [Note: one delivery per parameter] A share's gradient of a parameter is one subtree of the sample tree only if one
-isobit operator computed it from exactly the samples of the share. Three places see to it:
+isobit operator computed it from exactly the samples of the share. Three places check that:
 
 1. Forward: `check_share` compares the samples of a call with the share that is collected.
-2. Backward: `as_partial` marks the gradient that the operator returns, with the share of its forward and the tensor's
-   version. Autograd adds the contributions of several uses, in place or into a new tensor: either loses the mark.
-3. Delivery: a hook of isobit.parallel.data.gradient_checks refuses a gradient without a valid mark.
+2. Backward: `as_partial` marks the gradient that the operator returns with the share of its forward and the tensor's
+   version. Where a parameter is used several times, autograd adds the gradients, in place or into a new tensor; both
+   invalidate the mark.
+3. Delivery: a hook of isobit.parallel.data.gradient_checks raises for a gradient without a valid mark.
 
 Recomputation under gradient checkpointing marks the same gradient, and calls without gradients mark nothing.
 """
@@ -25,7 +28,7 @@ from isobit.errors import UnsupportedError
 from isobit.order.samples import Samples, segment_size
 
 REMEDY = "train through isobit.parallel.Gradients"
-SAY_SAMPLES = (
+PASS_SAMPLES = (
     "pass samples=isobit.Samples.packed(lengths, first=share.first, of=share.of) of the share that "
     "`with gradients.micro_batch(i) as share` gives; run what is not trained under torch.no_grad()"
 )
@@ -35,14 +38,13 @@ _MARK = "_isobit_partial"
 
 @dataclass(frozen=True)
 class Share:
-    """A run of the global batch's samples: `first` of them come before it, `of` are in the batch, `size` are in it."""
+    """A run of `size` samples of a global batch of `of`; `first` samples come before it."""
 
     first: int
     of: int
     size: int
-    used: set[int] = field(
-        default_factory=set, init=False, repr=False, compare=False
-    )  # ids of trained parameters
+    # ids of the parameters that operators have used while the share was collected
+    used: set[int] = field(default_factory=set, init=False, repr=False, compare=False)
 
 
 _in_force: ContextVar[Share | None] = ContextVar("isobit_share", default=None)
@@ -50,7 +52,7 @@ _in_force: ContextVar[Share | None] = ContextVar("isobit_share", default=None)
 
 @contextmanager
 def collecting(share: Share) -> Iterator[Share]:
-    """Whoever opens this takes each parameter's fp32 gradient of this share, and merges it with the other shares'."""
+    """Declare that the caller collects each parameter's fp32 gradient of this share and merges it with the others."""
     token = _in_force.set(share)
     try:
         yield share
@@ -59,12 +61,12 @@ def collecting(share: Share) -> Iterator[Share]:
 
 
 def share_in_force() -> Share | None:
-    """The share that is being collected here, if any; compiled code cannot ask, and its gradients carry no mark."""
+    """Return the share that is being collected, if any; None in compiled code, whose gradients have no mark."""
     return None if torch.compiler.is_compiling() else _in_force.get()
 
 
 def check_share(samples: Samples, *parameters: Tensor | None) -> None:
-    """A share's gradients are partials: autograd may deliver them to a collector alone, unrounded, one subtree each."""
+    """Raise unless gradients of these samples may be taken: of the whole batch, or of the share being collected."""
     share = share_in_force()
     if not torch.is_grad_enabled() or (share is None and not samples.is_share):
         return
@@ -81,7 +83,7 @@ def check_share(samples: Samples, *parameters: Tensor | None) -> None:
             if torch.compiler.is_compiling()
             else REMEDY
             if share is None
-            else SAY_SAMPLES,
+            else PASS_SAMPLES,
         )
     for parameter in wanted if samples.is_share else ():
         check_unrounded(parameter)
@@ -89,7 +91,7 @@ def check_share(samples: Samples, *parameters: Tensor | None) -> None:
 
 
 def check_default(rows: Tensor, *parameters: Tensor | None) -> None:
-    """The same of a call without samples=, which says that its rows are the whole global batch."""
+    """Raise as `check_share` does, for a call without samples=, whose rows are the whole global batch."""
     share = share_in_force()
     if share is None or not torch.is_grad_enabled():
         return
@@ -100,27 +102,27 @@ def check_default(rows: Tensor, *parameters: Tensor | None) -> None:
     if share != Share(0, count, count):
         raise UnsupportedError(
             expected=f"samples= for each call that trains parameters while {share} is collected",
-            received=f"a call without samples=, which reads {list(rows.shape)} as all {count} samples of a batch",
-            remedy=SAY_SAMPLES,
+            received=f"a call without samples=, which takes {list(rows.shape)} as all {count} samples of a batch",
+            remedy=PASS_SAMPLES,
         )
     share.used.update(map(id, wanted))
 
 
 def as_partial(grad: Tensor, share: Share | None) -> Tensor:
-    """Marks a parameter's gradient as one operator's, of the share that was collected in its forward."""
+    """Mark a parameter's gradient as computed by one operator, for the share that was collected in its forward."""
     if share is not None:
         setattr(grad, _MARK, (share, grad._version))
     return grad
 
 
 def is_partial(grad: Tensor, share: Share) -> bool:
-    """Whether this is a gradient that `as_partial` marked for this share, with nothing added to it since."""
+    """Return whether `as_partial` marked this gradient for this share, and nothing was added to it since."""
     known, version = getattr(grad, _MARK, (None, 0))
     return known is share and version == grad._version
 
 
 def check_subtree(samples: Samples) -> None:
-    """A share is merged by others as one value, so it must be one."""
+    """Raise unless a share is one subtree of the sample tree: it is merged with others as one value."""
     if (
         len(samples.roots) != 1
         or len(samples.spans) % segment_size(samples.of)
@@ -129,21 +131,23 @@ def check_subtree(samples: Samples) -> None:
         raise UnsupportedError(
             expected="a share that is one subtree of the samples' tree",
             received=f"{name_share(samples)}, which are {len(samples.roots)} subtrees of whole segments",
-            remedy="take a power of two of segments, from a multiple of it; or take each subtree by itself",
+            remedy="take a power of two of segments that starts at a multiple of itself; or split the share",
         )
 
 
 def name_share(samples: Samples) -> str:
-    """For a refusal."""
+    """Return a description for error messages."""
     return f"samples {samples.first} to {samples.first + len(samples.spans)} of {samples.of}"
 
 
 def check_unrounded(parameter: Tensor) -> None:
-    """Only a leaf keeps a gradient of another dtype than its own."""
+    """Raise unless a parameter can have an unrounded gradient: only a leaf may have one of another dtype."""
     wide = accumulation_dtype(parameter.dtype)
     if not parameter.is_leaf or parameter.grad_dtype != wide:
         received = str(parameter.grad_dtype) if parameter.is_leaf else "a result of other operators"
-        of_leaf = "train the parameter itself: without autocast, parametrizations or a weight that is computed"
+        of_leaf = (
+            "train the parameter itself: without autocast, parametrizations or a computed weight"
+        )
         raise UnsupportedError(
             expected=f"a leaf parameter whose grad_dtype is {wide}, since a share's gradient is not rounded",
             received=received,
@@ -152,15 +156,18 @@ def check_unrounded(parameter: Tensor) -> None:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums of `dtype` have."""
+    """Return the dtype in which values of `dtype` are summed."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def gradient_dtype(dtype: torch.dtype, samples: int, of: int) -> torch.dtype:
-    """A parameter's gradient over `samples` of the `of` (0: just these) in the global batch: a share's is unrounded."""
+    """Return the dtype of a parameter's gradient over `samples` of the `of` samples of the global batch.
+
+    The gradient of a share is not rounded. `of` = 0 means that the samples are the whole batch.
+    """
     return dtype if of in (0, samples) else accumulation_dtype(dtype)
 
 
 def described_dtype(dtype: torch.dtype, spans: Tensor | None, of: int) -> torch.dtype:
-    """The same of samples as the operators are told them: without spans, the tensors hold the whole batch."""
+    """Return `gradient_dtype` from an operator's raw arguments. `spans=None` means the call has the whole batch."""
     return dtype if spans is None else gradient_dtype(dtype, spans.shape[0], of)

@@ -1,4 +1,4 @@
-"""Steps whose gradients are not complete yet: optimizers and clipping refuse them, since p.grad is still None."""
+"""Raise when an optimizer or clipping runs between micro-batches: gradients are not complete, and p.grad is None."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _lock, _watching = threading.Lock(), False
 
 
 class Unfinished:
-    """Says, between the first and the last micro-batch of a step, that the parameters have no gradients yet."""
+    """A step of several micro-batches, whose parameters have no gradients until the last one has ended."""
 
     def __init__(self, parameters: Iterable[Tensor], micro_batches: int) -> None:
         watch_optimizers()
@@ -26,17 +26,17 @@ class Unfinished:
         weakref.finalize(self, _unfinished.pop, id(self), None)
 
     def begin(self, micro_batch: int) -> None:
-        """A micro-batch begins."""
+        """Note that a micro-batch begins."""
         self.micro_batch = micro_batch
         _unfinished[id(self)] = weakref.ref(self)
 
     def end(self) -> None:
-        """The gradients are complete, or the step was given up."""
+        """Note that the gradients are complete, or that the step was discarded."""
         _unfinished.pop(id(self), None)
 
 
 def watch_optimizers() -> None:
-    """Looks at every optimizer's step, from the first call on. It stays: between steps it costs one lookup."""
+    """Check every optimizer's step from now on. The hook is never removed: it costs one lookup per step."""
     global _watching
     with _lock:
         if not _watching:
@@ -45,23 +45,23 @@ def watch_optimizers() -> None:
 
 
 def check_step(optimizer: Optimizer, *_: Any) -> None:
-    """Refuses a step of an optimizer that holds a parameter whose gradient is not complete."""
+    """Raise if an optimizer steps a parameter whose gradient is not complete."""
     if _unfinished:
         given = (p for group in optimizer.param_groups for p in group["params"])
         refuse_unfinished(f"{type(optimizer).__name__}.step()", given)
 
 
 def refuse_unfinished(what: str, parameters: Iterable[Tensor]) -> None:
-    """Refuses `what` before the last micro-batch has ended."""
+    """Raise for the call `what` before the last micro-batch has ended."""
     if not _unfinished:
         return
     given = {id(p) for p in parameters}
-    for known in list(_unfinished.values()):  # a copy: other threads begin and end theirs
+    for known in list(_unfinished.values()):  # a copy: other threads add and remove theirs
         step = known()
         if step is not None and not given.isdisjoint(step.parameters):
             raise UnsupportedError(
                 expected=f"all {step.micro_batches} micro-batches of the step, each closed, before {what}",
                 received=f"micro-batch {step.micro_batch} as the last one begun: parameters have no gradients yet",
                 remedy="call it after the block of the last micro-batch; to skip a step, call Gradients.discard() "
-                "and no optimizer",
+                "instead of the optimizer",
             )

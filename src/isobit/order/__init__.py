@@ -1,4 +1,4 @@
-"""The order of addition: defined here once, in plain Python, for every executor."""
+"""The order of addition, defined in plain Python for every executor: start with plan.py, then tree.py."""
 
 from isobit.lazy import attach
 

@@ -1,4 +1,4 @@
-"""The order of one sum, as nested additions: its steps, its digest, and where two orders part."""
+"""The order of one sum as nested additions: its steps, its digest, and where two orders differ."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Union
 
 from blake3 import blake3
 
-# A term's index, or the tuple of what one addition adds: two numbers, or more in one fused addition.
+# The index of a term, or the tuple of operands of one addition: two, or more in a fused addition.
 Branch = Union[int, tuple["Branch", ...]]  # noqa: UP007 (a recursive alias, at run time)
 
-# One addition of a flattened tree: what it adds, a term i as ~i, an earlier step as its place in the list.
+# One addition of a flattened tree: its operands, where ~i is term i, and i is step i of the list.
 Step = tuple[int, ...]
 
 
 def chain(items: Iterable[Branch]) -> Branch:
-    """A left fold."""
+    """Return the additions from left to right."""
     iterator = iter(items)
     branch = next(iterator)
     for item in iterator:
@@ -25,7 +25,7 @@ def chain(items: Iterable[Branch]) -> Branch:
 
 
 def steps_of(branch: Branch) -> list[Step]:
-    """Every addition, each after those it needs. Trees are deep, so nothing here recurses."""
+    """Return every addition after those it needs. Trees are deep, so this does not recurse."""
     steps: list[Step] = []
     done: list[int] = []
     work: list[tuple[Branch, bool]] = [(branch, False)]
@@ -45,7 +45,7 @@ def steps_of(branch: Branch) -> list[Step]:
 
 
 def first_terms(steps: list[Step]) -> list[int]:
-    """The smallest term under each step."""
+    """Return the smallest term under each step."""
     first: list[int] = []
     for step in steps:
         first.append(min(~child if child < 0 else first[child] for child in step))
@@ -53,7 +53,7 @@ def first_terms(steps: list[Step]) -> list[int]:
 
 
 def sizes_of(steps: list[Step]) -> list[int]:
-    """How many terms stand under each step."""
+    """Return the number of terms under each step."""
     sizes: list[int] = []
     for step in steps:
         sizes.append(sum(1 if child < 0 else sizes[child] for child in step))
@@ -61,7 +61,7 @@ def sizes_of(steps: list[Step]) -> list[int]:
 
 
 def step_digests(steps: list[Step]) -> list[bytes]:
-    """A digest per step of all that stands under it, whichever way round its additions were written (they commute)."""
+    """Return a digest per step of everything under it; the order of operands does not matter, as additions commute."""
     first, digests = first_terms(steps), list[bytes]()
     for step in steps:
         parts = sorted(
@@ -75,14 +75,14 @@ def step_digests(steps: list[Step]) -> list[bytes]:
 
 
 def digest(branch: Branch) -> str:
-    """BLAKE3 of an order."""
+    """Return the BLAKE3 digest of an order."""
     if isinstance(branch, int):
         return blake3(b"leaf" + branch.to_bytes(8, "little")).hexdigest()[:32]
     return step_digests(steps_of(branch))[-1].hex()[:32]
 
 
 def depth_of(branch: Branch) -> int:
-    """The most additions that one term goes through."""
+    """Return the largest number of additions that one term goes through."""
     heights: list[int] = []
     for step in steps_of(branch):
         heights.append(1 + max(0 if child < 0 else heights[child] for child in step))
@@ -90,7 +90,7 @@ def depth_of(branch: Branch) -> int:
 
 
 def write_formula(branch: Branch) -> str:
-    """`((0 + 3) + 2) + 1`: for a few terms."""
+    """Return a formula such as `((0 + 3) + 2) + 1`, for a few terms."""
     texts: list[str] = []
     for step in steps_of(branch):
         texts.append(
@@ -100,7 +100,7 @@ def write_formula(branch: Branch) -> str:
 
 
 def find_parting(left: Branch, right: Branch) -> tuple[str, str] | None:
-    """The first addition of `left` that `right` does not make, and what `right` does there instead; None if equal."""
+    """Return the first addition of `left` that `right` does not make, and what `right` adds instead; None if equal."""
     ours, theirs = steps_of(left), steps_of(right)
     if not ours or not theirs:
         return None if left == right else (f"{left}", f"{right}")
@@ -109,7 +109,7 @@ def find_parting(left: Branch, right: Branch) -> tuple[str, str] | None:
     at = next((i for i, made in enumerate(mine) if made not in held), None)
     if at is None:
         return None
-    # All under that addition is common, so its first operand stands in `right` too, added to something else.
+    # Both have everything under that addition, so its first operand is in `right` too, added to something else.
     operand, *rest = ours[at]
     key = operand if operand < 0 else mine[operand]
     there = next((s for s in theirs if any((c if c < 0 else others[c]) == key for c in s)), None)
@@ -120,7 +120,7 @@ def find_parting(left: Branch, right: Branch) -> tuple[str, str] | None:
 
 
 def terms_of(steps: list[Step], child: int) -> Iterator[int]:
-    """The terms under a child of a step, in no order."""
+    """Yield the terms under a child of a step, in no particular order."""
     work = [child]
     while work:
         node = work.pop()
@@ -131,7 +131,7 @@ def terms_of(steps: list[Step], child: int) -> Iterator[int]:
 
 
 def name_terms(terms: list[int]) -> str:
-    """`terms 0–3 and 8`, `64 terms from 0, 16 apart`, or how many."""
+    """Describe terms, such as `terms 0–3` or `64 terms from 0, 16 apart`."""
     terms = sorted(terms)
     if len(terms) == 1:
         return f"term {terms[0]}"

@@ -1,4 +1,4 @@
-"""Splits that the plan allows: a share of an extent is a run of whole segments."""
+"""Cut a feature axis over ranks: a share is a run of whole segments of the plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,21 @@ from isobit.order.tree import Node, find_roots
 
 @dataclass(frozen=True)
 class Cut:
-    """The `index`-th of `parts` equal shares of a feature axis of the whole problem."""
+    """One of several equal shares of a feature axis, such as the K of a linear layer that is cut over ranks.
+
+    Args:
+        extent: The length of the whole axis.
+        parts: The number of shares; a divisor of the number of segments.
+        index: Which share, from 0.
+
+    Raises:
+        CutError: If the plan of this extent cannot be cut so.
+
+    Example:
+        >>> cut = isobit.order.Cut(extent=4096, parts=4, index=1)
+        >>> cut.start, cut.length
+        (1024, 1024)
+    """
 
     extent: int
     parts: int
@@ -34,16 +48,16 @@ class Cut:
 
     @property
     def start(self) -> int:
-        """The first element of the share."""
+        """The first element of the share in the whole axis."""
         return self.index * self.length
 
     @property
     def length(self) -> int:
-        """Elements of the share."""
+        """The number of elements of the share."""
         return self.extent // self.parts
 
     @property
     def roots(self) -> tuple[Node, ...]:
-        """The one subtree that this share sums."""
+        """The subtree that this share sums."""
         share = FeaturePlan(self.extent).count // self.parts
         return find_roots(self.index * share, (self.index + 1) * share)

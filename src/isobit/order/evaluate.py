@@ -1,4 +1,4 @@
-"""The bit-exact evaluator: a sum in the defined order, by exact arithmetic. Slow, and the oracle of every executor."""
+"""A slow evaluator of the order of addition in plain Python: every executor must return the same bits."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from isobit.order.tree import merge
 SMALLEST_NORMAL = 2.0**-126
 AMX_BLOCK = 32
 
-# What an engine does with a run of products: (accumulator so far, or None; factors) -> accumulator.
+# An engine adds a run of products: (accumulator so far or None, factors) -> accumulator.
 Engine = Callable[["float | None", Sequence[tuple[float, float]]], float]
 
 
 def fma_fp32(a: float, b: float, c: float) -> float:
-    """a*b + c rounded once to fp32; the three are fp32 values."""
+    """Return a*b + c rounded once to fp32, for fp32 values."""
     product = a * b  # exact: fp64 holds every product of two fp32 values
     total = product + c
     if not math.isfinite(total):
         return total
-    # The fp64 sum is made odd where it was not exact, so that the rounding to fp32 sees what it dropped.
+    # Round the fp64 sum to odd, so that the rounding to fp32 takes account of what was dropped.
     there = total - product
     dropped = (product - (total - there)) + (c - there)
     if dropped and not struct.unpack("<q", struct.pack("<d", total))[0] & 1:
@@ -33,17 +33,17 @@ def fma_fp32(a: float, b: float, c: float) -> float:
 
 
 def add_fp32(a: float, b: float) -> float:
-    """fp32 addition; fp64 holds enough for one rounding to be right."""
+    """Return a + b rounded to fp32; the fp64 sum of fp32 values has enough digits for that."""
     return round_fp32(a + b)
 
 
 def flush(value: float) -> float:
-    """Subnormals to zero, sign kept."""
+    """Replace a subnormal by zero with its sign."""
     return math.copysign(0.0, value) if abs(value) < SMALLEST_NORMAL else value
 
 
 def chain_engine(before: float | None, factors: Sequence[tuple[float, float]]) -> float:
-    """fp32 on every CPU: the ascending chain of fused multiply-adds from +0, then added to what was before."""
+    """Add as fp32 kernels on every CPU: an ascending chain of fused multiply-adds from +0, then the accumulator."""
     total = 0.0
     for a, b in factors:
         total = fma_fp32(a, b, total)
@@ -51,7 +51,7 @@ def chain_engine(before: float | None, factors: Sequence[tuple[float, float]]) -
 
 
 def amx_engine(before: float | None, factors: Sequence[tuple[float, float]]) -> float:
-    """bf16 on AMX: per 32 products an even and an odd chain, then their sum to the accumulator; subnormals are zero."""
+    """Add as bf16 on AMX: an even and an odd chain per 32 products, their sum to the accumulator; no subnormals."""
     total = 0.0 if before is None else before
     if not factors:
         return total if before is None else add_fp32(total, 0.0)
@@ -64,7 +64,7 @@ def amx_engine(before: float | None, factors: Sequence[tuple[float, float]]) -> 
 
 
 def striped_engine(before: float | None, factors: Sequence[tuple[float, float]]) -> float:
-    """A plain sum (the second factors are ones): 16 lanes, each an ascending chain, merged by the tree."""
+    """Add a plain sum, whose second factors are ones: 16 interleaved ascending chains, merged by the tree."""
     lanes = [0.0] * LANES
     for i, (value, _) in enumerate(factors):
         lanes[i % LANES] = add_fp32(lanes[i % LANES], value)
@@ -82,7 +82,7 @@ ENGINES: dict[str, Engine] = {
 def evaluate_segment(
     segment: Segment, factors: Sequence[tuple[float, float]], engine: Engine
 ) -> float:
-    """One segment: its leaves, folded left through the engine's accumulator."""
+    """Return the sum of one segment: its leaves from left to right."""
     total: float | None = None
     for leaf in segment:
         run = factors[leaf.start : leaf.start + leaf.length]
@@ -93,12 +93,12 @@ def evaluate_segment(
 def evaluate(
     segments: Sequence[Segment], factors: Sequence[tuple[float, float]], engine: Engine
 ) -> float:
-    """A whole sum of products in fp32, before bias and rounding."""
+    """Return a whole sum of products in fp32, before bias and rounding."""
     return merge([evaluate_segment(s, factors, engine) for s in segments], add_fp32)
 
 
 def leaf_tree(engine: str, indices: Sequence[int]) -> list[Branch]:
-    """What an engine adds to its accumulator for one run, in order."""
+    """Return what an engine adds to its accumulator for one run, in order."""
     if engine == "chain":
         return [chain(indices)]
     if engine == "striped":
@@ -114,7 +114,7 @@ def leaf_tree(engine: str, indices: Sequence[int]) -> list[Branch]:
 
 
 def expected_tree(segments: Sequence[Segment], engine: str) -> Branch:
-    """The tree that a kernel must show when probed."""
+    """Return the tree of additions that probing a kernel must reveal."""
     sums: list[Branch] = []
     for segment in segments:
         terms = [

@@ -1,4 +1,4 @@
-"""The correctly rounded sum of scalars: exact, so it has no order at all."""
+"""The correctly rounded sum of Python floats: exact, so that it has no order."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _pack_fp32, _unpack_fp32 = struct.Struct("<f").pack, struct.Struct("<f").unpack
 
 
 def exact_sum(values: Iterable[float]) -> float:
-    """The sum rounded once to fp64, whatever the order of the values."""
+    """Return the sum rounded once to fp64, whatever the order of the values."""
     known = list(values)
     if any(math.isnan(v) for v in known):
         return math.nan
     infinite = {v for v in known if math.isinf(v)}
     if infinite:
         return infinite.pop() if len(infinite) == 1 else math.nan
-    return _sum_finite(known) + 0.0  # one zero
+    return _sum_finite(known) + 0.0  # -0.0 becomes +0.0
 
 
 def exact_sum_fp32(values: Iterable[float]) -> float:
-    """The sum rounded once to fp32, without passing through a rounded fp64."""
+    """Return the sum rounded once to fp32, and not first to fp64."""
     known = list(values)
     total = exact_sum(known)
     if not math.isfinite(total):
         return total
-    # fp64 rounds to nearest; only where it landed on a tie of fp32 does what it dropped decide.
+    # The fp64 sum is rounded to nearest; what that dropped matters only if the result is a tie of fp32.
     dropped = exact_sum([*known, -total])
     if dropped and _is_fp32_tie(total):
         total = math.nextafter(total, math.copysign(math.inf, dropped))
@@ -35,7 +35,7 @@ def exact_sum_fp32(values: Iterable[float]) -> float:
 
 
 def round_fp32(value: float) -> float:
-    """fp64 to fp32, ties to even, overflow to infinity."""
+    """Round fp64 to fp32, ties to even, overflow to infinity."""
     try:
         return _unpack_fp32(_pack_fp32(value))[0]  # type: ignore[no-any-return]
     except OverflowError:
@@ -45,7 +45,7 @@ def round_fp32(value: float) -> float:
 def _sum_finite(values: list[float]) -> float:
     try:
         return math.fsum(values)
-    except OverflowError:  # partial sums out of range: exact, slowly
+    except OverflowError:  # partial sums out of range: use rational numbers, slowly
         total = sum(map(Fraction, values), Fraction(0))
         try:
             return float(total)

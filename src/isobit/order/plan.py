@@ -1,4 +1,11 @@
-"""How an extent is cut into segments and leaves: a function of the logical problem alone."""
+"""How the extent of a sum is cut into segments and leaves.
+
+[Note: the order of addition]
+A sum over an axis is cut into a power of two of equal *segments*, and a segment into *leaves*. A leaf is added by one
+chain or by 16 interleaved chains, leaves are added from left to right, and segments by a balanced tree. The plan is a
+function of the extent: it does not depend on batch size, threads, ranks or the kernel, so that every executor can add
+in the same order, and a rank or micro-batch with whole segments computes whole subtrees.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +14,16 @@ from functools import cached_property
 
 VERSION = 1
 
-# Constants of version 1. A change of any is a new version: docs/decisions, and new golden digests.
+# Constants of version 1. A change of any of them is a new version, with a decision record and new golden digests.
 FEATURE_UNIT, FEATURE_CAP = 256, 16
 SAMPLE_UNIT, SAMPLE_CAP = 1, 1024
 LONG_SEGMENT, FEATURE_LEAF, TOKEN_LEAF, LANES = 1024, 512, 256, 16
-ATTENTION_BLOCK = 64  # keys that a query folds at a time, cut at absolute positions of their sample; queries, backward
+ATTENTION_BLOCK = 64  # keys per step of online softmax, counted from the start of the sample; queries, in backward
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A run of consecutive elements summed by one chain; `fold` adds it to the segment's accumulator."""
+    """A run of consecutive elements with one chain; `fold` adds it to the segment's accumulator so far."""
 
     start: int
     length: int
@@ -27,7 +34,7 @@ Segment = tuple[Leaf, ...]
 
 
 def count_segments(extent: int, unit: int, cap: int) -> int:
-    """The largest power of two that divides `extent`, leaves `unit` to each segment, and is at most `cap`."""
+    """Return the largest power of two that divides `extent`, leaves `unit` per segment, and is at most `cap`."""
     count = 1
     while (
         extent > 0
@@ -40,7 +47,7 @@ def count_segments(extent: int, unit: int, cap: int) -> int:
 
 
 def cut_into_leaves(start: int, length: int, leaf: int, fold: bool) -> Segment:
-    """A run cut from its own start; an empty run is one empty leaf, since +0.0 is added for it."""
+    """Cut a run into leaves, counted from its start; an empty run is one empty leaf, for which +0.0 is added."""
     if length == 0:
         return (Leaf(start, 0, fold),)
     return tuple(
@@ -50,18 +57,18 @@ def cut_into_leaves(start: int, length: int, leaf: int, fold: bool) -> Segment:
 
 @dataclass(frozen=True)
 class FeaturePlan:
-    """The plan of a feature axis: the K of a product, the N of dX, a hidden size, a vocabulary."""
+    """The plan of a feature axis: the K of a product, the N of its input gradient, a hidden size, a vocabulary."""
 
     extent: int
 
     @cached_property
     def count(self) -> int:
-        """How many segments."""
+        """The number of segments."""
         return count_segments(self.extent, FEATURE_UNIT, FEATURE_CAP)
 
     @property
     def length(self) -> int:
-        """Elements of one segment."""
+        """The number of elements of one segment."""
         return self.extent // self.count
 
     @property

@@ -1,4 +1,24 @@
-"""Which rows form which sample, and which samples of the global batch a call holds."""
+"""Which rows form which sample, and which samples of the global batch a call has.
+
+[Note: shares of a global batch]
+A gradient of a parameter is a sum over the samples of the *global batch*: all samples of one optimizer step, over all
+micro-batches and ranks. Its order of addition is a tree over segments of samples, which depends on the number of
+samples and on nothing else. A call of an operator has either the whole global batch or a *share*, a run of consecutive
+samples. Operators and kernels describe it with these values:
+
+- `spans`: an int64 tensor [samples, 2] with the first row and the number of rows of each sample of the call, in the
+  order of the global batch. Rows outside every span are padding. None means that x [B, T, ...] is B samples of T rows.
+- `of`: the number of samples of the global batch. 0, the default of the torch operators, means that the samples of the
+  call are the global batch, so that a caller without shares need not count them.
+- `first`: the index in the global batch of the call's first sample.
+- `roots`: the largest subtrees of the sample tree that consist of samples of the share. A share can add these by
+  itself; a sum across two roots needs the samples of another share first. An operator returns the gradient of a share
+  only if that is exactly one root. Its value does not depend on where the share is in the batch, so operators take
+  no `first`.
+
+The gradient of a whole batch is rounded once to the dtype of the parameter. The gradient of a share is a partial sum:
+it stays in fp32, is merged with the others in a binary counter (isobit/order/tree.py), and is rounded after the last.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +40,24 @@ from isobit.order.tree import Node, find_roots
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples as (first row, rows) spans, in global order; `first` of `of` samples where this is a share.
+    """The rows of each sample of a call, and the position of these samples in the global batch.
 
-    Rows outside every span are padding: they have outputs, and no part in any parameter's gradient.
+    Make one with `packed`, `padded` or `cumulative`. Rows that belong to no sample are padding: they have outputs, and
+    do not take part in the gradient of any parameter. See [Note: shares of a global batch] above.
+
+    Attributes:
+        spans: (first row, number of rows) per sample, in the order of the global batch.
+        rows: The number of rows of the call, padding included.
+        first: The index of the first of these samples in the global batch.
+        of: The number of samples of the global batch.
+
+    Example:
+        >>> isobit.Samples.packed([3, 5]).spans
+        ((0, 3), (3, 5))
+        >>> isobit.Samples.padded([3, 5], width=8).spans
+        ((0, 3), (8, 5))
+        >>> isobit.Samples.packed([3, 5], first=2, of=4).is_share
+        True
     """
 
     spans: tuple[tuple[int, int], ...]
@@ -32,7 +67,20 @@ class Samples:
 
     @classmethod
     def packed(cls, lengths: Iterable[int], *, first: int = 0, of: int | None = None) -> Samples:
-        """Samples of these lengths, one after another."""
+        """Return samples of these lengths, one after another.
+
+        Args:
+            lengths: Rows per sample.
+            first: The index of the first one in the global batch.
+            of: The number of samples of the global batch; by default these are all.
+
+        Returns:
+            The samples.
+
+        Raises:
+            ArgumentError: If a length is negative, or `first` is given without `of`.
+            CutError: If the share does not consist of whole segments of the global batch.
+        """
         spans, at = [], 0
         for length in check_lengths(lengths):
             spans.append((at, length))
@@ -43,7 +91,20 @@ class Samples:
     def cumulative(
         cls, offsets: Iterable[int], *, first: int = 0, of: int | None = None
     ) -> Samples:
-        """The same from cumulative lengths, 0 first, as variable-length attention takes them."""
+        """Return samples from cumulative lengths [0, n0, n0 + n1, ...], the `cu_seqlens` of FlashAttention.
+
+        Args:
+            offsets: The first row of each sample, then the number of rows.
+            first: See `packed`.
+            of: See `packed`.
+
+        Returns:
+            The samples.
+
+        Raises:
+            ArgumentError: If the offsets do not start with 0, or decrease.
+            CutError: See `packed`.
+        """
         edges = [int(edge) for edge in offsets]
         if not edges or edges[0] != 0:
             raise ArgumentError(
@@ -64,13 +125,28 @@ class Samples:
         first: int = 0,
         of: int | None = None,
     ) -> Samples:
-        """Samples of these lengths, each padded on `side` to `width` rows."""
+        """Return samples of these lengths, each padded to `width` rows.
+
+        Args:
+            lengths: Rows per sample, without padding.
+            width: Rows per sample, with padding.
+            side: The padded side, "right" or "left".
+            first: See `packed`.
+            of: See `packed`.
+
+        Returns:
+            The samples.
+
+        Raises:
+            ArgumentError: If a length is more than `width`, or `side` is another word.
+            CutError: See `packed`.
+        """
         known = check_lengths(lengths)
         if side not in ("left", "right"):
             raise ArgumentError(
                 expected="side 'left' or 'right'",
                 received=f"{side!r}",
-                remedy="name the padded side",
+                remedy="pass the side on which rows are padded",
             )
         if known and max(known) > width:
             raise ArgumentError(
@@ -85,18 +161,19 @@ class Samples:
     def of_spans(
         cls, spans: list[tuple[int, int]], rows: int, first: int = 0, of: int | None = None
     ) -> Samples:
-        """Samples at these (first row, rows) of a call with this many rows."""
+        """Return samples with these spans, (first row, number of rows), of a call with this many rows."""
         total = first + len(spans) if of is None else of
         if of is None and first:
             raise ArgumentError(
-                expected="`of`, the global number of samples, beside `first`",
+                expected="`of`, the number of samples of the global batch, with `first`",
                 received=f"first={first} alone",
                 remedy="pass of=<samples in the global batch>",
             )
         size = segment_size(total)
         if first < 0 or first % size or len(spans) % size or first + len(spans) > total:
             raise CutError(
-                expected=f"a run of whole segments of {size} of the {total} samples",
+                expected=f"a share that starts at, and contains, a multiple of {size} of the {total} samples "
+                "of the global batch",
                 received=f"samples {first} to {first + len(spans)}",
                 remedy=f"start at, and take, multiples of {size}; or choose a global batch that is a "
                 "power of two times the share",
@@ -105,7 +182,7 @@ class Samples:
 
     @property
     def is_share(self) -> bool:
-        """Whether the global batch holds more samples than these."""
+        """Whether the global batch has more samples than these."""
         return len(self.spans) != self.of
 
     @property
@@ -123,23 +200,23 @@ class Samples:
 
     @property
     def roots(self) -> tuple[Node, ...]:
-        """The subtrees of the global sample tree that this share sums."""
+        """The largest subtrees of the sample tree that this share can sum."""
         size = segment_size(self.of)
         return find_roots(self.first // size, (self.first + len(self.spans)) // size)
 
 
 def segment_size(samples: int) -> int:
-    """Samples per segment of a global batch."""
+    """Return the number of samples per segment of a global batch."""
     return max(samples // count_segments(samples, SAMPLE_UNIT, SAMPLE_CAP), 1)
 
 
 def check_lengths(lengths: Iterable[int]) -> list[int]:
-    """Non-negative whole numbers, or a refusal."""
+    """Return lengths as a list of integers; raise if one is negative."""
     known = [int(n) for n in lengths]
     if any(n < 0 for n in known):
         raise ArgumentError(
-            expected="lengths of zero or more",
+            expected="lengths of 0 or more",
             received=f"{min(known)}",
-            remedy="cumulative lengths must not decrease",
+            remedy="pass the number of rows of each sample; cumulative lengths must not decrease",
         )
     return known

@@ -1,4 +1,10 @@
-"""The balanced tree that merges segments, and what a share of it leaves for others to merge."""
+"""The balanced tree that merges segments, and the binary counter that computes it from left to right.
+
+[Note: binary counter]
+Partial sums arrive from left to right, as micro-batches do. The counter keeps at most one subtree per level, like the
+digits of a binary number; a new subtree is added to its left sibling if that is there, and the result again. So after
+n segments about log2(n) partial sums are kept, and the additions are those of the tree, whatever arrives together.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +20,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True, order=True)
 class Node:
-    """The subtree at `level` (0 is a segment), the `index`-th from the left on its level."""
+    """A subtree: `level` 0 is a segment, `index` counts from the left on its level."""
 
     level: int
     index: int
@@ -31,21 +37,21 @@ class Node:
 
     @property
     def parent(self) -> Node:
-        """The node that this one is merged into."""
+        """The node that this one is added into."""
         return Node(self.level + 1, self.index // 2)
 
     def ancestor(self, siblings: int) -> Node:
-        """The node over a run of `siblings` such nodes, a power of two of them."""
+        """Return the node over a run of `siblings` nodes such as this; `siblings` is a power of two."""
         generations = siblings.bit_length() - 1
         return Node(self.level + generations, self.index >> generations)
 
     def is_left_sibling_of(self, other: Node) -> bool:
-        """Whether the tree adds these two, in this order."""
+        """Return whether the tree adds these two, in this order."""
         return self.level == other.level and self.index + 1 == other.index and self.index % 2 == 0
 
 
 def find_roots(first: int, stop: int) -> tuple[Node, ...]:
-    """The largest subtrees that tile segments [first, stop): all that a share can merge by itself."""
+    """Return the largest subtrees that tile segments [first, stop): what a share can merge by itself."""
     roots: list[Node] = []
     for segment in range(first, stop):
         roots.append(Node(0, segment))
@@ -55,14 +61,14 @@ def find_roots(first: int, stop: int) -> tuple[Node, ...]:
 
 
 class Counter(list[tuple[Node, Value]]):
-    """A binary counter of partial sums: takes subtrees from left to right, holds at most one per level."""
+    """A binary counter of partial sums; see [Note: binary counter]."""
 
     def __init__(self, add: Callable[[Value, Value], Value]) -> None:
         super().__init__()
         self._add = add
 
     def push(self, node: Node, value: Value) -> None:
-        """Takes the next subtree, and merges all that it completes."""
+        """Take the next subtree, and merge every pair that it completes."""
         self.append((node, value))
         while len(self) > 1 and self[-2][0].is_left_sibling_of(self[-1][0]):
             (_, left), (right_node, right) = self.pop(-2), self.pop()
@@ -70,7 +76,7 @@ class Counter(list[tuple[Node, Value]]):
 
 
 def merge(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Value:
-    """All segments of a whole extent (a power of two of them) into one."""
+    """Merge all segments of a whole extent, a power of two of them, into one value."""
     counter: Counter[Value] = Counter(add)
     for index, value in enumerate(values):
         counter.push(Node(0, index), value)
@@ -81,9 +87,10 @@ def merge(values: Sequence[Value], add: Callable[[Value, Value], Value]) -> Valu
 def merge_items(
     items: Sequence[Value], cap: int, add: Callable[[Value, Value], Value], of: int = 0
 ) -> Value:
-    """Items that are each a sum of their own (heads, samples with heads): folded left in a segment, then merged.
+    """Merge items that are sums themselves (heads, or samples of a norm over heads).
 
-    They are all items of their axis, or one subtree of its `of`.
+    Items are added from left to right within a segment, and segments by the tree. The items are one subtree of `of`
+    items, or all of them if `of` is 0.
     """
     extent = of or len(items)
     size = extent // count_segments(extent, 1, cap)

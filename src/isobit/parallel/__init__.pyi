@@ -7,7 +7,7 @@ from isobit.parallel.data.batch import GlobalBatchSampler as GlobalBatchSampler
 from isobit.parallel.data.gradients import Gradients as Gradients
 from isobit.parallel.data.scalars import LossMeter as LossMeter
 from isobit.parallel.data.scalars import clip_grad_norm_ as clip_grad_norm_
-from isobit.parallel.data.scalars import total_norm as total_norm
+from isobit.parallel.data.scalars import get_total_norm as get_total_norm
 from isobit.parallel.tensor.column_linear import ColumnParallelLinear as ColumnParallelLinear
 from isobit.parallel.tensor.row_linear import RowParallelLinear as RowParallelLinear
 from isobit.parallel.tensor.styles import Column as Column

@@ -14,7 +14,7 @@ from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import TRANSFORMS, Arguments, Run
 from isobit.contracts.language.contract import Claim
-from isobit.ops import dispatch
+from isobit.launches import record_launches
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 UPSTREAM = "upstream gradient"
@@ -264,7 +264,7 @@ def launches(bound: Bound, case: Case, tally: Tally) -> None:
     """
     run, arguments = bound.judged(case)
     before = native.load_count()
-    with dispatch.record_launches() as seen:
+    with record_launches() as seen:
         run(arguments)
     loads = native.load_count() - before
     tally.compared += 2

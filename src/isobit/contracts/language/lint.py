@@ -105,7 +105,9 @@ def missing_name(reference: str) -> str | None:
     if file is None or file.suffix != ".py":
         return None
     names: set[str] = set()
-    for node in ast.walk(ast.parse(file.read_bytes())):
+    stub = file.with_suffix(".pyi")  # lists the names that a package loads when they are first used
+    source = file.read_bytes() + (b"\n" + stub.read_bytes() if stub.is_file() else b"")
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             names.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass
 
 from isobit.contracts.language.schema import NAME, REFERENCE
-from isobit.contracts.store.sources import find_file
+from isobit.contracts.store.sources import find_file, stub_names
 from isobit.errors import ContractError
 
 MAX_HOPS = 8  # of `from a import b`, on the way to where a function is defined
@@ -154,6 +154,12 @@ def find_function(module: str, path: str, reference: str) -> ast.FunctionDef | a
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             return node
         origin = imported(tree, names[0], module, file.name == "__init__.py")
+        stub = file.with_suffix(".pyi")
+        if (
+            origin is None and file.name == "__init__.py" and stub.is_file()
+        ):  # names that the package loads on first use
+            home = stub_names(stub.read_bytes()).get(names[0])
+            origin = (home, names[0]) if home else None
         if origin is None:
             break
         module, path = origin[0], ".".join((origin[1], *names[1:]))

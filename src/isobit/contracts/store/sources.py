@@ -268,7 +268,7 @@ def installed_version(package: str) -> str:
 @lru_cache(maxsize=16)
 def executor_digest(machine: str) -> str:
     """What runs kernels on a machine: the native library's bytes, torch's version, and the machine's identity."""
-    library = [blake3(path.read_bytes()).hexdigest() for path in sorted(ROOT.glob("_native*.so"))]
+    library = [blake3(path.read_bytes()).hexdigest() for path in sorted(ROOT.glob("_native.so"))]
     return hash_text(*library, f"torch {installed_version('torch')}", machine)
 
 

@@ -1,4 +1,4 @@
-"""Warns where gradients of several calls are added by autograd, whose bits depend on how the batch was divided."""
+"""Warn when autograd accumulates gradients of several calls: the sum then depends on how the batch was divided."""
 
 from __future__ import annotations
 

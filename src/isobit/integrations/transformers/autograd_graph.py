@@ -1,4 +1,4 @@
-"""Walks a gradient's graph before it runs: nodes that add in an order of their own, and values whose gradients meet."""
+"""Inspect the autograd graph before backward: nodes that add in an unknown order, and gradients that autograd adds."""
 
 from __future__ import annotations
 
@@ -53,13 +53,14 @@ ADDING = {
 def walk_gradients(
     output: Tensor | Sequence[Tensor], *, held: bool = True, known: Collection[nn.Module] = ()
 ) -> list[Use]:
-    """What the backward pass of `output` will add, and by whom; an empty list where nothing carries an order.
+    """List what the backward pass of `output` adds in an unknown order; empty if there is nothing.
 
-    To be called after the forward pass, before the backward pass.
+    Call it after the forward pass and before the backward pass.
 
     Args:
-        held: count gradients that parameters have already.
-        known: modules whose call a reentrant checkpoint may run again: it makes their graph in backward.
+        output: The tensors that backward starts from.
+        held: Also count gradients that parameters hold already.
+        known: Modules that a reentrant checkpoint may call again: their graph is made in backward.
     """
     outputs = [output] if isinstance(output, Tensor) else list(output)
     found: Counter[tuple[str, Carrier]] = Counter()
@@ -79,7 +80,7 @@ def walk_gradients(
 
 
 def nodes_below(roots: Sequence[Any]) -> Iterator[Any]:
-    """Every node once; no recursion, since graphs are deep."""
+    """Yield every node once, without recursion, because graphs are deep."""
     seen: set[Any] = set()
     queue = list(roots)
     while queue:
@@ -91,7 +92,7 @@ def nodes_below(roots: Sequence[Any]) -> Iterator[Any]:
 
 
 def carriers_of(node: Any) -> Iterator[Carrier]:
-    """Why this node's gradients carry an order: by its operator, and by values it has broadcast."""
+    """Return why this node adds: because of its operator, or of a value that was broadcast."""
     name = name_of(node)
     if is_leaf(node) or is_our_node(node):
         return
@@ -108,7 +109,7 @@ def carriers_of(node: Any) -> Iterator[Carrier]:
 
 
 def recomputed_module(node: Any) -> nn.Module | None:
-    """The module that a reentrant checkpoint, as transformers' layers make it, calls again in backward."""
+    """Return the module that a reentrant checkpoint recomputes in backward."""
     if getattr(node, "_forward_cls", None) is not CheckpointFunction:
         return None
     call = getattr(
@@ -118,7 +119,7 @@ def recomputed_module(node: Any) -> nn.Module | None:
 
 
 def find_carrier(name: str) -> Carrier | None:
-    """By the node's name; what is not known carries an order."""
+    """Look the node up by name. An unknown node counts as one that adds."""
     if name in FREE:
         return None
     if name in ADDING:
@@ -133,7 +134,7 @@ def find_carrier(name: str) -> Carrier | None:
 
 
 def name_of(node: Any) -> str:
-    """Without Backward and a number."""
+    """Return the operator's name: the node's without `Backward` and its number."""
     return re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
 
 
@@ -142,14 +143,14 @@ def is_leaf(node: Any) -> bool:
 
 
 def size_of(node: Any, at: int) -> int:
-    """Elements of a node's output."""
+    """Return the number of elements of a node's output."""
     return int(
         node.variable.numel() if is_leaf(node) else math.prod(node._input_metadata[at].shape)
     )
 
 
 def describe(node: Any, edges: int) -> str:
-    """A value by the node that made it."""
+    """Describe a value by the node that computed it."""
     if is_leaf(node):
         return f"a parameter {list(node.variable.shape)} with {edges} gradients"
     return f"the output of {name_of(node)} with {edges} gradients"

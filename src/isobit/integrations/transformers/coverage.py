@@ -1,4 +1,4 @@
-"""Which operators really ran, and which of them carry an order of addition of their own."""
+"""Record which operators ran, and which of them are not isobit's and add numbers."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["Coverage", "Observer", "Use", "observe", "walk_gradients"]
 
 @dataclass(frozen=True)
 class Coverage:
-    """What ran, forward and backward, and where gradients meet."""
+    """The operators that ran, forward and backward, and the gradients that autograd adds."""
 
     operators: tuple[Use, ...]
     gradients: tuple[Use, ...] = ()
 
     @property
     def carriers(self) -> tuple[Use, ...]:
-        """Those with an order of their own; the most frequent first."""
+        """The operators that add in an order of their own, the most frequent first."""
         found = [use for use in (*self.operators, *self.gradients) if use.reason]
         return tuple(sorted(found, key=lambda use: (-use.count, use.operator)))
 
     @property
     def kept(self) -> bool:
-        """Something ran, and none of it carries an order of its own."""
+        """True if operators ran and none of them adds in an order of its own."""
         return bool(self.operators) and not self.carriers
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Coverage:
 
 
 def table(uses: Sequence[Use]) -> str:
-    """Aligned columns: operator, calls, why, instead."""
+    """Format as aligned columns: operator, calls, reason, remedy."""
     rows = [("operator", "calls", "why", "instead")]
     rows += [(use.operator, str(use.count), use.reason, use.remedy) for use in uses]
     wide = [max(len(row[i]) for row in rows) for i in range(4)]
@@ -56,7 +56,7 @@ def table(uses: Sequence[Use]) -> str:
 
 
 class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts every operator called while it is open, as torch carries them out: below autograd, composites taken apart.
+    """Count every operator that torch dispatches while it is open: below autograd, composites decomposed.
 
     Operators called inside an operator, and inside compiled code, are not seen.
     """
@@ -70,7 +70,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return super().__enter__()  # type: ignore[no-untyped-call, no-any-return]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Under inference_mode torch does not take composites apart before it calls a mode: done here."""
+        """Decompose composite operators, which torch does not do under inference_mode."""
         named = kwargs or {}
         if func.namespace == "aten" and torch.is_inference_mode_enabled():
             with self:
@@ -81,11 +81,11 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **named)
 
     def note(self, func: Any, args: Any, named: dict[str, Any]) -> None:
-        """Count a call, before it is made, since it may write to its arguments."""
+        """Count a call before it runs, because it may write to its arguments."""
         self._calls[func._schema.name, find_carrier(func, args, named)] += 1
 
     def coverage(self, gradients: Iterable[Use] = ()) -> Coverage:
-        """What was seen until now, by name."""
+        """Return what was recorded until now, sorted by name."""
         uses = [
             Use(name, count, *(() if carrier is None else (carrier.reason, carrier.remedy)))
             for (name, carrier), count in self._calls.items()
@@ -96,5 +96,5 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def observe() -> Observer:
-    """`with observe() as seen: …`, then `seen.coverage()`."""
+    """Return a recorder of operators; open it with `with`, then call its `coverage()`."""
     return Observer()

@@ -1,4 +1,4 @@
-"""Finds, while a call is watched, what leaves the watch: hooks that run in backward, and memory given to NumPy."""
+"""Detect what strict mode could not see: hooks that run in backward, and tensors handed to NumPy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ OUTSIDE = frozenset(("numpy", "__array__", "__dlpack__"))
 
 
 class Escapes(TorchFunctionMode):
-    """Raises at the call itself, so that the traceback shows the hook that made it."""
+    """Raise at the call itself, so that the traceback shows the hook that made it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")

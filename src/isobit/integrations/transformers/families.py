@@ -1,4 +1,4 @@
-"""The model families that `enable` knows: their classes, what computes each, and what is refused."""
+"""The supported model families: their classes, the function that computes each, and what is not supported."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Family:
 
 
 def load_family(name: str) -> Family:
-    """One architecture's classes, and which function computes each."""
+    """Load one architecture's classes and the function that computes each."""
     home = library(f"models.{name.lower()}.modeling_{name.lower()}")
     forwards: dict[str, Forward] = {
         "RMSNorm": modules.forward_norm,
@@ -50,7 +50,7 @@ def load_family(name: str) -> Family:
 
 
 def find_family(model: nn.Module) -> Family:
-    """The family of a model, all of whose modules are known, or a refusal."""
+    """Return the family of a model, or raise if one of its modules is not supported."""
     library()  # the version is checked before anything of it is read
     for name in NAMES:
         if type(model).__name__ in (f"{name}ForCausalLM", f"{name}Model"):
@@ -87,7 +87,7 @@ def check_config(config: Any) -> None:
 def plan(
     model: nn.Module, family: Family, whole: dict[type[nn.Module], Forward]
 ) -> list[tuple[nn.Module, Forward]]:
-    """Each module with the function that computes it; `whole` are those of the model and of its bare part."""
+    """Pair each module with the function that computes it; `whole` has those of the model and its backbone."""
     table = {**family.forwards, **whole}
     found: list[tuple[nn.Module, Forward]] = []
     for name, module in model.named_modules():

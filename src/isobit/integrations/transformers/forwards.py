@@ -1,4 +1,4 @@
-"""The outer forwards of an enabled model, and `logprobs`: each reads the layout, and checks the modules first."""
+"""Forward functions of a whole enabled model, and `isobit.logprobs`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def forward_base(
     use_cache: bool | None = None,
     **inputs: Any,
 ) -> Any:
-    """Transformers' own decoder, told the positions that the layout says."""
+    """Run transformers' own decoder with the positions of the layout."""
     layout: Layout | None = inputs.get(modules.LAYOUT)
     outermost = layout is None
     if layout is None:
@@ -94,7 +94,7 @@ def forward_causal(
     return_dict: bool | None = None,
     **inputs: Any,
 ) -> Any:
-    """With labels the loss, and no logits; without, logits in fp32 that were never rounded."""
+    """Return the loss and no logits if there are labels, else fp32 logits."""
     layout = layout_of(
         input_ids, inputs_embeds, attention_mask, position_ids, past_key_values, inputs
     )
@@ -141,10 +141,26 @@ def logprobs(
     temperature: float = 1.0,
     **inputs: Any,
 ) -> Tensor:
-    """[B, T] in fp32: log p of targets[b, t] after the tokens up to t; +0 where the target is -100.
+    """Return the log-probability of each next token, with the same bits in rollout and in training.
 
-    By default the target is the token that follows in the same sample. Rollout and training both call this.
-    Further keywords, such as past_key_values, go to the model.
+    Args:
+        model: An enabled causal language model.
+        input_ids: Token ids, [B, T].
+        attention_mask: 1 for tokens and 0 for padding, [B, past + T].
+        position_ids: Positions, [B, T]; positions that restart at 0 separate packed samples.
+        targets: Token ids to score, [B, T]; by default the token that follows in the same sample. -100 is skipped.
+        temperature: Divides the logits.
+        **inputs: Further arguments of the model, such as past_key_values.
+
+    Returns:
+        log p of targets[b, t] given the tokens up to t, [B, T] in fp32; +0 where the target is -100.
+
+    Raises:
+        UnsupportedError: If the model is not enabled, or its modules changed since.
+        ArgumentError: If masks or positions cannot be read as samples.
+
+    Example:
+        >>> scores = isobit.logprobs(model, ids)  # doctest: +SKIP
     """
     state = require_state(model)
     if not isinstance(model, state.family.causal):
@@ -177,7 +193,7 @@ def layout_of(
     past_key_values: Any,
     inputs: dict[str, Any],
 ) -> Layout:
-    """The layout of a call, from what transformers' models take."""
+    """Return the layout of a call from the arguments of a transformers model."""
     tokens = input_ids if input_ids is not None else inputs_embeds
     if tokens is None or (input_ids is not None and inputs_embeds is not None):
         raise ArgumentError(
@@ -187,7 +203,7 @@ def layout_of(
         )
     if inputs.get("cu_seq_lens_q") is not None and position_ids is None:
         raise ArgumentError(
-            expected="packed samples told apart by position_ids",
+            expected="packed samples separated by position_ids",
             received="cu_seq_lens_q alone",
             remedy="pass position_ids that restart at 0 for each sample",
         )
@@ -204,7 +220,7 @@ def layout_of(
 
 
 def refuse_packed_cache(past_key_values: Any, use_cache: bool | None) -> bool:
-    """Keys of packed samples cannot be told apart by a later call: no cache is made of them."""
+    """Raise if a cache is requested of packed samples: a later call could not tell their keys apart."""
     if past_key_values is not None or use_cache:
         raise UnsupportedError(
             expected="no cache where samples are packed into one row",
@@ -217,7 +233,7 @@ def refuse_packed_cache(past_key_values: Any, use_cache: bool | None) -> bool:
 
 
 def refuse_tied_share(module: Any) -> None:
-    """A weight used twice has a gradient tree for each use; autograd would add the uses within each share."""
+    """Raise if a tied weight is trained on a share: autograd would add its two uses within each share."""
     weight = module.lm_head.weight
     tied = share_in_force() is not None and weight is module.model.embed_tokens.weight
     if tied and weight.requires_grad and torch.is_grad_enabled():
@@ -229,7 +245,7 @@ def refuse_tied_share(module: Any) -> None:
 
 
 def refuse_autocast_share() -> None:
-    """Autocast casts a weight before its operator, and only a leaf takes a share's unrounded gradient."""
+    """Raise under autocast within a share: only a leaf parameter takes a share's unrounded gradient."""
     if (
         share_in_force() is not None
         and torch.is_autocast_enabled("cpu")
@@ -245,14 +261,14 @@ def refuse_autocast_share() -> None:
 def kind_of(
     module: Any, layout: Layout, past_key_values: Any, use_cache: bool | None
 ) -> tuple[Any, ...]:
-    """Calls of one kind run the same operators."""
+    """Return the kind of a call; calls of one kind run the same operators."""
     cached = past_key_values is not None or bool(use_cache)
     cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
     return (module.training, torch.is_grad_enabled(), cached, module.dtype, cast, layout.kind)
 
 
 def require_backbone(module: nn.Module) -> State:
-    """The state of the model that a backbone belongs to, where it may be called alone."""
+    """Return the state of the model that a backbone belongs to, or raise if it may not be called alone."""
     state = find_owner(module)
     if state is None:
         return require_state(module)

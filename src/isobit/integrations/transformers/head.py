@@ -1,4 +1,4 @@
-"""What stands on the hidden states: unrounded logits, the loss without logits, and the selected log-probability."""
+"""The language-model head: fp32 logits, the loss without logits, and selected log-probabilities."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import isobit
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import Layout
 from isobit.integrations.transformers.package import library
 from isobit.ops import dispatch
-from isobit.ops.linear.op import cast_for_autocast, linear_fp32, spans_of
-from isobit.ops.logprob.op import IGNORED
+from isobit.ops.arguments import cast_for_autocast
+from isobit.ops.linear.op import linear_fp32
+from isobit.ops.logprob.loss import linear_cross_entropy
+from isobit.ops.logprob.op import IGNORED, linear_logprob
+from isobit.ops.portable.samples import spans_of
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.samples import Samples
 from isobit.parallel.tensor.shard import ranks_of
@@ -22,7 +24,7 @@ from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy, vocab_logp
 
 
 class Logits(torch.autograd.Function):
-    """hidden · weightᵀ as the unrounded fp32 sum; the gradient is rounded to the dtype, then the linear layer's."""
+    """Compute hidden · weightᵀ without rounding the fp32 sums; the gradient is rounded to the dtype first."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, samples: Samples | None) -> Tensor:
@@ -49,7 +51,7 @@ class Logits(torch.autograd.Function):
 
 
 def logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tensor:
-    """[..., V] in fp32: `isobit.log_softmax` of them at a token is `isobit.linear_logprob`, bit for bit."""
+    """Return logits [..., V] in fp32. Their `isobit.log_softmax` equals `isobit.linear_logprob` bit for bit."""
     ranks = ranks_of(head)
     hidden, weight = cast_for_autocast(hidden, head.weight)
     if ranks is not None:
@@ -62,7 +64,7 @@ def logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tenso
 
 
 def keep_rows(hidden: Tensor, layout: Layout, keep: int | Tensor) -> tuple[Tensor, Samples | None]:
-    """The rows that logits are wanted of, as transformers slices them, and their samples."""
+    """Return the rows that `logits_to_keep` selects, and their samples."""
     if isinstance(keep, int):
         if keep == 0:
             return hidden, layout.samples
@@ -79,7 +81,7 @@ def keep_rows(hidden: Tensor, layout: Layout, keep: int | Tensor) -> tuple[Tenso
 def loss_of(
     hidden: Tensor, head: nn.Linear, layout: Layout, labels: Tensor | None, inputs: dict[str, Any]
 ) -> Tensor:
-    """The mean, or the sum over `num_items_in_batch`, of −log p of each label that follows in its own sample."""
+    """Return the mean of −log p of the labels, or their sum divided by `num_items_in_batch`."""
     ignored, targets = inputs.get("ignore_index", IGNORED), inputs.get("shift_labels")
     if targets is None:
         assert labels is not None
@@ -88,23 +90,23 @@ def loss_of(
     count = inputs.get("num_items_in_batch")
     asked: dict[str, Any] = {
         "ignore_index": ignored,
-        "count": None if count is None else int(count),
+        "num_items": None if count is None else int(count),
         "samples": layout.samples,
     }
     ranks = ranks_of(head)
     hidden, weight = cast_for_autocast(hidden, head.weight)
     if ranks is not None:
         return vocab_cross_entropy(hidden, weight, targets, ranks=ranks, **asked)
-    return isobit.linear_cross_entropy(hidden, weight, targets, **asked)
+    return linear_cross_entropy(hidden, weight, targets, **asked)
 
 
 def logprobs_of(
     hidden: Tensor, head: nn.Linear, layout: Layout, targets: Tensor, temperature: float
 ) -> Tensor:
-    """[B, T] in fp32: log p of each target, +0 where it is -100."""
+    """Return log p of each target, [B, T] in fp32; +0 where the target is -100."""
     asked: dict[str, Any] = {"temperature": temperature, "samples": layout.samples}
     ranks = ranks_of(head)
     hidden, weight = cast_for_autocast(hidden, head.weight)
     if ranks is not None:
         return vocab_logprob(hidden, weight, targets, ranks=ranks, **asked)
-    return isobit.linear_logprob(hidden, weight, targets, **asked)
+    return linear_logprob(hidden, weight, targets, **asked)

@@ -1,4 +1,4 @@
-"""Which rows of a batch form which sample, where its keys lie and at which positions: read from a model's inputs."""
+"""Read from a model's inputs which rows form which sample, its keys and its positions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from isobit.order.samples import Samples
 
 @dataclass(frozen=True)
 class Layout:
-    """One call's rows. Samples of None mean the operators' default: each row of the batch is one whole sample."""
+    """The rows of one call. `samples=None` is the operators' default: each row of the batch is one sample."""
 
     kind: str  # plain, padded or packed
     positions: Tensor  # [B, T], counted inside each sample unless the caller gave them
@@ -27,7 +27,7 @@ class Layout:
     key_rows: int  # S
 
     def next_of(self, tokens: Tensor) -> Tensor:
-        """[B, T]: the token that follows in the same sample, -100 where none does."""
+        """Return the next token of the same sample, [B, T]; -100 where there is none."""
         following = torch.full_like(tokens, IGNORED)
         if self.samples is None:
             following[:, :-1] = tokens[:, 1:]
@@ -39,7 +39,7 @@ class Layout:
         return following
 
     def last(self, rows: int) -> Samples | None:
-        """The samples where only the last `rows` of each row of the batch are kept."""
+        """Return the samples if only the last `rows` of each row of the batch are kept."""
         if self.samples is None:
             return None
         width = self.positions.shape[1]
@@ -61,7 +61,7 @@ def read_layout(
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Layout:
-    """The layout of [B, T] new rows behind `past` cached ones, or a refusal of what cannot be read."""
+    """Return the layout of [B, T] new rows behind `past` cached ones."""
     batch, width = rows
     total = past + width
     real = None if attention_mask is None else read_mask(attention_mask, batch, total)
@@ -86,7 +86,7 @@ def read_layout(
 
 
 def read_padded(real: Tensor, given: Tensor | None, past: int) -> Layout:
-    """One sample in each row of the batch, padding on either side of it."""
+    """Read one sample per row of the batch, with padding on either side of it."""
     batch, total = real.shape
     width = total - past
     count = real.sum(-1)
@@ -94,7 +94,7 @@ def read_padded(real: Tensor, given: Tensor | None, past: int) -> Layout:
     place = torch.arange(total)
     if not torch.equal(real, (place >= start[:, None]) & (place < (start + count)[:, None])):
         raise ArgumentError(
-            expected="an attention_mask whose ones stand together in each row",
+            expected="an attention_mask whose ones are contiguous in each row",
             received="a row with zeros between ones",
             remedy="pad prompts on the left before generating; or pack, with position_ids that restart at 0",
         )
@@ -116,7 +116,7 @@ def read_padded(real: Tensor, given: Tensor | None, past: int) -> Layout:
 
 
 def read_packed(given: Tensor, real: Tensor | None, past: int) -> Layout:
-    """Several samples in a row of the batch, each starting at position 0; zeros of the mask belong to none."""
+    """Read several samples per row of the batch, each starting at position 0; masked rows belong to none."""
     if past:
         raise ArgumentError(
             expected="positions that count on, behind a cache",
@@ -152,7 +152,7 @@ def read_packed(given: Tensor, real: Tensor | None, past: int) -> Layout:
 
 
 def refuse_constant(starts: Tensor, held: Tensor) -> None:
-    """Positions that are the same for all tokens would be samples of one token each, which nobody packs."""
+    """Raise if no position follows another: every token would be a sample of its own."""
     if bool((starts == held).all()) and bool((held.sum(-1) > 1).any()):
         raise ArgumentError(
             expected="position_ids that count on inside each sample",
@@ -162,7 +162,7 @@ def refuse_constant(starts: Tensor, held: Tensor) -> None:
 
 
 def has_restart(given: Tensor, real: Tensor | None, past: int) -> bool:
-    """Whether positions do not count on within the real tokens of a row."""
+    """Return whether positions restart within the tokens of a row."""
     if given.shape[1] < 2:
         return False
     jumps = given[:, 1:] != given[:, :-1] + 1
@@ -176,26 +176,26 @@ def has_restart(given: Tensor, real: Tensor | None, past: int) -> bool:
 
 
 def read_mask(mask: Tensor, batch: int, total: int) -> Tensor:
-    """[B, past + T] of ones and zeros as booleans, or a refusal."""
+    """Return the mask, [B, past + T], as booleans."""
     if not isinstance(mask, Tensor) or mask.dim() != 2 or tuple(mask.shape) != (batch, total):
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise ArgumentError(
             expected=f"an attention_mask of shape [{batch}, {total}]: 1 for tokens, also cached ones, 0 for padding",
             received=str(shape),
-            remedy="pass the two-dimensional mask; samples packed into one row are told apart by position_ids",
+            remedy="pass the two-dimensional mask; samples packed into one row are separated by position_ids",
         )
     real = mask.bool()
     if mask.dtype != torch.bool and not torch.equal(real.to(mask.dtype), mask):
         raise ArgumentError(
             expected="an attention_mask of ones and zeros",
             received=f"values up to {mask.max().item()}",
-            remedy="tell packed samples apart by position_ids that restart at 0",
+            remedy="separate packed samples by position_ids that restart at 0",
         )
     return real
 
 
 def read_positions(position_ids: Tensor, batch: int, width: int) -> Tensor:
-    """[B, T], or one row for all, or a refusal."""
+    """Return positions as [B, T]; one row serves all."""
     if (
         position_ids.dim() != 2
         or position_ids.shape[0] not in (1, batch)
@@ -210,7 +210,7 @@ def read_positions(position_ids: Tensor, batch: int, width: int) -> Tensor:
 
 
 def refuse_negative(given: Tensor, real: Tensor | None, past: int) -> Tensor:
-    """Positions of tokens, which count from 0; those of padding are set to 0."""
+    """Raise if a token's position is negative; set positions of padding to 0."""
     if real is not None:
         given = given.masked_fill(~real[:, past:], 0)
     if bool((given < 0).any()):
@@ -223,7 +223,7 @@ def refuse_negative(given: Tensor, real: Tensor | None, past: int) -> Tensor:
 
 
 def of_global_batch(spans: list[tuple[int, int]], rows: int) -> Samples:
-    """These samples of the global batch: the share that is collected, or all there are."""
+    """Return these samples as a share of the global batch if one is collected, else as all there are."""
     share = share_in_force()
     if share is None:
         return Samples(tuple(spans), rows, 0, len(spans))
@@ -237,7 +237,7 @@ _current: ContextVar[Layout | None] = ContextVar("isobit_layout", default=None)
 
 @contextmanager
 def in_force(layout: Layout) -> Iterator[Layout]:
-    """Hands the layout to the modules that run inside, in this thread and context only."""
+    """Provide the layout to the modules that run inside, in this thread and context only."""
     token = _current.set(layout)
     try:
         yield layout
@@ -246,7 +246,7 @@ def in_force(layout: Layout) -> Iterator[Layout]:
 
 
 def current_layout() -> Layout:
-    """The layout of the running model, or a refusal."""
+    """Return the layout of the running model."""
     layout = _current.get()
     if layout is None:
         raise UnsupportedError(

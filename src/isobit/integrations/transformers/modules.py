@@ -1,4 +1,4 @@
-"""The modules of a Qwen or Llama decoder, each computed by the operators: what `enable` puts in place of forward."""
+"""Forward functions of the modules of a Qwen or Llama decoder, computed with isobit's operators."""
 
 from __future__ import annotations
 
@@ -7,14 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import isobit
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.head import logits_of
 from isobit.integrations.transformers.layout import Layout, current_layout, in_force
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.refusals import check_embedding
 from isobit.integrations.transformers.residual import add, fork
-from isobit.ops.linear.op import cast_for_autocast
+from isobit.ops.arguments import cast_for_autocast
+from isobit.ops.attention.op import attention
+from isobit.ops.embedding.op import embedding
+from isobit.ops.linear.group import linear_group
+from isobit.ops.linear.op import linear
+from isobit.ops.rms_norm.op import rms_norm
+from isobit.ops.rotary.op import rotary
+from isobit.ops.swiglu.op import swiglu
 from isobit.order.samples import Samples
 from isobit.parallel.tensor.column_linear import column_linear_group
 from isobit.parallel.tensor.head_norm import head_norm
@@ -31,56 +37,54 @@ POSITIONS_AT_ONCE = 16
 
 
 def forward_norm(module: Any, hidden_states: Tensor) -> Tensor:
-    """RMSNorm over the hidden size."""
+    """Compute RMSNorm over the hidden size."""
     samples = current_layout().samples
-    return isobit.rms_norm(hidden_states, module.weight, module.variance_epsilon, samples=samples)
+    return rms_norm(hidden_states, module.weight, module.variance_epsilon, samples=samples)
 
 
 def forward_head_norm(module: Any, heads: Tensor) -> Tensor:
-    """RMSNorm of each head, [B, T, H, D]: the weight's gradient sums over heads too."""
+    """Compute RMSNorm of each head, [B, T, H, D]; the weight's gradient also sums over heads."""
     samples, ranks = current_layout().samples, ranks_of(module)
     if ranks is not None:
         return head_norm(
             heads, module.weight, module.variance_epsilon, ranks=ranks, samples=samples
         )
-    return isobit.rms_norm(
-        heads, module.weight, module.variance_epsilon, samples=samples, heads=True
-    )
+    return rms_norm(heads, module.weight, module.variance_epsilon, samples=samples, heads=True)
 
 
 def forward_linear(module: nn.Linear, x: Tensor) -> Tensor:
-    """A linear layer that has its input to itself; where it is split, x is a rank's part."""
+    """Compute a linear layer that shares its input with no other; if it is split over ranks, x is a rank's part."""
     samples, ranks = current_layout().samples, ranks_of(module)
     if ranks is not None:
         return row_linear(x, module.weight, module.bias, ranks=ranks, samples=samples)
-    return isobit.linear(x, module.weight, module.bias, samples=samples)
+    return linear(x, module.weight, module.bias, samples=samples)
 
 
 def forward_logits(module: nn.Linear, hidden: Tensor, samples: Samples | None = None) -> Tensor:
-    """The language-model head: fp32, unrounded."""
+    """Compute the language-model head in fp32."""
     return logits_of(hidden, module, samples)
 
 
 def forward_embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
-    """Rows of the table; their gradient is a sum over the samples' tokens."""
+    """Look up rows of the table; their gradient is a sum over the samples' tokens."""
     check_embedding("the embedding", module)
     samples, ranks = current_layout().samples, ranks_of(module)
     if ranks is not None:
         return vocab_embedding(
             ids, module.weight, ranks=ranks, samples=samples, padding_idx=module.padding_idx
         )
-    return isobit.embedding(ids, module.weight, samples=samples, padding_idx=module.padding_idx)
+    return embedding(ids, module.weight, samples=samples, padding_idx=module.padding_idx)
 
 
 def forward_mlp(module: Any, x: Tensor) -> Tensor:
-    """Gate and up share their input, so they are one operator."""
+    """Compute the gated MLP; gate and up share their input, so they are one operator."""
     layers = (module.gate_proj, module.up_proj)
     gate, up = share_input(x, layers, share_count(module.gate_proj.out_features))
-    return module.down_proj(isobit.swiglu(gate, up))  # type: ignore[no-any-return]
+    return module.down_proj(swiglu(gate, up))  # type: ignore[no-any-return]
 
 
 def forward_layer(module: Any, hidden_states: Tensor, **inputs: Any) -> Tensor:
-    """Two branches on the residual stream.
+    """Compute attention and MLP on the residual stream.
 
     A checkpointed layer runs again in backward, where only its keywords know the layout.
     """
@@ -100,7 +104,7 @@ def forward_attention(
     past_key_values: Any = None,
     **inputs: Any,
 ) -> tuple[Tensor, None]:
-    """Q, K and V by KV-head group, qk-norm where the model has it, rotary, attention by the registry, output."""
+    """Compute Q, K and V, the norms of Q and K if the model has them, rotary, attention and the output layer."""
     layers = (module.q_proj, module.k_proj, module.v_proj)
     groups = module.k_proj.out_features // module.head_dim
     query, key, value = (
@@ -110,7 +114,7 @@ def forward_attention(
     if hasattr(module, "q_norm"):
         query, key = module.q_norm(query), module.k_norm(key)
     cos, sin = position_embeddings
-    query, key = isobit.rotary(query, cos, sin), isobit.rotary(key, cos, sin)
+    query, key = rotary(query, cos, sin), rotary(key, cos, sin)
     # Under autocast a norm of heads gives fp32, while values have the product's dtype.
     query, key, value = cast_for_autocast(query, key, value)
     key, value = key.transpose(1, 2), value.transpose(1, 2)
@@ -142,7 +146,7 @@ def attend(
     sliding_window: int | None = None,
     **inputs: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function of the registry: [B, H, T, D] and [B, Hkv, S, D] to [B, T, H, D]."""
+    """Compute attention as transformers' registry calls it: [B, H, T, D] and [B, Hkv, S, D] to [B, T, H, D]."""
     layout: Layout = inputs.get(LAYOUT) or current_layout()
     if dropout:
         raise UnsupportedError(
@@ -162,25 +166,25 @@ def attend(
             received="output_attentions=True",
             remedy="disable isobit for the call that looks at attention weights",
         )
-    mixed = isobit.attention(
+    mixed = attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
-        causal=module.is_causal,
+        is_causal=module.is_causal,
         scale=scaling,
         window=sliding_window,
-        queries=layout.samples,
-        keys=layout.keys,
+        q_samples=layout.samples,
+        k_samples=layout.keys,
     )
     return mixed, None
 
 
 def no_mask(*_: Any, **__: Any) -> None:
-    """The mask function of the registry: the layout says all that a mask would."""
+    """Return no mask: the layout has all that a mask would say."""
 
 
 def registered_attention(module: Any) -> Any:
-    """Our attention function as transformers finds it, or a refusal where another was set meanwhile."""
+    """Return our attention function from transformers' registry, or raise if another was set meanwhile."""
     chosen = module.config._attn_implementation
     if chosen != ATTENTION:
         raise UnsupportedError(
@@ -200,7 +204,7 @@ def registered_attention(module: Any) -> Any:
 
 @torch.no_grad()
 def forward_rotary(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, T, D] in fp32, looked up by position: no batch can change the bits of a row."""
+    """Look up cos and sin [B, T, D] in fp32 by position, so that no batch changes the bits of a row."""
     rows = int(position_ids.max()) + 1 if position_ids.numel() else 1
     frequencies, scaling, angles = module.__dict__.get(ANGLES, (None, None, None))
     if (
@@ -218,7 +222,7 @@ def forward_rotary(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor
 
 
 def extend_angles(table: Tensor, frequencies: Tensor, scaling: float, rows: int) -> Tensor:
-    """cos and sin of more positions, a block at a time: every block is a call of one shape, on one thread."""
+    """Compute cos and sin of more positions in blocks: each is a call of one shape, on one thread."""
     blocks = [table]
     for first in range(table.shape[1], rows, POSITIONS_AT_ONCE):
         places = torch.arange(first, first + POSITIONS_AT_ONCE, dtype=torch.float32)
@@ -228,7 +232,7 @@ def extend_angles(table: Tensor, frequencies: Tensor, scaling: float, rows: int)
 
 
 def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[Tensor, ...]:
-    """The outputs of linear layers that share x: one operator, as dX is one sum. `groups` are of the whole layers."""
+    """Compute linear layers that share x as one operator, because dX is one sum; `groups` are of the unsplit layers."""
     weights = tuple(layer.weight for layer in layers)
     biases = (
         None if layers[0].bias is None else tuple(layer.bias for layer in layers)
@@ -236,11 +240,11 @@ def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[
     samples, ranks = current_layout().samples, ranks_of(layers[0])
     if ranks is not None:
         return column_linear_group(x, weights, biases, groups=groups, ranks=ranks, samples=samples)
-    return isobit.linear_group(x, weights, biases, groups=groups, samples=samples)
+    return linear_group(x, weights, biases, groups=groups, samples=samples)
 
 
 def share_count(features: int) -> int:
-    """Equal shares of gate and up that take turns in dX: the largest power of two up to 16, the cap on segments.
+    """Return into how many equal parts gate and up are cut for dX: the largest power of two up to 16.
 
     So a tensor-parallel rank that owns a share of both owns whole segments of that sum.
     """

@@ -1,4 +1,4 @@
-"""Which operators add numbers in an order of their own: a table that knows little, and calls the rest carriers."""
+"""Table of operators that do not add numbers; every other stock operator counts as one that does."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ UNKNOWN = Carrier(
 
 
 def short_name(func: Any) -> str:
-    """`add` of aten::add_.Tensor; other namespaces keep theirs."""
+    """Return `add` for aten::add_.Tensor; names of other namespaces keep their prefix."""
     space, _, name = func._schema.name.partition("::")
     if name.endswith("_") and not name.endswith("__"):
         name = name[:-1]
@@ -183,7 +183,7 @@ def short_name(func: Any) -> str:
 def find_carrier(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
 ) -> Carrier | None:
-    """Why this call carries an order, or None where it is known to carry none. What is not known does."""
+    """Return why this call adds in an order of its own, or None if it is known not to."""
     name = short_name(func)
     named = kwargs or {}
     tensors = list(tensors_in([*args, *named.values()]))
@@ -217,7 +217,7 @@ def find_carrier(
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
-    """Also those in lists."""
+    """Yield tensors, also those in lists."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
@@ -235,7 +235,7 @@ def accumulates(args: Sequence[Any], named: dict[str, Any]) -> bool:
 
 
 def is_broadcast(name: str, args: Sequence[Any], tensors: list[Tensor]) -> bool:
-    """Whether a floating value that needs a gradient stands for several: its gradient adds up theirs."""
+    """Return whether a value that needs a gradient is broadcast: its gradient is then a sum."""
     if not torch.is_grad_enabled() or name not in ELEMENTWISE | {"expand", "repeat"}:
         return False
     if name in ("expand", "repeat"):
@@ -252,5 +252,5 @@ def is_broadcast(name: str, args: Sequence[Any], tensors: list[Tensor]) -> bool:
 
 
 def is_list_call(args: Sequence[Any]) -> bool:
-    """A _foreach_ operator's: its lists go pair by pair."""
+    """Pair the lists of a _foreach_ operator."""
     return bool(args) and isinstance(args[0], (list, tuple))

@@ -1,4 +1,4 @@
-"""Which operators and gradient nodes are isobit's own: by what is registered, since anyone may take the name."""
+"""Recognise isobit's own operators and gradient nodes by what is registered, because names can be imitated."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROFILER = frozenset(
 
 @lru_cache(maxsize=256)
 def is_our_operator(name: str) -> bool:
-    """Whether `isobit::<name>` is a compiled kernel, or one of the portable executor's operators."""
+    """Return whether `isobit::<name>` is a compiled kernel or one of the portable executor's operators."""
     if is_portable_operator(name):
         return True
     try:
@@ -33,7 +33,7 @@ def is_our_operator(name: str) -> bool:
 
 
 def is_our_node(node: Any) -> bool:
-    """Whether a node of the gradient's graph is the formula of our operator, or our torch.autograd.Function."""
+    """Return whether a node of the autograd graph is our operator's formula or our autograd.Function."""
     made = getattr(node, "_forward_cls", None)
     if made is None:
         return False
@@ -44,7 +44,7 @@ def is_our_node(node: Any) -> bool:
 
 
 def is_in_package(module: str, name: str, wanted: Any) -> bool:
-    """Whether this very object is found under its name in a module of isobit."""
+    """Return whether this object is found under its name in a module of isobit."""
     if module.partition(".")[0] != "isobit":
         return False
     found: Any = sys.modules.get(module)

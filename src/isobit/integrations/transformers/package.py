@@ -1,4 +1,4 @@
-"""Transformers, imported when first asked for: isobit itself does not need it."""
+"""Import transformers on first use, and check its version."""
 
 from __future__ import annotations
 

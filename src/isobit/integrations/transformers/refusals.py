@@ -1,4 +1,4 @@
-"""What a model's modules may not have where isobit computes them: refused by name, with what to do instead."""
+"""Checks of a model's modules: raise for whatever isobit would not compute, with the remedy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 READ = frozenset(name for group in GROUPS for name in group) | {"act_fn"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-AGAIN = "disable isobit (call .disable() of what isobit.enable returned), change the model, then enable it again"
+AGAIN = "call isobit.disable(model), change the model, then isobit.enable(model) again"
 MERGE = (
     "merge the adapter first: model = peft_model.merge_and_unload(), then isobit.enable(model); "
     "LoRA itself is not supported yet"
@@ -25,23 +25,23 @@ MERGE = (
 
 
 def refuse(expected: str, received: str, remedy: str) -> NoReturn:
-    """Raise, in three parts."""
+    """Raise UnsupportedError."""
     raise UnsupportedError(expected=expected, received=received, remedy=remedy)
 
 
 def is_read(name: str) -> bool:
-    """Whether an enabled model reads this module and never calls it."""
+    """Return whether an enabled model reads this module's weight and never calls the module."""
     return name.rpartition(".")[2] in READ
 
 
 def plain_type(module: nn.Module) -> type[nn.Module]:
-    """The class of a module; of one that fully_shard was called on, the class it had before."""
+    """Return the class of a module, as it was before fully_shard."""
     found = type(module)
     return found.__bases__[1] if FSDPModule in found.__bases__ else found
 
 
 def is_adapter(module: nn.Module) -> bool:
-    """Whether the module is PEFT's, or has LoRA's parameters."""
+    """Return whether the module is PEFT's or has LoRA parameters."""
     return hasattr(module, "lora_A") or any(
         base.__module__.startswith("peft.") for base in type(module).__mro__
     )
@@ -53,10 +53,12 @@ def is_adapter(module: nn.Module) -> bool:
 def check_tree(
     model: nn.Module, family: Family, planned: list[tuple[nn.Module, Forward]] | None = None
 ) -> None:
-    """Raise on the first module that isobit would not compute as it stands.
+    """Raise for the first module that isobit would not compute as it is.
 
     Args:
-        planned: each module with the function that `enable` installed; None before it installs them.
+        model: The model.
+        family: Its architecture.
+        planned: Each module with the function that `enable` installed; None before it installs them.
     """
     check_classes(family)
     sharded = any(isinstance(module, FSDPModule) for module in model.modules())
@@ -71,7 +73,7 @@ def check_tree(
 
 
 def check_classes(family: Family) -> None:
-    """Classes whose forward is replaced for the whole process compute something else than was read."""
+    """Raise if a class's forward was replaced for the whole process."""
     for kind in family.forwards:
         if kind.forward.__module__ != kind.__module__:
             refuse(
@@ -82,7 +84,7 @@ def check_classes(family: Family) -> None:
 
 
 def check_type(name: str, module: nn.Module, family: Family) -> None:
-    """Modules of the stock architecture only."""
+    """Raise if a module is not of the stock architecture."""
     kind = plain_type(module)
     if name.endswith(".act_fn"):
         if not isinstance(module, (nn.SiLU, type(library("activations").ACT2FN["silu"]))):
@@ -112,7 +114,7 @@ def check_type(name: str, module: nn.Module, family: Family) -> None:
 
 
 def check_parameters(name: str, module: nn.Module, sharded: bool) -> None:
-    """Plain parameters: a tensor subclass has operators of its own, and an attribute may be stale."""
+    """Raise unless parameters are plain: a tensor subclass has its own operators, an attribute may be stale."""
     for key in ("weight", "bias"):
         if key in vars(module):
             refuse(
@@ -138,13 +140,13 @@ def check_parameters(name: str, module: nn.Module, sharded: bool) -> None:
 
 
 def check_embedding(name: str, module: nn.Embedding) -> None:
-    """Rows as they are; also looked at in each call, since a plain attribute says it."""
+    """Raise if an embedding scales or renormalises rows; checked at each call, because attributes can change."""
     if module.max_norm is not None or module.scale_grad_by_freq:
         refuse("a plain embedding", f"{name} with max_norm or scale_grad_by_freq", "unset them")
 
 
 def check_unhooked(name: str, module: nn.Module) -> None:
-    """A hook of a module that is never called never runs."""
+    """Raise if a module that is never called has hooks, which would never run."""
     for key in HOOKS:
         if hooks := getattr(module, key):
             shown = getattr(next(iter(hooks.values())), "__qualname__", "a callable")
@@ -156,7 +158,7 @@ def check_unhooked(name: str, module: nn.Module) -> None:
 
 
 def check_forward(name: str, module: nn.Module, installed: dict[nn.Module, Forward] | None) -> None:
-    """The forward that isobit put there, or, before, none besides the class's."""
+    """Raise unless the forward is isobit's, or was the class's before `enable`."""
     found: Any = vars(module).get("forward")
     ours = is_ours(found, module)
     if name and vars(module).get("_compiled_call_impl") is not None:
@@ -183,12 +185,12 @@ def check_forward(name: str, module: nn.Module, installed: dict[nn.Module, Forwa
 
 
 def is_ours(forward: Any, module: nn.Module) -> bool:
-    """Whether this is a forward that `enable` installed on this module."""
+    """Return whether `enable` installed this forward on this module."""
     return getattr(forward, "isobit_forward", None) is not None and forward.args[-1] is module
 
 
 def check_biases(model: Any) -> None:
-    """Linears of a group have all a bias or none, and the head has none."""
+    """Raise unless all linears of a group have a bias or none has, and the head has none."""
     for name, module in model.named_modules():
         for group in GROUPS:
             layers = [getattr(module, key) for key in group if hasattr(module, key)]
@@ -204,7 +206,7 @@ def check_biases(model: Any) -> None:
 
 
 def refuse_head_hooks() -> NoReturn:
-    """Where the loss or log-probabilities are wanted, the head's weight is read."""
+    """Raise for what the loss and log-probabilities would skip: they read the head's weight only."""
     refuse(
         "no hook on lm_head where a loss or log-probabilities are computed, since no logits are",
         "a hook, which would not run",
@@ -213,7 +215,7 @@ def refuse_head_hooks() -> NoReturn:
 
 
 def refuse_model_hooks() -> NoReturn:
-    """`isobit.logprobs` calls the backbone, and takes the head's weight."""
+    """Raise for hooks of the model itself, which `isobit.logprobs` does not call."""
     refuse(
         "no hook on the model itself where isobit.logprobs computes, since it calls the backbone",
         "a hook, which would not run (fully_shard puts one there too)",
@@ -222,7 +224,7 @@ def refuse_model_hooks() -> NoReturn:
 
 
 def refuse_global_hooks() -> NoReturn:
-    """Of torch.nn.modules.module."""
+    """Raise for global hooks of torch.nn.modules.module that would not run."""
     refuse(
         "no global module hooks in strict mode: modules that are not called would be missed",
         "a hook of torch.nn.modules.module.register_module_forward_hook or its like",
@@ -231,7 +233,7 @@ def refuse_global_hooks() -> NoReturn:
 
 
 def refuse_flushing(received: str) -> NoReturn:
-    """The additions of the residual stream are stock's, and flush in some threads only."""
+    """Raise if subnormal numbers are flushed to zero: some threads would do so and others not."""
     refuse(
         "subnormal numbers to be kept in strict mode",
         received,
@@ -243,7 +245,7 @@ def refuse_flushing(received: str) -> NoReturn:
 
 
 def refuse_wrapper(model: Any) -> None:
-    """Raise where this is not a model, or holds one inside; else return."""
+    """Raise if this is not a model, or is a wrapper around one."""
     expected = "a transformers model"
     if isinstance(model, str):
         load = f'transformers.AutoModelForCausalLM.from_pretrained("{model}")'

@@ -1,4 +1,4 @@
-"""The residual stream: its additions, forward and backward, give one NaN whichever lane or thread computes them.
+"""Additions of the residual stream, forward and backward, with one bit pattern for NaN.
 
 Stock's addition of 16-bit numbers writes another NaN in its vector body than in its tail, so that a NaN's bits would
 depend on the batch. Finite sums have stock's bits.
@@ -14,21 +14,21 @@ from torch import Tensor
 
 
 def add(left: Tensor, right: Tensor) -> Tensor:
-    """left + right, where every NaN has the same bits."""
+    """Return left + right, with the same bits for every NaN."""
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
         return _Add.apply(left, right)  # type: ignore[no-untyped-call,no-any-return]
     return plain_add(left, right)
 
 
 def fork(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x for two uses, whose gradients are added here and not by autograd."""
+    """Return x for two uses whose gradients are added here and not by autograd."""
     if torch.is_grad_enabled() and x.requires_grad:
         return _Fork.apply(x)  # type: ignore[no-untyped-call,no-any-return]
     return x, x
 
 
 def plain_add(left: Tensor, right: Tensor) -> Tensor:
-    """The sum itself, by stock's addition."""
+    """Add with torch's own addition."""
     return (left + right).nan_to_num_(math.nan, math.inf, -math.inf)
 
 

@@ -1,4 +1,4 @@
-"""Sampling for transformers' generate() whose draws depend on seed, sample and position alone, never on the batch.
+"""Sampling for generate() that depends on seed, sample and position, and not on the batch.
 
 The largest of logits / temperature + Gumbel noise is a draw from their softmax. The noise is a hash of (seed, sample,
 position, token), so that no generator is shared among samples, and greedy decoding does the rest:
@@ -29,12 +29,25 @@ MASS = 2**40  # probabilities as whole numbers, whose sums are exact
 
 
 class KeyedSampling(LogitsProcessor):
-    """Perturbs the logits, so that the largest is the draw; for do_sample=False and one beam.
+    """A logits processor for generate() that samples by a key, so that a draw does not depend on the batch.
 
-    `samples` names the rows (default 0, 1, …): a sample keeps its draws in any batch under its own name.
-    `attention_mask` is the one given to generate(): it tells how far each prompt is padded on its left. It must be
-    given, and None says that no prompt is padded. Nothing is remembered between calls: a position is the number of
-    tokens before it.
+    It adds noise to the logits so that the largest is the draw: call generate() with do_sample=False and one beam.
+    A draw depends on (seed, sample, position) alone; nothing is stored between calls.
+
+    Args:
+        seed: The seed of all draws.
+        temperature: Divides the logits.
+        top_k: Keep the k most likely tokens.
+        top_p: Keep the most likely tokens whose probabilities sum to p.
+        samples: A number for each row, by default 0, 1, …: a sample has the same draws in any batch under its number.
+        attention_mask: The mask that generate() receives, or None if no prompt is padded. Required.
+
+    Raises:
+        ArgumentError: If an option is out of range, or the mask is missing.
+
+    Example:
+        >>> draws = isobit.KeyedSampling(seed=7, temperature=0.8, attention_mask=None)
+        >>> model.generate(ids, logits_processor=[draws], do_sample=False)  # doctest: +SKIP
     """
 
     def __init__(
@@ -49,9 +62,9 @@ class KeyedSampling(LogitsProcessor):
     ) -> None:
         if attention_mask is ...:
             raise ArgumentError(
-                expected="attention_mask=, since draws of a padded prompt would differ from those of the prompt alone",
+                expected="attention_mask=, because draws of a padded prompt depend on its padding",
                 received="no attention_mask",
-                remedy="pass the mask that generate() is given; or attention_mask=None where no prompt is padded",
+                remedy="pass the mask that generate() is given; or attention_mask=None if no prompt is padded",
             )
         refuse_unless(
             temperature > 0 and math.isfinite(temperature), "temperature above 0", temperature
@@ -65,7 +78,7 @@ class KeyedSampling(LogitsProcessor):
         self.padding = count_padding(attention_mask) if isinstance(attention_mask, Tensor) else None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores in fp64 whose largest is the draw."""
+        """Return scores in fp64 whose largest is the draw."""
         rows, width = input_ids.shape
         samples = self._per_row("samples", self.samples, torch.arange(rows), rows)
         padding = self._per_row(
@@ -87,13 +100,13 @@ class KeyedSampling(LogitsProcessor):
 
 
 def refuse_unless(kept: bool, expected: str, received: object) -> None:
-    """In three parts."""
+    """Raise ArgumentError."""
     if not kept:
         raise ArgumentError(expected=expected, received=repr(received), remedy="pass one that is")
 
 
 def count_padding(attention_mask: Tensor) -> Tensor:
-    """How many positions on the left of each row are padding; what is not a left-padded batch is refused."""
+    """Return the number of padding positions on the left of each row; raise unless padding is on the left."""
     mask = attention_mask.long().cpu()
     if (
         mask.dim() != 2
@@ -112,7 +125,7 @@ def count_padding(attention_mask: Tensor) -> Tensor:
 
 
 def gumbel_noise(seed: int, samples: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """fp64 [rows, vocabulary]: −log(−log u) of a hash of (seed, sample, position, token)."""
+    """Return Gumbel noise [rows, vocabulary] in fp64: −log(−log u) of a hash of (seed, sample, position, token)."""
     key = mix(torch.full_like(samples, as_int64(seed)) + GOLDEN)
     for part in (samples, positions):
         key = mix((key ^ part) + GOLDEN)
@@ -127,24 +140,24 @@ def gumbel_noise(seed: int, samples: Tensor, positions: Tensor, vocabulary: int)
 
 
 def mix(x: Tensor) -> Tensor:
-    """splitmix64's finaliser on int64, whose products wrap around; x may be written."""
+    """Apply splitmix64's finaliser to int64, where products wrap around; x may be overwritten."""
     x = x.bitwise_xor_(shift_right(x, 30)).mul_(FIRST)
     x = x.bitwise_xor_(shift_right(x, 27)).mul_(SECOND)
     return x.bitwise_xor_(shift_right(x, 31))
 
 
 def shift_right(x: Tensor, count: int) -> Tensor:
-    """Without the sign."""
+    """Shift right without the sign."""
     return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
 
 
 def as_int64(value: int) -> int:
-    """Modulo 2^64."""
+    """Convert to int64 modulo 2^64."""
     return (value + 2**63) % 2**64 - 2**63
 
 
 def log(x: Tensor) -> Tensor:
-    """Of positive fp64, within 1e-9: artanh's series in plain products and sums, alike in every lane and tail."""
+    """Return the logarithm of positive fp64 within 1e-9, by plain products and sums, equal in every SIMD lane."""
     mantissa, exponent = torch.frexp(x)
     low = (mantissa < math.sqrt(0.5)).int()
     mantissa.mul_(low + 1)
@@ -160,7 +173,7 @@ def log(x: Tensor) -> Tensor:
 
 
 def keep_most_likely(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """The k largest (all that equal the k-th), of those the fewest whose probability reaches p."""
+    """Keep the k largest (and ties with the k-th), then the fewest of these whose probability reaches p."""
     kept = torch.ones_like(logits, dtype=torch.bool)
     if top_k is not None and top_k < logits.shape[-1]:
         kept = logits >= logits.topk(top_k, dim=-1).values[:, -1:]

@@ -1,7 +1,8 @@
-"""What an enabled model remembers: how often it was enabled, what to put back, and what was checked."""
+"""The state of an enabled model: who uses it, which forwards to restore, and what was checked."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -16,36 +17,50 @@ STATE = "_isobit_state"  # on the model that was enabled
 OWNER = "_isobit_owner"  # on its backbone: the state of the model with the head
 
 
+@dataclass
+class Uses:
+    """Who wants a model enabled: `isobit.enable`, and the `with isobit.enabled` blocks that are open."""
+
+    explicit: bool = False
+    scopes: int = 0
+
+    def __bool__(self) -> bool:
+        return self.explicit or self.scopes > 0
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copy without the blocks: a copy made inside one is enabled until `disable`."""
+        return Uses, (bool(self), 0)
+
+
 class State:
-    """One enabled model's."""
+    """The state of one enabled model."""
 
     def __init__(self, model: nn.Module, family: Family, strict: bool) -> None:
-        self.family, self.depth = family, 0
+        self.family, self.uses = family, Uses()
         self.structure, self.strictness = Structure(model, family), Strictness(strict)
         self.attention: str | None = None
-        self.replaced: list[
-            tuple[nn.Module, Any]
-        ] = []  # (module, the forward its instance had, or None)
+        # (module, the forward that its instance had, or None)
+        self.replaced: list[tuple[nn.Module, Any]] = []
         self.backbone_alone = (
-            0  # how often the backbone was enabled by itself, which allows to call it alone
-        )
+            Uses()
+        )  # of the backbone by itself: it may then be called without the head
         self.warned_of_accumulation = False
 
 
 def find_state(model: nn.Module) -> State | None:
-    """The state of an enabled model."""
+    """Return the state of an enabled model, or None."""
     state: State | None = model.__dict__.get(STATE)
     return state
 
 
 def find_owner(model: nn.Module) -> State | None:
-    """Of a backbone: the state of the enabled model that it is part of."""
+    """Return the state of the enabled model whose backbone this is, or None."""
     state: State | None = model.__dict__.get(OWNER)
     return state
 
 
 def require_state(model: nn.Module) -> State:
-    """The state of an enabled model, or a refusal."""
+    """Return the state of an enabled model, or raise UnsupportedError."""
     state = find_state(model) if isinstance(model, nn.Module) else None
     if state is None:
         refuse_wrapper(model)

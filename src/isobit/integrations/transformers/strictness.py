@@ -1,4 +1,4 @@
-"""Strict mode: watches new kinds of call, and those whose modules changed; refuses stock operators with an order."""
+"""Strict mode: watch the operators of new kinds of call, and raise if a stock operator added numbers."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Output = TypeVar("Output")
 
 
 class Strictness:
-    """Which kinds of call of one model were watched already."""
+    """The kinds of call of one model that were watched."""
 
     def __init__(self, wanted: bool) -> None:
         self.wanted = wanted
         self.watched: set[tuple[Any, ...]] = set()
 
     def forget(self) -> None:
-        """Watch every kind anew: other modules or hooks may run other operators."""
+        """Watch every kind again, because changed modules or hooks may run other operators."""
         self.watched.clear()
 
     def run(self, model: nn.Module, kind: tuple[Any, ...], call: Callable[[], Output]) -> Output:
-        """The call's output; of a new kind, only where every operator that carries an order was ours."""
+        """Run a call; watch it if its kind is new, and raise if a stock operator added numbers."""
         if not self.wanted or kind in self.watched:
             return call()
         if flushes_subnormals(workers=True):
@@ -52,7 +52,7 @@ class Strictness:
 
 
 class Placing(Observer):  # type: ignore[no-untyped-call]
-    """An observer that knows in which module an operator ran."""
+    """An observer that records in which module an operator ran."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -61,14 +61,14 @@ class Placing(Observer):  # type: ignore[no-untyped-call]
         self._names = {id(module): name for name, module in model.named_modules()}
 
     def note(self, func: Any, args: Any, named: dict[str, Any]) -> None:
-        """Also where an operator that carries an order ran first."""
+        """Record a call, and the module in which an operator that adds ran first."""
         name = func._schema.name
         if name not in self.places and find_carrier(func, args, named) is not None:
             self.places[name] = self._running()
         super().note(func, args, named)
 
     def _running(self) -> str:
-        """The innermost module that is being called, by the stack: hooks would be seen by other threads' calls."""
+        """Return the innermost module that is being called, from the stack: hooks would affect other threads."""
         frame = inspect.currentframe()
         while frame is not None:
             if (
@@ -81,7 +81,7 @@ class Placing(Observer):  # type: ignore[no-untyped-call]
 
 
 def unhooked_modules(model: nn.Module) -> set[nn.Module]:
-    """Modules without a hook inside: run again in backward, they call what was watched in the forward pass."""
+    """Return modules without hooks inside: recomputed in backward, they run what was watched in forward."""
     return {
         module
         for module in model.modules()
@@ -90,7 +90,7 @@ def unhooked_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def refuse(found: Coverage, seen: Placing) -> None:
-    """Names the operator, the module and what to use."""
+    """Raise with the operator, the module and the remedy."""
     if not found.carriers:
         raise UnsupportedError(
             expected="operators that run",
@@ -108,12 +108,12 @@ def refuse(found: Coverage, seen: Placing) -> None:
     raise UnsupportedError(
         expected="no stock operator that carries an order of its own",
         received=f"{first.operator}{where}: {first.reason}{more}",
-        remedy=f"{first.remedy}; isobit.coverage(model, batch) lists all, enable(model, strict=False) goes on",
+        remedy=f"{first.remedy}; isobit.coverage_report(model, batch) lists all, enable(model, strict=False) goes on",
     )
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:
-    """The tensors of a model's output."""
+    """Yield the tensors of a model's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
@@ -124,7 +124,9 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
             yield from tensors_of(value)
 
 
-def coverage(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | Tensor) -> Coverage:
+def coverage_report(
+    model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | Tensor
+) -> Coverage:
     """List every operator that runs in a forward and backward of a module on this batch, enabled or not.
 
     Args:
@@ -158,7 +160,7 @@ def coverage(model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | Tensor
 
 @contextmanager
 def without_gradients(model: nn.Module) -> Iterator[None]:
-    """Parameters as if they had no gradient yet; those held before come back."""
+    """Set gradients aside for the block, and put them back."""
     held = [(parameter, parameter.grad) for parameter in model.parameters()]
     model.zero_grad(set_to_none=True)
     try:

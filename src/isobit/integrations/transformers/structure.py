@@ -1,4 +1,4 @@
-"""The check that every call of an enabled model makes: is its tree of modules the one that `enable` prepared?
+"""Check at every call that the modules of an enabled model are those that `enable` prepared.
 
 [Note: what a call looks at] An enabled model reads the weights of linears that share an input, and never calls these
 modules. An adapter, a hook or a parametrization put on them later would have no effect, and a layer put in the place of
@@ -39,7 +39,7 @@ Forwards = dict[type[nn.Module], Callable[..., Any]]
 
 
 class Structure:
-    """The tree of one enabled model, as it was when it was last accepted."""
+    """The module tree of one enabled model, as it was when it was last accepted."""
 
     def __init__(self, model: nn.Module, family: Family) -> None:
         self._model, self._family = model, family
@@ -47,11 +47,11 @@ class Structure:
         self._known: Snapshot | None = None
 
     def expect(self, outer: Forwards) -> None:
-        """Say which functions compute the model and its backbone."""
+        """Set the functions that compute the model and its backbone."""
         self._outer = outer
 
     def check(self, *, strict: bool, calls_head: bool = True, calls_model: bool = True) -> bool:
-        """Raise where the tree has something that would not be computed.
+        """Raise if the tree has something that would not be computed.
 
         Args:
             strict: also raise on torch's global hooks, which miss the modules that are not called.
@@ -76,12 +76,12 @@ class Structure:
         return changed
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies and pickles look at their own modules."""
+        """Copy without the snapshot: a copy has its own modules."""
         return {**self.__dict__, "_known": None}
 
 
 class Snapshot:
-    """Lists of what decides which code runs, and how to gather them again."""
+    """A snapshot of what decides which code runs, and how to take it again."""
 
     def __init__(self, model: nn.Module, family: Family) -> None:
         self._modules = list(model.modules())
@@ -97,7 +97,7 @@ class Snapshot:
         self.hooks = self._gather_hooks()
 
     def is_current(self) -> bool:
-        """Whether a fresh look finds the same; a table without its key is another structure."""
+        """Return whether a new snapshot is the same."""
         try:
             if self._gather_code() != self.code or self._gather_counts() != self.counts:
                 return False
@@ -129,17 +129,17 @@ class Snapshot:
 
 
 def is_hooked(module: nn.Module | None) -> bool:
-    """Whether a module has hooks."""
+    """Return whether a module has hooks."""
     return module is not None and any(_hooks(vars(module)))
 
 
 def contents(hooks: Iterable[dict[int, Any]]) -> list[list[tuple[int, Any]]]:
-    """The hooks of each dictionary that has any, with their numbers."""
+    """Return the hooks of each dictionary that has any, with their ids."""
     return [list(held.items()) for held in filter(None, hooks)]
 
 
 def global_hooks() -> tuple[dict[int, Any], ...]:
-    """Hooks that torch calls for every module of the process."""
+    """Return the hooks that torch calls for every module of the process."""
     return (
         torch_module._global_forward_hooks,
         torch_module._global_forward_pre_hooks,
@@ -149,5 +149,5 @@ def global_hooks() -> tuple[dict[int, Any], ...]:
 
 
 def is_called(model: nn.Module, name: str, module: nn.Module) -> bool:
-    """Whether an enabled model calls this module, so that its hooks run, in every kind of call."""
+    """Return whether every kind of call calls this module, so that its hooks run."""
     return not (is_read(name) or module in (model, getattr(model, "lm_head", None)))

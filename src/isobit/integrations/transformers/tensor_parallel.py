@@ -1,4 +1,4 @@
-"""`shard(model, mesh["tp"])`: an enabled transformers model split over ranks, with the bits of the whole one."""
+"""Split an enabled transformers model over ranks (tensor parallelism), with the bits of the whole one."""
 
 from __future__ import annotations
 
@@ -38,11 +38,20 @@ AXES: dict[str, dict[str, int]] = {
 
 
 def shard(model: nn.Module, mesh: DeviceMesh | Ranks) -> Ranks:
-    """Keeps this rank's part of each parameter, in place; forward, loss, logprobs and gradients have the unsplit bits.
+    """Keep this rank's part of each parameter, in place; outputs and gradients have the unsplit bits.
 
-    Every rank calls this on the same weights. Queries, keys and values are cut by KV-head groups, gate and up by their
-    shares, o_proj and down_proj by their inputs, embedding and head by the vocabulary. All or nothing: what the plan
-    cannot cut is refused before anything is.
+    Queries, keys and values are cut by KV-head groups, gate and up by outputs, o_proj and down_proj by inputs,
+    embedding and head by the vocabulary. All cuts are checked before the first is made.
+
+    Args:
+        model: An enabled model; every rank calls this with the same weights.
+        mesh: The mesh axis to split over, such as `mesh["tp"]`.
+
+    Returns:
+        The ranks that share the model.
+
+    Raises:
+        CutError: If a dimension cannot be cut into this number of ranks along the plan.
     """
     require_state(model)
     ranks = Ranks.of(mesh)
@@ -60,7 +69,7 @@ def shard(model: nn.Module, mesh: DeviceMesh | Ranks) -> Ranks:
 
 
 def unshard(model: nn.Module) -> None:
-    """The whole parameters, on every rank; all ranks call this together."""
+    """Gather the whole parameters on every rank; all ranks call this together."""
     ties: Ties = {}
     for module, _ in split_modules(model):
         join_module(
@@ -69,18 +78,18 @@ def unshard(model: nn.Module) -> None:
 
 
 def split_modules(model: nn.Module) -> list[tuple[nn.Module, dict[str, int]]]:
-    """The modules that ranks share, and what is cut of each."""
+    """Return the modules to split, and the axis to cut of each."""
     named = [(name.rpartition(".")[2], module) for name, module in model.named_modules()]
     return [(module, AXES[name]) for name, module in named if name in AXES]
 
 
 def is_head(model: Any, module: nn.Module) -> bool:
-    """Whether this is the language-model head, whose weight may be the embedding's."""
+    """Return whether this is the language-model head, whose weight may be the embedding's."""
     return getattr(model, "lm_head", None) is module
 
 
 def check_cuts(model: Any, ranks: Ranks) -> None:
-    """Every sum over an axis that is cut, or a refusal that says which cannot be."""
+    """Raise unless every sum over a cut axis falls on segment edges."""
     for module in model.modules():
         if hasattr(module, "q_proj"):
             rows = [len(layer.weight) for layer in (module.q_proj, module.k_proj, module.v_proj)]
@@ -104,7 +113,7 @@ def check_cuts(model: Any, ranks: Ranks) -> None:
 
 
 def check_shares(what: str, count: int, ranks: Ranks) -> None:
-    """Whole ones on each rank."""
+    """Raise unless the number divides evenly over ranks."""
     if count % ranks.parts:
         raise CutError(
             expected=f"a number of ranks that divides {count}, the number of {what}",

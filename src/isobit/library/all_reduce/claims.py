@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.ops.nans import settle_nans
+from isobit.ops.portable.rounding import settle_nans
 from isobit.order.addition import Branch, digest
 from isobit.order.tree import merge
 from isobit.parallel.collectives.additions import add_rows, add_two

@@ -102,7 +102,7 @@ def samples_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
 
     def compare(tensors: list[Tensor], described: Samples, where: str) -> None:
         found = forward_and_gradients(
-            subject, tensors, queries=described, keys=described, **case.options
+            subject, tensors, q_samples=described, k_samples=described, **case.options
         )
         for name, left, right in zip(("y", "dq", "dk", "dv"), found, whole, strict=True):
             tally.same(taken(left, described), right, f"{name} {where}")
@@ -148,7 +148,9 @@ def unseen_is_nothing(subject: Subject, case: Case, tally: Tally) -> None:
         spoilt = torch.full_like(k, value)
         both = [torch.cat([other, mine]) for other, mine in ((q, q), (spoilt, k), (spoilt, v))]
         tally.same(
-            subject(*both, queries=known, keys=known)[tokens:], clean, f"beside a sample of {value}"
+            subject(*both, q_samples=known, k_samples=known)[tokens:],
+            clean,
+            f"beside a sample of {value}",
         )
 
 
@@ -178,8 +180,8 @@ def shares_sum_to_one(subject: Subject, case: Case, tally: Tally) -> None:
     """Values of 1 give 1, within the bound of the order; of one key, exactly."""
     q, k, v = case.arguments.values()
     tally.count(len(q) * q.shape[1])
-    for causal in (True, False):
-        y = subject(q, k, torch.ones_like(v), causal=causal).double()
+    for is_causal in (True, False):
+        y = subject(q, k, torch.ones_like(v), is_causal=is_causal).double()
         limit = slack_of(case, len(k))
         tally.true((y - 1).abs() <= limit, f"|Σ shares − 1| over {limit:.3g}", y)
     alone = subject(q[:1], k[:1], v[:1])
@@ -227,7 +229,7 @@ def gradients_agree(subject: Subject, case: Case, tally: Tally) -> None:
     spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([len(q)])
     blocks = torch.tensor([list(range(0, len(q), ATTENTION_BLOCK))])
     y, lse = portable.attention(q, k, v, spans, blocks, lengths, mask)
-    known = [y, *portable.attention_backward(portable.Given(grad, q, k, v, y, lse), spans, mask)]
+    known = [y, *portable.attention_backward(portable.Saved(grad, q, k, v, y, lse), spans, mask)]
     for name, left, right in zip(("y", "dq", "dk", "dv"), found, known, strict=True):
         tally.same(left, right, f"{name} against the other executor")
 
@@ -244,12 +246,12 @@ def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     yield "heads that no group divides", (torch.ones(4, 3, DEPTH), q, q), {}
     yield "fewer keys than queries", (q, q[:3], q[:3]), {}
     yield "a window of none", (q, q, q), {"window": 0}
-    yield "a window without an order", (q, q, q), {"window": 2, "causal": False}
+    yield "a window without an order", (q, q, q), {"window": 2, "is_causal": False}
     yield "keys of another dtype", (q, q.bfloat16(), q), {}
     yield "integers", (q.int(), q.int(), q.int()), {}
     yield "rows without heads", (q[0], q[0], q[0]), {}
-    yield "samples that do not describe the rows", (q, q, q), {"keys": Samples.packed([3])}
-    yield "more samples of keys than of queries", (q, q, q), {"keys": Samples.packed([2, 2])}
+    yield "samples that do not describe the rows", (q, q, q), {"k_samples": Samples.packed([3])}
+    yield "more samples of keys than of queries", (q, q, q), {"k_samples": Samples.packed([2, 2])}
 
 
 @on_one_thread

@@ -12,8 +12,7 @@ from torch import Tensor
 from isobit.errors import RevealError, in_one_line
 from isobit.library.linear.orders import with_threads
 from isobit.ops import dispatch
-from isobit.ops.logarithm import log_positive
-from isobit.ops.softmax.portable import exp_nonpositive
+from isobit.ops.portable.elementary import exp_nonpositive, log_positive
 from isobit.order.addition import Branch, chain, digest
 from isobit.order.evaluate import leaf_tree
 from isobit.order.plan import ATTENTION_BLOCK, LANES
@@ -92,7 +91,7 @@ def values_target(
     asked, known = Samples.packed([len(q)]), Samples.packed([len(k)])
 
     def run() -> Tensor:
-        return subject(q, k, v, queries=asked, keys=known)[queries - 1, 0]
+        return subject(q, k, v, q_samples=asked, k_samples=known)[queries - 1, 0]
 
     name = f"attention's values, query {queries} of {len(q)} over {keys} keys"
     return TensorTarget(name, v[:keys, 0].t(), run, divided_by=keys)
@@ -109,7 +108,7 @@ def weights_target(keys: int, subject: Subject, queries: int = 1, later: int = 0
 
     def weights(logarithms: Tensor, dim: int) -> Tensor:
         k[:keys, :, 0] = logarithms.t()
-        return subject(q, k, v, scale=1.0, queries=asked, keys=known)[queries - 1, :, :keys]
+        return subject(q, k, v, scale=1.0, q_samples=asked, k_samples=known)[queries - 1, :, :keys]
 
     return denominator(keys, PLACES, function=weights)
 
@@ -161,7 +160,7 @@ def placed_target(keys: int, subject: Subject, place: str = "alone") -> TensorTa
         tensor[start : start + keys] = 0
 
     def run() -> Tensor:
-        return subject(q, k, v, queries=known, keys=known)[start + keys - 1, 0]
+        return subject(q, k, v, q_samples=known, k_samples=known)[start + keys - 1, 0]
 
     return TensorTarget(
         f"attention's values, {place}", v[start : start + keys, 0].t(), run, divided_by=keys
@@ -190,7 +189,7 @@ def key_grad_target(tokens: int, subject: Subject) -> TensorTarget:
     q[..., 0], k[2:, :, 0], v[0, :, 0], v[1, :, 0] = 1, -256, 1, -1
     k.requires_grad_()
     with torch.enable_grad():
-        run = backward_of(subject(q, k, v, scale=1.0, causal=False), k, grad)
+        run = backward_of(subject(q, k, v, scale=1.0, is_causal=False), k, grad)
     return TensorTarget(
         f"dk over {tokens} queries", grad[:, :, 0].t(), lambda: run()[0, :, 0], divided_by=2
     )
@@ -208,7 +207,7 @@ def query_grad_target(tokens: int, subject: Subject) -> TensorTarget:
 
     def run() -> Tensor:
         with torch.enable_grad():
-            y = subject(q, (terms.t() * signs).unsqueeze(1), v, scale=1 / weight, causal=False)
+            y = subject(q, (terms.t() * signs).unsqueeze(1), v, scale=1 / weight, is_causal=False)
         return torch.autograd.grad(y, q, grad)[0][-1, 0]
 
     return TensorTarget(f"dq over {tokens} keys", terms, run)

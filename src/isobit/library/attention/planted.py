@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isobit.library.attention.subject import attention
 from isobit.ops.attention import portable
-from isobit.ops.attention.op import attention, check_scale, check_window, default_samples
+from isobit.ops.attention.op import check_scale, check_window, default_samples
 from isobit.order.plan import ATTENTION_BLOCK
 from isobit.order.samples import Samples
 
@@ -23,7 +24,7 @@ class Sample:
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
         self.q, self.k, self.v = q, k, v
         self.scale = check_scale(options.get("scale"), q.shape[-1])
-        self.causal = bool(options.get("causal", True))
+        self.causal = bool(options.get("is_causal", True))
         self.window = check_window(options.get("window"), self.causal)
         self.past = len(k) - len(q)  # keys of earlier calls
 
@@ -50,8 +51,8 @@ def per_sample(kernel: Callable[[Sample], Tensor]) -> Callable[..., Tensor]:
     """A subject of the contracts out of what is done for each sample."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        queries: Samples = options.pop("queries", None) or default_samples(q)
-        keys: Samples = options.pop("keys", None) or default_samples(k)
+        queries: Samples = options.pop("q_samples", None) or default_samples(q)
+        keys: Samples = options.pop("k_samples", None) or default_samples(k)
         rows, known, values = (t.flatten(0, -3) for t in (q, k, v))
         parts, at = [], 0
         spans = sorted(zip(queries.spans, keys.spans, strict=True))
@@ -88,7 +89,7 @@ def stock(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = True,
+    is_causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
 ) -> Tensor:
@@ -96,20 +97,20 @@ def stock(
     q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
     asked, known = q.shape[-2], k.shape[-2]
     positions = torch.arange(asked) + known - asked
-    seen = portable.Mask(1.0, causal, window or 0).seen(positions, 0, known, known)
+    seen = portable.Mask(1.0, is_causal, window or 0).seen(positions, 0, known, known)
     group = q.shape[-3] // k.shape[-3]
     k, v = (t.repeat_interleave(group, -3) for t in (k, v))
-    plain = causal and asked == known and window is None
+    plain = is_causal and asked == known and window is None
     mask = None if plain or bool(seen.all()) else seen
     y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, scale=scale)
     return y.transpose(-2, -3)
 
 
 def portable_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, window: int | None = None
 ) -> Tensor:
     """The other executor, of one packed sample."""
-    keys, mask = len(k), portable.Mask(check_scale(None, q.shape[-1]), causal, window or 0)
+    keys, mask = len(k), portable.Mask(check_scale(None, q.shape[-1]), is_causal, window or 0)
     starts = [list(range(0, keys, ATTENTION_BLOCK))]
     spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([keys])
     return portable.attention(q, k, v, spans, torch.tensor(starts), lengths, mask)[0]
@@ -174,15 +175,17 @@ sees_the_next = per_sample(_sees_the_next)
 def padding_counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Keys of padding weigh exp(0) in the denominator: their scores were zeroed, not masked."""
     queries, keys = (
-        options.get("queries") or default_samples(q),
-        options.get("keys") or default_samples(k),
+        options.get("q_samples") or default_samples(q),
+        options.get("k_samples") or default_samples(k),
     )
     y, rows, known = attention(q, k, v, **options), q.flatten(0, -3), k.flatten(0, -3)
     extra = keys.rows - sum(count for _, count in keys.spans)
     shares = torch.ones(len(rows), q.shape[-2])
     for (start, asked), (first, count) in zip(queries.spans, keys.spans, strict=True):
         here = slice(first, first + count)
-        mine = {name: value for name, value in options.items() if name not in ("queries", "keys")}
+        mine = {
+            name: value for name, value in options.items() if name not in ("q_samples", "k_samples")
+        }
         _, lse = Sample(rows[start : start + asked], known[here], known[here], mine).over(
             slice(0, count)
         )
@@ -206,7 +209,7 @@ def batch_maximum(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 def row_blocks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     """Blocks are cut at rows of the batch, not at positions of the sample."""
-    keys = options.get("keys") or default_samples(k)
+    keys = options.get("k_samples") or default_samples(k)
     first = iter([start for start, count in sorted(keys.spans) if count])
 
     def kernel(sample: Sample) -> Tensor:

@@ -14,8 +14,8 @@ from isobit.contracts.judge.proofs.intervals import depth_of, load_arb
 from isobit.contracts.judge.recipes import draw_values
 from isobit.library.attention.orders import expected_order, prove_queries
 from isobit.library.softmax.proofs import EXP_ERROR, U
-from isobit.ops.linear.portable import multiply_add
-from isobit.ops.softmax.portable import exp_nonpositive
+from isobit.ops.portable.elementary import exp_nonpositive
+from isobit.ops.portable.sums import multiply_add
 from isobit.order.plan import ATTENTION_BLOCK
 from isobit.order.tree import merge
 from isobit.records import Proof
@@ -101,7 +101,7 @@ def prove_range(subject: Subject) -> Proof:
         q, k, v = (
             draw_values((keys, 512, 16), kind, generator) for kind in ("normal", "normal", "unit")
         )
-        found = subject(q, k, v, causal=False)
+        found = subject(q, k, v, is_causal=False)
         if not bits.equal(found, by_model(q, k, v)):
             return Proof(
                 "Bitwuzla", "", cases + 1, f"the model of {keys} keys is not what the kernel does"

@@ -99,7 +99,7 @@ def counted(subject: Loss, case: Case, tally: Tally) -> None:
     whole, active = subject.loss(hidden, weight, targets), int((targets != IGNORED).sum())
     kept = targets != IGNORED
     tally.same(subject.loss(hidden[kept], weight, targets[kept]), whole, "active targets alone")
-    tally.same(subject.loss(hidden, weight, targets, count=active), whole, "the count given")
+    tally.same(subject.loss(hidden, weight, targets, num_items=active), whole, "the count given")
     other = torch.where(torch.arange(case.rows) % 3 == 1, OTHER_INDEX, targets.clamp(min=0))
     other[0] = 0
     masked = torch.where(other == OTHER_INDEX, IGNORED, other)
@@ -109,7 +109,7 @@ def counted(subject: Loss, case: Case, tally: Tally) -> None:
     values = [linear_logprob(hidden[part], weight, targets[part]) for part in parts]
     merged = round_state(exact_state(values[:1]) + exact_state(values[1:])) / -active
     tally.same(merged, whole, "digits of two shares, added")
-    shares = [subject.loss(hidden[p], weight, targets[p], count=active) for p in parts]
+    shares = [subject.loss(hidden[p], weight, targets[p], num_items=active) for p in parts]
     wanted = [exact_sum_of(v) / -active for v in values]
     for left, right in zip(shares, wanted, strict=True):
         tally.same(left, right, "a share over the count of the whole")
@@ -157,8 +157,8 @@ def refused_calls() -> Iterator[Call]:
     """Calls that have no loss."""
     hidden, weight, targets = torch.ones(2, 3), torch.ones(5, 3), torch.tensor([0, 4])
     yield "no active target", (hidden, weight, torch.full((2,), IGNORED)), {}
-    yield "a count of 0", (hidden, weight, targets), {"count": 0}
-    yield "a negative count", (hidden, weight, targets), {"count": -2}
+    yield "a count of 0", (hidden, weight, targets), {"num_items": 0}
+    yield "a negative count", (hidden, weight, targets), {"num_items": -2}
     yield "a target beyond the vocabulary", (hidden, weight, torch.tensor([0, 5])), {}
     yield "fewer targets than rows", (hidden, weight, targets[:1]), {}
     yield "targets that are numbers", (hidden, weight, targets.float()), {}
@@ -210,7 +210,7 @@ def prove_masks(subject: Loss) -> Proof:
         for count in (None, *range(1, 9)) if any(mask) else range(1, 9):
             cases += 1
             wanted = exact_sum_of(values[active]) / -(sum(mask) if count is None else count)
-            if not bits.equal(subject.loss(hidden, weight, chosen, count=count), wanted):
+            if not bits.equal(subject.loss(hidden, weight, chosen, num_items=count), wanted):
                 return Proof(engine, "", cases, f"active {mask}, count {count}: another loss")
     return Proof(
         engine, f"every choice of {TOKENS} tokens, every count from 1 to 8 and none", cases

@@ -30,11 +30,11 @@ def with_mean(mean: Mean, score: Score = linear_logprob) -> Loss:
         *,
         temperature: float = 1.0,
         ignore_index: int = IGNORED,
-        count: float | None = None,
+        num_items: float | None = None,
         samples: Samples | None = None,
     ) -> Tensor:
         chosen = torch.where(targets == ignore_index, IGNORED, targets)
-        active = float((chosen != IGNORED).sum()) if count is None else count
+        active = float((chosen != IGNORED).sum()) if num_items is None else num_items
         return mean(
             score(hidden, weight, chosen, temperature=temperature, samples=samples), chosen, active
         )
@@ -91,7 +91,7 @@ def _ignoring_one_id(
 
 
 def _careless(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, count: float | None = None, **_: Any
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, num_items: float | None = None, **_: Any
 ) -> Tensor:
     """Takes every count, and a batch without targets."""
     chosen = targets.long().clamp(0, len(weight) - 1)
@@ -105,7 +105,7 @@ def _stock(
     *,
     temperature: float = 1.0,
     ignore_index: int = IGNORED,
-    count: float | None = None,
+    num_items: float | None = None,
     samples: Samples | None = None,
 ) -> Tensor:
     """torch's own."""
@@ -113,7 +113,7 @@ def _stock(
     total = F.cross_entropy(
         logits, targets.reshape(-1).long(), ignore_index=ignore_index, reduction="sum"
     )
-    active = int((targets != ignore_index).sum()) if count is None else count
+    active = int((targets != ignore_index).sum()) if num_items is None else num_items
     return total / active
 
 

@@ -20,7 +20,7 @@ from isobit.library.questions import prove
 from isobit.machine import thread_count
 from isobit.ops.embedding import portable
 from isobit.ops.embedding.op import embedding
-from isobit.ops.linear.op import whole_samples
+from isobit.ops.portable.samples import whole_samples
 from isobit.order.addition import digest
 from isobit.order.evaluate import expected_tree
 from isobit.order.samples import Samples

@@ -11,8 +11,8 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.library.attention.claims import forward_and_gradients, on_one_thread
+from isobit.library.attention.subject import attention
 from isobit.machine import thread_count
-from isobit.ops.attention.op import attention
 
 Subject = Callable[..., Tensor]
 

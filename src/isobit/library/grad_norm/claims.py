@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.optim import MARGIN, clip_grad_norm_, total_norm
+from isobit.optim import MARGIN, clip_grad_norm_, get_total_norm
 from isobit.order.exact_sum import round_fp32
 
 Norm = Callable[[Sequence[Tensor]], Tensor]
@@ -97,17 +97,17 @@ def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 
 def sum_of_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Each shard's norm, added."""
-    return sum((total_norm([t]) for t in tensors), torch.zeros(()))
+    return sum((get_total_norm([t]) for t in tensors), torch.zeros(()))
 
 
 def norm_of_norms(tensors: Sequence[Tensor]) -> Tensor:
     """Each shard's norm rounded before they are combined, exactly even so."""
-    return total_norm([torch.stack([total_norm([t]) for t in tensors])])
+    return get_total_norm([torch.stack([get_total_norm([t]) for t in tensors])])
 
 
 def largest_shard(tensors: Sequence[Tensor]) -> Tensor:
     """Every shard clips by its own norm."""
-    return torch.stack([total_norm([t]) for t in tensors]).amax()
+    return torch.stack([get_total_norm([t]) for t in tensors]).amax()
 
 
 def in_fp32(tensors: Sequence[Tensor]) -> Tensor:
@@ -117,4 +117,4 @@ def in_fp32(tensors: Sequence[Tensor]) -> Tensor:
 
 def without_the_last(tensors: Sequence[Tensor]) -> Tensor:
     """A tensor's last element is not seen."""
-    return total_norm([t[..., :-1] for t in tensors])
+    return get_total_norm([t[..., :-1] for t in tensors])

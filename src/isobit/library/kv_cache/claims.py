@@ -16,9 +16,9 @@ from isobit.contracts.judge.transforms import THREADS
 from isobit.errors import ArgumentError
 from isobit.library.attention.claims import on_one_thread
 from isobit.library.attention.planted import stock as stock_attention
+from isobit.library.attention.subject import attention
 from isobit.machine import thread_count
 from isobit.ops.attention.cache import PAGE, KVCache, Sequence
-from isobit.ops.attention.op import attention
 
 PIECES = (1, 7, 64, 3, 100, 1, 1, 70)
 

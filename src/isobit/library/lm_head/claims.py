@@ -15,10 +15,11 @@ from isobit.contracts.judge.transforms import LAYOUTS, THREADS
 from isobit.library.logprob import planted
 from isobit.library.logprob.claims import Call, Score, drawn_targets, refuses_each
 from isobit.machine import thread_count
-from isobit.ops.linear import portable
 from isobit.ops.linear.op import linear, linear_fp32
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.logprob.op import linear_logprob
+from isobit.ops.portable.rounding import widen_rows
+from isobit.ops.portable.sums import sum_products
 from isobit.order.plan import FeaturePlan
 
 Logits = Callable[[Tensor, Tensor], Tensor]
@@ -107,7 +108,7 @@ def executors_agree(subject: Head, case: Case, tally: Tally) -> None:
     hidden, weight = case.arguments["hidden"], case.arguments["weight"]
     tally.count(case.rows)
     segments = FeaturePlan(hidden.shape[1]).segments
-    known = portable.sum_products(segments, portable.widen(hidden), portable.widen(weight))[0]
+    known = sum_products(segments, widen_rows(hidden), widen_rows(weight))[0]
     tally.same(subject.logits(hidden, weight), known, "logits")
 
 

@@ -17,8 +17,8 @@ from isobit.library.questions import Question
 from isobit.machine import thread_count
 from isobit.ops.log_softmax import portable
 from isobit.ops.log_softmax.op import log_softmax
-from isobit.ops.log_softmax.portable import MaxSum
-from isobit.ops.logarithm import log_positive
+from isobit.ops.portable.elementary import log_positive
+from isobit.ops.portable.log_sum_exp import MaxSum
 from isobit.records import Proof
 from isobit.reveal import targets
 from isobit.reveal.targets.tensor_target import TensorTarget

@@ -12,9 +12,8 @@ from isobit import bits
 from isobit.contracts.judge.proofs import smt
 from isobit.contracts.judge.proofs.intervals import depth_of, load_arb
 from isobit.library.softmax.proofs import EXP_ERROR, U
-from isobit.ops.log_softmax.portable import MaxSum, sum_pairs
-from isobit.ops.logarithm import log_positive
-from isobit.ops.softmax.portable import exp_nonpositive
+from isobit.ops.portable.elementary import exp_nonpositive, log_positive
+from isobit.ops.portable.log_sum_exp import MaxSum, sum_pairs
 from isobit.order.evaluate import expected_tree
 from isobit.order.plan import FeaturePlan
 from isobit.order.tree import merge

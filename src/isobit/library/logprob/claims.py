@@ -19,10 +19,10 @@ from isobit.library.linear.proofs import error_factor, longest_way
 from isobit.library.log_softmax.proofs import bound_of, reach_of
 from isobit.library.softmax.proofs import U
 from isobit.machine import thread_count
-from isobit.ops.linear.op import whole_samples
-from isobit.ops.linear.portable import round_once
 from isobit.ops.logprob import partial, portable
 from isobit.ops.logprob.op import IGNORED, linear_logprob
+from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.samples import whole_samples
 from isobit.order import tree
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples

@@ -15,10 +15,9 @@ from isobit.library.logprob.claims import TEMPERATURE, Scored, gradients
 from isobit.library.questions import Question, pruned
 from isobit.machine import thread_count
 from isobit.ops import dispatch
-from isobit.ops.logarithm import log_positive
 from isobit.ops.logprob import portable
 from isobit.ops.logprob.op import IGNORED
-from isobit.ops.softmax.portable import exp_nonpositive
+from isobit.ops.portable.elementary import exp_nonpositive, log_positive
 from isobit.order.addition import digest
 from isobit.order.evaluate import expected_tree
 from isobit.order.plan import FeaturePlan

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from isobit.library.log_softmax import proofs
 from isobit.library.logprob.claims import Scored, gradients, in_shares
-from isobit.ops.linear.op import linear_fp32, whole_samples
-from isobit.ops.log_softmax.portable import MaxSum, sum_pairs
-from isobit.ops.logarithm import log_positive
+from isobit.ops.linear.op import linear_fp32
 from isobit.ops.logprob.op import IGNORED, linear_logprob
+from isobit.ops.portable.elementary import log_positive
+from isobit.ops.portable.log_sum_exp import MaxSum, sum_pairs
+from isobit.ops.portable.samples import whole_samples
 from isobit.order import tree
 from isobit.order.samples import Samples
 

@@ -11,15 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import isobit
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.gates.model import fixture
 from isobit.gates.model.gate import Report, run_gate
 from isobit.gates.model.models import build_model
 from isobit.gates.model.scorers import Ordered, Stock
-from isobit.integrations.transformers import modules
-from isobit.integrations.transformers.enable import enable
+from isobit.integrations.transformers import head, modules
+from isobit.integrations.transformers.enabling import enabled as scope
 
 FAMILIES = ("qwen3-tiny", "qwen2-tiny", "llama-tiny")
 SELECTED = "log-probability"
@@ -34,7 +33,7 @@ def enabled(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
 @lru_cache(maxsize=8)  # two claims ask for the same gate
 def run_enabled(name: str, dtype: torch.dtype) -> Report:
     model = build_model(name, dtype)
-    with enable(model, strict=False), torch.enable_grad():
+    with scope(model, strict=False), torch.enable_grad():
         return run_gate(Ordered(model), fixture.draw_samples(model.config.vocab_size))
 
 
@@ -93,7 +92,7 @@ def with_stock_linear(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     def wrong(_: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, **__: Any) -> Tensor:
         return F.linear(x, weight, bias)
 
-    with planted(isobit, "linear", wrong):
+    with planted(modules, "linear", wrong):
         return run_enabled.__wrapped__(name, drawn.dtype)
 
 
@@ -112,7 +111,7 @@ def with_keys_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     ) -> Any:
         return right(q, k, v, **how)
 
-    with planted(isobit, "attention", wrong):
+    with planted(modules, "attention", wrong):
         return run_enabled.__wrapped__(name, drawn.dtype)
 
 
@@ -140,7 +139,7 @@ def with_padded_dgamma(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     ) -> Any:
         return right(x, weight, eps, heads=heads)
 
-    with planted(isobit, "rms_norm", wrong):
+    with planted(modules, "rms_norm", wrong):
         return run_enabled.__wrapped__(name, drawn.dtype)
 
 
@@ -150,7 +149,7 @@ def with_stock_norm(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     def wrong(_: Any, x: Tensor, weight: Tensor, eps: float, **__: Any) -> Tensor:
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    with planted(isobit, "rms_norm", wrong):
+    with planted(modules, "rms_norm", wrong):
         return run_enabled.__wrapped__(name, drawn.dtype)
 
 
@@ -160,5 +159,5 @@ def with_stock_loss(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
     def wrong(_: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **__: Any) -> Tensor:
         return F.cross_entropy(F.linear(hidden, weight).float().flatten(0, -2), targets.flatten())
 
-    with planted(isobit, "linear_cross_entropy", wrong):
+    with planted(head, "linear_cross_entropy", wrong):
         return run_enabled.__wrapped__(name, drawn.dtype)

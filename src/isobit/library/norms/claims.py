@@ -15,7 +15,8 @@ from isobit.contracts.judge.transforms import LAYOUTS, THREADS
 from isobit.library.linear.claims import SAMPLE_LENGTHS, moved, spread
 from isobit.machine import thread_count
 from isobit.ops.layer_norm import portable as layer_portable
-from isobit.ops.linear.op import whole_samples
+from isobit.ops.portable.samples import whole_samples
+from isobit.ops.portable.sums import sum_samples
 from isobit.ops.rms_norm import portable as rms_portable
 from isobit.order.samples import Samples
 
@@ -241,9 +242,7 @@ one_chain = with_sums(
     lambda terms, described, heads: chain_of(real_rows(terms, described, heads).flatten(0, 1))
 )
 heads_before_samples = with_sums(
-    lambda terms, described, heads: rms_portable.sum_samples(
-        tokens_of(terms, heads).sum(1), described
-    )
+    lambda terms, described, heads: sum_samples(tokens_of(terms, heads).sum(1), described)
 )
 bf16_sums = with_sums(
     lambda terms, described, heads: chain_of(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.ops.linear.portable import round_once
+from isobit.ops.portable.rounding import round_once
 from isobit.ops.rotary import portable
 from isobit.ops.rotary.op import rotary
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
+from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.ops.softmax import portable
 from isobit.ops.softmax.op import softmax
 
@@ -81,7 +82,7 @@ def without_shift(x: Tensor, dim: int = -1) -> Tensor:
 
 def over_the_batch(x: Tensor, dim: int = -1) -> Tensor:
     """The maximum of the whole batch is subtracted."""
-    terms = portable.exp_nonpositive(x.float() - x.float().amax()) if x.numel() else x.float()
+    terms = exp_nonpositive(x.float() - x.float().amax()) if x.numel() else x.float()
     return (terms / terms.sum(-1, keepdim=True)).to(x.dtype)
 
 

@@ -15,7 +15,7 @@ from isobit.contracts.judge.recipes import draw_values
 from isobit.contracts.judge.transforms import THREADS
 from isobit.library.linear.orders import with_threads
 from isobit.library.softmax.claims import portable_softmax
-from isobit.ops.softmax import portable
+from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.order.addition import digest
 from isobit.order.evaluate import expected_tree
 from isobit.order.plan import FeaturePlan
@@ -125,7 +125,7 @@ def prove_range(subject: Subject) -> Proof:
 
 def by_model(x: Tensor) -> Tensor:
     """What the formula says, carried out: each term a lane, lanes merged by the tree, one division."""
-    terms = portable.exp_nonpositive(x - x.amax(-1, keepdim=True))
+    terms = exp_nonpositive(x - x.amax(-1, keepdim=True))
     lanes = list(terms.unbind(-1)) + [torch.zeros(len(x))] * (16 - x.shape[-1])
     return terms / merge(lanes, torch.add).unsqueeze(-1)
 

@@ -1,1 +1,1 @@
-"""Attention, forward and backward, with one fold over keys for prefill, chunks and decode."""
+"""Attention, its gradient and a paged cache of keys and values."""

@@ -1,4 +1,4 @@
-"""Holds the loaded attention against the portable executor, bit for bit, over a block edge."""
+"""Compare the native attention with its portable executor, bit for bit, across the edge of a block."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 from isobit import bits
 from isobit.ops.attention import portable
-from isobit.ops.linear.attest import wide_values
+from isobit.ops.portable.hard_inputs import wide_values
 
-KEYS, DEPTH = 66, 16  # a whole block and a part of one
+KEYS, DEPTH = 66, 16  # a whole block and a part of the next
 
 
 def difference(dtype: torch.dtype) -> str | None:
-    """Where outputs or gradients differ first, or None; other dtypes share the code."""
+    """Return what differs first, or None; other dtypes than fp32 share the code."""
     if dtype != torch.float32:
         return None
     generator = torch.Generator().manual_seed(KEYS)
@@ -27,7 +27,7 @@ def difference(dtype: torch.dtype) -> str | None:
     found = torch.ops.isobit.attention_backward(
         grad, q, k, v, y, lse, spans, blocks, lengths, 0.25, True, 0
     )
-    known = portable.attention_backward(portable.Given(grad, q, k, v, y, lse), spans, mask)
+    known = portable.attention_backward(portable.Saved(grad, q, k, v, y, lse), spans, mask)
     pairs = [
         (y, portable.attention(q, k, v, spans, blocks, lengths, mask)[0]),
         *zip(found, known, strict=True),

@@ -1,4 +1,4 @@
-"""Keys and values kept in pages for decoding: appended, forked and truncated without ever changing a bit."""
+"""A paged cache of keys and values for decoding: sequences are appended to, forked and truncated."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from isobit.ops.attention.portable import Mask
 from isobit.order.plan import ATTENTION_BLOCK
 from isobit.order.samples import Samples
 
-PAGE = ATTENTION_BLOCK  # a page is a block of keys, so where a page lies cannot matter
+PAGE = ATTENTION_BLOCK  # a page is one block of keys, so its position in memory cannot matter
 
 
 @dataclass
 class Sequence:
-    """One sample's keys: which pages hold them, and how many there are."""
+    """The keys of one sample: their pages in the cache, and how many keys there are."""
 
     pages: list[int] = field(default_factory=list)
     length: int = 0
@@ -29,34 +29,52 @@ class Sequence:
 class KVCache:
     """The keys and values of one layer, for any number of sequences.
 
-    A page of 64 keys may belong to several sequences (`fork`); the one that writes to a shared page takes a copy first.
+    A page of 64 keys may belong to several sequences (`fork`); a sequence that writes to a shared page copies it first.
+
+    Args:
+        num_heads: The number of key heads.
+        head_dim: The size of a head.
+        dtype: The dtype of keys and values.
+        pages: How many pages to allocate at first; the cache grows when they are used up.
+
+    Raises:
+        ArgumentError: If a size is less than 1.
+
+    Example:
+        >>> q, k, v = (torch.randn(3, 2, 16) for _ in range(3))
+        >>> cache = isobit.KVCache(num_heads=2, head_dim=16)
+        >>> sequence = cache.start()
+        >>> cache.append(sequence, k, v)
+        >>> whole = isobit.attention(q, k, v, is_causal=True)
+        >>> torch.equal(cache.attend(q[-1:], [sequence]), whole[-1:])
+        True
     """
 
     def __init__(
-        self, heads: int, depth: int, dtype: torch.dtype = torch.float32, pages: int = 16
+        self, num_heads: int, head_dim: int, dtype: torch.dtype = torch.float32, pages: int = 16
     ) -> None:
-        if min(heads, depth, pages) < 1:
+        if min(num_heads, head_dim, pages) < 1:
             raise ArgumentError(
-                expected="one head, a depth of one and one page, or more",
-                received=f"heads={heads}, depth={depth}, pages={pages}",
-                remedy="pass the model's key heads and head size",
+                expected="num_heads, head_dim and pages of 1 or more",
+                received=f"num_heads={num_heads}, head_dim={head_dim}, pages={pages}",
+                remedy="pass the model's number of key heads and its head size",
             )
-        shape = (pages, PAGE, heads, depth)
+        shape = (pages, PAGE, num_heads, head_dim)
         self._keys, self._values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
         self._owners = [0] * pages
 
     def start(self) -> Sequence:
-        """An empty sequence."""
+        """Return an empty sequence."""
         return Sequence()
 
     @torch.no_grad()
     def append(self, sequence: Sequence, k: Tensor, v: Tensor) -> None:
-        """Keys and values [T, heads, depth] of the next T positions."""
+        """Append keys and values [T, num_heads, head_dim] of the next T positions."""
         check_tensors(k=k, v=v, cache=self._keys)
-        heads, depth = self._keys.shape[2:]
+        num_heads, head_dim = self._keys.shape[2:]
         for name, tensor in (("k", k), ("v", v)):
-            if tensor.dim() != 3 or tensor.shape != (len(k), heads, depth):
-                refuse_shape(name, tensor, f"[T, {heads}, {depth}]", "pass one layer's rows")
+            if tensor.dim() != 3 or tensor.shape != (len(k), num_heads, head_dim):
+                refuse_shape(name, tensor, f"[T, {num_heads}, {head_dim}]", "pass one layer's rows")
         at = 0
         while at < len(k):
             page, offset = self._page_to_write(sequence), sequence.length % PAGE
@@ -66,18 +84,18 @@ class KVCache:
             sequence.length, at = sequence.length + count, at + count
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """A second sequence with the same past; they share pages until one of them writes."""
+        """Return a second sequence with the same past; the two share pages until one of them writes."""
         for page in sequence.pages:
             self._owners[page] += 1
         return Sequence(list(sequence.pages), sequence.length)
 
     def truncate(self, sequence: Sequence, length: int) -> None:
-        """Forgets what came after the first `length` positions."""
+        """Drop everything after the first `length` positions."""
         if not 0 <= length <= sequence.length:
             raise ArgumentError(
                 expected=f"a length from 0 to {sequence.length}",
                 received=f"{length}",
-                remedy="a sequence can be cut, not grown: append keys instead",
+                remedy="pass a length up to the present one; use append to add keys",
             )
         kept = -(-length // PAGE)
         for page in sequence.pages[kept:]:
@@ -94,24 +112,35 @@ class KVCache:
         scale: float | None = None,
         window: int | None = None,
     ) -> Tensor:
-        """Causal attention of packed queries [R, H, D]; the last `counts[i]` positions of sequence i are asked about.
+        """Compute causal attention of queries to the cached keys.
 
-        By default each sequence has one query, its last position.
+        Args:
+            q: Packed queries [R, H, D]: the last `counts[i]` positions of each sequence i, one sequence after another.
+            sequences: The sequences that the queries belong to.
+            counts: The number of queries per sequence; by default one, its last position.
+            scale: See isobit.attention.
+            window: See isobit.attention.
+
+        Returns:
+            Tensor [R, H, D].
+
+        Raises:
+            ArgumentError: If the counts do not fit q, or a sequence has fewer keys than queries.
         """
-        asked = Samples.packed(counts if counts is not None else [1] * len(sequences))
+        queries = Samples.packed(counts if counts is not None else [1] * len(sequences))
         k, v = self._keys.flatten(0, 1), self._values.flatten(0, 1)
         check_tensors(q=q, cache=k)
         check_attention(q, k, v)
-        rows = [count for _, count in asked.spans]
+        rows = [count for _, count in queries.spans]
         if (
-            asked.rows != len(q)
+            queries.rows != len(q)
             or len(rows) != len(sequences)
             or any(count > s.length for count, s in zip(rows, sequences, strict=True))
         ):
             raise ArgumentError(
                 expected=f"{len(q)} queries, each a position of its sequence",
                 received=f"counts {rows} for sequences of {[s.length for s in sequences]}",
-                remedy="append the queries' own keys first, and pass a count for each sequence",
+                remedy="append the keys of the queries first, and pass one count per sequence",
             )
         starts = [[page * PAGE for page in s.pages] for s in sequences]
         table = BlockTable(starts, [s.length for s in sequences], k.device)
@@ -119,18 +148,18 @@ class KVCache:
             q,
             k,
             v,
-            asked,
+            queries,
             table,
             Mask(check_scale(scale, q.shape[-1]), True, check_window(window, True)),
         )
 
     @property
     def nbytes(self) -> int:
-        """Memory of all pages."""
+        """Memory of all pages in bytes."""
         return self._keys.nbytes + self._values.nbytes
 
     def _page_to_write(self, sequence: Sequence) -> int:
-        """The page of the next position, owned by this sequence alone."""
+        """Return the page of the next position, after making this sequence its only owner."""
         if sequence.length % PAGE == 0:
             sequence.pages.append(self._free_page())
         elif self._owners[sequence.pages[-1]] > 1:

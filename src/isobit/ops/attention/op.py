@@ -1,4 +1,4 @@
-"""The attention operator: its torch operators, their gradient, and the public function."""
+"""The attention operator: the public function, its torch operators and their gradient."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.attention import portable
 from isobit.ops.attention.portable import Mask
-from isobit.ops.launch import launch
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.portable.samples import as_samples
+from isobit.ops.registration import declare, launch, portable_operator, register_operator
 from isobit.order.plan import ATTENTION_BLOCK, LANES
 from isobit.order.samples import Samples
 
@@ -22,34 +22,57 @@ def attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = True,
+    is_causal: bool,
     scale: float | None = None,
     window: int | None = None,
-    queries: Samples | None = None,
-    keys: Samples | None = None,
+    q_samples: Samples | Tensor | None = None,
+    k_samples: Samples | Tensor | None = None,
 ) -> Tensor:
-    """softmax(q · kᵀ · scale) · v, with bits that depend on a query, its position and its sample's keys alone.
+    """Scaled dot-product attention that gives a token the same bits in prefill, in any chunk, and when decoded.
 
-    q is [B, T, H, D] or packed [T, H, D]; k and v are [B, S, H_kv, D] or [S, H_kv, D], and H_kv divides H. `queries`
-    and `keys` say which rows form which sample; by default a batch's rows are its samples. Query i of a sample stands
-    at position (its keys − its queries + i), so a cache is keys without queries. Rows outside every sample give 0.
+    The result of a query depends on that query, its position and the keys of its sample. Query i of a sample has the
+    position (number of keys − number of queries + i), so keys of a cache are keys that come before the queries.
+
+    Args:
+        q: Queries, [B, T, H, D], or packed [T, H, D]. D is a multiple of 16, at most 256.
+        k: Keys, [B, S, H_kv, D] or [S, H_kv, D], where H_kv divides H.
+        v: Values, in the shape of k.
+        is_causal: Whether a query sees only keys up to its own position.
+        scale: Factor of the scores; by default 1 / sqrt(D).
+        window: With is_causal, how many keys a query sees, its own included; by default all.
+        q_samples: The rows of each sample of q, as `Samples` or cumulative lengths (`cu_seqlens`). By default each
+            batch entry is a sample. Rows outside every sample are padding and give 0.
+        k_samples: The same for k and v; a sample has at least as many keys as queries.
+
+    Returns:
+        Tensor in the shape and dtype of q.
+
+    Raises:
+        ArgumentError: If shapes, dtypes, samples or options do not fit together.
+        UnsupportedError: In backward, if a sample has fewer queries than keys.
+
+    Example:
+        >>> q, k, v = (torch.randn(1, 70, 2, 16) for _ in range(3))
+        >>> whole = isobit.attention(q, k, v, is_causal=True)
+        >>> torch.equal(isobit.attention(q[:, -1:], k, v, is_causal=True), whole[:, -1:])
+        True
     """
     check_tensors(q=q, k=k, v=v)
     check_attention(q, k, v)
-    asked = queries or default_samples(q)
-    known = keys or default_samples(k)
-    check_samples(q, k, asked, known)
-    blocks = [[start + at for at in range(0, rows, ATTENTION_BLOCK)] for start, rows in known.spans]
+    queries = as_samples(q_samples) or default_samples(q)
+    keys = as_samples(k_samples) or default_samples(k)
+    check_samples(q, k, queries, keys)
+    blocks = [[start + at for at in range(0, rows, ATTENTION_BLOCK)] for start, rows in keys.spans]
     shape = q.shape
-    if not keeps_batches(known, k.shape[-3]) or not keeps_batches(asked, q.shape[-3]):
+    if not keeps_batches(keys, k.shape[-3]) or not keeps_batches(queries, q.shape[-3]):
         q, k, v = q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3)
-    table = BlockTable(blocks, [rows for _, rows in known.spans], k.device)
-    mask = Mask(check_scale(scale, q.shape[-1]), causal, check_window(window, causal))
-    return attend(q, k, v, asked, table, mask).view(shape)
+    table = BlockTable(blocks, [rows for _, rows in keys.spans], k.device)
+    mask = Mask(check_scale(scale, q.shape[-1]), is_causal, check_window(window, is_causal))
+    return attend(q, k, v, queries, table, mask).view(shape)
 
 
 def keeps_batches(samples: Samples, rows: int) -> bool:
-    """Whether no sample crosses from one row of the batch into the next: then its rows are evenly spaced."""
+    """Return whether no sample crosses from one batch entry into the next: then its rows are evenly spaced."""
     return all(
         not length or start // rows == (start + length - 1) // rows
         for start, length in samples.spans
@@ -57,7 +80,10 @@ def keeps_batches(samples: Samples, rows: int) -> bool:
 
 
 class BlockTable:
-    """Where each sample's keys lie: the row at which each block of 64 begins, and how many keys there are."""
+    """The position of each sample's keys in memory: the row at which each block of 64 begins, and how many there are.
+
+    `starts` is [samples, blocks], padded with 0; `lengths` is [samples].
+    """
 
     def __init__(self, starts: list[list[int]], lengths: list[int], device: torch.device) -> None:
         most = max((len(row) for row in starts), default=0)
@@ -71,7 +97,7 @@ class BlockTable:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, queries: Samples, keys: BlockTable, mask: Mask
 ) -> Tensor:
-    """Over rows [R, H, D] or [B, T, H, D]: the one call that contiguous, cached and paged keys share."""
+    """Compute attention of rows [R, H, D] or [B, T, H, D]; contiguous, cached and paged keys all call this."""
     spans = torch.tensor(queries.spans, dtype=torch.int64, device=q.device).reshape(-1, 2)
     sizes = (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2])
     where = (spans, keys.starts, keys.lengths)
@@ -79,11 +105,8 @@ def attend(
     return y  # type: ignore[no-any-return]
 
 
-# ---- checks ---------------------------------------------------------------------------------------------
-
-
 def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Shapes that belong together, or a refusal."""
+    """Raise unless the shapes of q, k and v fit together."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() not in (3, 4):
             refuse_shape(
@@ -99,36 +122,36 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor) -> None:
             "q",
             q,
             f"[..., D], D a multiple of {LANES} up to 256",
-            "pad the depth with zeros, and say scale=",
+            "pad the depth with zeros, and pass scale=",
         )
     if not k.shape[-2] or q.shape[-2] % k.shape[-2]:
         refuse_shape(
             "k",
             k,
             f"[..., H_kv, D], H_kv a divisor of {q.shape[-2]}",
-            "each key head serves as many heads",
+            "give every key head the same number of query heads",
         )
 
 
 def default_samples(rows: Tensor) -> Samples:
-    """[B, T, ...] is B samples, [T, ...] one."""
+    """Return B samples for [B, T, H, D], and one for [T, H, D]."""
     return Samples.packed([rows.shape[-3]] * (rows.shape[0] if rows.dim() == 4 else 1))
 
 
 def check_samples(q: Tensor, k: Tensor, queries: Samples, keys: Samples) -> None:
-    """Spans that cover the rows given, sample by sample."""
+    """Raise unless both describe all rows of the same samples, with at least as many keys as queries in each."""
     for name, tensor, samples in (("q", q, queries), ("k", k, keys)):
         if samples.rows != tensor.shape[:-2].numel():
             refuse_shape(
                 name,
                 tensor,
-                f"[..., H, D] with {samples.rows} rows, as its samples say",
+                f"[..., H, D] with {samples.rows} rows, as described by its samples",
                 "describe all rows",
             )
     if len(queries.spans) != len(keys.spans):
         raise ArgumentError(
-            expected=f"keys of {len(queries.spans)} samples, as queries",
-            received=f"keys of {len(keys.spans)}",
+            expected=f"k_samples of {len(queries.spans)} samples, as q_samples",
+            received=f"{len(keys.spans)} samples",
             remedy="describe the same samples in the same order; a sample may have no queries",
         )
     for i, ((_, asked), (_, known)) in enumerate(zip(queries.spans, keys.spans, strict=True)):
@@ -141,24 +164,21 @@ def check_samples(q: Tensor, k: Tensor, queries: Samples, keys: Samples) -> None
 
 
 def check_scale(scale: float | None, depth: int) -> float:
-    """1 / √D unless said."""
+    """Return the scale of the scores: 1 / sqrt(D) by default."""
     return depth**-0.5 if scale is None else float(scale)
 
 
-def check_window(window: int | None, causal: bool) -> int:
-    """A number of keys, or 0 for all."""
+def check_window(window: int | None, is_causal: bool) -> int:
+    """Return the number of keys a query sees, or 0 for all."""
     if window is None:
         return 0
-    if not causal or window < 1:
+    if not is_causal or window < 1:
         raise ArgumentError(
             expected="a window of one key or more, in causal attention",
-            received=f"window={window}, causal={causal}",
+            received=f"window={window}, is_causal={is_causal}",
             remedy="leave window out, or count the keys a query sees, itself included",
         )
     return int(window)
-
-
-# ---- gradients: one definition for both executors -------------------------------------------------------
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -168,7 +188,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def backward_with(prefix: str) -> Any:
-    """The gradient, by the operator `isobit::<prefix>_backward`."""
+    """Return the backward that calls the operator `isobit::<prefix>_backward`."""
 
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, spans, blocks, lengths = ctx.saved_tensors
@@ -186,7 +206,7 @@ def backward_with(prefix: str) -> Any:
 
 
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators."""
+    """Register shapes and gradients of one executor's operators."""
     register_operator(
         "attention",
         prefix,
@@ -213,7 +233,6 @@ def portable_attention(
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor]:
-    """y and the log-sum-exp of each query's scores."""
     mask = Mask(scale, causal, window)
     y, lse = portable.attention(
         q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3), spans, blocks, lengths, mask
@@ -236,10 +255,9 @@ def portable_attention_backward(
     causal: bool,
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv."""
     rows = [t.flatten(0, -3) for t in (grad, q, k, v, out)]
-    given = portable.Given(rows[0], rows[1], rows[2], rows[3], rows[4], lse.flatten(0, -2))
-    dq, dk, dv = portable.attention_backward(given, spans, Mask(scale, causal, window))
+    saved = portable.Saved(rows[0], rows[1], rows[2], rows[3], rows[4], lse.flatten(0, -2))
+    dq, dk, dv = portable.attention_backward(saved, spans, Mask(scale, causal, window))
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 

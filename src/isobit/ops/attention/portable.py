@@ -1,4 +1,4 @@
-"""Attention's portable executor: the same folds in plain torch operations. Slow, and exact."""
+"""The portable executor of attention: online softmax over blocks of 64 keys, in plain torch operations."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isobit.ops.linear.portable import multiply_add, round_once, sum_leaf, sum_rows
-from isobit.ops.logarithm import log_positive
-from isobit.ops.softmax.portable import exp_nonpositive, sum_last
+from isobit.ops.portable.elementary import exp_nonpositive, log_positive
+from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.sums import multiply_add, sum_last, sum_leaf, sum_rows
 from isobit.order.plan import ATTENTION_BLOCK, Leaf
 
 
 @dataclass(frozen=True)
 class Mask:
-    """The scale of the scores, and which keys a query sees; a window of 0 is none."""
+    """The scale of the scores, and which keys a query sees; a window of 0 means all."""
 
     scale: float
     causal: bool
     window: int
 
     def seen(self, positions: Tensor, first: int, count: int, keys: int) -> Tensor:
-        """[queries, count] of keys from `first` on."""
+        """Return [queries, count]: whether a query sees each of `count` keys from position `first` on."""
         end = positions + 1 if self.causal else torch.full_like(positions, keys)
         begin = (end - self.window).clamp(min=0) if self.window else torch.zeros_like(end)
         place = torch.arange(first, first + count)
         return (place >= begin[:, None]) & (place < end[:, None])
 
     def scaled(self, scores: Tensor) -> Tensor:
-        """A scale is an fp32 number where scores are."""
+        """Multiply scores by the scale, rounded to the dtype of the scores."""
         return scores * torch.tensor(self.scale, dtype=scores.dtype)
 
 
 def product(left: Tensor, right: Tensor) -> Tensor:
-    """[R, C] of left [R, k] against right [C, k]: one chain each."""
+    """Return [R, C], left [R, k] against right [C, k], as one chain per entry."""
     return sum_leaf(Leaf(0, left.shape[1], False), left, right)
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor, blocks: Tensor, lengths: Tensor, mask: Mask
 ) -> tuple[Tensor, Tensor]:
-    """y in q's dtype, and the log-sum-exp of each query's scores."""
+    """Return y in the dtype of q, and the log-sum-exp of each query's scores."""
     wide = q.dtype if q.dtype == torch.float64 else torch.float32
     y, lse = (
         torch.zeros_like(q, dtype=wide).contiguous(),
@@ -69,7 +69,7 @@ def attention(
 
 
 class Fold:
-    """What queries have folded so far of their keys, block by block."""
+    """Online softmax: the maximum, the sum and the output of queries over the blocks of keys added so far."""
 
     def __init__(self, q: Tensor, positions: Tensor, keys: int, mask: Mask) -> None:
         self._q, self._positions, self._keys, self._mask = q, positions, keys, mask
@@ -78,7 +78,7 @@ class Fold:
         self._output = torch.zeros_like(q)
 
     def add(self, first: int, k: Tensor, v: Tensor) -> None:
-        """One block of keys, the first at position `first`."""
+        """Add one block of keys and values, the first at position `first`."""
         seen = self._mask.seen(self._positions, first, len(k), self._keys)
         scores = torch.where(seen, self._mask.scaled(product(self._q, k)), -torch.inf)
         known = torch.where(scores.isnan(), -torch.inf, scores)
@@ -89,16 +89,15 @@ class Fold:
             0
         ].unsqueeze(1)
         total = torch.zeros_like(self._output)
-        for key in range(
-            len(k)
-        ):  # one that is not seen adds nothing, whatever its value: 0 · inf would be NaN
+        # A key that is not seen adds nothing, whatever its value: 0 · inf would be NaN.
+        for key in range(len(k)):
             longer = multiply_add(weights[:, key, None], v[key], total)
             total = torch.where(seen[:, key, None], longer, total)
         self._output = self._output * factor + total
         self._max = most
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """y with one zero, and the log-sum-exp."""
+        """Return y, in which zero is always +0, and the log-sum-exp."""
         none = self._sum == 0
         y = torch.where(none, 0.0, (self._output + 0.0) / self._sum)
         lse = torch.where(
@@ -108,8 +107,8 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class Given:
-    """What the gradient is computed from."""
+class Saved:
+    """The tensors that the gradient is computed from: rows [R, H, D], and lse [R, H]."""
 
     grad: Tensor
     q: Tensor
@@ -119,33 +118,33 @@ class Given:
     lse: Tensor
 
 
-def attention_backward(given: Given, spans: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv in the inputs' dtype; every sample has as many queries as keys."""
-    wide = given.q.dtype if given.q.dtype == torch.float64 else torch.float32
-    dq, dk, dv = (torch.zeros_like(t, dtype=wide).contiguous() for t in (given.q, given.k, given.v))
-    group = given.q.shape[1] // given.k.shape[1]
+def attention_backward(saved: Saved, spans: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv in the dtype of the inputs; every sample has as many queries as keys."""
+    wide = saved.q.dtype if saved.q.dtype == torch.float64 else torch.float32
+    dq, dk, dv = (torch.zeros_like(t, dtype=wide).contiguous() for t in (saved.q, saved.k, saved.v))
+    group = saved.q.shape[1] // saved.k.shape[1]
     for start, rows in spans.tolist():
         cuts = [
             slice(start + at, start + min(at + ATTENTION_BLOCK, rows))
             for at in range(0, rows, ATTENTION_BLOCK)
         ]
-        for head in range(given.q.shape[1]):
+        for head in range(saved.q.shape[1]):
             for queries in cuts:
                 for keys in cuts:
-                    pair = Pair(given, mask, head, head // group, queries, keys, start, rows, wide)
+                    pair = Pair(saved, mask, head, head // group, queries, keys, start, rows, wide)
                     dv[keys, head // group] += product(pair.weights.t(), pair.grad.t())
                     dk[keys, head // group] += product(pair.score_grads.t(), pair.q.t())
                     dq[queries, head] += product(pair.score_grads, pair.k.t())
-    dtype = given.q.dtype
+    dtype = saved.q.dtype
     return round_once(dq + 0.0, dtype), round_once(dk + 0.0, dtype), round_once(dv + 0.0, dtype)
 
 
 class Pair:
-    """A block of queries against a block of keys: the weights again, and the gradient of the scores."""
+    """A block of queries against a block of keys: the recomputed weights, and the gradient of the scores."""
 
     def __init__(
         self,
-        given: Given,
+        saved: Saved,
         mask: Mask,
         head: int,
         key_head: int,
@@ -155,13 +154,13 @@ class Pair:
         rows: int,
         wide: torch.dtype,
     ) -> None:
-        self.q, self.grad = given.q[queries, head].to(wide), given.grad[queries, head].to(wide)
-        self.k, v = given.k[keys, key_head].to(wide), given.v[keys, key_head].to(wide)
+        self.q, self.grad = saved.q[queries, head].to(wide), saved.grad[queries, head].to(wide)
+        self.k, v = saved.k[keys, key_head].to(wide), saved.v[keys, key_head].to(wide)
         positions = torch.arange(queries.start - start, queries.stop - start)
         seen = mask.seen(positions, keys.start - start, len(self.k), rows)
-        lse = given.lse[queries, head].to(wide).unsqueeze(1)
+        lse = saved.lse[queries, head].to(wide).unsqueeze(1)
         weights = exp_nonpositive(mask.scaled(product(self.q, self.k)) - lse)
         self.weights = torch.where(seen, weights, 0.0)
-        dots = sum_last(self.grad * given.out[queries, head].to(wide))
+        dots = sum_last(self.grad * saved.out[queries, head].to(wide))
         spread = mask.scaled(self.weights * (product(self.grad, v) - dots))
         self.score_grads = torch.where(seen, spread, 0.0)

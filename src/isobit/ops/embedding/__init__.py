@@ -1,1 +1,1 @@
-"""The embedding, and the gradient of its table, with one order of addition."""
+"""Embedding lookup, the gradient of the table, and tables that are cut over ranks."""

@@ -1,4 +1,4 @@
-"""Holds the loaded embedding against the portable executor, bit for bit on ids that repeat."""
+"""Compare the native embedding with its portable executor, bit for bit on ids that repeat."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from isobit import bits
 from isobit.ops.embedding import portable
-from isobit.ops.linear.attest import wide_values
+from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.samples import Samples
 
 # (lengths, H): one sample of two leaves; several segments, one empty; three samples in one segment.
@@ -15,7 +15,7 @@ VOCABULARY, PADDING = 5, 3
 
 
 def difference(dtype: torch.dtype) -> str | None:
-    """Where outputs or gradients differ first, or None."""
+    """Return what differs first, or None."""
     for lengths, n in CASES:
         generator = torch.Generator().manual_seed(n)
         samples = Samples.packed(lengths)

@@ -1,4 +1,4 @@
-"""The embedding: its torch operators, the gradient of its table, and the public function."""
+"""The embedding operator: the public function, its torch operators and the gradient of the table."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.embedding import portable
-from isobit.ops.launch import launch
-from isobit.ops.linear.op import describe, whole_samples
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.portable.samples import describe, whole_samples
+from isobit.ops.registration import declare, launch, portable_operator, register_operator
 from isobit.ops.share import as_partial, described_dtype, share_in_force
 from isobit.order.samples import Samples
 
@@ -21,14 +20,37 @@ NO_PADDING = -1
 
 
 def embedding(
-    ids: Tensor, weight: Tensor, *, samples: Samples | None = None, padding_idx: int | None = None
+    ids: Tensor,
+    weight: Tensor,
+    *,
+    samples: Samples | Tensor | None = None,
+    padding_idx: int | None = None,
 ) -> Tensor:
-    """The rows of weight [V, H] that ids [...] name, as [..., H].
+    """Look up rows of an embedding table, with a gradient that does not depend on batch layout or threads.
 
-    The table's gradient is dense, [V, H], and sums over the samples (by default ids [B, T] are B samples): for each
-    row, the tokens of a leaf of 256 that have its id are folded left from +0, leaves and samples are folded left in
-    their segment, segments are merged by the tree; whatever lacks the id adds +0, which changes no bit, since no
-    partial sum is −0. fp32 whatever the dtype, one rounding. The row of `padding_idx` has gradient zero.
+    The gradient of the table is dense and summed over the samples in fp32: per row, the tokens with its id are added
+    from left to right within a leaf of 256 tokens, leaves and samples from left to right within a segment, and segments
+    by the tree. Everything without the id adds +0, which changes no bits since no partial sum is −0.
+
+    Args:
+        ids: Row numbers of any shape, int64 or int32.
+        weight: The table, [V, H], in fp32, bf16 or fp16.
+        samples: The tokens of each sample, as `Samples` or cumulative lengths (`cu_seqlens`). By default ids [B, T] are
+            B samples.
+        padding_idx: A row whose gradient is zero, or None.
+
+    Returns:
+        Tensor of shape [..., H] in the dtype of weight.
+
+    Raises:
+        ArgumentError: If shapes, dtypes or devices do not fit together, or an id is not a row of weight.
+        UnsupportedError: If the samples are a share of a batch whose gradients nobody collects.
+
+    Example:
+        >>> table = torch.arange(6.0).reshape(3, 2)
+        >>> isobit.embedding(torch.tensor([2, 0]), table)
+        tensor([[4., 5.],
+                [0., 1.]])
     """
     check_tensors(weight=weight)
     padding = check_embedding(ids, weight, padding_idx)
@@ -45,7 +67,7 @@ def embedding(
 
 
 def check_embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> int:
-    """Ids, a table, and the row that padding has (−1: none), or a refusal."""
+    """Return the row of the padding, −1 for none; raise unless ids, weight and padding_idx fit together."""
     if not isinstance(ids, Tensor) or ids.dtype not in ID_DTYPES or ids.layout != torch.strided:
         received = f"{ids.dtype} {ids.layout}" if isinstance(ids, Tensor) else type(ids).__name__
         raise ArgumentError(
@@ -57,7 +79,7 @@ def check_embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> int
             expected="one device", received=received, remedy="bring them to one device"
         )
     if weight.dim() != 2:
-        refuse_shape("weight", weight, "[V, H]", "pass a table, a row an id")
+        refuse_shape("weight", weight, "[V, H]", "pass a table with one row per id")
     if padding_idx is None:
         return NO_PADDING
     if not isinstance(padding_idx, int) or not -len(weight) <= padding_idx < len(weight):
@@ -69,9 +91,6 @@ def check_embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> int
     return padding_idx % len(weight)
 
 
-# ---- gradients: one definition for both executors -------------------------------------------------------
-
-
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ids, weight, spans, ctx.padding, ctx.of = inputs
     ctx.vocabulary, ctx.share = weight.shape[0], share_in_force()
@@ -79,7 +98,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def backward_with(prefix: str) -> Any:
-    """The gradient, by the operator `isobit::<prefix>_weight_grad`."""
+    """Return the backward that calls the operator `isobit::<prefix>_weight_grad`."""
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, spans = ctx.saved_tensors
@@ -91,7 +110,7 @@ def backward_with(prefix: str) -> Any:
 
 
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators."""
+    """Register shapes and gradients of one executor's operators."""
 
     def fake(
         grad: Tensor, ids: Tensor, spans: Tensor | None, vocabulary: int, padding: int, of: int = 0
@@ -114,7 +133,7 @@ def register_formulas(prefix: str) -> None:
 def portable_embedding(
     ids: Tensor, weight: Tensor, spans: Tensor | None, padding: int, of: int = 0
 ) -> Tensor:
-    """The rows that ids name; index_select raises IndexError for one that is not there."""
+    """Look up rows; index_select raises IndexError for an id that is not in the table."""
     return portable.embedding(ids, weight)
 
 
@@ -122,7 +141,6 @@ def portable_embedding(
 def portable_weight_grad(
     grad: Tensor, ids: Tensor, spans: Tensor | None, vocabulary: int, padding: int, of: int = 0
 ) -> Tensor:
-    """The table's gradient over the samples."""
     return portable.embedding_weight_grad(
         grad, ids, whole_samples(grad, spans, of), vocabulary, padding
     )

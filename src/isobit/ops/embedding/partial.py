@@ -1,4 +1,4 @@
-"""A share of a table's rows: what it holds of a lookup, and the gradient of its own rows."""
+"""The embedding with a table that is cut over ranks: a rank's part of a lookup, and the gradient of its rows."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.embedding.op import NO_PADDING, check_embedding
-from isobit.ops.linear.op import spans_of
+from isobit.ops.portable.samples import spans_of
 from isobit.order.samples import Samples
 
 
 def lookup(ids: Tensor, weight: Tensor, first_row: int) -> Tensor:
-    """[..., H] of rows `first_row` and on of a table: the rows that ids name, and +0 where another share holds them."""
+    """Return [..., H] from the rows `first_row` and on of a table: the rows of ids, and +0 for rows of other ranks."""
     check_tensors(weight=weight)
     check_embedding(ids, weight, None)
     local, held = localise(ids, first_row, len(weight))
@@ -37,10 +37,10 @@ def weight_grad(
     *,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """[rows, H]: rows `first_row` and on of the whole table's gradient, in its bits.
+    """Return [rows, H], the rows `first_row` and on of the whole table's gradient, with the same bits.
 
-    Tokens of other rows add +0, which changes no bit. Unrounded where the samples are a share of the global batch.
-    `padding_idx` is a row of the whole table.
+    Tokens of other rows add +0, which changes no bits. The result is not rounded if the samples are a share of the
+    global batch. `padding_idx` is a row of the whole table.
     """
     check_tensors(grad=grad)
     if grad.shape[:-1] != ids.shape:
@@ -50,25 +50,25 @@ def weight_grad(
     local, _ = localise(ids, first_row, rows)
     if padding_idx is not None:
         local = local.masked_fill(ids == padding_idx, rows)
-    # One row more, for the tokens of other shares, which the operator skips as it skips padding.
+    # One row more, for the tokens of other ranks: it is passed as padding, which the operator skips.
     spans = spans_of(samples, ids.unsqueeze(-1))
     table = operator_of("_weight_grad", grad.dtype)(grad, local, spans, rows + 1, rows, samples.of)
     return table[:rows]
 
 
 def localise(ids: Tensor, first_row: int, rows: int) -> tuple[Tensor, Tensor]:
-    """Ids counted from `first_row`, `rows` where the share does not hold them; and whether it does."""
+    """Return ids counted from `first_row`, or `rows` where another rank owns them; and whether this rank does."""
     if first_row < 0 or rows < 0:
         raise ArgumentError(
             expected="first_row and rows of 0 or more",
             received=f"{first_row} and {rows}",
-            remedy="pass where this share begins in the whole table, and its length",
+            remedy="pass the first row of this part of the table, and its number of rows",
         )
     held = (ids >= first_row) & (ids < first_row + rows)
     return torch.where(held, ids - first_row, rows), held
 
 
 def operator_of(suffix: str, dtype: torch.dtype) -> Callable[..., Tensor]:
-    """The executor that serves this dtype."""
+    """Return the embedding operator of the executor that serves this dtype."""
     native = dispatch.is_native(dtype)
     return getattr(torch.ops.isobit, f"{'' if native else 'portable_'}embedding{suffix}")  # type: ignore[no-any-return]

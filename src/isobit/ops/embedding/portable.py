@@ -1,11 +1,12 @@
-"""The embedding's portable executor: its gradient by the dense definition, leaf by leaf."""
+"""The portable executor of the embedding: the lookup, and the dense gradient of the table leaf by leaf."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from isobit.ops.linear.portable import merge_segments, round_once, widen
+from isobit.ops.portable.rounding import round_once, widen_rows
+from isobit.ops.portable.sums import merge_segments
 from isobit.ops.share import gradient_dtype
 from isobit.order.plan import Leaf
 from isobit.order.samples import Samples
@@ -14,11 +15,12 @@ from isobit.order.samples import Samples
 def embedding_weight_grad(
     grad: Tensor, ids: Tensor, samples: Samples, vocabulary: int, padding: int
 ) -> Tensor:
-    """Σ over the tokens of each id: a leaf folds its tokens left from +0; a leaf, or a sample, without the id adds +0.
+    """Return the sums over the tokens of each id, [V, H].
 
-    Only rows that occur are summed; all others are +0. Unrounded where the samples are a share.
+    A leaf adds its tokens from left to right, starting with +0; a leaf or sample without the id adds +0. Only rows that
+    occur are summed, all others are +0. The result is not rounded where the samples are a share.
     """
-    rows, flat = widen(grad), ids.reshape(-1).long()
+    rows, flat = widen_rows(grad), ids.reshape(-1).long()
     present, places = torch.unique(flat, return_inverse=True)
 
     def sum_leaf(leaf: Leaf) -> Tensor:
@@ -36,5 +38,5 @@ def embedding_weight_grad(
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """The rows of the table, as they are."""
+    """Return the rows of the table that ids name."""
     return weight.index_select(0, ids.reshape(-1)).reshape(*ids.shape, weight.shape[1])

@@ -1,4 +1,4 @@
-"""Holds the loaded exact sums against the portable executor: digits and roundings, on hard values."""
+"""Compare the native exact sums with the portable executor: digits and roundings, on hard values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ SIZES = (1, 37, 2049)
 
 
 def difference(dtype: torch.dtype) -> str | None:
-    """Where states or rounded sums differ first, or None."""
+    """Return what differs first, or None."""
     for size in SIZES:
         generator = torch.Generator().manual_seed(size)
         normal = torch.randn(size, generator=generator, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""The exact sum: its torch operators, their gradient, states that ranks can merge, and the public function."""
+"""The exact sum: the public function, its torch operators, their gradient, and states that ranks can merge."""
 
 from __future__ import annotations
 
@@ -13,22 +13,33 @@ from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
 from isobit.ops.exact_sum import portable
-from isobit.ops.launch import launch
-from isobit.ops.linear.portable import round_once
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.portable.rounding import round_once
+from isobit.ops.registration import declare, launch, portable_operator, register_operator
 
 
 def exact_sum(x: Tensor) -> Tensor:
-    """The sum of all elements, rounded once: fp32, or fp64 for fp64. It has no order, so nothing can change its bits.
+    """Sum all elements exactly and round once, so that no order of addition is involved.
 
-    A NaN, or infinities of both signs, give NaN; infinities of one sign give that one. An empty sum is +0.
+    Args:
+        x: Any shape, in fp32, bf16, fp16 or fp64.
+
+    Returns:
+        A scalar in fp32, or in fp64 for fp64. A NaN, or infinities of both signs, give NaN; infinities of one sign give
+        that infinity; an empty sum is +0.
+
+    Raises:
+        ArgumentError: If x is not a supported tensor.
+
+    Example:
+        >>> isobit.exact_sum(torch.tensor([1.0, 2.0**60, -(2.0**60)]))
+        tensor(1.)
     """
     check_tensors(x=x)
     return launch("exact_sum", (x.numel(),), x)  # type: ignore[no-any-return]
 
 
 def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
-    """The exact sum over several tensors as int64 digits. Added to another rank's, entry by entry, it is their sum."""
+    """Return the exact sum over several tensors as int64 digits; the sum of two states is the state of both."""
     for tensor in tensors:
         check_tensors(tensor=tensor)
         if tensor.dtype == torch.float64:
@@ -46,7 +57,7 @@ def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
 
 
 def round_state(state: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The value of a state, or of a sum of states, rounded once to fp32 or fp64."""
+    """Return the value of a state, or of a sum of states, rounded once to fp32 or fp64."""
     if dispatch.has_native():
         return torch.ops.isobit.exact_round(state, dtype)  # type: ignore[no-any-return]
     return keeping_subnormals(portable.round_state)(state, dtype)
@@ -66,12 +77,12 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def backward(ctx: Any, grad: Tensor) -> Tensor:
-    """Every element has the sum's gradient, rounded once."""
+    """Return the gradient: every element has that of the sum, rounded once."""
     return torch.ops.isobit.portable_exact_sum_backward(grad, ctx.shape, ctx.dtype)  # type: ignore[no-any-return]
 
 
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators; states are native alone."""
+    """Register shapes and gradients of one executor's operators; only the native one has operators for states."""
     register_operator("exact_sum", prefix, fake_sum, backward, setup_context)
     if prefix != "exact_sum":  # one gradient serves both executors
         register_operator("exact_sum", f"{prefix}_backward", fake_backward)
@@ -88,13 +99,12 @@ def register_formulas(prefix: str) -> None:
 
 @portable_operator("portable_exact_sum")
 def portable_exact_sum(x: Tensor) -> Tensor:
-    """The sum of all elements."""
     return portable.exact_sum(x)
 
 
 @portable_operator("portable_exact_sum_backward")
 def portable_exact_sum_backward(grad: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """dx, an operator of its own since the gradient of stock's would be a sum that has no order."""
+    """Return dx; an operator, since the gradient of torch's expand would be a sum without a defined order."""
     return round_once(grad, dtype).expand(shape).contiguous()
 
 

@@ -1,4 +1,4 @@
-"""The exact sum's portable executor: whole numbers gathered by exponent, and Python's integers."""
+"""The portable executor of the exact sum: mantissas collected by exponent, and Python's integers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HALF_MANTISSA = 27
 
 
 def state(tensors: Sequence[Tensor], squared: bool) -> Tensor:
-    """int64 of STATE_SIZE; states are merged by adding them."""
+    """Return a state, int64 [STATE_SIZE]; states are merged by adding them."""
     total, specials = 0, [0, 0, 0]
     for tensor in tensors:
         values = tensor.detach().reshape(-1).double()
@@ -34,7 +34,7 @@ def state(tensors: Sequence[Tensor], squared: bool) -> Tensor:
 
 
 def whole_sum(values: Tensor) -> int:
-    """The exact sum of finite fp64 values, in units of 2^LEAST_EXPONENT: integers, so free in their order."""
+    """Return the exact sum of finite fp64 values, as an integer in units of 2^LEAST_EXPONENT."""
     mantissa, exponent = torch.frexp(values)
     whole = torch.ldexp(mantissa, torch.tensor(53)).long()  # times 2^(exponent - 53)
     shift = exponent.long() - LEAST_EXPONENT  # 53 too many, since a subnormal's whole ends in zeros
@@ -50,12 +50,12 @@ def whole_sum(values: Tensor) -> int:
 
 
 def to_digits(total: int) -> list[int]:
-    """All but the last in [0, 2^32)."""
+    """Split a number into DIGITS digits, all but the last in [0, 2^32)."""
     return [total >> 32 * i & 0xFFFFFFFF for i in range(DIGITS - 1)] + [total >> 32 * (DIGITS - 1)]
 
 
 def round_state(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """The value of a state, rounded once to fp32 or fp64."""
+    """Return the value of a state, rounded once to fp32 or fp64."""
     *digits, nans, plus, minus = state.tolist()
     if nans or (plus and minus):
         value = math.nan
@@ -67,7 +67,11 @@ def round_state(state: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def round_whole(total: int, dtype: torch.dtype) -> float:
-    """total · 2^LOWEST, rounded once, as Python divides; for fp32 to 52 bits first, the last odd if any was lost."""
+    """Return total · 2^LOWEST, rounded once.
+
+    Python's division rounds correctly to fp64. For fp32 the number is first rounded to odd with 52 bits, so that the
+    second rounding is correct.
+    """
     if dtype == torch.float64:
         return total / (1 << -LOWEST)
     size = abs(total)
@@ -77,7 +81,7 @@ def round_whole(total: int, dtype: torch.dtype) -> float:
 
 
 def exact_sum(x: Tensor) -> Tensor:
-    """fp64 of fp64, else fp32."""
+    """Return the sum of all elements: in fp64 for fp64, otherwise in fp32."""
     if x.dtype == torch.float64:
         return torch.tensor(sum_fp64(x.detach().reshape(-1).tolist()), dtype=torch.float64)
     return round_state(state([x], squared=False), torch.float32)

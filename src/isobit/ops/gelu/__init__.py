@@ -1,1 +1,1 @@
-"""GELU, by the error function and by tanh, forward and backward: one result per value, wherever it stands."""
+"""GELU and its gradient."""

@@ -1,4 +1,4 @@
-"""The GELU operator: its torch operators, their gradient, and the public function."""
+"""The GELU operator: the public function, its torch operators and their gradient."""
 
 from __future__ import annotations
 
@@ -10,14 +10,32 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors
 from isobit.ops.gelu import portable
-from isobit.ops.launch import launch, rows_and_columns
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.registration import (
+    declare,
+    launch,
+    portable_operator,
+    register_operator,
+    rows_and_columns,
+)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
-    """x times the share of the standard normal distribution below x, or ("tanh") its approximation by tanh.
+    """GELU, x times the standard normal distribution function at x, with one result per value at every position.
 
-    A value has one result at every position, stride and tail. fp32 inside, rounded once.
+    Args:
+        x: Any shape, in fp32, bf16 or fp16. Computed in fp32 and rounded once.
+        approximate: "none", or "tanh" for the approximation by tanh.
+
+    Returns:
+        Tensor in the shape and dtype of x.
+
+    Raises:
+        ArgumentError: If x is not a supported tensor, or `approximate` is another word.
+
+    Example:
+        >>> x = torch.randn(1001)
+        >>> torch.equal(isobit.gelu(x)[1000:], isobit.gelu(x[1000:]))
+        True
     """
     check_tensors(x=x)
     if approximate not in ("none", "tanh"):
@@ -35,7 +53,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators."""
+    """Register shapes and gradients of one executor's operators."""
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (x,) = ctx.saved_tensors
@@ -47,13 +65,11 @@ def register_formulas(prefix: str) -> None:
 
 @portable_operator("portable_gelu")
 def portable_gelu(x: Tensor, tanh: bool) -> Tensor:
-    """y, element by element."""
     return portable.gelu(x, tanh)
 
 
 @portable_operator("portable_gelu_backward")
 def portable_gelu_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
-    """dx."""
     return portable.gelu_backward(grad, x, tanh)
 
 

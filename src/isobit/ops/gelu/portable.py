@@ -1,4 +1,4 @@
-"""GELU's portable executor, by the error function and by tanh: the native chains in plain torch operations."""
+"""The portable executor of GELU, exact and with tanh: the operations of csrc/elements.cpp in plain torch operations."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from isobit.ops.elements.elementary import logistic, normal_share, sigmoid, widen
-from isobit.ops.linear.portable import round_once
+from isobit.ops.portable.elementary import logistic, normal_share, sigmoid
+from isobit.ops.portable.rounding import round_once, widen
 
 BOUND = 32.0  # beyond it the logistic function is 0 or 1
 LINEAR = 2 * math.sqrt(2 / math.pi)
@@ -16,7 +16,7 @@ CUBIC = LINEAR * 0.044715
 
 
 def tanh_argument(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """x bounded; the logistic function's argument, as (1 + tanh z) / 2 is that function of 2z; and its slope."""
+    """Return x bounded, the argument of the logistic function (which at 2z is (1 + tanh z) / 2), and its slope."""
     near = torch.where(x > BOUND, BOUND, x)
     near = torch.where(near < -BOUND, -BOUND, near)
     square = near * near
@@ -24,14 +24,14 @@ def tanh_argument(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gelu(x: Tensor, tanh: bool) -> Tensor:
-    """x times the share of the normal distribution below x."""
+    """Return x times the standard normal distribution function at x, or its approximation by tanh."""
     wide = widen(x).contiguous()
     y = wide / logistic(tanh_argument(wide)[1])[1] if tanh else wide * normal_share(wide)[0]
     return round_once(y, x.dtype)
 
 
 def gelu_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
-    """dx."""
+    """Return dx."""
     wide = widen(x).contiguous()
     if tanh:
         near, argument, inner = tanh_argument(wide)

@@ -1,1 +1,1 @@
-"""The layer norm, forward and backward, with one order of addition."""
+"""LayerNorm and its gradients."""

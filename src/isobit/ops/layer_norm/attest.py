@@ -1,4 +1,4 @@
-"""Holds the loaded layer norm against the portable executor, bit for bit on hard rows."""
+"""Compare the native LayerNorm with its portable executor, bit for bit on hard rows."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 
 from isobit import bits
 from isobit.ops.layer_norm import portable
-from isobit.ops.linear.attest import wide_values
-from isobit.ops.rms_norm.attest import spans_and_samples
+from isobit.ops.portable.hard_inputs import spans_and_samples, wide_values
 
 # (tokens, n): two leaves of tokens and a tail alone; folded leaves of features.
 CASES = ((270, 7), (3, 1025))
@@ -15,7 +14,7 @@ EPS = 1e-5
 
 
 def difference(dtype: torch.dtype) -> str | None:
-    """Where outputs or gradients differ first, or None."""
+    """Return what differs first, or None."""
     for tokens, n in CASES:
         generator = torch.Generator().manual_seed(n)
         x, grad = (wide_values((tokens, n), dtype, generator) for _ in range(2))

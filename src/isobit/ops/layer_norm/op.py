@@ -1,4 +1,4 @@
-"""The layer norm: its torch operators, their gradients, and the public function."""
+"""The LayerNorm operator: the public function, its torch operators and their gradients."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import launch, rows_and_columns
+from isobit.ops.arguments import check_tensors, refuse_shape, widen_for_autocast
 from isobit.ops.layer_norm import portable
-from isobit.ops.linear.op import describe, whole_samples
-from isobit.ops.registration import declare, portable_operator, register_operator
-from isobit.ops.rms_norm.op import check_norm, empty_statistics, widen_for_autocast
+from isobit.ops.portable.norms import check_norm, empty_statistics
+from isobit.ops.portable.samples import describe, whole_samples
+from isobit.ops.registration import (
+    declare,
+    launch,
+    portable_operator,
+    register_operator,
+    rows_and_columns,
+)
 from isobit.ops.share import as_partial, described_dtype, share_in_force
 from isobit.order.samples import Samples
 
@@ -23,12 +28,32 @@ def layer_norm(
     bias: Tensor | None = None,
     eps: float = 1e-5,
     *,
-    samples: Samples | None = None,
+    samples: Samples | Tensor | None = None,
 ) -> Tensor:
-    """((x − mean) / sqrt(variance + eps)) · weight + bias over the last axis; a row's bits depend on nothing else.
+    """LayerNorm over the last axis, (x − mean) / sqrt(variance + eps) · weight + bias, independent of the batch.
 
-    x is [..., n], weight and bias [n]; fp32, bf16 and fp16, computed in fp32 and rounded once. Mean first, then the
-    variance of what is left. Gradients of weight and bias sum over the samples; by default [B, T, n] is B samples.
+    Unlike torch.nn.functional.layer_norm there is no `normalized_shape`: it is the shape of weight. The mean is taken
+    first, and the variance is the mean square of what remains.
+
+    Args:
+        x: Shape [..., n], in fp32, bf16 or fp16. Computed in fp32 and rounded once.
+        weight: Shape [n], in the dtype of x.
+        bias: Shape [n], in the dtype of x, or None.
+        eps: Added to the variance.
+        samples: The rows of each sample, as `Samples` or cumulative lengths (`cu_seqlens`), for the gradients of weight
+            and bias. By default x [B, T, n] is B samples.
+
+    Returns:
+        Tensor in the shape and dtype of x.
+
+    Raises:
+        ArgumentError: If shapes, dtypes or devices do not fit together.
+        UnsupportedError: If the samples are a share of a batch whose gradients nobody collects.
+
+    Example:
+        >>> x, weight, bias = torch.randn(8, 64), torch.ones(64), torch.zeros(64)
+        >>> torch.equal(isobit.layer_norm(x, weight, bias)[:1], isobit.layer_norm(x[:1], weight, bias))
+        True
     """
     x, weight, bias = widen_for_autocast(x, weight, bias)
     check_tensors(x=x, weight=weight, bias=bias)
@@ -39,9 +64,6 @@ def layer_norm(
     return launch("layer_norm", rows_and_columns(x), x, weight, bias, eps, spans, of)[0]  # type: ignore[no-any-return]
 
 
-# ---- gradients: one definition for both executors -------------------------------------------------------
-
-
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, _, spans, ctx.of = inputs
     ctx.has_bias, ctx.share = bias is not None, share_in_force()
@@ -49,7 +71,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def backward_with(prefix: str) -> Any:
-    """The gradient, by the operator `isobit::<prefix>_backward`."""
+    """Return the backward that calls the operator `isobit::<prefix>_backward`."""
 
     def backward(ctx: Any, grad: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
         dx, dweight, dbias = getattr(torch.ops.isobit, f"{prefix}_backward")(
@@ -62,7 +84,7 @@ def backward_with(prefix: str) -> Any:
 
 
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators."""
+    """Register shapes and gradients of one executor's operators."""
 
     def fake(
         grad: Tensor,
@@ -90,7 +112,6 @@ def register_formulas(prefix: str) -> None:
 def portable_layer_norm(
     x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, spans: Tensor | None, of: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y, means, scales) over the last axis."""
     return portable.layer_norm(x, weight, bias, eps)
 
 
@@ -104,7 +125,6 @@ def portable_layer_norm_backward(
     spans: Tensor | None,
     of: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dweight, dbias)."""
     return portable.layer_norm_backward(
         grad, x, weight, means, scales, whole_samples(grad, spans, of)
     )

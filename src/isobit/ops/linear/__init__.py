@@ -1,1 +1,1 @@
-"""A linear layer, forward and backward, with one order of addition."""
+"""Linear layers, their gradients, packed weights and partial sums."""

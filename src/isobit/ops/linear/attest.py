@@ -1,4 +1,4 @@
-"""Holds the loaded kernels against the order: their revealed trees, and their bits on hard values."""
+"""Compare the native products with the order of addition: their revealed trees, and their bits on hard values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from isobit import native
 from isobit.errors import RevealError, in_one_line
+from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.addition import digest
 from isobit.order.evaluate import ENGINES, evaluate, expected_tree
 from isobit.order.plan import FeaturePlan
@@ -16,13 +17,13 @@ from isobit.reveal.tree import reveal
 
 # 1 and 5 take the paths for few rows, 33 leaves a tail in the tile engine, 130 a second tile.
 ROW_COUNTS = (1, 5, 33, 130)
-# Two segments of one leaf; one segment of three folded leaves, the last of a single element; a leaf that is not of
-# whole engine blocks.
+# Two segments of one leaf; one segment of three folded leaves, the last one with a single element; a leaf that is not a
+# multiple of the engine's block.
 EXTENTS = (512, 1025, 300)
 
 
 def attest_kernels() -> tuple[Attestation, ...]:
-    """One attestation per dtype that has native kernels."""
+    """Return one attestation per dtype that has native kernels."""
     return tuple(
         attest_dtype(dtype, "amx" if dtype == torch.bfloat16 and native.pairs_bf16() else "chain")
         for dtype in (torch.float32, torch.bfloat16, torch.float16)
@@ -30,7 +31,7 @@ def attest_kernels() -> tuple[Attestation, ...]:
 
 
 def attest_dtype(dtype: torch.dtype, engine: str) -> Attestation:
-    """Reveals the tree at several row counts, then compares values with the exact evaluator."""
+    """Reveal the tree at several row counts, then compare values with the exact evaluator."""
     name, checks = str(dtype).removeprefix("torch."), 0
     extent = EXTENTS[0]
     expected = digest(expected_tree(FeaturePlan(extent).segments, engine))
@@ -52,7 +53,7 @@ def attest_dtype(dtype: torch.dtype, engine: str) -> Attestation:
 
 
 def forward_target(dtype: torch.dtype, rows: int, extent: int) -> TensorTarget:
-    """The sum by which y sums over K, seen in the last of `rows` rows, before it is rounded to the output's dtype."""
+    """Return the sum of y over K as a target: in the last of `rows` rows, before it is rounded."""
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return torch.ops.isobit.linear_roots(x, weight, extent, 0)[0]  # type: ignore[no-any-return]
@@ -61,7 +62,7 @@ def forward_target(dtype: torch.dtype, rows: int, extent: int) -> TensorTarget:
 
 
 def values_agree(dtype: torch.dtype, engine: str, extent: int) -> bool:
-    """Two rows by one column of full mantissas and wide exponents, bit for bit."""
+    """Return whether two rows by one column of hard values equal the evaluator's, bit for bit."""
     generator = torch.Generator().manual_seed(extent)
     x, weight = (wide_values((n, extent), dtype, generator) for n in (2, 1))
     got = torch.ops.isobit.linear_roots(x, weight, extent, 0)[0, :, 0]
@@ -72,13 +73,3 @@ def values_agree(dtype: torch.dtype, engine: str, extent: int) -> bool:
         for row in x.double().tolist()
     ]
     return torch.equal(got, torch.tensor(want, dtype=torch.float32))
-
-
-def wide_values(
-    shape: tuple[int, ...], dtype: torch.dtype, generator: torch.Generator
-) -> torch.Tensor:
-    """Random signs and full mantissas, exponents from 2^-6 to 2^6."""
-    exponent = torch.randint(-6, 7, shape, generator=generator)
-    return torch.ldexp(torch.randn(shape, generator=generator, dtype=torch.float32), exponent).to(
-        dtype
-    )

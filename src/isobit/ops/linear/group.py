@@ -1,4 +1,4 @@
-"""Linears that share an input: outputs of their own, and one sum for the input's gradient."""
+"""Linear layers that share an input: separate outputs, and one sum for the gradient of the input."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops import dispatch
-from isobit.ops.arguments import check_tensors
-from isobit.ops.linear.op import cast_for_autocast, check_linear, describe
-from isobit.ops.registration import (
+from isobit.ops.arguments import cast_for_autocast, check_tensors
+from isobit.ops.derivatives import (
     check_derivatives,
     refuse_forward_mode,
     refuse_second_order,
     refuse_vmap,
 )
+from isobit.ops.linear.op import check_linear, sizes_of
+from isobit.ops.portable.samples import describe
+from isobit.ops.registration import launch
 from isobit.ops.share import as_partial, share_in_force
 from isobit.order.samples import Samples
 
@@ -28,13 +30,34 @@ def linear_group(
     biases: Sequence[Tensor | None] | None = None,
     *,
     groups: int = 1,
-    samples: Samples | None = None,
+    samples: Samples | Tensor | None = None,
 ) -> tuple[Tensor, ...]:
-    """x · weightᵀ + bias for each weight, as isobit.linear; dX is one sum over all of their rows.
+    """Compute several linear layers of one input, such as the projections to queries, keys and values.
 
-    Three linears of their own would have dX added by autograd, in graph order. Here its axis runs group by group: the
-    first of `groups` equal shares of each weight's rows, then the second of each, so that a tensor-parallel rank, which
-    holds whole groups (a key head with its queries), holds whole segments.
+    Each output is that of isobit.linear. The gradient of x is one sum over the rows of all weights; with separate
+    calls of isobit.linear, autograd would add three gradients in the order of the graph. The sum runs group by group:
+    the first of `groups` equal parts of each weight's rows, then the second of each, so that a tensor-parallel rank
+    that owns whole groups (a key head with its queries) owns whole segments of the sum.
+
+    Args:
+        x: Input of shape [..., K].
+        weights: Matrices of shape [N_i, K].
+        biases: One bias [N_i] or None per weight; by default none.
+        groups: A divisor of every N_i: the number of key heads for queries, keys and values.
+        samples: The rows of each sample; see isobit.linear.
+
+    Returns:
+        One tensor [..., N_i] per weight.
+
+    Raises:
+        ArgumentError: If shapes, dtypes or devices do not fit together, or `groups` does not divide every N_i.
+        UnsupportedError: If the samples are a share of a batch whose gradients nobody collects.
+
+    Example:
+        >>> x, gate, up = torch.randn(2, 5, 16), torch.randn(32, 16), torch.randn(32, 16)
+        >>> y_gate, y_up = isobit.linear_group(x, [gate, up])
+        >>> torch.equal(y_up, isobit.linear(x, up))
+        True
     """
     given = tuple(biases) if biases is not None else (None,) * len(weights)
     if len(given) != len(weights) or not weights:
@@ -51,20 +74,14 @@ def linear_group(
         check_groups(weight, groups)
     check_derivatives("linear_group", (x, *weights, *given))
     described = describe(samples, x, *weights, *given)
-    native = dispatch.is_native(x.dtype)
-    if dispatch.is_recording():
-        for weight in weights:
-            dispatch.record(
-                "linear", native, x.dtype, (x.shape[:-1].numel(), *reversed(weight.shape))
-            )
     outputs: tuple[Tensor, ...] = _Group.apply(
-        x, *described, groups, native, len(weights), *weights, *given
+        x, *described, groups, len(weights), *weights, *given
     )  # type: ignore
     return outputs
 
 
 def check_groups(weight: Tensor, groups: int) -> None:
-    """Equal shares of the weight's rows."""
+    """Raise unless `groups` divides the rows of the weight."""
     if groups < 1 or weight.shape[0] % groups:
         raise ArgumentError(
             expected="a number of groups that divides the rows of every weight",
@@ -74,7 +91,7 @@ def check_groups(weight: Tensor, groups: int) -> None:
 
 
 def interleave(tensors: Sequence[Tensor], axis: int, groups: int) -> Tensor:
-    """Group by group: the first share of each along the axis, then the second of each."""
+    """Join tensors along an axis group by group: the first part of each, then the second part of each."""
     shares = [t.chunk(groups, axis) for t in tensors]
     return torch.cat([share[g] for g in range(groups) for share in shares], axis)
 
@@ -82,22 +99,21 @@ def interleave(tensors: Sequence[Tensor], axis: int, groups: int) -> Tensor:
 class _Group(torch.autograd.Function):
     @staticmethod
     def forward(
-        x: Tensor, spans: Any, of: int, groups: int, native: bool, count: int, *parameters: Any
-    ) -> Any:
+        x: Tensor, spans: Any, of: int, groups: int, count: int, *parameters: Any
+    ) -> tuple[Tensor, ...]:
         weights, biases = parameters[:count], parameters[count:]
-        extra = (None,) if native else ()  # packed forms are isobit.nn.Linear's
-        operator = torch.ops.isobit.linear if native else torch.ops.isobit.portable_linear
-        return tuple(operator(x, w, b, spans, *extra) for w, b in zip(weights, biases, strict=True))
+        return tuple(
+            launch("linear", sizes_of(x, w), x, w, b, spans, None, of)
+            for w, b in zip(weights, biases, strict=True)
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, spans, ctx.of, ctx.groups, native, count, *parameters = inputs
+        x, spans, ctx.of, ctx.groups, count, *parameters = inputs
         ctx.save_for_backward(x, spans, *parameters[:count])
-        ctx.prefix = "linear" if native else "portable_linear"
-        ctx.has_bias, ctx.share = (
-            [bias is not None for bias in parameters[count:]],
-            share_in_force(),
-        )
+        ctx.prefix = "linear" if dispatch.is_native(x.dtype) else "portable_linear"
+        ctx.has_bias = [bias is not None for bias in parameters[count:]]
+        ctx.share = share_in_force()
 
     jvp = staticmethod(refuse_forward_mode("linear_group"))
     vmap = staticmethod(refuse_vmap("linear_group"))
@@ -121,14 +137,14 @@ class _Group(torch.autograd.Function):
         )
         return (
             input_grad,
-            *[None] * 5,
+            *[None] * 4,
             *[
-                as_partial(weight_grad(g, x, spans, ctx.of), ctx.share) if want[6 + i] else None
+                as_partial(weight_grad(g, x, spans, ctx.of), ctx.share) if want[5 + i] else None
                 for i, g in enumerate(grads)
             ],
             *[
                 as_partial(bias_grad(g, spans, ctx.of), ctx.share)
-                if has and want[6 + count + i]
+                if has and want[5 + count + i]
                 else None
                 for i, (g, has) in enumerate(zip(grads, ctx.has_bias, strict=True))
             ],

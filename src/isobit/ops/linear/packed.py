@@ -1,12 +1,12 @@
-"""Packed weights for decoding: kept on purpose, reversible, and repacked after every write that torch makes.
+"""Packed weights for decoding, which are repacked after every write to the weight that torch makes.
 
 [Note: Writes to a frozen weight]
-The kernels' form of a weight is a copy, so a write to the weight must not go unseen. The weight's storage is made
-copy-on-write, and a lazy clone of it is kept: whoever asks torch for the memory to write, through the parameter,
-`.data`, a view or a data pointer, moves the weight to other memory first, and every call compares addresses. Whether
-the storage is copy-on-write at the moment would not do: a later lazy clone makes it so again.
+The kernels read a packed copy of the weight, so every write to the weight must be noticed. The weight's storage is made
+copy-on-write, and a lazy clone of it is kept: torch moves the weight to other memory before anything writes to it
+through the parameter, `.data`, a view or a data pointer, and every call compares addresses. It would not be enough to
+check whether the storage is copy-on-write at the moment: a later lazy clone makes it so again.
 Torch cannot see a write through a raw address that was taken earlier (ctypes, a C extension). Memory with other owners
-is not frozen, and not packed again while they hold it, but a bare address has no owner: such a write is not seen.
+is not frozen, and not packed again while they exist, but a bare address has no owner: such a write is not noticed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ class PackedWeight:
 
     repacks: int
     _packed: Tensor
-    _kept: (
-        Tensor | None
-    )  # holds the memory that was packed, so that nothing else can have its address
+    # Keeps the memory that was packed, so that nothing else can be allocated at its address.
+    _kept: Tensor | None
     _place: tuple[object, ...]
 
     def __init__(self, weight: Tensor) -> None:
@@ -52,7 +51,7 @@ class PackedWeight:
         self._pack(weight)
 
     def current(self, weight: Tensor) -> Tensor | None:
-        """The packed form of what the weight holds now; None while others hold memory that was written."""
+        """Return the packed form of the weight's present values; None while its written memory has other owners."""
         if self._place == place_of(weight):
             return self._packed
         self._kept, self._place = None, ()  # frees the memory that the weight had before
@@ -64,7 +63,7 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """Memory taken beside the weight itself."""
+        """Memory of the packed form in bytes."""
         return self._packed.nbytes
 
     def _pack(self, weight: Tensor) -> None:
@@ -74,6 +73,6 @@ class PackedWeight:
 
 
 def place_of(weight: Tensor) -> tuple[object, ...]:
-    """Return what is unchanged while a packed form is current; reading the address here does not count as a write."""
+    """Return what does not change while a packed form is current; reading the address is not a write."""
     address = torch._C._data_address(weight)  # type: ignore[attr-defined]
     return address, weight.dtype, weight.shape, weight.stride()

@@ -1,4 +1,8 @@
-"""Shares of a larger linear problem: each returns its unmerged subtrees; all of them merged are the whole."""
+"""Partial sums of a linear layer that is cut over ranks or micro-batches, and `merge`, which completes them.
+
+A *share* is what one rank or micro-batch owns; see [Note: shares of a global batch] in isobit/order/samples.py. No
+function here has a gradient: the caller, such as isobit.parallel.tensor, owns the exchange between ranks.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,10 @@ from isobit.errors import CutError
 from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.linear import portable
 from isobit.ops.linear.group import check_groups, interleave
-from isobit.ops.linear.op import spans_of
+from isobit.ops.portable.rounding import round_once, widen_rows
+from isobit.ops.portable.samples import spans_of
+from isobit.ops.portable.sums import sum_products, sum_rows
 from isobit.order.cut import Cut
 from isobit.order.plan import SAMPLE_CAP, SAMPLE_UNIT, FeaturePlan, count_segments
 from isobit.order.samples import Samples, segment_size
@@ -23,7 +28,7 @@ from isobit.order.tree import Counter, Node
 
 @dataclass(frozen=True)
 class Partial:
-    """Subtrees of a sum: `values[i]`, in the dtype additions have, is node `nodes[i]` of `segments` segments."""
+    """Subtrees of a sum: `values[i]`, not rounded, is node `nodes[i]` of a tree of `segments` segments."""
 
     nodes: tuple[Node, ...]
     values: Tensor
@@ -31,27 +36,27 @@ class Partial:
 
 
 def output(x: Tensor, weight: Tensor, cut: Cut) -> Partial:
-    """A K-share of y: x is [..., K/parts], weight [N, K/parts]. The bias belongs to `merge`."""
+    """Return a K-share of y from x [..., K/parts] and weight [N, K/parts]. Pass the bias to `merge`."""
     check_tensors(x=x, weight=weight)
     check_share("x", x, cut)
     check_share("weight", weight, cut)
     if dispatch.is_native(x.dtype):
         values = torch.ops.isobit.linear_roots(x, weight, cut.extent, cut.start)
     else:
-        values = _portable(cut, portable.widen(x), portable.widen(weight))
+        values = _portable(cut, widen_rows(x), widen_rows(weight))
         values = values.reshape(-1, *x.shape[:-1], weight.shape[0])
     return Partial(cut.roots, values, FeaturePlan(cut.extent).count)
 
 
 def input_grad(grad: Tensor, weight: Tensor, cut: Cut) -> Partial:
-    """An N-share of dX: grad is [..., N/parts], weight [N/parts, K]."""
+    """Return an N-share of dX from grad [..., N/parts] and weight [N/parts, K]."""
     check_tensors(grad=grad, weight=weight)
     check_share("grad", grad, cut)
     check_share("weight.t()", weight.t(), cut)
     if dispatch.is_native(grad.dtype):
         values = torch.ops.isobit.linear_input_grad_roots(grad, weight, cut.extent, cut.start)
     else:
-        values = _portable(cut, portable.widen(grad), portable.widen(weight).t())
+        values = _portable(cut, widen_rows(grad), widen_rows(weight).t())
         values = values.reshape(-1, *grad.shape[:-1], weight.shape[1])
     return Partial(cut.roots, values, FeaturePlan(cut.extent).count)
 
@@ -59,7 +64,7 @@ def input_grad(grad: Tensor, weight: Tensor, cut: Cut) -> Partial:
 def group_input_grad(
     grads: Sequence[Tensor], weights: Sequence[Tensor], groups: int, cut: Cut
 ) -> Partial:
-    """A share of linear_group's dX: these `groups` whole groups, each [..., N/parts] by [N/parts, K]."""
+    """Return a share of linear_group's dX: `groups` whole groups of grads [..., N_i/parts], weights [N_i/parts, K]."""
     for grad, weight in zip(grads, weights, strict=True):
         check_tensors(grad=grad, weight=weight)
         check_groups(weight, groups)
@@ -86,7 +91,7 @@ def group_input_grad(
 
 
 def weight_grad(grad: Tensor, x: Tensor, samples: Samples) -> Partial:
-    """A sample-share of dW: grad is [..., N], x [..., K], of the samples described."""
+    """Return a share of dW over the samples described, from grad [..., N] and x [..., K]."""
     check_tensors(grad=grad, x=x)
     spans = spans_of(samples, grad)
     spans_of(samples, x)
@@ -95,29 +100,32 @@ def weight_grad(grad: Tensor, x: Tensor, samples: Samples) -> Partial:
             grad, x, spans, samples.first, samples.of
         )
     else:
-        left, right = portable.widen(grad).t(), portable.widen(x).t()
-        sum_products = keeping_subnormals(portable.sum_products)
-        values = sum_products(samples.segments, left, right, _first_segment(samples))
+        left, right = widen_rows(grad).t(), widen_rows(x).t()
+        values = keeping_subnormals(sum_products)(
+            samples.segments, left, right, _first_segment(samples)
+        )
     return Partial(samples.roots, values, _sample_segments(samples))
 
 
 def bias_grad(grad: Tensor, samples: Samples) -> Partial:
-    """A sample-share of db: grad is [..., N], of the samples described."""
+    """Return a share of db over the samples described, from grad [..., N]."""
     check_tensors(grad=grad)
     spans = spans_of(samples, grad)
     if dispatch.is_native(grad.dtype):
         values = torch.ops.isobit.linear_bias_grad_roots(grad, spans, samples.first, samples.of)
     else:
         first = _first_segment(samples)
-        values = keeping_subnormals(portable.sum_rows)(
-            samples.segments, portable.widen(grad), first
-        )
+        values = keeping_subnormals(sum_rows)(samples.segments, widen_rows(grad), first)
     return Partial(samples.roots, values, _sample_segments(samples))
 
 
 @keeping_subnormals
 def merge(partials: Iterable[Partial], *, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
-    """All shares of one sum, given in any order, merged by the tree; then the bias; then one rounding."""
+    """Merge all shares of one sum by the tree, add the bias, and round once to `dtype`.
+
+    Raises:
+        CutError: If the shares are not every segment of one sum exactly once.
+    """
     shares = list(partials)
     pieces = [
         (node, value)
@@ -138,11 +146,11 @@ def merge(partials: Iterable[Partial], *, dtype: torch.dtype, bias: Tensor | Non
     total = counter[0][1]
     if bias is not None:
         total = total + bias.to(total.dtype)
-    return portable.round_once(total, dtype)
+    return round_once(total, dtype)
 
 
 def check_share(name: str, tensor: Tensor, cut: Cut) -> None:
-    """The last axis is the share."""
+    """Raise unless the last axis is as long as the share."""
     if tensor.shape[-1] != cut.length:
         expected = f"[..., {cut.length}], one of {cut.parts} shares of {cut.extent}"
         refuse_shape(
@@ -155,7 +163,7 @@ def _portable(cut: Cut, left: Tensor, right: Tensor) -> Tensor:
     segments = FeaturePlan(cut.extent).segments[
         :share
     ]  # positions are counted from the share's start
-    return keeping_subnormals(portable.sum_products)(segments, left, right, cut.index * share)
+    return keeping_subnormals(sum_products)(segments, left, right, cut.index * share)
 
 
 def _first_segment(samples: Samples) -> int:

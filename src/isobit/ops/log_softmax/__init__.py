@@ -1,1 +1,1 @@
-"""Log-softmax, forward and backward, over pairs of maximum and sum."""
+"""Log-softmax and its gradient."""

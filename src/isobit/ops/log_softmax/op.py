@@ -1,4 +1,4 @@
-"""The log-softmax operator: its torch operators, their gradient, and the public function."""
+"""The log-softmax operator: the public function and its torch operators; the formulas are those of softmax."""
 
 from __future__ import annotations
 
@@ -10,22 +10,35 @@ from isobit.ops.softmax.op import along_axis, register_formulas
 
 
 def log_softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """(x − max) − log Σ exp(x − max) along `dim`, with bits that depend on that row of x alone.
+    """Log-softmax along an axis, in which each row depends on that row of x and on nothing else in the batch.
 
-    The sum is over pairs (max, sum), as isobit.linear_logprob's is: the two agree to the bit on fp32 logits.
+    Sums the same pairs (maximum, sum) as isobit.linear_logprob, so that the two are equal bit for bit on fp32 logits.
+
+    Args:
+        x: Any shape, in fp32, bf16 or fp16. Summed in fp32 and rounded once.
+        dim: The axis to normalize.
+
+    Returns:
+        Tensor in the shape and dtype of x.
+
+    Raises:
+        ArgumentError: If x is not a supported tensor, or has no such axis.
+
+    Example:
+        >>> x = torch.randn(8, 1000)
+        >>> torch.equal(isobit.log_softmax(x)[:1], isobit.log_softmax(x[:1]))
+        True
     """
     return along_axis("log_softmax", x, dim)
 
 
 @portable_operator("portable_log_softmax")
 def portable_log_softmax(x: Tensor) -> Tensor:
-    """y over the last axis."""
     return portable.log_softmax(x)
 
 
 @portable_operator("portable_log_softmax_backward")
 def portable_log_softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
-    """dx over the last axis."""
     return portable.log_softmax_backward(grad, y)
 
 

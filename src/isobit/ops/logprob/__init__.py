@@ -1,1 +1,1 @@
-"""Log-probabilities of chosen tokens from hidden states, without the logits; and the loss made of them."""
+"""Log-probabilities of chosen tokens from hidden states, and the loss of a language model."""

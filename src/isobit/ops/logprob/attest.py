@@ -1,19 +1,19 @@
-"""Holds the loaded log-probabilities against the portable executor, bit for bit."""
+"""Compare the native linear_logprob with its portable executor, bit for bit."""
 
 from __future__ import annotations
 
 import torch
 
 from isobit import bits
-from isobit.ops.linear.attest import wide_values
 from isobit.ops.logprob import portable
+from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.samples import Samples
 
 VOCABULARY, WIDTH, ROWS = 1026, 16, 3  # three folded leaves, the last of two
 
 
 def difference(dtype: torch.dtype) -> str | None:
-    """Where values or gradients differ first, or None; other dtypes share the code."""
+    """Return what differs first, or None; other dtypes than fp32 share the code."""
     if dtype != torch.float32:
         return None
     generator = torch.Generator().manual_seed(WIDTH)

@@ -1,4 +1,4 @@
-"""The loss of a language model from hidden states: an exact sum of log-probabilities, divided by a count."""
+"""The loss of a language model from hidden states: an exact sum of log-probabilities, divided by a number of items."""
 
 from __future__ import annotations
 
@@ -19,44 +19,70 @@ def linear_cross_entropy(
     *,
     temperature: float = 1.0,
     ignore_index: int = IGNORED,
-    count: float | None = None,
-    samples: Samples | None = None,
+    num_items: float | None = None,
+    samples: Samples | Tensor | None = None,
 ) -> Tensor:
-    """−Σ log-probability of the targets / count, in fp32, without ever holding the logits.
+    """Cross-entropy of a language model, from hidden states and the weight of its head.
 
-    `count` is the number of targets of the *global* batch; by default that of the targets given, which is refused where
-    a share of the batch is trained on. The sum is exact: it has no order.
+    Computes −Σ log-probability of the targets / num_items without keeping the logits. The sum is exact, so it has no
+    order, and the loss does not depend on how the tokens are arranged.
+
+    Args:
+        hidden: Shape [..., K], in fp32, bf16 or fp16.
+        weight: Shape [V, K], in the dtype of hidden.
+        targets: Token ids of shape [...], int64 or int32.
+        temperature: Divides the logits; positive.
+        ignore_index: The target that stands for "no target".
+        num_items: The number of targets of the *global* batch. By default that of the targets given, which is an error
+            while a share of the batch is trained on.
+        samples: The rows of each sample; see isobit.linear_logprob.
+
+    Returns:
+        A scalar in fp32.
+
+    Raises:
+        ArgumentError: If shapes, dtypes or devices do not fit together, or there is no target.
+        UnsupportedError: If num_items is missing inside isobit.parallel.Gradients.micro_batch.
+
+    Example:
+        >>> hidden, weight = torch.randn(4, 16), torch.randn(50, 16)
+        >>> targets = torch.tensor([3, 49, -100, 0])
+        >>> whole = isobit.linear_cross_entropy(hidden, weight, targets)
+        >>> torch.equal(whole, isobit.linear_cross_entropy(hidden.flip(0), weight, targets.flip(0)))
+        True
     """
-    chosen, active = count_active(targets, ignore_index, count)
+    chosen, active = count_active(targets, ignore_index, num_items)
     found = linear_logprob(hidden, weight, chosen, temperature=temperature, samples=samples)
     return exact_sum(found) / -active
 
 
 def refuse_mean_of_share() -> None:
-    """Each share would be divided by its own count, so the sum over shares would depend on how the batch is cut."""
+    """Raise inside a share: divided by its own count, the sum over shares would depend on how the batch is cut."""
     share = share_in_force()
     if share is not None and share.size < share.of and torch.is_grad_enabled():
         raise UnsupportedError(
             expected="the number of targets of the global batch, inside Gradients.micro_batch",
             received=f"none: a mean over the {share.size} of {share.of} samples of this share",
-            remedy="pass num_items_in_batch= to the model, or count= to the loss: that of all shares; what is not "
-            "trained runs under torch.no_grad()",
+            remedy="pass the number of targets of all shares as num_items_in_batch= to the model, or as num_items= to "
+            "the loss; run what is not trained under torch.no_grad()",
         )
 
 
-def count_active(targets: Tensor, ignore_index: int, count: float | None) -> tuple[Tensor, float]:
-    """The targets with −100 for none, and how many of the global batch the sum is divided by."""
-    if count is None:
+def count_active(
+    targets: Tensor, ignore_index: int, num_items: float | None
+) -> tuple[Tensor, float]:
+    """Return the targets with −100 for none, and the number by which the sum is divided."""
+    if num_items is None:
         refuse_mean_of_share()
     chosen = (
         targets
         if ignore_index == IGNORED
         else targets.masked_fill(targets == ignore_index, IGNORED)
     )
-    active = int((chosen != IGNORED).sum()) if count is None else count
+    active = int((chosen != IGNORED).sum()) if num_items is None else num_items
     if not active > 0:
         raise ArgumentError(
-            expected="a count of one target or more",
+            expected="num_items of 1 or more",
             received=f"{active} targets",
             remedy=f"leave out batches whose targets are all {ignore_index}",
         )

@@ -1,4 +1,4 @@
-"""Log-probabilities from hidden states: the torch operators, their gradient, and the public functions."""
+"""The linear_logprob operator: the public function, its torch operators and their gradient."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import launch
-from isobit.ops.linear.op import check_linear, spans_of, whole_samples
+from isobit.ops.linear.op import check_linear
 from isobit.ops.logprob import portable
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.portable.samples import as_samples, spans_of, whole_samples
+from isobit.ops.registration import declare, launch, portable_operator, register_operator
 from isobit.ops.share import (
     accumulation_dtype,
     as_partial,
@@ -33,37 +33,60 @@ def linear_logprob(
     targets: Tensor,
     *,
     temperature: float = 1.0,
-    samples: Samples | None = None,
+    samples: Samples | Tensor | None = None,
 ) -> Tensor:
-    """log softmax(hidden · weightᵀ / temperature) at each target, in fp32, without ever holding the logits.
+    """Log-probabilities of chosen tokens, from hidden states and the weight of the language-model head.
 
-    hidden is [..., K], weight [V, K], targets [...] of token ids; a target of −100 has the value 0 and no gradient.
-    The one function that rollout and training both call: the bits depend on the row of hidden and its target alone.
-    Of a share of the global batch, the weight's gradient is fp32 and not rounded: isobit.parallel.Gradients merges it.
+    Computes log_softmax(hidden @ weight.T / temperature) at each target without keeping the logits. Rollout and
+    training both call this function: a value depends on its row of `hidden` and its target, and on nothing else in the
+    batch.
+
+    Args:
+        hidden: Shape [..., K], in fp32, bf16 or fp16.
+        weight: Shape [V, K], in the dtype of hidden.
+        targets: Token ids of shape [...], int64 or int32; −100 gives 0 and has no gradient.
+        temperature: Divides the logits; positive.
+        samples: The rows of each sample, as `Samples` or cumulative lengths (`cu_seqlens`). By default hidden [B, T, K]
+            is B samples.
+
+    Returns:
+        Tensor of the shape of targets, in fp32.
+
+    Raises:
+        ArgumentError: If shapes, dtypes or devices do not fit together, or a target is not in the vocabulary.
+        UnsupportedError: If the samples are a share of a batch whose gradients nobody collects.
+
+    Example:
+        >>> hidden, weight = torch.randn(4, 16), torch.randn(50, 16)
+        >>> targets = torch.tensor([3, 49, -100, 0])
+        >>> found = isobit.linear_logprob(hidden, weight, targets)
+        >>> torch.equal(found[1:2], isobit.linear_logprob(hidden[1:2], weight, targets[1:2]))
+        True
     """
     check_tensors(hidden=hidden, weight=weight)
     check_linear(hidden, weight, None)
     check_targets(hidden, len(weight), targets)
     check_temperature(temperature)
-    described = whole_samples(hidden, None) if samples is None else samples
-    spans = spans_of(described, hidden)
-    if samples is None:
+    known = as_samples(samples)
+    if known is None:
         check_default(hidden, weight)
     else:
-        check_share(samples, weight)
+        check_share(known, weight)
+    known = known or whole_samples(hidden, None)
+    spans = spans_of(known, hidden)
     rows, chosen = (
         hidden.reshape(-1, hidden.shape[-1]),
         targets.reshape(-1).to(torch.int64).contiguous(),
     )
     sizes = (targets.numel(), *reversed(weight.shape))
     found, _ = launch(
-        "linear_logprob", sizes, rows, weight, chosen, float(temperature), spans, described.of
+        "linear_logprob", sizes, rows, weight, chosen, float(temperature), spans, known.of
     )
     return found.reshape(targets.shape)  # type: ignore[no-any-return]
 
 
 def check_targets(hidden: Tensor, vocabulary: int, targets: Tensor) -> None:
-    """One id a row, each of the vocabulary or −100."""
+    """Raise unless there is one id per row, each in the vocabulary or −100."""
     if targets.dtype not in (torch.int64, torch.int32) or targets.device != hidden.device:
         raise ArgumentError(
             expected=f"int64 or int32 targets on {hidden.device}",
@@ -75,7 +98,7 @@ def check_targets(hidden: Tensor, vocabulary: int, targets: Tensor) -> None:
             "targets",
             targets,
             f"{list(hidden.shape[:-1])}, as the rows of hidden",
-            "pass one id a row",
+            "pass one id per row",
         )
     if targets.numel() and not targets.is_meta:
         wrong = ((targets < 0) & (targets != IGNORED)) | (targets >= vocabulary)
@@ -88,16 +111,13 @@ def check_targets(hidden: Tensor, vocabulary: int, targets: Tensor) -> None:
 
 
 def check_temperature(temperature: float) -> None:
-    """A positive, finite number."""
+    """Raise unless the temperature is positive and finite."""
     if not (math.isfinite(temperature) and temperature > 0):
         raise ArgumentError(
             expected="a positive temperature",
             received=f"{temperature}",
             remedy="use 1.0, or take the argmax instead of a temperature of 0",
         )
-
-
-# ---- gradients: one definition for both executors -------------------------------------------------------
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -108,7 +128,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 
 def backward_with(prefix: str) -> Any:
-    """The gradient, by the operator `isobit::<prefix>_backward`."""
+    """Return the backward that calls the operator `isobit::<prefix>_backward`."""
 
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         want = ctx.needs_input_grad[:2]
@@ -121,7 +141,7 @@ def backward_with(prefix: str) -> Any:
 
 
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators."""
+    """Register shapes and gradients of one executor's operators."""
 
     def fake(hidden: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         rows, wide = hidden.shape[0], accumulation_dtype(hidden.dtype)
@@ -153,7 +173,6 @@ def portable_linear_logprob(
     spans: Tensor | None,
     of: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The log-probabilities, and each row's maximum and logarithm of its sum."""
     return portable.linear_logprob(hidden, weight, targets, temperature)
 
 
@@ -170,7 +189,6 @@ def portable_linear_logprob_backward(
     want_weight: bool,
     of: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """dhidden and dweight."""
     samples = whole_samples(hidden, spans, of if want_weight else 0)
     return portable.linear_logprob_backward(
         grad, hidden, weight, targets, stats, samples, temperature

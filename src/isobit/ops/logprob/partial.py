@@ -1,7 +1,7 @@
-"""Shares of a vocabulary: each gives the root of its own words; merged by the tree, they are linear_logprob's bits.
+"""linear_logprob over a vocabulary that is cut over ranks: partial results, and the functions that merge them.
 
-T tokens, K features, V = cut.extent words of which the weight holds cut.length. No autograd: a caller with ranks owns
-what is exchanged, and rounds dhidden once, after the last merge.
+There are T tokens, K features and V = cut.extent words; this rank's weight is [cut.length, K]. No function here has a
+gradient: the caller owns the exchange between ranks, and rounds dhidden once, after the last merge.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from isobit.errors import ArgumentError, CutError
 from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.linear.op import check_linear, whole_samples
-from isobit.ops.linear.portable import one_nan
+from isobit.ops.linear.op import check_linear
 from isobit.ops.logprob import portable
 from isobit.ops.logprob.op import check_targets, check_temperature
+from isobit.ops.portable.log_sum_exp import Pair
+from isobit.ops.portable.rounding import one_nan
+from isobit.ops.portable.samples import whole_samples
 from isobit.ops.share import accumulation_dtype
 from isobit.order import tree
 from isobit.order.cut import Cut
@@ -28,9 +30,9 @@ from isobit.order.cut import Cut
 def forward(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cut: Cut
 ) -> tuple[Tensor, Tensor]:
-    """[T, 2] pairs (max, sum) of the share, and [T] scaled logits of the targets, +0 where another share has them.
+    """Return the share's pairs (max, sum) [T, 2], and the scaled logits of the targets [T].
 
-    Targets are ids of the whole vocabulary, or −100. One share has each target: its logit is the one to take.
+    Targets are ids of the whole vocabulary, or −100. Exactly one share has the logit of a target; the others return +0.
     """
     check_problem(hidden, weight, targets, temperature, cut)
     ids = targets.to(torch.int64).contiguous()
@@ -45,7 +47,7 @@ def forward(
 @keeping_subnormals
 @torch.no_grad()
 def merge(pairs: Tensor) -> Tensor:
-    """[T, 2] of the whole vocabulary from [P, T, 2], the shares' pairs in the order of their indices."""
+    """Return the pairs [T, 2] of the whole vocabulary from those of all shares [P, T, 2], in their order."""
     if pairs.dim() != 3 or pairs.shape[2] != 2:
         refuse_shape("pairs", pairs, "[P, T, 2]", "stack the pairs of all shares, by index")
     parts = len(pairs)
@@ -53,10 +55,10 @@ def merge(pairs: Tensor) -> Tensor:
         raise CutError(
             expected="the pairs of all shares, a power of two of them",
             received=f"{parts}",
-            remedy="cut the vocabulary by isobit's Cut, and pass every share once",
+            remedy="cut the vocabulary by isobit.order.Cut, and pass every share once",
         )
     total = tree.merge(
-        [portable.Pair(share[:, :1], share[:, 1:]) for share in pairs.unbind(0)], operator.add
+        [Pair(share[:, :1], share[:, 1:]) for share in pairs.unbind(0)], operator.add
     )
     return one_nan(torch.cat([total.max, total.sum], 1))
 
@@ -64,12 +66,12 @@ def merge(pairs: Tensor) -> Tensor:
 @keeping_subnormals
 @torch.no_grad()
 def finish(pairs: Tensor, chosen: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """[T] log-probabilities, and [T, 2] of maxima and logarithms of sums as `backward` takes them, from merged ones."""
+    """Return log-probabilities [T], and the maxima and logs of sums [T, 2] for `backward`, from merged pairs."""
     if pairs.shape != (len(targets), 2) or chosen.shape != targets.shape:
         refuse_shape(
             "pairs",
             pairs,
-            f"[{len(targets)}, 2], beside chosen [{len(targets)}]",
+            f"[{len(targets)}, 2], with chosen [{len(targets)}]",
             "merge all shares first",
         )
     return portable.finish(pairs, chosen, targets)
@@ -90,10 +92,10 @@ def backward(
     want_hidden: bool = True,
     want_weight: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """[T, K] the share's root of dhidden, fp32 and not rounded; and dweight of the share's words.
+    """Return the share's part of dhidden [T, K], in fp32 and not rounded, and dweight of the share's words.
 
-    The shares' roots, merged by the balanced tree and rounded once to hidden's dtype, are dhidden. Where `of` is more
-    than the spans, dweight is fp32 and not rounded. What is not wanted is not to be read.
+    The parts of all shares, merged by the tree and rounded once to the dtype of hidden, are dhidden. dweight is not
+    rounded if the samples are a share. A result that is not wanted has no defined value.
     """
     check_problem(hidden, weight, targets, temperature, cut)
     check_backward(grad, hidden, stats, spans)
@@ -121,7 +123,7 @@ def backward(
 def check_problem(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cut: Cut
 ) -> None:
-    """As linear_logprob checks, with the weight's rows those of the share."""
+    """Raise as linear_logprob does, where the rows of the weight are those of the share."""
     check_tensors(hidden=hidden, weight=weight)
     check_linear(hidden, weight, None)
     if hidden.dim() != 2:
@@ -141,14 +143,16 @@ def check_problem(
 
 
 def check_backward(grad: Tensor, hidden: Tensor, stats: Tensor, spans: Tensor) -> None:
-    """Gradients and sums in the dtype of sums, one a token."""
+    """Raise unless grad and stats have one entry per token, in the accumulation dtype."""
     wide = accumulation_dtype(hidden.dtype)
     if grad.shape != hidden.shape[:1] or stats.shape != (len(hidden), 2):
-        expected = f"[{len(hidden)}], beside stats [{len(hidden)}, 2]"
-        refuse_shape("grad", grad, expected, "pass a number a token, and what `finish` gave")
+        expected = f"[{len(hidden)}], with stats [{len(hidden)}, 2]"
+        refuse_shape(
+            "grad", grad, expected, "pass one number per token, and what `finish` returned"
+        )
     if grad.dtype != wide or stats.dtype != wide or spans.dtype != torch.int64:
         raise ArgumentError(
             expected=f"grad and stats of {wide}, spans of torch.int64",
             received=f"{grad.dtype}, {stats.dtype}, {spans.dtype}",
-            remedy="pass the gradient of the log-probabilities, what `finish` gave, and isobit's spans",
+            remedy="pass the gradient of the log-probabilities, what `finish` returned, and isobit's spans",
         )

@@ -1,51 +1,34 @@
-"""The portable executor of linear_logprob: the same sums in plain torch operations. Slow, and exact."""
+"""The portable executor of linear_logprob: the same sums in plain torch operations."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from isobit.ops.linear.portable import (
-    merge_segments,
-    one_nan,
-    round_once,
-    sum_products,
-    sum_striped,
-    widen,
-)
-from isobit.ops.log_softmax.portable import MaxSum, finite_or_zero
-from isobit.ops.logarithm import log_positive
+from isobit.ops.portable.elementary import exp_nonpositive, log_positive
+from isobit.ops.portable.log_sum_exp import Pair, merge_pairs
+from isobit.ops.portable.rounding import one_nan, round_once, widen_rows
+from isobit.ops.portable.sums import sum_products
 from isobit.ops.share import gradient_dtype
-from isobit.ops.softmax.portable import exp_nonpositive
 from isobit.order.cut import Cut
-from isobit.order.plan import FeaturePlan, Leaf, Segment
+from isobit.order.plan import FeaturePlan, Segment
 from isobit.order.samples import Samples
 
 
-class Pair(MaxSum):
-    """A pair (max, sum) whose merge keeps the left of two zeros, as the kernel does; torch.maximum's depends on where
-    they stand."""
-
-    def __add__(self, other: MaxSum) -> Pair:
-        return Pair(
-            torch.where(self.max < other.max, other.max, self.max), super().__add__(other).sum
-        )
-
-
 def logits_of(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """[T, V], divided by the temperature."""
+    """Return logits [T, V] divided by the temperature."""
     segments = FeaturePlan(hidden.shape[1]).segments
-    total = sum_products(segments, widen(hidden), widen(weight))[0]
+    total = sum_products(segments, widen_rows(hidden), widen_rows(weight))[0]
     return total if temperature == 1.0 else total * inverse(temperature, total.dtype)
 
 
 def inverse(temperature: float, dtype: torch.dtype) -> Tensor:
-    """1 / temperature, in the dtype that sums have."""
+    """Return 1 / temperature in the accumulation dtype."""
     return 1.0 / torch.tensor(temperature, dtype=dtype)
 
 
 def segments_of(cut: Cut) -> tuple[Segment, ...]:
-    """Of a share of the vocabulary, counted from the share's start."""
+    """Return the segments of a share of the vocabulary, with positions counted from the start of the share."""
     plan = FeaturePlan(cut.extent)
     return plan.segments[: plan.count // cut.parts]
 
@@ -53,7 +36,7 @@ def segments_of(cut: Cut) -> tuple[Segment, ...]:
 def linear_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """[T] log-probabilities, 0 where there is no target; and [T, 2] of each row's maximum and logarithm of its sum."""
+    """Return log-probabilities [T], 0 where there is no target, and each row's maximum and log of its sum [T, 2]."""
     return finish(
         *pairs_and_chosen(hidden, weight, targets, temperature, Cut(len(weight), 1, 0)), targets
     )
@@ -62,17 +45,9 @@ def linear_logprob(
 def pairs_and_chosen(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, cut: Cut
 ) -> tuple[Tensor, Tensor]:
-    """[T, 2] of the share's pairs (max, sum), and [T] of the targets' logits, +0 where the share has them not."""
+    """Return the share's pairs (max, sum) [T, 2] and the targets' logits [T], +0 where another share has the target."""
     logits = logits_of(hidden, weight, temperature)
-
-    def of_leaf(leaf: Leaf) -> Pair:
-        part = logits[:, leaf.start : leaf.start + leaf.length]
-        known = torch.where(part.isnan(), -torch.inf, part)  # a NaN is met by the sum
-        most = known.amax(1, keepdim=True)
-        terms = exp_nonpositive(part - finite_or_zero(most))
-        return Pair(most, sum_striped(Leaf(0, leaf.length, False), terms.t()).unsqueeze(1))
-
-    (total,) = merge_segments(segments_of(cut), of_leaf, 0)
+    total = merge_pairs(logits, segments_of(cut), Pair)
     local = (targets - cut.start).unsqueeze(1)
     held = (local >= 0) & (local < cut.length)
     chosen = torch.where(held, logits.gather(1, local.clamp(0, cut.length - 1)), 0.0)
@@ -80,7 +55,7 @@ def pairs_and_chosen(
 
 
 def finish(pairs: Tensor, chosen: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and [T, 2] of maxima and logarithms of sums, from the pairs of the whole vocabulary."""
+    """Return log-probabilities [T], and maxima and logs of sums [T, 2], from the pairs of the whole vocabulary."""
     log_sum = log_positive(pairs[:, 1])
     found = torch.where(targets < 0, 0.0, (chosen - pairs[:, 0]) - log_sum)
     return one_nan(found), torch.stack([pairs[:, 0], log_sum], 1)
@@ -95,7 +70,7 @@ def linear_logprob_backward(
     samples: Samples,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """dhidden over the vocabulary, dweight over the samples."""
+    """Return dhidden, summed over the vocabulary, and dweight, summed over the samples."""
     cut = Cut(len(weight), 1, 0)
     by_token, by_word = shard_backward(
         grad, hidden, weight, targets, stats, samples, temperature, cut
@@ -113,13 +88,16 @@ def shard_backward(
     temperature: float,
     cut: Cut,
 ) -> tuple[Tensor, Tensor]:
-    """dhidden over the share's words, not rounded; dweight of its words, rounded unless the samples are a share."""
+    """Return (dhidden summed over the share's words, not rounded; dweight of its words).
+
+    dweight is rounded unless the samples are a share.
+    """
     logits = logits_of(hidden, weight, temperature)
     weights = exp_nonpositive((logits - stats[:, :1]) - stats[:, 1:])
     chosen = torch.arange(cut.start, cut.start + cut.length) == targets.unsqueeze(1)
     scaled = torch.where(targets < 0, 0.0, grad * inverse(temperature, grad.dtype)).unsqueeze(1)
     spread = torch.where(chosen, 1.0 - weights, -weights) * scaled
-    by_token = sum_products(segments_of(cut), spread, widen(weight).t())[0]
-    by_word = sum_products(samples.segments, spread.t(), widen(hidden).t())
+    by_token = sum_products(segments_of(cut), spread, widen_rows(weight).t())[0]
+    by_word = sum_products(samples.segments, spread.t(), widen_rows(hidden).t())
     total = by_word[0] if len(by_word) else torch.zeros_like(weight, dtype=spread.dtype)
     return by_token, round_once(total, gradient_dtype(weight.dtype, len(samples.spans), samples.of))

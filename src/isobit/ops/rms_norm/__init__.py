@@ -1,1 +1,1 @@
-"""The root-mean-square norm, forward and backward, with one order of addition."""
+"""RMSNorm, its gradients, and norms of heads that are cut over ranks."""

@@ -1,29 +1,20 @@
-"""Holds the loaded norm against the portable executor, bit for bit on hard rows."""
+"""Compare the native RMSNorm with its portable executor, bit for bit on hard rows."""
 
 from __future__ import annotations
 
 import torch
 
 from isobit import bits
-from isobit.ops.linear.attest import wide_values
+from isobit.ops.portable.hard_inputs import spans_and_samples, wide_values
 from isobit.ops.rms_norm import portable
-from isobit.order.samples import Samples
 
 # (tokens, heads, n): two leaves of tokens and a tail alone; folded leaves of features; heads in segments of three.
 CASES = ((270, 0, 7), (3, 0, 1025), (20, 6, 24))
 EPS = 1e-6
 
 
-def spans_and_samples(tokens: int) -> tuple[torch.Tensor, Samples]:
-    """Three samples in one segment, one of them empty, with padding on both sides of them."""
-    samples = Samples(
-        ((1, tokens // 9), (tokens, 0), (1 + tokens // 9, tokens - tokens // 9 - 2)), tokens, 0, 3
-    )
-    return torch.tensor(samples.spans), samples
-
-
 def difference(dtype: torch.dtype) -> str | None:
-    """Where outputs or gradients differ first, or None."""
+    """Return what differs first, or None."""
     for tokens, heads, n in CASES:
         generator = torch.Generator().manual_seed(n)
         shape = (tokens, heads, n) if heads else (tokens, n)

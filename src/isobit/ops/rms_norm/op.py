@@ -1,20 +1,24 @@
-"""The root-mean-square norm: its torch operators, their gradients, and the public function."""
+"""The RMSNorm operator: the public function, its torch operators and their gradients."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit.errors import ArgumentError
-from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import launch, rows_and_columns
-from isobit.ops.linear.op import describe, whole_samples
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.arguments import check_tensors, widen_for_autocast
+from isobit.ops.portable.norms import check_norm, empty_statistics
+from isobit.ops.portable.samples import describe, whole_samples
+from isobit.ops.registration import (
+    declare,
+    launch,
+    portable_operator,
+    register_operator,
+    rows_and_columns,
+)
 from isobit.ops.rms_norm import portable
-from isobit.ops.share import accumulation_dtype, as_partial, described_dtype, share_in_force
+from isobit.ops.share import as_partial, described_dtype, share_in_force
 from isobit.order.samples import Samples
 
 
@@ -23,44 +27,39 @@ def rms_norm(
     weight: Tensor,
     eps: float = 1e-6,
     *,
-    samples: Samples | None = None,
+    samples: Samples | Tensor | None = None,
     heads: bool = False,
 ) -> Tensor:
-    """(x / sqrt(mean of x² + eps)) · weight over the last axis, with bits that depend on that row and weight alone.
+    """RMSNorm over the last axis, x / sqrt(mean(x²) + eps) · weight, that does not depend on the batch.
 
-    x is [..., n], weight [n]; fp32, bf16 and fp16, computed in fp32 and rounded once. The weight's gradient sums over
-    the samples; by default [B, T, n] is B samples. With `heads`, x is [..., T, H, n], `samples` speak of tokens, and
-    within each sample every head's tokens are summed by themselves, then the heads (those of a segment folded left).
+    Unlike torch.nn.functional.rms_norm there is no `normalized_shape`: it is the shape of weight.
+
+    Args:
+        x: Shape [..., n], in fp32, bf16 or fp16. Computed in fp32 and rounded once.
+        weight: Shape [n], in the dtype of x.
+        eps: Added to the mean square.
+        samples: The rows of each sample, as `Samples` or cumulative lengths (`cu_seqlens`), for the gradient of weight.
+            By default x [B, T, n] is B samples.
+        heads: x is [..., T, H, n], a norm of each head, and the samples describe tokens. The gradient of weight sums
+            the tokens of each head of a sample, then the heads.
+
+    Returns:
+        Tensor in the shape and dtype of x.
+
+    Raises:
+        ArgumentError: If shapes, dtypes or devices do not fit together.
+        UnsupportedError: If the samples are a share of a batch whose gradients nobody collects.
+
+    Example:
+        >>> x, weight = torch.randn(8, 64), torch.ones(64)
+        >>> torch.equal(isobit.rms_norm(x, weight)[:1], isobit.rms_norm(x[:1], weight))
+        True
     """
     x, weight = widen_for_autocast(x, weight)
     check_tensors(x=x, weight=weight)
     check_norm(x, weight, eps, 2 if heads else 1)
     spans, of = describe(samples, x.select(-2, 0) if heads else x, weight)
     return launch("rms_norm", rows_and_columns(x), x, weight, eps, spans, heads, of)[0]  # type: ignore[no-any-return]
-
-
-def widen_for_autocast(*tensors: Tensor | None) -> tuple[Any, ...]:
-    """fp32 under torch.autocast, which leaves a norm's weight in fp32 and its rows in 16 bits."""
-    if not torch.is_autocast_enabled("cpu"):
-        return tensors
-    return tuple(None if t is None else t.float() for t in tensors)
-
-
-def check_norm(x: Tensor, weight: Tensor, eps: float, axes: int) -> None:
-    """The shapes of a norm, or a refusal."""
-    if weight.dim() != 1 or not len(weight):
-        refuse_shape("weight", weight, "[n], n ≥ 1", "pass one factor per feature")
-    n = len(weight)
-    if x.dim() < axes or x.shape[-1] != n or (axes == 2 and not x.shape[-2]):
-        expected = f"[..., {'T, H, ' if axes == 2 else ''}{n}], as weight is [{n}]"
-        refuse_shape("x", x, expected, "make the last axis of x as long as weight")
-    if not isinstance(eps, float | int) or not (eps >= 0 and math.isfinite(eps)):
-        raise ArgumentError(
-            expected="eps of 0 or more", received=f"{eps!r}", remedy="pass a small number, as 1e-6"
-        )
-
-
-# ---- gradients: one definition for both executors -------------------------------------------------------
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -70,7 +69,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...])
 
 
 def backward_with(prefix: str) -> Any:
-    """The gradient, by the operator `isobit::<prefix>_backward`."""
+    """Return the backward that calls the operator `isobit::<prefix>_backward`."""
 
     def backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, scales, spans = ctx.saved_tensors
@@ -81,13 +80,8 @@ def backward_with(prefix: str) -> Any:
     return backward
 
 
-def empty_statistics(x: Tensor) -> Tensor:
-    """A number per row, in the dtype that sums have."""
-    return x.new_empty(x.shape[:-1], dtype=accumulation_dtype(x.dtype))
-
-
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators."""
+    """Register shapes and gradients of one executor's operators."""
 
     def fake(
         grad: Tensor,
@@ -116,7 +110,6 @@ def register_formulas(prefix: str) -> None:
 def portable_rms_norm(
     x: Tensor, weight: Tensor, eps: float, spans: Tensor | None, heads: bool, of: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """(y, scales) over the last axis."""
     return portable.rms_norm(x, weight, eps)
 
 
@@ -130,7 +123,6 @@ def portable_rms_norm_backward(
     heads: bool,
     of: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """(dx, dweight)."""
     samples = whole_samples(grad.select(-2, 0) if heads else grad, spans, of)
     return portable.rms_norm_backward(grad, x, weight, scales, samples, x.shape[-2] if heads else 0)
 

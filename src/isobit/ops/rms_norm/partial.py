@@ -1,4 +1,4 @@
-"""Shares of a norm over heads: each rank sums its own heads sample by sample; merged, they are the whole."""
+"""The gradient of RMSNorm over heads that are cut over ranks: sums per sample, and the function that merges them."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from isobit.errors import CutError
 from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.linear.op import spans_of
+from isobit.ops.portable.norms import check_norm
+from isobit.ops.portable.samples import spans_of
 from isobit.ops.rms_norm import portable
-from isobit.ops.rms_norm.op import check_norm
 from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, count_segments
 from isobit.order.samples import Samples
 from isobit.order.tree import Node, find_roots
@@ -27,10 +27,10 @@ def sample_grads(
     heads_total: int,
     first_head: int,
 ) -> tuple[Tensor, Tensor]:
-    """(dx, each sample's total [samples, n] of dweight over these heads, unrounded), as isobit.rms_norm(heads=True).
+    """Return dx, and the sums [samples, n] of dweight over this rank's heads, per sample and not rounded.
 
-    x is [..., T, H, n], heads `first_head` and on of `heads_total`, one subtree of them. The totals of all ranks,
-    merged by the balanced tree in the order of their heads, then by `merge_samples`, are the gradient of the whole.
+    x is [..., T, H, n]: H heads from `first_head` on, which must be one subtree of `heads_total` heads. The sums of all
+    ranks, merged by the tree in the order of heads and then by `merge_samples`, are the gradient of the whole weight.
     """
     check_tensors(grad=grad, x=x, weight=weight)
     check_norm(x, weight, 0.0, 2)
@@ -48,16 +48,19 @@ def sample_grads(
 def portable_sample_grads(
     grad: Tensor, x: Tensor, weight: Tensor, scales: Tensor, samples: Samples, heads_total: int
 ) -> tuple[Tensor, Tensor]:
-    """Compute `sample_grads` in stock operations."""
+    """Compute `sample_grads` with the portable executor."""
     dx, terms = portable.input_grad_and_terms(grad, x, weight, scales)
     return dx, portable.sum_heads(terms, samples, x.shape[-2], heads_total)
 
 
 def merge_samples(totals: Tensor, of: int) -> Tensor:
-    """[n], unrounded, of the samples' totals [samples, n] over all heads; they are one subtree of `of` samples."""
+    """Return [n], not rounded: the sum of totals [samples, n], which are one subtree of `of` samples."""
     if totals.dim() != 2:
         refuse_shape(
-            "totals", totals, "[samples, n]", "pass what sample_grads gave, merged over the ranks"
+            "totals",
+            totals,
+            "[samples, n]",
+            "pass what sample_grads returned, merged over the ranks",
         )
     find_subtree("samples", 0, len(totals), of, SAMPLE_CAP)
     if dispatch.is_native(totals.dtype):
@@ -66,14 +69,18 @@ def merge_samples(totals: Tensor, of: int) -> Tensor:
 
 
 def find_subtree(what: str, first: int, count: int, of: int, cap: int) -> Node:
-    """The one node of the tree over `of` items that `count` of them from `first` on are, or a refusal."""
+    """Return the node of the tree over `of` items that consists of `count` items from `first` on.
+
+    Raises:
+        CutError: If there is no such node.
+    """
     size = max(of // count_segments(of, 1, cap), 1)
     aligned = first >= 0 and first + count <= of and first % size == 0 and count % size == 0
     roots = find_roots(first // size, (first + count) // size) if aligned else ()
     if len(roots) != 1:
         raise CutError(
-            expected=f"{what} that are one subtree of {of}, whose segments hold {size}",
+            expected=f"{what} that are one subtree of {of}, in segments of {size}",
             received=f"{what} {first} to {first + count}",
-            remedy=f"take a power of two times {size}, from a multiple of it",
+            remedy=f"take {size} times a power of two {what}, starting at a multiple of that number",
         )
     return roots[0]

@@ -1,1 +1,1 @@
-"""Rotary position embedding, forward and backward: a token has its bits wherever it stands in the batch."""
+"""Rotary position embedding and its gradient."""

@@ -1,4 +1,4 @@
-"""The rotary embedding: its torch operators, their gradient, and the public function."""
+"""The rotary embedding: the public function, its torch operators and their gradient."""
 
 from __future__ import annotations
 
@@ -9,17 +9,34 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import launch
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.registration import declare, launch, portable_operator, register_operator
 from isobit.ops.rotary import portable
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [..., heads, D] with each head's halves turned by its token's angles; cos and sin [..., D] have both halves.
+    """Rotary position embedding, which rotates the two halves of each head by the angles of its token.
 
-    low · cos - high · sin and high · cos + low · sin, each product rounded to fp32, and the result once to x's dtype.
-    cos and sin may be fp32 whatever x is, as a bf16 cosine loses the position; their leading axes may be fewer than
-    x's, or of size 1, as in torch. They have no gradient.
+    Computes low · cos − high · sin and high · cos + low · sin; each product is rounded to fp32, and the result once to
+    the dtype of x.
+
+    Args:
+        x: Shape [..., heads, D], in fp32, bf16 or fp16; D is even.
+        cos: Cosines for both halves, [..., D]. Leading axes are broadcast. fp32 with every x, since a bf16 cosine loses
+            the position, or the dtype of x.
+        sin: Sines in the shape of cos. Neither has a gradient.
+
+    Returns:
+        Tensor in the shape and dtype of x.
+
+    Raises:
+        ArgumentError: If shapes, dtypes or devices do not fit together, or cos or sin require a gradient.
+
+    Example:
+        >>> x = torch.randn(4, 2, 8)
+        >>> angles = torch.outer(torch.arange(4.0), torch.rand(4)).repeat(1, 2)
+        >>> whole = isobit.rotary(x, angles.cos(), angles.sin())
+        >>> torch.equal(isobit.rotary(x[3:], angles[3:].cos(), angles[3:].sin()), whole[3:])
+        True
     """
     check_tensors(x=x)
     check_angles(x, cos, sin)
@@ -28,7 +45,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """A cosine and a sine for every element of a head, or a refusal."""
+    """Raise unless there are a cosine and a sine for every element of a head."""
     check_tensors(cos=cos, sin=sin)
     if x.dim() < 2 or x.shape[-1] % 2:
         refuse_shape("x", x, "[..., heads, D], D even", "pass one head as x.unsqueeze(-2)")
@@ -36,7 +53,7 @@ def check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
         raise ArgumentError(
             expected=f"cos and sin of float32 or {x.dtype}, on {x.device}",
             received=f"{cos.dtype} on {cos.device}",
-            remedy="compute them in float32, and keep them so",
+            remedy="compute and keep them in float32",
         )
     if sin.shape != cos.shape:
         refuse_shape("sin", sin, str(list(cos.shape)), "pass cos and sin of the same angles")
@@ -50,7 +67,7 @@ def check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
             "cos",
             cos,
             f"{list(shape)}, as x is {list(x.shape)}",
-            "pass both halves, an angle a token",
+            "pass both halves, one row of angles per token",
         )
     if torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad):
         raise ArgumentError(
@@ -65,7 +82,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators."""
+    """Register shapes and gradients of one executor's operators."""
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return getattr(torch.ops.isobit, f"{prefix}_backward")(grad, *ctx.saved_tensors), None, None
@@ -80,13 +97,11 @@ def register_formulas(prefix: str) -> None:
 
 @portable_operator("portable_rotary")
 def portable_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """y of [..., heads, D]."""
     return portable.rotary(x, cos, sin)
 
 
 @portable_operator("portable_rotary_backward")
 def portable_rotary_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """dx."""
     return portable.rotary_backward(grad, cos, sin)
 
 

@@ -1,1 +1,1 @@
-"""SiLU, forward and backward: one result per value, wherever it stands."""
+"""SiLU and its gradient."""

@@ -1,4 +1,4 @@
-"""The SiLU operator: its torch operators, their gradient, and the public function."""
+"""The SiLU operator: the public function, its torch operators and their gradient."""
 
 from __future__ import annotations
 
@@ -8,13 +8,33 @@ import torch
 from torch import Tensor
 
 from isobit.ops.arguments import check_tensors
-from isobit.ops.launch import launch, rows_and_columns
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.registration import (
+    declare,
+    launch,
+    portable_operator,
+    register_operator,
+    rows_and_columns,
+)
 from isobit.ops.silu import portable
 
 
 def silu(x: Tensor) -> Tensor:
-    """x / (1 + e^-x): a value has one result at every position, stride and tail. fp32 inside, rounded once."""
+    """SiLU, x / (1 + e^-x), that gives a value the same result at every position and stride.
+
+    Args:
+        x: Any shape, in fp32, bf16 or fp16. Computed in fp32 and rounded once.
+
+    Returns:
+        Tensor in the shape and dtype of x.
+
+    Raises:
+        ArgumentError: If x is not a supported tensor.
+
+    Example:
+        >>> x = torch.randn(1001)
+        >>> torch.equal(isobit.silu(x)[1000:], isobit.silu(x[1000:]))
+        True
+    """
     check_tensors(x=x)
     return launch("silu", rows_and_columns(x), x)  # type: ignore[no-any-return]
 
@@ -24,7 +44,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators."""
+    """Register shapes and gradients of one executor's operators."""
 
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
@@ -36,13 +56,11 @@ def register_formulas(prefix: str) -> None:
 
 @portable_operator("portable_silu")
 def portable_silu(x: Tensor) -> Tensor:
-    """y, element by element."""
     return portable.silu(x)
 
 
 @portable_operator("portable_silu_backward")
 def portable_silu_backward(grad: Tensor, x: Tensor) -> Tensor:
-    """dx."""
     return portable.silu_backward(grad, x)
 
 

@@ -1,1 +1,1 @@
-"""Softmax, forward and backward, with one order of addition."""
+"""Softmax and its gradient."""

@@ -1,21 +1,17 @@
-"""Holds the loaded softmax against the portable executor, bit for bit on hard rows."""
+"""Compare the native softmax with its portable executor, bit for bit on hard rows."""
 
 from __future__ import annotations
 
 import torch
 
 from isobit import bits
-from isobit.ops.linear.attest import wide_values
+from isobit.ops.portable.hard_inputs import ROW_LENGTHS, wide_values
 from isobit.ops.softmax import portable
-
-# A tail alone; two segments of one leaf; one segment of folded leaves, the last of a single element; tails in both
-# segments.
-EXTENTS = (7, 512, 1025, 1050)
 
 
 def difference(dtype: torch.dtype) -> str | None:
-    """Where outputs or gradients differ first, or None."""
-    for extent in EXTENTS:
+    """Return what differs first, or None."""
+    for extent in ROW_LENGTHS:
         generator = torch.Generator().manual_seed(extent)
         x, grad = (wide_values((3, extent), dtype, generator) for _ in range(2))
         y = torch.ops.isobit.softmax(x)

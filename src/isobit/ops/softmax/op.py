@@ -1,4 +1,4 @@
-"""The softmax operator: its torch operators, their gradient, and the public function."""
+"""The softmax operator: the public function, its torch operators and their gradient."""
 
 from __future__ import annotations
 
@@ -9,21 +9,39 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import launch, rows_and_columns
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.registration import (
+    declare,
+    launch,
+    portable_operator,
+    register_operator,
+    rows_and_columns,
+)
 from isobit.ops.softmax import portable
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """exp(x - max) / Σ exp(x - max) along `dim`, with bits that depend on that row of x alone.
+    """Softmax along an axis, in which each row depends on that row of x and on nothing else in the batch.
 
-    fp32, bf16 and fp16, summed in fp32 and rounded once. A row that holds a NaN or +inf, or only -inf, is NaN.
+    Args:
+        x: Any shape, in fp32, bf16 or fp16. Summed in fp32 and rounded once.
+        dim: The axis to normalize.
+
+    Returns:
+        Tensor in the shape and dtype of x. A row with a NaN or +inf, or with only -inf, is NaN.
+
+    Raises:
+        ArgumentError: If x is not a supported tensor, or has no such axis.
+
+    Example:
+        >>> x = torch.randn(8, 1000)
+        >>> torch.equal(isobit.softmax(x)[:1], isobit.softmax(x[:1]))
+        True
     """
     return along_axis("softmax", x, dim)
 
 
 def along_axis(name: str, x: Tensor, dim: int) -> Tensor:
-    """A function of rows, `isobit::<name>` or its portable form, with `dim` as the rows' axis."""
+    """Apply the operator `name`, a function of rows, along the axis `dim`."""
     check_tensors(x=x)
     check_axis(x, dim)
     last = dim in (-1, x.dim() - 1)
@@ -33,18 +51,15 @@ def along_axis(name: str, x: Tensor, dim: int) -> Tensor:
 
 
 def check_axis(x: Tensor, dim: int) -> None:
-    """An axis of x, or a refusal."""
+    """Raise unless `dim` is an axis of x."""
     if x.dim() < 1:
         refuse_shape("x", x, "[..., n]", "pass x.reshape(1)")
     if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         raise ArgumentError(
             expected=f"dim from {-x.dim()} to {x.dim() - 1}, as x is {list(x.shape)}",
             received=f"dim = {dim!r}",
-            remedy="name an axis of x",
+            remedy="pass an axis of x",
         )
-
-
-# ---- gradients: one definition for both executors -------------------------------------------------------
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -52,7 +67,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def backward_with(prefix: str) -> Any:
-    """The gradient, by the operator `isobit::<prefix>_backward`."""
+    """Return the backward that calls the operator `isobit::<prefix>_backward`."""
 
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         (y,) = ctx.saved_tensors
@@ -62,7 +77,7 @@ def backward_with(prefix: str) -> Any:
 
 
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators, whose gradient needs the output alone."""
+    """Register shapes and gradients of one executor's operators, for a gradient that needs only the output."""
     public = prefix.removeprefix("portable_")
     register_operator(
         public, prefix, lambda x: x.new_empty(x.shape), backward_with(prefix), setup_context
@@ -72,13 +87,11 @@ def register_formulas(prefix: str) -> None:
 
 @portable_operator("portable_softmax")
 def portable_softmax(x: Tensor) -> Tensor:
-    """y over the last axis."""
     return portable.softmax(x)
 
 
 @portable_operator("portable_softmax_backward")
 def portable_softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
-    """dx over the last axis."""
     return portable.softmax_backward(grad, y)
 
 

@@ -1,1 +1,1 @@
-"""SwiGLU, silu(gate) times up with one rounding, forward and backward."""
+"""SwiGLU and its gradient."""

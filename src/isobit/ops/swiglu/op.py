@@ -1,4 +1,4 @@
-"""The SwiGLU operator: its torch operators, their gradient, and the public function."""
+"""The SwiGLU operator: the public function, its torch operators and their gradient."""
 
 from __future__ import annotations
 
@@ -8,13 +8,34 @@ import torch
 from torch import Tensor
 
 from isobit.ops.arguments import check_tensors, refuse_shape
-from isobit.ops.launch import launch, rows_and_columns
-from isobit.ops.registration import declare, portable_operator, register_operator
+from isobit.ops.registration import (
+    declare,
+    launch,
+    portable_operator,
+    register_operator,
+    rows_and_columns,
+)
 from isobit.ops.swiglu import portable
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up: elements have one result at every position, stride and tail. fp32 inside, rounded once."""
+    """SwiGLU, silu(gate) · up, computed in fp32 and rounded once; the same result at every position and stride.
+
+    Args:
+        gate: Any shape, in fp32, bf16 or fp16.
+        up: The shape and dtype of gate; nothing is broadcast.
+
+    Returns:
+        Tensor in the shape and dtype of gate.
+
+    Raises:
+        ArgumentError: If the shapes, dtypes or devices differ.
+
+    Example:
+        >>> gate, up = torch.randn(2, 1001)
+        >>> torch.equal(isobit.swiglu(gate, up)[1000:], isobit.swiglu(gate[1000:], up[1000:]))
+        True
+    """
     check_tensors(gate=gate, up=up)
     if gate.shape != up.shape:
         refuse_shape(
@@ -28,7 +49,7 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def register_formulas(prefix: str) -> None:
-    """Shapes, gradients and refusals of one executor's operators."""
+    """Register shapes and gradients of one executor's operators."""
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
@@ -45,13 +66,11 @@ def register_formulas(prefix: str) -> None:
 
 @portable_operator("portable_swiglu")
 def portable_swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """y, element by element."""
     return portable.swiglu(gate, up)
 
 
 @portable_operator("portable_swiglu_backward")
 def portable_swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and of up."""
     return portable.swiglu_backward(grad, gate, up)
 
 

@@ -1,22 +1,21 @@
-"""SwiGLU's portable executor: the native chain of operations in plain torch ones."""
+"""The portable executor of SwiGLU: the chain of operations of csrc/elements.cpp in plain torch operations."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from isobit.ops.elements.elementary import logistic, widen
-from isobit.ops.linear.portable import round_once
-from isobit.ops.silu.portable import sigmoid_and_slope
+from isobit.ops.portable.elementary import logistic, sigmoid_and_slope
+from isobit.ops.portable.rounding import round_once, widen
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) times up, rounded once."""
+    """Return silu(gate) · up, rounded once."""
     wide = widen(gate).contiguous()
     return round_once(wide / logistic(wide)[1] * widen(up), gate.dtype).contiguous()
 
 
 def swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and of up."""
+    """Return the gradients of gate and of up."""
     upstream, wide = widen(grad), widen(gate).contiguous()
     s, slope = sigmoid_and_slope(wide)
     dgate = upstream * widen(up) * slope

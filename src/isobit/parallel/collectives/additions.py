@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from isobit import machine
-from isobit.ops.nans import settle_nans
+from isobit.ops.portable.rounding import settle_nans
 
 # Below torch's grain of 32,768 elements an addition never starts threads of its own, so a worker has no second team.
 ELEMENTS_AT_ONCE = 32768

@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from isobit.errors import UnsupportedError
-from isobit.ops.nans import settle_nans
+from isobit.ops.portable.rounding import settle_nans
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Node
 from isobit.parallel.collectives import all_reduce

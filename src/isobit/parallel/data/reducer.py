@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.ops.nans import settle_nans
+from isobit.ops.portable.rounding import settle_nans
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Node
 from isobit.parallel.collectives.additions import add_into, round_total

@@ -122,10 +122,10 @@ def divide(whole: int, count: int, dtype: torch.dtype) -> float:
 
 
 @torch.no_grad()
-def total_norm(
+def get_total_norm(
     parameters: nn.Module | Tensor | Iterable[Tensor], *, group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """The 2-norm of the gradients of a model that is spread over the group, fp32: isobit.optim.total_norm's bits.
+    """The 2-norm of the gradients of a model that is spread over the group, fp32: isobit.optim.get_total_norm's bits.
 
     Every element is counted once: DTensor gradients by their placements, tensor-parallel shards by each rank, and
     what every rank holds whole by the first. The group (None is the world) is of all ranks that hold a piece.
@@ -164,7 +164,7 @@ def clip_grad_norm_(
     """isobit.optim.clip_grad_norm_ for a model that is spread over the group; returns the norm before, fp32."""
     given = list_of(parameters)
     refuse_unfinished("clip_grad_norm_", given)
-    norm = total_norm(parameters if isinstance(parameters, nn.Module) else given, group=group)
+    norm = get_total_norm(parameters if isinstance(parameters, nn.Module) else given, group=group)
     if error_if_nonfinite and not norm.isfinite():
         raise UnsupportedError(
             expected="gradients of finite norm",

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from isobit.errors import ArgumentError, CutError
-from isobit.ops.arguments import check_tensors
+from isobit.ops.arguments import cast_for_autocast, check_tensors
+from isobit.ops.derivatives import refuse_second_order
 from isobit.ops.linear import partial
 from isobit.ops.linear.group import check_groups
-from isobit.ops.linear.op import cast_for_autocast, check_linear, linear, spans_of
-from isobit.ops.linear.portable import round_once
-from isobit.ops.registration import refuse_second_order
+from isobit.ops.linear.op import check_linear, linear
+from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.samples import spans_of
 from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples

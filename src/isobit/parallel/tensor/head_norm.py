@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.arguments import check_tensors
-from isobit.ops.launch import launch, rows_and_columns
-from isobit.ops.linear.op import spans_of
-from isobit.ops.linear.portable import round_once
-from isobit.ops.registration import refuse_second_order
+from isobit.ops.arguments import check_tensors, widen_for_autocast
+from isobit.ops.derivatives import refuse_second_order
+from isobit.ops.portable.norms import check_norm
+from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.samples import spans_of
+from isobit.ops.registration import launch, rows_and_columns
 from isobit.ops.rms_norm import partial
-from isobit.ops.rms_norm.op import check_norm, widen_for_autocast
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.plan import FEATURE_CAP
 from isobit.order.samples import Samples

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.ops import dispatch
-from isobit.ops.linear.op import spans_of, whole_samples
+from isobit.ops.portable.samples import spans_of, whole_samples
 from isobit.ops.share import Share, as_partial
 from isobit.order.samples import Samples
 

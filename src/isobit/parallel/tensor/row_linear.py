@@ -8,12 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from isobit import launches
 from isobit.ops import dispatch
-from isobit.ops.arguments import check_tensors
+from isobit.ops.arguments import cast_for_autocast, check_tensors
+from isobit.ops.derivatives import refuse_second_order
 from isobit.ops.linear import partial
-from isobit.ops.linear.op import cast_for_autocast, check_linear, spans_of
-from isobit.ops.linear.portable import round_once
-from isobit.ops.registration import refuse_second_order
+from isobit.ops.linear.op import check_linear
+from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.samples import spans_of
 from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
@@ -61,9 +63,9 @@ class Row(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.samples, ctx.has_bias, ctx.share = samples, bias is not None, share_in_force()
         total = partial.output(x, weight, cut).values[0]
-        if dispatch.is_recording():
+        if launches.is_recording():
             sizes = (x.shape[:-1].numel(), *reversed(weight.shape))
-            dispatch.record("linear", dispatch.is_native(x.dtype), x.dtype, sizes)
+            launches.record("linear", dispatch.is_native(x.dtype), x.dtype, sizes)
         ranks.merge(total)
         if bias is not None:
             add_to_rows(total, bias.to(total.dtype))

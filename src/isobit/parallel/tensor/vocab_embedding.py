@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from isobit import launches
 from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
+from isobit.ops.derivatives import refuse_second_order
 from isobit.ops.embedding import partial
 from isobit.ops.embedding.op import NO_PADDING, check_embedding
-from isobit.ops.linear.op import spans_of
-from isobit.ops.registration import refuse_second_order
+from isobit.ops.portable.samples import spans_of
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.samples import Samples
 from isobit.parallel.tensor.parameter_grads import samples_of
@@ -69,9 +70,9 @@ class Embedding(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.padding, ctx.samples, ctx.shard, ctx.share = padding, samples, shard, share_in_force()
-        if dispatch.is_recording():
+        if launches.is_recording():
             sizes = (ids.numel(), *weight.shape)
-            dispatch.record("embedding", dispatch.is_native(weight.dtype), weight.dtype, sizes)
+            launches.record("embedding", dispatch.is_native(weight.dtype), weight.dtype, sizes)
         return ranks.combine(partial.lookup(ids, weight, shard.offset))
 
     @staticmethod

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.ops.derivatives import refuse_second_order
 from isobit.ops.linear import partial
-from isobit.ops.linear.op import linear_fp32, spans_of
-from isobit.ops.linear.portable import round_once
-from isobit.ops.registration import refuse_second_order
+from isobit.ops.linear.op import linear_fp32
+from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.samples import spans_of
 from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples

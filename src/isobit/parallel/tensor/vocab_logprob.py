@@ -7,15 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit import launches
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
+from isobit.ops.derivatives import refuse_second_order
 from isobit.ops.exact_sum.op import exact_sum
-from isobit.ops.linear.op import check_linear, spans_of
-from isobit.ops.linear.portable import round_once
+from isobit.ops.linear.op import check_linear
 from isobit.ops.logprob import partial
 from isobit.ops.logprob.loss import count_active
 from isobit.ops.logprob.op import IGNORED, check_targets
-from isobit.ops.registration import refuse_second_order
+from isobit.ops.portable.rounding import round_once
+from isobit.ops.portable.samples import spans_of
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
@@ -67,9 +69,9 @@ class Logprob(torch.autograd.Function):
         ranks: Ranks,
     ) -> Tensor:
         pairs, chosen = partial.forward(hidden, weight, targets, temperature, cut)
-        if dispatch.is_recording():
+        if launches.is_recording():
             sizes = (targets.numel(), *reversed(weight.shape))
-            dispatch.record("linear_logprob", dispatch.is_native(hidden.dtype), hidden.dtype, sizes)
+            launches.record("linear_logprob", dispatch.is_native(hidden.dtype), hidden.dtype, sizes)
         held = ranks.gather(torch.cat([pairs, chosen.unsqueeze(1)], 1))  # [P, T, 3]
         owner = targets.clamp(min=0) // cut.length  # whose logit is the target's
         of_target = held[:, :, 2].gather(0, owner.unsqueeze(0)).squeeze(0)
@@ -101,11 +103,11 @@ def vocab_cross_entropy(
     ranks: Ranks,
     temperature: float = 1.0,
     ignore_index: int = IGNORED,
-    count: float | None = None,
+    num_items: float | None = None,
     samples: Samples | None = None,
 ) -> Tensor:
     """isobit.linear_cross_entropy of a weight [V/P, K] that is this rank's rows; every rank has the loss."""
-    chosen, active = count_active(targets, ignore_index, count)
+    chosen, active = count_active(targets, ignore_index, num_items)
     found = vocab_logprob(
         hidden, weight, chosen, ranks=ranks, temperature=temperature, samples=samples
     )

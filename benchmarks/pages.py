@@ -1,0 +1,92 @@
+"""`python -m benchmarks pages`: write the records of runs into the pages, between their markers.
+
+A page has `<!-- record: NAME -->` and `<!-- /record -->`; what is between them is written here. README.md
+has `<!-- cost -->`, a table of ratios to stock that is computed from the same records.
+"""
+
+import json
+import re
+import sys
+import textwrap
+
+from benchmarks.records import RECORDS, ROOT
+
+RESULTS = ROOT / "docs" / "results"
+MARK = re.compile(r"(<!-- record: ([\w-]+) -->\n).*?(<!-- /record -->)", re.DOTALL)
+COST = re.compile(r"(<!-- cost -->\n).*?(<!-- /cost -->)", re.DOTALL)
+
+
+def main(words: list[str]) -> int:
+    """Write every page; with `--check`, only report which pages are out of date."""
+    stale = []
+    for path in [ROOT / "README.md", *sorted(RESULTS.glob("*.md"))]:
+        text = path.read_text()
+        if text != render(text):
+            stale.append(path.name)
+            if "--check" not in words:
+                path.write_text(render(text))
+    sys.stdout.write("\n".join(stale) + "\n" if stale else "all pages show their records\n")
+    return int(bool(stale) and "--check" in words)
+
+
+def render(text: str) -> str:
+    """Return a page with the text between its markers replaced."""
+    text = MARK.sub(lambda found: found[1] + show(load(found[2])) + found[3], text)
+    return COST.sub(lambda found: found[1] + show_cost() + found[2], text)
+
+
+def load(name: str) -> dict:
+    return json.loads((RECORDS / f"{name}.json").read_text())
+
+
+def show(record: dict) -> str:
+    """Return a record as Markdown: the command and where it ran, its tables, then its lines."""
+    blocks = [f"```bash\n{record['command']}\n```", provenance(record)]
+    blocks += [as_table(table["header"], table["rows"]) for table in record["tables"]]
+    if record["lines"]:
+        blocks.append("\n".join(["```text", *record["lines"], "```"]))
+    return "\n".join(f"{block}\n" for block in blocks)
+
+
+def provenance(record: dict) -> str:
+    text = (
+        f"Run on {record['date']} at commit {record['commit']}: {record['machine']}, torch"
+        f" {record['torch']}."
+    )
+    return textwrap.fill(text, 98)
+
+
+def as_table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines
+    )
+
+
+def show_cost() -> str:
+    """Return what a user pays, as stock's time divided by isobit's, from three records."""
+    rows = [
+        ["linear layers of Qwen3-0.6B, forward", *ratios("linear", "not frozen", "2")],
+        ["the same, forward and backward", *ratios("linear", ("forward", "fwd"), "2")],
+        ["Qwen3-0.6B: prefill of 512 tokens", *ratios("whole-model", "ratio", "prefill")],
+        ["Qwen3-0.6B: decode, batch 8", *ratios("whole-model", "ratio", "decode")],
+        ["Qwen3-0.6B: training step, 4 × 256 tokens", *ratios("whole-model", "ratio", "training")],
+        ["data-parallel step on two ranks, with AdamW", *ratios("step", "ours / stock", "1")],
+    ]
+    return as_table(["stock time / isobit time", "fp32", "bf16"], rows) + "\n"
+
+
+def ratios(name: str, column: str | tuple[str, ...], case: str) -> list[str]:
+    """Return the fp32 and bf16 cells of a column, in the first rows whose first word is `case`."""
+    table = load(name)["tables"][-1]
+    place = next(i for i, title in enumerate(table["header"]) if title.startswith(column))
+    found = {}
+    for row in table["rows"]:
+        if any(re.split("[ ,]", cell)[0] == case for cell in row):
+            dtype = next(SHORT.get(cell, cell) for cell in row if SHORT.get(cell, cell) in DTYPES)
+            found.setdefault(dtype, float(row[place]))
+    return [f"{1 / found[d] if 'ours' in column else found[d]:.2f}" for d in DTYPES]
+
+
+SHORT = {"float32": "fp32", "bfloat16": "bf16"}
+DTYPES = ("fp32", "bf16")

@@ -1,0 +1,145 @@
+"""Records of runs: `python -m benchmarks record NAME` runs a command and stores what it printed.
+
+A record is a JSON file in docs/results/records: the command, commit, date and machine, tables, and the
+lines that were printed beside them. `python -m benchmarks pages` writes records into the pages.
+"""
+
+import argparse
+import datetime
+import json
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from isobit.machine import fingerprint
+from isobit.native import pairs_bf16
+from isobit.order.plan import VERSION
+
+ROOT = Path(__file__).parents[1]
+RECORDS = ROOT / "docs" / "results" / "records"
+COMMANDS = {
+    "one-run": "isobit curve --workload whole --dtype float32 bfloat16 --stock --json",
+    "model": "isobit chain --model qwen3-0.6b --dtype bfloat16 --json",
+    "contracts": "isobit verify isobit --json",
+    "linear": "python -m benchmarks linear --quick",
+    "whole-model": "python -m benchmarks model --quick --threads 2",
+    "logprob": "python -m benchmarks logprob --quick --threads 2",
+    "softmax": "python -m benchmarks softmax --quick",
+    "exchange": "python -m benchmarks exchange",
+    "step": "python -m benchmarks step --quick",
+    "agreement": "python -m benchmarks agreement",
+    "bugs": "python -m benchmarks bugs",
+    "simulator": "python -m benchmarks simulator --quick",
+}
+
+
+def main(words: list[str]) -> int:
+    """Run the command of one record, or take its output from a file, and store it."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks record")
+    parser.add_argument("name", choices=COMMANDS)
+    parser.add_argument("--output", type=Path, help="what the command printed, from an earlier run")
+    parser.add_argument("--commit", default="HEAD", help="the commit of that run")
+    options = parser.parse_args(words)
+    command = COMMANDS[options.name]
+    if options.output:
+        printed = options.output.read_text()
+    else:
+        run = [sys.executable, "-m", *shlex.split(command.removeprefix("python -m "))]
+        printed = subprocess.run(
+            run, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+        ).stdout
+    record = {"command": command.replace(" --json", ""), **describe_run(options.commit)}
+    record |= read_json(json.loads(printed)) if "--json" in command else read_text(printed)
+    save(options.name, record)
+    return 0
+
+
+def describe_run(commit: str) -> dict[str, str]:
+    """Return the commit, date and machine of a run on this machine."""
+    git = ["git", "-C", str(ROOT), "rev-parse", "--short=7", commit]
+    machine = fingerprint(VERSION)
+    return {
+        "commit": subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "machine": f"{machine.cpu}, {machine.cores} cores, {machine.capability}"
+        + " with AMX" * pairs_bf16(),
+        "torch": machine.torch,
+    }
+
+
+def save(name: str, record: dict) -> None:
+    """Write one record; its keys keep their order."""
+    RECORDS.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record, indent=1, ensure_ascii=False)
+    (RECORDS / f"{name}.json").write_text(text + "\n")
+
+
+def read_text(printed: str) -> dict:
+    """Separate the tables that Rich draws with box characters from the other printed lines."""
+    tables, lines = [], []
+    for line in printed.splitlines():
+        if line.startswith("┃"):
+            tables.append({"header": cells(line, "┃"), "rows": []})
+        elif line.startswith("│"):
+            tables[-1]["rows"].append(cells(line, "│"))
+        elif not re.match(r"[┏┡└├┗┣]", line):
+            lines.append(line.rstrip())
+    return {"tables": tables, "lines": lines}
+
+
+def cells(line: str, edge: str) -> list[str]:
+    return [cell.strip() for cell in line.strip(edge).split(edge)]
+
+
+def read_json(output: dict) -> dict:
+    """Convert the JSON of a command to tables."""
+    if "contracts" in output:
+        return read_verify(output)
+    return read_chain(output) if "isobit" in output else read_curve(output)
+
+
+def read_verify(output: dict) -> dict:
+    header = ["contract", "level", "claims kept", "inputs", "compared", "planted", "proved by"]
+    claims = [claim for contract in output["contracts"] for claim in contract["claims"]]
+    contracts = sorted(output["contracts"], key=lambda found: (-found["level"], found["id"]))
+    rows = []
+    for found in contracts:
+        engines = sorted({claim["proof"]["engine"] for claim in found["claims"] if claim["proof"]})
+        numbers = count_claims(found["claims"])
+        rows.append([found["id"], f"L{found['level']}", *numbers, ", ".join(engines)])
+    kept = sum(found["verdict"] == "kept" for found in contracts)
+    total = count_claims(claims)
+    lines = [
+        f"{kept} of {len(contracts)} contracts kept; {total[0]} claims kept; planted: {total[3]}",
+        f"{total[1]} inputs, {total[2]} comparisons",
+    ]
+    return {"tables": [{"header": header, "rows": rows}], "lines": lines}
+
+
+def count_claims(claims: list[dict]) -> list[str]:
+    """Return how many claims are kept, inputs, comparisons, and planted wrong subjects caught."""
+    kept = sum(claim["verdict"] == "kept" for claim in claims)
+    planted = [plant["caught"] for claim in claims for plant in claim["planted"]]
+    inputs, compared = (sum(claim[key] for claim in claims) for key in ("inputs", "compared"))
+    caught = f"{sum(planted)} of {len(planted)} caught"
+    return [f"{kept} of {len(claims)}", f"{inputs:,}", f"{compared:,}", caught]
+
+
+def read_chain(output: dict) -> dict:
+    header = ["quantity", "layout", "isobit: differ", "stock: differ", "stock: largest difference"]
+    rows = []
+    for ours, stock in zip(output["isobit"]["rows"], output["stock"]["rows"], strict=True):
+        largest = stock["aggregates"][0] if stock["aggregates"] else 0
+        shown = f"{largest:.2g}" if largest else ""
+        differ = [f"{side['differ']:,} of {side['numbers']:,}" for side in (ours, stock)]
+        rows.append([ours["quantity"], ours["layout"], *differ, shown])
+    return {"tables": [{"header": header, "rows": rows}], "lines": []}
+
+
+def read_curve(output: dict) -> dict:
+    verdicts = output["verdicts"]
+    header = list(verdicts[0])
+    rows = [[str(verdict[key]) for key in header] for verdict in verdicts]
+    return {"tables": [{"header": header, "rows": rows}], "lines": []}

@@ -1,0 +1,64 @@
+"""Draw the plan of an extent: its segments, leaves and tree. Run by hand; tests compare the result.
+
+python docs/pictures/draw_plan.py writes plan_1536.svg and plan_5100.svg beside this file.
+"""
+
+from pathlib import Path
+
+from isobit.order.plan import FeaturePlan
+from isobit.report.svg import Canvas
+
+WIDTH, LEFT, ROW = 900, 100, 64
+
+
+def draw(extent: int) -> str:
+    """Return an SVG with one row each for the extent, its segments, its leaves and the tree."""
+    plan, canvas = FeaturePlan(extent), Canvas()
+    scale = (WIDTH - LEFT - 40) / extent
+    canvas.text(10, 20, f"The plan of a feature axis of {extent} elements", "title")
+    for row, words in enumerate(("extent", "segments", "leaves", "tree")):
+        canvas.text(10, 60 + row * ROW, words)
+    box(canvas, LEFT, 0, extent * scale, f"{extent} elements", "axis")
+    for index, segment in enumerate(plan.segments):
+        start = LEFT + segment[0].start * scale
+        box(canvas, start, 1, plan.length * scale, f"segment {index}: {plan.length}", "same")
+        for leaf in segment:
+            words = f"+ {leaf.length}" if leaf.fold else str(leaf.length)
+            box(canvas, LEFT + leaf.start * scale, 2, leaf.length * scale, words, "shared")
+    depth = draw_tree(canvas, [LEFT + (i + 0.5) * plan.length * scale for i in range(plan.count)])
+    return canvas.document(WIDTH, 60 + 3 * ROW + depth * 44 + 60)
+
+
+def box(canvas: Canvas, x: float, row: int, width: float, words: str, kind: str) -> None:
+    """Draw one part of a row as a bar with its label above."""
+    y = 60 + row * ROW
+    canvas.line(x + 1, y + 8, x + width - 1, y + 8, f"bar {kind}")
+    canvas.text(x + width / 2, y - 6, words, "quiet", "middle")
+
+
+def draw_tree(canvas: Canvas, places: list[float]) -> int:
+    """Draw the additions of neighbours, level by level, and return the number of levels."""
+    y, level, terms = 60 + 3 * ROW - 8, 0, [str(i) for i in range(len(places))]
+    for x, words in zip(places, terms, strict=True):
+        canvas.dot(x, y, 4, "same")
+        canvas.text(x + 8, y + 4, f"sum of segment {words}", "quiet")
+    while len(places) > 1:
+        level += 1
+        below = y + level * 44
+        pairs = list(zip(places[::2], places[1::2], strict=True))
+        for left, right in pairs:
+            for x in (left, right):
+                canvas.line(x, below - 44, (left + right) / 2, below, "same")
+        places = [(left + right) / 2 for left, right in pairs]
+        terms = [f"({a} + {b})" for a, b in zip(terms[::2], terms[1::2], strict=True)]
+        for x, words in zip(places, terms, strict=True):
+            canvas.dot(x, below, 4, "same")
+            canvas.text(x + 8, below + 14, words, "quiet")
+    rounding = "one rounding to the output dtype"
+    canvas.text(places[0], y + level * 44 + 34, rounding, "", "middle")
+    return level
+
+
+if __name__ == "__main__":
+    for extent in (1536, 5100):
+        Path(__file__).with_name(f"plan_{extent}.svg").write_text(draw(extent))

@@ -1,0 +1,137 @@
+"""Try one wheel under several versions of torch: does it load, attest and pass the golden digests?
+
+Usage:
+    python packaging/torch_matrix.py dist/isobit-*.whl [--versions 2.13.0 2.14.1 2.15.0] [--page FILE]
+
+Makes a venv per version in a temporary folder and removes it afterwards. A torch with CUDA takes 5.5 GB and a minute or
+more. `--page` writes the table as Markdown, with the commit, the date and the machine. Exits with 1 if a version fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSIONS = ("2.13.0", "2.14.1", "2.15.0")
+BESIDE = ("numpy", "blake3", "pyyaml", "rich", "pytest", "hypothesis")
+SPACE = 8e9  # bytes that a venv with CUDA needs while it is installed
+
+
+@dataclass
+class Row:
+    """What one version of torch did with the wheel."""
+
+    torch: str
+    executor: str = "not run"
+    orders: str = ""
+    golden: str = ""
+    seconds: float = 0.0
+    good: bool = False
+
+    def cells(self) -> list[str]:
+        return [self.torch, self.executor, self.orders, self.golden, f"{self.seconds:.0f} s"]
+
+
+def run(*words: object, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run a command and return what it printed."""
+    return subprocess.run(
+        [str(word) for word in words], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def try_version(version: str, wheel: Path, folder: Path) -> Row:
+    """Install torch and the wheel in a venv, then run the doctor and the golden tests with them."""
+    row, start = Row(version), time.monotonic()
+    if shutil.disk_usage(folder).free < SPACE:
+        row.executor = f"not run: less than {SPACE / 1e9:.0f} GB free"
+        return row
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    python = folder / "venv" / "bin" / "python"
+    for words in (
+        (sys.executable, "-m", "venv", folder / "venv"),
+        (python, "-m", "pip", "install", "-q", f"torch=={version}", *BESIDE),
+        (python, "-m", "pip", "install", "-q", "--no-deps", wheel),
+    ):
+        done = run(*words, cwd=folder, env=environment)
+        if done.returncode != 0:
+            row.executor = f"not run: {(done.stderr.strip().splitlines() or ['no output'])[-1]}"
+            return row
+    doctor = run(python.with_name("isobit"), "doctor", "--json", cwd=folder, env=environment)
+    if not doctor.stdout.startswith("{"):
+        row.executor = f"doctor failed: {(doctor.stderr.strip().splitlines() or ['no output'])[-1]}"
+        return row
+    record = json.loads(doctor.stdout)
+    row.torch, row.executor = record["machine"]["torch"], record["executor"]
+    row.orders = "; ".join(
+        f"{a['dtype']} {a['detail']}" for a in record["attestations"]
+    ) or str(record["native_missing"])  # fmt: skip
+    words = (python, "-m", "pytest", "-p", "no:cacheprovider", "tests/golden")
+    golden = run(*words, cwd=ROOT, env=environment)
+    row.golden = re.sub(r" in [\d.]+s.*", "", golden.stdout.strip().splitlines()[-1])
+    row.good = doctor.returncode == 0 and golden.returncode == 0
+    row.seconds = time.monotonic() - start
+    return row
+
+
+def page(rows: list[Row], wheel: Path, machine: str) -> str:
+    """Return the Markdown page."""
+    commit = run("git", "rev-parse", "--short", "HEAD", cwd=ROOT, env=dict(os.environ)).stdout
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    names = ("torch", "executor", "orders attested", "tests/golden", "time with installing")
+    table = [names, ["---"] * len(names), *(row.cells() for row in rows)]
+    return "\n".join(
+        [
+            "# One wheel under several versions of torch",
+            "",
+            "Written by `python packaging/torch_matrix.py dist/isobit-*.whl --page "
+            "docs/results/torch-versions.md`",
+            f"with `{wheel.name}` ({wheel.stat().st_size / 1e6:.1f} MB), the same file in each row.",
+            f"Commit {commit.strip()}, {today}, {machine}.",
+            "",
+            *(f"| {' | '.join(cells)} |" for cells in table),
+            "",
+            "A torch that is not listed is not refused: the kernels are attested when they are loaded,",
+            "and the portable executor serves with one warning where that fails.",
+            "",
+        ]
+    )
+
+
+def processor() -> str:
+    """Return the processor's name and the number of cores."""
+    found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    return f"{found.group(1) if found else 'unknown processor'}, {os.cpu_count()} cores"
+
+
+def main() -> int:
+    """Try every version and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("--versions", nargs="+", default=VERSIONS)
+    parser.add_argument("--page", type=Path)
+    options = parser.parse_args()
+    wheel, rows = options.wheel.resolve(), []
+    for version in options.versions:
+        print(f"torch {version}: installing, about a minute", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            rows.append(try_version(version, wheel, Path(folder)))
+        print(" | ".join(rows[-1].cells()), flush=True)
+    if options.page:
+        options.page.parent.mkdir(parents=True, exist_ok=True)
+        options.page.write_text(page(rows, wheel, processor()))
+    return 0 if all(row.good for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

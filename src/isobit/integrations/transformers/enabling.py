@@ -1,0 +1,212 @@
+"""`enable`, `disable` and `enabled`: replace the forwards of a transformers model, and put them back."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import nn
+
+from isobit.errors import UnsupportedError
+from isobit.integrations.transformers import modules
+from isobit.integrations.transformers.families import find_family, plan
+from isobit.integrations.transformers.forwards import forward_base, forward_causal
+from isobit.integrations.transformers.package import library
+from isobit.integrations.transformers.refusals import refuse_wrapper
+from isobit.integrations.transformers.state import (
+    OWNER,
+    STATE,
+    State,
+    Uses,
+    find_owner,
+    find_state,
+)
+from isobit.parallel.tensor.shard import ranks_of
+
+Model = TypeVar("Model", bound=nn.Module)
+_changing = threading.RLock()  # held while forwards are installed or restored
+
+
+def enable(model: Model, *, strict: bool = True) -> Model:
+    """Compute a transformers model with isobit's operators, so that a sample's bits do not depend on its batch.
+
+    The model is changed in place: parameters, names and the class stay, and each module's forward is replaced.
+    Which rows form a sample is read from attention_mask, position_ids and the cache. Every call checks that the
+    modules are those that were prepared, and raises if adapters, hooks or layers were added that would not be
+    computed. Enabling an enabled model changes nothing but `strict`.
+
+    Args:
+        model: A Qwen3, Qwen2 or Llama model of transformers, with or without its head.
+        strict: Also watch the operators of each new kind of call, and raise if a stock operator ran whose result
+            depends on the order of addition.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedError: If the model's architecture, attention or configuration is not supported.
+
+    Example:
+        >>> from transformers import Qwen3Config, Qwen3ForCausalLM
+        >>> config = Qwen3Config(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...                      num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+        >>> model = isobit.enable(Qwen3ForCausalLM(config).eval())
+        >>> ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+        >>> with torch.no_grad():
+        ...     together, alone = model(ids).logits[:1], model(ids[:1]).logits
+        >>> torch.equal(together, alone)
+        True
+    """
+    with _changing:
+        prepare(model, strict).explicit = True
+    return model
+
+
+def disable(model: Model) -> Model:
+    """Put stock PyTorch's forward functions back. Does nothing if the model is not enabled.
+
+    Args:
+        model: The model that was passed to `isobit.enable`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        UnsupportedError: Inside `with isobit.enabled(model):`, or if parameters are split over ranks.
+    """
+    with _changing:
+        uses = find_uses(model)
+        if uses is not None and uses.scopes:
+            raise UnsupportedError(
+                expected="disable outside of `with isobit.enabled(model):`",
+                received=f"a call inside {uses.scopes} such block{'s' * (uses.scopes > 1)}",
+                remedy="leave the block: it puts back what was before it",
+            )
+        if uses is not None:
+            release(model, uses, explicit=False)
+    return model
+
+
+@contextmanager
+def enabled(model: Model, *, strict: bool = True) -> Iterator[Model]:
+    """Enable a model for the length of a `with` block; nested blocks and an enabled model are fine.
+
+    Args:
+        model: As for `isobit.enable`.
+        strict: As for `isobit.enable`.
+
+    Yields:
+        The same model.
+
+    Example:
+        >>> with isobit.enabled(model) as model:  # doctest: +SKIP
+        ...     loss = model(ids, labels=ids).loss
+    """
+    with _changing:
+        prepare(model, strict).scopes += 1
+    try:
+        yield model
+    finally:
+        with _changing:
+            uses = find_uses(model)
+            if uses is not None:  # else the model's state was replaced inside the block
+                release(model, uses, scopes=uses.scopes - 1)
+
+
+def prepare(model: nn.Module, strict: bool) -> Uses:
+    """Install the forwards if they are not there, and return who uses them."""
+    if not isinstance(model, nn.Module):
+        refuse_wrapper(model)
+    state = find_state(model)
+    if state is None and (owner := find_owner(model)) is not None:
+        return owner.backbone_alone
+    if state is None:
+        state = State(model, find_family(model), strict)
+        install(model, state)
+    elif strict:
+        state.strictness.wanted = True
+    return state.uses
+
+
+def find_uses(model: nn.Module) -> Uses | None:
+    """Return who uses an enabled model, or an enabled model's backbone."""
+    if not isinstance(model, nn.Module):
+        refuse_wrapper(model)
+    if (state := find_state(model)) is not None:
+        return state.uses
+    owner = find_owner(model)
+    return owner.backbone_alone if owner is not None else None
+
+
+def release(
+    model: nn.Module, uses: Uses, explicit: bool | None = None, scopes: int | None = None
+) -> None:
+    """End one use; the last one restores the stock forwards."""
+    state = find_state(model)
+    left = Uses(
+        uses.explicit if explicit is None else explicit, uses.scopes if scopes is None else scopes
+    )
+    if not left and state is not None:
+        refuse_split(model)
+        restore(model, state)
+    uses.explicit, uses.scopes = left.explicit, left.scopes
+
+
+def refuse_split(model: nn.Module) -> None:
+    """Raise if parameters are split over ranks: stock operators cannot compute such a model."""
+    if any(ranks_of(module) is not None for module in model.modules()):
+        raise UnsupportedError(
+            expected="a whole model, which stock operators can compute",
+            received="one whose parameters are split over ranks",
+            remedy="call isobit.integrations.transformers.unshard(model) on every rank first",
+        )
+
+
+def install(model: Any, state: State) -> None:
+    """Replace forward on each module instance, on all of them or on none."""
+    whole = {state.family.model: forward_base, state.family.causal: forward_causal}
+    chosen = plan(model, state.family, whole)
+    library("modeling_utils").AttentionInterface.register(modules.ATTENTION, modules.attend)
+    library("masking_utils").AttentionMaskInterface.register(modules.ATTENTION, modules.no_mask)
+    state.attention = model.config._attn_implementation
+    state.structure.expect(whole)
+    model.__dict__[STATE] = state
+    if isinstance(model, state.family.causal):
+        model.model.__dict__[OWNER] = state
+    try:
+        for module, forward in chosen:
+            before = module.__dict__.get("forward")
+            state.replaced.append((module, before))
+            if before is None:
+                module.__dict__["forward"] = bind(module, forward)
+        model.config._attn_implementation = modules.ATTENTION
+    except BaseException:
+        restore(model, state)
+        raise
+
+
+def bind(module: nn.Module, forward: Any) -> Any:
+    """Bind a plain function: a partial is copied and pickled with the model, as a closure would not be."""
+    bound: Any = partial(forward, module)
+    bound.__signature__ = inspect.signature(module.forward)
+    bound.isobit_forward = forward
+    return bound
+
+
+def restore(model: Any, state: State) -> None:
+    """Put the stock forwards back."""
+    for module, forward in state.replaced:
+        module.__dict__.pop(modules.ANGLES, None)
+        if forward is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = forward
+    if model.config._attn_implementation == modules.ATTENTION:
+        model.config._attn_implementation = state.attention
+    model.__dict__.pop(STATE, None)
+    if isinstance(model, state.family.causal):
+        model.model.__dict__.pop(OWNER, None)

@@ -1,1 +1,0 @@
-"""What silu, gelu, swiglu and rotary share."""

@@ -1,0 +1,150 @@
+"""Evidence in the wheel is shown for what it is, never counts on this machine, and is ignored for other code."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isobit.cli import main
+from isobit.contracts.store import shipped as store
+from isobit.contracts.store.shipped import Origin, ShippedEvidence, export
+from isobit.contracts.store.tree import library
+from isobit.contracts.workspace import Run, Workspace
+
+ROOT = Path(__file__).parents[2]
+ID = "rank-agreement-v1"  # half a second, and depends on no other contract
+ORIGIN = Origin(
+    cpu="Reference CPU", commit="abc1234", date="2026-01-01", torch="2.13.0", python="3"
+)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A file as packaging/ship_evidence.py writes it, with one contract, and the contracts that it lacks."""
+    folder = tmp_path_factory.mktemp("judged")
+    workspace = Workspace([library()], folder / ".isobit")
+    assert all(r.verdict == "kept" for _, r in workspace.judge(workspace.choose([ID]), Run()))
+    missing = export(workspace.tree, workspace.evidence, ORIGIN, folder / "evidence.json")
+    return folder / "evidence.json", missing
+
+
+@pytest.fixture
+def ship(exported, tmp_path, monkeypatch):
+    """Return a function that ships a changed file, and a workspace that was never judged on this machine."""
+    monkeypatch.chdir(tmp_path)
+
+    def shipped_with(change=lambda record: None):
+        record = json.loads(exported[0].read_text())
+        change(record)
+        path = tmp_path / "evidence.json"
+        path.write_text(json.dumps(record))
+        monkeypatch.setattr(ShippedEvidence.__init__, "__defaults__", (path,))
+        return Workspace([library()], tmp_path / ".isobit")
+
+    return shipped_with
+
+
+def test_shown_with_machine_and_commit(ship, capsys):
+    ship()
+    assert main.main(["status", ID]) == 2  # not judged on this machine
+    shown = capsys.readouterr().out
+    for words in ("shipped: kept", "judged on Reference CPU at abc1234", "1 not-judged"):
+        assert words in shown
+    assert main.main(["status", ID, "--json"]) == 2
+    (found,) = json.loads(capsys.readouterr().out)["contracts"]
+    assert (found["verdict"], found["level"]) == ("not-judged", 0)
+    assert (found["shipped"]["verdict"], found["shipped"]["commit"]) == ("kept", "abc1234")
+
+
+def test_verify_judges_as_if_it_were_not_there(ship):
+    workspace = ship()
+    (entry,) = workspace.choose([ID])
+    assert workspace.status(entry).shipped
+    assert workspace.stale([entry], Run()) == [entry]
+    assert not workspace.evidence.has(workspace.tree.digest(ID))
+
+
+def test_evidence_of_this_machine_comes_first(ship):
+    workspace = ship()
+    (entry,) = workspace.choose([ID])
+    assert list(workspace.judge([entry], Run()))
+    status = workspace.status(entry)
+    assert (status.verdict, status.shipped) == ("kept", None)
+
+
+def test_another_subject_or_a_required_signature_has_none(ship):
+    workspace = ship()
+    (entry,) = workspace.choose([ID])
+    assert workspace.status(entry, "isobit.bits:equal").shipped is None
+    workspace.evidence.keys = (object(),)
+    assert workspace.status(entry).shipped is None
+
+
+def drop_a_line(record):
+    del record["contracts"][ID]["lines"][-1]
+
+
+def change_the_first_record(record):
+    lines = record["contracts"][ID]["lines"]
+    lines[1] = lines[1].replace('"compared": ', '"compared": 9')
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda r: r["contracts"][ID].update(source="0" * 32), "code that it binds has changed"),
+        (lambda r: r["contracts"][ID].update(kernels="0"), "kernels were built from other sources"),
+        (lambda r: r["origin"].pop("commit"), "commit"),
+        (drop_a_line, "fewer or more records"),
+        (change_the_first_record, "its chain is broken"),
+    ],
+)
+def test_stale_or_damaged_is_ignored_with_a_word(ship, capsys, change, reason):
+    ship(change)
+    assert main.main(["status", ID]) == 2
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "shipped: kept" not in shown
+    assert "shipped evidence is stale for 1, and ignored" in shown
+    assert reason in shown
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"form": 9}', '{"form": 1}', "[" * 100_000])
+def test_a_file_of_another_form_is_none(ship, tmp_path, text):
+    workspace = ship()
+    (tmp_path / "evidence.json").write_text(text)
+    assert workspace.status(workspace.choose([ID])[0]).shipped is None
+
+
+def test_changed_source_is_noticed(ship, monkeypatch):
+    workspace = ship()
+    before = workspace.shipped.source_digest(ID)
+    changed = library() / "rank_agreement" / "contract.yaml"
+    real = store.hash_of_file
+    monkeypatch.setattr(store, "hash_of_file", lambda p: "0" if p == changed else real(p))
+    after = ship().shipped.source_digest(ID)
+    assert changed.exists()
+    assert before != after
+
+
+def test_export_names_what_was_not_judged(exported):
+    assert ID not in exported[1]
+    assert "matmul-kernel-v1" in exported[1]
+    assert str(ROOT) not in exported[0].read_text()
+
+
+def test_reading_it_needs_no_torch(ship):
+    program = (
+        "import sys\nfrom isobit.cli.main import main\ncode = main(['status', 'isobit'])\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.full
+def test_the_shipped_file_is_of_this_code():
+    words = [sys.executable, "packaging/ship_evidence.py", "--check"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, f"{done.stdout}run packaging/ship_evidence.py"
