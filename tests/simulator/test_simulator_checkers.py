@@ -22,7 +22,7 @@ from isobit.simulator.memory import memory_of, overlap
 SEEDS = range(5)
 
 
-def expect(error, ranks, body, count=4, match=None, **options):
+def expect(error, ranks, body, count=4, match="", **options):
     for seed in SEEDS:
         with pytest.raises(error, match=f"(?s){match}") as caught:
             World(count, seed, **options).run(body)
@@ -37,7 +37,7 @@ def test_a_rank_that_skips_a_collective():
             dist.all_reduce(torch.ones(1))
 
     error = expect(
-        DeadlockError, [2], body, match="(?s)all_reduce number 1 of group .* waiting for rank 2"
+        DeadlockError, [2], body, match="all_reduce number 1 of group .* waiting for rank 2"
     )
     assert set(error.stacks) == {0, 1, 3}
     assert all(
@@ -282,7 +282,7 @@ def test_parameters_that_diverge():
             named["weight"][1, 2] = -0.0
         same_on_all_ranks(named)
 
-    error = expect(DivergenceError, [1, 2], body, count=5, match=r"(?s)weight.*index \[1, 2\]")
+    error = expect(DivergenceError, [1, 2], body, count=5, match=r"weight.*index \[1, 2\]")
     assert "0x80000000" in str(error)
 
 
