@@ -1,9 +1,12 @@
 """What a script says of its tensors is held to on every rank; and the comparison with one worker can fail and pass."""
 
+import doctest
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from isobit import majority
 from isobit.errors import ArgumentError, TrainingError
 from isobit.majority import count_votes
 from isobit.simulator import World, compare_with_one, probe
@@ -43,6 +46,13 @@ def test_groups_are_held_to_apart():
 def test_outside_a_world_a_probe_says_nothing():
     probe.same("x", torch.ones(1))
     probe.distinct("x", torch.ones(1))
+
+
+def test_examples_run():
+    for module in (probe, majority):
+        found = doctest.testmod(module)
+        assert found.attempted
+        assert not found.failed
 
 
 def test_the_minority_is_odd_and_without_one_all_are():

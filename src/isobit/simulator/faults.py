@@ -20,6 +20,11 @@ class Fault:
     Attributes:
         rank: The rank.
         call: The number of its communication call, from 1.
+
+    Example:
+        >>> from isobit.simulator import Drop, Fault
+        >>> isinstance(Drop(rank=1, call=3), Fault)
+        True
     """
 
     rank: int
@@ -28,26 +33,67 @@ class Fault:
 
 @dataclass(frozen=True)
 class Die(Fault):
-    """The rank crashes: it makes no further call and takes part in none."""
+    """The rank crashes: it makes no further call and takes part in none.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from isobit.errors import RankLostError
+        >>> from isobit.simulator import Die, World
+        >>> try:
+        ...     World(3, faults=[Die(rank=1)]).run(lambda rank: dist.barrier())
+        ... except RankLostError as error:
+        ...     print(error.ranks)
+        (1,)
+    """
 
 
 @dataclass(frozen=True)
 class Stall(Fault):
-    """The rank stops before the call, for `seconds` of virtual time or, if None, forever."""
+    """The rank stops before the call, for `seconds` of virtual time or, if None, forever.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from isobit.simulator import Stall, World
+        >>> result = World(2, faults=[Stall(rank=1, seconds=5.0)]).run(lambda rank: dist.barrier())
+        >>> min(result.clocks) > 5_000_000  # microseconds: both ranks waited
+        True
+    """
 
     seconds: float | None = None
 
 
 @dataclass(frozen=True)
 class Straggle(Fault):
-    """The rank computes `factor` times slower from the call on."""
+    """The rank computes `factor` times slower from the call on.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from isobit.simulator import Straggle, World
+        >>> def program(rank):
+        ...     for _ in range(100):
+        ...         dist.barrier()
+        >>> slow = World(2, faults=[Straggle(rank=1, factor=100.0)]).run(program)
+        >>> slow.clocks[0] > World(2).run(program).clocks[0]
+        True
+    """
 
     factor: float = 10.0
 
 
 @dataclass(frozen=True)
 class Drop(Fault):
-    """The data that the rank sends in the call is lost."""
+    """The data that the rank sends in the call is lost.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from isobit.errors import DeadlockError
+        >>> from isobit.simulator import Drop, World
+        >>> try:
+        ...     World(3, faults=[Drop(rank=2)]).run(lambda rank: dist.barrier())
+        ... except DeadlockError as error:
+        ...     print(error.ranks)
+        (2,)
+    """
 
 
 @dataclass(frozen=True)
@@ -58,6 +104,16 @@ class Flip(Fault):
         element: The flat index of the element.
         bit: The bit of the element; 0 is the lowest.
         to: The only rank that receives the flipped bit; None for all. For a sum, the result is flipped.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from isobit.simulator import Flip, World
+        >>> def program(rank):
+        ...     x = torch.ones(1)
+        ...     dist.broadcast(x, 0)
+        ...     return x.item()
+        >>> World(3, faults=[Flip(rank=0, bit=31, to=2)]).run(program).values
+        [1.0, 1.0, -1.0]
     """
 
     element: int = 0
@@ -67,7 +123,19 @@ class Flip(Fault):
 
 @dataclass(frozen=True)
 class PlantNaN(Fault):
-    """One element of the data that the rank sends in the call becomes NaN, also in its own memory."""
+    """One element of the data that the rank sends in the call becomes NaN, also in its own memory.
+
+    Example:
+        >>> import torch, torch.distributed as dist
+        >>> from isobit.errors import NonFiniteError
+        >>> from isobit.simulator import PlantNaN, World
+        >>> try:
+        ...     World(3, faults=[PlantNaN(rank=1)], watch=("finite",)).run(
+        ...         lambda rank: dist.all_reduce(torch.ones(1)))
+        ... except NonFiniteError as error:
+        ...     print(error.ranks)
+        (1,)
+    """
 
     element: int = 0
 
@@ -106,9 +174,13 @@ def draw_faults(
         count: Number of faults.
         kinds: Names of the kinds to draw from: Die, Stall, Straggle, Drop, Flip, PlantNaN.
 
+    Returns:
+        The faults, to be passed to `World`.
+
     Example:
+        >>> from isobit.simulator import draw_faults
         >>> draw_faults(seed=3, ranks=4, calls=10, kinds=["Die"])
-        (Die(rank=0, call=10),)
+        (Die(rank=1, call=6),)
     """
     drawn = random.Random(seed)
     return tuple(

@@ -38,6 +38,15 @@ def spawn(
 
     Raises:
         SimulationError: As `World.run`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from isobit.simulator import spawn
+        >>> def program(rank, count):
+        ...     dist.init_process_group("gloo", rank=rank, world_size=count)
+        ...     return dist.get_backend()
+        >>> spawn(program, (2,), nprocs=2).values
+        ['isobit', 'isobit']
     """
     return World(nprocs, seed).run(fn, *args, init=False)
 
@@ -66,6 +75,14 @@ def run_script(
     Raises:
         ArgumentError: If the file is no Python script.
         SimulationError: As `World.run`.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from isobit.simulator import run_script
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "script.py"
+        >>> _ = path.write_text("import os; rank = int(os.environ['RANK'])")
+        >>> [names["rank"] for names in run_script(path, ranks=3).values]
+        [0, 1, 2]
     """
     with Script(Path(path), argv).installed() as body:
         return World(ranks, seed, faults, **options).run(body, init=False)
@@ -88,6 +105,7 @@ def replay(trace: Trace, function: Callable[..., Any], *args: Any, init: bool = 
 
     Example:
         >>> import torch.distributed as dist
+        >>> from isobit.simulator import World, replay
         >>> trace = World(2, seed=1).run(lambda rank: dist.barrier()).trace
         >>> replay(trace, lambda rank: dist.barrier()).digest == trace.digest
         True

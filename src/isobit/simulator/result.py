@@ -23,6 +23,13 @@ class Result:
         findings: What the checkers found.
         clocks: The virtual time of each rank at its end, in microseconds.
         calls: The number of communication calls of all ranks.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from isobit.simulator import World
+        >>> result = World(2).run(lambda rank: dist.get_world_size() + rank)
+        >>> result.values, result.findings
+        ([2, 3], [])
     """
 
     values: list[Any]

@@ -35,6 +35,7 @@ class World:
     Example:
         >>> import torch
         >>> import torch.distributed as dist
+        >>> from isobit.simulator import World
         >>> def program(rank, scale):
         ...     x = torch.tensor([scale * rank])
         ...     dist.all_reduce(x)

@@ -23,12 +23,16 @@ def same_on_all_ranks(named: Mapping[str, Tensor] | torch.nn.Module, group: Any 
         named: Tensors by name, or a module, whose state_dict is checked.
         group: The process group; None is the whole world.
 
+    Returns:
+        Nothing.
+
     Raises:
         DivergenceError: If a tensor differs. It names the first such tensor, the ranks outside the largest group
             of equal ranks, and the first index that differs.
 
     Example:
         >>> import torch
+        >>> from isobit.errors import DivergenceError
         >>> from isobit.simulator import World, same_on_all_ranks
         >>> def program(rank):
         ...     same_on_all_ranks({"weight": torch.tensor([1.0, float(rank == 2)])})
