@@ -155,7 +155,10 @@ def test_one_worker_shows_what_replicas_hide(write, capsys):
     code, found = record(capsys, script, "--ranks", "2", "--seeds", "1", "--one-worker")
     assert code == 1
     assert found["findings"][0]["kind"] == "weights differ"
-    assert "rank 0 0.5 instead of 0.125, rank 1 0.5 instead of 0.875" in found["findings"][0]["first"]["text"]
+    assert (
+        "rank 0 0.5 instead of 0.125, rank 1 0.5 instead of 0.875"
+        in found["findings"][0]["first"]["text"]
+    )
     assert found["printed"] == ["2 ranks\n"] * 2  # not those of the one worker as well
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from isobit.errors import SimulationError
-from isobit.simulator.single_rank import compare_with_one
 from isobit.simulator.faults import Fault
+from isobit.simulator.single_rank import compare_with_one
 from isobit.simulator.world import World
 
 Program = Callable[[int, int, bool], object]
