@@ -24,7 +24,8 @@ from isobit.parallel.data.scalars import (
     get_total_norm,
 )
 from isobit.parallel.tensor.pieces import counted_here, find_shards, piece_of
-from tests.guards.gloo_ranks import TRIES, Part, drawn, found_by_ranks, with_grad
+from tests.guards.gloo_ranks import found_by_ranks
+from tests.guards.gloo_scalars import TRIES, Part, drawn, with_grad
 
 
 def test_norms_have_one_process_bits():

@@ -67,6 +67,7 @@ class Execution:
     def __init__(
         self, run: Run, function: Callable[..., Any], args: Sequence[Any], init: bool
     ) -> None:
+        """Connect the schedule of the run with these threads."""
         self.run, self.function, self.args, self.init = run, function, args, init
         schedule = run.schedule
         schedule.on_pass, schedule.on_take = self._save, self._restore

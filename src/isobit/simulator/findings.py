@@ -21,6 +21,7 @@ class Findings:
     """
 
     def __init__(self, strict: bool) -> None:
+        """Start without findings."""
         self.strict = strict
         self.found: list[SimulationError] = []
         self.root: SimulationError | None = None

@@ -80,9 +80,9 @@ def run_script(
         >>> import pathlib, tempfile
         >>> from isobit.simulator import run_script
         >>> path = pathlib.Path(tempfile.mkdtemp()) / "script.py"
-        >>> _ = path.write_text("import os; rank = int(os.environ['RANK'])")
-        >>> [names["rank"] for names in run_script(path, ranks=3).values]
-        [0, 1, 2]
+        >>> _ = path.write_text("import sys; arguments = sys.argv[1:]")
+        >>> [names["arguments"] for names in run_script(path, ["--steps", "3"], ranks=2).values]
+        [['--steps', '3'], ['--steps', '3']]
     """
     with Script(Path(path), argv).installed() as body:
         return World(ranks, seed, faults, **options).run(body, init=False)

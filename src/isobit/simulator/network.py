@@ -24,6 +24,7 @@ class Network:
     def __init__(
         self, schedule: Schedule, recorder: Recorder, findings: Findings, watch: DataWatch
     ) -> None:
+        """Start with nothing in transit."""
         self.schedule, self.recorder = schedule, recorder
         self.findings, self.watch = findings, watch
         self.open: dict[tuple[GroupKey, int], Operation] = {}

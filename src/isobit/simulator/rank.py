@@ -81,6 +81,7 @@ class Rank:
         watch: Collection[str] = (),
         skew: int = 0,
     ) -> None:
+        """Start with the state of a new process."""
         self.index, self.world_size = index, world_size
         self.schedule, self.findings, self.watch, self.skew = schedule, findings, watch, skew
         self.variables = variables

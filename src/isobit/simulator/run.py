@@ -67,6 +67,7 @@ class Run:
     def __init__(
         self, settings: Settings, recorded: Trace | None = None, copies: StepCopies | None = None
     ) -> None:
+        """Build all parts of a run; see `execute` for its arguments."""
         self.settings = settings
         count, seed, delays = settings.ranks, settings.seed, settings.delays
         trace = Trace(count, seed, delays, settings.faults, settings.sends)

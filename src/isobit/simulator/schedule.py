@@ -70,8 +70,8 @@ class Schedule:
     """
 
     def __init__(self, ranks: int, seed: int, delays: bool, recorder: Recorder) -> None:
-        self.clocks = [0] * ranks
-        self.slowness = [1.0] * ranks
+        """Set every clock to 0; `run` makes the ranks runnable."""
+        self.clocks, self.slowness = [0] * ranks, [1.0] * ranks
         self.owner = list(range(ranks))
         self.strands = [[rank] for rank in range(ranks)]
         self.blocked: dict[int, Waiting] = {}

@@ -63,6 +63,7 @@ class Recorder:
     """Write the trace of a run, and find where it first departs from a recorded one."""
 
     def __init__(self, trace: Trace, recorded: Trace | None = None) -> None:
+        """Record into `trace`, and compare with `recorded` if it is given."""
         self.trace = trace
         self.departure: ReplayError | None = None
         self._events, self._recorded = trace.events, None if recorded is None else recorded.events

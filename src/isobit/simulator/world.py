@@ -58,6 +58,7 @@ class World:
         patience: float = 120.0,
         ignore: Collection[str] = (),
     ) -> None:
+        """Check the arguments; nothing runs yet."""
         if (
             ranks < 1
             or sends not in ("buffered", "rendezvous")

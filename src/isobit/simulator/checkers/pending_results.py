@@ -25,6 +25,7 @@ class ReadWatch(DispatchMode):  # type: ignore[misc]
     """Look at the arguments of every operator while the rank has pending results. Views read nothing."""
 
     def __init__(self, rank: Rank) -> None:
+        """Watch the operators of a rank."""
         super().__init__()
         self.rank, self.reported = rank, set[str]()
 

@@ -23,6 +23,7 @@ class DataWatch:
     def __init__(
         self, chosen: Collection[str], findings: Findings, training: Training | None
     ) -> None:
+        """Check the names in `chosen` and start with no findings."""
         if not set(chosen) <= set(WATCHES):
             raise ArgumentError(
                 expected=f"watch with names out of {', '.join(WATCHES)}",

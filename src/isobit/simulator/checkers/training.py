@@ -66,6 +66,7 @@ class Notes:
     """What one rank has done since its last step, and what is known of its modules and optimizers."""
 
     def __init__(self) -> None:
+        """Start without any step."""
         self.ordinals: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.counts: dict[int, int] = defaultdict(int)
         self.named: dict[tuple[str, tuple[int, ...], bool], int] = defaultdict(int)
@@ -96,6 +97,7 @@ class Training:
     def __init__(
         self, ranks: int, findings: Findings, ignore: Collection[str], copies: StepCopies | None
     ) -> None:
+        """Start without any step; see the arguments above."""
         self.ranks, self.findings, self.ignore, self.copies = ranks, findings, ignore, copies
         self.notes = [Notes() for _ in range(ranks)]
         self.starts: dict[int, dict[int, Start]] = defaultdict(dict)

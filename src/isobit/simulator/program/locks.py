@@ -29,6 +29,7 @@ class RankLock:
     """A lock that strands wait for by passing the baton; threads without the baton wait as usual."""
 
     def __init__(self) -> None:
+        """Make a lock that is free."""
         self._plain = allocate_lock()
         self._waiters: list[tuple[Schedule, int, waits.LocalWait]] = []
         self._holder: int | None = None  # the rank that holds it

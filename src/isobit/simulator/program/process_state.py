@@ -23,6 +23,7 @@ class ProcessState:
     def __init__(
         self, torch_state: torch.Tensor, python: Any, numpy: Any, dtype: torch.dtype
     ) -> None:
+        """Keep the given states, and the current `__main__`, arguments and thread count."""
         self.torch, self.python, self.numpy, self.dtype = torch_state, python, numpy, dtype
         self.main = sys.modules["__main__"]  # pickle looks there for classes of a script
         self.arguments = sys.argv

@@ -19,6 +19,7 @@ class RankBytes(io.RawIOBase):
     """The `buffer` of a stream, for programs that write bytes."""
 
     def __init__(self, text: RankStream) -> None:
+        """Write to the given stream."""
         self.text = text
 
     def write(self, data: Any) -> int:
@@ -37,6 +38,7 @@ class RankStream(io.TextIOBase):
     encoding = "utf-8"
 
     def __init__(self, plain: TextIO) -> None:
+        """Replace the given stream."""
         self.plain = plain
         self.kept: dict[tuple[int, int], list[str]] = {}
         self.buffer = RankBytes(self)
@@ -80,6 +82,7 @@ class Script:
     """A script and its arguments."""
 
     def __init__(self, path: Path, arguments: Sequence[str] = ()) -> None:
+        """Compile the script."""
         self.path, self.arguments = path, list(arguments)
         self.code = read_code(path)
         self.output, self.errors = RankStream(sys.stdout), RankStream(sys.stderr)

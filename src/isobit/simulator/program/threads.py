@@ -43,6 +43,7 @@ class Strand(StartedThread):
     """A thread that a rank started, as a strand of the schedule."""
 
     def __init__(self, rank: Rank, thread: threading.Thread) -> None:
+        """Add a strand for the thread to the schedule."""
         self.rank, self.thread = rank, thread
         self.number = rank.schedule.open(rank.index)
         self.ended = self.cancelled = False
@@ -172,6 +173,7 @@ class Started:
     """The event that a thread sets when it starts; waiting for it does not pass the baton."""
 
     def __init__(self) -> None:
+        """Make an event that is not set."""
         self._gate, self._set = allocate_lock(), False
         self._gate.acquire()
 

@@ -35,6 +35,7 @@ class VariablesView(MutableMapping[bytes, bytes]):
     """Replaces the data of `os.environ`: each rank reads and sets its own variables."""
 
     def __init__(self, plain: dict[bytes, bytes]) -> None:
+        """Show the given variables to threads that are no ranks."""
         self._plain = plain
         self.touched: set[bytes] = set()
 

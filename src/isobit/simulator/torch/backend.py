@@ -39,6 +39,7 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
     """A process group as one of its members sees it."""
 
     def __init__(self, run: Run, group: Group, member: int) -> None:
+        """Make the group of one member."""
         super().__init__(member, len(group.members))
         self.run, self.group, self.member, self.number = run, group, member, 0
 

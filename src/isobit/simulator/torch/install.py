@@ -34,6 +34,7 @@ class GroupTables:
     """Replaces torch's table of process groups: each rank has its own; other threads keep the process's."""
 
     def __init__(self, plain: Any) -> None:
+        """Keep the table of the process."""
         vars(self).update(_plain=plain)
 
     def _table(self) -> Any:

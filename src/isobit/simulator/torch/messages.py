@@ -24,6 +24,7 @@ class SendWork(RankWork):
     def __init__(
         self, owner: Rank, waiting: Send, tensors: list[Tensor], site: str, buffered: bool
     ) -> None:
+        """Make the handle of a send; it waits for the receiver unless the send is buffered."""
         super().__init__(owner, site, tensors)
         self.waiting, self.buffered = waiting, buffered
 
@@ -56,6 +57,7 @@ class ReceiveWork(RankWork):
     """The handle of a receive."""
 
     def __init__(self, run: Run, owner: Rank, receive: Receive) -> None:
+        """Make the handle of a posted receive."""
         super().__init__(owner, receive.site, receive.tensors)
         self.run, self.waiting, self.memory = run, receive, memory_of(receive.tensors)
 

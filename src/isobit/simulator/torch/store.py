@@ -36,6 +36,7 @@ class RankStore(TorchStore):  # type: ignore[misc]
     """A dictionary that all ranks of a run share, with the methods of `torch.distributed.Store`."""
 
     def __init__(self) -> None:
+        """Make an empty store."""
         super().__init__()
         self._kept: dict[str, bytes] = {}
         self._waiting: list[tuple[int, KeyWait]] = []

@@ -88,6 +88,7 @@ class RankWork(TorchWork):  # type: ignore[misc]
     """
 
     def __init__(self, owner: Rank, site: str, value: Any) -> None:
+        """Make the handle pending on its rank."""
         super().__init__()
         self.owner, self.site, self.value = owner, site, value
         self.finished = False
@@ -182,6 +183,7 @@ class PendingWork(RankWork):
     def __init__(
         self, owner: Rank, operation: Operation, member: int, call: Call, value: Any
     ) -> None:
+        """Make the handle of a collective of one rank."""
         self.operation, self.member = operation, member
         super().__init__(owner, call.site, value)
 
