@@ -1,4 +1,4 @@
-"""What a script says of its tensors is held to on every rank; and the comparison with one worker can fail and pass."""
+"""Probes check tensors on every rank; the comparison with one worker passes and fails where it should."""
 
 import doctest
 

@@ -1,4 +1,4 @@
-"""One seed is one run: schedule, trace, random numbers; other seeds are others; a trace replays or says where not."""
+"""One seed is one run: schedule, trace, random numbers; seeds differ; a replay follows its trace or names the event."""
 
 import random
 
@@ -13,7 +13,7 @@ from isobit.simulator.program.python_random import follows_header
 
 
 def traffic(rank, rounds=3):
-    """Who comes first is told by the order in which rank 0 hears of the others."""
+    """Return the order in which rank 0 receives from the others, which depends on the schedule."""
     ranks, heard = dist.get_world_size(), []
     for _ in range(rounds):
         x = torch.ones(4) * rank
