@@ -14,7 +14,8 @@ from isobit import bits, optim
 from isobit.errors import IsobitError
 from isobit.guards import rank_agreement
 from isobit.ops.exact_sum.op import exact_sum
-from isobit.parallel.data.scalars import LossMeter, clip_grad_norm_, get_total_norm, mean_loss
+from isobit.parallel.data.grad_norm import clip_grad_norm_, get_total_norm
+from isobit.parallel.data.loss_meter import LossMeter, mean_loss
 
 RANKS, TRIES = 4, 10
 

@@ -85,9 +85,9 @@ def test_tensor_parallel_ranks_compare_engines_once(other_engine, monkeypatch):
 
     assert "chain on rank 2" in refusals(4, split)
     calls = []
-    kept = same_environment.require_alike
+    kept = same_environment.require_same
     monkeypatch.setattr(
-        same_environment, "require_alike", lambda *given: (calls.append(1), kept(*given))
+        same_environment, "require_same", lambda *given: (calls.append(1), kept(*given))
     )
     World(4).run(split, torch.float32, 3)
     assert len(calls) == 4
@@ -118,8 +118,8 @@ def test_other_versions_are_named(monkeypatch):
     monkeypatch.setattr(same_environment, "VERSION", Version("1", "2"))
     said = refusals(
         3,
-        lambda _: same_environment.require_alike(
-            same_environment.facts_of(set()), same_environment.Members.of(None)
+        lambda _: same_environment.require_same(
+            same_environment.facts_of(set()), same_environment.RankGroup.of(None)
         ),
     )
     assert "version of the order" in said

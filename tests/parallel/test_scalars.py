@@ -14,16 +14,10 @@ from hypothesis import strategies as st
 
 from isobit import ArgumentError, UnsupportedError, bits, exact_sum
 from isobit.order.exact_sum import round_fp32
-from isobit.parallel.collectives.group import Members
-from isobit.parallel.data.scalars import (
-    MOST_RANKS,
-    LossMeter,
-    add_states,
-    clip_grad_norm_,
-    divide,
-    get_total_norm,
-)
-from isobit.parallel.tensor.pieces import counted_here, find_shards, piece_of
+from isobit.parallel.collectives.rank_group import RankGroup
+from isobit.parallel.data.grad_norm import clip_grad_norm_, get_total_norm
+from isobit.parallel.data.loss_meter import MOST_RANKS, LossMeter, add_states, divide
+from isobit.parallel.tensor.local_shards import counted_here, find_shards, local_shard_of
 from tests.guards.gloo_ranks import found_by_ranks
 from tests.guards.gloo_scalars import TRIES, Part, drawn, with_grad
 
@@ -48,8 +42,8 @@ def test_groups():
         found = ranks["norms_of_groups"]
         assert found["shards"]
         assert found["still in step"]
-        assert "all 2 pieces" in found["replicas"]
-        assert "the 2 ranks that hold the shards" in found["parts"]
+        assert "all 2 shards" in found["replicas"]
+        assert "the 2 ranks that have the shards" in found["parts"]
         assert found["one refuses"].startswith("UnsupportedError" if rank else "ArgumentError")
 
 
@@ -60,10 +54,10 @@ def test_each_rank_counts_its_shards_and_the_first_what_all_hold():
         parameter.grad = torch.ones_like(parameter)
     shards = find_shards(made)
     for index, wanted in enumerate([[6, 2], [6]]):
-        members = Members((0, 1), index, None, torch.device("cpu"))
+        members = RankGroup((0, 1), index, None, torch.device("cpu"))
         assert [g.numel() for g in counted_here(made.parameters(), members, shards)] == wanted
-    assert piece_of(made.weight, shards).where == str(Part(1, 2))
-    assert piece_of(made.bias, shards).where == ""
+    assert local_shard_of(made.weight, shards).where == str(Part(1, 2))
+    assert local_shard_of(made.bias, shards).where == ""
 
 
 def test_losses():
@@ -129,9 +123,9 @@ def test_meter_refuses():
     meter.reset()
     with pytest.raises(ArgumentError):
         meter.value()
-    alone = Members.of(None)
+    alone = RankGroup.of(None)
     with pytest.raises(UnsupportedError, match="fit an int64"):
-        add_states([0], Members(range(MOST_RANKS + 1), 0, None, alone.device))
+        add_states([0], RankGroup(range(MOST_RANKS + 1), 0, None, alone.device))
 
 
 def test_without_ranks_it_is_the_plain_norm():

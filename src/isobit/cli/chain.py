@@ -11,10 +11,10 @@ from rich.table import Table
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console
-from isobit.gates.model.fixture import draw_samples
-from isobit.gates.model.gate import Report, Row, count_steps, run_gate
+from isobit.gates.model.batch_layout_gate import Comparison, GateReport, count_steps, run_gate
+from isobit.gates.model.batches import draw_samples
 from isobit.gates.model.models import build_model
-from isobit.gates.model.scorers import Ordered, Scorer, Stock
+from isobit.gates.model.scorers import IsobitScorer, Scorer, StockScorer
 from isobit.integrations.transformers.enabling import enabled
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
@@ -41,29 +41,31 @@ def run(options: argparse.Namespace) -> int:
     return 0 if ours.kept else 1
 
 
-def go(options: argparse.Namespace) -> tuple[Report, Report | None]:
+def go(options: argparse.Namespace) -> tuple[GateReport, GateReport | None]:
     """Both sides, with a bar."""
     with Steps(f"building {options.model}", quiet=options.quiet, every=SELDOM) as steps:
         model = build_model(options.model, getattr(torch, options.dtype), options.seed)
         samples = draw_samples(model.config.vocab_size, options.seed)
         steps.expect(count_steps(samples) * (2 if options.stock else 1))
 
-        def judge(scorer: Scorer) -> Report:
+        def judge(scorer: Scorer) -> GateReport:
             def tell(layout: str) -> None:
                 steps.done(f"{options.model}, {scorer.name}: {layout}")
 
             return run_gate(scorer, samples, tell)
 
         with enabled(model):
-            ours = judge(Ordered(model))
-        return ours, judge(Stock(model)) if options.stock else None
+            ours = judge(IsobitScorer(model))
+        return ours, judge(StockScorer(model)) if options.stock else None
 
 
-def show(console: Console, options: argparse.Namespace, ours: Report, stock: Report | None) -> None:
+def show(
+    console: Console, options: argparse.Namespace, ours: GateReport, stock: GateReport | None
+) -> None:
     """For people: every row with its denominator, then what it comes to."""
     sides = ["isobit: differ", *(["stock: differ"] if stock else [])]
     table = Table("quantity", "layout = the layout it is held to", *sides)
-    others: tuple[Row | None, ...] = stock.rows if stock else (None,) * len(ours.rows)
+    others: tuple[Comparison | None, ...] = stock.rows if stock else (None,) * len(ours.rows)
     for row, other in zip(ours.rows, others, strict=True):
         table.add_row(row.quantity, row.layout, say(row), *([say(other)] if other else []))
     console.print(table)
@@ -78,7 +80,7 @@ def show(console: Console, options: argparse.Namespace, ours: Report, stock: Rep
     )
 
 
-def say(row: Row) -> str:
+def say(row: Comparison) -> str:
     """How many of how many differ."""
     if row.kept:
         return f"0 of {row.numbers:,}"
@@ -90,7 +92,7 @@ def say(row: Row) -> str:
     return share if row.tensors == 1 else f"{share}, {row.tensors_differ} of {row.tensors} tensors"
 
 
-def summary(report: Report) -> str:
+def summary(report: GateReport) -> str:
     """The aggregates over all layouts, and the worst share of gradients that differ."""
     found = [row.aggregates for row in report.rows if row.aggregates is not None]
     largest, divergence, clipped = (

@@ -13,9 +13,9 @@ from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console
 from isobit.errors import ArgumentError
 from isobit.files import write_text
-from isobit.gates.training.gate import Outcome, Verdict, judge, run_jobs
-from isobit.gates.training.launch import Job
-from isobit.gates.training.layouts import Layout, grid, refuse_uncut
+from isobit.gates.training.launcher import Job
+from isobit.gates.training.rank_layout_gate import Outcome, RankLayoutVerdict, judge, run_jobs
+from isobit.gates.training.rank_layouts import RankLayout, check_layout, layout_grid
 from isobit.gates.training.workload import find_workload
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
@@ -26,9 +26,13 @@ from isobit.report.curve_picture import draw_curves
 def run(options: argparse.Namespace) -> int:
     """Runs all layouts; the exit code is isobit's."""
     workload = find_workload(options.workload)
-    layouts = [read_layout(text) for text in options.layouts] if options.layouts else grid(workload)
+    layouts = (
+        [read_layout(text) for text in options.layouts]
+        if options.layouts
+        else layout_grid(workload)
+    )
     for layout in layouts:
-        refuse_uncut(layout, workload)
+        check_layout(layout, workload)
     sides = (False, True) if options.stock else (False,)
     jobs = [
         Job(layout, options.workload, dtype, stock, options.transport)
@@ -68,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     return 0 if kept else 1
 
 
-def read_layout(text: str) -> Layout:
+def read_layout(text: str) -> RankLayout:
     """`2x4x1`, or `ddp:2x4x1`."""
     engine, _, sizes = text.rpartition(":")
     parts = sizes.split("x")
@@ -79,10 +83,10 @@ def read_layout(text: str) -> Layout:
             remedy="name three numbers",
         )
     data, micro, tensor = map(int, parts)
-    return Layout(data, micro, tensor, engine or "isobit")
+    return RankLayout(data, micro, tensor, engine or "isobit")
 
 
-def show(console: Console, outcomes: list[Outcome], verdicts: list[Verdict]) -> None:
+def show(console: Console, outcomes: list[Outcome], verdicts: list[RankLayoutVerdict]) -> None:
     """For people: a row a layout, then what it comes to."""
     table = Table(
         "layout (data×micro×tensor)",
@@ -111,7 +115,7 @@ def show(console: Console, outcomes: list[Outcome], verdicts: list[Verdict]) -> 
         console.print(sentence(verdict))
 
 
-def sentence(verdict: Verdict) -> str:
+def sentence(verdict: RankLayoutVerdict) -> str:
     """With its denominator."""
     found = (
         f"{verdict.side}, {verdict.dtype}: {verdict.layouts} layouts, {verdict.steps} steps: {verdict.curves} loss "

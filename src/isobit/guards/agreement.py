@@ -12,8 +12,8 @@ from isobit.errors import AgreementError, ArgumentError
 from isobit.guards.comparison import Findings, Gather, Talk, compare
 from isobit.guards.replica import Replica
 from isobit.majority import name_ranks
-from isobit.parallel.collectives.group import Members
-from isobit.parallel.tensor.pieces import find_shards
+from isobit.parallel.collectives.rank_group import RankGroup
+from isobit.parallel.tensor.local_shards import find_shards
 
 Replicated = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 MODES = ("raise", "report")
@@ -165,7 +165,7 @@ def rank_agreement(
         )
     if step is not None and step % every:
         return None
-    members = Members.of(group)
+    members = RankGroup.of(group)
     own: Replica | Exception
     try:
         own = Replica.of(*read(replicated, buffers))
@@ -190,7 +190,7 @@ def read(
     return iter(replicated.items() if isinstance(replicated, Mapping) else replicated), {}
 
 
-def carry(program: Talk[Findings], members: Members) -> tuple[Findings, int]:
+def carry(program: Talk[Findings], members: RankGroup) -> tuple[Findings, int]:
     """Exchange the messages of a rank's program until it ends; return its result and the bytes sent."""
     sent, answer = 0, None
     while True:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.errors import ArgumentError
-from isobit.parallel.tensor.pieces import piece_of
+from isobit.parallel.tensor.local_shards import local_shard_of
 
 DIGEST = 16  # bytes of BLAKE3; two different tensors have the same with a probability of 2^-128
 Entry = tuple[str, str, list[int], str]  # shard, dtype, shape, digest
@@ -43,8 +43,8 @@ class Replica:
         tensors: dict[str, Tensor] = {}
         table: dict[str, Entry] = {}
         for name, given in named:
-            piece = piece_of(given, shards)
-            tensor = piece.local.detach()
+            shard = local_shard_of(given, shards)
+            tensor = shard.local.detach()
             if tensor.layout != torch.strided or tensor.is_meta or name in tensors:
                 received = (
                     "named twice" if name in tensors else f"{tensor.layout} on {tensor.device}"
@@ -55,7 +55,7 @@ class Replica:
                     remedy="leave this tensor out",
                 )
             tensors[name] = tensor
-            table[name] = (piece.where, str(tensor.dtype), list(tensor.shape), bits.digest(tensor))
+            table[name] = (shard.where, str(tensor.dtype), list(tensor.shape), bits.digest(tensor))
         if not tensors:
             raise ArgumentError(
                 expected="a parameter",
