@@ -1,7 +1,7 @@
-"""Ranks are leaves of one tree: the sum over gloo processes has the bits of order.tree.merge, at 2 and 4 ranks.
+"""The sum over 2 and 4 gloo processes has the bits of order.tree.merge: rank r is leaf r.
 
-Every check runs in one launch of four processes (pairs of them are the groups of two). Left folds, arrival order
-and gloo's own all_reduce must differ, or the inputs could not have shown a wrong order.
+All checks run in one launch of four processes; pairs of them are the groups of two. Left folds,
+arrival order and gloo's own all_reduce must differ, or the inputs could not show a wrong order.
 """
 
 import functools
