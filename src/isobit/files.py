@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file's contents in one move, so that no reader and no crash sees half of it."""
+    """Replace the contents of a file atomically: no reader, and no crash, leaves half of it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -24,7 +24,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """The bytes of a regular file; a device, which has no end, a pipe, which blocks, and a huge file are an OSError."""
+    """Return the bytes of a regular file; raise OSError for a device, a pipe, or a file larger than `largest`."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):

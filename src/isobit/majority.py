@@ -29,7 +29,7 @@ class Vote:
 
 
 def count_votes(values: Sequence[Hashable]) -> Vote:
-    """A value of each member, in their order."""
+    """Group members by value; `values` has one value per member."""
     held: dict[Hashable, list[int]] = {}
     for member, value in enumerate(values):
         held.setdefault(value, []).append(member)
@@ -37,7 +37,7 @@ def count_votes(values: Sequence[Hashable]) -> Vote:
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """rank 3; or ranks 0, 2, 4 to 7, with runs of three or more shortened."""
+    """Return "rank 3", or "ranks 0, 2, 4 to 7" with runs of three or more shortened."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and runs[-1][-1] == rank - 1:

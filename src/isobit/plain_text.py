@@ -29,7 +29,7 @@ def plain(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same, where a newline would forge a line of its own."""
+    """Return `plain(text)` on one line, so that a newline cannot forge a line of its own."""
     return " ".join(plain(text).split()) if not text.isprintable() else text
 
 

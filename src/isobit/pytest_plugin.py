@@ -55,7 +55,7 @@ class ContractFile(pytest.File):
     """One contract; its claims are judged when the first of them is run."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """A test a claim; a file that is no contract, or that promises what no claim checks, is a failing test."""
+        """Yield one test per claim; a file that is no contract, or has an unchecked obligation, is a failing test."""
         try:
             contract = load_contract(self.path)
         except ContractError as error:
@@ -106,7 +106,7 @@ class ClaimItem(pytest.Item):
             )
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The verdict alone, without a traceback through the judge."""
+        """Return the verdict without a traceback through the judge."""
         return (
             str(excinfo.value)
             if isinstance(excinfo.value, NotKept)

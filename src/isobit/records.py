@@ -12,7 +12,7 @@ from isobit.plain_text import plain_json
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two tensors part: in `what` (dtype, shape or bits), and for bits at which element first."""
+    """Where two tensors differ: `what` is dtype, shape or bits, and `index` is the first element that differs."""
 
     what: str
     left: str
@@ -184,7 +184,7 @@ class Section:
 
 
 def to_json(value: Any) -> str:
-    """A record, or a container of records, as JSON."""
+    """Return a record, or a container of records, as JSON."""
     return plain_json(json.dumps(value, default=_plain, indent=2, ensure_ascii=False))
 
 

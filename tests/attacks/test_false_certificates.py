@@ -14,8 +14,8 @@ import isobit
 from isobit import RevealError
 from isobit.order.addition import steps_of
 from isobit.reveal import targets
-from isobit.reveal.planted import Planted
-from isobit.reveal.replay import replay
+from isobit.reveal.predict import replay
+from isobit.reveal.self_check import PlainSum
 from isobit.reveal.targets.tensor_target import TensorTarget
 from isobit.reveal.tree import reveal
 from tests.attacks.planted_sums import RIGHT, WRONG, fold, in_pairs, neumaier, stripes, sum2
@@ -49,12 +49,12 @@ def vectors(n, seeds=12):
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_no_plain_tree_is_refused(name):
     with pytest.raises(RevealError):
-        reveal(Planted(name, N, WRONG[name]))
+        reveal(PlainSum(name, N, WRONG[name]))
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_plain_trees_and_exact_sums_are_predicted(name):
-    tree = reveal(Planted(name, N, RIGHT[name]))
+    tree = reveal(PlainSum(name, N, RIGHT[name]))
     assert tree.replayed >= 150
     steps = steps_of(tree.branch)
     for values in vectors(N):
@@ -86,7 +86,7 @@ def test_a_compensated_product_is_refused():
     def dot2():
         return torch.tensor([sum2((terms[0] * factors).tolist())])
 
-    with pytest.raises(RevealError, match="not a plain tree"):
+    with pytest.raises(RevealError, match="not a tree of additions"):
         reveal(TensorTarget("dot2", terms, dot2, "product", factors))
 
 
@@ -164,5 +164,5 @@ def test_overflow_and_nan_are_compared():
         return max(min(fold(values), 3e38), -3e38)
 
     with pytest.raises(RevealError):
-        reveal(Planted("saturating", N, saturating))
+        reveal(PlainSum("saturating", N, saturating))
     assert math.isinf(fold([3e38, 3e38, -3e38]))

@@ -144,7 +144,7 @@ def test_places_that_add_otherwise_are_told(kernels, capsys):
 
 def test_order_only(capsys):
     assert main(["reveal", "sum", "--k", "64", "--order-only"]) == 0
-    assert "what its additions do was not seen" in capsys.readouterr().out
+    assert "what its additions do was not probed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["mine", "ready"])

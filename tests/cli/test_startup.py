@@ -35,14 +35,14 @@ def test_options_name_what_is_there():
     from isobit.gates.model.models import MODELS
     from isobit.gates.training.launcher import TRANSPORTS
     from isobit.gates.training.workload import DTYPES, WORKLOADS
-    from isobit.library.linear import orders
+    from isobit.ops.linear.targets import TARGETS
 
     assert tuple(MODELS) == chain_options.MODELS
     assert tuple(sorted(WORKLOADS)) == curve_options.WORKLOADS
     assert tuple(sorted(DTYPES)) == curve_options.DTYPES
     assert curve_options.TRANSPORTS == TRANSPORTS
     assert tuple(reveal.STOCK) == reveal_options.STOCK
-    assert tuple(orders.TARGETS) == reveal_options.OURS
+    assert tuple(TARGETS) == reveal_options.OURS
 
 
 @pytest.mark.parametrize(

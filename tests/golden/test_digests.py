@@ -8,8 +8,8 @@ import torch
 
 from isobit import bits
 from isobit.contracts.judge.recipes import mirror
-from isobit.library.linear.claims import SAMPLE_LENGTHS
-from isobit.library.linear.shares import OURS
+from isobit.library.linear.implementations import OURS
+from isobit.library.placements import SAMPLE_LENGTHS
 from isobit.ops import dispatch
 from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.plan import VERSION

@@ -18,7 +18,7 @@ from isobit.order.evaluate import (
     fma_fp32,
 )
 from isobit.order.plan import FeaturePlan
-from isobit.reveal.planted import Planted
+from isobit.reveal.self_check import PlainSum
 from isobit.reveal.tree import reveal
 
 FP32 = st.floats(width=32, allow_nan=False)
@@ -72,5 +72,5 @@ def test_expected_tree_is_what_probing_the_evaluator_shows():
             def total(values, segments=segments, engine=engine):
                 return evaluate(segments, [(value, 1.0) for value in values], ENGINES[engine])
 
-            tree = reveal(Planted("evaluator", extent, total))
+            tree = reveal(PlainSum("evaluator", extent, total))
             assert tree.order_digest == digest(expected_tree(segments, engine))

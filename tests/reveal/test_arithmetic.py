@@ -193,7 +193,7 @@ def test_replays_of_narrow_terms_still_round(dtype):
         order = chain(range(len(x))) if ordinary else pairs(range(len(x)))
         return add_by(order, list(x.float())).to(dtype)
 
-    with pytest.raises(RevealError, match="not a plain tree"):
+    with pytest.raises(RevealError, match="not a tree of additions"):
         isobit.reveal.order(branches, 256, dtype=dtype)
 
     def toward_zero(x):

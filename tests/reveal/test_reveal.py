@@ -11,7 +11,7 @@ import isobit
 from isobit import RevealError
 from isobit.order.addition import chain, digest
 from isobit.reveal import targets
-from isobit.reveal.planted import plant_compensated, plant_tree
+from isobit.reveal.self_check import plant_compensated, plant_tree
 from isobit.reveal.tree import reveal
 from tests.reveal.kernels import (
     ORDERS,
@@ -75,7 +75,7 @@ def test_few_probes():
 
 
 def test_compensated_sums_are_not_plain_trees():
-    with pytest.raises(RevealError, match="not a plain tree"):
+    with pytest.raises(RevealError, match="not a tree of additions"):
         reveal(plant_compensated(40))
 
 
@@ -103,7 +103,7 @@ def test_a_branch_on_the_data_fails_the_replay():
         probing = bool((x.abs() > 2.0**50).any())
         return add_by(chain(range(len(x))) if probing else pairs(range(len(x))), list(x))
 
-    with pytest.raises(RevealError, match="not a plain tree"):
+    with pytest.raises(RevealError, match="not a tree of additions"):
         isobit.reveal.order(treacherous, 64)
 
 

@@ -19,7 +19,8 @@ from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console
 from isobit.errors import ArgumentError, IsobitError, RevealError, in_one_line
-from isobit.library.linear import orders
+from isobit.ops.linear.targets import TARGETS, expected_order
+from isobit.order.addition import digest
 from isobit.records import to_json
 from isobit.report.order_page import draw_certificate, write_page
 from isobit.reveal import certify, targets
@@ -64,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
         )
     expected = None
     if options.isobit:
-        expected = orders.expected_order(options.target, options.k, DTYPES[options.dtype])
+        expected = digest(expected_order(options.target, options.k, DTYPES[options.dtype]))
     defined = expected is None or certificate.matches(expected)
     origin = provenance_of(
         options, [*(found.tree.digest for found in certificate.classes), repr(certificate.refused)]
@@ -164,7 +165,7 @@ def choose(
         return made, rows, title
 
     def threaded(threads: int, **shape: Any) -> Any:
-        return orders.with_threads(made(**shape), threads)
+        return made(**shape).with_threads(threads)
 
     return threaded, [{**row, "threads": count} for row in rows for count in options.threads], title
 
@@ -174,7 +175,7 @@ def find(options: argparse.Namespace) -> Callable[..., Any]:
     if ":" in options.target:
         serve_folder([options.target.partition(":")[0].partition(".")[0], *options.trust])
         return import_target(options.target, options.k, DTYPES[options.dtype])
-    table = orders.TARGETS if options.isobit else STOCK
+    table = TARGETS if options.isobit else STOCK
     if options.target not in table:
         raise ArgumentError(
             expected=f"one of {', '.join(table)}"

@@ -94,9 +94,8 @@ def attestations() -> tuple[Attestation, ...]:
         if kept:
             register_native_operators()
         torch.ops.isobit.attest(kept)
-    except (
-        Exception
-    ) as error:  # a kernel that is missing or raises: a library for another torch or isobit
+    except Exception as error:
+        # A kernel that is missing or raises: the library was built for another torch or isobit.
         withdraw_attestation()
         return tuple(unattested(dtype, error) for dtype in NATIVE_DTYPES)
     except BaseException:

@@ -1,4 +1,7 @@
-"""Reveal the order in which a function adds numbers, and compare it between configurations."""
+"""Reveal the order in which a function adds numbers, and compare it between configurations.
+
+`order` reveals one sum, `certify` compares many configurations of it, `targets` wraps sums inside torch functions.
+"""
 
 from isobit.lazy import attach
 

@@ -1,9 +1,9 @@
-"""Finds the tree of a sum whose terms may be negative: two huge terms that cancel absorb what joins them first.
+"""Find the tree of a sum whose terms may be negative: two huge terms that cancel absorb what is added before.
 
-With +2^e at i, -2^e at j and units elsewhere, the sum lacks the units of the smallest subtree that holds both. One
-pivot against all others gives the sizes of its ancestors, and so the subtrees that hang from its path; each is a
-smaller problem. (The idea is FPRev's.) All problems of one depth are asked in one batch. A pivot at random needs
-O(n log n) probes for any tree; the first term needs fewer for most kernels, so it is tried first.
+With +2^e at i, -2^e at j and units elsewhere, the sum lacks the units of the smallest subtree with both. One pivot
+against all others gives the sizes of its ancestors, and so the subtrees next to its path; each is a smaller problem.
+(The idea is from FPRev.) All problems of one depth are probed in one batch. A random pivot needs O(n log n) probes for
+any tree; the first term needs fewer for most kernels, so it is tried first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CHECKED_PAIRS = 32
 
 
 class _Group:
-    """Terms known to be one subtree, or several equal ones of a fused addition, whose inside is still to be found."""
+    """Terms of one subtree, or of several equal ones of a fused addition, whose inside is not yet known."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class _Group:
         witness: int | None,
     ) -> None:
         self.terms, self.pivot = terms, pivot
-        self.witness = witness  # a term beside the group, under the same addition
+        self.witness = witness  # a term outside the group, under the same addition
         self.size = size  # terms of one subtree
         self.into = into  # the addition whose operands these are
         self.total = total  # terms under that addition
@@ -41,13 +41,13 @@ class _Group:
 
 
 def find_tree(session: Session) -> Branch:
-    """The tree of additions, exact where the target is one."""
+    """Find the tree; it is exact if the target is a tree of additions."""
     try:
         return _find_tree(session)
     except RevealError:
         if session.window >= session.target.n:
             raise
-        session.thorough = True  # fused additions look unlike a tree to a narrow counter that counts only what it must
+        session.thorough = True  # with few counts, fused additions do not look like a tree
         return _find_tree(session)
 
 
@@ -84,7 +84,7 @@ def _find_tree(session: Session) -> Branch:
 def _find_sizes(
     session: Session, wave: list[_Group], others: list[list[int]], stage: str
 ) -> list[list[int]]:
-    """For each group, the size of the smallest sum that holds its pivot and each other of its terms."""
+    """Return for each group the sizes of the smallest sums of its pivot with each other term."""
     n = session.target.n
     if session.window >= n:
         counted = range(n)
@@ -109,15 +109,13 @@ def _find_sizes(
 def _split(
     session: Session, group: _Group, others: list[int], sizes: Sequence[int], random: Random
 ) -> list[_Group]:
-    """Reads the pivot's ancestors from the sizes; returns what hangs from its path and is not yet known."""
+    """Read the pivot's ancestors from the sizes; return the subtrees next to its path that are not yet known."""
     by_size: dict[int, list[int]] = {}
     for other, size in zip(others, sizes, strict=True):
         by_size.setdefault(size, []).append(other)
     found: list[_Group] = []
     rest = [j for size in sorted(by_size) if size > group.size for j in by_size[size]]
-    if (
-        rest
-    ):  # siblings in a fused addition: it absorbs either all its terms, or exactly those of the two
+    if rest:  # siblings in a fused addition: it absorbs either all its terms, or those of the two
         if set(by_size) - {s for s in by_size if s <= group.size} - {group.total, 2 * group.size}:
             raise _not_a_tree(group.pivot, group.size, max(by_size))
         found += _hang(group, rest, min(group.size, len(rest)), group.into, group.total, random)
@@ -145,7 +143,7 @@ def _split(
         held += count
         last = terms[0]
         found += _hang(group, terms, each, node, held, random)
-    # A fused addition that absorbs all it adds shows its operands one by one: the first is what is not rest.
+    # A fused addition that absorbs all its terms shows its operands one by one: the first is not in `rest`.
     if held != (len(group.terms) - len(rest) if group.size == len(group.terms) else group.size):
         raise _not_a_tree(group.pivot, group.size, held)
     group.inside = path
@@ -153,14 +151,14 @@ def _split(
 
 
 def _survives(session: Session, pair: tuple[int, int], term: int) -> bool:
-    """Whether a term is left when the pair cancels: then it is where all three meet in one exact addition."""
+    """Return whether a term is left when the pair cancels: then all three are in one exact addition."""
     return session.count_absorbed([(pair, (term,))], "order") == [0]
 
 
 def _find_fused(
     session: Session, wave: list[_Group], others: list[list[int]], sizes: list[list[int]]
 ) -> None:
-    """Where only a group's own terms were counted: pairs that absorb a term beside the group too meet in its parent."""
+    """Correct sizes that counted only a group's own terms: pairs that absorb the witness meet in the parent."""
     tested = [
         (
             at,
@@ -180,7 +178,7 @@ def _find_fused(
 def _hang(
     group: _Group, terms: list[int], each: int, into: list[Any], total: int, random: Random
 ) -> list[_Group]:
-    """Adds terms, in subtrees of `each`, to an addition; returns the problem that they are, if any."""
+    """Add terms, in subtrees of `each`, to an addition; return the problem that they are, if any."""
     if each == 1:
         into.extend(terms)
         return []
@@ -190,7 +188,7 @@ def _hang(
 
 
 def _freeze(node: Any) -> Branch:
-    """The mutable nodes as nested tuples."""
+    """Return the mutable nodes as nested tuples."""
     done: list[Branch] = []
     work: list[tuple[Any, int]] = [(node, -1)]
     while work:
@@ -210,7 +208,7 @@ def _freeze(node: Any) -> Branch:
 
 
 def _check_pairs(session: Session, branch: Branch, random: Random) -> None:
-    """Pairs at random must be absorbed as the found tree says."""
+    """Check random pairs against the tree."""
     n, steps = session.target.n, steps_of(branch)
     known = [(i, j) for i, j in (random.sample(range(n), 2) for _ in range(CHECKED_PAIRS))]
     parents = [0] * (n + len(steps))
@@ -227,7 +225,7 @@ def _check_pairs(session: Session, branch: Branch, random: Random) -> None:
 def _predict(
     i: int, j: int, n: int, parents: list[int], sizes: list[int], steps: list[Step]
 ) -> tuple[int, ...]:
-    """Terms of the smallest subtree with both; in a fused addition also the terms of just the two operands."""
+    """Return the size of the smallest subtree with both; of a fused addition also that of the two operands."""
     below = {i: 1}
     at, held = i, 1
     while at != n + len(steps) - 1:
@@ -247,5 +245,5 @@ def _not_a_tree(term: int, expected: int, received: int) -> RevealError:
     return RevealError(
         expected=f"a subtree of {expected} terms around term {term}",
         received=f"probes that count {received}",
-        remedy="the target is not a plain tree of additions of its terms; nothing is claimed of it",
+        remedy="the target is not a tree of additions of its terms, so it has no order to reveal",
     )

@@ -1,34 +1,30 @@
-"""Certificates: the orders of many configurations of one target, revealed, compared, and the place where they part."""
+"""Certificates: the orders of many configurations of one target, compared, and where they first differ."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from random import Random
 from typing import Any
 
-from isobit.errors import ArgumentError, EngineError, RevealError, in_one_line
-from isobit.order.addition import digest, find_parting
-from isobit.reveal.planted import draw_branch, plant_compensated, plant_corrected, plant_tree
+from isobit.errors import ArgumentError, RevealError, in_one_line
+from isobit.order.addition import find_difference
+from isobit.reveal.self_check import check_revealing
 from isobit.reveal.target import Progress, Target
 from isobit.reveal.tree import Tree, reveal
-
-PLANTED_TERMS = 33
 
 
 @dataclass(frozen=True)
 class OrderClass:
-    """Configurations that have one order and one arithmetic."""
+    """Configurations that have the same order and the same arithmetic."""
 
     configurations: tuple[str, ...]
     tree: Tree
-    parting: (
-        tuple[str, str] | None
-    )  # where it parts from the first class: (there, here); None if only in arithmetic
+    # The first addition that differs from the first class: (there, here). None if only the arithmetic differs.
+    parting: tuple[str, str] | None
 
     @property
     def label(self) -> str:
-        """The configurations, runs of whole numbers as `m=1–257`."""
+        """The configurations, with runs of whole numbers as `m=1–257`."""
         parts = [name.rpartition("=") for name in self.configurations]
         if len({key for key, _, _ in parts}) > 1 or not all(
             value.isdecimal() for _, _, value in parts
@@ -40,27 +36,37 @@ class OrderClass:
                 runs[-1][1] = number
             else:
                 runs.append([number, number])
-        said = ", ".join(
-            f"{a}–{b}" if b > a + 1 else f"{a}, {b}" if b > a else str(a) for a, b in runs
-        )
-        return f"{parts[0][0]}{parts[0][1]}{said}"
+        shown = (f"{a}–{b}" if b > a + 1 else f"{a}, {b}" if b > a else str(a) for a, b in runs)
+        return f"{parts[0][0]}{parts[0][1]}{', '.join(shown)}"
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What revealing every configuration showed; `kept` if they are one."""
+    """The orders of many configurations, as `isobit.reveal.certify` returns them.
+
+    Attributes:
+        classes: configurations grouped by order and arithmetic; the first class has the first configuration.
+        refused: (configuration, reason) of those whose order could not be revealed.
+
+    Example:
+        >>> import isobit
+        >>> from isobit.reveal import targets
+        >>> found = isobit.reveal.certify(targets.sum, [{"k": 8, "m": m} for m in (1, 2)])
+        >>> found.count, found.refused
+        (2, ())
+    """
 
     classes: tuple[OrderClass, ...]
-    refused: tuple[tuple[str, str], ...]  # (configuration, why its order could not be shown)
+    refused: tuple[tuple[str, str], ...]
 
     @property
     def count(self) -> int:
-        """How many configurations were asked about."""
+        """The number of configurations."""
         return sum(len(c.configurations) for c in self.classes) + len(self.refused)
 
     @property
     def kept(self) -> bool:
-        """One order for all, at every place, and none refused."""
+        """Whether all configurations have one order, at every place, and each could be revealed."""
         return (
             len(self.classes) == 1
             and not self.refused
@@ -69,18 +75,18 @@ class Certificate:
 
     @property
     def digest(self) -> str | None:
-        """Of the one order and arithmetic; None where there are several."""
+        """The digest of the one order and arithmetic; None if there are several."""
         return self.classes[0].tree.digest if self.kept else None
 
     @property
     def claim(self) -> str:
-        """What follows, and no more."""
+        """What follows from the certificate, in words."""
         if not self.kept:
             return "no claim"
         tree = self.classes[0].tree
         what = f"{tree.scope}: " if tree.scope else ""
         if tree.arithmetic is None:
-            return f"{what}one order; what its additions do was not seen"
+            return f"{what}one order; what its additions do was not probed"
         if not tree.replayed:
             return f"{what}one order and one arithmetic; not replayed"
         replayed = (
@@ -94,16 +100,17 @@ class Certificate:
         )
 
     def matches(self, order_digest: str) -> bool:
-        """Whether every configuration has this order."""
+        """Return whether every configuration has the order with this digest."""
         return self.kept and self.classes[0].tree.order_digest == order_digest
 
     def __str__(self) -> str:
+        """Describe the certificate in one line."""
         if self.kept:
             return f"{self.count} configurations, one order: {self.classes[0].tree}. {self.claim}"
-        return f"{self.count} configurations, {len(self.classes)} orders, {len(self.refused)} not shown"
+        return f"{self.count} configurations, {len(self.classes)} orders, {len(self.refused)} not revealed"
 
     def summary(self) -> dict[str, Any]:
-        """For machines."""
+        """Return the certificate as a dictionary for JSON."""
         return {
             "kept": self.kept,
             "claim": self.claim,
@@ -129,8 +136,8 @@ def _summarise(found: OrderClass) -> dict[str, Any]:
         "replays": str(tree.replays),
         "replayed_kinds": tree.replays.kinds,
         "scope": tree.scope,
-        "places_that_add_otherwise": tree.unlike,
-        "parts_from_first": found.parting,
+        "places_with_another_order": tree.unlike,
+        "differs_from_first": found.parting,
     }
 
 
@@ -141,16 +148,16 @@ def certify(
     arithmetic: bool = True,
     progress: Progress | None = None,
 ) -> Certificate:
-    """Reveals `target(configuration)` for each, and puts those of one order and arithmetic into one class.
+    """Reveal `target(configuration)` for each, and group those of equal order and arithmetic.
 
-    A configuration that is a mapping is passed as keywords, and named by those that vary.
+    A configuration that is a mapping is passed as keywords, and named by the keys that vary.
     """
     asked = list(configurations)
     if not asked:
         raise ArgumentError(
             expected="at least one configuration",
             received="none",
-            remedy="a certificate of nothing would certify nothing: name the configurations",
+            remedy="pass at least one: a certificate of no configurations would certify nothing",
         )
     check_revealing()
     found: dict[str, tuple[Tree, list[str]]] = {}
@@ -168,7 +175,7 @@ def certify(
         found.setdefault(key, (tree, []))[1].append(name)
     classes: list[OrderClass] = []
     for tree, names in found.values():
-        parting = find_parting(classes[0].tree.branch, tree.branch) if classes else None
+        parting = find_difference(classes[0].tree.branch, tree.branch) if classes else None
         classes.append(OrderClass(tuple(names), tree, parting))
     return Certificate(tuple(classes), tuple(refused))
 
@@ -179,28 +186,3 @@ def _name_all(asked: list[Any]) -> list[str]:
     keys = list(dict.fromkeys(key for configuration in asked for key in configuration))
     varying = [key for key in keys if len({str(c.get(key)) for c in asked}) > 1] or keys
     return [", ".join(f"{key}={c[key]}" for key in varying if key in c) for c in asked]
-
-
-def check_revealing() -> None:
-    """A planted order must come back exactly, and planted sums that are no trees must be refused.
-
-    Kahan's sum has the probes of a chain, Sum2 those of one exact addition of all terms.
-    """
-    branch = draw_branch(Random(PLANTED_TERMS), PLANTED_TERMS)
-    tree = reveal(plant_tree(branch, PLANTED_TERMS))
-    if tree.order_digest != digest(branch) or not tree.replayed:
-        raise EngineError(
-            expected=f"the planted order {digest(branch)[:8]}",
-            received=f"{tree.order_digest[:8]}, replayed {tree.replayed} times",
-            remedy="revealing itself is broken on this machine; trust no certificate, and report this",
-        )
-    for planted in (plant_compensated(PLANTED_TERMS), plant_corrected(PLANTED_TERMS)):
-        try:
-            reveal(planted)
-        except RevealError:
-            continue
-        raise EngineError(
-            expected="a planted compensated sum to be refused",
-            received=f"an order for {planted.name}",
-            remedy="replaying is broken on this machine; trust no certificate, and report this",
-        )

@@ -1,8 +1,8 @@
-"""Sizes of the sums around a pivot, for a target that cannot count all its terms at once (a bf16 result ends at 256).
+"""Sizes of the sums around a pivot, for a target that cannot count all terms at once (bf16 counts to 256).
 
-The sums that hold the pivot are nested, so a sample of the terms orders the others coarsely: those that absorb more of
-it meet the pivot later. Inside a class that a sample cannot tell apart, only the class's own terms need counting. That
-takes about two probes a term, where counting all terms in windows would take n / window.
+The sums that contain the pivot are nested, so a sample of the terms sorts the others coarsely: those that absorb more
+of it are added to the pivot later. Inside a class that a sample cannot separate, only the class's own terms are
+counted. That takes about two probes per term, where counting all terms in windows would take n / window.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from isobit.reveal.target import Session, as_range
 
-FEW = 32  # so many terms are marked singly, and probes with others share a call
+FEW = 32  # up to so many terms are marked one by one, and probes share a call
 
 
 @dataclass(frozen=True)
 class _Class:
-    """Terms of one pivot whose sums are not told apart yet; each sum holds `below` terms beside those of the class."""
+    """Terms whose sums with the pivot are not yet separated; each sum has `below` terms outside the class."""
 
     group: int
     pivot: int
@@ -25,7 +25,7 @@ class _Class:
     below: int
 
     def sample(self, room: int) -> Sequence[int]:
-        """Members that the target can count at once: all of them, or some spread evenly."""
+        """Return members that the target can count at once: all of them, or some spread evenly."""
         chosen = self.members[:: -(-len(self.members) // room)]
         return chosen if len(chosen) <= FEW else as_range(chosen) or tuple(chosen)
 
@@ -33,7 +33,7 @@ class _Class:
 def find_sizes(
     session: Session, pivots: list[int], others: list[list[int]], stage: str
 ) -> list[dict[int, int]]:
-    """For each pivot: how many terms the smallest sum with each of its others has, the group's own terms counted."""
+    """Return for each pivot the size of its smallest sum with each other term, within the group."""
     sizes: list[dict[int, int]] = [{} for _ in pivots]
     classes = [
         _Class(at, pivot, rest, 1)
@@ -54,14 +54,12 @@ def find_sizes(
             if len(counted) == len(found.members):
                 sizes[found.group].update({j: found.below + count for j, count in absorbed.items()})
             else:
-                following += _tell_apart(
-                    session, found, counted, absorbed, sizes[found.group], stage
-                )
+                following += _separate(session, found, counted, absorbed, sizes[found.group], stage)
         classes = following
     return sizes
 
 
-def _tell_apart(
+def _separate(
     session: Session,
     found: _Class,
     sample: Sequence[int],
@@ -69,7 +67,7 @@ def _tell_apart(
     sizes: dict[int, int],
     stage: str,
 ) -> list[_Class]:
-    """Smaller classes; or, where the sample tells none apart, the sizes themselves."""
+    """Return smaller classes; if the sample separates none, find the sizes themselves."""
     by_count: dict[int, list[int]] = {}
     for j, count in absorbed.items():
         by_count.setdefault(count, []).append(j)
@@ -81,7 +79,7 @@ def _tell_apart(
         return classes
     one = sample[0]
     if by_count.keys() == {len(sample)}:
-        # Every sum absorbs `one`, so its own is inside them all; if it absorbs the whole class, they are all the same.
+        # Every sum absorbs `one`, so its own is inside them all; if that absorbs the whole class, all are the same.
         (size,) = session.sizes([(found.pivot, one)], found.members, stage)
         if size == len(found.members):
             sizes.update(dict.fromkeys(found.members, found.below + size))

@@ -1,4 +1,4 @@
-"""What a vector for a replay is drawn from: the numbers of a dtype, and the terms that are to cancel."""
+"""What the vectors of replays are drawn from: the numbers of a dtype, and the terms that cancel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Pairs = list[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Space:
-    """What one draw may use: `n` terms of a scale, which of them are to cancel, how wide their exponents may be."""
+    """What one draw may use: `n` terms of a scale, the pairs that cancel, the range of exponents."""
 
     random: Random
     n: int
@@ -23,7 +23,7 @@ class Space:
     groups: Sequence[Sequence[int]]  # one term of each operand of each fused addition
     spread: int  # exponents over which the accumulator still rounds
     widths: tuple[int, ...]  # significand bits of the additions
-    turn: int  # the how manieth vector of its kind
+    turn: int  # the index of the vector among those of its kind
 
     @property
     def normal(self) -> int:
@@ -36,28 +36,26 @@ class Space:
         return self.scale.largest - self.n.bit_length() - 1
 
     def number(self, exponent: int, sign: int = 0) -> float:
-        """A full random mantissa at this exponent; a random sign unless one is given."""
+        """Return a random mantissa at this exponent, with a random sign unless one is given."""
         exponent = min(max(exponent, self.scale.smallest), self.scale.largest)
         last = max(exponent - self.scale.bits + 1, self.scale.smallest)
         mantissa = self.random.getrandbits(exponent - last + 1) | (1 << (exponent - last))
         return math.ldexp(mantissa * (sign or self.random.choice((1, -1))), last)
 
     def fit(self, value: float) -> float:
-        """The nearest number of the dtype."""
+        """Return the nearest number of the dtype."""
         _, exponent = math.frexp(value)
         last = max(exponent - self.scale.bits, self.scale.smallest)
         return math.ldexp(round(math.ldexp(value, -last)), last)
 
     def between(self, low: int, high: int, sign: int = 0) -> list[float]:
-        """n numbers with exponents from low to high."""
+        """Return n numbers with exponents from low to high."""
         low, high = max(low, self.scale.smallest), min(high, self.scale.largest)
         room, bits = max(high - low, 0) + 1, self.scale.bits
         if low - bits + 1 < self.scale.smallest:
             return [self.number(low + self.random.randrange(room), sign) for _ in range(self.n)]
-        top, draw = (
-            1 << (bits - 1),
-            self.random.getrandbits,
-        )  # the same for normal numbers, much faster
+        # The same for normal numbers, much faster.
+        top, draw = 1 << (bits - 1), self.random.getrandbits
         return [
             math.ldexp(
                 ((r & (top - 1)) | top) * (sign or (r >> 24 & 2) - 1),
@@ -67,7 +65,7 @@ class Space:
         ]
 
     def cancel(self, values: list[float]) -> list[float]:
-        """Of each pair the second is the first, negated; one that is left over is as small as the smallest."""
+        """Negate the first of each pair into the second; an unpaired term gets the smallest value."""
         for i, j in self.pairs:
             values[j] = -values[i]
         paired = {term for pair in self.pairs for term in pair}
@@ -76,12 +74,12 @@ class Space:
         return values
 
     def zeros(self) -> list[float]:
-        """n zeros."""
+        """Return n zeros."""
         return [0.0] * self.n
 
 
 def draw_pairs(random: Random, n: int, groups: Sequence[Sequence[int]]) -> Pairs:
-    """Every term but an odd one with another; inside the fused additions, half of the time."""
+    """Pair the terms at random; half of the time only inside fused additions."""
     runs: Iterator[list[int]] = iter([list(range(n))])
     if groups and random.random() < 0.5:
         runs = (list(group) for group in groups)

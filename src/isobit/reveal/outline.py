@@ -1,4 +1,4 @@
-"""An order with its regular runs collapsed: what a person would say of it, and what a picture shows."""
+"""Outlines: an order with its regular runs collapsed, for one-line descriptions and pictures."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN_RUNS = 4
 
 @dataclass(frozen=True)
 class Run:
-    """`count` equal items, the first of them given; `distances` between them (one per level, where in pairs)."""
+    """`count` equal items; `item` is the first, `distances` are between them (one per level for pairs)."""
 
     item: Outline
     count: int
@@ -28,7 +28,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outline:
-    """One collapsed sum: a `term`, a `chain` of runs folded left, or one run in `pairs` or `fused` together."""
+    """One collapsed sum: a `term`, a `chain` of runs folded left, or one run added in `pairs` or `fused`."""
 
     kind: str
     anchor: int  # the first term of its first item
@@ -37,7 +37,7 @@ class Outline:
 
 
 def outline_of(branch: Branch) -> Outline:
-    """Collapses an order from its leaves up."""
+    """Collapse an order from its leaves up."""
     if isinstance(branch, int):
         return Outline("term", branch, 1)
     shapes = _Shapes()
@@ -67,8 +67,8 @@ class _Shapes:
         return self.numbers[key]
 
     def add(self, operands: list[tuple[int, int]]) -> tuple[int, int]:
-        """The shape and anchor of one addition."""
-        # The larger operand is what was summed before; of equals the earlier.
+        """Return the shape and anchor of one addition."""
+        # The larger operand was summed before; of equal ones the earlier.
         operands = sorted(operands, key=lambda o: (-self.sizes[o[0]], o[1]))
         if len(operands) > 2:
             return self._fuse(operands)
@@ -91,7 +91,7 @@ class _Shapes:
         return self.number(("chain", before, item, offset, gap, count), size)
 
     def _extend(self, left: int, at: int, right: int, where: int) -> tuple[int, int] | None:
-        """One more of the items that the left operand ends with."""
+        """Extend the left operand, if the right one is one more of its last items."""
         kind, *rest = self.known[left]
         if kind == "pairs":  # two items may turn out to be the start of a chain
             item, distances = rest
@@ -127,7 +127,7 @@ class _Shapes:
         return self._chain(NOTHING, shape, 0, 0, 1)
 
     def outline(self, shape: int, at: int) -> Outline:
-        """A shape at its place."""
+        """Return the outline of a shape at its place."""
         kind, *rest = self.known[shape]
         size = self.sizes[shape]
         if kind == "term":
@@ -156,29 +156,29 @@ class _Shapes:
 
 
 def count_lead(outline: Outline) -> int:
-    """How many runs at the start of a chain are of single terms: they are one chain with uneven steps."""
+    """Count the runs of single terms at the start of a chain: they are one chain with uneven steps."""
     return next(
         (at for at, run in enumerate(outline.runs) if run.item.kind != "term"), len(outline.runs)
     )
 
 
 def describe(outline: Outline) -> str:
-    """One line: `16 stripes of 64, folded, then pairs`."""
+    """Describe in one line, as in `16 stripes of 64, folded, then pairs`."""
     if outline.kind == "term":
         return "1 term"
     if outline.kind == "chain" and len(outline.runs) > 1:
-        said, others = [], list(outline.runs)
+        parts, others = [], list(outline.runs)
         lead = count_lead(outline)
         if lead > 1:
-            said, others = (
+            parts, others = (
                 [f"chain of {sum(run.count for run in outline.runs[:lead])}, uneven"],
                 others[lead:],
             )
             if not others:
-                return said[0]
-        said += [_describe_run(run, "folded") for run in others[: SHOWN_RUNS - len(said)]]
+                return parts[0]
+        parts += [_describe_run(run, "folded") for run in others[: SHOWN_RUNS - len(parts)]]
         more = len(others) + (lead > 1) - SHOWN_RUNS
-        return " + ".join(f"({text})" for text in said) + (f" + … {more} more" if more > 0 else "")
+        return " + ".join(f"({text})" for text in parts) + (f" + … {more} more" if more > 0 else "")
     if outline.kind == "fused" and len(outline.runs) > 1:
         return f"{len(outline.runs)} sums fused in one addition"
     (run,) = outline.runs
@@ -195,8 +195,14 @@ def _describe_run(run: Run, merged: str) -> str:
             return f"chain of {count}" + (
                 "" if gap == 1 else ", descending" if gap == -1 else f", {gap} apart"
             )
-        return f"{count} fused" if merged == "fused" else f"{count} in pairs" + _say_distances(run)
-    ending = {"folded": "folded", "pairs": "pairs" + _say_distances(run), "fused": "fused"}[merged]
+        return (
+            f"{count} fused"
+            if merged == "fused"
+            else f"{count} in pairs" + _describe_distances(run)
+        )
+    ending = {"folded": "folded", "pairs": "pairs" + _describe_distances(run), "fused": "fused"}[
+        merged
+    ]
     inner = item.runs[0]
     if item.kind == "chain" and len(item.runs) == 1 and inner.item.kind == "term":
         if inner.distances == (count,) and sorted(
@@ -209,11 +215,11 @@ def _describe_run(run: Run, merged: str) -> str:
 
 
 def _stripe_distances(run: Run, merged: str) -> list[int]:
-    """How far apart neighbouring stripes are merged, when the stripes begin one after another."""
+    """Return the distances at which stripes that begin one after another are merged."""
     return [1 << level for level in range(len(run.distances))] if merged == "pairs" else [1]
 
 
-def _say_distances(run: Run) -> str:
+def _describe_distances(run: Run) -> str:
     distances = run.distances
     if len(distances) == 1 or all(b == 2 * a for a, b in pairwise(distances)):
         return ""

@@ -1,9 +1,9 @@
-"""Finds the tree of a sum whose terms cannot be negative (squares, exponentials), one triple of terms at a time.
+"""Find the tree of a sum whose terms cannot be negative (squares, exponentials), one triple of terms at a time.
 
-With one big term at c and 3/8 of its last place at a and at b, each of the two alone is lost in it; together they
-round it up. So the result says whether a and b meet before c does, and such triples determine the tree. Terms are
-inserted one by one. Where the last ones went predicts the next (kernels are regular), and two triples then confirm it;
-else a descent by halves finds it.
+With one big term at c and 3/8 of its last place at a and at b, each of the two alone is rounded away; together they
+round it up. So the result shows whether a and b are added before c is, and such triples determine the tree. Terms are
+inserted one by one. The places of the last ones predict the next (kernels are regular), and two triples confirm it;
+otherwise a binary search finds it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,15 @@ from random import Random
 
 from isobit.errors import RevealError
 from isobit.order.addition import Branch
+from isobit.reveal.growing_tree import (
+    GrowingTree,
+    Part,
+    ancestors,
+    halfway,
+    holds,
+    nest,
+    stride_back,
+)
 from isobit.reveal.target import Session, Terms
 
 CHECKED_TRIPLES = 64
@@ -23,25 +32,14 @@ LARGE = tuple((1.0 + step / 64) ** 2 for step in range(22)) + tuple(
 )
 
 
-class _Part:
-    """A subtree of what has been placed so far."""
-
-    def __init__(self, left: _Part | None, right: _Part | None, term: int) -> None:
-        self.left, self.right = left, right
-        self.term = term  # any term of it
-        self.last: int = term if left is None or right is None else max(left.last, right.last)
-        self.size: int = 1 if left is None or right is None else left.size + right.size
-        self.parent: _Part | None = None
-
-
 class _Triples:
-    """Asks triples, having shown first that the answer can be seen."""
+    """Probes triples, after a check that the answer shows in the result."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
         n = session.target.n
         ends = sorted({(0, n - 1), (n - 1, 0), (0, n // 2), (n // 2, 0)} - {(0, 0)})
-        # What follows the sum may hide its last place at some values; then others are tried, and beside them a ballast
+        # What follows the sum may hide its last place at some values. Then others are tried, and with them a ballast
         # whose last place is finer than the small terms.
         for self.ballast in (0.0, (3 / 8) ** 2)[: 1 if n < 4 else 2]:
             for self.one in LARGE:
@@ -77,19 +75,19 @@ class _Triples:
         return self.session.ask(batch, "order")
 
     def meet_before(self, *triples: tuple[int, int, int]) -> list[bool]:
-        """For each (a, b, c): whether a and b meet before c."""
+        """Return for each (a, b, c) whether a and b are added before c."""
         half = 0.375 * LAST_PLACE
         batch = [self._terms(c, (a, half), (b, half)) for a, b, c in triples]
         return [value != self.nothing for value in self._ask(batch)]
 
 
 def find_tree(session: Session) -> Branch:
-    """The tree of additions, exact where the target is one of additions of two."""
+    """Find the tree; it is exact if the target is a tree of additions of two terms."""
     n = session.target.n
     if n < 3:
-        return (0, 1) if n == 2 else 0  # there is but one order
+        return (0, 1) if n == 2 else 0  # there is only one order
     triples = _Triples(session)
-    tree = _Growing(n)
+    tree = GrowingTree(n)
     strides, ahead, term = [1], 1, 2
     while term < n:
         placed = _place_ahead(triples, tree, strides[0], range(term, min(term + ahead, n)))
@@ -105,65 +103,17 @@ def find_tree(session: Session) -> Branch:
             term += 1
         if session.progress is not None:
             session.progress("order", term, n)
-    branch = _nest(tree.root)
+    branch = nest(tree.root)
     _check_additions(triples, tree.root)
     _check(triples, tree.leaves)
     return branch
 
 
-class _Growing:
-    """The tree so far; what was inserted last can be taken out again."""
-
-    def __init__(self, n: int) -> None:
-        self.leaves = [_Part(None, None, term) for term in range(n)]
-        self.root = _join(self.leaves[0], self.leaves[1])
-
-    def insert(self, at: _Part, term: int) -> list[tuple[_Part, int]]:
-        """Adds a term on the edge above `at`; returns the sums above with what ended them before."""
-        above = at.parent
-        part = _join(at, self.leaves[term])
-        part.parent = above
-        if above is None:
-            self.root = part
-        elif above.left is at:
-            above.left = part
-        else:
-            above.right = part
-        before = []
-        while above is not None:
-            before.append((above, above.last))
-            above.size += 1
-            above.last = max(above.last, term)
-            above = above.parent
-        return before
-
-    def remove(self, at: _Part, before: list[tuple[_Part, int]]) -> None:
-        """Undoes the last insertion above `at`."""
-        part = at.parent
-        assert part is not None
-        above = at.parent = part.parent
-        if above is None:
-            self.root = at
-        elif above.left is part:
-            above.left = at
-        else:
-            above.right = at
-        for node, last in before:
-            node.size -= 1
-            node.last = last
-
-
-def _join(left: _Part, right: _Part) -> _Part:
-    part = _Part(left, right, left.term)
-    left.parent = right.parent = part
-    return part
-
-
-def _place_ahead(triples: _Triples, tree: _Growing, stride: int, terms: range) -> int:
-    """Inserts terms where the stride predicts, asks about all at once, takes out all from the first wrong one on."""
+def _place_ahead(triples: _Triples, tree: GrowingTree, stride: int, terms: range) -> int:
+    """Insert terms where the stride predicts, probe all at once, remove all from the first wrong one on."""
     placed, asked = [], []
     for term in terms:
-        at = _stride_back(tree, stride, term)
+        at = stride_back(tree, stride, term)
         if at is None:
             break
         asked.append(_questions(at, term))
@@ -176,27 +126,17 @@ def _place_ahead(triples: _Triples, tree: _Growing, stride: int, terms: range) -
     return good
 
 
-def _stride_back(tree: _Growing, stride: int, term: int) -> _Part | None:
-    """The topmost sum that ends a stride before the term."""
-    if stride > term or stride < 1:
-        return None
-    at = tree.leaves[term - stride]
-    while at.parent is not None and at.parent.last == at.last:
-        at = at.parent
-    return at
-
-
-def _predicted(triples: _Triples, tree: _Growing, strides: list[int], term: int) -> _Part | None:
-    """The place that one of the last strides predicts, if the triples confirm it."""
+def _predicted(triples: _Triples, tree: GrowingTree, strides: list[int], term: int) -> Part | None:
+    """Return the place that one of the last strides predicts, if triples confirm it."""
     for stride in strides:
-        at = _stride_back(tree, stride, term)
+        at = stride_back(tree, stride, term)
         if at is not None and all(triples.meet_before(*_questions(at, term))):
             return at
     return None
 
 
-def _questions(at: _Part, term: int) -> list[tuple[int, int, int]]:
-    """Triples that all meet only if the term is added to `at`: outside what it adds, inside what its parent adds."""
+def _questions(at: Part, term: int) -> list[tuple[int, int, int]]:
+    """Return triples that all hold only if the term is added to `at`: outside its operands, inside its parent."""
     asked = []
     if at.left is not None and at.right is not None:
         asked.append((at.left.term, at.right.term, term))
@@ -207,12 +147,12 @@ def _questions(at: _Part, term: int) -> list[tuple[int, int, int]]:
     return asked
 
 
-def _search(triples: _Triples, root: _Part, term: int) -> _Part:
-    """The subtree that the term is added to, by halves."""
+def _search(triples: _Triples, root: Part, term: int) -> Part:
+    """Find the subtree that the term is added to, by binary search."""
     top = root  # the term is inside this subtree or on the edge above it
-    floor: _Part | None = None  # and not inside this one, which lies below it
+    floor: Part | None = None  # and not inside this one, which is below it
     while True:
-        middle = _halfway(top, floor)
+        middle = halfway(top, floor)
         if middle is None:
             return top
         left, right = middle.left, middle.right
@@ -227,7 +167,7 @@ def _search(triples: _Triples, root: _Part, term: int) -> _Part:
             raise RevealError(
                 expected=f"one pair of the terms {left.term}, {right.term}, {term} to meet before the third",
                 received=f"{outside + inside_left + inside_right} pairs that do, from {triples.session.target.name}",
-                remedy="it is not a tree of additions of two of its terms; nothing is claimed of it",
+                remedy="it is not a tree of additions of two terms, so it has no order to reveal",
             )
         if outside:
             if middle is top:
@@ -237,59 +177,12 @@ def _search(triples: _Triples, root: _Part, term: int) -> _Part:
             top = left if inside_left else right
             if floor is not None and top is floor:
                 return top
-            if floor is not None and not _holds(top, floor):
+            if floor is not None and not holds(top, floor):
                 floor = None
 
 
-def _holds(top: _Part, below: _Part) -> bool:
-    part: _Part | None = below
-    while part is not None and part is not top:
-        part = part.parent
-    return part is top
-
-
-def _halfway(top: _Part, floor: _Part | None) -> _Part | None:
-    """An addition between `floor` and `top` that halves the open part; None when only the edge above `top` is open."""
-    if top.left is None:
-        return None
-    if floor is None:
-        part = top
-        while True:
-            assert part.left is not None
-            assert part.right is not None
-            child = part.left if part.left.size >= part.right.size else part.right
-            if 2 * child.size <= top.size or child.left is None:
-                return part
-            part = child
-    # The path from `floor` up to `top`: the middle of it by terms.
-    path = []
-    part = floor
-    while part is not top:
-        assert part.parent is not None
-        part = part.parent
-        path.append(part)
-    if not path:
-        return None
-    wanted = (top.size + floor.size) / 2
-    return min(path, key=lambda p: abs(p.size - wanted))
-
-
-def _nest(root: _Part) -> Branch:
-    done: list[Branch] = []
-    work: list[tuple[_Part, bool]] = [(root, False)]
-    while work:
-        part, ready = work.pop()
-        if part.left is None or part.right is None:
-            done.append(part.term)
-        elif ready:
-            done[-2:] = [(done[-2], done[-1])]
-        else:
-            work += [(part, True), (part.right, False), (part.left, False)]
-    return done[0]
-
-
-def _check_additions(triples: _Triples, root: _Part) -> None:
-    """At no addition may an operand seem to meet what comes after first: a fused or wider one would."""
+def _check_additions(triples: _Triples, root: Part) -> None:
+    """Check that each addition is of two numbers in fp32: a fused or wider one would keep more."""
     asked, work = [], [root]
     while work:
         part = work.pop()
@@ -305,30 +198,22 @@ def _check_additions(triples: _Triples, root: _Part) -> None:
         raise RevealError(
             expected="additions of two numbers, each rounded to fp32",
             received=f"{keep_more} that keep more, from {triples.session.target.name}",
-            remedy="it is not a plain tree of additions of two of its terms in fp32; nothing is claimed of it",
+            remedy="it is not a tree of additions of two terms in fp32, so it has no order to reveal",
         )
 
 
-def _check(triples: _Triples, leaves: list[_Part]) -> None:
-    """Triples at random must meet as the found tree says."""
+def _check(triples: _Triples, leaves: list[Part]) -> None:
+    """Check random triples against the tree."""
     random = Random(len(leaves))
     for _ in range(CHECKED_TRIPLES):
         a, b, c = random.sample(range(len(leaves)), 3)
-        above = {id(part) for part in _ancestors(leaves[a])}
-        with_b = next(part for part in _ancestors(leaves[b]) if id(part) in above)
-        with_c = next(part for part in _ancestors(leaves[c]) if id(part) in above)
+        above = {id(part) for part in ancestors(leaves[a])}
+        with_b = next(part for part in ancestors(leaves[b]) if id(part) in above)
+        with_c = next(part for part in ancestors(leaves[c]) if id(part) in above)
         wanted = with_b.size < with_c.size
         if triples.meet_before((a, b, c)) != [wanted]:
             raise RevealError(
                 expected=f"terms {a} and {b} to meet {'' if wanted else 'not '}before {c}, as other triples imply",
                 received=f"the opposite from {triples.session.target.name}",
-                remedy="it is not a plain tree of additions of its terms; nothing is claimed of it",
+                remedy="it is not a tree of additions of its terms, so it has no order to reveal",
             )
-
-
-def _ancestors(part: _Part | None) -> list[_Part]:
-    found = []
-    while part is not None:
-        found.append(part)
-        part = part.parent
-    return found

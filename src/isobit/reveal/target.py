@@ -1,4 +1,4 @@
-"""What can be probed: anything that sums n terms, through an adapter that writes the terms and reads the sum."""
+"""What can be probed: `Target`, the protocol of a sum of n terms, and `Session`, which sends probes to it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from isobit.errors import RevealError
 
-# Told how far a stage has come: (stage, done, total).
+# Called with (stage, done, total).
 Progress = Callable[[str, int, int], None]
 
 
@@ -19,59 +19,53 @@ class Terms(NamedTuple):
     values: tuple[float, ...]
     fill: float = 0.0
     over: range = range(0)
-    factor: float = 1.0  # what every term is multiplied by inside, where the target sums products
+    factor: float = 1.0  # every term is multiplied by it, if the target sums products
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Values that the target's dtype can hold: `big` absorbs up to `absorbed` units, in the widest accumulator."""
+    """Values of the target's dtype: `big` absorbs up to `absorbed` units in the widest accumulator."""
 
     big: float
     unit: float
     absorbed: int
     bits: int  # significand bits of a term as it is written
-    subnormal: (
-        float  # the smallest normal number is twice this; 0 where a result so small is not seen
-    )
-    lowest: int  # how far exponents of random terms may go below 1
-    smallest: int  # the smallest number that a replay may use is 2^smallest
-    largest: int  # and its largest exponent
-    divided: bool = (
-        False  # whether the sum is divided before it is read, by a number that may be inexact
-    )
+    subnormal: float  # half the smallest normal number; 0 if a result so small cannot be read
+    lowest: int  # random terms have exponents from -lowest
+    smallest: int  # the exponent of the smallest number that a replay uses
+    largest: int  # the exponent of the largest one
+    divided: bool = False  # whether the sum is divided, perhaps inexactly, before it is read
 
 
 # 2^100 absorbs units in fp64 too. fp16 ends at 2^16, so its unit is its smallest number.
 FP32 = Scale(2.0**100, 1.0, 2**24, 24, 2.0**-127, 60, -149, 127)
 BF16 = Scale(2.0**100, 1.0, 2**24, 8, 2.0**-127, 60, -133, 127)
 FP16 = Scale(2.0**15, 2.0**-24, 2**14, 11, 2.0**-15, 13, -24, 15)
-# The smallest numbers would not survive a division, and whether the largest overflow depends on when it is made.
+# A division would flush the smallest numbers, and the largest might overflow before it.
 FP16_DIVIDED = Scale(2.0**15, 2.0**-14, 2**4, 11, 0.0, 13, -14, 5, True)
 
 
 def divided(scale: Scale) -> Scale:
-    """The same where the sum is divided before it is read."""
-    return (
-        FP16_DIVIDED
-        if scale is FP16
-        else replace(scale, subnormal=0.0, smallest=-60, largest=60, divided=True)
-    )
+    """Return the scale of a sum that is divided before it is read."""
+    if scale is FP16:
+        return FP16_DIVIDED
+    return replace(scale, subnormal=0.0, smallest=-60, largest=60, divided=True)
 
 
 class Target(Protocol):
-    """One sum of `n` terms inside something, in one configuration of it."""
+    """One sum of `n` terms in one configuration of a kernel."""
 
     @property
     def name(self) -> str:
-        """What it is, for people."""
+        """A name for reports."""
 
     @property
     def n(self) -> int:
-        """How many terms."""
+        """The number of terms."""
 
     @property
     def scale(self) -> Scale:
-        """What values the terms can take."""
+        """The values that terms can have."""
 
     @property
     def kind(self) -> str:
@@ -79,62 +73,56 @@ class Target(Protocol):
 
     @property
     def output_bits(self) -> int:
-        """Significand bits of the result as it is read; 0 where what follows the sum is not plain."""
+        """Significand bits of the result as it is read; 0 if more than a rounding follows the sum."""
 
     @property
     def scope(self) -> str:
-        """Which of its sums is probed, where a result needs others too, or has other places; else empty."""
+        """Which of the sums is probed, if a result needs several or has several places; else empty."""
 
     @property
     def unlike(self) -> int:
-        """How many places of a call were found to add otherwise than the one that is probed."""
+        """The number of places of a call that add in another order than the probed one."""
 
     def sums(self, batch: Sequence[Terms]) -> Sequence[float]:
-        """The sum of each."""
+        """Return the sum of each probe."""
 
     @property
     def storage(self) -> str:
-        """How the terms of replays are stored, for people: alignment, and strides."""
+        """How the terms of replays are stored: alignment and strides, for reports."""
 
     def replay(self, values: Sequence[float], factors: Sequence[float]) -> Sequence[float]:
-        """The sum of these terms at every place where the target makes it."""
+        """Return the sum of these terms at every place where the target computes it."""
 
     def replay_batch(
         self, batch: Sequence[Sequence[float]], factors: Sequence[float]
     ) -> Sequence[Sequence[float]]:
-        """For each vector of terms, every different sum that the target makes of it."""
+        """Return for each vector every different sum that the target computes of it."""
 
 
 def as_range(terms: Sequence[int]) -> range | None:
-    """The same terms as a range, if they rise by equal steps."""
+    """Return the terms as a range, if they rise by equal steps."""
     if isinstance(terms, range):
         return terms
     if len(terms) < 2 or terms[1] <= terms[0]:
         return None
     steps = range(terms[0], terms[-1] + 1, terms[1] - terms[0])
-    return (
-        steps
-        if len(steps) == len(terms) and all(a == b for a, b in zip(steps, terms, strict=True))
-        else None
-    )
+    return steps if list(steps) == list(terms) else None
 
 
 @dataclass
 class Session:
-    """Probes a target, counts the probes, and tells how far it has come."""
+    """Sends probes to a target, counts them, and reports progress."""
 
     target: Target
     progress: Progress | None = None
     probes: int = 0
     window: int = 0  # how many units can be counted at once
-    thorough: bool = (
-        False  # whether all terms are counted for every pair, also where that takes many windows
-    )
+    thorough: bool = False  # count all terms for every pair, even if that takes many windows
 
     BATCH = 4096
 
     def ask(self, batch: Sequence[Terms], stage: str) -> list[float]:
-        """The sums, in order."""
+        """Return the sums of the probes, in order."""
         found: list[float] = []
         for at in range(0, len(batch), self.BATCH):
             found.extend(self.target.sums(batch[at : at + self.BATCH]))
@@ -144,7 +132,7 @@ class Session:
         return found
 
     def find_window(self) -> None:
-        """How many units the target counts exactly: all n, or a power of two of them at a time."""
+        """Find how many units the target counts exactly: all n, or a power of two at a time."""
         n, unit = self.target.n, self.target.scale.unit
         window = min(n, self.target.scale.absorbed)
         while True:
@@ -165,13 +153,13 @@ class Session:
         raise RevealError(
             expected=f"a sum: {wanted[0]} term(s) of {unit!r} give {unit * wanted[0]!r}",
             received=f"{found[0]!r} from {self.target.name}",
-            remedy="it is not a sum of these terms as they are written and read; adapt how the target is wrapped",
+            remedy="it does not sum these terms as they are written and read: change how it is wrapped",
         )
 
     def count_absorbed(
         self, requests: Sequence[tuple[tuple[int, int], Sequence[int]]], stage: str
     ) -> list[int]:
-        """For each (pair, terms): how many of the terms are absorbed before the pair cancels, itself included."""
+        """Return for each (pair, terms) how many terms are absorbed before the pair cancels, the pair included."""
         values = self.ask([self._probe(pair, counted) for pair, counted in requests], stage)
         return [
             len(counted) - self._count(value, len(counted), pair)
@@ -181,13 +169,13 @@ class Session:
     def sizes(
         self, pairs: Sequence[tuple[int, int]], among: Sequence[int], stage: str
     ) -> list[int]:
-        """For each pair, how many of `among` are absorbed before it cancels: the terms of its smallest common sum."""
+        """Return for each pair how many of `among` are absorbed before it cancels: the size of its common sum."""
         windows = self.windows(among)
         found = self.count_absorbed([(pair, window) for window in windows for pair in pairs], stage)
         return [sum(found[at :: len(pairs)]) for at in range(len(pairs))]
 
     def windows(self, terms: Sequence[int]) -> list[Sequence[int]]:
-        """Terms in runs that the target can count, as ranges where they rise by equal steps."""
+        """Cut terms into runs that the target can count, as ranges if they rise by equal steps."""
         whole = as_range(terms) or tuple(terms)
         return [whole[at : at + self.window] for at in range(0, len(whole), self.window)]
 

@@ -1,4 +1,4 @@
-"""Reveals the order in which a black box adds and what its additions do, then replays it to see that all was seen."""
+"""`Tree`, the order of one sum, and `reveal`, which finds it by probing and checks it by replaying."""
 
 from __future__ import annotations
 
@@ -11,76 +11,102 @@ from blake3 import blake3
 from isobit.errors import ArgumentError, RevealError
 from isobit.order.addition import Branch, depth_of, digest, write_formula
 from isobit.reveal import cancelling_probe, positive_probe
-from isobit.reveal.arithmetic import Arithmetic, find_arithmetic
+from isobit.reveal.arithmetic import Arithmetic
+from isobit.reveal.arithmetic_probe import find_arithmetic
 from isobit.reveal.number_space import Space, draw_pairs
 from isobit.reveal.outline import Outline, describe, outline_of
+from isobit.reveal.replays import NOT_REPLAYED, WIDER, Replayed, check_replays
 from isobit.reveal.target import Progress, Session, Target
-from isobit.reveal.trials import NOT_REPLAYED, WIDER, Replayed, check_replays
 
 FORMULA_TERMS = 8
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """The order of one sum: `branch` nests the terms' indices as they are added; `arithmetic` is None if not seen."""
+    """The order in which one sum adds its terms, as `isobit.reveal.order` returns it.
+
+    Two trees are equal if order and arithmetic are: then the sums have equal bits for all finite inputs, if the
+    kernels do not branch on them.
+
+    Attributes:
+        name: what was probed.
+        n: the number of terms.
+        branch: the order as nested tuples of term indices; a tuple is one addition.
+        arithmetic: what the additions do; None if it was not probed.
+        probes: how many probes were made.
+        replays: the vectors whose sums order and arithmetic predicted to the bit.
+        scope: which of the target's sums this is, if there are others.
+        unlike: how many places of a call add in another order.
+
+    Example:
+        >>> from isobit.reveal import Tree
+        >>> tree = Tree("example", 4, ((0, 1), (2, 3)))
+        >>> print(tree, tree.depth)
+        4 in pairs 2
+        >>> tree == Tree("other name", 4, ((0, 1), (2, 3)))
+        True
+    """
 
     name: str
     n: int
     branch: Branch
     arithmetic: Arithmetic | None = None
     probes: int = 0
-    replays: Replayed = (
-        NOT_REPLAYED  # vectors whose sums the order and the arithmetic predicted to the bit
-    )
-    scope: str = ""  # which of the target's sums it is, where there are others
-    unlike: int = 0  # places of a call that add otherwise
+    replays: Replayed = NOT_REPLAYED
+    scope: str = ""
+    unlike: int = 0
 
     @property
     def replayed(self) -> int:
-        """How many vectors were replayed."""
+        """The number of vectors that were replayed."""
         return self.replays.vectors
 
     @cached_property
     def order_digest(self) -> str:
-        """BLAKE3 of the order alone."""
+        """The BLAKE3 digest of the order alone."""
         return digest(self.branch)
 
     @cached_property
     def digest(self) -> str:
-        """BLAKE3 of order and arithmetic."""
+        """The BLAKE3 digest of order and arithmetic."""
         if self.arithmetic is None:
             return self.order_digest
         return blake3(bytes.fromhex(self.order_digest) + self.arithmetic.digest).hexdigest()[:32]
 
     @cached_property
     def outline(self) -> Outline:
-        """The order with its regular runs collapsed."""
+        """The order with its regular runs collapsed, as pictures show it."""
         return outline_of(self.branch)
 
     @property
     def depth(self) -> int:
-        """The most additions that one term goes through."""
+        """The most additions that one term passes."""
         return depth_of(self.branch)
 
     def __eq__(self, other: object) -> bool:
+        """Compare order and arithmetic."""
         return isinstance(other, Tree) and self.digest == other.digest
 
     def __hash__(self) -> int:
+        """Hash order and arithmetic."""
         return hash(self.digest)
 
     def __str__(self) -> str:
-        """What a person would say of it; of a few terms that follow no pattern, the formula."""
+        """Describe the order in one line; a few terms without a pattern are written as a formula."""
         few = self.n <= FORMULA_TERMS and len(self.outline.runs) > 1
         return write_formula(self.branch) if few else describe(self.outline)
 
     def __repr__(self) -> str:
+        """Show name, order and digest."""
         return f"Tree({self.name}: {self}; digest {self.digest[:8]})"
 
 
 def reveal(target: Target, *, arithmetic: bool = True, progress: Progress | None = None) -> Tree:
-    """The order in which the target adds its terms; with `arithmetic`, what each addition does, replayed.
+    """Find the order in which the target adds its terms; with `arithmetic`, probe and replay the additions too.
 
-    Raises RevealError where the target is not a sum, is not repeatable, or is not a plain tree of additions.
+    Raises:
+        ArgumentError: The target has no terms.
+        RevealError: It is not a sum, is not repeatable, or is not a tree of additions.
     """
     if target.n < 1:
         raise ArgumentError(
@@ -89,42 +115,25 @@ def reveal(target: Target, *, arithmetic: bool = True, progress: Progress | None
             remedy="choose n >= 1",
         )
     session = Session(target, progress)
+
+    def found(
+        branch: Branch, arithmetic: Arithmetic | None = None, replays: Replayed = NOT_REPLAYED
+    ) -> Tree:
+        probed = arithmetic, session.probes, replays
+        return Tree(target.name, target.n, branch, *probed, target.scope, target.unlike)
+
     if target.kind == "positive":
-        branch = positive_probe.find_tree(session)
-        return Tree(
-            target.name,
-            target.n,
-            branch,
-            None,
-            session.probes,
-            NOT_REPLAYED,
-            target.scope,
-            target.unlike,
-        )
-    random = Random(target.n)
-    _check_repeatable(target, random)
+        return found(positive_probe.find_tree(session))
+    _check_repeatable(target, Random(target.n))
     session.find_window()
     branch = cancelling_probe.find_tree(session)
     if not arithmetic or not target.output_bits or target.n < 2:
-        return Tree(
-            target.name,
-            target.n,
-            branch,
-            None,
-            session.probes,
-            NOT_REPLAYED,
-            target.scope,
-            target.unlike,
-        )
-    found = find_arithmetic(session, branch)
-    found, replays = check_replays(session, branch, found)
-    return Tree(
-        target.name, target.n, branch, found, session.probes, replays, target.scope, target.unlike
-    )
+        return found(branch)
+    return found(branch, *check_replays(session, branch, find_arithmetic(session, branch)))
 
 
 def _check_repeatable(target: Target, random: Random) -> None:
-    """The same terms twice must give the same bits; terms that cancel, so that a change of order would show."""
+    """Check that the same terms give the same bits twice; they cancel, so that a change of order would show."""
     pairs = draw_pairs(random, target.n, ())
     space = Space(random, target.n, target.scale, pairs, (), 0, (), 0)
     low = -min(WIDER, target.scale.lowest)
@@ -136,5 +145,5 @@ def _check_repeatable(target: Target, random: Random) -> None:
         raise RevealError(
             expected="the same bits for the same terms",
             received=f"{first}, then {second}, from {target.name}",
-            remedy="it is not repeatable, so it has no one order: fix threads, atomics or seeds first",
+            remedy="it is not repeatable, so it has no single order: fix threads, atomics or seeds first",
         )

@@ -1,0 +1,1 @@
+"""The contract adamw-kernel-v1 with its claims, planted wrong kernels and proofs."""

@@ -1,9 +1,9 @@
-"""What adamw-kernel-v1 claims: an element's step is its own, whatever stands beside it; and planted wrong steps."""
+"""Claims of adamw-kernel-v1: the step of an element depends on that element alone; planted wrong steps."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -20,17 +20,17 @@ OPTIONS: dict[str, Any] = {"lr": RATE, "weight_decay": DECAY, "eps": EPS, "betas
 
 
 def stepped(p: Tensor, grad: Tensor, first: Tensor, second: Tensor, **form: Any) -> Tensor:
-    """The third step of isobit.optim.AdamW from given moments: parameter and moments side by side."""
+    """Return the third step of isobit.optim.AdamW from given moments: parameter and moments side by side."""
     return step_with(AdamW, p, grad, first, second, **form)
 
 
 def by_lists(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The foreach form."""
+    """Return the step of the foreach form."""
     return stepped(p, grad, first, second, foreach=True)
 
 
 def fused(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """torch's fused form: one pass, whose tails have other bits."""
+    """Return the step of torch's fused form, whose tails have other bits."""
     return step_with(torch.optim.AdamW, p, grad, first, second, fused=True)
 
 
@@ -43,7 +43,7 @@ def step_with(
     count: int = COUNT,
     **form: Any,
 ) -> Tensor:
-    """One step of an optimiser whose state is set; its tensors are stored as the given ones are."""
+    """Return one step of an optimiser with the given state; its tensors have the strides of the given ones."""
     parameter = torch.nn.Parameter(stored_like(p, p))
     parameter.grad = stored_like(grad, grad)
     optimiser = kind([parameter], **OPTIONS, **form)
@@ -58,19 +58,15 @@ def step_with(
 
 
 def stored_like(place: Tensor, values: Tensor) -> Tensor:
-    """A copy with the strides and the offset of `place`: the step writes, and inputs stay."""
-    span = 1 + sum(
-        (size - 1) * stride for size, stride in zip(place.shape, place.stride(), strict=True)
-    )
+    """Return a copy with the strides and the offset of `place`, because the step writes in place."""
+    axes = zip(place.shape, place.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in axes)
     room = torch.zeros(place.storage_offset() + max(span, 1), dtype=place.dtype)
     return room.as_strided(place.shape, place.stride(), place.storage_offset()).copy_(values)
 
 
-# ---- predicates -----------------------------------------------------------------------------------------
-
-
 def cut_anywhere(subject: Step, case: Case, tally: Tally) -> None:
-    """A parameter's step is that of its pieces, cut at odd places, as flat shards are."""
+    """The step of a parameter is that of its pieces, cut anywhere, as flat shards are."""
     flat = [t.flatten() for t in case.arguments.values()]
     size = flat[0].numel()
     tally.count(case.rows)
@@ -82,45 +78,39 @@ def cut_anywhere(subject: Step, case: Case, tally: Tally) -> None:
 
 
 def forms_agree(subject: Step, case: Case, tally: Tally) -> None:
-    """One tensor at a time and by lists: the same bits."""
+    """The form for one tensor at a time has the bits of the foreach form."""
     tally.count(case.rows)
-    tally.same(
-        subject(*case.arguments.values()), by_lists(*case.arguments.values()), "against foreach"
-    )
+    found, lists = (step(*case.arguments.values()) for step in (subject, by_lists))
+    tally.same(found, lists, "against foreach")
 
 
 def is_adamw(subject: Step, case: Case, tally: Tally) -> None:
-    """Within the roundings of each operation of the formula in fp64; where gradients are small, eps shows."""
+    """A step is within the roundings of the formula in fp64, also for gradients small enough that eps matters."""
     tally.count(case.rows)
     scales = (2.0**-12, 2.0**-12, 2.0**-12, 2.0**-24)
     given = tuple(case.arguments.values())
     for arguments in (given, tuple(t * scale for t, scale in zip(given, scales, strict=True))):
-        hold_to_formula(subject, arguments, tally)
+        compare_with_formula(subject, arguments, tally)
 
 
-def hold_to_formula(subject: Step, given: tuple[Tensor, ...], tally: Tally) -> None:
-    """One step; constants are rounded too."""
+def compare_with_formula(subject: Step, given: tuple[Tensor, ...], tally: Tally) -> None:
+    """Compare one step; constants are rounded too."""
     p, grad, first, second = (t.double() for t in given)
     kind = torch.finfo(given[0].dtype)
     unit, least = kind.eps / 2, kind.smallest_normal * kind.eps
     exact, size = formula(p, grad, first, second.abs())
     sums = first.abs() + grad.abs()
-    limits = (
-        5 * p.abs() + 17 * size * sums,
-        5 * sums,
-        5 * exact[2],
-    )  # counted in library/adamw/contract.yaml
-    parts = subject(*given).double().chunk(3, -1)
-    for name, found, true, limit in zip(
-        ("parameter", "mean", "square"), parts, exact, limits, strict=True
-    ):
+    # The roundings are counted in library/adamw/contract.yaml.
+    limits = (5 * p.abs() + 17 * size * sums, 5 * sums, 5 * exact[2])
+    parts, names = subject(*given).double().chunk(3, -1), ("parameter", "mean", "square")
+    for name, found, true, limit in zip(names, parts, exact, limits, strict=True):
         tally.true((found - true).abs() <= unit * limit + least, f"the {name} against fp64", found)
 
 
 def formula(
     p: Tensor, grad: Tensor, first: Tensor, second: Tensor
 ) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The step in the dtype given, and the size of a unit of the mean in the update."""
+    """Return the step in the given dtype, and what a unit of the mean adds to the update."""
     mean = first + (1 - BETAS[0]) * (grad - first)
     square = BETAS[1] * second + (1 - BETAS[1]) * grad * grad
     spread = square.sqrt() / math.sqrt(1 - BETAS[1] ** COUNT) + EPS
@@ -128,23 +118,16 @@ def formula(
     return (p * (1 - RATE * DECAY) - size * mean, mean, square), size
 
 
-def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Forms that have no one order."""
-    given = (torch.ones(2, 3),) * 4
-    yield "the fused form", given, {"fused": True}
-    yield "the fused form beside another", given, {"fused": True, "foreach": True}
-
-
 # ---- planted --------------------------------------------------------------------------------------------
 
 
 def corrected_late(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Bias correction by the count before this step."""
+    """Correct the bias by the count before this step."""
     return step_with(AdamW, p, grad, first, second, COUNT - 1)
 
 
 def eps_inside(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """sqrt(v + eps) instead of sqrt(v) + eps."""
+    """Divide by sqrt(v + eps) instead of sqrt(v) + eps."""
     (_, mean, square), _ = formula(p.float(), grad.float(), first.float(), second.float().abs())
     spread = (square / (1 - BETAS[1] ** COUNT) + EPS).sqrt()
     moved = p.float() * (1 - RATE * DECAY) - RATE / (1 - BETAS[0] ** COUNT) * mean / spread
@@ -152,21 +135,20 @@ def eps_inside(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor
 
 
 def coupled(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Decay added to the gradient, as Adam with L2 does."""
-    (moved, *moments), _ = formula(
-        p.float(), grad.float() + DECAY * p.float(), first.float(), second.float().abs()
-    )
-    return torch.cat([moved + RATE * DECAY * p.float(), *moments], -1).to(p.dtype)
+    """Add the decay to the gradient, as Adam with L2 does."""
+    wide, added = p.float(), grad.float() + DECAY * p.float()
+    (moved, *moments), _ = formula(wide, added, first.float(), second.float().abs())
+    return torch.cat([moved + RATE * DECAY * wide, *moments], -1).to(p.dtype)
 
 
 def normalised_apart(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """Each piece's gradient over its own largest element."""
+    """Divide each piece's gradient by its own largest element."""
     largest = grad.detach().nan_to_num(0, 0, 0).abs().amax() if grad.numel() else 1.0
     return stepped(p, grad / (largest + 1.0), first, second)
 
 
 def by_tails(p: Tensor, grad: Tensor, first: Tensor, second: Tensor) -> Tensor:
-    """The last elements, fewer than a vector, by another formula."""
+    """Compute the last elements, fewer than a vector, by another formula."""
     whole = stepped(p, grad, first, second)
     tail = whole.shape[-1] // 3 % 8
     whole[..., whole.shape[-1] // 3 - tail : whole.shape[-1] // 3] *= 1 + torch.finfo(p.dtype).eps

@@ -1,30 +1,30 @@
-"""What tree-collective-v1 claims: ranks are leaves of one tree, on each executor and level; and other orders."""
+"""Claims of tree-collective-v1: ranks are leaves of one tree, for each transport and level; other orders."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import reduce
 
 import torch
 from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
+from isobit.library.certificates import Question, prove_orders
 from isobit.ops.portable.rounding import settle_nans
-from isobit.order.addition import Branch, digest
+from isobit.order.addition import Branch
 from isobit.order.tree import merge
 from isobit.parallel.collectives.elementwise_add import add_rows, add_two
 from isobit.parallel.collectives.recursive_halving import bit_reversed_spans, halving_rounds
 from isobit.records import Proof
-from isobit.reveal.certificate import certify
 from isobit.reveal.targets.tensor_target import TensorTarget
 
-# Ranks stand in columns, elements of the exchanged tensor in rows: [elements, ranks] → [elements].
-Subject = Callable[[Tensor], Tensor]
+Subject = Callable[[Tensor], Tensor]  # [elements, ranks] -> [elements]
 RANKS = (2, 4, 8, 16)
 
 
-def by_meetings(x: Tensor) -> Tensor:
-    """As messages carry it out, all ranks in one process: the same plan and additions, without a wire."""
+def by_recursive_halving(x: Tensor) -> Tensor:
+    """Run recursive halving with all ranks in one process: the same plan and additions, without a network."""
     elements, ranks = x.shape
     owned = bit_reversed_spans(elements, ranks)
     held = list(x.t().contiguous())
@@ -43,46 +43,40 @@ def by_meetings(x: Tensor) -> Tensor:
 
 
 def by_rows(x: Tensor) -> Tensor:
-    """As collectives carry it out: a local tree over what all ranks sent."""
+    """Add what all ranks sent by a local tree, as the all-to-all transport does."""
     total = torch.empty(len(x), dtype=x.dtype)
     add_rows(list(x.t().clone(memory_format=torch.contiguous_format)), total)
     return total
 
 
 def is_the_tree(subject: Subject, case: Case, tally: Tally) -> None:
-    """The definition's tree, by rank."""
+    """The sum is the definition's tree over ranks."""
     x = case.arguments["x"]
     tally.count(case.rows)
     tally.same(subject(x), settle_nans(by_stock_additions(x)), "against the definition")
 
 
 def has_one_nan(subject: Subject, case: Case, tally: Tally) -> None:
-    """inf − inf, NaNs of any payload, and both at once, are one NaN wherever they meet."""
+    """The sums inf − inf and of NaNs of any payload are the canonical NaN."""
     x = case.arguments["x"].clone()
     tally.count(case.rows)
-    odd = torch.full((len(x),), -1, dtype=torch.int32).view(
-        torch.float32
-    )  # a NaN with its sign and all bits set
-    for first, last in (
-        (torch.inf, -torch.inf),
-        (-torch.inf, torch.inf),
-        (torch.nan, odd),
-        (odd, 1.0),
-        (1.0, odd),
-    ):
+    inf, nan = torch.inf, torch.nan
+    # A NaN with its sign and all bits set.
+    odd = torch.full((len(x),), -1, dtype=torch.int32).view(torch.float32)
+    for first, last in ((inf, -inf), (-inf, inf), (nan, odd), (odd, 1.0), (1.0, odd)):
         x[:, 0], x[:, -1] = first, last
         tally.same(subject(x), torch.full((len(x),), torch.nan), f"{first} and {last}")
 
 
 def executors_agree(subject: Subject, case: Case, tally: Tally) -> None:
-    """Messages and collectives."""
+    """Recursive halving and the all-to-all transport have the same bits."""
     x = case.arguments["x"]
     tally.count(case.rows)
     tally.same(subject(x), by_rows(x), "collectives")
 
 
 def places_do_not_matter(subject: Subject, case: Case, tally: Tally) -> None:
-    """An element has the same sum in a tensor of its own, and where the tensor is turned round."""
+    """An element has the same sum alone, and in a reversed tensor."""
     x = case.arguments["x"]
     tally.count(case.rows)
     whole = subject(x)
@@ -92,7 +86,7 @@ def places_do_not_matter(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def levels_do_not_matter(subject: Subject, case: Case, tally: Tally) -> None:
-    """Inside hosts, then across them; which is also micro-batches inside ranks, then ranks, down to one rank."""
+    """Summing inside hosts and then across them changes no bit; neither do micro-batches inside ranks."""
     x = case.arguments["x"]
     tally.count(case.rows)
     inner = 2
@@ -103,47 +97,39 @@ def levels_do_not_matter(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def prove_tree(subject: Subject) -> Proof:
-    """The order of each element's sum, revealed by probes, is the balanced tree."""
-    count = 0
-    for ranks in RANKS:
+    """Certify that the order of each element's sum is the balanced tree over ranks."""
 
-        def target(elements: int, ranks: int = ranks) -> TensorTarget:
+    def question(ranks: int) -> Question:
+        def target(elements: int) -> TensorTarget:
             x = torch.zeros(elements, ranks)
             return TensorTarget(f"{ranks} ranks", x, lambda: subject(x))
 
-        found = certify(target, [{"elements": elements} for elements in (1, 3, 64)])
-        count += found.count
         leaves: list[Branch] = list(range(ranks))
-        if not found.matches(digest(merge(leaves, lambda left, right: (left, right)))):
-            return Proof("order certificate", "", count, f"{ranks} ranks: {found}")
-    return Proof(
-        "order certificate", f"all finite inputs: {list(RANKS)} ranks, 1, 3 and 64 elements", count
-    )
+        order = merge(leaves, lambda left, right: (left, right))
+        return Question(f"{ranks} ranks", target, [{"elements": n} for n in (1, 3, 64)], order)
+
+    covers = f"all finite inputs: {list(RANKS)} ranks, 1, 3 and 64 elements"
+    return prove_orders((question(ranks) for ranks in RANKS), covers)
 
 
 def by_stock_additions(x: Tensor) -> Tensor:
-    """The tree, with the NaNs that the processor makes."""
+    """Return the tree's sum with the NaNs that the processor makes."""
     total: Tensor = merge(list(x.t()), torch.add)
     return total.clone()
 
 
 def ring(x: Tensor) -> Tensor:
-    """Chunk c is added from rank c + 1 on, round the ring: so an element's order follows from its place and from P."""
+    """Add chunk c from rank c + 1 on, around the ring: the order depends on the element's place and on P."""
     elements, ranks = x.shape
-    sums = torch.stack([_fold(list(x.roll(-chunk - 1, 1).t())) for chunk in range(ranks)], 1)
+    sums = torch.stack(
+        [reduce(torch.add, list(x.roll(-chunk - 1, 1).t())) for chunk in range(ranks)], 1
+    )
     chunks = torch.arange(elements) * ranks // max(elements, 1)
     return sums.gather(1, chunks[:, None]).squeeze(1)
 
 
-def _fold(values: list[Tensor]) -> Tensor:
-    total = values[0]
-    for value in values[1:]:
-        total = torch.add(total, value)
-    return total
-
-
 def far_ranks_first(x: Tensor) -> Tensor:
-    """Recursive halving as it is usually done: (0+2)+(1+3)."""
+    """Run recursive halving in the usual order: (0+2)+(1+3)."""
     level: list[Tensor] = list(x.t())
     while len(level) > 1:
         half = len(level) // 2
@@ -152,16 +138,17 @@ def far_ranks_first(x: Tensor) -> Tensor:
 
 
 def left_fold(x: Tensor) -> Tensor:
-    """One rank after the other."""
-    return _fold(list(x.t()))
+    """Add one rank after the other."""
+    total: Tensor = reduce(torch.add, list(x.t()))
+    return total
 
 
 def as_they_arrive(x: Tensor) -> Tensor:
-    """A fold in an order that the data decide, as a network would."""
+    """Fold in an order that depends on the data, as arrival on a network would."""
     first = x.nan_to_num()[:1].abs().argsort(dim=1)[0] if len(x) else torch.arange(x.shape[1])
-    return _fold(list(x[:, first].t()))
+    return left_fold(x[:, first])
 
 
 def last_rank_forgotten(x: Tensor) -> Tensor:
-    """A rank's message is lost."""
-    return by_meetings(torch.cat([x[:, :-1], torch.zeros_like(x[:, -1:])], 1))
+    """Lose the last rank's message."""
+    return by_recursive_halving(torch.cat([x[:, :-1], torch.zeros_like(x[:, -1:])], 1))

@@ -1,42 +1,35 @@
-"""The orders of attention's sums over keys and over queries: targets that show them, and certificates as proofs."""
+"""Order certificates of attention: targets for its sums over keys and over queries, and the proofs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from functools import lru_cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit.errors import RevealError, in_one_line
-from isobit.library.linear.orders import with_threads
+from isobit.library.certificates import Configuration, Question, prove_orders
+from isobit.library.subjects import Subject
 from isobit.ops import dispatch
 from isobit.ops.portable.elementary import exp_nonpositive, log_positive
-from isobit.order.addition import Branch, chain, digest
+from isobit.order.addition import Branch, chain
 from isobit.order.evaluate import leaf_tree
 from isobit.order.plan import ATTENTION_BLOCK, LANES
 from isobit.order.samples import Samples
 from isobit.records import Proof
-from isobit.reveal.certificate import check_revealing
 from isobit.reveal.targets.products import backward_of
 from isobit.reveal.targets.rows import softmax as denominator
 from isobit.reveal.targets.tensor_target import TensorTarget
-from isobit.reveal.tree import reveal
-
-Subject = Callable[..., Tensor]
 
 KEYS = (60, 64, 65, 130, 200)  # around and across the edges of blocks
 NARROW, WEIGHED = (65,), (130,)
 PLACED, GRADIENTS = (65, 130), (130,)
 DEPTH, PLACES = 16, 4
-
-Configuration = Mapping[str, Any]
-Question = tuple[str, Callable[..., TensorTarget], Sequence[Configuration], Branch]
+ON_TWO_THREADS: list[Configuration] = [{}, {"threads": 2}]
 
 
 def expected_order(terms: int, engine: str, heads: int = 1) -> Branch:
-    """Blocks of 64, cut from the sample's first position and folded left; of a group, head by head."""
+    """Return blocks of 64, cut from the sample's first position and folded left; of a group, head by head."""
     blocks = [
         range(h * terms + at, h * terms + min(at + ATTENTION_BLOCK, terms))
         for h in range(heads)
@@ -45,35 +38,16 @@ def expected_order(terms: int, engine: str, heads: int = 1) -> Branch:
     return chain(part for block in blocks for part in leaf_tree(engine, block))
 
 
-def prove_orders(questions: Iterator[Question], covers: str) -> Proof:
-    """Every configuration has the defined order, and those of a question one arithmetic."""
-    check_revealing()  # once for all: a certificate a question would check as often
-    count = 0
-    for what, target, configurations, order in questions:
-        expected, seen = digest(order), set()
-        for configuration in configurations:
-            count += 1
-            shape = {name: value for name, value in configuration.items() if name != "threads"}
-            try:
-                tree = reveal(with_threads(target(**shape), int(configuration.get("threads", 1))))
-            except RevealError as error:
-                return Proof(
-                    "order certificate",
-                    "",
-                    count,
-                    f"{what}, {configuration}: {in_one_line(error)[:200]}",
-                )
-            seen.add(tree.digest)
-            if tree.order_digest != expected or tree.unlike or len(seen) > 1:
-                return Proof("order certificate", "", count, f"{what}, {configuration}: {tree}")
-    return Proof("order certificate", f"{covers}; all else is elementwise", count)
+def defined(terms: int, dtype: torch.dtype = torch.float32, heads: int = 1) -> Branch:
+    """Return the order of a sum of products."""
+    return expected_order(terms, dispatch.engine_of(dtype), heads)
 
 
 # ---- over keys ------------------------------------------------------------------------------------------
 
 
 def queries_of(keys: int) -> list[Configuration]:
-    """The query at position keys − 1: decoded, last of a chunk, inside one, and inside a prefill."""
+    """Return how the query at position keys − 1 is asked: decoded, last of a chunk, in one, in a prefill."""
     asked = [{"queries": m, "later": later} for m, later in ((1, 0), (7, 0), (3, 4), (keys, 9))]
     return [*asked, {**asked[-1], "threads": 2}]
 
@@ -85,7 +59,7 @@ def values_target(
     queries: int = 1,
     later: int = 0,
 ) -> TensorTarget:
-    """The sum over values at equal weights: queries are zero, so that every key weighs 1 until the division."""
+    """Return the sum over values at equal weights: queries are zero, so every weight is 1."""
     q = torch.zeros(queries + later, 1, DEPTH, dtype=dtype)
     k, v = (torch.zeros(keys + later, 1, DEPTH, dtype=dtype) for _ in range(2))
     asked, known = Samples.packed([len(q)]), Samples.packed([len(k)])
@@ -98,7 +72,7 @@ def values_target(
 
 
 def weights_target(keys: int, subject: Subject, queries: int = 1, later: int = 0) -> TensorTarget:
-    """The denominator: keys are logarithms of the terms, values the unit vectors, a head is a place."""
+    """Return the denominator: keys are logarithms of the terms, values unit vectors, a head is a place."""
     wide = -(-keys // LANES) * LANES
     q = torch.zeros(queries + later, PLACES, wide)
     q[:, :, 0] = 1
@@ -113,42 +87,30 @@ def weights_target(keys: int, subject: Subject, queries: int = 1, later: int = 0
     return denominator(keys, PLACES, function=weights)
 
 
-@lru_cache(maxsize=4)  # bounds rest on it too
+@lru_cache(maxsize=4)  # the proofs of bounds need it too
 def prove_queries(subject: Subject) -> Proof:
-    """Over keys, a query has one order of values and of weights wherever it is asked."""
+    """Certify that a query has one order over keys, in decoding, in chunks and in a prefill."""
 
     def questions() -> Iterator[Question]:
-        for keys in KEYS:
-            order = expected_order(keys, dispatch.engine_of(torch.float32))
-            yield (
-                f"values of {keys} keys",
-                partial(values_target, keys, subject),
-                queries_of(keys),
-                order,
-            )
-        for keys in NARROW:
-            order = expected_order(keys, dispatch.engine_of(torch.bfloat16))
-            target = partial(values_target, keys, subject, torch.bfloat16)
-            yield f"values of {keys} bf16 keys", target, queries_of(keys), order
+        for dtype, sizes in ((torch.float32, KEYS), (torch.bfloat16, NARROW)):
+            for keys in sizes:
+                target = partial(values_target, keys, subject, dtype)
+                what = f"values of {keys} keys, {dtype}"
+                yield Question(what, target, queries_of(keys), defined(keys, dtype))
         for keys in WEIGHED:
-            target = partial(weights_target, keys, subject)
-            yield (
-                f"weights of {keys} keys",
-                target,
-                queries_of(keys)[:4:3],
-                expected_order(keys, "striped"),
-            )
+            target, order = partial(weights_target, keys, subject), expected_order(keys, "striped")
+            yield Question(f"weights of {keys} keys", target, queries_of(keys)[:4:3], order)
 
     covers = (
-        f"the sum over {list(KEYS)} fp32 and {list(NARROW)} bf16 values, the denominator over {list(WEIGHED)} keys: "
-        "values decoded, last of a chunk, inside one, inside a prefill (this by 2 threads too); weights decoded and "
-        "inside a prefill, on 1 thread"
+        f"the sum over {list(KEYS)} fp32 and {list(NARROW)} bf16 values, the denominator over "
+        f"{list(WEIGHED)} keys: values decoded, last of a chunk, inside one, inside a prefill (this "
+        "on 2 threads too); weights decoded and inside a prefill, on 1 thread; all else is elementwise"
     )
     return prove_orders(questions(), covers)
 
 
 def placed_target(keys: int, subject: Subject, place: str = "alone") -> TensorTarget:
-    """The same for a sample beside others: packed between two, or padded on a side."""
+    """Return the sum over values of a sample that is packed between two others, or padded on a side."""
     lengths = [11, keys, 13] if place != "alone" else [0, keys, 0]
     known = Samples.packed(lengths)
     if place in ("left", "right"):
@@ -171,7 +133,7 @@ def placed_target(keys: int, subject: Subject, place: str = "alone") -> TensorTa
 
 
 def value_grad_target(tokens: int, subject: Subject, heads: int = 1) -> TensorTarget:
-    """dv of the first key, which has all the weight: the sum of the gradients themselves, head by head of a group."""
+    """Return dv of the first key, which has all the weight: the sum of the gradients themselves."""
     q, k = torch.zeros(tokens, heads, DEPTH), torch.zeros(tokens, 1, DEPTH)
     q[..., 0], k[0, 0, 0] = 1, 128
     v = torch.zeros(tokens, 1, DEPTH, requires_grad=True)
@@ -183,7 +145,7 @@ def value_grad_target(tokens: int, subject: Subject, heads: int = 1) -> TensorTa
 
 
 def key_grad_target(tokens: int, subject: Subject) -> TensorTarget:
-    """dk of the first of two keys that share the weight, and whose values cancel: half of each gradient."""
+    """Return dk of the first of two keys that share the weight and whose values cancel: half of each gradient."""
     q, k = torch.zeros(tokens, PLACES, DEPTH), torch.zeros(tokens, PLACES, DEPTH)
     v, grad = torch.zeros_like(k), torch.zeros_like(q)
     q[..., 0], k[2:, :, 0], v[0, :, 0], v[1, :, 0] = 1, -256, 1, -1
@@ -196,7 +158,7 @@ def key_grad_target(tokens: int, subject: Subject) -> TensorTarget:
 
 
 def query_grad_target(tokens: int, subject: Subject) -> TensorTarget:
-    """dq over keys of equal weight, whose values are 1 and −1 in turn; the scale makes the factors exactly ±1."""
+    """Return dq over keys of equal weight with values 1 and −1; the scale makes the factors exactly ±1."""
     weight = exp_nonpositive(-log_positive(torch.tensor([float(tokens)]))).item()
     signs = torch.ones(tokens, 1)
     signs[1::2] = -1
@@ -214,54 +176,37 @@ def query_grad_target(tokens: int, subject: Subject) -> TensorTarget:
 
 
 def prove_samples(subject: Subject) -> Proof:
-    """A sample's order is its own beside others, and so are those of its gradients."""
+    """Certify that a sample's orders, forward and backward, do not depend on other samples."""
 
     def questions() -> Iterator[Question]:
-        chain_of = dispatch.engine_of(torch.float32)
         for keys in PLACED:
             places = [{"place": place} for place in ("alone", "packed", "left", "right")]
-            yield (
-                f"{keys} keys",
-                partial(placed_target, keys, subject),
-                places,
-                expected_order(keys, chain_of),
-            )
+            target = partial(placed_target, keys, subject)
+            yield Question(f"{keys} keys", target, places, defined(keys))
+        gradients = {"dv": value_grad_target, "dk": key_grad_target, "dq": query_grad_target}
         for tokens in GRADIENTS:
-            order = expected_order(tokens, chain_of)
-            for what, target in (
-                ("dv", value_grad_target),
-                ("dk", key_grad_target),
-                ("dq", query_grad_target),
-            ):
-                yield (
-                    f"{what} of {tokens} tokens",
-                    partial(target, tokens, subject),
-                    [{}, {"threads": 2}],
-                    order,
-                )
+            for name, made in gradients.items():
+                what, target = f"{name} of {tokens} tokens", partial(made, tokens, subject)
+                yield Question(what, target, ON_TWO_THREADS, defined(tokens))
 
     covers = (
         f"{list(PLACED)} keys alone, packed, padded left and right, on 1 thread; "
-        f"dq, dk and dv of {list(GRADIENTS)} tokens, on 1 and 2"
+        f"dq, dk and dv of {list(GRADIENTS)} tokens, on 1 and 2; all else is elementwise"
     )
     return prove_orders(questions(), covers)
 
 
 def prove_group(subject: Subject) -> Proof:
-    """dv of a key that a group of heads shares: head by head, each over its blocks of queries."""
-
-    def questions() -> Iterator[Question]:
-        for tokens in PLACED:
-            for heads in (2, 3):
-                order = expected_order(tokens, dispatch.engine_of(torch.float32), heads)
-                target = partial(value_grad_target, tokens, subject, heads)
-                yield (
-                    f"dv of {tokens} tokens and {heads} heads",
-                    target,
-                    [{}, {"threads": 2}],
-                    order,
-                )
-
-    return prove_orders(
-        questions(), f"dv of {list(PLACED)} tokens in groups of 2 and 3 heads, on 1 and 2 threads"
+    """Certify dv of a key that a group of heads shares: head by head, each over its blocks of queries."""
+    questions = (
+        Question(
+            f"dv of {tokens} tokens and {heads} heads",
+            partial(value_grad_target, tokens, subject, heads),
+            ON_TWO_THREADS,
+            defined(tokens, heads=heads),
+        )
+        for tokens in PLACED
+        for heads in (2, 3)
     )
+    covers = f"dv of {list(PLACED)} tokens in groups of 2 and 3 heads, on 1 and 2 threads"
+    return prove_orders(questions, f"{covers}; all else is elementwise")

@@ -1,15 +1,17 @@
-"""Stock attention, the portable executor as a subject, and planted wrong attentions as others have shipped them."""
+"""The portable executor as a subject, and planted wrong attentions of kinds that have been shipped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from isobit.library.attention.subject import attention
+from isobit.library.gradients import gradients, with_backward
 from isobit.ops.attention import portable
 from isobit.ops.attention.op import check_scale, check_window, default_samples
 from isobit.order.plan import ATTENTION_BLOCK
@@ -19,9 +21,10 @@ Parts = tuple[Tensor, Tensor]  # y and the log-sum-exp of the scores
 
 
 class Sample:
-    """One sample of a call: its rows of q, k and v, and who sees whom."""
+    """One sample of a call: its rows of q, k and v, and its mask."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> None:
+        """Take the rows of one sample; `options` are the keywords of the call."""
         self.q, self.k, self.v = q, k, v
         self.scale = check_scale(options.get("scale"), q.shape[-1])
         self.causal = bool(options.get("is_causal", True))
@@ -29,7 +32,7 @@ class Sample:
         self.past = len(k) - len(q)  # keys of earlier calls
 
     def scores(self, keys: slice) -> Tensor:
-        """[heads, queries, keys] in fp64; −inf where a key is not seen."""
+        """Return [heads, queries, keys] in fp64; −inf where a key is masked."""
         group = self.q.shape[1] // self.k.shape[1]
         k = self.k[keys].repeat_interleave(group, 1).double()
         mask = portable.Mask(self.scale, self.causal, self.window)
@@ -39,7 +42,7 @@ class Sample:
         )
 
     def over(self, keys: slice) -> Parts:
-        """Over some of the keys, right to the last bit of fp32 but for ties; so what follows is all that is wrong."""
+        """Return y and log-sum-exp over some keys, computed in fp64, so that only the planted error is wrong."""
         group, scores = self.q.shape[1] // self.k.shape[1], self.scores(keys)
         lse = scores.logsumexp(-1)
         weights = (scores - torch.where(lse == -torch.inf, 0.0, lse).unsqueeze(-1)).exp()
@@ -48,7 +51,7 @@ class Sample:
 
 
 def per_sample(kernel: Callable[[Sample], Tensor]) -> Callable[..., Tensor]:
-    """A subject of the contracts out of what is done for each sample."""
+    """Return a subject of the contracts that calls `kernel` for each sample."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         queries: Samples = options.pop("q_samples", None) or default_samples(q)
@@ -69,7 +72,7 @@ def per_sample(kernel: Callable[[Sample], Tensor]) -> Callable[..., Tensor]:
 
 
 def merged(parts: list[Parts], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Answers over parts of the keys, put together by their sums."""
+    """Merge the results over parts of the keys by their log-sum-exps."""
     sums = torch.stack([lse for _, lse in parts])
     most = sums.amax(0)
     weights = (sums - torch.where(most == -torch.inf, 0.0, most)).exp().unsqueeze(-1)
@@ -80,36 +83,14 @@ def merged(parts: list[Parts], dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def blocks_of(keys: int, size: int = ATTENTION_BLOCK) -> list[slice]:
-    """Cut from the first."""
+    """Cut the keys into blocks, starting at the first."""
     return [slice(at, min(at + size, keys)) for at in range(0, keys, size)]
-
-
-def stock(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = True,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Tensor:
-    """torch's own, which knows no samples but a batch's."""
-    q, k, v = (t.transpose(-2, -3) for t in (q, k, v))
-    asked, known = q.shape[-2], k.shape[-2]
-    positions = torch.arange(asked) + known - asked
-    seen = portable.Mask(1.0, is_causal, window or 0).seen(positions, 0, known, known)
-    group = q.shape[-3] // k.shape[-3]
-    k, v = (t.repeat_interleave(group, -3) for t in (k, v))
-    plain = is_causal and asked == known and window is None
-    mask = None if plain or bool(seen.all()) else seen
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=plain, scale=scale)
-    return y.transpose(-2, -3)
 
 
 def portable_attention(
     q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool = True, window: int | None = None
 ) -> Tensor:
-    """The other executor, of one packed sample."""
+    """Return the portable executor's result for one packed sample."""
     keys, mask = len(k), portable.Mask(check_scale(None, q.shape[-1]), is_causal, window or 0)
     starts = [list(range(0, keys, ATTENTION_BLOCK))]
     spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([keys])
@@ -125,16 +106,12 @@ def _by_count(sample: Sample) -> Tensor:
 
 
 def _from_the_chunk(sample: Sample) -> Tensor:
-    parts = (
-        [slice(0, sample.past), slice(sample.past, len(sample.k))]
-        if sample.past
-        else [slice(0, len(sample.k))]
-    )
-    return merged([sample.over(part) for part in parts])
+    edges = sorted({0, sample.past, len(sample.k)})
+    return merged([sample.over(slice(*edge)) for edge in pairwise(edges)])
 
 
 def _not_rescaled(sample: Sample) -> Tensor:
-    """Each block's answer weighs as many keys as it has."""
+    """Give the results of all blocks the same weight."""
     if len(sample.k) <= ATTENTION_BLOCK:
         return sample.over(slice(0, len(sample.k)))[0]
     parts = [sample.over(part) for part in blocks_of(len(sample.k))]
@@ -146,19 +123,19 @@ def _narrow(sample: Sample) -> Tensor:
 
 
 def _summed_backwards(sample: Sample) -> Tensor:
-    """The same blocks, the last first."""
+    """Fold the blocks from the last to the first."""
     return merged([sample.over(part) for part in reversed(blocks_of(len(sample.k)))])
 
 
 def _mixed_heads(sample: Sample) -> Tensor:
-    """Query head h reads key head h mod H_kv, as one repeats where one should interleave."""
+    """Read key head h mod H_kv for query head h: repeated instead of interleaved."""
     group = sample.q.shape[1] // sample.k.shape[1]
     sample.k, sample.v = sample.k.repeat(1, group, 1), sample.v.repeat(1, group, 1)
     return sample.over(slice(0, len(sample.k)))[0]
 
 
 def _sees_the_next(sample: Sample) -> Tensor:
-    """A causal mask that is one off."""
+    """Shift the causal mask by one."""
     sample.past += 1
     return sample.over(slice(0, len(sample.k)))[0]
 
@@ -173,11 +150,9 @@ sees_the_next = per_sample(_sees_the_next)
 
 
 def padding_counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Keys of padding weigh exp(0) in the denominator: their scores were zeroed, not masked."""
-    queries, keys = (
-        options.get("q_samples") or default_samples(q),
-        options.get("k_samples") or default_samples(k),
-    )
+    """Count keys of padding as exp(0) in the denominator: scores zeroed instead of masked."""
+    queries = options.get("q_samples") or default_samples(q)
+    keys = options.get("k_samples") or default_samples(k)
     y, rows, known = attention(q, k, v, **options), q.flatten(0, -3), k.flatten(0, -3)
     extra = keys.rows - sum(count for _, count in keys.spans)
     shares = torch.ones(len(rows), q.shape[-2])
@@ -194,7 +169,7 @@ def padding_counted(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def batch_maximum(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """The largest score of the whole call is subtracted, not the query's own."""
+    """Subtract the largest score of the whole call instead of the query's own."""
     largest = [float(t.detach().abs().max()) if t.numel() else 0.0 for t in (q, k)]
     most = max(largest[0] * largest[1] * q.shape[-1], 1.0)
 
@@ -208,7 +183,7 @@ def batch_maximum(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def row_blocks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Blocks are cut at rows of the batch, not at positions of the sample."""
+    """Cut blocks at rows of the batch instead of positions of the sample."""
     keys = options.get("k_samples") or default_samples(k)
     first = iter([start for start, count in sorted(keys.spans) if count])
 
@@ -221,69 +196,50 @@ def row_blocks(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def window_off_by_one(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """A window counts the keys before the query, not the query."""
+    """Count only the keys before the query in a window."""
     window = options.pop("window", None)
     return attention(q, k, v, window=None if window is None else window + 1, **options)
 
 
 def zero_times_infinity(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Weights that are zero are multiplied with values that are not seen."""
+    """Multiply weights that are zero with masked values."""
     return attention(q, k, v, **options) + 0 * (k.sum() + v.sum()).to(q.dtype)
 
 
 def a_hair_less(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """A denominator with an epsilon, as norms have."""
+    """Add an epsilon to the denominator, as norms do."""
     return (attention(q, k, v, **options).float() * (1 - 2.0**-12)).to(q.dtype)
 
 
 def without_the_last(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """The denominator misses the last key of a block of more than one."""
+    """Leave the last key out of the denominator."""
     share = (k.shape[-3] + 1) / max(k.shape[-3], 1) if k.shape[-3] > 1 else 1.0
     return (attention(q, k, v, **options).float() * share).to(q.dtype)
-
-
-class StraightThrough(torch.autograd.Function):
-    """The right output; gradients changed by a function of (dq, dk, dv)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, change: Any, options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        ctx.change, ctx.options = change, options
-        ctx.save_for_backward(q, k, v)
-        return attention(q, k, v, **options)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        leaves = [t.detach().requires_grad_() for t in ctx.saved_tensors]
-        with torch.enable_grad():
-            y = attention(*leaves, **ctx.options)
-        return None, None, *ctx.change(*torch.autograd.grad(y, leaves, grad), ctx.saved_tensors[0])
 
 
 Change = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 
 
 def with_gradients(change: Change) -> Callable[..., Tensor]:
-    """A subject whose gradients alone are wrong."""
+    """Return attention whose gradients are `change(dq, dk, dv, q)`; its output is right."""
 
     def call(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        return StraightThrough.apply(change, options, q, k, v)  # type: ignore[no-any-return, no-untyped-call]
+        def backward(grad: Tensor, *given: Tensor) -> Sequence[Tensor]:
+            return change(*gradients(attention, given, grad, **options), given[0])  # type: ignore[call-arg]
+
+        return with_backward(partial(attention, **options), backward, q, k, v)
 
     return call
 
 
-bf16_gradients = with_gradients(
-    lambda dq, dk, dv, q: (
-        dq.bfloat16().to(q.dtype),
-        dk.bfloat16().to(q.dtype),
-        dv.bfloat16().to(q.dtype),
-    )
-)
-# dk summed by as many threads as there are: a little more where there are two.
-thread_gradients = with_gradients(
-    lambda dq, dk, dv, q: (
-        dq,
-        *((dk, dv) if torch.get_num_threads() == 1 else (dk * (1 + 2.0**-7), dv)),
-    )
-)
+def _rounded(dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return dq.bfloat16().to(q.dtype), dk.bfloat16().to(q.dtype), dv.bfloat16().to(q.dtype)
+
+
+def _by_threads(dq: Tensor, dk: Tensor, dv: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Change dk a little where there is more than one thread."""
+    return dq, dk if torch.get_num_threads() == 1 else dk * (1 + 2.0**-7), dv
+
+
+bf16_gradients = with_gradients(_rounded)
+thread_gradients = with_gradients(_by_threads)

@@ -1,4 +1,4 @@
-"""isobit.attention as the subject of contracts: causal unless a claim says otherwise."""
+"""isobit.attention as the subject of contracts: causal by default."""
 
 from __future__ import annotations
 

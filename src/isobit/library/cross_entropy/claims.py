@@ -1,65 +1,52 @@
-"""What cross-entropy-kernel-v1 claims: a loss that is an exact sum, whatever is moved, padded or shared out."""
+"""Claims of cross-entropy-kernel-v1: the loss is an exact sum, however tokens are ordered, padded or shared."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit import bits
-from isobit.contracts.judge.recipes import Case, draw_values
+from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import LAYOUTS, THREADS
+from isobit.library import refused_calls
+from isobit.library.bounds import U
 from isobit.library.log_softmax.proofs import bound_of, reach_of
-from isobit.library.logprob.claims import (
-    Call,
-    Score,
-    drawn_targets,
-    gradients,
-    logits_error,
-    refuses_each,
-    targets_of,
-)
-from isobit.library.logprob.orders import bounded, prove, words_question
-from isobit.library.softmax.proofs import U
+from isobit.library.logprob.error_bounds import logits_error
+from isobit.library.logprob.scored import Score, drawn_targets, gradients, targets_of
+from isobit.library.subjects import refuses_each
 from isobit.machine import thread_count
 from isobit.ops.exact_sum.op import exact_state, round_state
-from isobit.ops.logprob import portable
 from isobit.ops.logprob.loss import linear_cross_entropy
 from isobit.ops.logprob.op import IGNORED, linear_logprob
 from isobit.order.exact_sum import exact_sum_fp32
 from isobit.order.samples import Samples
-from isobit.records import Proof
 
-ERROR_LIMIT = (300, 3.2e-5)  # (vocabulary, limit): for one token, what the proof must stay within
 OTHER_INDEX = 3  # an ignore_index that is a word
-TOKENS = 5
 
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss as contracts draw it: the bits of each hidden state choose its target."""
+    """A loss whose targets are chosen by the bits of the hidden states."""
 
     loss: Score
 
     def __call__(self, hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
+        """Return the loss at the targets that the bits choose."""
         return self.loss(hidden, weight, targets_of(hidden, len(weight)), **options)
 
 
 def tokens_of(case: Case, stream: int = 70) -> tuple[Tensor, Tensor, Tensor]:
-    """(hidden, weight, targets), of which the first has one."""
+    """Return (hidden, weight, targets); the first target is never ignored."""
     targets = drawn_targets(case, case.rows, stream)
     targets[0] = 0
     return case.arguments["hidden"], case.arguments["weight"], targets
 
 
 def one_value(subject: Loss, case: Case, tally: Tally) -> None:
-    """Permuted, padded, stored otherwise, by any threads: no bit changes."""
+    """Permuting or padding tokens, storage and threads change no bit."""
     hidden, weight, targets = tokens_of(case)
     tally.count(case.rows)
     whole = subject.loss(hidden, weight, targets)
@@ -72,19 +59,12 @@ def one_value(subject: Loss, case: Case, tally: Tally) -> None:
         tally.same(subject.loss(hidden[order], weight, targets[order]), whole, name)
     room = case.draw((7, hidden.shape[1]), 33, "wide")
     none = torch.full((7,), IGNORED)
-    tally.same(
-        subject.loss(torch.cat([room, hidden]), weight, torch.cat([none, targets])),
-        whole,
-        "padded before",
-    )
-    tally.same(
-        subject.loss(torch.cat([hidden, room]), weight, torch.cat([targets, none])),
-        whole,
-        "padded after",
-    )
-    tally.same(
-        subject.loss(hidden.unsqueeze(1), weight, targets.unsqueeze(1)), whole, "samples of one"
-    )
+    found = subject.loss(torch.cat([room, hidden]), weight, torch.cat([none, targets]))
+    tally.same(found, whole, "padded before")
+    found = subject.loss(torch.cat([hidden, room]), weight, torch.cat([targets, none]))
+    tally.same(found, whole, "padded after")
+    found = subject.loss(hidden.unsqueeze(1), weight, targets.unsqueeze(1))
+    tally.same(found, whole, "samples of one")
     for name, store in LAYOUTS.items():
         tally.same(subject.loss(store(hidden), store(weight), targets), whole, f"stored {name}")
     for threads in THREADS:
@@ -93,7 +73,7 @@ def one_value(subject: Loss, case: Case, tally: Tally) -> None:
 
 
 def counted(subject: Loss, case: Case, tally: Tally) -> None:
-    """The mean is over active targets; ignore_index may be any id; a count of the global batch divides a share."""
+    """The mean is over active targets; ignore_index may be any id; a share is divided by the global count."""
     hidden, weight, targets = tokens_of(case)
     tally.count(case.rows)
     whole, active = subject.loss(hidden, weight, targets), int((targets != IGNORED).sum())
@@ -116,12 +96,12 @@ def counted(subject: Loss, case: Case, tally: Tally) -> None:
 
 
 def exact_sum_of(values: Tensor) -> Tensor:
-    """By the definition, in integers."""
+    """Return the exact sum by the definition, in integers."""
     return torch.tensor(exact_sum_fp32(values.double().tolist()), dtype=torch.float32)
 
 
 def gradients_follow(subject: Loss, case: Case, tally: Tally) -> None:
-    """dhidden and dweight are linear_logprob's under the gradient −1/count, to the bit; ignored rows have none."""
+    """Gradients are those of linear_logprob under −1/count, to the bit; ignored rows have none."""
     hidden, weight, targets = tokens_of(case, 80)
     targets[1::4] = IGNORED
     tally.count(case.rows)
@@ -149,109 +129,8 @@ def error_bound(subject: Loss, case: Case, tally: Tally) -> None:
 
 
 def refuses(subject: Loss, case: Case, tally: Tally) -> None:
-    """Each call is refused with a remedy."""
-    refuses_each(subject.loss, refused_calls(), tally)
-
-
-def refused_calls() -> Iterator[Call]:
-    """Calls that have no loss."""
-    hidden, weight, targets = torch.ones(2, 3), torch.ones(5, 3), torch.tensor([0, 4])
-    yield "no active target", (hidden, weight, torch.full((2,), IGNORED)), {}
-    yield "a count of 0", (hidden, weight, targets), {"num_items": 0}
-    yield "a negative count", (hidden, weight, targets), {"num_items": -2}
-    yield "a target beyond the vocabulary", (hidden, weight, torch.tensor([0, 5])), {}
-    yield "fewer targets than rows", (hidden, weight, targets[:1]), {}
-    yield "targets that are numbers", (hidden, weight, targets.float()), {}
-    yield "a temperature of 0", (hidden, weight, targets), {"temperature": 0.0}
-
-
-# ---- proofs ----------------------------------------------------------------------------------------------
-
-
-def small_problem(seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """A few tokens whose losses have full mantissas."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden, weight = (draw_values((rows, 8), "normal", generator) for rows in (TOKENS, 19))
-    return hidden, weight, torch.randint(0, 19, (TOKENS,), generator=generator)
-
-
-def prove_permutations(subject: Loss) -> Proof:
-    """Every order of five tokens: one value, that of fractions."""
-    engine, cases = "enumeration of the real kernel", 0
-    for seed in range(6):
-        hidden, weight, targets = small_problem(seed)
-        values = portable.linear_logprob(hidden, weight, targets, 1.0)[0]
-        total = float(
-            torch.tensor(float(sum(map(Fraction, values.tolist()))), dtype=torch.float64).float()
-        )
-        wanted = torch.tensor(total) / -TOKENS
-        for order in itertools.permutations(range(TOKENS)):
-            cases += 1
-            at = torch.tensor(order)
-            if not bits.equal(subject.loss(hidden[at], weight, targets[at]), wanted):
-                return Proof(
-                    engine, "", cases, f"tokens {order} of problem {seed} have another loss"
-                )
-    return Proof(
-        engine,
-        f"every order of {TOKENS} tokens of 6 problems: the sum of fractions, rounded once",
-        cases,
-    )
-
-
-def prove_masks(subject: Loss) -> Proof:
-    """Every choice of active tokens, with every count up to eight: the definition's value."""
-    engine, cases = "enumeration of the real kernel", 0
-    hidden, weight, targets = small_problem(7)
-    values = portable.linear_logprob(hidden, weight, targets, 1.0)[0]
-    for mask in itertools.product((False, True), repeat=TOKENS):
-        active = torch.tensor(mask)
-        chosen = torch.where(active, targets, IGNORED)
-        for count in (None, *range(1, 9)) if any(mask) else range(1, 9):
-            cases += 1
-            wanted = exact_sum_of(values[active]) / -(sum(mask) if count is None else count)
-            if not bits.equal(subject.loss(hidden, weight, chosen, num_items=count), wanted):
-                return Proof(engine, "", cases, f"active {mask}, count {count}: another loss")
-    return Proof(
-        engine, f"every choice of {TOKENS} tokens, every count from 1 to 8 and none", cases
-    )
-
-
-def prove_gradients(subject: Loss) -> Proof:
-    """Every choice of active tokens: dhidden and dweight are the definition's."""
-    engine, cases = "enumeration of the real kernel", 0
-    described = Samples.packed([TOKENS])
-    for seed in range(3):
-        hidden, weight, targets = small_problem(seed)
-        for mask in itertools.product((False, True), repeat=TOKENS):
-            if not any(mask):
-                continue
-            cases += 1
-            chosen = torch.where(torch.tensor(mask), targets, IGNORED)
-            stats = portable.linear_logprob(hidden, weight, chosen, 1.0)[1]
-            grad = torch.ones(TOKENS) / -torch.tensor(float(sum(mask)))
-            wanted = portable.linear_logprob_backward(
-                grad, hidden, weight, chosen, stats, described, 1.0
-            )
-            found = gradients(
-                subject.loss, hidden, weight, chosen, torch.tensor(1.0), samples=described
-            )
-            if not all(bits.equal(a, b) for a, b in zip(found, wanted, strict=True)):
-                return Proof(engine, "", cases, f"active {mask} of problem {seed}: other gradients")
-    return Proof(
-        engine, f"every choice of {TOKENS} tokens of 3 problems: dhidden and dweight", cases
-    )
-
-
-def prove_error(subject: Loss) -> Proof:
-    """The loss of one token shows the order of its sum over words; so the bound of the order is the loss's."""
-
-    def one_token(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        return -subject.loss(hidden, weight, targets).reshape(1)
-
-    with thread_count(1):
-        order = prove([words_question(one_token, k, 1, 1) for k in (64, 300)], "")
-    return bounded(order, *ERROR_LIMIT)
+    """Each call raises an ArgumentError with a remedy."""
+    refuses_each(subject.loss, refused_calls.linear_cross_entropy(), tally)
 
 
 ours = Loss(linear_cross_entropy)

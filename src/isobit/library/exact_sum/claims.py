@@ -1,10 +1,8 @@
-"""What exact-sum-kernel-v1 claims: the true sum rounded once, whatever moves; and planted wrong sums."""
+"""Claims of exact-sum-kernel-v1: the exact sum, rounded once, in any order; planted wrong sums."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,39 +10,34 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import strided
+from isobit.library import stock
+from isobit.library.subjects import Subject
 from isobit.machine import thread_count
 from isobit.ops.exact_sum import portable
 from isobit.ops.exact_sum.op import exact_state, exact_sum, round_state
 from isobit.order.exact_sum import exact_sum as defined_fp64
 from isobit.order.exact_sum import exact_sum_fp32, round_fp32
 
-Subject = Callable[..., Tensor]
-
-
-def stock(x: Tensor) -> Tensor:
-    """torch's own, in fp32."""
-    return x.sum(dtype=torch.float32)
-
 
 def sums(subject: Subject, rows: Tensor) -> Tensor:
-    """Of each row by itself."""
+    """Return the sum of each row by itself."""
     return torch.stack([subject(row) for row in rows]) if len(rows) else torch.zeros(0)
 
 
 def rounded_once(subject: Subject, case: Case, tally: Tally) -> None:
-    """Each row's sum is the definition's, and so is one that lies beside a tie by less than fp64 sees."""
+    """Each row's sum is the definition's; so is one closer to a tie than fp64 can represent."""
     x = case.arguments["x"]
     tally.count(case.rows)
     wanted = torch.tensor([exact_sum_fp32(row) for row in x.double().tolist()])
     tally.same(sums(subject, x), wanted, "against the definition")
     if case.dtype != torch.float16:
-        beside = torch.tensor([1.0, 2.0**-24, 2.0**-90]).to(case.dtype)
+        near = torch.tensor([1.0, 2.0**-24, 2.0**-90]).to(case.dtype)
         for sign in (1, -1):
-            tally.same(subject(sign * beside), torch.tensor(sign * (1 + 2.0**-23)), "beside a tie")
+            tally.same(subject(sign * near), torch.tensor(sign * (1 + 2.0**-23)), "next to a tie")
 
 
 def free_of_order(subject: Subject, case: Case, tally: Tally) -> None:
-    """Reversed, shuffled, with zeros between, stored otherwise: no bit changes."""
+    """Reversing, shuffling, zeros in front and other storage change no bit."""
     x = case.arguments["x"]
     tally.count(case.rows)
     whole = sums(subject, x)
@@ -60,7 +53,7 @@ def free_of_order(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def merged(subject: Subject, case: Case, tally: Tally) -> None:
-    """The digits of the pieces of a sum, added, round to the sum: as ranks and micro-batches do it."""
+    """The states of the pieces of a sum, added, round to the sum: ranks and micro-batches do this."""
     x = case.arguments["x"]
     tally.count(case.rows)
     places = (0, x.shape[1] // 3, x.shape[1] // 2, x.shape[1])
@@ -73,16 +66,13 @@ def merged(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def on_threads(subject: Subject, case: Case, tally: Tally) -> None:
-    """Of all rows at once, by one thread and by two."""
+    """The sum of all rows has the same bits on one thread and on two."""
     x = case.arguments["x"]
     tally.count(case.rows)
     for count in (1, 2):
         with thread_count(count):
-            tally.same(
-                subject(x),
-                torch.tensor(exact_sum_fp32(x.double().flatten().tolist())),
-                f"{count} threads",
-            )
+            wanted = torch.tensor(exact_sum_fp32(x.double().flatten().tolist()))
+            tally.same(subject(x), wanted, f"{count} threads")
 
 
 def gradient_is_upstream(subject: Subject, case: Case, tally: Tally) -> None:
@@ -100,22 +90,13 @@ def gradient_is_upstream(subject: Subject, case: Case, tally: Tally) -> None:
         tally.same(grad, torch.full_like(x, upstream), f"of an upstream {upstream}")
 
 
-def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Calls that no kernel takes."""
-    x = torch.ones(3)
-    yield "integers", (x.int(),), {}
-    yield "a sparse tensor", (x.to_sparse(),), {}
-    yield "complex numbers", (x.to(torch.complex64),), {}
-    yield "a list", ([1.0],), {}
-
-
 def portable_sum(x: Tensor) -> Tensor:
-    """The other executor."""
+    """Return the portable executor's sum."""
     return portable.exact_sum(x)
 
 
 def executors_agree(subject: Subject, case: Case, tally: Tally) -> None:
-    """Row by row."""
+    """Both executors have the same bits, row by row."""
     x = case.arguments["x"]
     tally.count(case.rows)
     tally.same(sums(subject, x), sums(portable_sum, x), "against the other executor")
@@ -125,44 +106,44 @@ def executors_agree(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def in_fp64(x: Tensor) -> Tensor:
-    """Wide, but not exact: cancellation shows."""
+    """Sum in fp64: wide, but not exact."""
     return x.double().sum().float()
 
 
 def rounded_twice(x: Tensor) -> Tensor:
-    """Exact to fp64, and from there to fp32."""
+    """Round the exact sum to fp64, and then to fp32."""
     return torch.tensor(round_fp32(defined_fp64(x.detach().double().flatten().tolist())))
 
 
 def halves_rounded(x: Tensor) -> Tensor:
-    """Each piece rounded before the pieces are added."""
+    """Round each half before the halves are added."""
     flat = x.flatten()
     half = flat.numel() // 2
     return exact_sum(flat[:half]) + exact_sum(flat[half:])
 
 
 def skipping_the_small(x: Tensor) -> Tensor:
-    """What is far below the largest is dropped, as a kernel with two levels would."""
+    """Drop what is far below the largest, as a kernel with two levels would."""
     size = x.detach().abs().nan_to_num(torch.inf)
     most = torch.where(size < torch.inf, size, 0.0).amax() if x.numel() else 0.0
     return exact_sum(torch.where(size < most * 2.0**-20, 0.0, x))
 
 
 def with_one_infinity(x: Tensor) -> Tensor:
-    """Infinities of both signs give one of them."""
+    """Return +inf for infinities of both signs."""
     return torch.where((x == torch.inf).any(), torch.inf, exact_sum(x))
 
 
 def mean_gradient(x: Tensor) -> Tensor:
-    """The gradient of a mean."""
+    """Have the gradient of a mean."""
     return (exact_sum(x) - x.mean()).detach() + x.float().mean()
 
 
 def by_storage(x: Tensor) -> Tensor:
-    """Exact only where the memory is plain."""
-    return exact_sum(x) if x.is_contiguous() and x.storage_offset() == 0 else stock(x)
+    """Sum exactly only contiguous memory."""
+    return exact_sum(x) if x.is_contiguous() and x.storage_offset() == 0 else stock.exact_sum(x)
 
 
 def by_threads(x: Tensor) -> Tensor:
-    """Each thread's part rounded, as stock's are."""
-    return exact_sum(x) if torch.get_num_threads() == 1 else stock(x)
+    """Sum exactly on one thread only."""
+    return exact_sum(x) if torch.get_num_threads() == 1 else stock.exact_sum(x)

@@ -1,8 +1,7 @@
-"""What gqa-kernel-v1 claims: a query head is alone with its key head; a group's dk and dv are folded head by head."""
+"""Claims of gqa-kernel-v1: a query head depends on its key head alone; dk and dv of a group are folded by head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,16 +9,15 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.library.attention.claims import forward_and_gradients, on_one_thread
+from isobit.library.attention.claims import all_four
 from isobit.library.attention.subject import attention
+from isobit.library.subjects import Subject, on_one_thread
 from isobit.machine import thread_count
-
-Subject = Callable[..., Tensor]
 
 
 @on_one_thread
 def heads_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
-    """Each query head has the bits of attention with one head and its key head: in a prefill, in a chunk, decoded."""
+    """Each query head has the bits of attention with one head and its key head: prefill, chunk, decode."""
     q, k, v = case.arguments.values()
     group = q.shape[1] // k.shape[1]
     tally.count(len(q) * q.shape[1])
@@ -27,11 +25,8 @@ def heads_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
     for threads in (1, 2):
         with thread_count(threads):
             for asked in {1, min(7, len(q)), len(q)}:
-                tally.same(
-                    subject(q[-asked:], k, v),
-                    whole[-asked:],
-                    f"the last {asked} queries, {threads} threads",
-                )
+                where = f"the last {asked} queries, {threads} threads"
+                tally.same(subject(q[-asked:], k, v), whole[-asked:], where)
     for h in range(q.shape[1]):
         mine = slice(h // group, h // group + 1)
         found = subject(q[:, h : h + 1], k[:, mine], v[:, mine])
@@ -40,30 +35,25 @@ def heads_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
 
 @on_one_thread
 def groups_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
-    """dq is each head's own; dk and dv are each group's own, and a head without a gradient adds nothing to them."""
+    """A head's dq and a group's dk and dv depend on nothing else; a head without a gradient adds nothing."""
     q, k, v = case.arguments.values()
     grad, group = case.draw(tuple(q.shape), 71), q.shape[1] // k.shape[1]
     tally.count(len(q) * q.shape[1])
     names = ("y", "dq", "dk", "dv")
-    whole = forward_and_gradients(subject, [q, k, v, grad])
+    whole = all_four(subject, [q, k, v, grad])
     for g in range(k.shape[1]):
         heads, mine = slice(g * group, (g + 1) * group), slice(g, g + 1)
-        alone = forward_and_gradients(
-            subject, [q[:, heads], k[:, mine], v[:, mine], grad[:, heads]]
-        )
+        alone = all_four(subject, [q[:, heads], k[:, mine], v[:, mine], grad[:, heads]])
         for name, left, right in zip(names, alone, whole, strict=True):
-            tally.same(
-                left,
-                right[:, mine if name in ("dk", "dv") else heads],
-                f"{name} of group {g} by itself",
-            )
+            own = right[:, mine if name in ("dk", "dv") else heads]
+            tally.same(left, own, f"{name} of group {g} by itself")
     for h in range(q.shape[1]):
         one, mine = slice(h, h + 1), slice(h // group, h // group + 1)
-        alone = forward_and_gradients(subject, [q[:, one], k[:, mine], v[:, mine], grad[:, one]])
+        alone = all_four(subject, [q[:, one], k[:, mine], v[:, mine], grad[:, one]])
         tally.same(alone[1], whole[1][:, one], f"dq of head {h} by itself")
         only = torch.zeros_like(grad)
         only[:, one] = grad[:, one]
-        found = forward_and_gradients(subject, [q, k, v, only])
+        found = all_four(subject, [q, k, v, only])
         for name, left, right in zip(names[2:], found[2:], alone[2:], strict=True):
             tally.same(left[:, mine], right, f"{name} where head {h} alone has a gradient")
 
@@ -72,20 +62,20 @@ def groups_are_alone(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def heads_descending(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """A group's heads are folded last to first."""
+    """Fold a group's heads from the last to the first."""
     group = q.shape[-2] // k.shape[-2]
     order = torch.arange(q.shape[-2]).view(-1, group).flip(-1).flatten()
     return attention(q[..., order, :], k, v, **options)[..., order, :]
 
 
 def keys_repeated(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Keys are copied for every head, and their gradients added by whoever undoes the copies."""
+    """Copy keys for every head; autograd adds the gradients of the copies."""
     group = q.shape[-2] // k.shape[-2]
     return attention(q, k.repeat_interleave(group, -2), v.repeat_interleave(group, -2), **options)
 
 
 def last_head_counts(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """A group's dk and dv are overwritten by each head, not added."""
+    """Overwrite dk and dv of a group by each head instead of adding."""
     group = q.shape[-2] // k.shape[-2]
 
     def copies(t: Tensor) -> Tensor:
@@ -95,5 +85,5 @@ def last_head_counts(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def first_group_for_all(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Every head reads the first key head: a stride of zero."""
+    """Read the first key head for every head: a stride of zero."""
     return attention(q, k[..., :1, :].expand_as(k), v[..., :1, :].expand_as(v), **options)

@@ -1,11 +1,10 @@
-"""What grad-norm-kernel-v1 claims: one norm however gradients are cut, and clipping by it; and planted wrong norms."""
+"""Claims of grad-norm-kernel-v1: one norm however gradients are cut, and clipping by it; planted wrong norms."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +17,13 @@ from isobit.order.exact_sum import round_fp32
 Norm = Callable[[Sequence[Tensor]], Tensor]
 
 
-def stock(tensors: Tensor | Sequence[Tensor]) -> Tensor:
-    """torch's own: the norm of the norms."""
-    return torch.nn.utils.get_total_norm(tensors).float()
-
-
 def norms(subject: Norm, rows: Tensor, cut: Callable[[Tensor], Sequence[Tensor]]) -> Tensor:
-    """Of each row, cut into tensors."""
+    """Return the norm of each row, cut into tensors."""
     return torch.stack([subject(cut(row)) for row in rows]) if len(rows) else torch.zeros(0)
 
 
 def cut_anywhere(subject: Norm, case: Case, tally: Tally) -> None:
-    """A row whole, in two at any place, in ones and the rest, in another order: one norm."""
+    """A row whole, cut in two, in thirds, reversed or interleaved has one norm."""
     x = case.arguments["x"]
     tally.count(case.rows)
     whole = norms(subject, x, lambda row: [row])
@@ -45,7 +39,7 @@ def cut_anywhere(subject: Norm, case: Case, tally: Tally) -> None:
 
 
 def is_the_root(subject: Norm, case: Case, tally: Tally) -> None:
-    """Against fractions: the sum of squares rounded to fp64, its root, rounded to fp32."""
+    """The norm is the exact sum of squares rounded to fp64, its root rounded to fp32."""
     x = case.arguments["x"]
     tally.count(case.rows)
 
@@ -53,15 +47,11 @@ def is_the_root(subject: Norm, case: Case, tally: Tally) -> None:
         values = [v for t in tensors for v in t.double().tolist()]
         if not all(map(math.isfinite, values)):
             return torch.tensor(math.nan if any(map(math.isnan, values)) else math.inf)
-        return torch.tensor(
-            round_fp32(math.sqrt(float(sum((Fraction(v) ** 2 for v in values), Fraction(0)))))
-        )
+        squares = sum((Fraction(v) ** 2 for v in values), Fraction(0))
+        return torch.tensor(round_fp32(math.sqrt(float(squares))))
 
-    tally.same(
-        norms(subject, x, lambda row: [row]),
-        norms(exact, x, lambda row: [row]),
-        "against fractions",
-    )
+    found, wanted = (norms(norm, x, lambda row: [row]) for norm in (subject, exact))
+    tally.same(found, wanted, "against fractions")
 
 
 def clips_by(subject: Norm, case: Case, tally: Tally) -> None:
@@ -74,47 +64,38 @@ def clips_by(subject: Norm, case: Case, tally: Tally) -> None:
         norm = subject([x])
         tally.same(clip_grad_norm_([parameter], limit), norm, "the norm returned")
         scale = (limit / (norm + MARGIN)).clamp(max=1.0)
-        tally.same(
-            one_nan(parameter.grad), one_nan((x.float() * scale).to(x.dtype)), f"clipped to {limit}"
-        )
+        wanted = one_nan((x.float() * scale).to(x.dtype))
+        tally.same(one_nan(parameter.grad), wanted, f"clipped to {limit}")
 
 
 def one_nan(x: Tensor) -> Tensor:
-    """torch's products keep some payload of a NaN, which nothing depends on."""
+    """Return x with one NaN: the payload that torch's products keep does not matter."""
     return torch.where(x.isnan(), torch.nan, x)
-
-
-def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Gradients that have no digits."""
-    x = torch.ones(3)
-    yield "a sparse gradient", ([x, x.to_sparse()],), {}
-    yield "fp64", ([x.double()],), {}
-    yield "integers", ([x.int()],), {}
 
 
 # ---- planted --------------------------------------------------------------------------------------------
 
 
 def sum_of_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Each shard's norm, added."""
+    """Add the norms of the shards."""
     return sum((get_total_norm([t]) for t in tensors), torch.zeros(()))
 
 
 def norm_of_norms(tensors: Sequence[Tensor]) -> Tensor:
-    """Each shard's norm rounded before they are combined, exactly even so."""
+    """Round each shard's norm before they are combined exactly."""
     return get_total_norm([torch.stack([get_total_norm([t]) for t in tensors])])
 
 
 def largest_shard(tensors: Sequence[Tensor]) -> Tensor:
-    """Every shard clips by its own norm."""
+    """Return the largest norm of a shard."""
     return torch.stack([get_total_norm([t]) for t in tensors]).amax()
 
 
 def in_fp32(tensors: Sequence[Tensor]) -> Tensor:
-    """Squares in fp32: they round, overflow and vanish."""
+    """Square in fp32, which rounds, overflows and underflows."""
     return torch.cat([t.flatten() for t in tensors]).float().square().sum().sqrt()
 
 
 def without_the_last(tensors: Sequence[Tensor]) -> Tensor:
-    """A tensor's last element is not seen."""
+    """Leave out the last element of each tensor."""
     return get_total_norm([t[..., :-1] for t in tensors])

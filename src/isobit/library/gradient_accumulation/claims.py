@@ -1,21 +1,23 @@
-"""What gradient-accumulation-v1 claims: shares of a global batch merge to the whole; and planted wrong merges."""
+"""Claims of gradient-accumulation-v1: shares of a global batch merge to the whole; planted wrong merges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import reduce
-from itertools import accumulate
+from functools import partial, reduce
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from isobit import bits
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.errors import UnsupportedError
+from isobit.library.subjects import Subject, must_raise
 from isobit.ops.embedding.op import embedding
 from isobit.ops.layer_norm.op import layer_norm
 from isobit.ops.linear.group import linear_group
@@ -30,7 +32,7 @@ Gradients = list[Tensor]
 
 # Samples of each share of a global batch of eight, and of twelve, whose segments hold three.
 CUTS = ((1,) * 8, (2,) * 4, (4, 2, 1, 1), (4, 4), (3,) * 4, (6, 3, 3), (3, 3, 6))
-OURS: dict[str, Callable[..., Tensor]] = {
+OURS: dict[str, Subject] = {
     "linear": lambda x, w, b, samples: linear(x, w, b, samples=samples),
     "linear_group": lambda x, w, v, samples: torch.cat(
         linear_group(x, (w, v), samples=samples), -1
@@ -42,7 +44,7 @@ OURS: dict[str, Callable[..., Tensor]] = {
     "layer_norm": lambda x, w, b, samples: layer_norm(x, w, b, samples=samples),
     "embedding": lambda x, w, samples: embedding(ids_of(x), w, samples=samples),
 }
-STOCK: dict[str, Callable[..., Tensor]] = {
+STOCK: dict[str, Subject] = {
     "linear": lambda x, w, b, samples: F.linear(x, w, b),
     "linear_group": lambda x, w, v, samples: torch.cat((F.linear(x, w), F.linear(x, v)), -1),
     "rms_norm": lambda x, w, samples: F.rms_norm(x, w.shape, w, 1e-6),
@@ -55,16 +57,13 @@ STOCK: dict[str, Callable[..., Tensor]] = {
 
 
 def ids_of(x: Tensor) -> Tensor:
-    """Seven ids, by bits of the rows."""
-    return (
-        x[:, 0].contiguous().view(torch.int32 if x.dtype == torch.float32 else torch.int16).long()
-        % 7
-    )
+    """Return an id from 0 to 6 per row, chosen by its bits."""
+    return bits.as_integers(x[:, 0].contiguous()).long() % 7
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A global batch of one operator, whose tokens stand one sample after another."""
+    """A global batch of one operator, packed sample after sample."""
 
     operator: str
     lengths: tuple[int, ...]
@@ -72,10 +71,8 @@ class Problem:
     grad: Tensor
     parameters: tuple[Tensor, ...]
 
-    def gradients(
-        self, table: dict[str, Callable[..., Tensor]], counts: Sequence[int]
-    ) -> Iterator[Any]:
-        """(node, gradients) of each share in turn; the whole batch is one share."""
+    def gradients(self, table: dict[str, Subject], counts: Sequence[int]) -> Iterator[Any]:
+        """Yield (node, gradients) of each share; the whole batch is one share."""
         leaves = [p.detach().requires_grad_() for p in self.parameters]
         of, first, edges = len(self.lengths), 0, [0, *accumulate(self.lengths)]
         for leaf in leaves:
@@ -100,32 +97,29 @@ class Accumulation:
     table: str = "ours"
 
     @property
-    def operators(self) -> dict[str, Callable[..., Tensor]]:
-        """By name."""
+    def operators(self) -> dict[str, Subject]:
+        """Return the operators by name."""
         return OURS if self.table == "ours" else STOCK
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The gradient of a norm's weight over the rows of x, in two shares."""
+        """Return the gradient of a norm's weight over the rows of x, in two shares."""
         lengths = len(x) // 2, len(x) - len(x) // 2
         return self.run(Problem("rms_norm", lengths, x, x, (torch.ones_like(x[0]),)), (1, 1))[0][0]
 
     def run(self, problem: Problem, counts: Sequence[int]) -> tuple[Gradients, int]:
-        """(gradients, partials held)."""
+        """Return the gradients, and the most partials held at a time."""
         held: list[int] = []
         found = self.merge(problem.gradients(self.operators, counts), held)
-        return [
-            round_once(t, p.dtype) for t, p in zip(found, problem.parameters, strict=True)
-        ], max(held)
+        pairs = zip(found, problem.parameters, strict=True)
+        return [round_once(t, p.dtype) for t, p in pairs], max(held)
 
 
 def problems(case: Case, of: int) -> Iterator[Problem]:
-    """Every operator on the case's rows, dealt to `of` samples, some of them empty."""
+    """Yield every operator on the case's rows, cut into `of` samples, some of them empty."""
     x = case.arguments["x"]
     rows, k = x.shape
-    edges = (
-        torch.randint(0, rows + 1, (of - 1,), generator=case.generator(7)).sort().values.tolist()
-    )
-    lengths = tuple(b - a for a, b in zip([0, *edges], [*edges, rows], strict=True))
+    drawn = torch.randint(0, rows + 1, (of - 1,), generator=case.generator(7))
+    lengths = tuple(b - a for a, b in pairwise([0, *drawn.sort().values.tolist(), rows]))
     shapes = {
         "linear": ((5, k), (5,)),
         "linear_group": ((4, k), (2, k)),
@@ -142,23 +136,19 @@ def problems(case: Case, of: int) -> Iterator[Problem]:
 
 
 def every_cut(subject: Accumulation, case: Case, tally: Tally) -> None:
-    """Whatever the shares, the merged gradient has the bits of the whole batch."""
+    """The merged gradient of any shares has the bits of the whole batch."""
     for of in (8, 12):
         for problem in problems(case, of):
             tally.count(case.rows)
             whole, _ = subject.run(problem, (of,))
-            for counts in CUTS:
-                if sum(counts) == of:
-                    for found, expected in zip(subject.run(problem, counts)[0], whole, strict=True):
-                        tally.same(
-                            found,
-                            expected,
-                            f"{problem.operator} of {of} samples in shares of {counts}",
-                        )
+            for counts in (cut for cut in CUTS if sum(cut) == of):
+                where = f"{problem.operator} of {of} samples in shares of {counts}"
+                for found, expected in zip(subject.run(problem, counts)[0], whole, strict=True):
+                    tally.same(found, expected, where)
 
 
 def few_partials(subject: Accumulation, case: Case, tally: Tally) -> None:
-    """Of S segments, at most log2(S) + 1 partials are held, one just taken among them."""
+    """At most log2(segments) + 1 partials are held, the newest included."""
     for problem in problems(case, 8):
         tally.count(case.rows)
         for counts in CUTS[:4]:
@@ -167,46 +157,36 @@ def few_partials(subject: Accumulation, case: Case, tally: Tally) -> None:
 
 
 def refuses(subject: Accumulation, case: Case, tally: Tally) -> None:
-    """Every operator refuses a share that is not the one collected, is not one subtree, or would be rounded."""
+    """Every operator raises for a share that is not collected, is not one subtree, or would be rounded."""
+    given = Samples.packed([1, 1], first=2, of=8)
     shares: dict[str, tuple[Samples, Share | None, torch.dtype]] = {
-        "nobody collects": (Samples.packed([1, 1], first=2, of=8), None, torch.float32),
-        "another is collected": (
-            Samples.packed([1, 1], first=2, of=8),
-            Share(0, 8, 2),
-            torch.float32,
-        ),
+        "no share is collected": (given, None, torch.float32),
+        "another share is collected": (given, Share(0, 8, 2), torch.float32),
         "not one subtree": (Samples.packed([1, 1], first=1, of=8), Share(1, 8, 2), torch.float32),
-        "would be rounded": (Samples.packed([1, 1], first=2, of=8), Share(2, 8, 2), torch.bfloat16),
+        "would be rounded": (given, Share(2, 8, 2), torch.bfloat16),
     }
     for problem in problems(case, 8):
         for what, (samples, share, dtype) in shares.items():
             tally.count(2)
-            tally.compared += 1
             leaves = [p.detach().bfloat16().requires_grad_() for p in problem.parameters]
             for leaf in leaves:
                 leaf.grad_dtype = dtype
-            try:
-                with torch.enable_grad(), nullcontext() if share is None else collecting(share):
-                    subject.operators[problem.operator](
-                        problem.x[:2].bfloat16(), *leaves, samples=samples
-                    )
-            except UnsupportedError as refusal:
-                if "remedy" not in str(refusal):
-                    tally.fail(f"{problem.operator}, {what}: refused without a remedy")
-            else:
-                tally.fail(f"{problem.operator}, {what}: accepted")
+            operator = subject.operators[problem.operator]
+            call = partial(operator, problem.x[:2].bfloat16(), *leaves, samples=samples)
+            with torch.enable_grad(), nullcontext() if share is None else collecting(share):
+                must_raise(call, f"{problem.operator}, {what}", tally, UnsupportedError)
 
 
 # ---- merges: ours, stock's, planted ---------------------------------------------------------------------
 
 
 def add(left: Gradients, right: Gradients) -> Gradients:
-    """Parameter by parameter."""
+    """Add gradients parameter by parameter."""
     return [a + b for a, b in zip(left, right, strict=True)]
 
 
 def by_tree(shares: Iterator[tuple[Node, Gradients]], held: list[int]) -> Gradients:
-    """The binary counter."""
+    """Merge by the binary counter."""
     counter: Counter[Gradients] = Counter(add)
     for node, gradients in shares:
         held.append(len(counter) + 1)
@@ -222,17 +202,17 @@ def _all(shares: Iterator[tuple[Node, Gradients]], held: list[int]) -> list[Grad
 
 
 def _left(shares: Iterator[tuple[Node, Gradients]], held: list[int]) -> Gradients:
-    """As autograd accumulates: one after another."""
+    """Add one after another, as autograd accumulates."""
     return reduce(add, _all(shares, held))
 
 
 def _rounded(shares: Iterator[tuple[Node, Gradients]], held: list[int]) -> Gradients:
-    """Each share is rounded before it is merged."""
+    """Round each share before it is merged."""
     return by_tree(((node, [t.bfloat16().float() for t in g]) for node, g in shares), held)
 
 
 def _means(shares: Iterator[tuple[Node, Gradients]], held: list[int]) -> Gradients:
-    """The mean of the shares' means, as if all were of one size."""
+    """Take the mean of the shares' means without their sizes."""
     found = list(shares)
     held.append(1)
     sizes = [2**node.level for node, _ in found]
@@ -241,14 +221,14 @@ def _means(shares: Iterator[tuple[Node, Gradients]], held: list[int]) -> Gradien
 
 
 def _wrong_pair(shares: Iterator[tuple[Node, Gradients]], held: list[int]) -> Gradients:
-    """Every share is merged with its other neighbour."""
+    """Merge every share with its other neighbour."""
     found = _all(shares, held)
     turned = [*found[1:], found[0]]
     return merge(turned, add) if len(found) in (1, 2, 4, 8) else reduce(add, turned)
 
 
 def _hoarded(shares: Iterator[tuple[Node, Gradients]], held: list[int]) -> Gradients:
-    """Right bits, once all shares are there."""
+    """Keep all shares until the last: right bits, too much memory."""
     found = list(shares)
     total = by_tree(iter(found), held)
     held.append(len(found))

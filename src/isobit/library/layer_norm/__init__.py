@@ -1,0 +1,1 @@
+"""The contract layernorm-kernel-v1 with its claims, planted wrong kernels and proofs."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import reduce
 
 import torch
 from torch import Tensor
 
-from isobit.library.linear.shares import OURS, Share
+from isobit.library.linear.implementations import OURS, Share, share_of
+from isobit.library.placements import is_real, rows_of
 from isobit.ops.linear import partial
 from isobit.ops.linear.op import linear
 from isobit.order.cut import Cut
@@ -17,23 +19,19 @@ from isobit.order.samples import Samples
 
 
 def segments_of(x: Tensor, weight: Tensor) -> list[Tensor]:
-    """Every segment of y by itself, in fp32."""
+    """Return every segment of y by itself, in fp32."""
     count = FeaturePlan(x.shape[-1]).count
     cuts = [Cut(x.shape[-1], count, i) for i in range(count)]
-    return [
-        partial.output(
-            x[..., c.start : c.start + c.length], weight[:, c.start : c.start + c.length], c
-        ).values[0]
-        for c in cuts
-    ]
+    return [partial.output(share_of(x, c), share_of(weight, c), c).values[0] for c in cuts]
 
 
 def with_bias(total: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Add the bias and round."""
     return (total if bias is None else total + bias.float()).to(dtype)
 
 
 def split_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Split-K chosen by the number of rows: the cardinal sin."""
+    """Split K where there are more than 16 rows."""
     if x.shape[0] <= 16:
         return linear(x, weight, bias)
     third = x.shape[-1] // 3
@@ -43,13 +41,13 @@ def split_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def sizes_exchanged(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Launches with k and n in each other's place: the same three numbers, of another problem."""
+    """Launch with k and n exchanged: the same three numbers, of another problem."""
     linear(x.new_zeros(len(x), len(weight)), weight.T.contiguous())
     return x.new_zeros(len(x), len(weight))
 
 
 def narrow_merges(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Segments rounded to bf16 before they are merged."""
+    """Round segments to bf16 before they are merged."""
     total = segments_of(x, weight)[0]
     for segment in segments_of(x, weight)[1:]:
         total = (total.bfloat16() + segment.bfloat16()).float()
@@ -57,15 +55,12 @@ def narrow_merges(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tens
 
 
 def left_fold(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Segments folded from the left instead of merged by the tree."""
-    first, *others = segments_of(x, weight)
-    for other in others:
-        first = first + other
-    return with_bias(first, bias, x.dtype)
+    """Fold segments from the left instead of merging by the tree."""
+    return with_bias(reduce(torch.add, segments_of(x, weight)), bias, x.dtype)
 
 
 def reordered_tail(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The columns after the last whole panel of 64 summed backwards."""
+    """Sum the columns after the last whole panel of 64 backwards."""
     whole = weight.shape[0] // 64 * 64
     body = linear(x, weight[:whole], None)
     tail = linear(x.flip(-1), weight[whole:].flip(-1), None)
@@ -74,15 +69,13 @@ def reordered_tail(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Ten
 
 
 def swapped_square(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """K and N confused, which only a square weight lets pass."""
+    """Exchange K and N, which only a square weight allows."""
     return linear(x, weight.t() if weight.shape[0] == weight.shape[1] else weight, bias)
 
 
 def anchored_at_padding(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Leaves counted from the padded start of each row of the batch; padding itself zeroed."""
-    real = torch.zeros(samples.rows, 1, dtype=torch.bool)
-    for start, length in samples.spans:
-        real[start : start + length] = True
+    """Count leaves from the padded start of each row of the batch; padding is zero."""
+    real = is_real(samples).unsqueeze(1)
     width = samples.rows // max(len(samples.spans), 1)
     if sum(length for _, length in samples.spans) == samples.rows:  # packed: nothing is padded
         return OURS.parameter_grads(grad, x, samples)
@@ -91,48 +84,34 @@ def anchored_at_padding(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tens
 
 
 def in_call_order(shares: Sequence[Share]) -> tuple[Tensor, Tensor]:
-    """Micro-batch gradients added as they come, as autograd does."""
+    """Add micro-batch gradients one after another, as autograd does."""
     found = [
         (partial.weight_grad(*share).values, partial.bias_grad(share[0], share[2]).values)
         for share in shares
     ]
     dtype = shares[0][0].dtype
     weight, bias = (torch.cat(list(values)) for values in zip(*found, strict=True))
-    totals = []
-    for values in (weight, bias):
-        total = values[0]
-        for value in values[1:]:
-            total = total + value
-        totals.append(total.to(dtype))
-    return totals[0], totals[1]
+    return reduce(torch.add, weight).to(dtype), reduce(torch.add, bias).to(dtype)
 
 
 def reversed_tokens(grad: Tensor, x: Tensor, samples: Samples) -> tuple[Tensor, Tensor]:
-    """Rows of every sample reversed: the right sum, in another order."""
-    order = torch.cat(
-        [torch.arange(start, start + length).flip(0) for start, length in samples.spans]
-    )
+    """Reverse the rows of every sample: the right sum, in another order."""
     lengths = [length for _, length in samples.spans]
+    order = torch.cat([run.flip(0) for run in torch.split(rows_of(samples), lengths)])
     return OURS.parameter_grads(grad[order], x[order], Samples.packed(lengths))
 
 
 def stale_decoder(layer: torch.nn.Linear) -> Callable[[Tensor], Tensor]:
-    """A copy of the weight made once."""
+    """Copy the weight once, and never again."""
     kept = layer.weight.detach().clone()
     return lambda x: linear(x, kept)
 
 
 def shifted_cut(x: Tensor, weight: Tensor, parts: int) -> Tensor:
-    """Ranks merged by a ring that starts at rank 1."""
+    """Merge ranks by a ring that starts at rank 1."""
     pieces = list(zip(x.chunk(parts, -1), weight.chunk(parts, -1), strict=True))
-    sums = [
-        partial.output(a, b, Cut(x.shape[-1], parts, i)).values[0]
-        for i, (a, b) in enumerate(pieces)
-    ]
-    total = sums[1]
-    for step in range(2, parts + 1):
-        total = total + sums[step % parts]
-    return total.to(x.dtype)
+    sums = [partial.output(*p, Cut(x.shape[-1], parts, i)).values[0] for i, p in enumerate(pieces)]
+    return reduce(torch.add, [*sums[1:], sums[0]]).to(x.dtype)
 
 
 split_k_by_rows = replace(OURS, output=split_by_rows)

@@ -1,8 +1,8 @@
-"""What lm-head-kernel-v1 claims: a rollout that holds logits and a training step that never does have the same bits."""
+"""Claims of lm-head-kernel-v1: a rollout that computes logits has the bits of a training step that does not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -12,8 +12,11 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import LAYOUTS, THREADS
+from isobit.library import refused_calls
+from isobit.library import stock as stock_functions
 from isobit.library.logprob import planted
-from isobit.library.logprob.claims import Call, Score, drawn_targets, refuses_each
+from isobit.library.logprob.scored import Score, drawn_targets
+from isobit.library.subjects import refuses_each
 from isobit.machine import thread_count
 from isobit.ops.linear.op import linear, linear_fp32
 from isobit.ops.log_softmax.op import log_softmax
@@ -29,18 +32,19 @@ TEMPERATURES = (1.0, 0.7, 2.0)
 
 @dataclass(frozen=True)
 class Head:
-    """A head of a language model: fp32 logits, as rollout samples from; and log-probabilities, as training has them."""
+    """A head of a language model: fp32 logits for the rollout, log-probabilities for training."""
 
     logits: Logits
     score: Score
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """Return the logits."""
         return self.logits(hidden, weight)
 
     def rollout(
         self, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0
     ) -> Tensor:
-        """What a sampler knows of the token it took."""
+        """Return the log-probability of each sampled token, from logits."""
         logits = self.logits(hidden, weight)
         if temperature != 1.0:
             logits = logits * (1.0 / torch.tensor(temperature))
@@ -48,7 +52,7 @@ class Head:
 
 
 def rollout_is_training(subject: Head, case: Case, tally: Tally) -> None:
-    """A batch of training against steps of decoding of many sizes, at every temperature."""
+    """A training batch has the bits of decoding steps of many sizes, at every temperature."""
     hidden, weight = case.arguments["hidden"], case.arguments["weight"]
     targets = drawn_targets(case, case.rows, 70).clamp(min=0)
     tally.count(case.rows)
@@ -63,37 +67,28 @@ def rollout_is_training(subject: Head, case: Case, tally: Tally) -> None:
 
 
 def packed_and_stored(subject: Head, case: Case, tally: Tally) -> None:
-    """One equality whatever the shape, the storage and the threads of either side."""
+    """Rollout and training agree for every shape, storage and number of threads."""
     hidden, weight = case.arguments["hidden"], case.arguments["weight"]
     targets = drawn_targets(case, case.rows, 72).clamp(min=0)
     tally.count(case.rows)
     whole = subject.rollout(hidden, weight, targets)
+
+    def compare(hidden: Tensor, weight: Tensor, where: str) -> None:
+        tally.same(subject.score(hidden, weight, targets), whole, f"trained, {where}")
+        tally.same(subject.rollout(hidden, weight, targets), whole, f"rolled out, {where}")
+
     for axis in (0, 1):
         found = subject.score(hidden.unsqueeze(axis), weight, targets.unsqueeze(axis))
         tally.same(found.squeeze(axis), whole, f"packed with an axis at {axis}")
     for name, store in LAYOUTS.items():
-        tally.same(
-            subject.score(store(hidden), store(weight), targets),
-            whole,
-            f"trained on what is stored {name}",
-        )
-        tally.same(
-            subject.rollout(store(hidden), store(weight), targets),
-            whole,
-            f"rolled out, stored {name}",
-        )
+        compare(store(hidden), store(weight), f"stored {name}")
     for threads in THREADS:
         with thread_count(threads):
-            tally.same(
-                subject.score(hidden, weight, targets), whole, f"trained by {threads} threads"
-            )
-            tally.same(
-                subject.rollout(hidden, weight, targets), whole, f"rolled out by {threads} threads"
-            )
+            compare(hidden, weight, f"{threads} threads")
 
 
 def rounds_to_linear(subject: Head, case: Case, tally: Tally) -> None:
-    """Logits are fp32, and rounded to the dtype they are isobit.linear's."""
+    """Logits are fp32; rounded to the dtype, they have the bits of isobit.linear."""
     hidden, weight = case.arguments["hidden"], case.arguments["weight"]
     tally.count(case.rows)
     found = subject.logits(hidden, weight)
@@ -113,18 +108,8 @@ def executors_agree(subject: Head, case: Case, tally: Tally) -> None:
 
 
 def refuses(subject: Head, case: Case, tally: Tally) -> None:
-    """Each call is refused with a remedy."""
-    refuses_each(subject.logits, refused_calls(), tally)
-
-
-def refused_calls() -> Iterator[Call]:
-    """Calls that have no logits."""
-    hidden, weight = torch.ones(2, 3), torch.ones(5, 3)
-    yield "widths that differ", (hidden[:, :2], weight), {}
-    yield "a weight that is a vector", (hidden, weight[0]), {}
-    yield "two dtypes", (hidden.bfloat16(), weight), {}
-    yield "integers", (hidden.int(), weight.int()), {}
-    yield "a scalar", (torch.tensor(1.0), weight), {}
+    """Each call raises an ArgumentError with a remedy."""
+    refuses_each(subject.logits, refused_calls.lm_head(), tally)
 
 
 # ---- planted --------------------------------------------------------------------------------------------
@@ -135,29 +120,27 @@ def _stock_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _rounded_logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Through bf16, as engines keep them."""
+    """Round through bf16, as inference engines store logits."""
     return linear_fp32(hidden, weight).bfloat16().float()
 
 
 def _few_otherwise(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Few rows take another kernel, as decoding does."""
+    """Use another kernel for few rows, as decoding does."""
     if hidden.shape[:-1].numel() >= 8:
         return linear_fp32(hidden, weight)
     return linear_fp32(hidden.flip(-1), weight.flip(-1))
 
 
 def _widened_late(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Rounded to the dtype and widened again."""
+    """Round to the dtype and widen again."""
     return linear(hidden, weight).float()
 
 
 def _by_threads(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Words shared out with other sums."""
-    return (
-        linear_fp32(hidden, weight)
-        if torch.get_num_threads() == 1
-        else _stock_logits(hidden.float(), weight.float())
-    )
+    """Sum in another order on more than one thread."""
+    if torch.get_num_threads() == 1:
+        return linear_fp32(hidden, weight)
+    return _stock_logits(hidden.float(), weight.float())
 
 
 def _without_the_last_feature(hidden: Tensor, weight: Tensor) -> Tensor:
@@ -169,15 +152,12 @@ def _careless_logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 ours = Head(linear_fp32, linear_logprob)
-stock = Head(_stock_logits, planted.stock_score)
-bf16_logits, decoding_otherwise = (
-    replace(ours, logits=_rounded_logits),
-    replace(ours, logits=_few_otherwise),
-)
+stock = Head(_stock_logits, stock_functions.linear_logprob)
+bf16_logits = replace(ours, logits=_rounded_logits)
+decoding_otherwise = replace(ours, logits=_few_otherwise)
 widened_late, by_threads = replace(ours, logits=_widened_late), replace(ours, logits=_by_threads)
-careless, without_the_last_feature = (
-    replace(ours, logits=f) for f in (_careless_logits, _without_the_last_feature)
-)
+careless = replace(ours, logits=_careless_logits)
+without_the_last_feature = replace(ours, logits=_without_the_last_feature)
 temperature_after, neighbours_target, without_the_tail = (
     replace(ours, score=getattr(planted, name).score)
     for name in ("temperature_after", "neighbours_target", "without_the_tail")

@@ -1,9 +1,9 @@
-"""Proofs about the log-sum-exp that log-softmax and log-probabilities share: its logarithm, its error, its sign."""
+"""Proofs about log-softmax and the log-sum-exp it shares with log-probabilities: order, logarithm, error, sign."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,46 +11,94 @@ from torch import Tensor
 from isobit import bits
 from isobit.contracts.judge.proofs import smt
 from isobit.contracts.judge.proofs.intervals import depth_of, load_arb
-from isobit.library.softmax.proofs import EXP_ERROR, U
+from isobit.contracts.judge.recipes import draw_values
+from isobit.library.bounds import EXP_ERROR, U, prove_bound
+from isobit.library.certificates import Question, feature_order, prove_orders
+from isobit.library.softmax.proofs import BOUNDED, prove_rising
+from isobit.library.subjects import Subject
+from isobit.ops.log_softmax import portable
 from isobit.ops.portable.elementary import exp_nonpositive, log_positive
-from isobit.ops.portable.log_sum_exp import MaxSum, sum_pairs
+from isobit.ops.portable.log_sum_exp import sum_pairs
 from isobit.order.evaluate import expected_tree
 from isobit.order.plan import FeaturePlan
 from isobit.order.tree import merge
 from isobit.records import Proof
+from isobit.reveal import targets
+from isobit.reveal.targets.tensor_target import TensorTarget
 
-Rows = Callable[[Tensor], Tensor]  # [R, n] logits to [R, n] log-probabilities
-
+# (width, rows, threads): one leaf, four segments, three folded leaves.
+SUMS = ((64, 5, 1), (300, 33, 1), (64, 33, 2), (1024, 5, 1), (1101, 33, 1))
+ERROR_LIMIT = (64, 2.5e-5)  # as the contract states it
 LOG_ERROR = 1.0  # ulp of the result; `prove_logarithm` tries every mantissa
-CHUNK = 2**16  # what stays in the cache
+CHUNK = 2**16  # fits the cache
 SWEPT = range(-126, 128)
-EQUAL = 600  # rows of up to so many equal logits, whose sum is their number
-BOUNDED = (1, 16, 64, 1024, 4096, 32000, 131072, 151936)
+EQUAL = 600  # rows of fewer than so many equal logits, whose sum is their number
+REACH = 100.0  # bounds are stated for logits at most this much below the largest
 FAR = 88.0  # beyond it an exponential is below 2^-126
 
 
+def prove_order(subject: Subject, sums: Sequence[tuple[int, int, int]] = SUMS) -> Proof:
+    """Certify the order of the sum at several row counts, and compare bits with the portable definition."""
+
+    def question(width: int, rows: int, threads: int) -> Question:
+        def target(m: int) -> TensorTarget:
+            return targets.log_softmax(width, m, function=lambda x, _: subject(x, -1))
+
+        configurations = [{"m": rows, "threads": threads}]
+        order = feature_order(width, "striped")
+        return Question(f"rows of {width}", target, configurations, order)
+
+    covers = (
+        f"fp32 rows at (width, rows, threads) of {list(sums)}: Σ exp, in pairs of maximum and sum, is "
+        "in the defined order (shown by probing); bits are the definition's at 1, 5 and 65 rows; all "
+        "else is elementwise"
+    )
+    proof = prove_orders((question(*sizes) for sizes in sums), covers)
+    for width in {width for width, *_ in sums} if proof.kept else ():
+        x = draw_values((65, width), "logits", torch.Generator().manual_seed(width))
+        for rows in (1, 5, 65):
+            wanted = portable.log_softmax(x[:rows])
+            difference = bits.first_difference(subject(x[:rows], -1), wanted)
+            if difference is not None:
+                failure = f"rows of {width} against the definition: {difference}"
+                return Proof(proof.engine, "", proof.cases, failure)
+    return proof
+
+
+def prove_error(subject: Subject) -> Proof:
+    """Bound the error against exact arithmetic over the certified order."""
+    return prove_log_bound(prove_order(subject, SUMS[:2]), ERROR_LIMIT)
+
+
+def prove_monotone(subject: Subject) -> Proof:
+    """Try a row of every finite bf16 value, and one of fp16: a larger one must not have a smaller result."""
+    rows = []
+    for dtype in (torch.bfloat16, torch.float16):
+        raw = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+        rows.append(torch.unique(raw[raw.isfinite() & (raw.abs() < 2.0**15)].float()))
+    return prove_rising(subject, rows, "every bf16 and fp16 value below 2^15 in one row")
+
+
 def log_error(x: Tensor) -> tuple[float, bool]:
-    """The largest error of log_positive in ulp, and whether larger arguments have no smaller results."""
+    """Return the largest error of log_positive in ulp, and whether it is monotone on ascending x."""
     found, true = log_positive(x), x.double().log()
-    below = (
-        found.view(torch.int32) - 1
-    ) & 0x7F800000  # the exponent of the next smaller number: an ulp at most
+    # The exponent of the next smaller number: an ulp at most.
+    below = (found.view(torch.int32) - 1) & 0x7F800000
     ulp = below.view(torch.float32).double() * 2.0**-23
     gap = (found.double() - true).abs()
-    error = torch.where(
-        (true == 0) | (found == 0), gap * torch.inf, gap / ulp
-    )  # log 1 is 0, and no other is
+    # log 1 is 0, and no other is.
+    error = torch.where((true == 0) | (found == 0), gap * torch.inf, gap / ulp)
     return float(error.nan_to_num(0.0).max()), bool((found[1:] >= found[:-1]).all())
 
 
 def mantissas(exponent: int, first: int, stop: int, step: int = 1) -> Tensor:
-    """fp32 numbers of one exponent, ascending."""
+    """Return fp32 numbers of one exponent, ascending."""
     raw = torch.arange(first, stop, step, dtype=torch.int32) | ((exponent + 127) << 23)
     return raw.view(torch.float32)
 
 
-def prove_logarithm(rows: Rows) -> Proof:
-    """Every mantissa from 1 to 4, a sweep of all exponents; and the kernel's logarithm has these bits."""
+def prove_logarithm(rows: Subject) -> Proof:
+    """Try every mantissa from 1 to 4 and a sweep of all exponents; the kernel must use this logarithm."""
     engine, cases = "enumeration of the logarithm", 0
     pieces = [(e, at, min(at + CHUNK + 1, 2**23)) for e in (0, 1) for at in range(0, 2**23, CHUNK)]
     parts = [mantissas(*piece) for piece in pieces]
@@ -62,13 +110,8 @@ def prove_logarithm(rows: Rows) -> Proof:
             return Proof(engine, "", cases, f"from {x[0]!r}: {error:.3g} ulp, monotone: {rises}")
     down = -torch.linspace(0, 20, 100_001)
     pair = torch.stack([torch.zeros_like(down), down], 1)
-    wanted = torch.stack(
-        [
-            0.0 - log_positive(1 + exp_nonpositive(down)),
-            down - log_positive(1 + exp_nonpositive(down)),
-        ]
-    )
-    found = bits.first_difference(rows(pair), wanted.t().contiguous())
+    wanted = pair - log_positive(1 + exp_nonpositive(down)).unsqueeze(1)
+    found = bits.first_difference(rows(pair), wanted)
     if found is not None:
         return Proof(engine, "", cases, f"rows of two against the definition: {found}")
     for n in range(1, EQUAL):
@@ -83,11 +126,8 @@ def prove_logarithm(rows: Rows) -> Proof:
     return Proof(engine, covers, cases + len(down))
 
 
-# ---- the error -------------------------------------------------------------------------------------------
-
-
 def roundings(width: int) -> tuple[int, int]:
-    """(additions, rescalings) that a term passes, at most."""
+    """Return the most additions and rescalings that a term passes."""
     plan = FeaturePlan(width)
     segments = plan.segments
     merges = plan.count.bit_length() - 1
@@ -95,7 +135,7 @@ def roundings(width: int) -> tuple[int, int]:
 
 
 def bound_of(width: int, reach: float) -> float:
-    """The absolute error of a log-probability whose fp32 logit is `reach` below the largest, from above.
+    """Bound the absolute error of a log-probability whose fp32 logit is `reach` below the largest.
 
     A term e^(x − max) is off by its exponential, by each rescaling (an exponential and a product), by the rounded
     differences, which add up to at most 88 u, and by the additions; what underflows is at most 2^-125 a term.
@@ -113,25 +153,28 @@ def bound_of(width: int, reach: float) -> float:
     return float((of_log + differences).abs_upper())
 
 
-def say_bounds(reach: float) -> str:
-    """In words, over widths of vocabularies."""
-    return ", ".join(f"{bound_of(n, reach):.2g} at {n}" for n in BOUNDED)
+def prove_log_bound(order: Proof, stated: tuple[int, float]) -> Proof:
+    """Bound the error of a log-probability over a certified order; it must be within the stated limit."""
+    covers = (
+        f"fp32 logits that are at most {REACH:g} below the row's largest where they are read: the "
+        "log-probability is off by at most"
+    )
+    return prove_bound(order, partial(bound_of, reach=REACH), BOUNDED, stated, covers)
 
 
-# ---- the sign --------------------------------------------------------------------------------------------
+def prove_sign(rows: Subject) -> Proof:
+    """Prove in IEEE arithmetic that no log-probability is positive.
 
-
-def prove_sign(rows: Rows) -> Proof:
-    """In IEEE arithmetic no log-probability is positive, whatever exp and log are, if exp is in [0, 1] and is 1 at 0,
-    and log of what is at least 1 is not negative: `prove_logarithm` and softmax's tests show both."""
+    Assumed are exp in [0, 1] with exp(0) = 1, and a logarithm that is not negative from 1 on: softmax's
+    tests and `prove_logarithm` show these.
+    """
     engine, cases = "Bitwuzla on the IEEE model", 0
     for width in (2, 3, 8):
         x = 10 * torch.randn(4096, width, generator=torch.Generator().manual_seed(width))
-        if not bits.equal(rows(x), by_model(x)):
-            return Proof(
-                engine, "", cases + 1, f"the model of rows of {width} is not what the kernel does"
-            )
         cases += 1
+        if not bits.equal(rows(x), by_model(x)):
+            failure = f"the model of rows of {width} is not what the kernel does"
+            return Proof(engine, "", cases, failure)
         if not smt.is_unsatisfiable(sum_formula(width)):
             return Proof(engine, "", cases, f"a leaf of {width} with a sum below 1")
     for formula in (merge_formula(), result_formula()):
@@ -141,41 +184,39 @@ def prove_sign(rows: Rows) -> Proof:
     wide = 10 * torch.randn(64, 1100, generator=torch.Generator().manual_seed(11))
     total = sum_pairs(wide)
     if not bits.equal(rows(wide), (wide - total.max) - log_positive(total.sum)):
-        return Proof(engine, "", cases, "rows of 1100 are not merged as the model says")
+        return Proof(engine, "", cases, "rows of 1100 are not merged as in the model")
     covers = (
-        "every fp32 row whose leaves have 2, 3 or 8 columns, and every merge of two leaves: the sum is at least 1 and "
-        "the result at most 0; exp and log abstracted by range; the model agrees with the kernel on 12,352 rows"
+        "every fp32 row whose leaves have 2, 3 or 8 columns, and every merge of two leaves: the sum is "
+        "at least 1 and the result at most 0; exp and log abstracted by range; the model agrees with "
+        "the kernel on 12,352 rows"
     )
     return Proof(engine, covers, cases)
 
 
 def by_model(x: Tensor) -> Tensor:
-    """What the formulas say, carried out."""
+    """Compute what the formulas model."""
     most = x.amax(-1, keepdim=True)
     lanes = list(exp_nonpositive(x - most).unbind(-1)) + [torch.zeros(len(x))] * (16 - x.shape[-1])
     return (x - most) - log_positive(merge(lanes, torch.add)).unsqueeze(-1)
 
 
 def in_unit(*names: str) -> str:
-    """Each is what an exponential can be."""
+    """Assert that each name is in [0, 1], as an exponential is."""
     zero, one = smt.number(0.0), smt.number(1.0)
     return "".join(f"(assert (and (fp.leq {zero} {n}) (fp.leq {n} {one})))\n" for n in names)
 
 
 def sum_formula(width: int) -> str:
-    """Satisfiable if a leaf's sum, one of whose terms is 1, is below 1."""
+    """Return a formula that is satisfiable if a leaf's sum, one of whose terms is 1, is below 1."""
     names, one = [f"e{i}" for i in range(width)], smt.number(1.0)
-    text = (
-        smt.declare(names)
-        + in_unit(*names)
-        + f"(assert (or {' '.join(f'(fp.eq {n} {one})' for n in names)}))\n"
-    )
+    text = smt.declare(names) + in_unit(*names)
+    text += f"(assert (or {' '.join(f'(fp.eq {n} {one})' for n in names)}))\n"
     total = merge([*names, *[smt.number(0.0)] * (16 - width)], smt.add)
     return text + f"(assert (not (fp.leq {one} {total})))\n"
 
 
 def merge_formula() -> str:
-    """Satisfiable if two sums of at least 1, one of whose factors is 1, merge to less than 1."""
+    """Return a formula that is satisfiable if two sums ≥ 1, one with the factor 1, merge to less than 1."""
     one = smt.number(1.0)
     text = smt.declare(["a", "b", "f", "g"]) + in_unit("f", "g")
     text += f"(assert (and (fp.leq {one} a) (fp.leq {one} b) (not (fp.isInfinite a)) (not (fp.isInfinite b))))\n"
@@ -185,7 +226,7 @@ def merge_formula() -> str:
 
 
 def result_formula() -> str:
-    """Satisfiable if (x − max) − log is positive or NaN, where x ≤ max and the logarithm is not negative."""
+    """Return a formula that is satisfiable if (x − max) − log > 0 or NaN for x ≤ max and log ≥ 0."""
     zero = smt.number(0.0)
     text = smt.declare(["x", "most", "log"])
     text += "".join(
@@ -196,43 +237,5 @@ def result_formula() -> str:
 
 
 def reach_of(logits: Tensor) -> float:
-    """How far below the largest a logit of these rows stands, at most."""
+    """Return the largest distance of a logit to the largest of its row."""
     return float((logits.amax(-1) - logits.amin(-1)).max()) if logits.numel() else 0.0
-
-
-def cut_by_threads(logits: Tensor) -> MaxSum:
-    """Planted: a run of columns a thread, merged as they come."""
-    parts = [sum_pairs(part) for part in logits.chunk(torch.get_num_threads(), 1)]
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
-
-
-def not_rescaled(logits: Tensor) -> MaxSum:
-    """Planted: a leaf's sum is added as it is, though the maximum has moved."""
-    plan = FeaturePlan(logits.shape[1])
-    size = max(min(plan.length, 512), 1)
-    parts = [sum_pairs(logits[:, at : at + size]) for at in range(0, logits.shape[1], size)]
-    most = torch.stack([p.max for p in parts]).amax(0)
-    return MaxSum(most, torch.stack([p.sum for p in parts]).sum(0))
-
-
-def without_the_tail(logits: Tensor) -> MaxSum:
-    """Planted: columns after the last whole vector are not summed."""
-    whole = logits.shape[1] // 16 * 16
-    return (
-        MaxSum(logits.amax(1, keepdim=True), sum_pairs(logits[:, :whole]).sum)
-        if whole
-        else sum_pairs(logits)
-    )
-
-
-def over_the_batch(logits: Tensor) -> MaxSum:
-    """Planted: the largest of the whole batch is subtracted."""
-    most = logits.amax().reshape(1, 1).expand(len(logits), 1)
-    terms = exp_nonpositive(logits - most)
-    return MaxSum(most, terms.sum(1, keepdim=True).clamp(min=math.ldexp(1, -126)))
-
-
-PLANTED = {f.__name__: f for f in (cut_by_threads, not_rescaled, without_the_tail, over_the_batch)}

@@ -1,140 +1,104 @@
-"""Wrong log-probabilities: as kernels get them wrong, in values or in gradients. Each is right in all else."""
+"""Planted wrong log-probabilities: wrong in values or in gradients, and right in everything else."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from functools import reduce
-from typing import Any
+from functools import partial, reduce
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from isobit.library.log_softmax import proofs
-from isobit.library.logprob.claims import Scored, gradients, in_shares
+from isobit.library import stock as stock_functions
+from isobit.library.gradients import with_backward, with_value
+from isobit.library.log_softmax.planted import SUMS, LogSumExp
+from isobit.library.logprob.claims import in_shares
+from isobit.library.logprob.scored import Scored, gradients
 from isobit.ops.linear.op import linear_fp32
-from isobit.ops.logprob.op import IGNORED, linear_logprob
+from isobit.ops.logprob.op import linear_logprob
 from isobit.ops.portable.elementary import log_positive
 from isobit.ops.portable.log_sum_exp import MaxSum, sum_pairs
 from isobit.ops.portable.samples import whole_samples
 from isobit.order import tree
 from isobit.order.samples import Samples
 
-Values = Callable[
-    [Tensor, Tensor, float], Tensor
-]  # logits before the temperature, targets, temperature
-Grads = Callable[..., tuple[Tensor, Tensor]]
+Values = Callable[[Tensor, Tensor, float], Tensor]  # (logits, targets, temperature) -> values
 
 
 def with_values(values: Values) -> Scored:
-    """Right in its gradients."""
+    """Return log-probabilities by `values`, with the right gradients."""
 
-    def score(
-        hidden: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        *,
-        temperature: float = 1.0,
-        samples: Samples | None = None,
-    ) -> Tensor:
-        right = linear_logprob(hidden, weight, targets, temperature=temperature, samples=samples)
+    def score(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+        right = linear_logprob(hidden, weight, targets, **options)
         if not hidden.numel():
             return right
         flat = targets.reshape(-1).long()
         logits = linear_fp32(hidden, weight).reshape(len(flat), -1)
-        wrong = values(logits, flat, temperature).reshape(right.shape)
-        return Replaced.apply(right, wrong)  # type: ignore[no-any-return, no-untyped-call]
+        wrong = values(logits, flat, options.get("temperature", 1.0))
+        return with_value(right, wrong.reshape(right.shape))
 
     return Scored(score)
 
 
-class Replaced(torch.autograd.Function):
-    """The second value, the first one's gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, right: Tensor, wrong: Tensor) -> Tensor:
-        return wrong.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
 def picked(logits: Tensor, total: MaxSum, targets: Tensor) -> Tensor:
-    """At the targets; 0 where there is none."""
+    """Return the log-probabilities at the targets; 0 where a target is ignored."""
     chosen = logits.gather(1, targets.clamp(min=0).unsqueeze(1))
-    return torch.where(
-        targets < 0, 0.0, ((chosen - total.max) - log_positive(total.sum)).squeeze(1)
-    )
+    found = ((chosen - total.max) - log_positive(total.sum)).squeeze(1)
+    return torch.where(targets < 0, 0.0, found)
 
 
-def with_sum(sum_of: Callable[[Tensor], MaxSum]) -> Scored:
-    """Another log-sum-exp."""
-
-    def values(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-        warm = logits * (1 / torch.tensor(temperature))
-        return picked(warm, sum_of(warm), targets)
-
-    return with_values(values)
-
-
-def _temperature_after(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    return picked(logits, sum_pairs(logits), targets) / temperature
-
-
-def _bf16_logits(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    warm = logits.bfloat16().float() * (1 / torch.tensor(temperature))
-    return picked(warm, sum_pairs(warm), targets)
-
-
-def _ignored_counted(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
+def scored(
+    logits: Tensor, targets: Tensor, temperature: float, sum_of: LogSumExp = sum_pairs
+) -> Tensor:
+    """Return what linear_logprob computes of its logits, with another log-sum-exp if given."""
     warm = logits * (1 / torch.tensor(temperature))
-    return picked(warm, sum_pairs(warm), targets.clamp(min=0))
+    return picked(warm, sum_of(warm), targets)
+
+
+def with_sum(sum_of: LogSumExp) -> Scored:
+    """Return log-probabilities with another log-sum-exp."""
+    return with_values(partial(scored, sum_of=sum_of))
 
 
 def _neighbours_target(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    warm = logits * (1 / torch.tensor(temperature))
     before = torch.where(targets < 0, targets, targets.roll(1).clamp(min=0))
-    return picked(warm, sum_pairs(warm), before)
-
-
-def _a_hair_more(logits: Tensor, targets: Tensor, temperature: float) -> Tensor:
-    warm = logits * (1 / torch.tensor(temperature))
-    return picked(warm, sum_pairs(warm), targets) + 2.0**-20
+    return scored(logits, before, temperature)
 
 
 def _pairs_folded(logits: Tensor) -> MaxSum:
-    """Four shares of the vocabulary, each added to all before it."""
+    """Fold four shares of the vocabulary from the left."""
     return reduce(operator.add, [sum_pairs(share) for share in logits.chunk(4, 1)])
 
 
-# ---- in the gradients -----------------------------------------------------------------------------------
+over_the_batch, cut_by_threads, not_rescaled, without_the_tail = map(with_sum, SUMS.values())
+pairs_folded = with_sum(_pairs_folded)
+temperature_after = with_values(lambda logits, targets, t: scored(logits, targets, 1.0) / t)
+bf16_logits = with_values(lambda logits, *given: scored(logits.bfloat16().float(), *given))
+ignored_counted = with_values(lambda logits, ids, t: scored(logits, ids.clamp(min=0), t))
+neighbours_target = with_values(_neighbours_target)
+a_hair_more = with_values(lambda *given: scored(*given) + 2.0**-20)
 
 
-class WithGrads(torch.autograd.Function):
-    """Right values; gradients by `grads(grad, hidden, weight, targets, temperature, samples)` of flat rows."""
+class Problem(NamedTuple):
+    """What a backward pass has, as flat rows."""
 
-    @staticmethod
-    def forward(
-        ctx: Any, grads: Grads, temperature: float, samples: Samples, *given: Tensor
-    ) -> Tensor:
-        ctx.grads, ctx.temperature, ctx.samples = grads, temperature, samples
-        ctx.save_for_backward(*given)
-        return linear_logprob(*given, temperature=temperature)
+    grad: Tensor
+    hidden: Tensor
+    weight: Tensor
+    targets: Tensor
+    temperature: float
+    samples: Samples
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, targets = ctx.saved_tensors
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        by_row, by_word = ctx.grads(
-            grad.reshape(-1), flat, weight, targets.reshape(-1), ctx.temperature, ctx.samples
-        )
-        return None, None, None, by_row.reshape(hidden.shape), by_word, None
+    def gradients(self, **changed: Any) -> tuple[Tensor, Tensor]:
+        """Return the right dhidden and dweight, of a problem with some fields changed."""
+        p = self._replace(**changed)
+        options: dict[str, Any] = {"temperature": p.temperature, "samples": p.samples}
+        return gradients(linear_logprob, p.hidden, p.weight, p.targets, p.grad, **options)
 
 
-def with_grads(grads: Grads) -> Scored:
-    """Right in its values."""
+def with_grads(grads: Callable[[Problem], tuple[Tensor, Tensor]]) -> Scored:
+    """Return the right log-probabilities with gradients by `grads`."""
 
     def score(
         hidden: Tensor,
@@ -145,172 +109,77 @@ def with_grads(grads: Grads) -> Scored:
         samples: Samples | None = None,
     ) -> Tensor:
         described = samples or whole_samples(hidden, None)
-        given = grads, temperature, described, hidden, weight, targets
-        return WithGrads.apply(*given)  # type: ignore[no-any-return, no-untyped-call]
+
+        def backward(grad: Tensor, hidden: Tensor, weight: Tensor, targets: Tensor) -> Any:
+            flat = hidden.reshape(-1, hidden.shape[-1])
+            rows = grad.reshape(-1), flat, weight, targets.reshape(-1)
+            by_row, by_word = grads(Problem(*rows, temperature, described))
+            return by_row.reshape(hidden.shape), by_word, None
+
+        function = partial(linear_logprob, temperature=temperature)
+        return with_backward(function, backward, hidden, weight, targets)
 
     return Scored(score)
 
 
-def right_grads(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    samples: Samples,
-) -> tuple[Tensor, Tensor]:
-    """What the wrong ones begin with."""
-    return gradients(
-        linear_logprob, hidden, weight, targets, grad, temperature=temperature, samples=samples
-    )
+def _without_temperature(p: Problem) -> tuple[Tensor, Tensor]:
+    by_row, by_word = p.gradients()
+    return by_row * p.temperature, by_word * p.temperature
 
 
-def _padding_counted(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    samples: Samples,
-) -> tuple[Tensor, Tensor]:
-    return right_grads(grad, hidden, weight, targets, temperature, Samples.packed([len(hidden)]))
+def _blunted(p: Problem) -> tuple[Tensor, Tensor]:
+    """Take 2^-12 of the target's own word from dhidden, and 2^-12 of everything from dweight."""
+    by_row, by_word = p.gradients()
+    missing = 2.0**-12 * p.grad.unsqueeze(1) * p.weight[p.targets.clamp(min=0)]
+    return by_row - missing, by_word * (1 - 2.0**-12)
 
 
-def _without_temperature(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    samples: Samples,
-) -> tuple[Tensor, Tensor]:
-    by_row, by_word = right_grads(grad, hidden, weight, targets, temperature, samples)
-    return by_row * temperature, by_word * temperature
+def turned(targets: Tensor, vocabulary: int) -> Tensor:
+    """Return the targets in a reversed vocabulary."""
+    return torch.where(targets < 0, targets, vocabulary - 1 - targets)
 
 
-def _ignored_pulled(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    samples: Samples,
-) -> tuple[Tensor, Tensor]:
-    return right_grads(grad, hidden, weight, targets.clamp(min=0), temperature, samples)
+def _by_rows(p: Problem) -> tuple[Tensor, Tensor]:
+    """Sum dhidden of few rows with the vocabulary in another order."""
+    if len(p.hidden) >= 8:
+        return p.gradients()
+    other = turned(p.targets, len(p.weight))
+    return p.gradients(weight=p.weight.flip(0), targets=other)[0], p.gradients()[1]
 
 
-def _blunted(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    samples: Samples,
-) -> tuple[Tensor, Tensor]:
-    """dhidden misses 2^-12 of the target's own word, dweight 2^-12 of everything."""
-    by_row, by_word = right_grads(grad, hidden, weight, targets, temperature, samples)
-    return by_row - 2.0**-12 * grad.unsqueeze(1) * weight[targets.clamp(min=0)], by_word * (
-        1 - 2.0**-12
-    )
-
-
-def _by_rows(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    samples: Samples,
-) -> tuple[Tensor, Tensor]:
-    """dhidden of few rows with the vocabulary in another order."""
-    found = right_grads(grad, hidden, weight, targets, temperature, samples)
-    if len(hidden) >= 8:
-        return found
-    other = torch.where(targets < 0, targets, len(weight) - 1 - targets)
-    return right_grads(grad, hidden, weight.flip(0), other, temperature, samples)[0], found[1]
-
-
-def _tokens_backwards(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    samples: Samples,
-) -> tuple[Tensor, Tensor]:
-    """dweight with the tokens of a sample from the last to the first."""
+def _tokens_backwards(p: Problem) -> tuple[Tensor, Tensor]:
+    """Sum dweight with the tokens of a sample from the last to the first."""
+    samples = p.samples
     spans = tuple((samples.rows - start - length, length) for start, length in samples.spans)
-    turned = Samples(spans, samples.rows, samples.first, samples.of)
-    flipped = right_grads(
-        grad.flip(0), hidden.flip(0), weight, targets.flip(0), temperature, turned
-    )
-    return right_grads(grad, hidden, weight, targets, temperature, samples)[0], flipped[1]
+    flipped = {name: getattr(p, name).flip(0) for name in ("grad", "hidden", "targets")}
+    described = Samples(spans, samples.rows, samples.first, samples.of)
+    return p.gradients()[0], p.gradients(**flipped, samples=described)[1]
 
 
-def _roots_rounded(
-    grad: Tensor,
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: float,
-    samples: Samples,
-) -> tuple[Tensor, Tensor]:
-    """dhidden of four shares of the vocabulary, rounded before they are merged."""
-    _, roots, by_word = in_shares(hidden, weight, targets, grad, samples, 4)
-    return tree.merge([root.bfloat16().float() for root in roots], torch.add).to(
-        hidden.dtype
-    ), by_word
+def _roots_rounded(p: Problem) -> tuple[Tensor, Tensor]:
+    """Round dhidden of four shares of the vocabulary before they are merged."""
+    _, roots, by_word = in_shares(p.hidden, p.weight, p.targets, p.grad, p.samples, 4)
+    merged = tree.merge([root.bfloat16().float() for root in roots], torch.add)
+    return merged.to(p.hidden.dtype), by_word
 
 
-def stock_score(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    samples: Samples | None = None,
-) -> Tensor:
-    """torch's own, which holds the logits and knows no samples."""
-    logits = (F.linear(hidden, weight) / temperature).reshape(-1, len(weight))
-    found = -F.cross_entropy(
-        logits, targets.reshape(-1).long(), ignore_index=IGNORED, reduction="none"
-    )
-    return found.reshape(targets.shape)
+padding_counted = with_grads(lambda p: p.gradients(samples=Samples.packed([len(p.hidden)])))
+ignored_pulled = with_grads(lambda p: p.gradients(targets=p.targets.clamp(min=0)))
+without_temperature, dhidden_by_rows = with_grads(_without_temperature), with_grads(_by_rows)
+tokens_backwards, blunted = with_grads(_tokens_backwards), with_grads(_blunted)
+roots_rounded = with_grads(_roots_rounded)
 
 
-def _reversed_score(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    temperature: float = 1.0,
-    samples: Samples | None = None,
-) -> Tensor:
-    """Few rows with the vocabulary in another order: right sums, other bits."""
+def _reversed_score(hidden: Tensor, weight: Tensor, targets: Tensor, **options: Any) -> Tensor:
+    """Sum few rows with the vocabulary in another order: right sums, other bits."""
     if targets.numel() >= 8:
-        return linear_logprob(hidden, weight, targets, temperature=temperature, samples=samples)
-    other = torch.where(targets < 0, targets, len(weight) - 1 - targets)
-    return linear_logprob(hidden, weight.flip(0), other, temperature=temperature, samples=samples)
+        return linear_logprob(hidden, weight, targets, **options)
+    return linear_logprob(hidden, weight.flip(0), turned(targets, len(weight)), **options)
 
 
 def _wrapping_score(hidden: Tensor, weight: Tensor, targets: Tensor, **_: Any) -> Tensor:
     return linear_logprob(hidden, weight, targets.long() % len(weight))
 
 
-stock = Scored(stock_score)
-vocabulary_reversed = Scored(_reversed_score)
+stock, vocabulary_reversed = Scored(stock_functions.linear_logprob), Scored(_reversed_score)
 wrapping_targets = Scored(_wrapping_score)
-over_the_batch, cut_by_threads, not_rescaled, without_the_tail = (
-    with_sum(proofs.PLANTED[name])
-    for name in ("over_the_batch", "cut_by_threads", "not_rescaled", "without_the_tail")
-)
-temperature_after, bf16_logits = with_values(_temperature_after), with_values(_bf16_logits)
-ignored_counted, neighbours_target = with_values(_ignored_counted), with_values(_neighbours_target)
-a_hair_more, pairs_folded = with_values(_a_hair_more), with_sum(_pairs_folded)
-padding_counted, without_temperature = (
-    with_grads(_padding_counted),
-    with_grads(_without_temperature),
-)
-ignored_pulled, dhidden_by_rows = with_grads(_ignored_pulled), with_grads(_by_rows)
-tokens_backwards, blunted = with_grads(_tokens_backwards), with_grads(_blunted)
-roots_rounded = with_grads(_roots_rounded)

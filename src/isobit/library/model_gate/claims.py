@@ -1,9 +1,8 @@
-"""What chain-v1 claims: the gate over a tiny model of each family, and planted wrong operators inside it."""
+"""Claims of chain-v1: the model gate over a tiny model of each family; planted wrong operators."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache, partial
 from typing import Any
 
@@ -19,6 +18,8 @@ from isobit.gates.model.models import build_model
 from isobit.gates.model.scorers import IsobitScorer, StockScorer
 from isobit.integrations.transformers import head, modules
 from isobit.integrations.transformers.enabling import enabled as scope
+from isobit.library import stock as stock_functions
+from isobit.library.subjects import replaced
 
 FAMILIES = ("qwen3-tiny", "qwen2-tiny", "llama-tiny")
 SELECTED = "log-probability"
@@ -26,36 +27,37 @@ Subject = Callable[[Tensor, str], GateReport]
 
 
 def enabled(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
-    """The gate on an enabled model of the dtype that was drawn."""
+    """Return the gate's report on an enabled model of the dtype of `drawn`."""
     return run_enabled(name, drawn.dtype)
 
 
-@lru_cache(maxsize=8)  # two claims ask for the same gate
+@lru_cache(maxsize=8)  # two claims need the same gate
 def run_enabled(name: str, dtype: torch.dtype) -> GateReport:
+    """Return the gate's report on an enabled model."""
     model = build_model(name, dtype)
     with scope(model, strict=False), torch.enable_grad():
         return run_gate(IsobitScorer(model), batches.draw_samples(model.config.vocab_size))
 
 
 def stock(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
-    """The same gate on the model as it is."""
+    """Return the gate's report on the stock model."""
     model = build_model(name, drawn.dtype)
     with torch.enable_grad():
         return run_gate(StockScorer(model), batches.draw_samples(model.config.vocab_size))
 
 
 def selected(subject: Subject, case: Case, tally: Tally) -> None:
-    """Log-probabilities, in every layout."""
+    """Log-probabilities agree in every layout."""
     count(subject, case, tally, lambda quantity: quantity == SELECTED)
 
 
 def trained(subject: Subject, case: Case, tally: Tally) -> None:
-    """Loss, gradients and weights after a step."""
+    """Loss, gradients and weights after a step agree in every layout."""
     count(subject, case, tally, lambda quantity: quantity != SELECTED)
 
 
 def count(subject: Subject, case: Case, tally: Tally, wanted: Callable[[str], bool]) -> None:
-    """The rows of a report, into a tally."""
+    """Count the rows of each family's report."""
     for name in FAMILIES:
         if tally.differing:
             return
@@ -63,9 +65,8 @@ def count(subject: Subject, case: Case, tally: Tally, wanted: Callable[[str], bo
         rows = [row for row in report.rows if wanted(row.quantity)]
         tally.count(sum(batches.LENGTHS))
         if not rows or report.trained != report.parameters:
-            tally.fail(
-                f"{name}: {len(rows)} rows, {report.trained} of {report.parameters} parameters with gradients"
-            )
+            trained = f"{report.trained} of {report.parameters} parameters with gradients"
+            tally.fail(f"{name}: {len(rows)} rows, {trained}")
         for row in rows:
             tally.compared += row.numbers
             if not row.kept:
@@ -75,89 +76,52 @@ def count(subject: Subject, case: Case, tally: Tally, wanted: Callable[[str], bo
 # ---- planted --------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def planted(home: Any, name: str, wrong: Callable[..., Any]) -> Iterator[None]:
-    """One operator replaced, and put back."""
-    right = getattr(home, name)
-    setattr(home, name, partial(wrong, right))
-    try:
-        yield
-    finally:
-        setattr(home, name, right)
+def gate_with(home: Any, name: str, wrong: Callable[..., Any]) -> Subject:
+    """Return the gate with one operator replaced by `wrong(right, ...)`."""
+
+    def run(drawn: Tensor, family: str = FAMILIES[0]) -> GateReport:
+        with replaced(home, name, partial(wrong, getattr(home, name))):
+            return run_enabled.__wrapped__(family, drawn.dtype)
+
+    run.__name__ = f"with{wrong.__name__}"
+    return run
 
 
-def with_stock_linear(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
-    """Output and down projections by stock."""
-
-    def wrong(_: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, **__: Any) -> Tensor:
-        return F.linear(x, weight, bias)
-
-    with planted(modules, "linear", wrong):
-        return run_enabled.__wrapped__(name, drawn.dtype)
+def _stock_linear(_: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, **__: Any) -> Any:
+    """Compute output and down projections by stock."""
+    return stock_functions.linear(x, weight, bias)
 
 
-def with_keys_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
-    """Attention over a whole row of the batch, padding included."""
-
-    def wrong(
-        right: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        queries: Any = None,
-        keys: Any = None,
-        **how: Any,
-    ) -> Any:
-        return right(q, k, v, **how)
-
-    with planted(modules, "attention", wrong):
-        return run_enabled.__wrapped__(name, drawn.dtype)
+def _keys_of_padding(right: Any, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
+    """Attend over a whole row of the batch, padding included."""
+    return right(
+        q, k, v, **{n: value for n, value in how.items() if n not in ("q_samples", "k_samples")}
+    )
 
 
-def with_positions_of_padding(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
-    """Rotary angles by the place in the row, padding counted."""
-
-    def wrong(right: Any, module: Any, x: Tensor, places: Tensor) -> Any:
-        return right(module, x, torch.arange(x.shape[1])[None])
-
-    with planted(modules, "forward_rotary", wrong):
-        return run_enabled.__wrapped__(name, drawn.dtype)
+def _positions_of_padding(right: Any, module: Any, x: Tensor, places: Tensor) -> Any:
+    """Take rotary angles by the place in the row, padding counted."""
+    return right(module, x, torch.arange(x.shape[1])[None])
 
 
-def with_padded_dgamma(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
-    """A norm's gradient over the padded batch."""
-
-    def wrong(
-        right: Any,
-        x: Tensor,
-        weight: Tensor,
-        eps: float,
-        *,
-        samples: Any = None,
-        heads: bool = False,
-    ) -> Any:
-        return right(x, weight, eps, heads=heads)
-
-    with planted(modules, "rms_norm", wrong):
-        return run_enabled.__wrapped__(name, drawn.dtype)
+def _padded_dgamma(right: Any, x: Tensor, weight: Tensor, eps: float, **named: Any) -> Any:
+    """Sum a norm's gradient over the padded batch."""
+    return right(x, weight, eps, heads=named.get("heads", False))
 
 
-def with_stock_norm(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
-    """A norm by stock."""
-
-    def wrong(_: Any, x: Tensor, weight: Tensor, eps: float, **__: Any) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, eps)
-
-    with planted(modules, "rms_norm", wrong):
-        return run_enabled.__wrapped__(name, drawn.dtype)
+def _stock_norm(_: Any, x: Tensor, weight: Tensor, eps: float, **__: Any) -> Tensor:
+    return stock_functions.rms_norm(x, weight, eps)
 
 
-def with_stock_loss(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
-    """Logits, then a mean, by stock."""
+def _stock_loss(_: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **__: Any) -> Tensor:
+    """Compute logits, then a mean, by stock."""
+    logits = stock_functions.linear(hidden, weight).float()
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
-    def wrong(_: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **__: Any) -> Tensor:
-        return F.cross_entropy(F.linear(hidden, weight).float().flatten(0, -2), targets.flatten())
 
-    with planted(head, "linear_cross_entropy", wrong):
-        return run_enabled.__wrapped__(name, drawn.dtype)
+with_stock_linear = gate_with(modules, "linear", _stock_linear)
+with_keys_of_padding = gate_with(modules, "attention", _keys_of_padding)
+with_positions_of_padding = gate_with(modules, "forward_rotary", _positions_of_padding)
+with_padded_dgamma = gate_with(modules, "rms_norm", _padded_dgamma)
+with_stock_norm = gate_with(modules, "rms_norm", _stock_norm)
+with_stock_loss = gate_with(head, "linear_cross_entropy", _stock_loss)

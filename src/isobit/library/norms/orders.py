@@ -1,18 +1,27 @@
-"""The orders of a norm's sums, over features, tokens and heads: targets that show them, and certificates as proofs."""
+"""Order certificates of the norms: sums over features, tokens and heads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from isobit.library.questions import Question, prove, pruned
+from isobit.contracts.judge.transforms import THREADS
+from isobit.library.certificates import (
+    Question,
+    feature_order,
+    on_all_threads,
+    prove_orders,
+    token_order,
+)
+from isobit.library.subjects import Subject
 from isobit.ops.rms_norm.op import rms_norm
-from isobit.order.addition import Branch, chain, digest
-from isobit.order.evaluate import expected_tree, leaf_tree
-from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, TOKEN_LEAF, FeaturePlan
+from isobit.order.addition import Branch, chain
+from isobit.order.evaluate import leaf_tree
+from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, TOKEN_LEAF
 from isobit.order.samples import Samples
 from isobit.order.tree import merge_items
 from isobit.records import Proof
@@ -20,12 +29,11 @@ from isobit.reveal import targets
 from isobit.reveal.targets.products import backward_of
 from isobit.reveal.targets.tensor_target import TensorTarget
 
-Subject = Callable[..., Any]
-
 WIDTHS, ROWS = (64, 300, 1024), (1, 33)
 TOKENS = (2, 11, 257, 515)
 # (lengths, heads): one sample, a tree of samples, three folded in a segment; heads in a tree, and in segments of three.
 HEADS = (((5,), 4), ((3, 4), 6), ((2, 3, 2), 24))
+ELSE = f"{list(THREADS)} threads; all else is elementwise"
 
 
 def tokens_target(
@@ -35,7 +43,7 @@ def tokens_target(
     dtype: torch.dtype = torch.float32,
     function: Subject = rms_norm,
 ) -> TensorTarget:
-    """dweight over tokens (and their heads): rows of ±1 are their own norm, so each term is ± a gradient itself."""
+    """Return dweight over tokens (and heads): rows of ±1 are their own norm, so each term is ± a gradient."""
     n = 16
     shape = (tokens, heads, n) if heads else (tokens, n)
     x, grad = torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
@@ -50,7 +58,7 @@ def tokens_target(
 
 
 def head_order(samples: Samples, heads: int) -> Branch:
-    """What it must show of rows token · heads + head: heads by themselves, a sample's heads, the samples."""
+    """Return the order of rows token · heads + head: each head, then a sample's heads, then the samples."""
 
     def pair(a: Branch, b: Branch) -> Branch:
         return a, b
@@ -73,55 +81,50 @@ def head_order(samples: Samples, heads: int) -> Branch:
 def feature_question(
     subject: Subject, target: Callable[..., TensorTarget], width: int, more: int = 0
 ) -> Question:
-    """The sum of squares of rows, whose last `more` elements are not probed."""
+    """Ask for the order of the sum of squares of rows, whose last `more` elements are not probed."""
 
     def function(x: Tensor, shape: tuple[int], *rest: Any) -> Tensor:
-        return subject(x, torch.ones(shape, dtype=x.dtype), eps=rest[-1])  # type: ignore[no-any-return]
+        return subject(x, torch.ones(shape, dtype=x.dtype), eps=rest[-1])
 
     def make(m: int) -> TensorTarget:
         return target(width, m, function=function)
 
-    order = pruned(expected_tree(FeaturePlan(width + more).segments, "striped"), width)
-    assert order is not None
-    expected = digest(order)
-    return f"rows of {width + more}", make, [{"m": m} for m in ROWS], expected
+    shapes = on_all_threads({"m": m} for m in ROWS)
+    order = feature_order(width + more, "striped", width)
+    return Question(f"rows of {width + more}", make, shapes, order)
 
 
-def token_questions(subject: Subject) -> list[Question]:
-    """The sum over the tokens of one sample."""
+def token_questions(subject: Subject) -> Iterator[Question]:
+    """Ask for the order of dweight over the tokens of one sample."""
+    for k in TOKENS:
+        target = partial(tokens_target, k, function=subject)
+        yield Question(f"{k} tokens", target, on_all_threads([{}]), token_order(k, "striped"))
 
-    def make(k: int) -> TensorTarget:
-        return tokens_target(k, function=subject)
 
-    orders = {k: digest(expected_tree(Samples.packed([k]).segments, "striped")) for k in TOKENS}
-    return [(f"{k} tokens", make, [{"k": k}], order) for k, order in orders.items()]
+def head_questions(subject: Subject) -> Iterator[Question]:
+    """Ask for the order of dweight over tokens, heads and samples."""
+    for lengths, heads in HEADS:
+        samples = Samples.packed(lengths)
+        target = partial(tokens_target, samples.rows, heads, samples, function=subject)
+        what, order = f"{list(lengths)} tokens of {heads} heads", head_order(samples, heads)
+        yield Question(what, target, on_all_threads([{}]), order)
 
 
 def prove_rows(subject: Subject) -> Proof:
-    """The sum of squares of a root-mean-square norm, over row counts and threads."""
-    questions = [feature_question(subject, targets.rms_norm, width) for width in WIDTHS]
-    return prove(
-        questions, f"fp32 rows of {list(WIDTHS)}, {list(ROWS)} of them: the sum of squares"
-    )
+    """Certify the sum of squares of a root-mean-square norm, over row counts and threads."""
+    questions = (feature_question(subject, targets.rms_norm, width) for width in WIDTHS)
+    covers = f"fp32 rows of {list(WIDTHS)}, {list(ROWS)} of them: the sum of squares"
+    return prove_orders(questions, f"{covers}, {ELSE}")
 
 
 def prove_tokens(subject: Subject) -> Proof:
-    """dweight over the tokens of a sample."""
-    return prove(token_questions(subject), f"dweight of samples of {list(TOKENS)} tokens")
+    """Certify dweight over the tokens of a sample."""
+    covers = f"dweight of samples of {list(TOKENS)} tokens, {ELSE}"
+    return prove_orders(token_questions(subject), covers)
 
 
 def prove_heads(subject: Subject) -> Proof:
-    """dweight over the tokens of a sample, and over heads and samples."""
-    questions = token_questions(subject)
-    for lengths, heads in HEADS:
-        samples = Samples.packed(lengths)
-
-        def make(k: int, heads: int = heads, samples: Samples = samples) -> TensorTarget:
-            return tokens_target(k, heads, samples, function=subject)
-
-        what = f"{list(lengths)} tokens of {heads} heads"
-        questions.append((what, make, [{"k": samples.rows}], digest(head_order(samples, heads))))
-    return prove(
-        questions,
-        f"dweight of samples of {list(TOKENS)} tokens, and of (lengths, heads) {list(HEADS)}",
-    )
+    """Certify dweight over the tokens of a sample, and over heads and samples."""
+    questions = (*token_questions(subject), *head_questions(subject))
+    covers = f"dweight of samples of {list(TOKENS)} tokens, and of (lengths, heads) {list(HEADS)}"
+    return prove_orders(questions, f"{covers}, {ELSE}")

@@ -1,0 +1,1 @@
+"""The contract rank-agreement-v1 with its claims, planted wrong kernels and proofs."""

@@ -1,10 +1,9 @@
-"""What rank-agreement-v1 claims: equal bits agree and a flipped bit is named; and planted wrong comparisons."""
+"""Claims of rank-agreement-v1: equal bits agree, a flipped bit is found; planted wrong comparisons."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,14 +20,14 @@ SPECIAL = {0: 0.0, 2: float("nan")}
 
 
 def copies_of(case: Case) -> list[dict[str, Tensor]]:
-    """Three ranks of two parameters and a counter."""
+    """Return three ranks' copies of two parameters and a counter."""
     x = case.arguments["x"]
     turned = x.T.contiguous()
     return [{"a": x.clone(), "b": turned.clone(), "steps": torch.arange(3)} for _ in range(RANKS)]
 
 
 def equal_bits_agree(subject: Subject, case: Case, tally: Tally) -> None:
-    """Copies agree; so do views of other memory, and other orders of parameters."""
+    """Copies agree, also with other strides and another order of parameters."""
     tally.count(case.rows)
     copies = copies_of(case)
     x = case.arguments["x"]
@@ -39,7 +38,7 @@ def equal_bits_agree(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def names_a_flipped_bit(subject: Subject, case: Case, tally: Tally) -> None:
-    """One bit of one element on one rank; then a later element too, which is not the first."""
+    """A flipped bit is found: rank, parameter and first element, also when a later element differs too."""
     tally.count(case.rows)
     generator = case.generator(71)
 
@@ -66,7 +65,7 @@ def names_a_flipped_bit(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def names_other_parameters(subject: Subject, case: Case, tally: Tally) -> None:
-    """Missing, extra, of another shape, of another dtype."""
+    """Parameters that are missing, extra, of another shape or of another dtype are found."""
     tally.count(case.rows)
     copies = copies_of(case)
     del copies[1]["steps"]
@@ -84,7 +83,7 @@ def names_other_parameters(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def says_when_there_is_no_majority(subject: Subject, case: Case, tally: Tally) -> None:
-    """Two copies that differ: neither is right, and the second is said to differ from the first."""
+    """Of two copies that differ there is no majority: the finding names the second and is marked as a tie."""
     tally.count(case.rows)
     copies = copies_of(case)[:2]
     flip_bit(copies[0]["a"], 0, 0)
@@ -95,7 +94,7 @@ def says_when_there_is_no_majority(subject: Subject, case: Case, tally: Tally) -
 
 
 def others(rank: int) -> tuple[int, ...]:
-    """All but one."""
+    """Return all ranks but one."""
     return tuple(at for at in range(RANKS) if at != rank)
 
 
@@ -106,7 +105,7 @@ def expect(
     tally: Tally,
     what: str,
 ) -> None:
-    """Exactly these findings."""
+    """Compare the findings with exactly the wanted ones."""
     found = subject(copies).differences
     tally.compared += sum(tensor.numel() for copy in copies for tensor in copy.values())
     if found != wanted:
@@ -114,51 +113,43 @@ def expect(
 
 
 def flip_bit(tensor: Tensor, place: int, bit: int) -> None:
-    """In place; the tensor is contiguous."""
+    """Flip one bit of a contiguous tensor in place."""
     bytes_of_it = tensor.view(-1).view(torch.uint8)
     bytes_of_it[place * tensor.element_size() + bit // 8] ^= 1 << bit % 8
-
-
-def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """What has no bits to compare."""
-    x = torch.ones(3)
-    yield "nothing", ([{}, {}],), {}
-    yield "a sparse tensor", ([{"x": x}, {"x": x.to_sparse()}],), {}
-    yield "a tensor without memory", ([{"x": x.to("meta")}] * 2,), {}
 
 
 # ---- planted --------------------------------------------------------------------------------------------
 
 
 def through(change: Callable[[Tensor], Tensor], copies: Sequence[Copy]) -> Findings:
-    """The comparison of something else than the bits."""
+    """Compare what `change` returns instead of the bits."""
     return compare_copies(
         [{name: change(tensor) for name, tensor in copy.items()} for copy in copies]
     )
 
 
 def without_signs_of_zero(copies: Sequence[Copy]) -> Findings:
-    """-0.0 counts as +0.0."""
+    """Count -0.0 as +0.0."""
     return through(lambda t: torch.where(t == 0, torch.zeros_like(t), t), copies)
 
 
 def by_sums(copies: Sequence[Copy]) -> Findings:
-    """A checksum by addition."""
+    """Compare sums."""
     return through(lambda t: t.sum(), copies)
 
 
 def first_element_only(copies: Sequence[Copy]) -> Findings:
-    """Looks at one element a parameter."""
+    """Compare one element per parameter."""
     return through(lambda t: t.reshape(-1)[:1], copies)
 
 
 def by_storage(copies: Sequence[Copy]) -> Findings:
-    """The memory as it lies, strides ignored."""
+    """Compare memory without strides."""
     return through(lambda t: torch.tensor([], dtype=t.dtype).set_(t.untyped_storage()), copies)
 
 
 def last_difference(copies: Sequence[Copy]) -> Findings:
-    """Searches from the end: the element named is the last that differs."""
+    """Report the last element that differs."""
     found = through(lambda t: t.flip(tuple(range(t.dim()))), copies)
     ends = {name: [n - 1 for n in tensor.shape] for name, tensor in copies[0].items()}
     turned = tuple(
@@ -170,7 +161,7 @@ def last_difference(copies: Sequence[Copy]) -> Findings:
 
 
 def by_value(copies: Sequence[Copy]) -> Findings:
-    """By ==, under which a NaN differs from itself and zeros are one."""
+    """Compare by ==: a NaN differs from itself, and -0.0 equals +0.0."""
     found = []
     for at, copy in enumerate(copies):
         for name, tensor in copy.items():
@@ -181,12 +172,12 @@ def by_value(copies: Sequence[Copy]) -> Findings:
 
 
 def those_of_the_first(copies: Sequence[Copy]) -> Findings:
-    """Never looks for what the first rank does not have."""
+    """Ignore parameters that the first rank does not have."""
     return compare_copies([{n: t for n, t in copy.items() if n in copies[0]} for copy in copies])
 
 
 def trusts_the_first(copies: Sequence[Copy]) -> Findings:
-    """Compares every rank with the first: where the first is wrong, the others are named."""
+    """Compare every rank with the first: where the first is wrong, report the others."""
     found = compare_copies(copies)
     wrong = [f for f in found.differences if f.member == 0]
     swapped = tuple(
@@ -199,12 +190,12 @@ def trusts_the_first(copies: Sequence[Copy]) -> Findings:
 
 
 def accepts_everything(copies: Sequence[Copy]) -> Findings:
-    """A check that was switched off."""
+    """Report nothing."""
     return Findings((), True, False)
 
 
 def stock(copies: Sequence[Copy]) -> Findings:
-    """torch.equal, as a script would compare, telling all it knows where it differs."""
+    """Compare by torch.equal, as a script would."""
     found = []
     for at, copy in enumerate(copies):
         for name, tensor in copy.items():

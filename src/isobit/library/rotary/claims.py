@@ -1,35 +1,27 @@
-"""What rope-kernel-v1 claims beyond the library: turns and the way back, heads apart, fp32 angles, planted turns."""
+"""Claims of rope-kernel-v1: rotation and its gradient, independent heads, fp32 angles; planted wrong rotations."""
 
 from __future__ import annotations
-
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
+from isobit.library import stock
+from isobit.library.gradients import gradients
+from isobit.library.subjects import Subject
 from isobit.ops.portable.rounding import round_once
 from isobit.ops.rotary import portable
 from isobit.ops.rotary.op import rotary
 
-Subject = Callable[..., Tensor]
-
-
-def stock(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """transformers' apply_rotary_pos_emb."""
-    low, high = x.chunk(2, -1)
-    return x * cos.unsqueeze(-2) + torch.cat([-high, low], -1) * sin.unsqueeze(-2)
-
 
 def portable_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The other executor."""
+    """Return the portable executor's result."""
     return portable.rotary(x, cos, sin)
 
 
 def angles_of(case: Case) -> tuple[Tensor, Tensor]:
-    """Those of positions, in fp32, both halves alike; the arguments drawn are no angles, and their halves differ."""
+    """Return cosines and sines of positions in fp32, equal in both halves; the drawn arguments are not angles."""
     tokens, d = case.arguments["cos"].shape
     rates = 10000.0 ** (-torch.arange(0, d, 2) / d)
     first = case.recipe.seed % 1000
@@ -42,11 +34,8 @@ def keeps_heads_apart(subject: Subject, case: Case, tally: Tally) -> None:
     x, cos, sin = case.arguments.values()
     whole = subject(x, cos, sin)
     for head in range(x.shape[1]):
-        tally.same(
-            subject(x[:, head : head + 1], cos, sin),
-            whole[:, head : head + 1],
-            f"head {head} by itself",
-        )
+        one = slice(head, head + 1)
+        tally.same(subject(x[:, one], cos, sin), whole[:, one], f"head {head} by itself")
     tally.same(subject(x.flip(1), cos, sin), whole.flip(1), "heads reversed")
     tally.count(case.rows)
 
@@ -63,17 +52,15 @@ def decodes_as_prefilled(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def turns_back(subject: Subject, case: Case, tally: Tally) -> None:
-    """The gradient is the turn by the opposite angle, to the bit."""
+    """The gradient is the rotation by the opposite angle, to the bit."""
     x, (cos, sin) = case.arguments["x"], angles_of(case)
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        (found,) = torch.autograd.grad(subject(leaf, cos, sin), leaf, x)
+    (found,) = gradients(subject, [x], x, cos=cos, sin=sin)
     tally.same(found, subject(x, cos, -sin), "the gradient")
     tally.count(case.rows)
 
 
 def keeps_lengths(subject: Subject, case: Case, tally: Tally) -> None:
-    """A pair's length stays, and no angle turns nothing."""
+    """A rotation keeps the length of a pair, and the angle 0 changes nothing."""
     x, (cos, sin) = case.arguments["x"], angles_of(case)
     low, high = subject(x, cos, sin).double().chunk(2, -1)
     before = torch.hypot(*x.double().chunk(2, -1))
@@ -83,84 +70,70 @@ def keeps_lengths(subject: Subject, case: Case, tally: Tally) -> None:
 
 
 def takes_angles_in_fp32(subject: Subject, case: Case, tally: Tally) -> None:
-    """x of 16 bits is widened, turned by fp32 angles, and rounded once."""
+    """An x of 16 bits is widened, rotated by fp32 angles, and rounded once."""
     x, (cos, sin) = case.arguments["x"], angles_of(case)
     wide = subject(x.float(), cos, sin)
     tally.same(subject(x, cos, sin), round_once(wide, x.dtype), "angles in fp32")
     tally.count(case.rows)
 
 
-def refused_calls() -> Iterator[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """Calls that no kernel takes."""
-    x, c = torch.ones(3, 2, 8), torch.ones(3, 8)
-    yield "an odd head", (x[..., :7], c[:, :7], c[:, :7]), {}
-    yield "half the angles", (x, c[:, :4], c[:, :4]), {}
-    yield "angles of fewer tokens", (x, c[:2], c[:2]), {}
-    yield "sines of another shape", (x, c, c[:1]), {}
-    yield "angles of another dtype", (x, c.half(), c.half()), {}
-    yield "trained angles", (x, c.clone().requires_grad_(), c), {}
-    yield "integers", (x.int(), c, c), {}
-    yield "one axis", (x[0, 0], c[0], c[0]), {}
-
-
 # ---- planted --------------------------------------------------------------------------------------------
 
 
 def halves_apart(x: Tensor) -> Tensor:
-    """-1 for the first half of a head, +1 for the second."""
+    """Return -1 for the first half of a head, +1 for the second."""
     return torch.cat([-torch.ones(x.shape[-1] // 2), torch.ones(x.shape[-1] // 2)]).to(x.dtype)
 
 
 def wrong_in_one_half(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first half has the other sign."""
-    return stock(x, cos, sin * halves_apart(sin))
+    """Give the first half the other sign."""
+    return stock.rotary(x, cos, sin * halves_apart(sin))
 
 
 def of_the_neighbour(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The cosine of the position before."""
+    """Use the cosine of the previous position."""
     return rotary(x, cos.roll(1, -2), sin) if cos.dim() > 1 else rotary(x, cos, sin)
 
 
 def in_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Neighbours are turned together, as other models have it."""
+    """Rotate neighbouring elements together, as other models do."""
     y = rotary(torch.cat([x[..., ::2], x[..., 1::2]], -1), cos, sin)
     return torch.stack(y.chunk(2, -1), -1).flatten(-2)
 
 
 def in_bf16(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Angles rounded to bf16, as under autocast."""
+    """Round the angles to bf16, as autocast does."""
     return rotary(x, cos.bfloat16().float(), sin.bfloat16().float())
 
 
 def fused_if_alone(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """A head, or a token, that is alone is turned with products that are not rounded."""
+    """Rotate a single head or token with products that are not rounded."""
     alone = x.shape[-2] == 1 or x.shape[0] == 1
-    return (
-        stock(x.double(), cos.double(), sin.double()).to(x.dtype) if alone else rotary(x, cos, sin)
-    )
+    wide = (t.double() for t in (x, cos, sin))
+    return stock.rotary(*wide).to(x.dtype) if alone else rotary(x, cos, sin)
 
 
 def last_head_off(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The last of several heads is off by a unit of bf16."""
+    """Change the last of several heads by a unit of bf16."""
     y = rotary(x, cos, sin)
     y[..., 1:, :][..., -1:, :] *= 1.0078125
     return y
 
 
 def with_the_gradient_of_the_turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turns the gradient forward, not back."""
+    """Rotate the gradient forward instead of back."""
     forward = rotary(x.detach(), cos, sin)
     other = rotary(x, cos, -sin)
     return other + (forward - other).detach()
 
 
 def rounded_between(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each product is rounded to x's dtype, as torch does it."""
+    """Round each product to x's dtype, as torch does."""
     low, high = x.chunk(2, -1)
     kept, crossed = x * cos.unsqueeze(-2), torch.cat([-high, low], -1) * sin.unsqueeze(-2)
     return kept.to(x.dtype) + crossed.to(x.dtype)
 
 
 def narrow_for_narrow(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The angles are brought to x's dtype first."""
+    """Round the angles to x's dtype first."""
     return rotary(x, cos.to(x.dtype), sin.to(x.dtype))

@@ -1,0 +1,1 @@
+"""The contract training-config-kernel-v1 with its claims, planted wrong kernels and proofs."""

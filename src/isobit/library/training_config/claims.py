@@ -1,7 +1,7 @@
-"""What accepting a training configuration promises, for all integers; stated apart from the rules that decide it.
+"""What accepting a training configuration promises, for all integers, independent of the rules that decide it.
 
-A promise takes a `subject`, which accepts or refuses eight counts, and those counts by name. `TrainingConfig` only
-names them here: none of its arithmetic is used. Promises are proved by isobit.contracts.judge.proofs.integers.
+A promise takes a `subject`, which accepts or rejects eight counts, and those counts by name. `TrainingConfig` is
+used for its field names alone. Promises are proved by isobit.contracts.judge.proofs.integers.
 """
 
 from __future__ import annotations
@@ -15,17 +15,14 @@ from isobit.guards.training_config import TrainingConfig
 Subject = Callable[..., bool]
 Promise = Callable[..., bool]
 
-# Zero and negative counts too: they must be refused, not assumed away.
+# Zero and negative counts too: they must be rejected.
 ALL_INTEGERS: dict[str, tuple[int | None, int | None]] = {
     f.name: (None, None) for f in fields(TrainingConfig)
 }
 
 
-def refuses_empty_counts(subject: Subject, **counts: int) -> bool:
-    """Accepted: something is trained on something."""
-    c = TrainingConfig(**counts)
-    if not subject(**counts):
-        return True
+def is_positive(c: TrainingConfig) -> bool:
+    """Return whether every count but the warm-up is positive."""
     return (
         c.sequences > 0
         and c.batch_size > 0
@@ -37,8 +34,16 @@ def refuses_empty_counts(subject: Subject, **counts: int) -> bool:
     )
 
 
+def refuses_empty_counts(subject: Subject, **counts: int) -> bool:
+    """Accepted counts are positive."""
+    c = TrainingConfig(**counts)
+    if not subject(**counts):
+        return True
+    return is_positive(c)
+
+
 def has_the_sequences(subject: Subject, **counts: int) -> bool:
-    """Accepted: the sequences of max_steps steps are there, all epochs together. Necessary, and free of division."""
+    """Accepted: all epochs together have the sequences of max_steps steps. Necessary, without division."""
     c = TrainingConfig(**counts)
     return (
         not subject(**counts)
@@ -66,35 +71,25 @@ def warmup_is_short(subject: Subject, **counts: int) -> bool:
 
 
 def peak_is_reached(subject: Subject, **counts: int) -> bool:
-    """Accepted: at the last step the ramp min(t, warmup_steps) stands at its full height, whence the cosine starts."""
+    """Accepted: the ramp min(t, warmup_steps) is complete before the last step."""
     c = TrainingConfig(**counts)
     return not subject(**counts) or min(c.max_steps - 1, c.warmup_steps) == c.warmup_steps
 
 
 def tokens_suffice(subject: Subject, **counts: int) -> bool:
-    """Accepted: max_steps steps, all of which are taken, show ten tokens a parameter."""
+    """Accepted: max_steps steps have at least ten tokens per parameter."""
     c = TrainingConfig(**counts)
     tokens = c.max_steps * c.batch_size * c.accumulation * c.sequence_length
     return not subject(**counts) or 10 * c.parameters <= tokens
 
 
 def refuses_nothing_good(subject: Subject, **counts: int) -> bool:
-    """A run that gets everywhere is accepted: the rules are no stricter than the promises."""
+    """A run that satisfies all promises is accepted: the rules are not stricter."""
     c = TrainingConfig(**counts)
-    positive = (
-        c.sequences > 0
-        and c.batch_size > 0
-        and c.accumulation > 0
-        and c.epochs > 0
-        and c.max_steps > 0
-        and c.warmup_steps >= 0
-        and c.sequence_length > 0
-        and c.parameters > 0
-    )
-    if not positive:
+    if not (is_positive(c) and c.warmup_steps >= 0):
         return True
     step = c.batch_size * c.accumulation
-    # In sequences rather than in steps: what is left over in an epoch is dropped.
+    # In sequences rather than in steps: the rest of an epoch is dropped.
     used = c.epochs * (c.sequences - c.sequences % step)
     good = (
         c.max_steps * step <= used
@@ -105,7 +100,7 @@ def refuses_nothing_good(subject: Subject, **counts: int) -> bool:
 
 
 def more_epochs_do_no_harm(subject: Subject, **counts: int) -> bool:
-    """Accepted: so it is with one epoch more."""
+    """Accepted counts are also accepted with one more epoch."""
     return not subject(**counts) or subject(**(counts | {"epochs": counts["epochs"] + 1}))
 
 
@@ -149,26 +144,26 @@ MENDED = TrainingConfig(
 
 
 def needs_117_epochs(subject: Subject, epochs: int) -> bool:
-    """FALSIFY-CFG-001: 22,079 sequences give 43 steps an epoch, so 5000 steps need 117 epochs; all else being good."""
+    """FALSIFY-CFG-001: 22,079 sequences give 43 steps per epoch, so 5000 steps need 117 epochs."""
     if subject(**(vars(MENDED) | {"epochs": epochs})):
         return epochs >= 117
     return epochs < 117
 
 
 def needs_a_short_warmup(subject: Subject, warmup_steps: int) -> bool:
-    """FALSIFY-CFG-002: with the same sequences a warm-up completes and is short up to 500 of 5000 steps, no further."""
+    """FALSIFY-CFG-002: with the same sequences a warm-up of at most 500 of 5000 steps is accepted."""
     if subject(**(vars(MENDED) | {"warmup_steps": warmup_steps})):
         return 0 <= warmup_steps <= 500
     return warmup_steps < 0 or warmup_steps > 500
 
 
 def never_trains_in_one_epoch(subject: Subject, warmup_steps: int) -> bool:
-    """The run that ended early is refused, whatever its warm-up."""
+    """The run that ended early is rejected for every warm-up."""
     return not subject(**(vars(ENDED_EARLY) | {"warmup_steps": warmup_steps}))
 
 
 def draw_near_the_edge(random: Random) -> dict[str, int]:
-    """Counts that are accepted or refused by a hair: a promise about accepted ones is idle on any others."""
+    """Draw counts close to the limit of acceptance, where promises about accepted counts are tested."""
     batch_size, accumulation, length = (2 ** random.randrange(11) for _ in range(3))
     steps, max_steps = random.randrange(1, 10**5), random.randrange(1, 10**6)
     epochs = -(-max_steps // steps) + random.choice((-1, 0, 0, 1))

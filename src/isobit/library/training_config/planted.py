@@ -17,24 +17,24 @@ from isobit.library.training_config.claims import Subject
 
 @dataclass(frozen=True)
 class Planted:
-    """A wrong subject, and the promise that is there to notice."""
+    """A wrong subject, and the promise that must catch it."""
 
     subject: Subject
     caught_by: str
 
 
 def accepts_everything(**counts: int) -> bool:
-    """Planted wrong: a check that was switched off."""
+    """Accept everything."""
     return True
 
 
 def refuses_everything(**counts: int) -> bool:
-    """Planted wrong: keeps every promise but that of use."""
+    """Reject everything, which keeps every promise but usefulness."""
     return False
 
 
 def counts_started_steps(**counts: int) -> bool:
-    """Planted wrong: steps in an epoch are rounded up, as if its rest filled one."""
+    """Round the steps of an epoch up."""
     c = TrainingConfig(**counts)
     return c.sequences >= 1 and accepts(
         replace(c, sequences=c.sequences + c.batch_size * c.accumulation - 1)
@@ -42,7 +42,7 @@ def counts_started_steps(**counts: int) -> bool:
 
 
 def carries_the_rest(**counts: int) -> bool:
-    """Planted wrong: what is left of an epoch is carried into the next, so that all are one long epoch."""
+    """Carry the rest of an epoch into the next."""
     c = TrainingConfig(**counts)
     return (
         c.sequences >= 1
@@ -52,24 +52,24 @@ def carries_the_rest(**counts: int) -> bool:
 
 
 def forgets_accumulation(**counts: int) -> bool:
-    """Planted wrong: every micro-batch is counted as a step."""
+    """Count every micro-batch as a step."""
     c = TrainingConfig(**counts)
     return c.accumulation >= 1 and accepts(replace(c, accumulation=1))
 
 
 def ignores_warmup(**counts: int) -> bool:
-    """Planted wrong: the warm-up is not looked at."""
+    """Ignore the warm-up."""
     return accepts(replace(TrainingConfig(**counts), warmup_steps=0))
 
 
 def lets_warmup_be_negative(**counts: int) -> bool:
-    """Planted wrong: a warm-up below zero counts as none."""
+    """Count a negative warm-up as none."""
     c = TrainingConfig(**counts)
     return accepts(replace(c, warmup_steps=max(c.warmup_steps, 0)))
 
 
 def warms_up_over_all_epochs(**counts: int) -> bool:
-    """Planted wrong: the warm-up is held against the steps that the epochs hold, not against those taken."""
+    """Compare the warm-up with the steps that the epochs have, not with max_steps."""
     wrong: dict[str, Rule] = {
         "warmup-completes": lambda c: c.warmup_steps < achievable_steps(c),
         "warmup-short": lambda c: 10 * c.warmup_steps <= achievable_steps(c),
@@ -79,25 +79,25 @@ def warms_up_over_all_epochs(**counts: int) -> bool:
 
 
 def is_one_step_short(**counts: int) -> bool:
-    """Planted wrong: max_steps may be missed by one."""
+    """Allow one step fewer than max_steps."""
     wrong: dict[str, Rule] = {"reachable": lambda c: achievable_steps(c) + 1 >= c.max_steps}
     return _accepts_by(RULES | wrong, TrainingConfig(**counts))
 
 
 def wants_a_token_a_parameter(**counts: int) -> bool:
-    """Planted wrong: one token a parameter, not ten."""
+    """Require one token per parameter instead of ten."""
     wrong: dict[str, Rule] = {"tokens": lambda c: total_tokens(c) >= c.parameters}
     return _accepts_by(RULES | wrong, TrainingConfig(**counts))
 
 
 def wants_more_than_ten(**counts: int) -> bool:
-    """Planted wrong: exactly ten tokens a parameter are refused."""
+    """Reject exactly ten tokens per parameter."""
     wrong: dict[str, Rule] = {"tokens": lambda c: total_tokens(c) > 10 * c.parameters}
     return _accepts_by(RULES | wrong, TrainingConfig(**counts))
 
 
 def wants_exact_epochs(**counts: int) -> bool:
-    """Planted wrong: epochs that hold more than max_steps steps are refused."""
+    """Reject epochs that have more than max_steps steps."""
     wrong: dict[str, Rule] = {"reachable": lambda c: achievable_steps(c) == c.max_steps}
     return _accepts_by(RULES | wrong, TrainingConfig(**counts))
 

@@ -1,9 +1,8 @@
-"""What distributed-training-v1 claims: one training run in many layouts, and planted wrong merges inside it."""
+"""Claims of distributed-training-v1: one training run in many layouts; planted wrong merges."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -19,6 +18,7 @@ from isobit.gates.training.launcher import Job
 from isobit.gates.training.rank_layout_gate import Outcome, run_jobs
 from isobit.gates.training.rank_layouts import RankLayout
 from isobit.gates.training.workload import find_workload
+from isobit.library.subjects import replaced
 from isobit.order.tree import Counter, Node
 from isobit.parallel.collectives import all_to_all
 from isobit.parallel.data import partial_gradients
@@ -36,22 +36,23 @@ Subject = Callable[[Tensor], Iterable[Outcome]]
 
 
 def by_isobit(drawn: Tensor) -> tuple[Outcome, ...]:
-    """The run in every layout, in the dtype that was drawn."""
+    """Return the run in every layout, in the dtype of `drawn`."""
     return run_all(drawn.dtype)
 
 
-@lru_cache(maxsize=2)  # two claims ask for the same run
+@lru_cache(maxsize=2)  # two claims need the same run
 def run_all(dtype: torch.dtype) -> tuple[Outcome, ...]:
+    """Return the outcome of every layout."""
     return tuple(run_each(dtype))
 
 
 def by_stock(drawn: Tensor) -> Iterator[Outcome]:
-    """The same layouts by stock PyTorch."""
+    """Yield the same layouts by stock PyTorch."""
     return run_each(drawn.dtype, stock=True)
 
 
 def run_each(dtype: torch.dtype, stock: bool = False) -> Iterator[Outcome]:
-    """One layout after the other, as they are asked for: who parts early need not go on."""
+    """Yield one layout after the other, so that a caller may stop at the first difference."""
     name = str(dtype).removeprefix("torch.")
     for layout in LAYOUTS:
         with torch.enable_grad():
@@ -69,10 +70,8 @@ def one_curve(subject: Subject, case: Case, tally: Tally) -> None:
         tally.compared += len(theirs)
         differ = sum(a.hex() != b.hex() for a, b in zip(ours, theirs, strict=True))  # +0 is not -0
         if differ or not theirs:
-            said = (
-                f"{outcome.name}: {differ} of {len(theirs)} losses and norms are not {first.name}'s"
-            )
-            tally.fail(said, differ or 1)
+            where = f"{outcome.name}: {differ} of {len(theirs)} losses and norms"
+            tally.fail(f"{where} are not {first.name}'s", differ or 1)
             return
 
 
@@ -85,9 +84,8 @@ def one_digest(subject: Subject, case: Case, tally: Tally) -> None:
         tally.count(find_workload(WORKLOAD).samples)
         tally.compared += 4 * curve.parameters
         if not (curve.finite and curve.changed and curve.parameters):
-            tally.fail(
-                f"{outcome.name}: finite {curve.finite}, changed {curve.changed}, of {curve.parameters}"
-            )
+            found = f"finite {curve.finite}, changed {curve.changed}, of {curve.parameters}"
+            tally.fail(f"{outcome.name}: {found}")
         for kind in ("weights", "gradients", "optimizer"):
             if getattr(curve, kind) != getattr(first.curve, kind):
                 tally.fail(f"{outcome.name}: {kind} are not those of {first.name}")
@@ -98,19 +96,8 @@ def one_digest(subject: Subject, case: Case, tally: Tally) -> None:
 # ---- planted --------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def planted(home: Any, name: str, wrong: Any) -> Iterator[None]:
-    """One part replaced, and put back."""
-    right = getattr(home, name)
-    setattr(home, name, wrong)
-    try:
-        yield
-    finally:
-        setattr(home, name, right)
-
-
 def with_left_fold(drawn: Tensor) -> Iterator[Outcome]:
-    """Micro-batches added as they come, which is what autograd does."""
+    """Add micro-batches one after another, as autograd does."""
 
     class Fold(Counter[Any]):
         def push(self, node: Node, value: Any) -> None:
@@ -120,69 +107,68 @@ def with_left_fold(drawn: Tensor) -> Iterator[Outcome]:
                 node, value = covering(first, node), total.add_(value)
             self.append((node, value))
 
-    with planted(partial_gradients, "Counter", Fold):
+    with replaced(partial_gradients, "Counter", Fold):
         yield from run_each(drawn.dtype)
 
 
 def covering(first: Node, last: Node) -> Node:
-    """The least node over both."""
+    """Return the smallest node above both."""
     while last.first > first.first:
         last = last.parent
     return last
 
 
 def with_rounded_partials(drawn: Tensor) -> Iterator[Outcome]:
-    """A micro-batch's gradient rounded to bf16 before it is merged."""
+    """Round a micro-batch's gradient to bf16 before it is merged."""
 
     class Rounded(Counter[Any]):
         def push(self, node: Any, value: Any) -> None:
             super().push(node, value.bfloat16().float())
 
-    with planted(partial_gradients, "Counter", Rounded):
+    with replaced(partial_gradients, "Counter", Rounded):
         yield from run_each(drawn.dtype)
 
 
 def with_mean_of_means(drawn: Tensor) -> Iterator[Outcome]:
-    """Each micro-batch divided by its own count, then by the number of them: wrong where samples are unequal."""
+    """Divide each micro-batch by its own count, then by their number: wrong for unequal samples."""
     right = train_isobit.share_loss
 
     def wrong(found: Tensor, rows: Any, active: int, shares: int) -> Tensor:
         return right(found, rows, rows.active * shares, shares)
 
-    with planted(train_isobit, "share_loss", wrong):
+    with replaced(train_isobit, "share_loss", wrong):
         yield from run_each(drawn.dtype)
 
 
 def with_fold_by_rank(drawn: Tensor) -> Iterator[Outcome]:
-    """Ranks added one after the other."""
+    """Add ranks one after the other."""
 
     def wrong(rows: Sequence[Tensor], total: Tensor) -> None:
         total.copy_(reduce(torch.add, rows))
 
-    with planted(all_to_all, "add_rows", wrong):
+    with replaced(all_to_all, "add_rows", wrong):
         yield from run_each(drawn.dtype)
 
 
 def with_local_norm(drawn: Tensor) -> Iterator[Outcome]:
-    """Each tensor-parallel rank clips by the norm of its own shard."""
+    """Clip by the norm of a tensor-parallel rank's own shard."""
 
     def wrong(model: Any, most: float, **_: Any) -> Tensor:
-        return optim.clip_grad_norm_(
-            [p for p in model.parameters() if not isinstance(p, DTensor)], most
-        )
+        own = [p for p in model.parameters() if not isinstance(p, DTensor)]
+        return optim.clip_grad_norm_(own, most)
 
-    with planted(train_isobit, "clip_grad_norm_", wrong):
+    with replaced(train_isobit, "clip_grad_norm_", wrong):
         yield from run_each(drawn.dtype)
 
 
 def with_idle_optimizer(drawn: Tensor) -> Iterator[Outcome]:
-    """At a rate of 0 all layouts agree, since nothing moves."""
-    with planted(train_isobit, "AdamW", lambda parameters, **_: optim.AdamW(parameters, lr=0.0)):
+    """Train at a rate of 0: all layouts agree, since nothing changes."""
+    with replaced(train_isobit, "AdamW", lambda parameters, **_: optim.AdamW(parameters, lr=0.0)):
         yield from run_each(drawn.dtype)
 
 
 def with_loss_of_nan(drawn: Tensor) -> Iterator[Outcome]:
-    """Every layout has the same NaN everywhere."""
+    """Make every loss NaN: all layouts agree, and nothing is finite."""
     right = train_isobit.share_loss
-    with planted(train_isobit, "share_loss", lambda *given: right(*given) * float("nan")):
+    with replaced(train_isobit, "share_loss", lambda *given: right(*given) * float("nan")):
         yield from run_each(drawn.dtype)

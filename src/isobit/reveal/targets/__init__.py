@@ -1,4 +1,8 @@
-"""Adapters that let sums inside torch functions be probed: they write terms, call, and read the sum."""
+"""Targets: sums inside torch functions, wrapped so that `isobit.reveal` can write their terms and read the sum.
+
+Every target takes the number of terms `k` first, then the shape of the call, so that one factory can be certified over
+many configurations.
+"""
 
 from isobit.reveal.targets.attention import attention, embedding_grad
 from isobit.reveal.targets.products import bias_grad, input_grad, linear, matmul, weight_grad

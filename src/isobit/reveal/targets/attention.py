@@ -1,4 +1,4 @@
-"""The sum over keys of attention, and the sum over tokens of an embedding's gradient."""
+"""The sum over keys in attention, and the sum over tokens in the gradient of an embedding."""
 
 from __future__ import annotations
 
@@ -21,12 +21,22 @@ def attention(
     row: int = 0,
     function: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention,
 ) -> TensorTarget:
-    """Query `row` of m over k keys, in the last of `heads`. Queries are zero: all keys weigh 1 until the division."""
-    q, key = (
-        torch.zeros(1, heads, m, width, dtype=dtype),
-        torch.zeros(1, heads, k, width, dtype=dtype),
-    )
-    value = torch.zeros(1, heads, k, width, dtype=dtype)
+    """Return the sum over k keys of one query as a target. Queries are zero, so all keys have the weight 1/k.
+
+    Args:
+        k: the number of keys.
+        m: the number of queries.
+        dtype: fp32, bf16 or fp16.
+        heads: the number of heads; the last is read.
+        width: the width of a head.
+        row: the query that is read.
+        function: takes query, key and value, [1, heads, tokens, width].
+
+    Returns:
+        A target.
+    """
+    q = torch.zeros(1, heads, m, width, dtype=dtype)
+    key, value = (torch.zeros(1, heads, k, width, dtype=dtype) for _ in range(2))
     return TensorTarget(
         f"{function.__name__} of {m} queries over {k} keys, {heads} heads of {width}, query {row}",
         value[0, -1].t(),
@@ -42,7 +52,17 @@ def embedding_grad(
     dtype: torch.dtype = torch.float32,
     function: Callable[[Tensor, Tensor], Tensor] = F.embedding,
 ) -> TensorTarget:
-    """The gradient of one row of an embedding of width m that k tokens share."""
+    """Return the gradient of one row of an embedding of width m that k tokens share as a target.
+
+    Args:
+        k: the number of tokens.
+        m: the width of the table.
+        dtype: fp32, bf16 or fp16.
+        function: takes ids and the table.
+
+    Returns:
+        A target.
+    """
     indices = torch.ones(k, dtype=torch.long)
     weight = torch.zeros(3, m, dtype=dtype, requires_grad=True)
     grad = torch.zeros(k, m, dtype=dtype)

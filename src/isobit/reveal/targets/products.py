@@ -1,4 +1,4 @@
-"""Sums of products: the sums of a linear layer and of matrix products, by any function that computes them."""
+"""Sums of products: the sums of a linear layer and of matrix products, for any function that computes them."""
 
 from __future__ import annotations
 
@@ -20,9 +20,25 @@ def linear(
     column: int = 0,
     function: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> TensorTarget:
-    """y[row, column] = sum over k of x[row, k] * weight[column, k], of m rows and n columns.
+    """Return y[row, column] = Σ x[row, k] · weight[column, k] as a target.
 
-    With row None the last row is read, and every row and column must have the bits of the one that is read.
+    Args:
+        k: the number of terms.
+        m: the number of rows.
+        n: the number of columns; k if None.
+        dtype: fp32, bf16 or fp16.
+        row: the row that is read; None reads the last one and requires every row and column to have its bits.
+        column: the output that is read.
+        function: the linear layer, called with x and weight.
+
+    Returns:
+        A target.
+
+    Example:
+        >>> import isobit
+        >>> from isobit.reveal import order, targets
+        >>> print(order(targets.linear(24, m=3, n=8, function=isobit.linear)).n)
+        24
     """
     x, weight = torch.ones(m, k, dtype=dtype), torch.zeros(n or k, k, dtype=dtype)
     read = m - 1 if row is None else row
@@ -48,7 +64,21 @@ def matmul(
     batch: int = 1,
     function: Callable[[Tensor, Tensor], Tensor] = torch.matmul,
 ) -> TensorTarget:
-    """`matmul` or `mm`; or the last of `batch` products of `bmm`: rows of [m, k] by columns of a contiguous [k, n]."""
+    """Return one element of a matrix product of [m, k] by a contiguous [k, n] as a target.
+
+    Args:
+        k: the number of terms.
+        m: the number of rows.
+        n: the number of columns; k if None.
+        dtype: fp32, bf16 or fp16.
+        row: the row that is read.
+        column: the column that is read.
+        batch: the number of products of `torch.bmm`; the last is read.
+        function: `torch.matmul`, `torch.mm`, `torch.bmm` or one like them.
+
+    Returns:
+        A target.
+    """
     many = function is torch.bmm or batch > 1
     shape = (batch,) if many else ()
     x, other = torch.ones(*shape, m, k, dtype=dtype), torch.zeros(*shape, k, n or k, dtype=dtype)
@@ -69,7 +99,19 @@ def input_grad(
     row: int | None = 0,
     function: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> TensorTarget:
-    """dX[row, column] = sum over the k outputs of grad[row, k] * weight[k, column], through autograd."""
+    """Return dX[row, column] = Σ grad[row, k] · weight[k, column] as a target, through autograd.
+
+    Args:
+        k: the number of terms: the outputs of the layer.
+        m: the number of rows.
+        n: the number of inputs; k if None.
+        dtype: fp32, bf16 or fp16.
+        row: the row that is read; None reads the last one and requires every row and column to have its bits.
+        function: the linear layer, called with x and weight.
+
+    Returns:
+        A target.
+    """
     grad, weight = torch.ones(m, k, dtype=dtype), torch.zeros(k, n or k, dtype=dtype)
     x = torch.zeros(m, n or k, dtype=dtype, requires_grad=True)
     read = m - 1 if row is None else row
@@ -93,7 +135,19 @@ def weight_grad(
     function: Callable[[Tensor, Tensor], Tensor] = F.linear,
     everywhere: bool = False,
 ) -> TensorTarget:
-    """dW[output, input] = sum over k tokens of grad[token, output] * x[token, input], m inputs by n outputs."""
+    """Return dW[output, input] = Σ grad[token, output] · x[token, input] as a target, through autograd.
+
+    Args:
+        k: the number of terms: tokens.
+        m: the number of inputs.
+        n: the number of outputs; k if None.
+        dtype: fp32, bf16 or fp16.
+        function: the linear layer, called with x and weight.
+        everywhere: require every element of dW to have the bits of the one that is read.
+
+    Returns:
+        A target.
+    """
     grad, x = torch.zeros(k, n or k, dtype=dtype), torch.ones(k, m, dtype=dtype)
     weight = torch.zeros(n or k, m, dtype=dtype, requires_grad=True)
     run = backward_of(function(x, weight), weight, grad)
@@ -113,7 +167,17 @@ def bias_grad(
     dtype: torch.dtype = torch.float32,
     function: Callable[[Tensor, Tensor, Tensor], Tensor] = F.linear,
 ) -> TensorTarget:
-    """db[output] = sum over k tokens of grad[token, output]."""
+    """Return db[output] = Σ grad[token, output] as a target, through autograd.
+
+    Args:
+        k: the number of terms: tokens.
+        n: the number of outputs; 64 if None.
+        dtype: fp32, bf16 or fp16.
+        function: the linear layer, called with x, weight and bias.
+
+    Returns:
+        A target.
+    """
     grad, x = torch.zeros(k, n or 64, dtype=dtype), torch.zeros(k, 1, dtype=dtype)
     weight = torch.zeros(n or 64, 1, dtype=dtype)
     bias = torch.zeros(n or 64, dtype=dtype, requires_grad=True)
@@ -124,7 +188,7 @@ def bias_grad(
 
 
 def backward_of(output: Tensor, leaf: Tensor, grad: Tensor) -> Callable[[], Tensor]:
-    """The gradient, as often as asked. The forward pass ran once: what it saved is probed through `.data`, in place."""
+    """Return a function that computes the gradient. The forward pass ran once; probes are written through `.data`."""
     return lambda: torch.autograd.grad(output, leaf, grad, retain_graph=True)[0]
 
 

@@ -1,4 +1,4 @@
-"""The order of ranks in `torch.distributed.all_reduce`, under gloo with one real process a rank."""
+"""The order of ranks in `torch.distributed.all_reduce`, with gloo and one process per rank."""
 
 from __future__ import annotations
 
@@ -21,13 +21,26 @@ SECONDS_TO_START, SECONDS_TO_ADD = 120, 60
 
 
 class Ranks:
-    """A group of gloo processes that add what they are told to; each element of the result is a sum of its own."""
+    """A group of gloo processes; each element of their all-reduce is a target.
+
+    Use it as a context manager, which starts and stops the processes:
+    `with targets.Ranks(4, 8) as group: certify(group.element, range(8))`.
+
+    Args:
+        ranks: the number of processes.
+        elements: the number of elements of the tensor that is reduced.
+
+    Raises:
+        EngineError: The processes do not start, or do not answer.
+    """
 
     def __init__(self, ranks: int, elements: int) -> None:
+        """Take the sizes; the processes start when the context is entered."""
         self.ranks, self.elements = ranks, elements
         self._known: dict[tuple[float, ...], list[float]] = {}
 
     def __enter__(self) -> Ranks:
+        """Start the processes."""
         context = multiprocessing.get_context("spawn")
         self._folder = tempfile.TemporaryDirectory()
         store = str(Path(self._folder.name) / "store")
@@ -48,7 +61,7 @@ class Ranks:
                 raise EngineError(
                     expected=f"{self.ranks} gloo processes within {SECONDS_TO_START} s",
                     received=f"none from rank {rank}",
-                    remedy="free memory or ask for fewer ranks",
+                    remedy="free memory or use fewer ranks",
                 )
         return self
 
@@ -58,6 +71,7 @@ class Ranks:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """Stop the processes."""
         for line in self._lines:
             line.close()
         for process in self._processes:
@@ -67,7 +81,7 @@ class Ranks:
         self._folder.cleanup()
 
     def add(self, batch: Sequence[tuple[float, ...]]) -> list[list[float]]:
-        """For each tuple of one value a rank: every element of the all-reduced tensor."""
+        """Return for each tuple (one value per rank) every element of the all-reduced tensor."""
         new = [values for values in dict.fromkeys(batch) if values not in self._known]
         if new:
             for rank, line in enumerate(self._lines):
@@ -76,17 +90,17 @@ class Ranks:
                 raise EngineError(
                     expected=f"an answer of {self.ranks} ranks within {SECONDS_TO_ADD} s",
                     received="none",
-                    remedy="a rank has died or hangs: start again",
+                    remedy="a rank has exited or hangs: start again",
                 )
             self._known.update(zip(new, self._lines[0].recv(), strict=True))
         return [self._known[values] for values in batch]
 
     def forget(self, values: tuple[float, ...]) -> None:
-        """So that the processes are asked again."""
+        """Drop a known answer, so that the processes compute it again."""
         self._known.pop(values, None)
 
     def element(self, element: int) -> RankTarget:
-        """The sum that ends in one element."""
+        """Return the sum of one element as a target."""
         return RankTarget(self, element)
 
 
@@ -102,22 +116,22 @@ class RankTarget:
     output_bits: int = 24
     scope: str = ""
     unlike: int = 0
-    storage: str = "one aligned tensor a rank"
+    storage: str = "one aligned tensor per rank"
 
     @property
     def n(self) -> int:
-        """One term a rank."""
+        """The number of terms: one per rank."""
         return self.group.ranks
 
     @property
     def name(self) -> str:
-        """For people."""
+        """A name for reports."""
         return (
             f"all_reduce over {self.n} gloo ranks, element {self.element} of {self.group.elements}"
         )
 
     def sums(self, batch: Sequence[Terms]) -> list[float]:
-        """The processes are asked only what no other element has asked."""
+        """Return the sum of each probe; answers are shared between elements."""
         rows = []
         for probe in batch:
             values = [probe.fill if rank in probe.over else 0.0 for rank in range(self.n)]
@@ -127,21 +141,21 @@ class RankTarget:
         return [found[self.element] for found in self.group.add(rows)]
 
     def replay(self, values: Sequence[float], factors: Sequence[float]) -> list[float]:
-        """One place: this element; asked anew each time, so that a change would show."""
+        """Return the sum of this element, computed anew, so that a change would show."""
         self.group.forget(tuple(values))
         return [self.group.add([tuple(values)])[0][self.element]]
 
     def replay_batch(
         self, batch: Sequence[Sequence[float]], factors: Sequence[float]
     ) -> list[list[float]]:
-        """The processes are asked only what no other element has asked."""
+        """Return the sum of each vector; answers are shared between elements."""
         return [
             [found[self.element]] for found in self.group.add([tuple(values) for values in batch])
         ]
 
 
 def _serve(store: str, rank: int, ranks: int, elements: int, line: Connection) -> None:
-    """One rank: answers until the line is closed."""
+    """Run one rank until the connection is closed."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=FileStore(store, ranks), rank=rank, world_size=ranks)
     line.send("ready")

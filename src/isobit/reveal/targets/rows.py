@@ -1,4 +1,4 @@
-"""Sums inside row functions: the squares of a norm, the denominator of a softmax. Their terms cannot be negative."""
+"""Sums inside functions of rows: the squares of a norm, the denominator of a softmax. No term is negative."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isobit.reveal.targets.tensor_target import TensorTarget
 
-NOTHING = -1e4  # its exponential is zero in every dtype
+NOTHING = -1e4  # a logarithm whose exponential is zero in every dtype
 
 
 def softmax(
@@ -20,7 +20,17 @@ def softmax(
     dtype: torch.dtype = torch.float32,
     function: Callable[[Tensor, int], Tensor] = F.softmax,
 ) -> TensorTarget:
-    """The denominator of a row of k, m rows in a call; the large element's result is read."""
+    """Return the denominator of a softmax over k elements as a target; the largest element's result is read.
+
+    Args:
+        k: the number of terms.
+        m: the number of rows of a call.
+        dtype: fp32, bf16 or fp16.
+        function: computes it, with the signature of the torch function that is the default.
+
+    Returns:
+        A target; its terms cannot be negative, so its arithmetic is not probed.
+    """
     x = torch.zeros(m, k, dtype=dtype)
     name = f"{function.__name__} {m}×{k}, denominator"
     return TensorTarget(name, x, lambda: function(x, -1), "positive", encode=log_or_nothing)
@@ -32,7 +42,10 @@ def log_softmax(
     dtype: torch.dtype = torch.float32,
     function: Callable[[Tensor, int], Tensor] = F.log_softmax,
 ) -> TensorTarget:
-    """The same sum; its logarithm shows the last place in narrow outputs too."""
+    """Return the denominator of a log-softmax over k elements as a target.
+
+    The logarithm shows the last place of the sum in 16-bit outputs too. Arguments as for `softmax`.
+    """
     return softmax(k, m, dtype, function)
 
 
@@ -42,9 +55,19 @@ def rms_norm(
     dtype: torch.dtype = torch.float32,
     function: Callable[..., Tensor] = F.rms_norm,
 ) -> TensorTarget:
-    """The sum of the squares of a row of k, m rows in a call; the large element's result is read."""
+    """Return the sum of squares of an RMS norm over k elements as a target; the largest element's result is read.
+
+    Args:
+        k: the number of terms.
+        m: the number of rows of a call.
+        dtype: fp32, bf16 or fp16.
+        function: computes it, with the signature of the torch function that is the default.
+
+    Returns:
+        A target; its terms cannot be negative, so its arithmetic is not probed.
+    """
     x = torch.zeros(m, k, dtype=dtype)
-    eps = 2.0**-126  # too small to be seen beside the sum
+    eps = 2.0**-126  # too small to change the sum
 
     def run() -> Tensor:
         return function(x, (k,), None, eps)
@@ -60,9 +83,19 @@ def layer_norm(
     dtype: torch.dtype = torch.float32,
     function: Callable[..., Tensor] = F.layer_norm,
 ) -> TensorTarget:
-    """The same of k elements and ten more, which are not probed and make the mean exactly zero.
+    """Return the sum of squares of a layer norm over k elements and ten more as a target.
 
-    Of two small elements the second is negated; one alone is balanced by two halves of it, the large one by eighths.
+    The ten are not probed: they make the mean exactly zero. Of two small elements the second is negated; one alone is
+    balanced by two halves of it, the large one by eighths.
+
+    Args:
+        k: the number of terms.
+        m: the number of rows of a call.
+        dtype: fp32, bf16 or fp16.
+        function: computes it, with the signature of the torch function that is the default.
+
+    Returns:
+        A target; its terms cannot be negative, so its arithmetic is not probed.
     """
     x, probed = torch.zeros(m, k + 10, dtype=dtype), torch.zeros(m, k, dtype=dtype)
     eps = 2.0**-126
@@ -84,9 +117,10 @@ def layer_norm(
 
 
 def log_or_nothing(value: float) -> float:
+    """Return the logarithm; of 0 a number whose exponential is 0."""
     return math.log(value) if value else NOTHING
 
 
 def _root(value: float) -> float:
-    """A root on a grid where all sums that a mean needs are exact in fp32."""
+    """Return the root on a grid where all sums of the mean are exact in fp32."""
     return round(math.sqrt(value) * 2.0**22) * 2.0**-22

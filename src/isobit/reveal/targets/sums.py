@@ -18,10 +18,26 @@ PAGE = 4096  # elements: the buffer of a callable's vector begins at a multiple 
 def of(
     function: Callable[[Tensor], Any], n: int, dtype: torch.dtype = torch.float32, stride: int = 1
 ) -> TensorTarget:
-    """Any callable that takes n terms as a vector and returns their sum as a tensor, a Python or a NumPy number.
+    """Wrap any callable that sums a vector.
 
-    The vector is contiguous, or every `stride`-th element of a buffer. Probes are stored at an aligned address, replays
-    also at element offsets from it: a kernel whose order follows the alignment of its pointer fails them.
+    Probes are stored at an aligned address, replays also at element offsets from it: a kernel whose order depends on
+    the alignment of its pointer fails them.
+
+    Args:
+        function: takes a vector of n terms and returns their sum as a tensor of one element, a Python number or a
+            NumPy number.
+        n: the number of terms.
+        dtype: the dtype of the vector.
+        stride: the vector is every `stride`-th element of a buffer; 1 is contiguous.
+
+    Returns:
+        A target; calls raise RevealError if the function raises or returns something else.
+
+    Example:
+        >>> import math
+        >>> from isobit.reveal import order, targets
+        >>> print(order(targets.of(lambda x: math.fsum(x.tolist()), 5)))
+        5 fused
     """
     terms = torch.zeros(1, n, dtype=dtype)
     name = getattr(function, "__name__", type(function).__name__)
@@ -29,16 +45,16 @@ def of(
     start = -(room.data_ptr() // room.element_size()) % PAGE
 
     def run(offset: int = 0) -> Tensor:
-        room.fill_(math.nan)  # what is read beside the vector shows
+        room.fill_(math.nan)  # a read outside the vector then shows
         vector = room[start + offset : start + offset + n * stride : stride]
         vector.copy_(terms[0])  # each time: it may write to what it is given
         try:
             return _read(function(vector))
-        except (Exception, SystemExit) as error:  # whatever a stranger's function raises
+        except (Exception, SystemExit) as error:  # a user's function may raise anything
             raise RevealError(
                 expected=f"{name} to take a vector of {n} {dtype} terms and return their sum",
                 received=f"{type(error).__name__}: {in_one_line(error)}",
-                remedy="wrap it in a function that does",
+                remedy="wrap it in a function that takes a vector and returns one number",
             ) from error
 
     offsets = ", ".join(str(offset) for offset in sorted((0, *OFFSETS)))
@@ -53,7 +69,7 @@ def of(
 
 
 def _read(found: Any) -> Tensor:
-    """One floating-point number, as a tensor of one element."""
+    """Return the result as a floating-point tensor of one element."""
     if not isinstance(found, Tensor | float | int) and not hasattr(found, "__array_interface__"):
         raise TypeError(f"it returned {type(found).__name__}")
     out = torch.as_tensor(found).reshape(1)
@@ -65,7 +81,23 @@ def _read(found: Any) -> Tensor:
 def sum(
     k: int, m: int = 1, dtype: torch.dtype = torch.float32, axis: int = -1, mean: bool = False
 ) -> TensorTarget:
-    """`torch.sum` (or `mean`) over `k` terms, `m` of them side by side; axis 0 sums down the columns of [k, m]."""
+    """Return `torch.sum` over k terms as a target.
+
+    Args:
+        k: the number of terms.
+        m: the number of sums in the call.
+        dtype: the dtype of the terms.
+        axis: -1 sums the rows of [m, k], 0 the columns of [k, m].
+        mean: divide by k, as `torch.mean` does.
+
+    Returns:
+        A target.
+
+    Example:
+        >>> from isobit.reveal import order, targets
+        >>> order(targets.sum(6)).n
+        6
+    """
     if axis in (-1, 1):
         whole = torch.zeros(m, k, dtype=dtype)
         terms = whole
@@ -78,5 +110,5 @@ def sum(
 
 
 def mean(k: int, m: int = 1, dtype: torch.dtype = torch.float32, axis: int = -1) -> TensorTarget:
-    """`torch.mean`: the sum, then a division."""
+    """Return `torch.mean` over k terms as a target: the sum, then a division. Arguments as for `sum`."""
     return sum(k, m, dtype, axis, mean=True)

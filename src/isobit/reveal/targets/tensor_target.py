@@ -1,11 +1,11 @@
-"""A sum inside a function of tensors: its terms stand in the rows of a matrix, one probe a row."""
+"""`TensorTarget`: a sum inside a function of tensors, whose terms are the rows of a matrix, one probe per row."""
 
 from __future__ import annotations
 
 import ctypes
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
 from typing import Any
 
@@ -18,14 +18,16 @@ from isobit.reveal.target import BF16, FP16, FP16_DIVIDED, FP32, Scale, Terms, d
 SCALES = {torch.float32: FP32, torch.bfloat16: BF16, torch.float16: FP16}
 TRIALS = 8
 FEW_MARKS = 512
-REPLAYED_PLACES = 64  # of one call, at least where there are so many: all of them would take long on subnormal terms
+REPLAYED_PLACES = (
+    64  # of one call, if there are so many: all of them would take long on subnormal terms
+)
 # Elements past an aligned address at which replays are stored: not aligned at all, to a vector, to a cache line.
 OFFSETS = (1, 3, 8, 2, 4, 16, 5, 12, 7, 32, 9, 24)
 BITS = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11, torch.float64: 53}
 
 
 def scale_of(dtype: torch.dtype) -> Scale:
-    """What terms of this dtype can be."""
+    """Return the scale of terms of this dtype."""
     if dtype not in SCALES:
         raise ArgumentError(
             expected="fp32, bf16 or fp16 terms",
@@ -37,12 +39,25 @@ def scale_of(dtype: torch.dtype) -> Scale:
 
 @dataclass
 class TensorTarget:
-    """Terms in the rows of `terms` (places × n, any strides); `run` gives the sum of each row, or a row of results for
-    each, of which the one at the first mark is read.
+    """A sum inside a function of tensors.
 
-    Probes stand only in places that add like `place`: those that give its bits for the same random terms.
-    `factors` is the other factor of each term, where products are summed. `everywhere` reads all sums of a call
-    that must have the same bits when every place holds the same terms; without it, those of the places alike.
+    Only places that add like `place` are probed: those that give its bits for the same random terms.
+
+    Attributes:
+        name: what it is, for reports.
+        terms: [places, n], any strides; each row holds the terms of one sum.
+        run: returns [places], the sum of each row; or [places, n], where the entry at the first probed index is used.
+        kind: "sum", "product" (terms times factors) or "positive" (terms that cannot be negative).
+        factors: the other factor of each term, if products are summed.
+        everywhere: returns all sums of a call that must have the same bits when every place has the same terms;
+            without it, these are the sums of the places that add alike.
+        encode: converts the value of a term to what is written.
+        divided_by: the result is the sum divided by this.
+        output_bits: significand bits of the result; found from its dtype if 0.
+        place: the row of `terms` that is read.
+        scope: which of the sums it is, if there are others.
+        run_moved: like `run`, with the terms stored so many elements past an aligned address.
+        storage: how the terms of replays are stored, for reports.
     """
 
     name: str
@@ -52,14 +67,12 @@ class TensorTarget:
     factors: Tensor | None = None
     everywhere: Callable[[], Tensor] | None = None
     encode: Callable[[float], float] = float
-    divided_by: int = 1  # the result is the sum over this
+    divided_by: int = 1
     output_bits: int = 0
     place: int = 0
     scope: str = ""
     calls: int = 0
-    run_moved: Callable[[int], Tensor] | None = (
-        None  # run, its terms stored so many elements past an aligned address
-    )
+    run_moved: Callable[[int], Tensor] | None = None
     storage: str = "in the target's own tensors, aligned as allocated"
     unlike: int = field(default=0, init=False)
     _filled: tuple[float, range] = field(default=(0.0, range(0)), init=False)
@@ -70,13 +83,14 @@ class TensorTarget:
     _bits: dict[float, int] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        """Fill the terms with zeros, and find the scale and the bits of the output."""
         self.scale = scale_of(self.terms.dtype)
         if self.divided_by != 1:
             self.scale = divided(self.scale)
         self.n = self.terms.shape[1]
         self._zero = self.encode(0.0)
         if self.terms.is_contiguous():
-            # The same memory as raw bits: a write takes a fiftieth of an assignment to a tensor's element.
+            # The same memory as raw bits: a write takes a fiftieth of the time of an assignment to a tensor.
             kind = ctypes.c_uint32 if self.terms.dtype == torch.float32 else ctypes.c_uint16
             self._cells = (kind * self.terms.numel()).from_address(self.terms.data_ptr())
         self.terms.fill_(self._zero)
@@ -84,8 +98,25 @@ class TensorTarget:
             exact = self.divided_by & (self.divided_by - 1) == 0 and self.scale is not FP16_DIVIDED
             self.output_bits = BITS[self.run().dtype] if exact and self.kind != "positive" else 0
 
+    def with_threads(self, count: int) -> TensorTarget:
+        """Return the same target, each call made with `count` threads."""
+
+        def bound(function: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            def run() -> Tensor:
+                before = torch.get_num_threads()
+                torch.set_num_threads(count)
+                try:
+                    return function()
+                finally:
+                    torch.set_num_threads(before)
+
+            return run
+
+        everywhere = None if self.everywhere is None else bound(self.everywhere)
+        return replace(self, run=bound(self.run), everywhere=everywhere)
+
     def alike(self) -> Tensor:
-        """The places that probes may use, the asked one first."""
+        """Return the places that probes may use, `place` first."""
         if self._alike is None:
             generator = torch.Generator().manual_seed(self.n)
             alike = torch.ones(len(self.terms), dtype=torch.bool)
@@ -101,7 +132,7 @@ class TensorTarget:
         return self._alike
 
     def _draw(self, generator: torch.Generator, wide: bool) -> Tensor:
-        """Random terms; half negates the other half, so that what is left depends on the order most.
+        """Draw random terms; half of them negate the other half, so that the rest depends strongly on the order.
 
         Wide exponents make fp32 accumulators round terms of few bits, too.
         """
@@ -116,7 +147,7 @@ class TensorTarget:
         return values
 
     def sums(self, batch: Sequence[Terms]) -> list[float]:
-        """One call for as many probes as there are rows; those of one call share their fill and factor."""
+        """Return the sum of each probe; a call has as many as there are rows, of one fill and factor."""
         found: list[float] = []
         for (fill, over, factor), probes in groupby(
             batch, key=lambda p: (p.fill, p.over, p.factor)
@@ -158,7 +189,7 @@ class TensorTarget:
         return read
 
     def _bits_of(self, value: float) -> int:
-        """The raw bits of a term, as its memory holds them."""
+        """Return the raw bits of a term."""
         if value not in self._bits:
             one = torch.tensor([self.encode(value)], dtype=torch.float64).to(self.terms.dtype)
             wide = self.terms.dtype == torch.float32
@@ -180,7 +211,7 @@ class TensorTarget:
             out = out * self.divided_by
             if (
                 not self.output_bits
-            ):  # a division by n rounded it: what was divided is a whole number of units
+            ):  # a division by n rounded it: the sum is a whole number of units
                 out = (out / self.scale.unit).round() * self.scale.unit
         values: list[float] = out.tolist()
         return values
@@ -194,7 +225,7 @@ class TensorTarget:
         self._filled = (fill, over)
 
     def replay(self, values: Sequence[float], factors: Sequence[float]) -> list[float]:
-        """The same terms in every place; each different sum that comes of them once."""
+        """Write the same terms to every place; return each different sum once."""
         self.alike()
         self._write_all(
             torch.tensor(values, dtype=torch.float64), torch.tensor(factors, dtype=torch.float64)
@@ -208,7 +239,7 @@ class TensorTarget:
     def replay_batch(
         self, batch: Sequence[Sequence[float]], factors: Sequence[float]
     ) -> list[list[float]]:
-        """As many vectors in a call as there are places alike, of which some spread evenly are used."""
+        """Write a vector to each of some evenly spread places; return each vector's different sums."""
         alike, found = self.alike(), list[list[float]]()
         places = alike[:: -(-len(alike) // max(REPLAYED_PLACES, len(batch)))]
         given = torch.tensor(batch, dtype=torch.float64).to(self.terms.dtype)
@@ -232,8 +263,10 @@ class TensorTarget:
         return found
 
     def _different(self, sums: Tensor) -> list[float]:
-        """Each different sum once, and NaN once."""
-        if bool((sums == sums[0]).all()):  # the usual case; and no list of a million equal numbers
+        """Return each different sum once, and NaN once."""
+        if bool(
+            (sums == sums[0]).all()
+        ):  # the usual case; avoids a list of a million equal numbers
             sums = sums[:1]
         numbers = sums[~sums.isnan()]
         found = sorted(set((numbers.double() * self.divided_by).tolist()))

@@ -1,4 +1,4 @@
-"""Carries out a revealed order with its revealed arithmetic on given values, to compare with what the target gives."""
+"""Predict a sum: compute it in a revealed order with its revealed arithmetic, in plain Python."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DOUBLE = struct.Struct("<d")
 
 
 def round_to(value: float, bits: int) -> float:
-    """A fp64 number to so many significand bits, ties to even, subnormals kept, overflow to infinity."""
+    """Round an fp64 number to so many significand bits: ties to even, subnormals kept, overflow to infinity."""
     if bits == 24:
         return round_fp32(value)
     if bits == 53 or not math.isfinite(value):
@@ -30,7 +30,7 @@ def round_to(value: float, bits: int) -> float:
 
 
 def is_near_tie(value: float, bits: int) -> bool:
-    """Whether a rounding to so many bits could go the other way if a divisor were off by 2^-14.
+    """Return whether a rounding to so many bits could go the other way if a divisor were off by 2^-14.
 
     Stock's bf16 attention divides by a sum of approximate exponentials, which is off by 2^-15 at equal weights.
     """
@@ -55,7 +55,7 @@ def _quantum(value: float, bits: int, lowest: int | None = None) -> int:
 
 
 def add_two_to_odd(a: float, b: float) -> float:
-    """The exact sum in fp64, its last bit set where it was not exact: a later rounding to fewer bits is then right."""
+    """Return the sum in fp64 with its last bit set if inexact: a later rounding to fewer bits is then correct."""
     total = a + b
     there = total - a
     dropped = (a - (total - there)) + (b - there)
@@ -63,7 +63,7 @@ def add_two_to_odd(a: float, b: float) -> float:
 
 
 def add_to_odd(operands: Sequence[float]) -> float:
-    """The same of any number of operands."""
+    """Return `add_two_to_odd` of any number of operands."""
     if len(operands) == 2:
         return add_two_to_odd(*operands)
     total = exact_sum(operands)
@@ -77,15 +77,15 @@ def _make_odd(total: float, dropped: float) -> float:
     return math.nextafter(total, math.copysign(math.inf, dropped))
 
 
-PLAIN, TO_ODD, OTHER = range(
-    3
-)  # how an addition is computed: in fp64 and rounded; with the bits that fp64 drops
+# How an addition is computed: in fp64 and rounded; with the bits that fp64 drops; by `Plan.add`.
+PLAIN, TO_ODD, OTHER = range(3)
 
 
 class Plan:
-    """The additions of one tree with its arithmetic, in the form that runs fastest."""
+    """The additions of one tree with its arithmetic, prepared for speed."""
 
     def __init__(self, steps: Sequence[Step], arithmetic: Arithmetic) -> None:
+        """Choose how each addition is computed."""
         self.steps, self.arithmetic = steps, arithmetic
         widths = arithmetic.widths
         unrounded = arithmetic.products not in ("none", "rounded")
@@ -111,7 +111,7 @@ class Plan:
         ]
 
     def add(self, at: int, operands: Sequence[float]) -> float:
-        """One addition that is not plain: how many roundings it makes depends on `passing`."""
+        """Compute one addition that is not plain; `passing` decides how often it rounds."""
         width, passing = self.arithmetic.widths[at], self.arithmetic.passing
         if width == 53:
             return operands[0] + operands[1] if len(operands) == 2 else exact_sum(operands)
@@ -124,7 +124,7 @@ class Plan:
         return round_to(total, width)
 
     def sum(self, values: Sequence[float], factors: Sequence[float]) -> float:
-        """The sum as the last addition leaves it; values and factors are finite."""
+        """Return the sum as the last addition leaves it; values and factors are finite."""
         terms = _entering(self.arithmetic, values, factors)
         keeps = self.arithmetic.keeps_subnormal_sums is not False
         sums: list[float] = []
@@ -149,14 +149,14 @@ def replay(
     factors: Sequence[float],
     output_bits: int,
 ) -> float:
-    """The sum, rounded to the output; values and factors are finite."""
+    """Return the sum, rounded to the output; values and factors are finite."""
     return round_to(Plan(steps, arithmetic).sum(values, factors), output_bits)
 
 
 def _entering(
     arithmetic: Arithmetic, values: Sequence[float], factors: Sequence[float]
 ) -> list[float]:
-    """What each addition is given of a term: cut, flushed, multiplied. A product of two fp32 numbers is exact here."""
+    """Return the terms as they enter additions: cut, flushed, multiplied. fp64 holds fp32 products exactly."""
     terms, others = list(values), list(factors)
     if arithmetic.terms_cut_to is not None:
         terms = [cut(v, arithmetic.terms_cut_to, arithmetic.cut_how) for v in terms]

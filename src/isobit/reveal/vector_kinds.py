@@ -1,9 +1,10 @@
-"""Kinds of vectors for replays: together they meet what a sum can do to its terms, over the dtype's whole range.
+"""Kinds of vectors for replays, over the dtype's whole range.
 
+[Note: kinds]
 One kind is not enough. With exponents from -6 to 10 a compensated sum is exact, so it agrees with an exact addition of
-all terms; with terms that cancel at every scale it does not. [Note: kinds] Each kind aims at something that probing
-does not see: a second accumulator, a fixed-point window, a rounding made twice, an order that follows the sign, the
-size or the equality of terms.
+all terms; with terms that cancel at every scale it does not. Each kind tests something that probing does not show: a
+second accumulator, a fixed-point window, a double rounding, an order that depends on the sign, the size or the equality
+of terms.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def _below_overflow(space: Space) -> list[float]:
 
 
 def _ladder(space: Space) -> list[float]:
-    """Pairs that cancel at scales from the largest to the smallest, all at once, and a rest that must be left."""
+    """Return pairs that cancel at scales from the largest to the smallest, and a rest that must be left."""
     low, high = space.scale.smallest, space.safe
     order = list(space.pairs)
     space.random.shuffle(order)
@@ -94,7 +95,7 @@ def _ladder(space: Space) -> list[float]:
 
 
 def _few_steps(space: Space) -> list[float]:
-    """Two to six such pairs, far apart, among zeros."""
+    """Return two to six such pairs, far apart, among zeros."""
     order = list(space.pairs)
     space.random.shuffle(order)
     order = order[: 2 + space.turn % 5]
@@ -108,7 +109,7 @@ def _few_steps(space: Space) -> list[float]:
 
 
 def _leave(space: Space, values: list[float], order: Pairs) -> None:
-    """A small number where nothing stands yet, or instead of a pair, so that the sum is not zero."""
+    """Put a small number at a zero, or in place of a pair, so that the sum is not zero."""
     free = [i for i, value in enumerate(values) if not value]
     if free:
         values[space.random.choice(free)] = space.number(
@@ -146,7 +147,7 @@ def _sorted(space: Space) -> list[float]:
 
 
 def _powers(space: Space) -> list[float]:
-    """Powers of two and the numbers beside them."""
+    """Return powers of two and their neighbours."""
     near = 2.0 ** (1 - space.scale.bits)
     low = -min(space.spread, space.scale.lowest)
     return [
@@ -156,7 +157,7 @@ def _powers(space: Space) -> list[float]:
 
 
 def _ties(space: Space) -> list[float]:
-    """Ones, halves of their last place in some width, and what decides the tie."""
+    """Return ones, halves of their last place in some width, and numbers that decide the tie."""
     width = space.widths[space.turn % len(space.widths)]
     near = 2.0 ** (1 - space.scale.bits)
     low = max(-2 * width, -space.scale.lowest)
@@ -169,9 +170,9 @@ def _ties(space: Space) -> list[float]:
 
 
 def _lone_tie(space: Space) -> list[float]:
-    """One number, half of its last place, and something far smaller that decides; zeros elsewhere.
+    """Return one number, half of its last place, and a far smaller one that decides; zeros elsewhere.
 
-    In a fused addition the three stand under three of its operands.
+    In a fused addition the three are under three of its operands.
     """
     width, at = space.widths[space.turn % len(space.widths)], _operands(space)
     exponent = space.random.randint(*((-3, 4) if space.turn % 2 else (0, space.safe)))
@@ -185,7 +186,7 @@ def _lone_tie(space: Space) -> list[float]:
 
 
 def _tie_and_dust(space: Space) -> list[float]:
-    """The same, decided by many terms of one sign, each too small to be seen by an accumulator of some width alone."""
+    """Return a tie that is decided by many tiny terms of one sign, each below some accumulator's last place."""
     width, at = space.widths[space.turn % len(space.widths)], _operands(space)
     turn, which = divmod(space.turn // len(space.widths), len(DUST))
     exponent = space.random.randint(-3, max(min(space.safe, 4), -3)) if DUST[which] else space.safe
@@ -202,13 +203,13 @@ def _tie_and_dust(space: Space) -> list[float]:
 
 
 def _even(space: Space, exponent: int, width: int) -> float:
-    """A number whose last place in this width is even, so that a tie above it is rounded down."""
+    """Return a number whose last place in this width is even, so that a tie above it is rounded down."""
     kept = min(space.scale.bits, width) - 2
     return math.ldexp(space.random.getrandbits(kept) | (1 << kept), exponent - kept)
 
 
 def _operands(space: Space) -> list[int]:
-    """A term under each operand of one fused addition, or all terms, shuffled."""
+    """Return a term under each operand of one fused addition, or all terms, shuffled."""
     terms = list(space.random.choice(space.groups)) if space.groups else list(range(space.n))
     space.random.shuffle(terms)
     return terms
@@ -232,14 +233,14 @@ def _gaussian(space: Space) -> list[float]:
 
 
 def _scaled(space: Space) -> list[float]:
-    """Exponents of one narrow run, which moves through the range that models use, then through all of it."""
+    """Return exponents of one narrow run, which moves through the range that models use, then all of it."""
     middle = (-12, 12, -6, 6, -9, 9, -20, 18, -30, 40, -60, 80, -90, 100)[space.turn % 14]
     middle = max(min(middle, space.safe), space.scale.smallest + ROOM)
     return space.between(middle - 2, middle)
 
 
 def _steps_in_groups(space: Space) -> list[float]:
-    """In every fused addition a ladder of its own: what it does not add exactly is wrong there."""
+    """Return a ladder of its own for every fused addition: an inexact one is wrong there."""
     values = space.zeros()
     for group in space.groups:
         terms = list(group)
@@ -294,5 +295,5 @@ IN_GROUPS: dict[str, Kind] = {"cancelling inside fused additions": _steps_in_gro
 
 
 def kinds_of(scale: Scale, fused: bool) -> dict[str, Kind]:
-    """The kinds that a target of this scale can be given."""
+    """Return the kinds that apply to a target of this scale."""
     return KINDS | (EXTREME if scale.subnormal else {}) | (IN_GROUPS if fused else {})

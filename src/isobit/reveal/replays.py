@@ -1,4 +1,4 @@
-"""Replays: vectors of many kinds, what a revealed order predicts for each, and what the target gives, to the bit."""
+"""Replays: on vectors of many kinds, compare what a revealed order predicts with the target, to the bit."""
 
 from __future__ import annotations
 
@@ -13,30 +13,26 @@ from isobit.order.addition import Branch, Step, chain, digest, steps_of
 from isobit.reveal.arithmetic import WIDTHS, Arithmetic
 from isobit.reveal.number_space import Space, draw_pairs
 from isobit.reveal.outline import describe, outline_of
-from isobit.reveal.replay import Plan, is_near_tie, round_to
+from isobit.reveal.predict import Plan, is_near_tie, round_to
 from isobit.reveal.target import Scale, Session, Target
-from isobit.reveal.vectors import kinds_of
+from isobit.reveal.vector_kinds import kinds_of
 
-WIDER = 6  # exponents beyond what the accumulator holds beside a term
-# (up to so many terms, vectors of each kind): few additions round seldom, so short sums need more of them.
+WIDER = 6  # exponents beyond what an accumulator holds next to a term
+# (up to so many terms, vectors of each kind): few additions round rarely, so short sums need more vectors.
 A_KIND = ((64, 6), (1024, 2), (1 << 62, 1))
 FUSED_TIMES = 4  # an exact addition of many terms is a strong claim
 MORE = {"one scale": 3, "a tie alone": 3, "a tie and dust": 2}
 FACTOR_SETS = 4
 FACTORS = ((-3, 4), (-3, 4), (-12, 12), (0, 0))  # exponents of the factors of each set
-FAR_FACTORS = (
-    (-3, 4),
-    (-3, 4),
-    (-70, -60),
-    (55, 62),
-)  # with these, products underflow and overflow fp32
+# With these, products underflow and overflow fp32.
+FAR_FACTORS = ((-3, 4), (-3, 4), (-70, -60), (55, 62))
 GROUPS = 256
-EVERYWHERE = 8  # vectors that stand at all places of a call
+EVERYWHERE = 8  # vectors that are written to all places of a call
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One vector of terms, and the set of factors it is used with."""
+    """One vector of terms, and the index of the factors it is used with."""
 
     kind: str
     values: tuple[float, ...]
@@ -45,7 +41,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a revealed tree was replayed on."""
+    """The vectors that a revealed tree was replayed on."""
 
     vectors: int = 0
     kinds: tuple[str, ...] = ()
@@ -53,6 +49,7 @@ class Replayed:
     storage: str = ""
 
     def __str__(self) -> str:
+        """Describe the vectors in one line."""
         if not self.vectors:
             return "not replayed"
         low, high = self.exponents
@@ -85,26 +82,25 @@ def check_replays(
         predicted = predictions(order, variant, question, target.output_bits)
         wrong = _first_wrong(predicted, found)
         if wrong is None:
-            told = target.n == 2 or _tells_orders_apart(order, variant, question, predicted)
+            if target.n > 2 and not _separates_orders(order, variant, question, predicted):
+                return variant, NOT_REPLAYED
             kinds = tuple(dict.fromkeys(trial.kind for trial in trials))
             reach = (target.scale.smallest, target.scale.largest)
-            return variant, Replayed(
-                len(trials), kinds, reach, target.storage
-            ) if told else NOT_REPLAYED
+            return variant, Replayed(len(trials), kinds, reach, target.storage)
         if wrong > at:
             furthest, at = predicted, wrong
     raise RevealError(
         expected=f"{furthest[at]!r} for {target.n} terms ({trials[at].kind}), by the order that probing showed "
         f"({describe(outline_of(branch))}; {furthest.arithmetic})",
         received=f"{sorted(set(found[at]))} from {target.name}",
-        remedy="it is not a plain tree of additions (it may compensate, branch on its data, follow the alignment of "
-        "its storage, or its places may differ); arithmetic=False shows the order that probing saw, and claims "
-        "nothing of the bits",
+        remedy="it is not a tree of additions: it may compensate, branch on its data, depend on the alignment of its "
+        "storage, or its places may differ; pass arithmetic=False for the order that probing found, without a claim "
+        "about bits",
     )
 
 
 def same(got: float | None, want: float | None) -> bool:
-    """Equal as numbers; one NaN is as good as another, and what is not predicted is not compared."""
+    """Return whether two sums are equal numbers or both NaN; None, which is not predicted, equals everything."""
     return got == want or got is None or want is None or (got != got and want != want)
 
 
@@ -122,7 +118,7 @@ def _ask_about(target: Target, steps: Sequence[Step], arithmetic: Arithmetic) ->
 
 @dataclass(frozen=True)
 class _Question:
-    """All that the vectors depend on; configurations of one kernel share it, and so share the vectors."""
+    """Everything that the vectors depend on; configurations of one kernel share it and the vectors."""
 
     n: int
     scale: Scale
@@ -133,7 +129,7 @@ class _Question:
 
 
 def _fused_groups(steps: Sequence[Step]) -> tuple[tuple[int, ...], ...]:
-    """A term under each operand of each fused addition; none in two groups, where that leaves two of them."""
+    """Return a term under each operand of each fused addition; no term is in two groups if that leaves two."""
     some: list[int] = []
     groups: list[tuple[int, ...]] = []
     used: set[int] = set()
@@ -150,7 +146,7 @@ def _fused_groups(steps: Sequence[Step]) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=4)
 def _draw(question: _Question) -> tuple[list[Trial], list[list[float]]]:
-    """Vectors of every kind, by their set of factors; the sets are empty where no products are summed."""
+    """Draw vectors of every kind, sorted by their factors; factors are empty if no products are summed."""
     random, n = Random(question.n), question.n
     sets = FACTOR_SETS if question.products else 1
     pairs = [draw_pairs(random, n, question.groups) for _ in range(sets)]
@@ -180,7 +176,7 @@ def _draw(question: _Question) -> tuple[list[Trial], list[list[float]]]:
 def _draw_factors(
     random: Random, question: _Question, at: int, pairs: list[tuple[int, int]]
 ) -> list[float]:
-    """Equal where terms are to cancel."""
+    """Draw factors, equal where terms cancel."""
     if not question.products:
         return []
     low, high = (FAR_FACTORS if question.scale.largest > 100 else FACTORS)[at]
@@ -193,7 +189,7 @@ def _draw_factors(
 def _ask(
     session: Session, trials: Sequence[Trial], factors: Sequence[Sequence[float]]
 ) -> list[Sequence[float]]:
-    """What the target gives for each; the first of each set of factors also at all places of one call."""
+    """Return the target's sums of each vector; the first ones also at all places of one call."""
     target, found = session.target, list[Sequence[float]]()
     for at, known in enumerate(factors):
         mine = [trial for trial in trials if trial.factors == at]
@@ -209,17 +205,18 @@ def _ask(
 
 
 class Predictions:
-    """What one order with one arithmetic gives for the vectors of a question, each computed when it is asked for."""
+    """The sums that one order with one arithmetic predicts for the vectors of a question, computed lazily."""
 
     def __init__(
         self, order: _Order, arithmetic: Arithmetic, question: _Question, output_bits: int
     ) -> None:
+        """Prepare predictions; nothing is computed yet."""
         self.arithmetic, self.question, self.output_bits = arithmetic, question, output_bits
         self._plan = Plan(order.steps, arithmetic)
         self._known: dict[int, float | None] = {}
 
     def __getitem__(self, at: int) -> float | None:
-        """None where a division after the sum may decide a tie of the output, so that nothing is predicted."""
+        """Return the predicted sum; None if a division after the sum may decide a tie of the output."""
         if at not in self._known:
             trials, factors = _draw(self.question)
             self._known[at] = self._read(
@@ -234,7 +231,7 @@ class Predictions:
 
 
 class _Order:
-    """The steps of a tree, equal where their digests are: nested tuples are too deep to be hashed."""
+    """The steps of a tree, compared by digest: nested tuples are too deep to be hashed."""
 
     def __init__(self, branch: Branch) -> None:
         self.steps, self.digest = steps_of(branch), digest(branch)
@@ -258,7 +255,7 @@ def _first_wrong(predicted: Predictions, found: Sequence[Sequence[float]]) -> in
 
 
 def _variants(arithmetic: Arithmetic, steps: Sequence[Step]) -> Iterator[Arithmetic]:
-    """What probing leaves open: the width of the last addition, how terms are cut, what is rounded twice."""
+    """Yield what probing leaves open: the last addition's width, how terms are cut, double roundings."""
     hows = [""]
     if arithmetic.terms_cut_to is not None:
         sides = ("", ", factors too") if arithmetic.products != "none" else ("",)
@@ -275,10 +272,10 @@ def _variants(arithmetic: Arithmetic, steps: Sequence[Step]) -> Iterator[Arithme
         )
 
 
-def _tells_orders_apart(
+def _separates_orders(
     order: _Order, arithmetic: Arithmetic, question: _Question, predicted: Predictions
 ) -> bool:
-    """Whether a chain in another order would have been caught."""
+    """Return whether a chain in another order would have been caught."""
     n, random = question.n, Random(question.n)
     terms = list(range(n))
     random.shuffle(terms)

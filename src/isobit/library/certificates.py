@@ -1,0 +1,99 @@
+"""Order certificates as proofs: a question names a sum and its order, `prove_orders` reveals and compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from isobit.contracts.judge.transforms import THREADS
+from isobit.errors import RevealError, in_one_line
+from isobit.machine import thread_count
+from isobit.order.addition import Branch, digest
+from isobit.order.evaluate import expected_tree
+from isobit.order.plan import FeaturePlan
+from isobit.order.samples import Samples
+from isobit.records import Proof
+from isobit.reveal.self_check import check_revealing
+from isobit.reveal.targets.tensor_target import TensorTarget
+from isobit.reveal.tree import reveal
+
+ENGINE = "order certificate"
+Configuration = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Question:
+    """Does `target(**configuration)` add in `order`, with one arithmetic, in every configuration?
+
+    A configuration may have the key `threads`, which is not passed to `target`: calls then run on that
+    many threads instead of one.
+    """
+
+    what: str
+    target: Callable[..., TensorTarget]
+    configurations: Sequence[Configuration]
+    order: Branch
+
+    def failure(self, replayed: bool) -> tuple[int, str]:
+        """Return how many configurations were revealed, and what differs ("" if nothing does)."""
+        expected, arithmetics = digest(self.order), set()
+        for count, configuration in enumerate(self.configurations, 1):
+            shape = dict(configuration)
+            threads = shape.pop("threads", 1)
+            target = self.target(**shape)
+            try:
+                tree = reveal(target if threads == 1 else target.with_threads(threads))
+            except RevealError as error:
+                return count, f"{self.what}, {configuration}: {in_one_line(error)[:200]}"
+            arithmetics.add(tree.digest)
+            one = len(arithmetics) == 1 and not tree.unlike and (tree.replayed or not replayed)
+            if tree.order_digest != expected or not one:
+                return count, f"{self.what}, {configuration}: {tree}"
+        return len(self.configurations), ""
+
+
+def prove_orders(questions: Iterable[Question], covers: str, *, replayed: bool = False) -> Proof:
+    """Reveal every configuration of every question; the first that differs is the failure.
+
+    Args:
+        questions: what is revealed, in order.
+        covers: what the proof covers if it holds.
+        replayed: require that order and arithmetic were replayed to the bit as well.
+    """
+    count = 0
+    with thread_count(1):
+        check_revealing()
+        for question in questions:
+            asked, failure = question.failure(replayed)
+            count += asked
+            if failure:
+                return Proof(ENGINE, "", count, failure)
+    return Proof(ENGINE, covers, count)
+
+
+def on_all_threads(configurations: Iterable[Configuration]) -> list[Configuration]:
+    """Return each configuration once per thread count of the `threads` transform."""
+    return [{**configuration, "threads": t} for configuration in configurations for t in THREADS]
+
+
+def feature_order(width: int, engine: str, probed: int | None = None) -> Branch:
+    """Return the order over `width` features; with `probed`, of its first terms alone."""
+    order = expected_tree(FeaturePlan(width).segments, engine)
+    if probed is None:
+        return order
+    first = _first_terms(order, probed)
+    assert first is not None
+    return first
+
+
+def token_order(tokens: int, engine: str) -> Branch:
+    """Return the order over the tokens of one sample."""
+    return expected_tree(Samples.packed([tokens]).segments, engine)
+
+
+def _first_terms(branch: Branch, count: int) -> Branch | None:
+    if isinstance(branch, int):
+        return branch if branch < count else None
+    kept = tuple(b for b in (_first_terms(child, count) for child in branch) if b is not None)
+    return kept if len(kept) > 1 else next(iter(kept), None)
