@@ -1,7 +1,7 @@
-"""The loss and the norm have one value, however micro-batches and ranks cut them.
+"""Loss and gradient norm do not depend on how micro-batches and ranks divide them.
 
-1. Over four gloo ranks: the norm of any cut (anywhere, by placements, held whole) has one process's bits; torch's not.
-2. The loss is its exact sum over its exact count, rounded once; a mean of means is another number.
+1. On four gloo ranks the norm has the bits of one process for any sharding; torch's norm does not.
+2. The loss is the exact sum over the exact count, rounded once; a mean of means is another number.
 """
 
 import math

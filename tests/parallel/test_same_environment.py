@@ -1,6 +1,6 @@
-"""Ranks that would add in different orders, or train different things, are told apart before they train together.
+"""Ranks that differ in version, arithmetic, parameters or batch raise before they train together.
 
-Over simulated ranks; and over two gloo processes of which one has no AMX.
+Tested on simulated ranks, and on two gloo processes, one of them without AMX.
 """
 
 import os
