@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,6 +100,7 @@ def page(rows: list[Row], wheel: Path, machine: str) -> str:
             "docs/results/torch-versions.md`",
             f"with `{wheel.name}` ({wheel.stat().st_size / 1e6:.1f} MB), the same file in each row.",
             f"Commit {commit.strip()}, {today}, {machine}.",
+            f"SHA-256 of the kernels: `{library_digest(wheel)}`.",
             "",
             *(f"| {' | '.join(cells)} |" for cells in table),
             "",
@@ -106,6 +109,12 @@ def page(rows: list[Row], wheel: Path, machine: str) -> str:
             "",
         ]
     )
+
+
+def library_digest(wheel: Path) -> str:
+    """Return the SHA-256 of the native library in a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return hashlib.sha256(archive.read("isobit/_native.so")).hexdigest()
 
 
 def processor() -> str:
