@@ -96,9 +96,9 @@ def page(rows: list[Row], wheel: Path, machine: str) -> str:
         [
             "# One wheel under several versions of torch",
             "",
-            "Written by `python packaging/torch_matrix.py dist/isobit-*.whl --page "
-            "docs/results/torch-versions.md`",
-            f"with `{wheel.name}` ({wheel.stat().st_size / 1e6:.1f} MB), the same file in each row.",
+            "Written by `python packaging/torch_matrix.py WHEEL --page docs/results/torch-versions.md`",
+            f"with the same wheel in each row, `{wheel.name}`",
+            f"({wheel.stat().st_size / 1e6:.1f} MB).",
             f"Commit {commit.strip()}, {today}, {machine}.",
             f"SHA-256 of the kernels: `{library_digest(wheel)}`.",
             "",
