@@ -1,4 +1,4 @@
-"""A contract to start from, written from a function's source, which is never imported; it fails until filled in."""
+"""Write a first contract from a function's source, which is not imported; it fails until completed."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import re
 from dataclasses import dataclass
 
 from isobit.contracts.language.schema import NAME, REFERENCE
-from isobit.contracts.store.sources import find_file, stub_names
+from isobit.contracts.store.python_imports import stub_names
+from isobit.contracts.store.sources import find_file
 from isobit.errors import ContractError
 
-MAX_HOPS = 8  # of `from a import b`, on the way to where a function is defined
+MAX_HOPS = 8  # of `from a import b` to follow to the definition of a function
 OF_A_COLUMN = ("weight", "bias", "scale", "gamma", "beta")
 FILL = "FILL IN"
 
 TEMPLATE = """\
-# Made by `isobit new`. It loads and lints; it does not pass: what is marked {fill} is yours to say.
+# Made by `isobit new`. It is well-formed, but does not pass until you replace what is marked {fill}.
 id: {id}
 version: 0.1.0
 title: {title}
@@ -32,7 +33,7 @@ obligations:
     equation: output
     text: >-
       A row of the output depends on that row and the parameters alone:
-      not on how many rows there are, where it stands, its neighbours, storage or threads
+      not on how many rows there are, its position, its neighbours, storage or threads
   - id: ACC-001
     equation: output
     text: The output is within the limit of what the formula gives in exact arithmetic
@@ -55,8 +56,8 @@ inputs:
   - id: accuracy
     obligations: [ACC-001]
     relation: accurate
-    against: "{module}:reference_of_{function}"  # {fill}: write it: the formula, plainly; it is called on fp64
-    limit: 0  # {fill}: derive it from the formula, not from what is seen
+    against: "{module}:reference_of_{function}"  # {fill}: write the formula plainly; it is called on fp64
+    limit: 0  # {fill}: derive it from the formula, not from observed errors
     unit: ulp
     inputs: plain
     level: L3
@@ -65,7 +66,7 @@ inputs:
 
 @dataclass(frozen=True)
 class Signature:
-    """What the source says of a function."""
+    """The summary and parameters of a function, as its source declares them."""
 
     summary: str
     tensors: tuple[str, ...]
@@ -74,12 +75,16 @@ class Signature:
 
 
 def scaffold(name: str, reference: str) -> str:
-    """The text of a contract for `package:function`; its reference is for the user to write, so it cannot run yet."""
+    """Return the text of a contract for `package:function`; the user has to write its reference."""
     if not re.fullmatch(NAME.pattern, name):
-        raise ContractError(expected=NAME.like, received=repr(name), remedy="as softmax-kernel-v1")
+        raise ContractError(
+            expected=NAME.like, received=repr(name), remedy="for example softmax-kernel-v1"
+        )
     if not re.fullmatch(REFERENCE.pattern, reference):
         raise ContractError(
-            expected=REFERENCE.like, received=repr(reference), remedy="as my_package.ops:softmax"
+            expected=REFERENCE.like,
+            received=repr(reference),
+            remedy="for example my_package.ops:softmax",
         )
     module, _, function = reference.partition(":")
     found = read_signature(find_function(module, function, reference), reference)
@@ -110,7 +115,7 @@ def scaffold(name: str, reference: str) -> str:
 
 
 def options_of(found: Signature) -> str:
-    """Parameters that are no tensors: those without a default must be said, and null says nothing."""
+    """Return lines for parameters that are not tensors; those without a default must be filled in."""
     lines = []
     if found.needed:
         lines.append(f"    options:  # {FILL}: null is not a value")
@@ -121,32 +126,29 @@ def options_of(found: Signature) -> str:
 
 
 def quote(text: str) -> str:
-    """As YAML, whatever is in it."""
+    """Quote text for YAML."""
     return json.dumps("".join(c if c.isprintable() else " " for c in text), ensure_ascii=False)
 
 
 def key(name: str) -> str:
-    """Quoted where YAML would read another thing than a name."""
+    """Quote a key if YAML would not read it as text."""
     return quote(name) if name.lower() in ("true", "false", "null") else name
 
 
-# ---- the source -----------------------------------------------------------------------------------------
-
-
 def find_function(module: str, path: str, reference: str) -> ast.FunctionDef | ast.AsyncFunctionDef:
-    """Where it is defined, following imports of its name."""
+    """Find the definition of a function, following imports of its name."""
     for _ in range(MAX_HOPS):
         file = find_file(module)
         if file is None:
             raise missing(
                 reference,
                 f"no source of {module}",
-                "mend the name, or run where it can be imported",
+                "correct the name, or run where it can be imported",
             )
         try:
             tree: ast.AST = ast.parse(file.read_bytes())
         except (OSError, SyntaxError, ValueError, RecursionError) as error:
-            raise missing(reference, f"{file}: {error}", "mend the file") from None
+            raise missing(reference, f"{file}: {error}", "correct the file") from None
         names = path.split(".")
         node: ast.AST | None = tree
         for name in names:
@@ -155,9 +157,8 @@ def find_function(module: str, path: str, reference: str) -> ast.FunctionDef | a
             return node
         origin = imported(tree, names[0], module, file.name == "__init__.py")
         stub = file.with_suffix(".pyi")
-        if (
-            origin is None and file.name == "__init__.py" and stub.is_file()
-        ):  # names that the package loads on first use
+        # A stub lists the names that a package imports lazily.
+        if origin is None and file.name == "__init__.py" and stub.is_file():
             home = stub_names(stub.read_bytes()).get(names[0])
             origin = (home, names[0]) if home else None
         if origin is None:
@@ -169,19 +170,19 @@ def find_function(module: str, path: str, reference: str) -> ast.FunctionDef | a
 
 
 def missing(reference: str, received: str, remedy: str) -> ContractError:
-    """No source, no contract."""
+    """Build the error for a function whose source was not found."""
     return ContractError(expected=f"the source of {reference}", received=received, remedy=remedy)
 
 
 def defined(node: ast.AST, name: str) -> ast.AST | None:
-    """The last function or class of that name directly in a module or class."""
+    """Return the last function or class of that name directly in a module or class."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     body = getattr(node, "body", [])
     return next((n for n in reversed(body) if isinstance(n, kinds) and n.name == name), None)
 
 
 def imported(tree: ast.AST, name: str, module: str, is_package: bool) -> tuple[str, str] | None:
-    """The module and the name there, if it is imported from elsewhere."""
+    """Return the module and name that a name is imported from, if it is imported."""
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:
@@ -193,7 +194,7 @@ def imported(tree: ast.AST, name: str, module: str, is_package: bool) -> tuple[s
 
 
 def read_signature(node: ast.FunctionDef | ast.AsyncFunctionDef, reference: str) -> Signature:
-    """Tensors by annotation; a parameter without annotation and without default is taken for one."""
+    """Read the parameters: tensors by annotation, or if neither annotated nor defaulted."""
     arguments = node.args
     if arguments.posonlyargs:
         raise ContractError(

@@ -1,12 +1,12 @@
-"""A contract in words: what it promises, sentence by sentence, and what the evidence says of each promise."""
+"""Describe a contract in words: what it promises, and the evidence for each promise."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from isobit.contracts.judge.sabotage_names import default_sabotage
 from isobit.contracts.language.contract import Claim, Contract, Equation, Inputs, Obligation, Params
+from isobit.contracts.language.sabotage_names import default_sabotage
 from isobit.contracts.store.ladder import RUNGS, contract_level, contract_verdict
 from isobit.records import ClaimRecord, ContractStatus, Section
 
@@ -20,7 +20,7 @@ ENGINES = {
 
 
 def explain(contract: Contract, status: ContractStatus) -> tuple[Section, ...]:
-    """About, equations, obligations each followed by its claims with their evidence, inputs, waivers."""
+    """Return sections: about, equations, obligations with their claims and evidence, inputs, waivers."""
     records = {record.claim: record for record in status.claims}
     found = [_about(contract, status)]
     found += [_equation(name, equation) for name, equation in contract.equations.items()]
@@ -31,19 +31,19 @@ def explain(contract: Contract, status: ContractStatus) -> tuple[Section, ...]:
     for name, inputs in contract.inputs.items():
         found.append(Section(f"inputs {name}", say_inputs(inputs), "inputs", name))
     for waiver in contract.waivers:
-        said = f"{waiver.reason}; {waiver.owner} answers for it, until {waiver.expires}"
-        found.append(Section(f"waiver of {waiver.claim}", (said,), "waiver", waiver.claim))
+        words = f"{waiver.reason}; owner {waiver.owner}, until {waiver.expires}"
+        found.append(Section(f"waiver of {waiver.claim}", (words,), "waiver", waiver.claim))
     return tuple(found)
 
 
 def say_list(words: Sequence[object]) -> str:
-    """a, b and c."""
-    said = [str(word) for word in words]
-    return " and ".join([", ".join(said[:-1]), said[-1]]) if len(said) > 1 else "".join(said)
+    """Join words as in `a, b and c`."""
+    texts = [str(word) for word in words]
+    return " and ".join([", ".join(texts[:-1]), texts[-1]]) if len(texts) > 1 else "".join(texts)
 
 
 def say_sizes(sizes: Sequence[int]) -> str:
-    """1..257 for a run of three or more, as contracts write it."""
+    """Write sizes as contracts do: `1..257` for three or more consecutive ones."""
     runs: list[list[int]] = []
     for size in sorted(set(sizes)):
         if runs and size == runs[-1][-1] + 1:
@@ -53,21 +53,17 @@ def say_sizes(sizes: Sequence[int]) -> str:
     return ", ".join(f"{r[0]}..{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
 
 
-# ---- the promises ---------------------------------------------------------------------------------------
-
-
 def _about(contract: Contract, status: ContractStatus) -> Section:
     lines = [
-        f"judged: {status.subject or contract.subject or 'no code is named, so nothing can be judged'}",
-        f"rests on: {say_list(contract.depends_on) or 'no other contract'}",
-        f"stands at L{status.level}, must reach L{status.required} ({RUNGS[f'L{status.required}']}): {status.verdict}",
+        f"judged: {status.subject or contract.subject or 'no subject, so nothing can be judged'}",
+        f"depends on: {say_list(contract.depends_on) or 'no other contract'}",
+        f"level L{status.level}, must reach L{status.required} ({RUNGS[f'L{status.required}']}): {status.verdict}",
     ]
     if status.detail:
         lines.append(status.detail)
     if contract.subjects:
         lines.append(
-            "also to be tried on: "
-            + ", ".join(f"{n} ({code})" for n, code in contract.subjects.items())
+            "other subjects: " + ", ".join(f"{n} ({code})" for n, code in contract.subjects.items())
         )
     lines += [f"see {reference}" for reference in contract.references]
     return Section(
@@ -76,9 +72,9 @@ def _about(contract: Contract, status: ContractStatus) -> Section:
 
 
 def _equation(name: str, equation: Equation) -> Section:
-    said = (("", equation.formula), ("on ", equation.domain), ("giving ", equation.codomain))
+    texts = (("", equation.formula), ("on ", equation.domain), ("giving ", equation.codomain))
     return Section(
-        f"equation {name}", tuple(word + text for word, text in said if text), "equation", name
+        f"equation {name}", tuple(word + text for word, text in texts if text), "equation", name
     )
 
 
@@ -88,11 +84,11 @@ def _obligation(
     claims: tuple[Claim, ...],
     records: Mapping[str, ClaimRecord],
 ) -> Section:
-    # The contract cut down to one obligation stands where the obligation does: the ladder's rules, used once more.
+    # The level of an obligation is the level of the contract reduced to it.
     alone = replace(contract, obligations=(obligation,), claims=claims)
     found = [records[claim.id] for claim in claims if claim.id in records]
-    stands = f"{contract_verdict(alone, found)}, at L{contract_level(alone, found)}"
-    lines = (obligation.text, stands if claims else f"{stands}: no claim makes it executable")
+    status = f"{contract_verdict(alone, found)}, at L{contract_level(alone, found)}"
+    lines = (obligation.text, status if claims else f"{status}: it has no claim")
     return Section(f"obligation {obligation.id}", lines, "obligation", obligation.id)
 
 
@@ -102,23 +98,23 @@ def _claim(claim: Claim, record: ClaimRecord | None) -> Section:
 
 
 def say_claim(claim: Claim) -> str:
-    """One sentence: the promise, what it is tried on, what it must catch, and how far it must be shown."""
+    """Describe a claim in one sentence: promise, inputs, sabotage and level."""
     promise = say_promise(claim)
-    parts = [f"{claim.id}: {f'{claim.text} ({promise})' if claim.text else promise}"]
+    clauses = [f"{claim.id}: {f'{claim.text} ({promise})' if claim.text else promise}"]
     if claim.inputs:
-        parts.append(f"drawn from {', '.join(claim.inputs)}")
+        clauses.append(f"drawn from {', '.join(claim.inputs)}")
     planted = claim.sabotage or default_sabotage(claim.relation, claim.params)
     if planted or claim.control:
-        parts.append(f"must catch {', '.join((*planted, *claim.control))}")
+        clauses.append(f"must catch {', '.join((*planted, *claim.control))}")
     proved = (
         f", proved by {ENGINES.get(claim.proof.engine, claim.proof.engine)}" if claim.proof else ""
     )
-    parts.append(f"must reach {claim.level}{proved}")
-    return "; ".join(parts)
+    clauses.append(f"must reach {claim.level}{proved}")
+    return "; ".join(clauses)
 
 
 def say_inputs(inputs: Inputs) -> tuple[str, ...]:
-    """Shapes; then sizes, dtypes, values and edges."""
+    """Describe inputs: shapes, sizes, dtypes, values and edges."""
     shapes = ", ".join(
         f"{name}[{', '.join(map(str, axes))}]" for name, axes in inputs.arguments.items()
     )
@@ -129,7 +125,7 @@ def say_inputs(inputs: Inputs) -> tuple[str, ...]:
     thorough = "; ".join(
         f"{name} = {say_sizes(values)}" for name, values in inputs.thorough.items()
     )
-    said = (
+    lines = (
         shapes,
         sizes,
         drawn,
@@ -137,11 +133,11 @@ def say_inputs(inputs: Inputs) -> tuple[str, ...]:
         options and f"with {options}",
         thorough and f"thoroughly: {thorough}",
     )
-    return tuple(line for line in said if line)
+    return tuple(line for line in lines if line)
 
 
 def say_promise(claim: Claim) -> str:
-    """What the relation promises, without its inputs."""
+    """Describe what the relation of a claim promises."""
     params = claim.params
     what = judged(params)
     within = f"within {params.get('limit', 0):g} {params.get('unit', '')}".strip()
@@ -164,7 +160,7 @@ def say_promise(claim: Claim) -> str:
         case "roundtrip":
             return f"{params['inverse']} brings the first argument back from the output, to the bit"
         case "refuses":
-            return f"each call of {params['calls']} is refused with {params['error']}, and told why"
+            return f"each call of {params['calls']} raises {params['error']} with a message"
         case "launches":
             loads = params["loads"]
             often = "once" if loads == 1 else f"{loads} times"
@@ -178,21 +174,18 @@ def say_promise(claim: Claim) -> str:
 
 
 def say_range(name: str, low: int | None, high: int | None) -> str:
-    """k in 1..8; an end that is null is no end."""
+    """Write `k in 1..8`; an end that is None is infinite."""
     return f"{name} in {'−∞' if low is None else low}..{'∞' if high is None else high}"
 
 
 def judged(params: Params) -> str:
-    """The output, or a gradient."""
+    """Name what is judged: the output, or the gradient of an argument."""
     of = params.get("of", "output")
     return "the output" if of == "output" else f"the gradient of {of}"
 
 
-# ---- the evidence ---------------------------------------------------------------------------------------
-
-
 def say_evidence(record: ClaimRecord) -> Iterator[str]:
-    """What was found, each number with its denominator."""
+    """Describe what was found of a claim, each number with its denominator."""
     yield (
         f"{record.verdict} at L{record.level} of L{record.required}: "
         f"{record.differing:,} of {record.compared:,} compared differ{f' (at L{record.at})' if record.at else ''}, "

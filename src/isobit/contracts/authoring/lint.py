@@ -1,4 +1,4 @@
-"""Lint: everything that can be said of contracts without running them."""
+"""Lint contracts: report every problem that can be found without running their code."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import datetime
 from collections.abc import Iterator
 from pathlib import Path
 
-from isobit.contracts.judge.sabotage_names import LIBRARY_NAMES, has_default
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.language.grammar import suggest
-from isobit.contracts.language.load import load_contract
+from isobit.contracts.language.sabotage_names import LIBRARY_NAMES, has_default
 from isobit.contracts.store.ladder import unlinked
 from isobit.contracts.store.sources import find_file, installed_version
 from isobit.contracts.store.tree import Tree, missing
@@ -18,7 +17,7 @@ from isobit.errors import ContractError
 
 
 def lint(tree: Tree) -> Iterator[ContractError]:
-    """Every problem of the chosen contracts, file by file."""
+    """Yield the problems of the chosen contracts, file by file."""
     yield from (broken.error for broken in tree.broken)
     for id in tree.chosen:
         entry = tree.entries[id]
@@ -28,7 +27,7 @@ def lint(tree: Tree) -> Iterator[ContractError]:
         try:
             if all(name in tree.entries for name in entry.depends_on):
                 tree.digest(id)
-            contract = load_contract(Path(entry.path))
+            contract = tree.load(id)
         except ContractError as error:
             yield error
             continue
@@ -36,9 +35,9 @@ def lint(tree: Tree) -> Iterator[ContractError]:
         for number, line in enumerate(Path(entry.path).read_text(encoding="utf-8").splitlines(), 1):
             if "FILL IN" in line and not line.startswith("# Made by"):
                 yield problem(
-                    "what is marked FILL IN to be filled in",
+                    "a completed contract without FILL IN",
                     line.strip()[:80],
-                    "say it",
+                    "replace it",
                     entry.path,
                     number,
                 )
@@ -46,7 +45,7 @@ def lint(tree: Tree) -> Iterator[ContractError]:
 
 
 def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
-    """One contract by itself."""
+    """Yield the problems of one contract by itself."""
     missing_claims = unlinked(contract)
     for obligation in contract.obligations:
         if obligation.id in missing_claims:
@@ -61,19 +60,21 @@ def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
         module = reference.partition(":")[0]
         if find_file(module) is None and not installed_version(module.partition(".")[0]):
             yield problem(
-                f"{module} to be found",
+                f"an existing module {module}",
                 "no such module",
-                "mend the name, or run where it can be imported",
+                "correct the name, or run where it can be imported",
                 where,
             )
         elif (name := missing_name(reference)) is not None:
-            yield problem(f"{reference} to be there", "no such name in that module", name, where)
+            yield problem(
+                f"an existing name {reference}", "no such name in that module", name, where
+            )
     for claim in contract.claims:
         planted = (*claim.sabotage, *((claim.proof.planted,) if claim.proof else ()))
         for name in planted:
             if ":" not in name and name not in LIBRARY_NAMES:
                 yield problem(
-                    "a sabotage of the library",
+                    "a built-in sabotage",
                     repr(name),
                     suggest(name, LIBRARY_NAMES),
                     where,
@@ -81,7 +82,7 @@ def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
                 )
         if not claim.sabotage and not has_default(claim.relation):
             yield problem(
-                f"sabotage for claim {claim.id}: the library has none for {claim.relation}",
+                f"sabotage for claim {claim.id}: there is no built-in one for {claim.relation}",
                 "none",
                 "name a planted wrong subject as package:function",
                 where,
@@ -92,20 +93,20 @@ def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
             yield problem(
                 "waivers that have not expired",
                 f"{waiver.claim} by {waiver.owner}, expired on {waiver.expires}",
-                "mend the code, or renew the waiver",
+                "fix the code, or renew the waiver",
                 where,
                 waiver.line,
             )
 
 
 def missing_name(reference: str) -> str | None:
-    """A suggestion, if a module that is being worked on has no such name; its source is read, not run."""
+    """Return a suggestion if a module's source does not define a name; the source is not run."""
     module, _, path = reference.partition(":")
     file = find_file(module)
     if file is None or file.suffix != ".py":
         return None
     names: set[str] = set()
-    stub = file.with_suffix(".pyi")  # lists the names that a package loads when they are first used
+    stub = file.with_suffix(".pyi")  # lists the names that a package imports lazily
     source = file.read_bytes() + (b"\n" + stub.read_bytes() if stub.is_file() else b"")
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -121,7 +122,7 @@ def missing_name(reference: str) -> str | None:
 
 
 def problem(expected: str, received: str, remedy: str, where: str, line: int = 0) -> ContractError:
-    """At a place in a file."""
+    """Build the error for a problem at a place in a file."""
     return ContractError(
         expected=expected, received=received, remedy=remedy, where=where, line=line
     )

@@ -1,4 +1,4 @@
-"""L1: what can be said of a subject by construction: the operator's schema, and the shape and dtype of its output."""
+"""Judge L1: the operator's schema, and the shape and dtype of outputs."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
 
 
 def check(contract: Contract, subject: Callable[..., Any], own: bool) -> Tally:
-    """Outputs have the shape and dtype that the contract says, of an operator also without data; inputs stay."""
+    """Check the shapes and dtypes of outputs, that inputs are not written to, and the operator itself."""
     tally = Tally()
     used = {name for claim in contract.claims for name in claim.inputs}
     for name, inputs in contract.inputs.items():
         if name not in used:
             continue
-        said = bool(contract.output) and {a for a in contract.output if isinstance(a, str)} <= set(
-            inputs.sizes
-        )
-        for recipe in fixed_recipes(name, inputs) if said else [next(fixed_recipes(name, inputs))]:
+        declared = bool(contract.output) and {
+            a for a in contract.output if isinstance(a, str)
+        } <= set(inputs.sizes)
+        for recipe in (
+            fixed_recipes(name, inputs) if declared else [next(fixed_recipes(name, inputs))]
+        ):
             case = Case(recipe, inputs)
             if sum(t.numel() for t in case.arguments.values()) > 2**20:
                 continue
             tally.count(case.rows)
             expected = (
                 [case.sizes[a] if isinstance(a, str) else int(a) for a in contract.output]
-                if said
+                if declared
                 else None
             )
             check_output(subject, case, expected, tally, bool(contract.operator))
@@ -50,7 +52,7 @@ def check_output(
     tally: Tally,
     without_data: bool,
 ) -> None:
-    """One call with data; of an operator, which must say its shape without, one more."""
+    """Call once with real tensors and, for registered operators, once with meta tensors."""
     calls = {"output": case.arguments}
     if without_data:
         calls["output without data"] = {name: t.to("meta") for name, t in case.arguments.items()}
@@ -81,7 +83,7 @@ def check_output(
 
 
 def check_operator(contract: Contract, tally: Tally) -> None:
-    """torch.library.opcheck on the smallest case of each of the contract's inputs."""
+    """Run torch.library.opcheck on the smallest case of each of the contract's inputs."""
     namespace, _, name = contract.operator.partition("::")
     try:
         operator = getattr(getattr(torch.ops, namespace), name).default
@@ -89,7 +91,7 @@ def check_operator(contract: Contract, tally: Tally) -> None:
         raise EngineError(
             expected=f"the operator {contract.operator}",
             received=in_one_line(error),
-            remedy="isobit doctor says why",
+            remedy="run isobit doctor for the reason",
         ) from None
     schema = {argument.name: argument.default_value for argument in operator._schema.arguments}
     fitting = {

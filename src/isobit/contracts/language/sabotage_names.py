@@ -1,4 +1,4 @@
-"""Which planted wrong subjects the library has, and which it supplies for each transform and relation."""
+"""Names of the built-in wrong subjects, and which are planted for each transform and relation."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ LIBRARY_NAMES = (
     "order by batch with gradients",
     "constant output with gradients",
 )
-TRAINING = (
-    "with gradients"  # wrong subjects that are right while gradients are disabled: of outputs only
-)
+TRAINING = "with gradients"  # ends the names of subjects that are wrong only with gradients enabled
 
 BY_TRANSFORM = {
     "batch": ("order by batch", "last row off by one ulp", "order by batch with gradients"),
@@ -66,7 +64,7 @@ BY_RELATION = {
 
 
 def default_sabotage(relation: str, params: Any) -> tuple[str, ...]:
-    """What the library plants for a claim that names none of its own."""
+    """Return what is planted for a claim that names no sabotage."""
     if relation == "invariant":
         return tuple(
             dict.fromkeys(s for name in params["under"] for s in for_transform(name, params))
@@ -77,18 +75,18 @@ def default_sabotage(relation: str, params: Any) -> tuple[str, ...]:
 
 
 def for_transform(transform: str, params: Any) -> tuple[str, ...]:
-    """What the library plants for one transform of a claim."""
+    """Return what is planted for one transform of a claim."""
     return fitting(BY_TRANSFORM.get(transform, ()), params)
 
 
 def fitting(names: tuple[str, ...], params: Any) -> tuple[str, ...]:
-    """Those that a claim on an output, or on a gradient, can catch."""
+    """Return those names that a claim on an output, or on a gradient, can catch."""
     is_output = params.get("of", "output") == "output"
     return tuple(name for name in names if is_output or not name.endswith(TRAINING))
 
 
 def planted_names(claim: Claim) -> tuple[str, ...]:
-    """The names under which L2 records each wrong subject of a claim; each transform must catch its own."""
+    """Return the names under which L2 records each wrong subject of a claim."""
     if claim.relation != "invariant" or claim.sabotage:
         names = claim.sabotage or default_sabotage(claim.relation, claim.params)
     else:
@@ -101,5 +99,5 @@ def planted_names(claim: Claim) -> tuple[str, ...]:
 
 
 def has_default(relation: str) -> bool:
-    """Whether the library plants something for a claim that names nothing."""
+    """Return whether something is planted for a claim that names no sabotage."""
     return relation in ("invariant", "bound") or relation in BY_RELATION

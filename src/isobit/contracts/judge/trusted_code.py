@@ -1,4 +1,4 @@
-"""Finds the code that contracts name: only in packages that the caller trusts."""
+"""Import the code that contracts name, only from packages that the caller trusts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from isobit.errors import ContractError, in_one_line
 from isobit.trusted_folder import serve_folder
 
 OURS = ("isobit",)
-# Parts of isobit that run programs, serve folders or write files: no kernel, and nothing that a contract may call.
-MACHINERY = (
+# Modules of isobit that run programs, serve folders or write files: contracts may not name them.
+FORBIDDEN = (
     "cli",
-    "contracts.trust",
+    "contracts.judge.trusted_code",
     "files",
     "native",
     "pytest_plugin",
@@ -25,15 +25,15 @@ MACHINERY = (
 
 
 def check_trusted(reference: str, trusted: Sequence[str]) -> None:
-    """Refuses before anything is imported."""
+    """Raise for code that is not trusted, before anything is imported."""
     module = reference.partition(":")[0]
     package = module.partition(".")[0]
     if package in OURS and f"{module}.".startswith(
-        tuple(f"{package}.{part}." for part in MACHINERY)
+        tuple(f"{package}.{part}." for part in FORBIDDEN)
     ):
         raise ContractError(
             expected="a kernel, or code that judges one",
-            received=f"{reference}, which is part of isobit's own machinery",
+            received=f"{reference}, which contracts may not name",
             remedy="name a function of your own package, and trust that package",
         )
     if package not in (*OURS, *trusted):
@@ -45,7 +45,7 @@ def check_trusted(reference: str, trusted: Sequence[str]) -> None:
 
 
 def check_origin(found: Any, reference: str, trusted: Sequence[str]) -> None:
-    """What a trusted module imports from elsewhere is not trusted for that."""
+    """Raise for an object that a trusted module imports from a package that is not trusted."""
     origin = None
     if isinstance(found, ModuleType):
         origin = found.__name__
@@ -56,7 +56,7 @@ def check_origin(found: Any, reference: str, trusted: Sequence[str]) -> None:
 
 
 def resolve(reference: str, trusted: Sequence[str]) -> Any:
-    """The object that `package.module:name` names."""
+    """Import the object that `package.module:name` names."""
     check_trusted(reference, trusted)
     serve_folder(trusted)  # here, so that processes of --jobs do it too
     module, _, path = reference.partition(":")
@@ -65,9 +65,8 @@ def resolve(reference: str, trusted: Sequence[str]) -> Any:
         for name in path.split("."):
             if name.startswith("_"):
                 raise AttributeError(f"{name} is private")
-            if not isinstance(
-                found, (ModuleType, type)
-            ):  # a method of a table could change the judge
+            # A method of an instance could change the judge.
+            if not isinstance(found, (ModuleType, type)):
                 raise AttributeError(f"{name} is of an instance; name a function of the module")
             found = getattr(found, name)
             check_origin(found, reference, trusted)
@@ -75,8 +74,8 @@ def resolve(reference: str, trusted: Sequence[str]) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise ContractError(
-            expected=f"{reference} to exist",
+            expected=f"an existing object {reference}",
             received=f"{type(error).__name__}: {in_one_line(error)}",
-            remedy="mend the name, or install what it needs",
+            remedy="correct the name, or install what it needs",
         ) from None
     return found

@@ -1,15 +1,15 @@
-"""Records which files code opens or imports while it is judged, beyond the imports that its source shows.
+"""Record which files code opens or imports while it is judged, besides the imports in its source.
 
-[Note: what evidence depends on]
-A contract's digest covers its text and the files that static imports lead to (sources.py). Code may reach more: a
-module by `importlib`, a table or a configuration by `open`. An audit hook sees these while a claim is judged; each
-file is hashed when it is first opened, and the evidence holds the hashes. Reading evidence hashes the files again: if
-one differs, the evidence no longer counts.
+[Note: What evidence depends on]
+A contract's digest covers its text and the files that its code imports by statements (sources.py). Code may use more:
+a module by `importlib`, a table or a configuration by `open`. An audit hook sees these while a claim is judged; each
+file is hashed when it is first opened, and the hashes are part of the evidence. Reading evidence hashes the files
+again: if one differs, the evidence no longer counts.
 
-Not recorded, since a version or the digest covers it, or since it is no input: the interpreter and installed packages,
-isobit itself, temporary files, caches, evidence, /proc, /sys and /dev, and what the code writes itself. Not seen: files
-that native code opens without Python, what child processes open, the shell's variables, the network. `--again` judges
-regardless.
+Not recorded, because a version or the digest covers it or because it is not an input: the interpreter and installed
+packages, isobit itself, temporary files, caches, evidence, /proc, /sys and /dev, and files that the code writes. Not
+detected: files that native code or child processes open, environment variables, the network. `--again` judges in any
+case.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ MANY = 100_000  # files that one finding may name
 
 WRITTEN = "written"
 
-_open: list[Reach] = []  # recorders that are recording now
-# By source file: what was opened while a function of it was running. A module reads a table once, for every contract
-# that binds it; only the first of them sees the event.
+_open: list[OpenedFiles] = []  # recorders that are recording now
+# By source file, what was opened while one of its functions was running. A module may read a table once, for every
+# contract that names it; only the first contract that is judged sees the event.
 _opened_by: dict[str, dict[str, str]] = {}
 _T = TypeVar("_T")
 
 
-class Reach:
-    """The files that one contract's code reaches, with their digests; paths are relative to `base` where below it."""
+class OpenedFiles:
+    """The files that one contract's code opens, with digests; paths below `base` are relative to it."""
 
     def __init__(self, base: Path, home: Path, known: Collection[Path]) -> None:
         self.base = os.path.abspath(base)
@@ -55,12 +55,12 @@ class Reach:
         self._known = {os.path.abspath(path) for path in known}
         own = [
             p for p in known if p.suffix == ".py" and ROOT not in p.parents
-        ]  # isobit reaches no one's code by name
+        ]  # isobit imports no other code by name
         self._by_name = any(BY_NAME.search(path.read_bytes()) for path in own)
         self._found: dict[str, str] = {}
 
     def during(self, steps: Iterable[_T]) -> Iterator[_T]:
-        """Records while each step is made, not while its receiver works on it."""
+        """Record while each step is computed, not while the caller uses it."""
         _install()
         iterator = iter(steps)
         while True:
@@ -79,11 +79,11 @@ class Reach:
             _open.remove(self)
 
     def files(self) -> tuple[tuple[str, str], ...]:
-        """Each path with its digest, in order; call it when judging is done."""
-        if self._by_name:  # what was loaded before can be reached without an event
+        """Return each path with its digest, sorted; call it when judging is done."""
+        if self._by_name:  # modules loaded before can be used without an event
             for module in list(sys.modules.values()):
                 origin = getattr(module, "__file__", None)
-                if isinstance(origin, str) and os.path.isabs(origin):  # torch.ops says _ops.py
+                if isinstance(origin, str) and os.path.isabs(origin):  # torch.ops has _ops.py
                     self.note(origin)
         found = dict(self._found)
         for source in self._known:
@@ -96,7 +96,7 @@ class Reach:
         return tuple(sorted(inputs))
 
     def note(self, path: str, written: bool = False) -> None:
-        """A file was opened."""
+        """Record that a file was opened."""
         path = os.path.abspath(path)
         if path.endswith(".pyc") and "__pycache__" in path:
             try:
@@ -129,7 +129,7 @@ _END: Any = object()
 
 
 def running_sources() -> set[str]:
-    """The files whose functions are running in this thread, without isobit's own, which run whatever is judged."""
+    """Return the files whose functions are running in this thread, except isobit's own."""
     found: set[str] = set()
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -139,7 +139,7 @@ def running_sources() -> set[str]:
 
 
 def changed(files: Iterable[tuple[str, str]], base: Path, known: dict[str, str]) -> str:
-    """The first file that is not what it was, or nothing; `known` keeps digests from one call to the next."""
+    """Return the first file whose digest differs, or an empty text; `known` caches digests."""
     for name, digest in files:
         path = os.path.join(os.path.abspath(base), name)
         if path not in known:
@@ -150,10 +150,9 @@ def changed(files: Iterable[tuple[str, str]], base: Path, known: dict[str, str])
 
 
 def hash_file(path: str) -> str:
-    """BLAKE3 of a regular file; anything else counts as absent, and nothing blocks."""
-    if any(
-        _is_below(os.path.realpath(path), folder) for folder in PSEUDO
-    ):  # forged evidence may name what has no end
+    """Return the BLAKE3 of a regular file; anything else is absent. Never blocks."""
+    # Forged evidence may name a file without an end.
+    if any(_is_below(os.path.realpath(path), folder) for folder in PSEUDO):
         return ABSENT
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -169,7 +168,7 @@ def hash_file(path: str) -> str:
 
 
 def _shown(path: str, base: str) -> str:
-    """Relative where it is below the folder of the evidence, so that evidence can travel with its files."""
+    """Return a path relative to the folder of the evidence, so that both can be copied together."""
     return os.path.relpath(path, base) if _is_below(path, base) else path
 
 
@@ -178,14 +177,14 @@ def _is_below(path: str, folder: str) -> bool:
 
 
 def _installed(base: str) -> tuple[str, ...]:
-    """Where the interpreter, its packages and isobit are; not a folder that holds the one that is worked in."""
+    """Return the folders of the interpreter, its packages and isobit, except parents of `base`."""
     places = {os.path.abspath(p) for p in (sys.prefix, sys.base_prefix, sys.exec_prefix, str(ROOT))}
     return tuple(sorted(place for place in places if not _is_below(base, place)))
 
 
 @lru_cache(maxsize=1)
 def _install() -> None:
-    """Once a process, when something is first judged: an audit hook cannot be removed."""
+    """Install the audit hook, once per process: it cannot be removed."""
     sys.addaudithook(_heard)
 
 
@@ -195,7 +194,7 @@ def _heard(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open":
         path, _, flags = arguments
         written = bool(isinstance(flags, int) and flags & (os.O_WRONLY | os.O_RDWR))
-    elif event == "import":  # of an extension: its file; of other modules the file is opened too
+    elif event == "import":  # the file of an extension; other modules are opened as files too
         path, written = arguments[1], False
     elif event == "ctypes.dlopen":
         path, written = arguments[0], False
