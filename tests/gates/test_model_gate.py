@@ -1,4 +1,4 @@
-"""The gate is green for enabled models, and red for each planted wrong operator, which it names."""
+"""The batch-layout gate passes for enabled models, and fails and names each planted operator."""
 
 import pytest
 import torch

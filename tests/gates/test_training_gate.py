@@ -1,7 +1,7 @@
-"""`isobit curve`: every layout is one run, a wrong one is seen, and a run that was cut goes on at another layout.
+"""The rank-layout gate (`isobit curve`) passes, detects a wrong merge, and resumes at other layouts.
 
-The workload is the smallest that two tensor-parallel ranks can cut. Layouts run in the simulator; one of them also as
-real processes, with the same digest.
+The workload is the smallest that two tensor-parallel ranks can split. Layouts run in the simulator;
+one of them also runs as real processes, with the same digest.
 """
 
 import json

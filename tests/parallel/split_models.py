@@ -1,4 +1,4 @@
-"""A small Qwen3 that 4 ranks can cut, its batch, and what is compared of it: on one rank, and on each of many."""
+"""A small Qwen3 that can be split over 4 ranks, its batch, and the comparison with one rank."""
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -1,4 +1,7 @@
-"""Split operators beside their unsplit ones, on one rank of many: each case gives the names of what differs."""
+"""Cases for tensor parallelism: each compares a split operator with the unsplit one on a rank.
+
+A case returns the names of the outputs and gradients that differ.
+"""
 
 from contextlib import contextmanager, nullcontext
 

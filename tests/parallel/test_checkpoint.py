@@ -1,7 +1,6 @@
-"""Saved at one layout and loaded at another, model and optimizer have the same bits, and train on alike."""
+"""A checkpoint saved at one layout and loaded at another continues training with the same bits."""
 
 import pytest
-import split_models as models
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
@@ -15,6 +14,7 @@ from isobit.parallel.checkpoint import load, save
 from isobit.parallel.tensor.shard import full_state, gather_shards, owner_of, shard_table
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 from isobit.simulator import World
+from tests.parallel import split_models as models
 
 DTYPE = torch.bfloat16
 

@@ -1,7 +1,7 @@
-"""Ranks are leaves of one tree: the sum over gloo processes has the bits of order.tree.merge, at 2 and 4 ranks.
+"""The sum over 2 and 4 gloo processes has the bits of order.tree.merge: rank r is leaf r.
 
-Every check runs in one launch of four processes (pairs of them are the groups of two). Left folds, arrival order
-and gloo's own all_reduce must differ, or the inputs could not have shown a wrong order.
+All checks run in one launch of four processes; pairs of them are the groups of two. Left folds,
+arrival order and gloo's own all_reduce must differ, or the inputs could not show a wrong order.
 """
 
 import functools
@@ -18,15 +18,9 @@ from isobit import bits
 from isobit.errors import ArgumentError, CutError
 from isobit.order.tree import merge
 from isobit.parallel.collectives import all_to_all, send_recv
-from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce, group_by_size
+from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce
 from isobit.parallel.collectives.communicator import Communicator
 from isobit.parallel.collectives.hierarchy import TwoLevelGroup
-from isobit.parallel.collectives.recursive_halving import (
-    Span,
-    bit_reversed_spans,
-    equal_spans,
-    halving_rounds,
-)
 from isobit.parallel.collectives.tree_collectives import all_gather, all_reduce, reduce_scatter
 
 # Of 524,287 elements one half is a long message, the other is not.
@@ -314,25 +308,3 @@ def test_on_gloo(outcomes, name):
 
 def test_processes_end_by_themselves(outcomes):
     assert outcomes[1] == [0] * 4
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16])
-def test_what_one_gives_the_other_keeps(ranks):
-    for spans in (equal_spans(1000, ranks), bit_reversed_spans(1001, ranks)):
-        plans = [halving_rounds(rank, spans) for rank in range(ranks)]
-        assert sorted((s.start, s.stop) for s in spans)[-1][1] in (1000, 1001)
-        for rank, plan in enumerate(plans):
-            for at, step in enumerate(plan):
-                assert step.sent == plans[step.peer][at].kept
-                assert step.longest == plans[step.peer][at].longest
-            assert plan[-1].kept == (spans[rank],)
-    assert all(
-        len(step.sent) == 1
-        for rank in range(ranks)
-        for step in halving_rounds(rank, bit_reversed_spans(1 << 12, ranks))
-    )
-
-
-def test_groups_by_size():
-    assert group_by_size([3, 3, 9, 1, 1], 6) == [[0, 1], [2], [3, 4]]
-    assert halving_rounds(0, (Span(0, 4),)) == []

@@ -1,11 +1,20 @@
-"""A step that fails leaves nothing behind; what is refused changes nothing; close() leaves the model as it was."""
+"""A failed step leaves nothing behind; an error changes nothing; close() restores the model."""
 
 import copy
 import functools
 
 import pytest
 import torch
-from gradient_nets import (
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from isobit import ArgumentError, UnsupportedError
+from isobit.errors import AgreementError
+from isobit.parallel import GlobalBatch, Gradients
+from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce
+from isobit.parallel.data import plain_reducer
+from tests.parallel.gradient_nets import (
     LENGTHS,
     collect,
     differing,
@@ -18,15 +27,6 @@ from gradient_nets import (
     step,
     whole,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-
-from isobit import ArgumentError, UnsupportedError
-from isobit.errors import AgreementError
-from isobit.parallel import GlobalBatch, Gradients
-from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce
-from isobit.parallel.data import plain_reducer
 
 BF16 = torch.bfloat16
 

@@ -1,8 +1,8 @@
-"""Micro-batches, ranks and engines change no bit of a step's gradients.
+"""Micro-batches, ranks, DDP and FSDP2 change no bit of a step's gradients.
 
-1. Every layout, dtype and engine: p.grad is the whole batch's by plain autograd, on every rank; tied weights too.
-2. Partial gradients take log2(micro-batches) + 1 times the parameters in fp32, at most.
-3. Left folds, rounded partials and ranks added in turn have other bits.
+1. In every layout and dtype, p.grad on every rank is that of plain autograd on the whole batch.
+2. Partial gradients take at most log2(micro-batches) + 1 times the parameters in fp32.
+3. Left folds, rounded partial gradients and a sum in rank order have other bits.
 """
 
 import copy
@@ -10,19 +10,6 @@ import functools
 
 import pytest
 import torch
-from gradient_nets import (
-    LENGTHS,
-    WIDTH,
-    collect,
-    differing,
-    loss_of,
-    make,
-    on_ranks,
-    plain,
-    read,
-    sharded,
-    whole,
-)
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -35,6 +22,19 @@ from isobit.order.tree import Counter
 from isobit.parallel import GlobalBatch, Gradients
 from isobit.parallel.collectives import all_to_all
 from isobit.parallel.data import partial_gradients
+from tests.parallel.gradient_nets import (
+    LENGTHS,
+    WIDTH,
+    collect,
+    differing,
+    loss_of,
+    make,
+    on_ranks,
+    plain,
+    read,
+    sharded,
+    whole,
+)
 
 BF16 = torch.bfloat16
 LAYOUTS = [(1, 1), (1, 2), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]

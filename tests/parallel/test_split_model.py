@@ -1,7 +1,6 @@
 """A Qwen3 split over tensor-parallel ranks has the bits of the whole one: loss, log-probabilities, gradients."""
 
 import pytest
-import split_models as models
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,6 +14,7 @@ from isobit.parallel.tensor import head_norm
 from isobit.parallel.tensor.shard import shard_table, take_shard
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 from isobit.simulator import World
+from tests.parallel import split_models as models
 
 BF16 = torch.bfloat16
 

@@ -1,12 +1,12 @@
-"""The same cases of split operators on real processes over gloo."""
+"""The cases of tensor parallelism on real processes over gloo."""
 
-import tensor_cases as cases
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
+from tests.parallel import tensor_cases as cases
 
 RANKS = 2
 

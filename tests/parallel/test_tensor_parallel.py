@@ -1,16 +1,15 @@
-"""Split over P ranks, each operator has the bits of the unsplit one: outputs, and every gradient, whole and shares.
+"""Operators that are split over P ranks have the bits of the unsplit ones: outputs and gradients.
 
-For P = 1, 2, 4 and 8, fp32, bf16 and fp16: column, row, QKV group, embedding, log-probabilities, logits, head norm.
+For P = 1, 2, 4 and 8 in fp32, bf16 and fp16: column, row, QKV group, embedding, log-probabilities,
+logits and head norm, of the whole batch and of shares.
 """
 
 import copy
 from functools import reduce
 
 import pytest
-import tensor_cases as cases
 import torch
 import torch.distributed as dist
-from tensor_cases import WHOLE, draw, part
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import parallel as stock
@@ -34,6 +33,8 @@ from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 from isobit.parallel.tensor.vocab_embedding import VocabParallelEmbedding, vocab_embedding
 from isobit.parallel.tensor.vocab_logprob import vocab_logprob
 from isobit.simulator import World
+from tests.parallel import tensor_cases as cases
+from tests.parallel.tensor_cases import WHOLE, draw, part
 
 FP32 = torch.float32
 

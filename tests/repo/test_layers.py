@@ -38,7 +38,7 @@ LAYERS = {
     "ops": f"{FOUNDATION} order reveal",
     "nn": f"{FOUNDATION} order ops",
     "optim": f"{FOUNDATION} ops",
-    "simulator": "bits errors majority order",
+    "simulator": "bits errors lazy majority order",
     "parallel": f"{FOUNDATION} order ops optim",
     "guards": f"{FOUNDATION} parallel",
     "integrations": f"{FOUNDATION} order ops nn parallel",

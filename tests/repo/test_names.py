@@ -69,4 +69,6 @@ def test_sizes(path):
     assert len(text.splitlines()) <= 330, f"{path.name}: one job a file"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno - node.lineno < 60, f"{path.name}:{node.lineno} {node.name}"
+            described = len((ast.get_docstring(node, clean=False) or "").splitlines())
+            lines = node.end_lineno - node.lineno - described
+            assert lines < 60, f"{path.name}:{node.lineno} {node.name}"

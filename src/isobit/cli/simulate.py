@@ -14,7 +14,7 @@ from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
-from isobit.simulator.checkers.collective_calls import listed
+from isobit.majority import name_ranks
 from isobit.simulator.program.script import Script
 from isobit.simulator.sweep import Group, Plan, SeedRun, compare_prints, group_findings, run_seeds
 
@@ -158,7 +158,7 @@ def show(
         for group in groups:
             table.add_row(
                 group.kind,
-                listed(group.ranks),
+                name_ranks(group.ranks),
                 f"{len(group.seeds)} of {len(runs)}",
                 str(group.seeds[0]),
             )
@@ -169,7 +169,7 @@ def show(
         for rank, lines in sorted(group.first.stacks.items()):
             places.setdefault(tuple(lines[:4]), []).append(rank)
         for place, ranks in places.items():
-            console.print(f"  {listed(ranks)}: " + " ← ".join(place), markup=False)
+            console.print(f"  {name_ranks(ranks)}: " + " ← ".join(place), markup=False)
         if group.first.wrote:
             console.print(f"  wrote: {group.first.wrote}", markup=False)
         console.print(f"  again: {replay_command(options, group)}", markup=False)

@@ -16,7 +16,7 @@ TRAINING = (
     "buffers differ",
     "data alike",
     "gradients differ",
-    "parts from one worker",
+    "differs from one worker",
     "random numbers alike",
     "start differs",
     "tensors alike",

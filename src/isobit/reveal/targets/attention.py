@@ -34,6 +34,11 @@ def attention(
 
     Returns:
         A target.
+
+    Example:
+        >>> from isobit.reveal import order, targets
+        >>> order(targets.attention(6, width=16)).n
+        6
     """
     q = torch.zeros(1, heads, m, width, dtype=dtype)
     key, value = (torch.zeros(1, heads, k, width, dtype=dtype) for _ in range(2))
@@ -62,6 +67,11 @@ def embedding_grad(
 
     Returns:
         A target.
+
+    Example:
+        >>> from isobit.reveal import order, targets
+        >>> order(targets.embedding_grad(5, 8)).n
+        5
     """
     indices = torch.ones(k, dtype=torch.long)
     weight = torch.zeros(3, m, dtype=dtype, requires_grad=True)

@@ -78,6 +78,11 @@ def matmul(
 
     Returns:
         A target.
+
+    Example:
+        >>> from isobit.reveal import order, targets
+        >>> order(targets.matmul(6, n=4)).n
+        6
     """
     many = function is torch.bmm or batch > 1
     shape = (batch,) if many else ()
@@ -111,6 +116,11 @@ def input_grad(
 
     Returns:
         A target.
+
+    Example:
+        >>> from isobit.reveal import order, targets
+        >>> order(targets.input_grad(6, n=4)).n
+        6
     """
     grad, weight = torch.ones(m, k, dtype=dtype), torch.zeros(k, n or k, dtype=dtype)
     x = torch.zeros(m, n or k, dtype=dtype, requires_grad=True)
@@ -147,6 +157,11 @@ def weight_grad(
 
     Returns:
         A target.
+
+    Example:
+        >>> from isobit.reveal import order, targets
+        >>> order(targets.weight_grad(6, n=4)).n
+        6
     """
     grad, x = torch.zeros(k, n or k, dtype=dtype), torch.ones(k, m, dtype=dtype)
     weight = torch.zeros(n or k, m, dtype=dtype, requires_grad=True)
@@ -177,6 +192,11 @@ def bias_grad(
 
     Returns:
         A target.
+
+    Example:
+        >>> from isobit.reveal import order, targets
+        >>> order(targets.bias_grad(6, n=4)).n
+        6
     """
     grad, x = torch.zeros(k, n or 64, dtype=dtype), torch.zeros(k, 1, dtype=dtype)
     weight = torch.zeros(n or 64, 1, dtype=dtype)

@@ -32,6 +32,11 @@ class Ranks:
 
     Raises:
         EngineError: The processes do not start, or do not answer.
+
+    Example:
+        >>> from isobit.reveal import targets
+        >>> targets.Ranks(4, 8).element(0).n
+        4
     """
 
     def __init__(self, ranks: int, elements: int) -> None:

@@ -30,6 +30,11 @@ def softmax(
 
     Returns:
         A target; its terms cannot be negative, so its arithmetic is not probed.
+
+    Example:
+        >>> from isobit.reveal import order, targets
+        >>> order(targets.softmax(8)).n
+        8
     """
     x = torch.zeros(m, k, dtype=dtype)
     name = f"{function.__name__} {m}×{k}, denominator"
@@ -44,7 +49,21 @@ def log_softmax(
 ) -> TensorTarget:
     """Return the denominator of a log-softmax over k elements as a target.
 
-    The logarithm shows the last place of the sum in 16-bit outputs too. Arguments as for `softmax`.
+    The logarithm shows the last place of the sum in 16-bit outputs too.
+
+    Args:
+        k: the number of terms.
+        m: the number of rows of a call.
+        dtype: fp32, bf16 or fp16.
+        function: computes it, with the signature of `F.log_softmax`.
+
+    Returns:
+        A target; its terms cannot be negative, so its arithmetic is not probed.
+
+    Example:
+        >>> from isobit.reveal import order, targets
+        >>> order(targets.log_softmax(8)).n
+        8
     """
     return softmax(k, m, dtype, function)
 
@@ -65,6 +84,11 @@ def rms_norm(
 
     Returns:
         A target; its terms cannot be negative, so its arithmetic is not probed.
+
+    Example:
+        >>> from isobit.reveal import order, targets
+        >>> order(targets.rms_norm(8)).n
+        8
     """
     x = torch.zeros(m, k, dtype=dtype)
     eps = 2.0**-126  # too small to change the sum
@@ -96,6 +120,11 @@ def layer_norm(
 
     Returns:
         A target; its terms cannot be negative, so its arithmetic is not probed.
+
+    Example:
+        >>> from isobit.reveal import targets
+        >>> targets.layer_norm(8).n  # of the 18 elements of a row
+        8
     """
     x, probed = torch.zeros(m, k + 10, dtype=dtype), torch.zeros(m, k, dtype=dtype)
     eps = 2.0**-126

@@ -110,5 +110,20 @@ def sum(
 
 
 def mean(k: int, m: int = 1, dtype: torch.dtype = torch.float32, axis: int = -1) -> TensorTarget:
-    """Return `torch.mean` over k terms as a target: the sum, then a division. Arguments as for `sum`."""
+    """Return `torch.mean` over k terms as a target: the sum, then a division.
+
+    Args:
+        k: the number of terms.
+        m: the number of means in the call.
+        dtype: the dtype of the terms.
+        axis: -1 takes the mean of the rows of [m, k], 0 of the columns of [k, m].
+
+    Returns:
+        A target.
+
+    Example:
+        >>> from isobit.reveal import order, targets
+        >>> order(targets.mean(6)).n
+        6
+    """
     return sum(k, m, dtype, axis, mean=True)

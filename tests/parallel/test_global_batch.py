@@ -1,4 +1,4 @@
-"""Every layout of ranks and micro-batches holds each global batch once, in one order, and each share is one subtree."""
+"""Shares cover each global batch once, in one order at every layout, and each is one subtree."""
 
 from itertools import chain
 

@@ -1,7 +1,7 @@
-"""The loss and the norm have one value, however micro-batches and ranks cut them.
+"""Loss and gradient norm do not depend on how micro-batches and ranks divide them.
 
-1. Over four gloo ranks: the norm of any cut (anywhere, by placements, held whole) has one process's bits; torch's not.
-2. The loss is its exact sum over its exact count, rounded once; a mean of means is another number.
+1. On four gloo ranks the norm has the bits of one process for any sharding; torch's norm does not.
+2. The loss is the exact sum over the exact count, rounded once; a mean of means is another number.
 """
 
 import math
@@ -18,7 +18,8 @@ from isobit.parallel.collectives.rank_group import RankGroup
 from isobit.parallel.data.grad_norm import clip_grad_norm_, get_total_norm
 from isobit.parallel.data.loss_meter import MOST_RANKS, LossMeter, add_states, divide
 from isobit.parallel.tensor.local_shards import counted_here, find_shards, local_shard_of
-from tests.guards.gloo_ranks import TRIES, Part, drawn, found_by_ranks, with_grad
+from tests.guards.gloo_ranks import found_by_ranks
+from tests.guards.gloo_scalars import TRIES, Part, drawn, with_grad
 
 
 def test_norms_have_one_process_bits():

@@ -1,6 +1,6 @@
-"""Ranks that would add in different orders, or train different things, are told apart before they train together.
+"""Ranks that differ in version, arithmetic, parameters or batch raise before they train together.
 
-Over simulated ranks; and over two gloo processes of which one has no AMX.
+Tested on simulated ranks, and on two gloo processes, one of them without AMX.
 """
 
 import os
@@ -144,7 +144,7 @@ def test_votes(values):
 
 def test_names_of_ranks():
     assert name_ranks([3]) == "rank 3"
-    assert name_ranks([4, 0, 2, 5, 6, 7, 9]) == "ranks 0, 2, 4 to 7, 9"
+    assert name_ranks([4, 0, 2, 5, 6, 7, 9]) == "ranks 0, 2, 4–7, 9"
 
 
 # ---- two processes ---------------------------------------------------------------------------------------------
