@@ -26,7 +26,8 @@ def add_parser(commands: Any) -> None:
         "Contracts of isobit that were not judged on this machine are shown with the evidence that is shipped in the "
         "wheel, if there is any for the installed code. "
         "Exit 0: all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run, was "
-        "not judged on this machine, or not as far as it must reach.",
+        "not judged on this machine, or not up to the required level.",
+        epilog="example: isobit status isobit",
     )
     add_place(parser)
     parser.add_argument(
