@@ -176,7 +176,7 @@ MUTATIONS = (
 
 def fuzz(count: int, seed: int) -> Counter:
     """Outcomes of so many mutations; fails with the seed and the number of the first that does anything else."""
-    texts = [SMALL, (ROOT / "ops" / "linear" / "contract.yaml").read_text()]
+    texts = [SMALL, (ROOT / "library" / "linear" / "contract.yaml").read_text()]
     for text in texts:
         parse_contract(text, "unchanged")
     outcomes: Counter = Counter()

@@ -41,7 +41,7 @@ def launches_nothing(x, weight, bias):
 
 
 def judge(subject):
-    contract = load_contract(library() / "library/dimension_independent/contract.yaml")
+    contract = load_contract(library() / "dimension_independent/contract.yaml")
     claims = tuple(c for c in contract.claims if c.id == "DIM-002")
     alone = replace(contract, claims=claims, subject=f"{HERE}:{subject}", operator="", output=())
     (record,) = verify_contract(alone, Options(trusted=("tests",)))

@@ -106,7 +106,7 @@ STOCK_BREAKS = {
     "silu": (ROOT / "examples/stock/silu.yaml", "", {"batch", "layout"}),
     "attention": (ROOT / "examples/stock/attention.yaml", "", {"decode-is-prefill"}),
     "softmax": (
-        library() / "library/softmax/contract.yaml",
+        library() / "softmax/contract.yaml",
         "stock",
         {"executors-agree", "refusals", "no-answer"},
     ),
@@ -131,14 +131,14 @@ def test_stock_breaks_what_it_is_known_to_break(name, monkeypatch, capsys):
 
 def test_stock_softmax_keeps_its_rows_apart():
     """As measured: a row's softmax does not depend on its batch. So claims are fair to stock."""
-    record = judge(library() / "library/softmax/contract.yaml", "stock")["rows"]
+    record = judge(library() / "softmax/contract.yaml", "stock")["rows"]
     assert record.verdict == "kept"
     assert record.compared > 1_000_000
 
 
 def test_stock_linear_breaks_every_invariance(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
-    contract = load_contract(library() / "library/linear/contract.yaml")
+    contract = load_contract(library() / "linear/contract.yaml")
     few = ("rows", "rows-of-dx", "samples", "ranks")
     claims = tuple(replace(c, inputs=c.inputs[:1]) for c in contract.claims if c.id in few)
     small = replace(contract, claims=claims)
@@ -153,7 +153,7 @@ def test_stock_linear_breaks_every_invariance(monkeypatch, capsys):
 @pytest.mark.parametrize("name", ["rows", "accuracy"])
 def test_ten_thousand_inputs_take_no_time(name):
     """At least 50,000 inputs a second at width 64 when idle; a fifth of that is asked for here."""
-    contract = load_contract(library() / "library/softmax/contract.yaml")
+    contract = load_contract(library() / "softmax/contract.yaml")
     claim = next(replace(c, inputs=("wide64",)) for c in contract.claims if c.id == name)
     bound = bind(contract, claim, Options())
     rates = []
