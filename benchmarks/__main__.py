@@ -1,6 +1,7 @@
 """`python -m benchmarks CASE` compares isobit with stock PyTorch in one run, alternating between the two.
 
 `record NAME` stores a run in docs/results/records; `pages` writes the records into the documentation.
+`follow` runs the blocks of the documentation with another Python, such as one with a fresh wheel.
 """
 
 import argparse
@@ -20,8 +21,8 @@ CASES = (
     "bugs",
 )
 
-if sys.argv[1:2] in (["record"], ["pages"]):
-    module = {"record": "records", "pages": "pages"}[sys.argv[1]]
+if sys.argv[1:2] in (["record"], ["pages"], ["follow"]):
+    module = {"record": "records"}.get(sys.argv[1], sys.argv[1])
     sys.exit(import_module(f"benchmarks.{module}").main(sys.argv[2:]))
 
 parser = argparse.ArgumentParser(

@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import FileStore
 
 from isobit import bits
 from isobit.order.tree import merge
-from isobit.parallel.collectives.all_reduce import all_reduce
-from isobit.parallel.collectives.group_state import Line
+from isobit.parallel.collectives.communicator import Communicator
+from isobit.parallel.collectives.tree_collectives import all_reduce
 
 RANKS = (2, 4)
 MEGABYTES = (1, 4, 16, 64, 256)
@@ -98,14 +98,14 @@ def check(rank, ranks, elements):
     values = [
         torch.randn(elements, generator=torch.Generator().manual_seed(r)) for r in range(ranks)
     ]
-    mine, sent, post = values[rank].clone(), [], Line.send
+    mine, sent, post = values[rank].clone(), [], Communicator.send
 
     def counted(line, tensor, peer, tag):
         sent.append(tensor.numel() * tensor.element_size())
         return post(line, tensor, peer, tag)
 
-    Line.send = counted
+    Communicator.send = counted
     all_reduce(mine)
-    Line.send = post
+    Communicator.send = post
     assert bits.equal(mine, merge(values, torch.add))
     return bits.digest(mine)[:8], sum(sent)

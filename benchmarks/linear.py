@@ -16,8 +16,9 @@ from rich.table import Table
 import isobit
 from benchmarks.strict import Strict
 from isobit import bits
-from isobit.contracts.judge.verify import Options, verify_contract
+from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import load_contract
+from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
 from isobit.machine import thread_count
 

@@ -11,10 +11,10 @@ from rich.table import Table
 from transformers import DynamicCache
 
 import isobit
-from isobit.gates.model.fixture import draw_samples
-from isobit.gates.model.gate import run_gate
+from isobit.gates.model.batch_layout_gate import run_gate
+from isobit.gates.model.batches import draw_samples
 from isobit.gates.model.models import build_model
-from isobit.gates.model.scorers import Ordered
+from isobit.gates.model.scorers import IsobitScorer
 from isobit.machine import thread_count
 
 PREFILL, BATCH, CONTEXT, DECODED, TRAINED = 512, 8, 64, 8, (4, 256)
@@ -59,7 +59,7 @@ def is_green(console):
     """Times nothing that does not pass the gate: a tiny model of the same family goes through it first."""
     model = build_model("qwen3-tiny", torch.float32)
     with isobit.enabled(model):
-        report = run_gate(Ordered(model), draw_samples(model.config.vocab_size))
+        report = run_gate(IsobitScorer(model), draw_samples(model.config.vocab_size))
     differ, numbers = (
         sum(row.differ for row in report.rows),
         sum(row.numbers for row in report.rows),

@@ -12,11 +12,11 @@ import torch.multiprocessing as processes
 from rich.console import Console
 from rich.table import Table
 
-from isobit.gates.training.gate import judge, run_jobs
-from isobit.gates.training.launch import Job
-from isobit.gates.training.layouts import Layout
-from isobit.gates.training.stock import StockRun
-from isobit.gates.training.train import make_run, take_step
+from isobit.gates.training.launcher import Job
+from isobit.gates.training.rank_layout_gate import judge, run_jobs
+from isobit.gates.training.rank_layouts import RankLayout
+from isobit.gates.training.train_isobit import make_run, take_step
+from isobit.gates.training.train_stock import StockRun
 from isobit.gates.training.workload import WORKLOADS
 
 TOKENS, RANKS = 64, (2, 4)
@@ -25,7 +25,7 @@ TOKENS, RANKS = 64, (2, 4)
 def run(quick, threads, dtypes):
     console = Console(highlight=False, width=118)
     verdict = judge(
-        run_jobs([Job(Layout(1), "tiny", "float32"), Job(Layout(2, 2), "tiny", "float32")])
+        run_jobs([Job(RankLayout(1), "tiny", "float32"), Job(RankLayout(2, 2), "tiny", "float32")])
     )
     console.print(f"gate: {verdict.weights} digest of {verdict.layouts} layouts")
     if not verdict.kept:
@@ -80,8 +80,8 @@ def time_rank(rank, ranks, micro, dtype, rounds, folder, out):
     )
     workload = dataclasses.replace(WORKLOADS["whole"], layers=2, shortest=TOKENS, longest=TOKENS)
     kind = getattr(torch, dtype)
-    ours = make_run(workload, Layout(ranks, micro), kind)
-    stock = StockRun(workload, Layout(ranks, micro, 1, "ddp"), kind)
+    ours = make_run(workload, RankLayout(ranks, micro), kind)
+    stock = StockRun(workload, RankLayout(ranks, micro, 1, "ddp"), kind)
     times = {"isobit": [], "stock": []}
     for turn in range(rounds + 1):
         for side, step in (("stock", stock.take_step), ("isobit", lambda at: take_step(ours, at))):

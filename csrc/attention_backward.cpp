@@ -1,12 +1,14 @@
-// Attention backward: dQ folds blocks of keys left; dK and dV fold blocks of queries left, head by head of the group.
+// Attention backward: dQ folds blocks of keys left; dK and dV fold blocks of queries left.
 //
-// The weights are computed again from the scores and the forward's log-sum-exp, block by block, keys down and queries
-// across, so that what is summed over queries is contiguous; memory is linear in the sequence.
-#include "attention.h"
-
+// The query heads of a group are folded in ascending order. The weights are computed again from the
+// scores and the forward's log-sum-exp, block by block, with keys as rows and queries as columns,
+// so that sums over queries run along contiguous memory. Memory use is linear in the sequence
+// length.
+#include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include "attested.h"
+#include "attention.h"
+#include "attestation.h"
 #include "exponential.h"
 
 namespace isobit {
@@ -15,199 +17,294 @@ namespace {
 
 constexpr int64_t square = attention_block * attention_block;
 
-// Scores [keys][queries] to weights, and dP to dS = weight · (dP − d) · scale; unseen pairs are +0.
+// A block of keys (rows) against a block of queries (columns).
 template <class T>
-ISOBIT_INLINE void weigh_block(const float* scores, const float* grads, const float* lse, const float* dots,
-                               const float* begin, const float* end, float scale, T* weights, T* score_grads) {
+struct BlockPair {
+  const float* scores;        // [attention_block][attention_block]: k · q
+  const float* weight_grads;  // [attention_block][attention_block]: v · grad
+  const float* lse;           // [attention_block], per query: log-sum-exp of the forward
+  const float* dots;          // [attention_block], per query: grad · output
+  const float* begin;         // [attention_block], per query: the first key of the block it sees
+  const float* end;           // [attention_block], per query: the key after the last
+  T* weights;                 // [attention_block][attention_block], written
+  T* score_grads;             // [attention_block][attention_block], written
+};
+
+// weights = exp(score · scale − lse) and score_grads = weight · (weight_grad − dot) · scale; +0
+// where the query does not see the key.
+template <class T>
+ISOBIT_INLINE void weigh_block(const BlockPair<T> pair, float scale) {
+  const auto [scores, weight_grads, lse, dots, begin, end, weights, score_grads] = pair;
   for (int64_t key = 0; key < attention_block; key++)
     for (int64_t i = 0; i < attention_block; i += lane_count) {
       const int64_t at = key * attention_block + i;
-      const auto& low = *reinterpret_cast<const Floats*>(begin + i);
-      const auto& high = *reinterpret_cast<const Floats*>(end + i);
-      const Floats place = Floats{} + static_cast<float>(key);
-      const Lanes seen = reinterpret_cast<Lanes>((place >= low) & (place < high));
-      Floats weight = *reinterpret_cast<const Floats*>(scores + at) * scale - *reinterpret_cast<const Floats*>(lse + i);
+      const auto& first = *reinterpret_cast<const Floats*>(begin + i);
+      const auto& last = *reinterpret_cast<const Floats*>(end + i);
+      const Floats position = Floats{} + static_cast<float>(key);
+      const Uint32s seen = reinterpret_cast<Uint32s>((position >= first) & (position < last));
+      Floats weight = *reinterpret_cast<const Floats*>(scores + at) * scale -
+                      *reinterpret_cast<const Floats*>(lse + i);
       exp_nonpositive(weight);
       weight = seen ? weight : Floats{};
-      const Floats spread = *reinterpret_cast<const Floats*>(grads + at) - *reinterpret_cast<const Floats*>(dots + i);
-      const Floats grad = (weight * spread) * scale;
+      const Floats centred = *reinterpret_cast<const Floats*>(weight_grads + at) -
+                             *reinterpret_cast<const Floats*>(dots + i);
+      const Floats grad = (weight * centred) * scale;
       round_to(weight, weights + at);
       round_to(seen ? grad : Floats{}, score_grads + at);
     }
 }
 
-// The folded sums, with one zero.
+// Rounds sums [depth] to out [depth]. Adding 0 makes every zero +0.
 template <class T>
-ISOBIT_INLINE void round_row(const float* folded, int64_t depth, T* out) {
+ISOBIT_INLINE void round_row(const float* sums, int64_t depth, T* out) {
   for (int64_t d = 0; d < depth; d += lane_count)
-    round_to(*reinterpret_cast<const Floats*>(folded + d) + 0.0f, out + d);
+    round_to(*reinterpret_cast<const Floats*>(sums + d) + 0.0f, out + d);
 }
 
-#define ISOBIT_ATTENTION_BACKWARD(T)                                                                                    \
-  ISOBIT_CLONES void weigh(const float* scores, const float* grads, const float* lse, const float* dots,                \
-                           const float* begin, const float* end, float scale, T* weights, T* score_grads) {             \
-    weigh_block(scores, grads, lse, dots, begin, end, scale, weights, score_grads);                                     \
-  }                                                                                                                     \
-  ISOBIT_CLONES float dot(const Schedule& schedule, const T* grad, const T* out) {                                      \
-    return sum_row(schedule, ProductTerms<T>{grad, out});  /* over the depth, a feature axis */                         \
-  }                                                                                                                     \
-  ISOBIT_CLONES void round_sums(const float* folded, int64_t depth, T* out) { round_row(folded, depth, out); }
+// dot: grad · out, both [depth], in the order of a feature axis of that length.
+#define ISOBIT_ATTENTION_BACKWARD(T)                                                           \
+  ISOBIT_CLONES void weigh(const BlockPair<T> pair, float scale) { weigh_block(pair, scale); } \
+  ISOBIT_CLONES float dot(const Schedule& schedule, const T* grad, const T* out) {             \
+    return sum_row(schedule, ProductTerms<T>{grad, out});                                      \
+  }                                                                                            \
+  ISOBIT_CLONES void round_grads(const float* sums, int64_t depth, T* out) {                   \
+    round_row(sums, depth, out);                                                               \
+  }
 ISOBIT_ATTENTION_BACKWARD(float)
 ISOBIT_ATTENTION_BACKWARD(BFloat16)
 
-inline void transpose_square(const float* from, float* to) {
-  transpose32(words(from), attention_block, words(to), attention_block, attention_block, attention_block);
+// dst[c][r] = src[r][c]; both are [attention_block][attention_block].
+inline void transpose_block(const float* src, float* dst) {
+  transpose_words(as_words(src), attention_block, as_words(dst), attention_block, attention_block,
+                  attention_block);
 }
-inline void transpose_square(const BFloat16* from, BFloat16* to) {
+inline void transpose_block(const BFloat16* src, BFloat16* dst) {
   for (int64_t r = 0; r < attention_block; r++)
-    for (int64_t c = 0; c < attention_block; c++) to[c * attention_block + r] = from[r * attention_block + c];
+    for (int64_t c = 0; c < attention_block; c++)
+      dst[c * attention_block + r] = src[r * attention_block + c];
 }
 
 template <class T>
-struct Given {
+struct BackwardInputs {
   HeadRows<const T> q, k, v, grad, out;
-  const float* lse;
+  const float* lse;  // [rows][query heads]
 };
 
 template <class T>
-struct Asked {
-  HeadRows<T> q, k, v;
+struct BackwardOutputs {
+  HeadRows<T> q_grad, k_grad, v_grad;
 };
 
-// One sample and one key head.
+// The backward of one sample of `keys` rows and one key head.
 template <class T>
-class Unfold {
+class AttentionBackward {
  public:
-  Unfold(const Heads& heads, const Mask& mask, float scale, Scratch& scratch, int64_t keys)
-      : heads_(heads), mask_(mask), scale_(scale), count_(keys), blocks_((keys + attention_block - 1) / attention_block),
-        schedule_(schedule_of(heads.depth)),
-        room_(scratch, (5 * blocks_ + 6) * attention_block * (heads.depth + 16) + 8 * square + 4096) {
-    const int64_t size = blocks_ * attention_block * heads.depth, block = attention_block * heads.depth;
-    keys_ = room_.template take<T>(size);
-    key_terms_ = room_.template take<T>(size);
-    values_ = room_.template take<T>(size);
-    key_grads_ = room_.take(size);
-    value_grads_ = room_.take(size);
-    for (T** part : {&query_columns_, &query_terms_, &grad_columns_, &grad_terms_}) *part = room_.template take<T>(block);
-    query_grads_ = room_.take(block);
-    for (float** part : {&scores_, &grads_}) *part = room_.take(square);
-    for (T** part : {&weights_, &score_grads_, &turned_}) *part = room_.template take<T>(square);
-    for (float** part : {&lse_, &dots_, &begin_, &end_}) *part = room_.take(attention_block);
-    std::fill(key_grads_, key_grads_ + size, 0.0f);
-    std::fill(value_grads_, value_grads_ + size, 0.0f);
+  AttentionBackward(const Heads& heads, const Mask& mask, float scale, Scratch& scratch,
+                    int64_t keys)
+      : heads_(heads),
+        mask_(mask),
+        scale_(scale),
+        count_(keys),
+        blocks_((keys + attention_block - 1) / attention_block),
+        depth_schedule_(feature_schedule(heads.depth)),
+        memory_(scratch,
+                (5 * blocks_ + 6) * attention_block * (heads.depth + 16) + 8 * square + 4096) {
+    const int64_t block = attention_block * heads.depth, all = blocks_ * block;
+    keys_ = memory_.template allocate<T>(all);
+    packed_keys_ = memory_.template allocate<T>(all);
+    values_ = memory_.template allocate<T>(all);
+    key_grads_ = memory_.allocate(all);
+    value_grads_ = memory_.allocate(all);
+    queries_by_depth_ = memory_.template allocate<T>(block);
+    queries_by_row_ = memory_.template allocate<T>(block);
+    grads_by_depth_ = memory_.template allocate<T>(block);
+    grads_by_row_ = memory_.template allocate<T>(block);
+    query_grads_ = memory_.allocate(block);
+    scores_ = memory_.allocate(square);
+    weight_grads_ = memory_.allocate(square);
+    weights_ = memory_.template allocate<T>(square);
+    score_grads_ = memory_.template allocate<T>(square);
+    score_grads_transposed_ = memory_.template allocate<T>(square);
+    lse_ = memory_.allocate(attention_block);
+    dots_ = memory_.allocate(attention_block);
+    begin_ = memory_.allocate(attention_block);
+    end_ = memory_.allocate(attention_block);
+    std::fill(key_grads_, key_grads_ + all, 0.0f);
+    std::fill(value_grads_, value_grads_ + all, 0.0f);
   }
 
-  void run(const Given<T>& given, const Asked<T>& asked, int64_t row, int64_t head) {
+  // The sample begins at row `row`; `head` is the key head.
+  void run(const BackwardInputs<T>& in, const BackwardOutputs<T>& out, int64_t row, int64_t head) {
     const int64_t depth = heads_.depth;
     for (int64_t b = 0; b < blocks_; b++) {
-      const int64_t at = row + b * attention_block, count = rows_of_block(b), to = b * attention_block * depth;
-      pack_block_rows(given.k.at(at, head), given.k.row, count, depth, key_terms_ + to);
-      copy_rows(given.k.at(at, head), given.k.row, count, keys_ + to);
-      copy_rows(given.v.at(at, head), given.v.row, count, values_ + to);
+      const int64_t first = row + b * attention_block, count = rows_of_block(b);
+      const int64_t offset = b * attention_block * depth;
+      const RowMajor<const T> k{in.k.at(first, head), in.k.row_stride};  // [count][depth]
+      const RowMajor<const T> v{in.v.at(first, head), in.v.row_stride};  // [count][depth]
+      pack_block_summing_rows<T>(k, count, depth, packed_keys_ + offset);
+      copy_rows(k, count, keys_ + offset);
+      copy_rows(v, count, values_ + offset);
     }
     for (int64_t h = head * heads_.group(); h < (head + 1) * heads_.group(); h++)
-      for (int64_t b = 0; b < blocks_; b++) query_block(given, asked, row, h, b);
+      for (int64_t b = 0; b < blocks_; b++) fold_queries(in, out, row, h, b);
     for (int64_t r = 0; r < count_; r++) {
-      round_sums(key_grads_ + r * depth, depth, asked.k.at(row + r, head));
-      round_sums(value_grads_ + r * depth, depth, asked.v.at(row + r, head));
+      round_grads(key_grads_ + r * depth, depth, out.k_grad.at(row + r, head));
+      round_grads(value_grads_ + r * depth, depth, out.v_grad.at(row + r, head));
     }
   }
 
  private:
-  int64_t rows_of_block(int64_t b) const { return std::min(attention_block, count_ - b * attention_block); }
-
-  void copy_rows(const T* rows, int64_t stride, int64_t count, T* out) const {
-    for (int64_t r = 0; r < count; r++) std::copy_n(rows + r * stride, heads_.depth, out + r * heads_.depth);
-    std::fill(out + count * heads_.depth, out + attention_block * heads_.depth, T(0.0f));
+  int64_t rows_of_block(int64_t b) const {
+    return std::min(attention_block, count_ - b * attention_block);
   }
 
-  void query_block(const Given<T>& given, const Asked<T>& asked, int64_t row, int64_t head, int64_t block) {
-    const int64_t depth = heads_.depth, start = block * attention_block, count = rows_of_block(block);
-    const T *q = given.q.at(row + start, head), *grad = given.grad.at(row + start, head);
-    pack_block_columns(q, given.q.row, count, depth, query_columns_);
-    pack_block_rows(q, given.q.row, count, depth, query_terms_);
-    pack_block_columns(grad, given.grad.row, count, depth, grad_columns_);
-    pack_block_rows(grad, given.grad.row, count, depth, grad_terms_);
+  // Copies rows [count][depth] to dst [attention_block][depth], zero after `count`.
+  void copy_rows(RowMajor<const T> rows, int64_t count, T* dst) const {
+    const int64_t depth = heads_.depth;
+    for (int64_t r = 0; r < count; r++) std::copy_n(rows.row(r), depth, dst + r * depth);
+    std::fill(dst + count * depth, dst + attention_block * depth, T(0.0f));
+  }
+
+  // One block of queries of query head `head`, against all blocks of keys.
+  void fold_queries(const BackwardInputs<T>& in, const BackwardOutputs<T>& out, int64_t row,
+                    int64_t head, int64_t block) {
+    const int64_t depth = heads_.depth, start = block * attention_block;
+    const int64_t count = rows_of_block(block);
+    const RowMajor<const T> q{in.q.at(row + start, head), in.q.row_stride};  // [count][depth]
+    const RowMajor<const T> grad{in.grad.at(row + start, head), in.grad.row_stride};  // as q
+    pack_block_summing_depth<T>(q, count, depth, queries_by_depth_);
+    pack_block_summing_rows<T>(q, count, depth, queries_by_row_);
+    pack_block_summing_depth<T>(grad, count, depth, grads_by_depth_);
+    pack_block_summing_rows<T>(grad, count, depth, grads_by_row_);
     for (int64_t r = 0; r < attention_block; r++) {
-      lse_[r] = r < count ? given.lse[(row + start + r) * heads_.queries + head] : infinity;
-      dots_[r] = r < count ? dot(schedule_, grad + r * given.grad.row, given.out.at(row + start + r, head)) : 0.0f;
+      const bool inside = r < count;
+      lse_[r] = inside ? in.lse[(row + start + r) * heads_.query_heads + head] : infinity;
+      dots_[r] =
+          inside ? dot(depth_schedule_, grad.row(r), in.out.at(row + start + r, head)) : 0.0f;
     }
     std::fill(query_grads_, query_grads_ + attention_block * depth, 0.0f);
-    const Visible first(mask_, start, count_), last(mask_, start + count - 1, count_);
-    for (int64_t b = first.begin / attention_block; b * attention_block < last.end; b++) pair_of_blocks(start, count, b);
-    for (int64_t r = 0; r < count; r++) round_sums(query_grads_ + r * depth, depth, asked.q.at(row + start + r, head));
+    const VisibleKeys first(mask_, start, count_), last(mask_, start + count - 1, count_);
+    for (int64_t b = first.begin / attention_block; b * attention_block < last.end; b++)
+      fold_block_pair(start, count, b);
+    for (int64_t r = 0; r < count; r++)
+      round_grads(query_grads_ + r * depth, depth, out.q_grad.at(row + start + r, head));
   }
 
-  void pair_of_blocks(int64_t start, int64_t count, int64_t b) {
-    const int64_t depth = heads_.depth, to = b * attention_block * depth, n = attention_block;
+  // The block of `count` queries from position `start` on, against block b of the keys.
+  void fold_block_pair(int64_t start, int64_t count, int64_t b) {
+    const int64_t depth = heads_.depth, offset = b * attention_block * depth, n = attention_block;
     for (int64_t r = 0; r < n; r++) {
-      const Visible keys(mask_, start + r, count_);
+      const VisibleKeys keys(mask_, start + r, count_);
       begin_[r] = keys.begin - b * n;
       end_[r] = r < count ? std::min(keys.end, count_) - b * n : 0;
     }
-    multiply_leaf<T>(n, n, depth, keys_ + to, depth, query_columns_, n, scores_, n, false);
-    multiply_leaf<T>(n, n, depth, values_ + to, depth, grad_columns_, n, grads_, n, false);
-    weigh(scores_, grads_, lse_, dots_, begin_, end_, scale_, weights_, score_grads_);
-    multiply_leaf<T>(n, depth, n, weights_, n, grad_terms_, depth, value_grads_ + to, depth, true);
-    multiply_leaf<T>(n, depth, n, score_grads_, n, query_terms_, depth, key_grads_ + to, depth, true);
-    transpose_square(score_grads_, turned_);
-    multiply_leaf<T>(n, depth, n, turned_, n, key_terms_ + to, depth, query_grads_, depth, true);
+    multiply_leaf<T>({n, n, depth}, {keys_ + offset, depth}, {queries_by_depth_, n}, {scores_, n},
+                     false);
+    multiply_leaf<T>({n, n, depth}, {values_ + offset, depth}, {grads_by_depth_, n},
+                     {weight_grads_, n}, false);
+    weigh(BlockPair<T>{scores_, weight_grads_, lse_, dots_, begin_, end_, weights_, score_grads_},
+          scale_);
+    multiply_leaf<T>({n, depth, n}, {weights_, n}, {grads_by_row_, depth},
+                     {value_grads_ + offset, depth}, true);
+    multiply_leaf<T>({n, depth, n}, {score_grads_, n}, {queries_by_row_, depth},
+                     {key_grads_ + offset, depth}, true);
+    transpose_block(score_grads_, score_grads_transposed_);
+    multiply_leaf<T>({n, depth, n}, {score_grads_transposed_, n}, {packed_keys_ + offset, depth},
+                     {query_grads_, depth}, true);
   }
 
   Heads heads_;
   Mask mask_;
   float scale_;
-  int64_t count_, blocks_;
-  Schedule schedule_;
-  Carved room_;
-  T *keys_, *key_terms_, *values_, *query_columns_, *query_terms_, *grad_columns_, *grad_terms_, *weights_, *score_grads_,
-      *turned_;
-  float *key_grads_, *value_grads_, *query_grads_, *scores_, *grads_, *lse_, *dots_, *begin_, *end_;
+  int64_t count_, blocks_;  // keys of the sample, and their blocks
+  Schedule depth_schedule_;
+  BumpAllocator memory_;
+  // All below are in memory_, and B is attention_block. `packed` is the format of a right operand
+  // (see packing.h).
+  T* keys_;                    // [blocks][B][depth]
+  T* packed_keys_;             // [blocks][B][depth], packed, summing over keys
+  T* values_;                  // [blocks][B][depth]
+  float* key_grads_;           // [blocks][B][depth]: dK so far
+  float* value_grads_;         // [blocks][B][depth]: dV so far
+  T* queries_by_depth_;        // [depth][B], packed, summing over depth: the current block
+  T* queries_by_row_;          // [B][depth], packed, summing over queries
+  T* grads_by_depth_;          // [depth][B], packed, summing over depth
+  T* grads_by_row_;            // [B][depth], packed, summing over queries
+  float* query_grads_;         // [B][depth]: dQ of the current block so far
+  float* scores_;              // [B keys][B queries]
+  float* weight_grads_;        // [B keys][B queries]
+  T* weights_;                 // [B keys][B queries]
+  T* score_grads_;             // [B keys][B queries]
+  T* score_grads_transposed_;  // [B queries][B keys]
+  float* lse_;                 // [B], per query
+  float* dots_;                // [B], per query
+  float* begin_;               // [B], per query: visible keys of the block, as floats
+  float* end_;                 // [B], per query
 };
 
-std::tuple<Tensor, Tensor, Tensor> attention_backward_op(
-    const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
-    const Tensor& spans, const Tensor& blocks, const Tensor& lengths, double scale, bool causal, int64_t window) {
+template <class T>
+void run_backward(const BackwardInputs<T>& in, const BackwardOutputs<T>& out, const Tensor& spans,
+                  const Heads& heads, const Mask& mask, float scale) {
+  at::parallel_for(0, spans.size(0) * heads.key_heads, 1, [&](int64_t begin, int64_t end) {
+    thread_local Scratch scratch;
+    FixedFpEnvironment fp_environment;
+    for (int64_t task = begin; task < end; task++) {
+      const int64_t* span =  // [2]: first row, rows
+          spans.const_data_ptr<int64_t>() + task / heads.key_heads * 2;
+      if (span[1] == 0) continue;
+      AttentionBackward<T>(heads, mask, scale, scratch, span[1])
+          .run(in, out, span[0], task % heads.key_heads);
+    }
+    engine::brgemm_release(paired<T>);
+  });
+}
+
+std::tuple<Tensor, Tensor, Tensor> attention_backward_op(const Tensor& grad, const Tensor& q,
+                                                         const Tensor& k, const Tensor& v,
+                                                         const Tensor& out, const Tensor& lse,
+                                                         const Tensor& spans, const Tensor& blocks,
+                                                         const Tensor& lengths, double scale,
+                                                         bool causal, int64_t window) {
   check_engine();
   check_attention(q, k, v, spans, blocks, lengths);
-  const at::ScalarType type = engine_type(q.scalar_type());
-  Tensor inputs[5];
-  int64_t filled = 0;
-  for (const Tensor& t : {q, k, v, grad, out}) inputs[filled++] = with_neighbours(t, type);
-  TORCH_CHECK(inputs[3].sizes() == q.sizes() && inputs[4].sizes() == q.sizes() && lse.is_contiguous(),
-              "isobit: expected a gradient like the output; remedy: call isobit.attention, and let autograd call this");
-  Tensor grads[3] = {empty_tensor(q.sizes(), type).zero_(), empty_tensor(k.sizes(), type).zero_(),
-                     empty_tensor(v.sizes(), type).zero_()};
+  const at::ScalarType dtype = engine_dtype(q.scalar_type());
+  const Tensor query = with_contiguous_depth(q, dtype), key = with_contiguous_depth(k, dtype),
+               value = with_contiguous_depth(v, dtype),
+               out_grad = with_contiguous_depth(grad, dtype),
+               output = with_contiguous_depth(out, dtype);
+  ISOBIT_CHECK(grad.sizes() == q.sizes() && out.sizes() == q.sizes() && lse.is_contiguous() &&
+                   lse.numel() * q.size(-1) == q.numel(),
+               "attention",
+               c10::str("a gradient and an output ", q.sizes(), ", as q, and a contiguous lse ",
+                        q.sizes().slice(0, q.dim() - 1)),
+               c10::str(describe(grad), ", ", describe(out), " and lse ", describe(lse)),
+               "call isobit.attention, and let autograd call this");
+  Tensor q_grad = empty_tensor(q.sizes(), dtype).zero_(),
+         k_grad = empty_tensor(k.sizes(), dtype).zero_(),
+         v_grad = empty_tensor(v.sizes(), dtype).zero_();
   const Heads heads{q.size(-2), k.size(-2), q.size(-1)};
-  auto go = [&](auto zero) {
-    using T = decltype(zero);
-    const Given<T> given{head_rows<T>(inputs[0]), head_rows<T>(inputs[1]),
-                         head_rows<T>(inputs[2]), head_rows<T>(inputs[3]),
-                         head_rows<T>(inputs[4]), lse.const_data_ptr<float>()};
-    const Asked<T> asked{head_rows(grads[0], grads[0].mutable_data_ptr<T>()), head_rows(grads[1], grads[1].mutable_data_ptr<T>()), head_rows(grads[2], grads[2].mutable_data_ptr<T>())};
-    at::parallel_for(0, spans.size(0) * heads.keys, 1, [&](int64_t begin, int64_t end) {
-      thread_local Scratch scratch;
-      PlainArithmetic plain;
-      for (int64_t task = begin; task < end; task++) {
-        const int64_t* span = spans.const_data_ptr<int64_t>() + task / heads.keys * 2;
-        if (span[1] == 0) continue;
-        Unfold<T>(heads, Mask{causal, window}, scale, scratch, span[1])
-            .run(given, asked, span[0], task % heads.keys);
-      }
-      engine::brgemm_release(paired<T>);
-    });
-  };
-  if (type == at::kFloat) go(float());
-  else go(BFloat16());
-  const at::ScalarType asked = q.scalar_type();
-  return {round_all(grads[0], asked), round_all(grads[1], asked), round_all(grads[2], asked)};
+  dispatch_engine_dtype(dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const BackwardInputs<T> inputs{head_rows<T>(query),  head_rows<T>(key),
+                                   head_rows<T>(value),  head_rows<T>(out_grad),
+                                   head_rows<T>(output), lse.const_data_ptr<float>()};
+    const BackwardOutputs<T> outputs{head_rows(q_grad, q_grad.mutable_data_ptr<T>()),
+                                     head_rows(k_grad, k_grad.mutable_data_ptr<T>()),
+                                     head_rows(v_grad, v_grad.mutable_data_ptr<T>())};
+    run_backward(inputs, outputs, spans, heads, {causal, window}, static_cast<float>(scale));
+  });
+  const at::ScalarType result = q.scalar_type();
+  return {round_tensor("attention", q_grad, result), round_tensor("attention", k_grad, result),
+          round_tensor("attention", v_grad, result)};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(isobit, m) {
-  m.def("attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor spans, "
-        "Tensor blocks, Tensor lengths, float scale, bool causal, int window) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+      "Tensor spans, Tensor blocks, Tensor lengths, float scale, bool causal, int window) "
+      "-> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(isobit, CPU, m) { m.impl("attention_backward", &attention_backward_op); }

@@ -1,9 +1,11 @@
-// SiLU, GELU and SwiGLU, and their gradients: functions of one element, the same in the body and in the tail.
+// SiLU, GELU and SwiGLU, and their gradients: functions of one element.
+//
+// A value has the same result in the vector body and in the tail of a loop.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 #include <vector>
 
-#include "attested.h"
+#include "attestation.h"
 #include "elementary.h"
 #include "rows.h"
 
@@ -11,81 +13,94 @@ namespace isobit {
 
 namespace {
 
-enum class Formula { silu, silu_backward, gelu, gelu_backward, tanh_gelu, tanh_gelu_backward, swiglu, swiglu_backward };
+// Each formula below is a struct with `inputs` and `outputs` (numbers of tensors) and
+// apply(in, out): sixteen elements, in [inputs] and out [outputs] vectors.
+enum class Formula {
+  silu,
+  silu_backward,
+  gelu,
+  gelu_backward,
+  tanh_gelu,
+  tanh_gelu_backward,
+  swiglu,
+  swiglu_backward
+};
 
 struct Silu {
   static constexpr int64_t inputs = 1, outputs = 1;
   static ISOBIT_INLINE void apply(const Floats* x, Floats* y) {
-    Floats e, total;
-    logistic(x[0], e, total);
-    y[0] = x[0] / total;
+    Floats e, denominator;
+    logistic_denominator(x[0], e, denominator);
+    y[0] = x[0] / denominator;
   }
 };
 
-ISOBIT_INLINE void silu_slope(const Floats& x, Floats& s, Floats& slope) {
-  Floats rest;
-  sigmoid(x, s, rest);
-  slope = s * (x * rest + 1.0f);
+// Sets s to the logistic function of x, and derivative to that of silu.
+ISOBIT_INLINE void silu_derivative(const Floats& x, Floats& s, Floats& derivative) {
+  Floats complement;
+  sigmoid(x, s, complement);
+  derivative = s * (x * complement + 1.0f);
 }
 
 struct SiluBackward {  // of (gradient, x)
   static constexpr int64_t inputs = 2, outputs = 1;
   static ISOBIT_INLINE void apply(const Floats* in, Floats* dx) {
-    Floats s, slope;
-    silu_slope(in[1], s, slope);
-    dx[0] = in[0] * slope;
+    Floats s, derivative;
+    silu_derivative(in[1], s, derivative);
+    dx[0] = in[0] * derivative;
   }
 };
 
 struct Gelu {
   static constexpr int64_t inputs = 1, outputs = 1;
   static ISOBIT_INLINE void apply(const Floats* x, Floats* y) {
-    Floats share, density;
-    normal_share(x[0], share, density);
-    y[0] = x[0] * share;
+    Floats cdf, density;
+    normal_cdf(x[0], cdf, density);
+    y[0] = x[0] * cdf;
   }
 };
 
-struct GeluBackward {
+struct GeluBackward {  // of (gradient, x)
   static constexpr int64_t inputs = 2, outputs = 1;
   static ISOBIT_INLINE void apply(const Floats* in, Floats* dx) {
-    Floats share, density;
-    normal_share(in[1], share, density);
-    dx[0] = in[0] * (in[1] * density + share);
+    Floats cdf, density;
+    normal_cdf(in[1], cdf, density);
+    dx[0] = in[0] * (in[1] * density + cdf);
   }
 };
 
-// tanh's GELU is x times the logistic function of x (k + k' x²): that argument and its slope, of an x bounded so that no
-// power overflows.
+// The tanh form of GELU is x times the logistic function of x (k + k' x²). This is that argument
+// and its derivative, for x clamped so that no power overflows.
 struct TanhArgument {
-  Floats near, value, slope;
+  Floats clamped, value, derivative;
   ISOBIT_INLINE explicit TanhArgument(const Floats& x) {
     constexpr float bound = 32.0f;  // beyond it the logistic function is 0 or 1
-    constexpr float linear = 0x1.988454p+0f, cubic = 0x1.2444f2p-4f, cubic_slope = 0x1.b6676cp-3f;
-    near = x > bound ? Floats{} + bound : x;
-    near = near < -bound ? Floats{} - bound : near;
-    const Floats square = near * near;
-    value = near * (square * cubic + linear);
-    slope = square * cubic_slope + linear;
+    constexpr float linear = 0x1.988454p+0f, cubic = 0x1.2444f2p-4f,
+                    cubic_derivative = 0x1.b6676cp-3f;
+    clamped = x > bound ? Floats{} + bound : x;
+    clamped = clamped < -bound ? Floats{} - bound : clamped;
+    const Floats square = clamped * clamped;
+    value = clamped * (square * cubic + linear);
+    derivative = square * cubic_derivative + linear;
   }
 };
 
 struct TanhGelu {
   static constexpr int64_t inputs = 1, outputs = 1;
   static ISOBIT_INLINE void apply(const Floats* x, Floats* y) {
-    Floats e, total;
-    logistic(TanhArgument(x[0]).value, e, total);
-    y[0] = x[0] / total;
+    Floats e, denominator;
+    logistic_denominator(TanhArgument(x[0]).value, e, denominator);
+    y[0] = x[0] / denominator;
   }
 };
 
-struct TanhGeluBackward {
+struct TanhGeluBackward {  // of (gradient, x)
   static constexpr int64_t inputs = 2, outputs = 1;
   static ISOBIT_INLINE void apply(const Floats* in, Floats* dx) {
     const TanhArgument argument(in[1]);
-    Floats s, rest;
-    sigmoid(argument.value, s, rest);
-    dx[0] = in[0] * (s * (argument.near * (rest * argument.slope) + 1.0f));
+    Floats s, complement;
+    sigmoid(argument.value, s, complement);
+    dx[0] = in[0] * (s * (argument.clamped * (complement * argument.derivative) + 1.0f));
   }
 };
 
@@ -97,110 +112,138 @@ struct Swiglu {  // of (gate, up)
   }
 };
 
-struct SwigluBackward {  // of (gradient, gate, up)
+struct SwigluBackward {  // of (gradient, gate, up), to (dgate, dup)
   static constexpr int64_t inputs = 3, outputs = 2;
   static ISOBIT_INLINE void apply(const Floats* in, Floats* out) {
-    Floats s, slope;
-    silu_slope(in[1], s, slope);
-    out[0] = in[0] * in[2] * slope;
+    Floats s, derivative;
+    silu_derivative(in[1], s, derivative);
+    out[0] = in[0] * in[2] * derivative;
     out[1] = in[0] * (in[1] * s);
   }
 };
 
+// in [inputs] and out [outputs] are pointers to [n] elements; elements [at, at + count), count
+// <= 16.
 template <class F, class T>
-ISOBIT_INLINE void apply_some(const T* const* in, T* const* out, int64_t at, int64_t count) {
-  Floats given[F::inputs], found[F::outputs];
-  for (int64_t i = 0; i < F::inputs; i++) widen_some(in[i] + at, count, 0.0f, given[i]);
-  F::apply(given, found);
-  for (int64_t i = 0; i < F::outputs; i++) round_some(found[i], count, out[i] + at);
+ISOBIT_INLINE void apply_lanes(const T* const* in, T* const* out, int64_t at, int64_t count) {
+  Floats inputs[F::inputs], outputs[F::outputs];
+  for (int64_t i = 0; i < F::inputs; i++) load_lanes(in[i] + at, count, 0.0f, inputs[i]);
+  F::apply(inputs, outputs);
+  for (int64_t i = 0; i < F::outputs; i++) store_lanes(outputs[i], count, out[i] + at);
 }
 
 template <class F, class T>
-ISOBIT_INLINE void apply_all(const T* const* in, T* const* out, int64_t n) {
-  // Copies of the pointers, since what is written could be pointers for all the compiler knows.
-  const T* from[F::inputs];
-  T* to[F::outputs];
-  std::copy(in, in + F::inputs, from);
-  std::copy(out, out + F::outputs, to);
+ISOBIT_INLINE void apply_formula(const T* const* in, T* const* out, int64_t n) {
+  // Local copies of the pointers: otherwise the compiler must assume that a store changes them.
+  const T* src[F::inputs];
+  T* dst[F::outputs];
+  std::copy(in, in + F::inputs, src);
+  std::copy(out, out + F::outputs, dst);
   int64_t at = 0;
-  for (; at + lane_count <= n; at += lane_count) apply_some<F>(from, to, at, lane_count);
-  if (at < n) apply_some<F>(from, to, at, n - at);
+  for (; at + lane_count <= n; at += lane_count) apply_lanes<F>(src, dst, at, lane_count);
+  if (at < n) apply_lanes<F>(src, dst, at, n - at);
 }
 
-#define ISOBIT_ELEMENTS(T)                                                                             \
-  ISOBIT_CLONES void apply(Formula formula, const T* const* in, T* const* out, int64_t n) {            \
-    switch (formula) {                                                                                 \
-      case Formula::silu: return apply_all<Silu>(in, out, n);                                          \
-      case Formula::silu_backward: return apply_all<SiluBackward>(in, out, n);                         \
-      case Formula::gelu: return apply_all<Gelu>(in, out, n);                                          \
-      case Formula::gelu_backward: return apply_all<GeluBackward>(in, out, n);                         \
-      case Formula::tanh_gelu: return apply_all<TanhGelu>(in, out, n);                                 \
-      case Formula::tanh_gelu_backward: return apply_all<TanhGeluBackward>(in, out, n);                \
-      case Formula::swiglu: return apply_all<Swiglu>(in, out, n);                                      \
-      case Formula::swiglu_backward: return apply_all<SwigluBackward>(in, out, n);                     \
-    }                                                                                                  \
+#define ISOBIT_ELEMENTS(T)                                                                  \
+  ISOBIT_CLONES void apply(Formula formula, const T* const* in, T* const* out, int64_t n) { \
+    switch (formula) {                                                                      \
+      case Formula::silu:                                                                   \
+        return apply_formula<Silu>(in, out, n);                                             \
+      case Formula::silu_backward:                                                          \
+        return apply_formula<SiluBackward>(in, out, n);                                     \
+      case Formula::gelu:                                                                   \
+        return apply_formula<Gelu>(in, out, n);                                             \
+      case Formula::gelu_backward:                                                          \
+        return apply_formula<GeluBackward>(in, out, n);                                     \
+      case Formula::tanh_gelu:                                                              \
+        return apply_formula<TanhGelu>(in, out, n);                                         \
+      case Formula::tanh_gelu_backward:                                                     \
+        return apply_formula<TanhGeluBackward>(in, out, n);                                 \
+      case Formula::swiglu:                                                                 \
+        return apply_formula<Swiglu>(in, out, n);                                           \
+      case Formula::swiglu_backward:                                                        \
+        return apply_formula<SwigluBackward>(in, out, n);                                   \
+    }                                                                                       \
   }
 ISOBIT_ELEMENTS(float)
 ISOBIT_ELEMENTS(BFloat16)
 ISOBIT_ELEMENTS(Half)
 
-// One flat run where all is contiguous, else row by row; rows whose elements are apart are copied, which adds nothing.
-struct Runs {
-  std::vector<Tensor> in;
+// The inputs as runs of contiguous elements: one run if all are contiguous, else one per row. Rows
+// whose elements are not contiguous are copied.
+struct ContiguousRuns {
+  std::vector<Tensor> inputs;
   bool flat = true;
-  int64_t unit = 1;
+  int64_t length = 1;  // of a run, or 1 if flat
 
-  explicit Runs(std::vector<Tensor> tensors) : in(std::move(tensors)) {
-    for (const Tensor& t : in) flat = flat && t.is_contiguous();
+  explicit ContiguousRuns(std::vector<Tensor> tensors) : inputs(std::move(tensors)) {
+    for (const Tensor& t : inputs) flat = flat && t.is_contiguous();
     if (flat) return;
-    unit = in[0].size(-1);
-    for (Tensor& t : in) t = rows_of(t);
+    length = inputs[0].size(-1);
+    for (Tensor& t : inputs) t = as_rows(t);
   }
-  int64_t step(int64_t i) const { return flat ? 1 : in[i].stride(0); }
+  // Elements between the starts of runs of input i.
+  int64_t stride(int64_t i) const { return flat ? 1 : inputs[i].stride(0); }
 };
 
-std::vector<Tensor> compute(Formula formula, std::vector<Tensor> in, int64_t outputs = 1) {
+void check_alike(const char* function, const std::vector<Tensor>& inputs) {
+  for (const Tensor& t : inputs)
+    ISOBIT_CHECK(t.sizes() == inputs[0].sizes() && t.scalar_type() == inputs[0].scalar_type() &&
+                     t.device() == inputs[0].device(),
+                 function, c10::str("tensors like the first, ", describe(inputs[0])), describe(t),
+                 c10::str("call isobit.", function));
+}
+
+std::vector<Tensor> compute(const char* function, Formula formula, std::vector<Tensor> inputs,
+                            int64_t outputs = 1) {
   check_attested();
-  for (const Tensor& t : in)
-    TORCH_CHECK(t.sizes() == in[0].sizes() && t.scalar_type() == in[0].scalar_type() && t.device() == in[0].device(),
-                "isobit: expected tensors alike, received ", in[0].sizes(), " ", in[0].scalar_type(), " and ",
-                t.sizes(), " ", t.scalar_type(), "; remedy: call the function of the package, which says which");
+  check_alike(function, inputs);
+  const at::ScalarType dtype = inputs[0].scalar_type();
   std::vector<Tensor> out;
-  for (int64_t i = 0; i < outputs; i++) out.push_back(empty_tensor(in[0].sizes(), in[0].scalar_type()));
+  for (int64_t i = 0; i < outputs; i++) out.push_back(empty_tensor(inputs[0].sizes(), dtype));
   if (out[0].numel() == 0) return out;
-  const Runs runs(std::move(in));
-  by_type(out[0], [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const T* from[3] = {};
-    T* to[2] = {};
-    for (size_t i = 0; i < runs.in.size(); i++) from[i] = runs.in[i].template const_data_ptr<T>();
-    for (int64_t i = 0; i < outputs; i++) to[i] = out[i].template mutable_data_ptr<T>();
-    const int64_t unit = runs.unit;
-    at::parallel_for(0, out[0].numel() / unit, std::max<int64_t>(grain / unit, 1), [&](int64_t begin, int64_t end) {
-      PlainArithmetic plain;
-      const T* left[3] = {};
-      T* right[2] = {};
+  const ContiguousRuns runs(std::move(inputs));
+  const int64_t length = runs.length, input_count = static_cast<int64_t>(runs.inputs.size());
+  dispatch_dtype(function, dtype, [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* src[3] = {};  // per input: its runs, stride = runs.stride(i)
+    T* dst[2] = {};        // per output: its runs, stride = length
+    for (int64_t i = 0; i < input_count; i++) src[i] = runs.inputs[i].template const_data_ptr<T>();
+    for (int64_t i = 0; i < outputs; i++) dst[i] = out[i].template mutable_data_ptr<T>();
+    const int64_t count = out[0].numel() / length;
+    at::parallel_for(0, count, row_grain(length), [&](int64_t begin, int64_t end) {
+      FixedFpEnvironment fp_environment;
+      const T* run_src[3] = {};  // as src, from run `at` on
+      T* run_dst[2] = {};        // as dst, from run `at` on
       for (int64_t at = begin; at < end; at += runs.flat ? end - begin : 1) {
-        for (size_t i = 0; i < runs.in.size(); i++) left[i] = from[i] + at * runs.step(i);
-        for (int64_t i = 0; i < outputs; i++) right[i] = to[i] + at * unit;
-        apply(formula, left, right, runs.flat ? end - begin : unit);
+        for (int64_t i = 0; i < input_count; i++) run_src[i] = src[i] + at * runs.stride(i);
+        for (int64_t i = 0; i < outputs; i++) run_dst[i] = dst[i] + at * length;
+        apply(formula, run_src, run_dst, runs.flat ? end - begin : length);
       }
     });
   });
   return out;
 }
 
-Tensor silu(const Tensor& x) { return compute(Formula::silu, {x})[0]; }
-Tensor silu_backward(const Tensor& grad, const Tensor& x) { return compute(Formula::silu_backward, {grad, x})[0]; }
-
-Tensor gelu(const Tensor& x, bool tanh) { return compute(tanh ? Formula::tanh_gelu : Formula::gelu, {x})[0]; }
-Tensor gelu_backward(const Tensor& grad, const Tensor& x, bool tanh) {
-  return compute(tanh ? Formula::tanh_gelu_backward : Formula::gelu_backward, {grad, x})[0];
+Tensor silu(const Tensor& x) { return compute("silu", Formula::silu, {x})[0]; }
+Tensor silu_backward(const Tensor& grad, const Tensor& x) {
+  return compute("silu", Formula::silu_backward, {grad, x})[0];
 }
 
-Tensor swiglu(const Tensor& gate, const Tensor& up) { return compute(Formula::swiglu, {gate, up})[0]; }
-std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& gate, const Tensor& up) {
-  const std::vector<Tensor> out = compute(Formula::swiglu_backward, {grad, gate, up}, 2);
+Tensor gelu(const Tensor& x, bool tanh) {
+  return compute("gelu", tanh ? Formula::tanh_gelu : Formula::gelu, {x})[0];
+}
+Tensor gelu_backward(const Tensor& grad, const Tensor& x, bool tanh) {
+  const Formula formula = tanh ? Formula::tanh_gelu_backward : Formula::gelu_backward;
+  return compute("gelu", formula, {grad, x})[0];
+}
+
+Tensor swiglu(const Tensor& gate, const Tensor& up) {
+  return compute("swiglu", Formula::swiglu, {gate, up})[0];
+}
+std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& grad, const Tensor& gate,
+                                           const Tensor& up) {
+  const std::vector<Tensor> out = compute("swiglu", Formula::swiglu_backward, {grad, gate, up}, 2);
   return {out[0], out[1]};
 }
 

@@ -1,26 +1,30 @@
-// exp of what is not positive, sixteen lanes at a time: one chain of IEEE operations, so one value has one result.
+// exp(x) for x <= 0, sixteen lanes at a time, as one chain of IEEE operations.
 //
-// The chain is products, sums and a shift, none of them fused: every ISA, and torch's elementwise operations in
-// ops/softmax/portable.py, give the same bits, wherever a value stands. Tests walk all arguments: the error is under
-// 1 ulp, exp(0) is 1, and a smaller argument never has the larger result. Results below 2^-126 are +0, since
-// subnormals are slow, and a flush mode could reach them where torch computes.
+// The chain uses products, sums and a shift, none of them fused. Every instruction set, and torch's
+// elementwise operations in the portable executor of softmax, therefore give the same bits for a
+// value, whatever its position in memory. Tests cover all arguments: the error is below 1 ulp,
+// exp(0) is 1, and a smaller argument never has a larger result. Results below 2^-126 are +0,
+// because subnormals are slow and a flush mode could change them where torch computes.
 #pragma once
 
 #include <cstdint>
 
-#include "layout.h"
+#include "lanes.h"
 
 namespace isobit {
 
 namespace exponential {
-constexpr float lowest = -0x1.5d589ep+6f;                             // below it exp is under 2^-126
-constexpr float per_octave = 0x1.715476p+0f;                          // 1 / ln 2
-constexpr float octave = 0x1.62e4p-1f, octave_rest = 0x1.7f7d1cp-20f;  // ln 2 in two parts; n times the first is exact
-constexpr float to_integer = 0x1.8p+23f + 127.0f;  // rounds to an integer n; the low bits are n's exponent, biased
-constexpr float q0 = 0x1.fffffcp-2f, q1 = 0x1.555492p-3f, q2 = 0x1.5558f2p-5f, q3 = 0x1.123a20p-7f, q4 = 0x1.6a23ccp-10f;
+constexpr float lowest = -0x1.5d589ep+6f;     // below it exp is under 2^-126
+constexpr float per_octave = 0x1.715476p+0f;  // 1 / ln 2
+// ln 2 in two parts; n times the first is exact.
+constexpr float octave = 0x1.62e4p-1f, octave_rest = 0x1.7f7d1cp-20f;
+// Adding it rounds to an integer n, and leaves n's biased exponent in the low bits.
+constexpr float to_integer = 0x1.8p+23f + 127.0f;
+constexpr float q0 = 0x1.fffffcp-2f, q1 = 0x1.555492p-3f, q2 = 0x1.5558f2p-5f, q3 = 0x1.123a20p-7f,
+                q4 = 0x1.6a23ccp-10f;
 }  // namespace exponential
 
-// e^x = 2^n e^r with |r| <= ln 2 / 2, and e^r = 1 + (r + r² q(r)). A NaN stays one.
+// x = e^x, by e^x = 2^n e^r with |r| <= ln 2 / 2, and e^r = 1 + (r + r² q(r)). A NaN stays NaN.
 ISOBIT_INLINE void exp_nonpositive(Floats& x) {
   using namespace exponential;
   const Floats shifted = x * per_octave + to_integer;
@@ -28,7 +32,8 @@ ISOBIT_INLINE void exp_nonpositive(Floats& x) {
   const Floats r = (x - n * octave) - n * octave_rest;
   const Floats q = (((q4 * r + q3) * r + q2) * r + q1) * r + q0;
   const Floats mantissa = 1.0f + (r + r * r * q);
-  x = x < lowest ? Floats{} : mantissa * reinterpret_cast<Floats>(reinterpret_cast<Lanes>(shifted) << 23);
+  x = x < lowest ? Floats{}
+                 : mantissa * reinterpret_cast<Floats>(reinterpret_cast<Uint32s>(shifted) << 23);
 }
 
 }  // namespace isobit

@@ -1,21 +1,34 @@
-// The linear operator's four sums: y over K, dX over N, dW and db over the samples.
+// The linear layer: the output (a sum over K) and the input gradient (a sum over N).
 #include "linear.h"
 
-#include <ATen/Dispatch.h>
-#include <ATen/ops/cat.h>
+#include <torch/library.h>
+#include <optional>
 
+#include "attestation.h"
+#include "packed_weight.h"
 #include "product.h"
 
 namespace isobit {
 
-namespace {
-
-using c10::BFloat16;
-
-Tensor rows_of(const Tensor& t, at::ScalarType type) {
+Tensor as_matrix(const Tensor& t, at::ScalarType dtype) {
   int64_t rows = 1;
   for (int64_t axis = 0; axis + 1 < t.dim(); axis++) rows *= t.size(axis);
-  return t.reshape({rows, t.size(-1)}).to(type);
+  return t.reshape({rows, t.size(-1)}).to(dtype);
+}
+
+std::vector<int64_t> output_shape(const Tensor& like, int64_t last, const Tensor& out,
+                                  bool has_roots) {
+  std::vector<int64_t> shape = like.sizes().vec();
+  shape.back() = last;
+  if (has_roots) shape.insert(shape.begin(), out.size(0));
+  return shape;
+}
+
+Schedule feature_schedule(const SummedAxis& axis, int64_t length) {
+  const int64_t segments = count_segments(axis.extent, feature_unit, feature_cap);
+  const int64_t size = std::max<int64_t>(axis.extent / segments, 1);
+  return feature_schedule(axis.extent, axis.first / size,
+                          axis.extent == length ? segments : length / size);
 }
 
 int64_t count_roots(int64_t first, int64_t segments) {
@@ -29,206 +42,138 @@ int64_t count_roots(int64_t first, int64_t segments) {
   return roots;
 }
 
-Schedule features(const Share& share, int64_t length) {
-  const int64_t segments = count_segments(share.extent, feature_unit, feature_cap);
-  const int64_t size = std::max<int64_t>(share.extent / segments, 1);
-  return feature_schedule(share.extent, share.first / size, share.extent == length ? segments : length / size);
-}
-
-Schedule samples(const Share& share, const Tensor& spans) {
-  return sample_schedule(spans.const_data_ptr<int64_t>(), spans.size(0), share.first, share.extent);
-}
-
 template <class T>
-View<T> view(const Tensor& t, int kept, int summed) {
-  return {t.const_data_ptr<T>(), t.stride(kept), t.stride(summed)};
-}
-
-struct Request {
-  const Schedule& schedule;
-  int64_t rows, cols;
-  at::ScalarType type;
-  bool roots, swap = false;
-  const float* bias = nullptr;
-  const void* packed = nullptr;
-};
-
-// left is indexed (row, k) by its strides, right (column, k).
-template <class T>
-Tensor multiply(const Operand<T>& left, const Operand<T>& right, const Request& ask) {
-  const int64_t segments = ask.schedule.segment_end.size();
-  std::vector<int64_t> shape{ask.rows, ask.cols};
-  if (ask.roots) shape.insert(shape.begin(), count_roots(ask.schedule.first, segments));
-  Tensor out = empty_tensor(shape, ask.type);
-  if (segments == 0) return out.zero_();  // no sample at all
-  auto go = [&](auto* data) {
-    using Out = std::remove_pointer_t<decltype(data)>;
-    Target<Out> target{data, ask.cols, ask.rows * ask.cols, ask.bias, ask.swap};
-    const T* packed = static_cast<const T*>(ask.packed);
-    if (ask.swap) Product<T, Out>(ask.schedule, right, {left, nullptr}, target, ask.cols, ask.rows).run();
-    else Product<T, Out>(ask.schedule, left, {right, packed}, target, ask.rows, ask.cols).run();
-  };
-  if (ask.type == at::kFloat) go(out.mutable_data_ptr<float>());
-  else if (ask.type == at::kBFloat16) go(out.mutable_data_ptr<BFloat16>());
-  else go(out.mutable_data_ptr<c10::Half>());
+Tensor multiply(const Operand<T>& left, const Operand<T>& right, const ProductSpec& spec) {
+  const int64_t segments = spec.schedule.segment_count();
+  std::vector<int64_t> shape{spec.rows, spec.cols};
+  if (spec.returns_roots)
+    shape.insert(shape.begin(), count_roots(spec.schedule.first_segment, segments));
+  Tensor out = empty_tensor(shape, spec.dtype);
+  if (segments == 0) return out.zero_();  // a batch without samples
+  dispatch_dtype("linear", spec.dtype, [&](auto tag) {
+    using Out = typename decltype(tag)::type;
+    const Output<Out> output{out.mutable_data_ptr<Out>(), spec.cols, spec.rows * spec.cols,
+                             spec.bias, spec.swap_operands};
+    const T* packed = static_cast<const T*>(spec.packed);  // [panels][packed length][panel_width]
+    if (spec.swap_operands)
+      Product<T, Out>(spec.schedule, right, {left, nullptr}, output, spec.cols, spec.rows).run();
+    else
+      Product<T, Out>(spec.schedule, left, {right, packed}, output, spec.rows, spec.cols).run();
+  });
   return out;
 }
+template Tensor multiply(const Operand<float>&, const Operand<float>&, const ProductSpec&);
+template Tensor multiply(const Operand<BFloat16>&, const Operand<BFloat16>&, const ProductSpec&);
 
-// Both are 2-d tensors of the engine's type; the axes named are summed.
-Tensor multiply(const Tensor& left, int left_sum, const Tensor& right, int right_sum, const Request& ask) {
-  if (left.scalar_type() == at::kFloat)
-    return multiply<float>(view<float>(left, 1 - left_sum, left_sum), view<float>(right, 1 - right_sum, right_sum), ask);
-  return multiply<BFloat16>(
-      view<BFloat16>(left, 1 - left_sum, left_sum), view<BFloat16>(right, 1 - right_sum, right_sum), ask);
+Tensor multiply(const Tensor& left, int left_summed, const Tensor& right, int right_summed,
+                const ProductSpec& spec) {
+  return dispatch_engine_dtype(left.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    return multiply<T>(matrix_view<T>(left, 1 - left_summed, left_summed),
+                       matrix_view<T>(right, 1 - right_summed, right_summed), spec);
+  });
 }
 
-std::vector<int64_t> shaped(const Tensor& like, int64_t last, const Tensor& out, bool roots) {
-  std::vector<int64_t> shape = like.sizes().vec();
-  shape.back() = last;
-  if (roots) shape.insert(shape.begin(), out.size(0));
-  return shape;
+namespace {
+
+using OptionalTensor = std::optional<Tensor>;
+
+void check_linear(const Tensor& x, const Tensor& weight) {
+  check_engine();
+  ISOBIT_CHECK(weight.dim() == 2, "linear", "a weight [N, K]", describe(weight),
+               "call isobit.linear");
+  ISOBIT_CHECK(x.dim() >= 1 && x.size(-1) == weight.size(1), "linear",
+               c10::str("x [..., ", weight.size(1), "], as weight is ", weight.sizes()),
+               describe(x), "make the last axis of x and of weight the same");
 }
 
-// Whether a weight packed beforehand is the faster of two ways to the same bits, by measurement.
-bool packed_is_faster(int64_t rows, at::ScalarType type) {
-  return type == at::kBFloat16 ? rows > 64 : rows <= 32;
+void check_output_grad(const Tensor& grad, const Tensor& weight) {
+  check_engine();
+  ISOBIT_CHECK(weight.dim() == 2, "linear", "a weight [N, K]", describe(weight),
+               "call isobit.linear");
+  ISOBIT_CHECK(grad.dim() >= 1 && grad.size(-1) == weight.size(0), "linear",
+               c10::str("a gradient [..., ", weight.size(0), "], as weight is ", weight.sizes()),
+               describe(grad), "call isobit.linear, and let autograd call this");
 }
 
-// Columns [begin, end) of the sum over tokens, into fp32 roots.
-template <class T>
-void sum_tokens(const Tensor& grad, const Schedule& schedule, int64_t begin, int64_t end, float* out, int64_t stride) {
-  constexpr int64_t block = 256;
-  for (int64_t at = begin; at < end; at += block) {
-    const int64_t n = std::min(block, end - at);
-    ColumnSum sum(schedule, n);
-    sum.run(grad.const_data_ptr<T>() + at, grad.stride(0), out + at, stride);
-  }
+// Which of two ways to the same bits is faster was measured.
+bool packed_is_faster(int64_t rows, at::ScalarType dtype) {
+  return dtype == at::kBFloat16 ? rows > 64 : rows <= 32;
+}
+
+// `bias` is [N] and `packed` as pack_weight returns it; both may be absent.
+Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+              const OptionalTensor& packed, const SummedAxis& axis) {
+  const at::ScalarType dtype = engine_dtype(x.scalar_type());
+  const Tensor left = as_matrix(x, dtype);
+  const int64_t rows = left.size(0), cols = weight.size(0);
+  const Tensor fp32_bias = bias ? bias->to(at::kFloat).contiguous() : Tensor();
+  const Schedule schedule = feature_schedule(axis, left.size(1));
+  ProductSpec spec{schedule, rows, cols, axis.output_dtype(x.scalar_type()), axis.returns_roots};
+  // Without a packed weight the smaller operand is packed. The leaf is symmetric in its operands,
+  // so swapping them does not change bits.
+  const bool use_packed = packed && packed_is_faster(rows, dtype);
+  spec.swap_operands = !use_packed && rows < cols;
+  spec.bias = bias ? fp32_bias.const_data_ptr<float>() : nullptr;
+  spec.packed = use_packed ? packed->const_data_ptr() : nullptr;
+  const Tensor right = use_packed ? left : weight.to(dtype);  // not read if the weight is packed
+  const Tensor out = multiply(left, 1, right, 1, spec);
+  return out.view(output_shape(x, cols, out, axis.returns_roots));
+}
+
+Tensor input_grad(const Tensor& grad, const Tensor& weight, const SummedAxis& axis) {
+  const at::ScalarType dtype = engine_dtype(grad.scalar_type());
+  const Tensor left = as_matrix(grad, dtype), right = weight.to(dtype);
+  const Schedule schedule = feature_schedule(axis, left.size(1));
+  const ProductSpec spec{schedule, left.size(0), right.size(1),
+                         axis.output_dtype(grad.scalar_type()), axis.returns_roots};
+  const Tensor out = multiply(left, 1, right, 0, spec);
+  return out.view(output_shape(grad, right.size(1), out, axis.returns_roots));
+}
+
+// `spans` and `of` are not used here: autograd passes them to the gradient.
+Tensor linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                 const OptionalTensor& /*spans*/, const OptionalTensor& packed, int64_t /*of*/) {
+  check_linear(x, weight);
+  ISOBIT_CHECK(!bias || (bias->dim() == 1 && bias->size(0) == weight.size(0)), "linear",
+               c10::str("a bias [", weight.size(0), "], as weight is ", weight.sizes()),
+               describe(*bias), "call isobit.linear");
+  const bool is_current = packed && has_clean_memory(weight);
+  return linear(x, weight, bias, is_current ? packed : OptionalTensor(), {x.size(-1), 0, false});
+}
+
+Tensor linear_roots_op(const Tensor& x, const Tensor& weight, int64_t extent, int64_t first) {
+  check_linear(x, weight);
+  return linear(x, weight, {}, {}, {extent, first, true});
+}
+
+Tensor input_grad_op(const Tensor& grad, const Tensor& weight) {
+  check_output_grad(grad, weight);
+  return input_grad(grad, weight, {weight.size(0), 0, false});
+}
+
+Tensor input_grad_roots_op(const Tensor& grad, const Tensor& weight, int64_t extent,
+                           int64_t first) {
+  check_output_grad(grad, weight);
+  return input_grad(grad, weight, {extent, first, true});
 }
 
 }  // namespace
 
-bool tile_engine_pairs_bf16() {
-  static const bool pairs = engine::could_pack(at::kBFloat16);
-  return pairs;
+TORCH_LIBRARY_FRAGMENT(isobit, m) {
+  m.def(
+      "linear(Tensor x, Tensor weight, Tensor? bias, Tensor? spans, Tensor? packed, int of=0) "
+      "-> Tensor");
+  m.def("linear_roots(Tensor x, Tensor weight, int extent, int first) -> Tensor");
+  m.def("linear_input_grad(Tensor grad, Tensor weight) -> Tensor");
+  m.def("linear_input_grad_roots(Tensor grad, Tensor weight, int extent, int first) -> Tensor");
 }
 
-at::ScalarType engine_type(at::ScalarType type) {
-  return type == at::kBFloat16 && tile_engine_pairs_bf16() ? at::kBFloat16 : at::kFloat;
-}
-
-Tensor pack_weight(const Tensor& weight) {
-  const Tensor w = weight.to(engine_type(weight.scalar_type()));
-  const Schedule schedule = features({w.size(1), 0, false}, w.size(1));
-  const int64_t panels = (w.size(0) + panel_width - 1) / panel_width;
-  auto go = [&](auto zero) {
-    using T = decltype(zero);
-    const Packing<T> packing(schedule);
-    Tensor out = empty_tensor({panels, packing.length, panel_width}, w.scalar_type());
-    T* data = out.mutable_data_ptr<T>();
-    at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
-      pack_panels(Operand<T>(view<T>(w, 0, 1)), schedule, packing, begin, end, panel_width, w.size(0),
-                  data + begin * packing.length * panel_width);
-    });
-    return out;
-  };
-  return w.scalar_type() == at::kFloat ? go(float()) : go(BFloat16());
-}
-
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-              const std::optional<Tensor>& packed, Share share) {
-  const at::ScalarType type = engine_type(x.scalar_type());
-  const Tensor left = rows_of(x, type);
-  const int64_t rows = left.size(0), cols = weight.size(0);
-  const Tensor shift = bias ? bias->to(at::kFloat).contiguous() : Tensor();
-  const Schedule schedule = features(share, left.size(1));
-  Request ask{schedule, rows, cols, share.roots ? at::kFloat : x.scalar_type(), share.roots};
-  // Without a packed weight the smaller operand is packed; the leaf is symmetric, so the roles may be swapped.
-  const bool use_packed = packed && packed_is_faster(rows, type);
-  ask.swap = !use_packed && rows < cols;
-  ask.bias = bias ? shift.const_data_ptr<float>() : nullptr;
-  ask.packed = use_packed ? packed->const_data_ptr() : nullptr;
-  const Tensor right = use_packed ? left : weight.to(type);  // a packed weight needs no other
-  const Tensor out = multiply(left, 1, right, 1, ask);
-  return out.view(shaped(x, cols, out, share.roots));
-}
-
-Tensor input_grad(const Tensor& grad, const Tensor& weight, Share share) {
-  const at::ScalarType type = engine_type(grad.scalar_type());
-  const Tensor left = rows_of(grad, type), right = weight.to(type);
-  const Schedule schedule = features(share, left.size(1));
-  Request ask{schedule, left.size(0), right.size(1), share.roots ? at::kFloat : grad.scalar_type(), share.roots};
-  const Tensor out = multiply(left, 1, right, 0, ask);
-  return out.view(shaped(grad, right.size(1), out, share.roots));
-}
-
-// The axis runs group by group: the first of `groups` equal parts of each weight's rows, then the second of each. Where
-// every leaf lies inside one part nothing is copied; else the parts are joined first.
-Tensor group_input_grad(at::TensorList grads, at::TensorList weights, int64_t groups, Share share) {
-  const at::ScalarType type = engine_type(grads[0].scalar_type());
-  std::vector<Tensor> left, right;
-  int64_t length = 0;
-  for (size_t i = 0; i < grads.size(); i++) {
-    left.push_back(rows_of(grads[i], type)), right.push_back(weights[i].to(type));
-    length += grads[i].size(-1);
-  }
-  const Schedule schedule = features(share, length);
-  std::vector<std::pair<Tensor, Tensor>> parts;  // of the gradients' columns and the weights' rows
-  for (int64_t g = 0; g < groups; g++)
-    for (size_t i = 0; i < left.size(); i++) {
-      const int64_t rows = right[i].size(0) / groups;
-      parts.emplace_back(left[i].narrow(1, g * rows, rows), right[i].narrow(0, g * rows, rows));
-    }
-  const Request ask{schedule, left[0].size(0), right[0].size(1), share.roots ? at::kFloat : grads[0].scalar_type(),
-                    share.roots};
-  auto go = [&](auto zero) {
-    using T = decltype(zero);
-    std::vector<View<T>> a, b;
-    int64_t part = 0, begin = 0;
-    for (const Leaf& leaf : schedule.leaves) {
-      while (leaf.start >= begin + parts[part].second.size(0)) begin += parts[part++].second.size(0);
-      if (leaf.start + leaf.length > begin + parts[part].second.size(0)) break;
-      a.push_back(view<T>(parts[part].first, 0, 1).shift(0, leaf.start - begin));
-      b.push_back(view<T>(parts[part].second, 1, 0).shift(0, leaf.start - begin));
-    }
-    if (a.size() == schedule.leaves.size()) return multiply<T>(Operand<T>(a), Operand<T>(b), ask);
-    std::vector<Tensor> columns, rows;
-    for (const auto& [gradient, weight] : parts) columns.push_back(gradient), rows.push_back(weight);
-    return multiply(at::cat(columns, 1), 1, at::cat(rows, 0), 0, ask);
-  };
-  const Tensor out = type == at::kFloat ? go(float()) : go(BFloat16());
-  return out.view(shaped(grads[0], right[0].size(1), out, share.roots));
-}
-
-Tensor weight_grad(const Tensor& grad, const Tensor& x, const Tensor& spans, Share share) {
-  const at::ScalarType type = engine_type(x.scalar_type());
-  const Tensor left = rows_of(grad, type), right = rows_of(x, type);
-  const Schedule schedule = samples(share, spans);
-  Request ask{schedule, left.size(1), right.size(1), share.roots ? at::kFloat : x.scalar_type(), share.roots};
-  ask.swap = right.size(1) < left.size(1);  // the rows' operand is copied whole: let it be the smaller one
-  return multiply(left, 0, right, 0, ask);
-}
-
-Tensor bias_grad(const Tensor& grad, const Tensor& spans, Share share) {
-  Tensor rows = rows_of(grad, grad.scalar_type());
-  if (rows.stride(1) != 1) rows = rows.contiguous();
-  const Schedule schedule = samples(share, spans);
-  const int64_t cols = rows.size(1), roots = count_roots(schedule.first, schedule.segment_end.size());
-  Tensor out = empty_tensor({roots, cols}, at::kFloat);
-  float* data = out.mutable_data_ptr<float>();
-  at::parallel_for(0, cols, 256, [&](int64_t begin, int64_t end) {
-    PlainArithmetic plain;
-    if (rows.scalar_type() == at::kFloat) sum_tokens<float>(rows, schedule, begin, end, data, cols);
-    else if (rows.scalar_type() == at::kBFloat16) sum_tokens<BFloat16>(rows, schedule, begin, end, data, cols);
-    else sum_tokens<c10::Half>(rows, schedule, begin, end, data, cols);
-  });
-  if (share.roots) return out;
-  if (roots == 0) return empty_tensor({cols}, grad.scalar_type()).zero_();
-  Tensor rounded = empty_tensor({cols}, grad.scalar_type());
-  auto go = [&](auto* to) { finish(data, nullptr, nullptr, nullptr, cols, nullptr, 1, cols, to, cols); };
-  if (grad.scalar_type() == at::kFloat) go(rounded.mutable_data_ptr<float>());
-  else if (grad.scalar_type() == at::kBFloat16) go(rounded.mutable_data_ptr<BFloat16>());
-  else go(rounded.mutable_data_ptr<c10::Half>());
-  return rounded;
+TORCH_LIBRARY_IMPL(isobit, CPU, m) {
+  m.impl("linear", &linear_op);
+  m.impl("linear_roots", &linear_roots_op);
+  m.impl("linear_input_grad", &input_grad_op);
+  m.impl("linear_input_grad_roots", &input_grad_roots_op);
 }
 
 }  // namespace isobit

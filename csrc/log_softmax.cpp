@@ -1,97 +1,103 @@
-// log-softmax over the last axis, and its gradient: the log-sum-exp's pairs, then elementwise work.
+// Log-softmax over the last axis, and its gradient.
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include "attested.h"
+#include "attestation.h"
 #include "log_sum_exp.h"
 
 namespace isobit {
 
 namespace {
 
+// out = x − max − log Σ exp(x − max). Both are [n].
 template <class T>
-ISOBIT_INLINE void forward_row(const Schedule& schedule, const T* x, int64_t n, T* out) {
-  PairFold fold;
+ISOBIT_INLINE void log_softmax_of_row(const Schedule& schedule, const T* x, int64_t n, T* out) {
+  MaxSumTree tree;
   int64_t segment = 0;
-  for (int64_t leaf = 0; leaf < static_cast<int64_t>(schedule.leaves.size()); leaf++) {
-    const auto [start, length, onto] = schedule.leaves[leaf];
-    const bool ends = leaf + 1 == schedule.segment_end[segment];
-    fold.add(leaf_pair(x + start, length), onto, ends);
-    segment += ends;
+  for (int64_t leaf = 0; leaf < schedule.leaf_count(); leaf++) {
+    const auto [start, length, fold] = schedule.leaves[leaf];
+    const bool ends_segment = leaf + 1 == schedule.segment_end[segment];
+    tree.add(max_sum_of_leaf(x + start, length), fold, ends_segment);
+    segment += ends_segment;
   }
-  const float max = fold.total().max, log_sum = log_of(fold.total().sum);
+  const float max = tree.total().max, log_sum = log_positive_scalar(tree.total().sum);
   for (int64_t at = 0; at < n; at += lane_count) {
     const int64_t count = std::min(lane_count, n - at);
     Floats values;
-    widen_some(x + at, count, 0.0f, values);
-    round_some((values - max) - log_sum, count, out + at);
+    load_lanes(x + at, count, 0.0f, values);
+    store_lanes((values - max) - log_sum, count, out + at);
   }
 }
 
-// g − exp(y) Σg
+// out = grad − exp(y) · Σ grad. All are [n].
 template <class T>
-ISOBIT_INLINE void backward_row(const Schedule& schedule, const T* grad, const T* y, int64_t n, T* out) {
-  const float total = sum_row(schedule, Elements<T>{grad});
+ISOBIT_INLINE void grad_of_row(const Schedule& schedule, const T* grad, const T* y, int64_t n,
+                               T* out) {
+  const float total = sum_row(schedule, ElementTerms<T>{grad});
   for (int64_t at = 0; at < n; at += lane_count) {
     const int64_t count = std::min(lane_count, n - at);
     Floats values, weights;
-    widen_some(grad + at, count, 0.0f, values);
-    widen_some(y + at, count, 0.0f, weights);
+    load_lanes(grad + at, count, 0.0f, values);
+    load_lanes(y + at, count, 0.0f, weights);
     exp_nonpositive(weights);
-    round_some(values - weights * total, count, out + at);
+    store_lanes(values - weights * total, count, out + at);
   }
 }
 
-#define ISOBIT_ROWS(T)                                                                                              \
-  ISOBIT_CLONES void log_softmax_rows(                                                                              \
-      const Schedule& schedule, const T* x, int64_t stride, int64_t rows, int64_t n, T* __restrict out) {           \
-    for (int64_t row = 0; row < rows; row++) forward_row(schedule, x + row * stride, n, out + row * n);             \
-  }                                                                                                                 \
-  ISOBIT_CLONES void log_softmax_grads(const Schedule& schedule, const T* grad, int64_t grad_stride, const T* y,    \
-                                       int64_t y_stride, int64_t rows, int64_t n, T* __restrict out) {              \
-    for (int64_t row = 0; row < rows; row++)                                                                        \
-      backward_row(schedule, grad + row * grad_stride, y + row * y_stride, n, out + row * n);                       \
+#define ISOBIT_LOG_SOFTMAX(T)                                                                      \
+  ISOBIT_CLONES void log_softmax_rows(const Schedule& schedule, RowMajor<const T> x, int64_t rows, \
+                                      int64_t n, T* __restrict out) {                              \
+    for (int64_t row = 0; row < rows; row++)                                                       \
+      log_softmax_of_row(schedule, x.row(row), n, out + row * n);                                  \
+  }                                                                                                \
+  ISOBIT_CLONES void grad_rows(const Schedule& schedule, RowMajor<const T> grad,                   \
+                               RowMajor<const T> y, int64_t rows, int64_t n, T* __restrict out) {  \
+    for (int64_t row = 0; row < rows; row++)                                                       \
+      grad_of_row(schedule, grad.row(row), y.row(row), n, out + row * n);                          \
   }
-ISOBIT_ROWS(float)
-ISOBIT_ROWS(BFloat16)
-ISOBIT_ROWS(Half)
+ISOBIT_LOG_SOFTMAX(float)
+ISOBIT_LOG_SOFTMAX(BFloat16)
+ISOBIT_LOG_SOFTMAX(Half)
 
-Tensor log_softmax_op(const Tensor& x) {
+Tensor log_softmax(const Tensor& x) {
   check_attested();
-  TORCH_CHECK(x.dim() >= 1, "isobit: expected an axis to sum over, received a scalar; remedy: call isobit.log_softmax");
+  ISOBIT_CHECK(x.dim() >= 1, "log_softmax", "at least one axis", describe(x),
+               "call isobit.log_softmax");
   Tensor out = empty_tensor(x.sizes(), x.scalar_type());
   if (out.numel() == 0) return out;
-  const Tensor rows = rows_of(x);
-  const int64_t n = rows.size(1), stride = rows.stride(0);
-  const Schedule schedule = schedule_of(n);
-  by_type(rows, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const T* from = rows.const_data_ptr<T>();
-    T* to = out.mutable_data_ptr<T>();
-    at::parallel_for(0, rows.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
-      PlainArithmetic plain;
-      log_softmax_rows(schedule, from + begin * stride, stride, end - begin, n, to + begin * n);
+  const Tensor rows = as_rows(x);
+  const int64_t n = rows.size(1);
+  const Schedule schedule = feature_schedule(n);
+  dispatch_dtype("log_softmax", x.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const RowMajor<const T> src = row_data<T>(rows);  // [rows][n]
+    T* dst = out.mutable_data_ptr<T>();               // [rows][n]
+    at::parallel_for(0, rows.size(0), row_grain(n), [&](int64_t begin, int64_t end) {
+      FixedFpEnvironment fp_environment;
+      log_softmax_rows(schedule, {src.row(begin), src.stride}, end - begin, n, dst + begin * n);
     });
   });
   return out;
 }
 
-Tensor log_softmax_backward_op(const Tensor& grad, const Tensor& y) {
+Tensor log_softmax_backward(const Tensor& grad, const Tensor& y) {
   check_attested();
-  TORCH_CHECK(y.dim() >= 1 && grad.sizes() == y.sizes() && grad.scalar_type() == y.scalar_type(),
-              "isobit: expected a gradient like the output; remedy: call isobit.log_softmax, and let autograd call this");
+  ISOBIT_CHECK(y.dim() >= 1 && grad.sizes() == y.sizes() && grad.scalar_type() == y.scalar_type(),
+               "log_softmax", c10::str("a gradient like the output, ", describe(y)), describe(grad),
+               "call isobit.log_softmax, and let autograd call this");
   Tensor out = empty_tensor(y.sizes(), y.scalar_type());
   if (out.numel() == 0) return out;
-  const Tensor left = rows_of(grad), right = rows_of(y);
-  const int64_t n = left.size(1), stride = left.stride(0), step = right.stride(0);
-  const Schedule schedule = schedule_of(n);
-  by_type(left, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const T *from = left.const_data_ptr<T>(), *saved = right.const_data_ptr<T>();
-    T* to = out.mutable_data_ptr<T>();
-    at::parallel_for(0, left.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
-      PlainArithmetic plain;
-      log_softmax_grads(schedule, from + begin * stride, stride, saved + begin * step, step, end - begin, n, to + begin * n);
+  const Tensor grads = as_rows(grad), outputs = as_rows(y);
+  const int64_t n = grads.size(1);
+  const Schedule schedule = feature_schedule(n);
+  dispatch_dtype("log_softmax", y.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const RowMajor<const T> g = row_data<T>(grads), saved = row_data<T>(outputs);  // [rows][n]
+    T* dst = out.mutable_data_ptr<T>();                                            // [rows][n]
+    at::parallel_for(0, grads.size(0), row_grain(n), [&](int64_t begin, int64_t end) {
+      FixedFpEnvironment fp_environment;
+      grad_rows(schedule, {g.row(begin), g.stride}, {saved.row(begin), saved.stride}, end - begin,
+                n, dst + begin * n);
     });
   });
   return out;
@@ -105,8 +111,8 @@ TORCH_LIBRARY_FRAGMENT(isobit, m) {
 }
 
 TORCH_LIBRARY_IMPL(isobit, CPU, m) {
-  m.impl("log_softmax", &log_softmax_op);
-  m.impl("log_softmax_backward", &log_softmax_backward_op);
+  m.impl("log_softmax", &log_softmax);
+  m.impl("log_softmax_backward", &log_softmax_backward);
 }
 
 }  // namespace isobit

@@ -1,6 +1,8 @@
-// The log-sum-exp of a feature axis adds pairs (max, sum): a leaf has its own maximum, and a merge rescales to the larger.
+// The log-sum-exp of a feature axis, as a sum of pairs (max, sum of exp(x - max)).
 //
-// So shares of a vocabulary exchange pairs, and logits need no second pass.
+// Each leaf has its own maximum, and merging two pairs rescales both sums to the larger maximum.
+// Ranks that hold shards of a vocabulary can therefore exchange pairs, and the logits are read only
+// once.
 #pragma once
 
 #include "exponential.h"
@@ -13,51 +15,55 @@ struct MaxSum {
   float max = -infinity, sum = 0.0f;
 };
 
+// Avoids inf - inf where all values are -inf.
 ISOBIT_INLINE float finite_or_zero(float max) { return max == -infinity ? 0.0f : max; }
 
-// exp(x - max), sixteen at a time.
+// The terms exp(x - max) of a row (see [Note: terms] in sums.h).
 template <class T>
-struct ExponentialTerms {
-  const T* x;
+struct ExpTerms {
+  const T* x;  // [n]
   float max;
   ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
-    widen_some(x + at, count, -infinity, values);
+    load_lanes(x + at, count, -infinity, values);
     values = values - max;
     exp_nonpositive(values);
   }
 };
 
+// The pair of one leaf; `x` is [n].
 template <class T>
-ISOBIT_INLINE MaxSum leaf_pair(const T* x, int64_t n) {
+ISOBIT_INLINE MaxSum max_sum_of_leaf(const T* x, int64_t n) {
   const float max = max_of_row(x, n);
-  return {max, sum_leaf(0, n, ExponentialTerms<T>{x, finite_or_zero(max)})};
+  return {max, sum_leaf(0, n, ExpTerms<T>{x, finite_or_zero(max)})};
 }
 
-ISOBIT_INLINE MaxSum merge_pairs(const MaxSum& left, const MaxSum& right) {
-  const float max = left.max < right.max ? right.max : left.max, base = finite_or_zero(max);
-  Floats factors = {left.max - base, right.max - base};
+// Order: one fold or merge of a feature schedule, done by MaxSumTree.
+ISOBIT_INLINE MaxSum merge(const MaxSum& left, const MaxSum& right) {
+  const float max = left.max < right.max ? right.max : left.max, reference = finite_or_zero(max);
+  Floats factors = {left.max - reference, right.max - reference};
   exp_nonpositive(factors);
   return {max, left.sum * factors[0] + right.sum * factors[1]};
 }
 
-// Takes leaves from left to right; a counter of subtrees, as the products have.
-class PairFold {
+// Merges leaves from left to right: folds them within a segment, and keeps the finished subtrees on
+// a stack, as a binary counter does.
+class MaxSumTree {
  public:
   ISOBIT_INLINE void add(const MaxSum& leaf, bool fold, bool ends_segment) {
-    open_ = fold ? merge_pairs(open_, leaf) : leaf;
+    segment_ = fold ? merge(segment_, leaf) : leaf;
     if (!ends_segment) return;
-    stack_[top_++] = open_;
+    stack_[top_++] = segment_;
     for (int64_t done = ++segments_; done % 2 == 0; done /= 2, top_--)
-      stack_[top_ - 2] = merge_pairs(stack_[top_ - 2], stack_[top_ - 1]);
+      stack_[top_ - 2] = merge(stack_[top_ - 2], stack_[top_ - 1]);
   }
   const MaxSum& total() const { return stack_[0]; }
 
  private:
-  MaxSum open_, stack_[5];
+  MaxSum segment_, stack_[5];  // at most 16 segments
   int64_t top_ = 0, segments_ = 0;
 };
 
-ISOBIT_INLINE float log_of(float x) {
+ISOBIT_INLINE float log_positive_scalar(float x) {
   Floats value = Floats{} + x;
   log_positive(value);
   return value[0];

@@ -1,125 +1,78 @@
-// A product whose summed axis follows a Schedule, over the tile engine: forward, input gradient and weight
-// gradient of a linear layer are three calls of it.
+// A matrix product whose summed axis follows a Schedule, computed by the tile engine.
+//
+// The forward, the input gradient and the weight gradient of a linear layer are three uses of it.
+//
+// [Note: tiles] The product is computed in tiles of some rows by one panel of columns. For each
+// tile the engine sums the leaves; finished subtrees wait on a stack of partial tiles until their
+// sibling is finished; the last merge is fused with the bias and the rounding. Tile sizes and the
+// split over threads are free: they are chosen by measurement and are not part of the order.
 #pragma once
 
 #include <ATen/Parallel.h>
-#include <ATen/native/CPUBlas.h>
 
-#include "arithmetic.h"
+#include "engine.h"
+#include "fp_environment.h"
 #include "memory.h"
-#include "order.h"
+#include "panels.h"
+#include "sums.h"
+#include "tiles.h"
 
 namespace isobit {
 
-namespace engine = at::native::cpublas;
-
-template <class T>
-constexpr bool paired = sizeof(T) == 2;
-constexpr int64_t engine_block = 32;  // elements whose even and odd chains the paired engine adds at a time
-
-// sum = left [count, length] · right [length, width], each output one chain; `onto` what stands there, or from zero.
-//
-// Given a length that 32 does not divide, the paired engine takes its largest even divisor for a block, and so another
-// order (docs/decisions/0006). Whole blocks first, and the rest onto them, is the defined one.
-template <class T>
-void multiply_leaf(int64_t count, int64_t width, int64_t length, const T* left, int64_t left_stride, const T* right,
-                   int64_t right_stride, float* sum, int64_t sum_stride, bool onto) {
-  const int64_t whole = paired<T> ? length / engine_block * engine_block : 0;
-  if (whole > 0)
-    engine::brgemm(count, width, whole, left_stride, right_stride, sum_stride, onto, left, right, sum, paired<T>);
-  if (whole < length)
-    engine::brgemm(count, width, length - whole, left_stride, right_stride, sum_stride, onto || whole > 0, left + whole,
-                   right + whole * right_stride, sum, paired<T>);
-}
-
-// Where finished tiles go: one matrix rounded to Out, or one fp32 matrix per root of the share's subtrees.
+// Where finished tiles go. Not owned.
 template <class Out>
-struct Target {
-  Out* data;
-  int64_t stride;       // between rows
+struct Output {
+  Out* data;            // [roots][rows][cols]; one root, rounded to Out, or fp32 roots of subtrees
+  int64_t row_stride;   // between rows; columns are contiguous
   int64_t root_stride;  // between roots
-  const float* bias;
-  bool transposed;      // the product's rows are the target's columns
+  const float* bias;    // [cols], or null
+  bool transposed;      // the rows of the product are the columns of the output
 };
 
-// An operand in memory: one matrix, or for each leaf the place where its part begins.
+// The right operand: packed panels that exist already, or a matrix to be packed panel by panel.
 template <class T>
-struct Operand {
-  Operand(View<T> whole) : whole(whole) {}
-  explicit Operand(std::vector<View<T>> leaves) : whole(leaves[0]), leaves(std::move(leaves)) {}
-  View<T> at(size_t i, const Leaf& leaf) const { return leaves.empty() ? whole.shift(0, leaf.start) : leaves[i]; }
-  View<T> whole;
-  std::vector<View<T>> leaves;
+struct RightOperand {
+  Operand<T> matrix;
+  const T* packed;  // [panels][packed length][panel_width], or null. Not owned.
 };
 
-// B as the engine wants it: packed panels made beforehand, or an operand to be packed panel by panel.
-template <class T>
-struct Columns {
-  Operand<T> operand;
-  const T* packed;
-};
+// Per-thread buffers of a product.
+enum ScratchSlot { panels_slot, stack_slot, pairs_slot, slot_count };
 
-// Tiles are free in rows and columns; they are chosen by measurement, never part of the order.
-template <class T>
-struct Tiling {
-  static constexpr int64_t rows = paired<T> ? 128 : 192;
-  // Few columns: bound by memory, and every row lies in pages of its own. At K = 4096 tiles of 128 rows ran at a
-  // third of the speed of 32.
-  static constexpr int64_t narrow = 32, narrow_rows = 32;
-  static constexpr int64_t group_bytes = 1 << 22;  // panels that a tile of rows is multiplied with in turn
-};
-
-enum Room { panels_room, stack_room, pairs_room, rooms };
-
-inline float* scratch(int64_t floats, Room room) {
-  thread_local Scratch buffers[rooms];
-  return buffers[room].floats(floats);
-}
-
-// Positions of the leaves in packed form.
-template <class T>
-struct Packing {
-  std::vector<int64_t> at;
-  int64_t length = 0;  // elements of the summed axis, padded
-  bool even = true;
-  explicit Packing(const Schedule& schedule) {
-    for (const Leaf& leaf : schedule.leaves) {
-      at.push_back(length);
-      length += padded(leaf.length, static_cast<const T*>(nullptr));
-      even = even && padded(leaf.length, static_cast<const T*>(nullptr)) == leaf.length;
-    }
-  }
-};
-
-// Panels [begin, end) of `width` columns, leaf by leaf: neighbours share the pages that a leaf's rows lie in.
-template <class T>
-void pack_panels(const Operand<T>& columns, const Schedule& schedule, const Packing<T>& packing, int64_t begin, int64_t end,
-                 int64_t width, int64_t cols, T* panels) {
-  for (size_t i = 0; i < schedule.leaves.size(); i++) {
-    const Leaf& leaf = schedule.leaves[i];
-    for (int64_t p = begin; p < end; p++)
-      pack_columns(columns.at(i, leaf).shift(p * width, 0), leaf.length, std::min(width, cols - p * width), width,
-                   panels + ((p - begin) * packing.length + packing.at[i]) * width);
-  }
+// [floats], uninitialised. Owned by the thread, and valid until its next call for that slot.
+inline float* scratch(int64_t floats, ScratchSlot slot) {
+  thread_local Scratch buffers[slot_count];
+  return buffers[slot].floats(floats);
 }
 
 template <class T, class Out>
 class Product {
  public:
-  Product(const Schedule& schedule, Operand<T> a, Columns<T> b, Target<Out> target, int64_t rows, int64_t cols)
-      : schedule_(schedule), packing_(schedule), a_(a), b_(b), target_(target), rows_(rows), cols_(cols) {
-    segments_ = static_cast<int64_t>(schedule.segment_end.size());
-    in_place_ = packing_.even;
+  // `rows` and `cols` are those of the product: left is [rows][summed], right [cols][summed].
+  Product(const Schedule& schedule, Operand<T> left, RightOperand<T> right, Output<Out> output,
+          int64_t rows, int64_t cols)
+      : schedule_(schedule),
+        packed_leaves_(schedule),
+        left_(left),
+        right_(right),
+        output_(output),
+        rows_(rows),
+        cols_(cols) {
+    segments_ = schedule.segment_count();
+    left_in_place_ = !packed_leaves_.padded;
     for (size_t i = 0; i < schedule.leaves.size(); i++) {
-      const View<T> part = a_.at(i, schedule.leaves[i]);
-      in_place_ = in_place_ && part.inner == 1 && (rows == 1 || part.outer >= schedule.leaves[i].length);
+      const MatrixView<T> leaf = left_.at(i, schedule.leaves[i]);
+      left_in_place_ = left_in_place_ && leaf.summed_stride == 1 &&
+                       (rows == 1 || leaf.kept_stride >= schedule.leaves[i].length);
     }
-    // A weight packed beforehand has full panels; others need no more columns than there are.
-    width_ = b.packed ? panel_width : std::min(panel_width, (cols + 15) / 16 * 16);
-    tile_rows_ = width_ <= Tiling<T>::narrow ? Tiling<T>::narrow_rows : Tiling<T>::rows;
-    // Four or more whole segments of one leaf each, a count that is a power of two: quads are subtrees.
-    single_row_ = !paired<T> && rows == 1 && b.packed && !target.transposed && a_.leaves.empty() && in_place_ && segments_ % 4 == 0 && schedule.first == 0 &&
-        static_cast<int64_t>(schedule.leaves.size()) == segments_;
+    // A weight that is packed already has full panels; others need no more columns than there are.
+    width_ = right.packed ? panel_width : std::min(panel_width, (cols + 15) / 16 * 16);
+    tile_rows_ = width_ <= Tiling<T>::narrow_width ? Tiling<T>::narrow_rows : Tiling<T>::rows;
+    // Every four segments are then one subtree of the tree: their count is a power of two.
+    const bool quads_of_leaves =
+        segments_ % 4 == 0 && schedule.first_segment == 0 && schedule.leaf_count() == segments_;
+    single_row_ = !paired<T> && rows == 1 && right.packed && !output.transposed &&
+                  left_.leaves.empty() && left_in_place_ && quads_of_leaves;
   }
 
   void run() {
@@ -127,218 +80,231 @@ class Product {
     const int64_t panels = (cols_ + width_ - 1) / width_;
     const int64_t tiles = (rows_ + tile_rows_ - 1) / tile_rows_;
     const int64_t threads = at::get_num_threads();
-    const at::Tensor held = in_place_ ? at::Tensor() : pack_all_rows(tiles);
-    const int64_t panel_bytes = std::max<int64_t>(packing_.length * width_ * sizeof(T), 1);
-    // As many panels to a group as fit, and as many groups as share out evenly.
+    const at::Tensor owner = left_in_place_ ? at::Tensor() : pack_left(tiles);
+    const int64_t panel_bytes = std::max<int64_t>(packed_leaves_.length * width_ * sizeof(T), 1);
+    // As many panels per group as fit, and as many groups as divide evenly among the threads.
     const int64_t most = std::clamp<int64_t>(Tiling<T>::group_bytes / panel_bytes, 1, 16);
     const int64_t rounds = (panels + threads * most - 1) / (threads * most);
     const int64_t group = (panels + threads * rounds - 1) / (threads * rounds);
     const int64_t groups = (panels + group - 1) / group;
-    // Few columns: split the rows too, so that every thread has work.
+    // With few columns, split the rows too, so that every thread has work.
     const int64_t splits = std::clamp<int64_t>((threads + groups - 1) / groups, 1, tiles);
     at::parallel_for(0, groups * splits, 1, [&](int64_t begin, int64_t end) {
-      PlainArithmetic plain;
+      FixedFpEnvironment fp_environment;
       for (int64_t task = begin; task < end; task++) {
         const int64_t g = task / splits, split = task % splits;
-        run_group(g * group, std::min(panels, (g + 1) * group), tiles * split / splits, tiles * (split + 1) / splits);
+        run_group(g * group, std::min(panels, (g + 1) * group), tiles * split / splits,
+                  tiles * (split + 1) / splits);
       }
       engine::brgemm_release(paired<T>);
     });
   }
 
  private:
-  static constexpr int64_t tile_size_ = Tiling<T>::rows * panel_width;
-  static constexpr int64_t stack_depth_ = 32;
-
   void run_group(int64_t panel_begin, int64_t panel_end, int64_t tile_begin, int64_t tile_end) {
-    const int64_t panel_size = packing_.length * width_;
-    const T* panels;
-    if (b_.packed) {
-      panels = b_.packed + panel_begin * panel_size;
+    const int64_t panel_size = packed_leaves_.length * width_;
+    const T* panels;  // [panel_end - panel_begin][packed length][width]
+    if (right_.packed) {
+      panels = right_.packed + panel_begin * panel_size;
     } else {
-      T* room = reinterpret_cast<T*>(scratch((panel_end - panel_begin) * panel_size * sizeof(T) / 4 + 1, panels_room));
-      pack_panels(b_.operand, schedule_, packing_, panel_begin, panel_end, width_, cols_, room);
-      panels = room;
+      const int64_t floats = (panel_end - panel_begin) * panel_size * sizeof(T) / 4 + 1;
+      T* buffer = reinterpret_cast<T*>(scratch(floats, panels_slot));  // as panels
+      pack_panels(right_.matrix, schedule_, packed_leaves_, {panel_begin, panel_end, width_, cols_},
+                  buffer);
+      panels = buffer;
     }
-    if (single_row_) return row_by_panels(panels, panel_begin, panel_end);
-    float* stack = scratch(tile_size_ * (stack_depth_ + 1), stack_room);
+    if (single_row_) return run_single_row(panels, panel_begin, panel_end);
+    float* stack = scratch(TileStack<T>::floats, stack_slot);  // see TileStack::memory
     for (int64_t t = tile_begin; t < tile_end; t++) {
-      const int64_t row = t * tile_rows_, count = std::min(tile_rows_, rows_ - row);
+      const int64_t row = t * tile_rows_, rows = std::min(tile_rows_, rows_ - row);
       for (int64_t p = panel_begin; p < panel_end; p++)
-        tile(count, row, panels + (p - panel_begin) * panel_size, p, stack);
+        run_tile({row, rows, p * width_, std::min(width_, cols_ - p * width_)},
+                 panels + (p - panel_begin) * panel_size, stack);
     }
   }
 
-  // One row against packed fp32 panels, four segments at a time.
-  void row_by_panels(const T* panels, int64_t panel_begin, int64_t panel_end) {
+  // One row times packed fp32 panels, four segments at a time.
+  // `panels` is [panel_end - panel_begin][segments][length][panel_width].
+  void run_single_row(const T* panels, int64_t panel_begin, int64_t panel_end) {
     if constexpr (!paired<T>) {
       const int64_t length = schedule_.leaves[0].length, quads = segments_ / 4;
-      float* sums = scratch(4 * panel_width, stack_room);
+      float* sums = scratch(4 * panel_width, stack_slot);  // [quads][panel_width]
       for (int64_t p = panel_begin; p < panel_end; p++) {
-        const T* panel = panels + (p - panel_begin) * packing_.length * panel_width;
+        const T* panel =  // [segments][length][panel_width]
+            panels + (p - panel_begin) * packed_leaves_.length * panel_width;
         for (int64_t q = 0; q < quads; q++)
-          row_by_panel4(a_.whole.data + 4 * q * length, panel + 4 * q * length * panel_width, length, sums + q * panel_width);
-        float *a = sums, *b = quads > 1 ? a + panel_width : nullptr, *c = quads > 2 ? b + panel_width : nullptr,
-              *d = quads > 2 ? c + panel_width : nullptr;
-        write(a, b, c, d, 1, std::min(panel_width, cols_ - p * panel_width), 0, p * panel_width, 0, nullptr);
+          row_by_panel4(left_.whole.data + 4 * q * length, panel + 4 * q * length * panel_width,
+                        length, sums + q * panel_width);
+        Subtrees subtrees{sums};
+        if (quads > 1) subtrees.b = sums + panel_width;
+        if (quads > 2) {
+          subtrees.c = sums + 2 * panel_width;
+          subtrees.d = sums + 3 * panel_width;
+        }
+        const int64_t col = p * panel_width;
+        write_tile(subtrees, {0, 1, col, std::min(panel_width, cols_ - col)}, 0, nullptr);
       }
     }
   }
 
-  // Rows whose summed axis is not contiguous are copied once, for all panels, leaf after leaf: the engine keeps
-  // the code it generates per stride, and a leaf's length takes few values where a batch's takes any.
-  at::Tensor pack_all_rows(int64_t tiles) {
-    at::Tensor held = empty_tensor({rows_, packing_.length}, c10::CppTypeToScalarType<T>::value);
-    T* room = held.template mutable_data_ptr<T>();
+  // Copies rows whose summed axis is not contiguous, once for all panels, to [leaf][rows][length].
+  // The engine keeps generated code per stride; the length of a leaf takes few values, where the
+  // stride of a batch may take any. Returns the owner of left_packed_.
+  at::Tensor pack_left(int64_t tiles) {
+    at::Tensor owner =
+        empty_tensor({rows_, packed_leaves_.length}, c10::CppTypeToScalarType<T>::value);
+    T* packed = owner.template mutable_data_ptr<T>();  // per leaf: [rows][padded length]
     at::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
-      uint32_t* pairs = reinterpret_cast<uint32_t*>(scratch(long_segment * Tiling<T>::rows, pairs_room));
+      uint32_t* pairs = reinterpret_cast<uint32_t*>(
+          scratch(long_segment * Tiling<T>::rows, pairs_slot));  // [padded length / 2][rows]
       for (int64_t t = begin; t < end; t++)
         for (size_t i = 0; i < schedule_.leaves.size(); i++) {
           const int64_t row = t * tile_rows_;
           const Leaf& leaf = schedule_.leaves[i];
-          const int64_t stride = padded(leaf.length, room);
-          pack_rows(a_.at(i, leaf).shift(row, 0), leaf.length, std::min(tile_rows_, rows_ - row),
-                    room + packing_.at[i] * rows_ + row * stride, stride, pairs);
+          const int64_t stride = padded_length(leaf.length, packed);
+          T* dst = packed + packed_leaves_.offset[i] * rows_ + row * stride;  // [rows][stride]
+          pack_rows(left_.at(i, leaf).from(row, 0), leaf.length, std::min(tile_rows_, rows_ - row),
+                    RowMajor<T>{dst, stride}, pairs);
         }
     });
-    held_rows_ = room;
-    return held;
+    left_packed_ = packed;
+    return owner;
   }
 
-  // One tile of the result: leaves by the engine, subtrees on a stack, the last merge fused with the rounding.
-  void tile(int64_t count, int64_t row, const T* panel, int64_t p, float* stack) {
-    Node nodes[stack_depth_];
-    int64_t top = 0, leaf = 0, pending = 1;
+  // `panel` is [packed length][width]; `memory` is as TileStack::memory.
+  void run_tile(const Tile& tile, const T* panel, float* memory) {
+    TileStack<T> stack(memory);
+    const int64_t first_segment = schedule_.first_segment;
+    int64_t leaf = 0, pending = 1;
     for (int64_t s = 0; s < segments_; s++) {
-      if (s == segments_ - 1) fetch_target(count, row, p);
+      const bool last = s == segments_ - 1;
+      if (last) prefetch_output(tile);
       if (joins_left_sibling(s, leaf)) {
-        add_leaf(row, count, panel, leaf++, stack + (top - 1) * tile_size_, true);
-        nodes[top - 1] = {1, nodes[top - 1].index / 2};
+        add_leaf(tile, panel, leaf++, stack.slot(stack.top - 1), true);
+        stack.nodes[stack.top - 1] = {1, stack.nodes[stack.top - 1].index / 2};
       } else {
-        float* sum = stack + top * tile_size_;
-        if (s == 0 && schedule_.leaves[0].fold) take_target(count, row, p, sum);
+        float* sum = stack.slot(stack.top);  // [rows][width]
+        if (s == 0 && schedule_.leaves[0].fold) load_output(tile, sum);
         for (; leaf < schedule_.segment_end[s]; leaf++)
-          add_leaf(row, count, panel, leaf, sum, schedule_.leaves[leaf].fold);
-        nodes[top++] = {0, schedule_.first + s};
+          add_leaf(tile, panel, leaf, sum, schedule_.leaves[leaf].fold);
+        stack.nodes[stack.top++] = {0, first_segment + s};
       }
-      pending = settle(nodes, top, stack, count * width_, s == segments_ - 1);
+      pending =
+          stack.merge_complete(first_segment, first_segment + segments_, tile.rows * width_, last);
     }
-    emit(stack, nodes, top, pending, count, row, p);
+    write_roots(stack, pending, tile);
   }
 
-  // A share that begins inside a segment goes on from what the target holds.
-  void take_target(int64_t count, int64_t row, int64_t p, float* sum) const {
+  // A call that begins inside a segment continues from what the output contains.
+  // `sum` is [rows][width].
+  void load_output(const Tile& tile, float* sum) const {
     if constexpr (std::is_same_v<Out, float>) {
-      const int64_t col = p * width_, cols = std::min(width_, cols_ - col);
-      for (int64_t i = 0; i < count; i++) {
-        std::copy_n(target_.data + (row + i) * target_.stride + col, cols, sum + i * width_);
-        std::fill(sum + i * width_ + cols, sum + (i + 1) * width_, 0.0f);
+      for (int64_t i = 0; i < tile.rows; i++) {
+        std::copy_n(output_.data + (tile.row + i) * output_.row_stride + tile.col, tile.cols,
+                    sum + i * width_);
+        std::fill(sum + i * width_ + tile.cols, sum + (i + 1) * width_, 0.0f);
       }
     }
   }
 
-  // The fp32 engine adds a finished chain to what stands in the tile. For the right one of two sibling segments
-  // that is their merge, and costs no pass of its own. (The bf16 engine continues the chain, which is not.)
+  // The fp32 engine adds a finished chain to the content of the tile. For the right one of two
+  // sibling segments that is their merge, without a pass of its own. (The bf16 engine continues the
+  // chain instead, which is another order.)
   bool joins_left_sibling(int64_t s, int64_t leaf) const {
-    return !paired<T> && s > 0 && (schedule_.first + s) % 2 == 1 && schedule_.segment_end[s] == leaf + 1 &&
-        schedule_.leaves[leaf].length > 0;
+    return !paired<T> && s > 0 && (schedule_.first_segment + s) % 2 == 1 &&
+           schedule_.segment_end[s] == leaf + 1 && schedule_.leaves[leaf].length > 0;
   }
 
-  // The result's lines are far apart: asked for before the last segment, they are here after it.
-  void fetch_target(int64_t count, int64_t row, int64_t p) const {
-    const int64_t col = p * width_, cols = std::min(width_, cols_ - col);
-    const Out* base = target_.data + (target_.transposed ? col * target_.stride + row : row * target_.stride + col);
-    const int64_t lines = target_.transposed ? cols : count, length = target_.transposed ? count : cols;
+  // The rows of the output are far apart in memory. Prefetched before the last segment is computed,
+  // they are in cache when the tile is written.
+  void prefetch_output(const Tile& tile) const {
+    const Out* first =  // [lines][length], row stride = output_.row_stride
+        output_.data + (output_.transposed ? tile.col * output_.row_stride + tile.row
+                                           : tile.row * output_.row_stride + tile.col);
+    const int64_t lines = output_.transposed ? tile.cols : tile.rows;
+    const int64_t length = output_.transposed ? tile.rows : tile.cols;
     for (int64_t i = 0; i < lines; i++)
-      for (int64_t j = 0; j < length; j += 64 / sizeof(Out)) __builtin_prefetch(base + i * target_.stride + j, 1, 2);
+      for (int64_t j = 0; j < length; j += 64 / sizeof(Out))
+        __builtin_prefetch(first + i * output_.row_stride + j, 1, 2);
   }
 
-  void add_leaf(int64_t row, int64_t count, const T* panel, int64_t i, float* sum, bool onto) {
+  // Leaf i into sum [rows][width]. `panel` is [packed length][width].
+  void add_leaf(const Tile& tile, const T* panel, int64_t i, float* sum, bool accumulate) {
     const Leaf& leaf = schedule_.leaves[i];
-    if (leaf.length == 0) {  // an absent sample is +0.0, and is added
-      if (onto) add_absent(sum, count * width_);
-      else std::fill(sum, sum + count * width_, 0.0f);
+    if (leaf.length == 0) {  // a sample without tokens is +0.0, and is added
+      if (accumulate)
+        add_empty_leaf(sum, tile.rows * width_);
+      else
+        std::fill(sum, sum + tile.rows * width_, 0.0f);
       return;
     }
-    const int64_t length = padded(leaf.length, panel);
-    const View<T> part = in_place_ ? a_.at(i, leaf) : View<T>{held_rows_ + packing_.at[i] * rows_, length, 1};
-    const int64_t stride = rows_ == 1 ? std::max(part.outer, length) : part.outer;  // a lone row's says nothing
-    const T* left = part.data + row * part.outer;
-    const T* right = panel + packing_.at[i] * width_;
-    if (count <= 16) {  // few rows: bound by memory, so fetch the next leaf meanwhile
-      const char* next = reinterpret_cast<const char*>(right + length * width_);
-      for (int64_t at = 0; at < length * width_ * static_cast<int64_t>(sizeof(T)); at += 64)
-        __builtin_prefetch(next + at, 0, 3);
+    const int64_t length = padded_length(leaf.length, panel);
+    const MatrixView<T> rows =
+        left_in_place_ ? left_.at(i, leaf)
+                       : MatrixView<T>{left_packed_ + packed_leaves_.offset[i] * rows_, length, 1};
+    // The stride of a single row has no meaning, but the engine checks it.
+    const int64_t stride = rows_ == 1 ? std::max(rows.kept_stride, length) : rows.kept_stride;
+    const T* left = rows.data + tile.row * rows.kept_stride;     // [rows][length]
+    const T* right = panel + packed_leaves_.offset[i] * width_;  // [length][width]
+    if (tile.rows <= 16) {  // few rows are bound by memory: prefetch the next leaf
+      const char* next = reinterpret_cast<const char*>(right + length * width_);  // [bytes]
+      const int64_t bytes = length * width_ * static_cast<int64_t>(sizeof(T));
+      for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(next + at, 0, 3);
     }
-    multiply_leaf(count, width_, length, left, stride, right, width_, sum, width_, onto);
+    multiply_leaf<T>({tile.rows, width_, length}, {left, stride}, {right, width_}, {sum, width_},
+                     accumulate);
   }
 
-  // Merges what is complete, two levels at a time where the share holds all four. The merge that would make
-  // the share's only root is left to `finish`; returns how many subtrees it has to take.
-  int64_t settle(Node* nodes, int64_t& top, float* stack, int64_t n, bool last) const {
-    const int64_t begin = schedule_.first, end = begin + segments_;
-    while (top > 1) {
-      const Node node = nodes[top - 1];
-      if (node.index % 2 == 0) return 1;
-      const int64_t quad = node.index / 4 * 4;
-      // Where the engine may join two segments, pairs come first, and quads are of pairs.
-      const bool whole = (paired<T> || node.level > 0) && (quad << node.level) >= begin &&
-          ((quad + 4) << node.level) <= end;
-      if (whole && node.index % 4 == 1) return 1;
-      const int64_t taken = whole ? 4 : 2;
-      if (nodes[top - 2].level != node.level) return 1;  // its left sibling is another share's
-      TORCH_INTERNAL_ASSERT(top >= taken);
-      if (last && top == taken) return taken;
-      float* left = stack + (top - taken) * tile_size_;
-      if (whole) merge4(left, left + tile_size_, left + 2 * tile_size_, left + 3 * tile_size_, n);
-      else merge2(left, left + tile_size_, n);
-      top -= taken - 1;
-      nodes[top - 1] = whole ? Node{node.level + 2, quad / 4} : Node{node.level + 1, node.index / 2};
-    }
-    return 1;
-  }
-
-  void emit(float* stack, Node* nodes, int64_t top, int64_t pending, int64_t count, int64_t row, int64_t p) {
-    const int64_t col = p * width_, cols = std::min(width_, cols_ - col);
+  // Writes every root; `pending` is what the last merge_complete returned.
+  void write_roots(const TileStack<T>& stack, int64_t pending, const Tile& tile) {
+    float* transposed = stack.slot(TileStack<T>::depth);  // [cols][rows]
     if (pending == 1) {
-      for (int64_t root = 0; root < top; root++) {
-        float* sum = stack + root * tile_size_;
-        write(sum, nullptr, nullptr, nullptr, count, cols, row, col, root, stack);
-      }
+      for (int64_t root = 0; root < stack.top; root++)
+        write_tile({stack.slot(root)}, tile, root, transposed);
       return;
     }
-    float *a = stack, *b = a + tile_size_, *c = pending == 4 ? b + tile_size_ : nullptr,
-          *d = pending == 4 ? c + tile_size_ : nullptr;
-    if (target_.transposed) {
-      if (pending == 4) merge4(a, b, c, d, count * width_);
-      else merge2(a, b, count * width_);
-      b = c = d = nullptr;
+    Subtrees subtrees{stack.slot(0), stack.slot(1)};
+    if (pending == 4) {
+      subtrees.c = stack.slot(2);
+      subtrees.d = stack.slot(3);
     }
-    write(a, b, c, d, count, cols, row, col, 0, stack);
+    if (output_.transposed) {  // merged first, so that one tile is transposed
+      if (pending == 4)
+        merge4(subtrees.a, subtrees.b, subtrees.c, subtrees.d, tile.rows * width_);
+      else
+        merge2(subtrees.a, subtrees.b, tile.rows * width_);
+      subtrees = {subtrees.a};
+    }
+    write_tile(subtrees, tile, 0, transposed);
   }
 
-  void write(float* a, float* b, float* c, float* d, int64_t count, int64_t cols, int64_t row, int64_t col, int64_t root,
-             float* stack) {
-    Out* base = target_.data + root * target_.root_stride;
-    if (target_.transposed) {
-      float* turned = stack + tile_size_ * stack_depth_;
-      transpose32(words(a), width_, words(turned), count, count, cols);
-      finish(turned, nullptr, nullptr, nullptr, count, target_.bias ? target_.bias + row : nullptr, cols, count,
-             base + col * target_.stride + row, target_.stride);
+  // `transposed` is [cols][rows], scratch for a transposed output; otherwise unused.
+  void write_tile(const Subtrees& subtrees, const Tile& tile, int64_t root, float* transposed) {
+    const auto [a, b, c, d] = subtrees;
+    const int64_t stride = output_.row_stride;
+    Out* out = output_.data + root * output_.root_stride;  // [rows][cols] of the output
+    if (output_.transposed) {
+      transpose_words(as_words(a), width_, as_words(transposed), tile.rows, tile.rows, tile.cols);
+      const float* bias = output_.bias ? output_.bias + tile.row : nullptr;  // [tile.rows]
+      round_tile(transposed, nullptr, nullptr, nullptr, tile.rows, bias, tile.cols, tile.rows,
+                 out + tile.col * stride + tile.row, stride);
     } else {
-      finish(a, b, c, d, width_, target_.bias ? target_.bias + col : nullptr, count, cols,
-             base + row * target_.stride + col, target_.stride);
+      const float* bias = output_.bias ? output_.bias + tile.col : nullptr;  // [tile.cols]
+      round_tile(a, b, c, d, width_, bias, tile.rows, tile.cols, out + tile.row * stride + tile.col,
+                 stride);
     }
   }
 
   const Schedule& schedule_;
-  Packing<T> packing_;
-  Operand<T> a_;
-  const T* held_rows_ = nullptr;
-  Columns<T> b_;
-  Target<Out> target_;
-  int64_t rows_, cols_, segments_, width_, tile_rows_;
-  bool in_place_, single_row_;
+  PackedLeaves<T> packed_leaves_;
+  Operand<T> left_;
+  const T* left_packed_ = nullptr;  // per leaf: [rows][padded length]. Owned by run().
+  RightOperand<T> right_;
+  Output<Out> output_;
+  int64_t rows_, cols_, segments_;
+  int64_t width_, tile_rows_;  // columns of a panel, rows of a tile
+  bool left_in_place_;         // the engine reads the left operand where it is
+  bool single_row_;            // see run_single_row
 };
 
 }  // namespace isobit

@@ -1,274 +1,279 @@
-// Root-mean-square and layer norms over the last axis, and the gradients of their weights over the samples.
+// Root-mean-square and layer norms over the last axis, and their gradients.
 #include "row_norm.h"
 
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
-#include "attested.h"
+#include "attestation.h"
+#include "norm_parameter_sums.h"
 #include "samples.h"
 
 namespace isobit {
 
 namespace {
 
-#define ISOBIT_NORM(T)                                                                                        \
-  ISOBIT_CLONES void forward_rows(const Forward<T>& pass, int64_t begin, int64_t end) {                       \
-    if (pass.means)                                                                                           \
-      for (int64_t row = begin; row < end; row++) forward_row<true>(pass, row);                               \
-    else                                                                                                      \
-      for (int64_t row = begin; row < end; row++) forward_row<false>(pass, row);                              \
-  }                                                                                                           \
-  ISOBIT_CLONES void backward_some(const Backward<T>& pass, const Leaf& leaf, int64_t quarter, float* lanes,  \
-                                   float* sum) {                                                              \
-    if (pass.means) backward_quarter<true>(pass, leaf, quarter, lanes, sum);                                  \
-    else backward_quarter<false>(pass, leaf, quarter, lanes, sum);                                            \
-  }                                                                                                           \
-  ISOBIT_CLONES void backward_padding(const Backward<T>& pass, int64_t token) {                               \
-    for (int64_t row = token * pass.heads; row < (token + 1) * pass.heads; row++)                             \
-      if (pass.means) backward_row<true>(pass, row, row, nullptr);                                                 \
-      else backward_row<false>(pass, row, row, nullptr);                                                           \
+// forward_rows: rows [begin, end). backward_leaf: see backward_quarter. backward_padding: the rows
+// of a token that is in no sample, which contributes to no sum.
+#define ISOBIT_NORM(T)                                                                             \
+  ISOBIT_CLONES void forward_rows(const NormForward<T>& pass, int64_t begin, int64_t end) {        \
+    if (pass.means)                                                                                \
+      for (int64_t row = begin; row < end; row++) forward_row<true>(pass, row);                    \
+    else                                                                                           \
+      for (int64_t row = begin; row < end; row++) forward_row<false>(pass, row);                   \
+  }                                                                                                \
+  ISOBIT_CLONES void backward_leaf(const NormBackward<T>& pass, const Leaf& leaf, int64_t quarter, \
+                                   float* lanes, float* sum) {                                     \
+    if (pass.means)                                                                                \
+      backward_quarter<true>(pass, leaf, quarter, lanes, sum);                                     \
+    else                                                                                           \
+      backward_quarter<false>(pass, leaf, quarter, lanes, sum);                                    \
+  }                                                                                                \
+  ISOBIT_CLONES void backward_padding(const NormBackward<T>& pass, int64_t token) {                \
+    for (int64_t row = token * pass.heads; row < (token + 1) * pass.heads; row++)                  \
+      if (pass.means)                                                                              \
+        backward_row<true>(pass, row, row, nullptr);                                               \
+      else                                                                                         \
+        backward_row<false>(pass, row, row, nullptr);                                              \
   }
 ISOBIT_NORM(float)
 ISOBIT_NORM(BFloat16)
 ISOBIT_NORM(Half)
 
-// ---- sums over the samples -----------------------------------------------------------------------------
-
-// The quarters of every leaf: [leaves, 4, width].
-struct Quarters {
-  float* data;
-  int64_t width;
-  // Columns from `at` on, merged in place: each leaf is asked for once.
-  void sum(int64_t leaf, int64_t at, int64_t columns, float* to) const {
-    float* from = data + leaf * 4 * width + at;
-    merge4(from, from + width, from + 2 * width, from + 3 * width, columns);
-    std::copy(from, from + columns, to);
-  }
-};
-
-void sum_samples(const Schedule& samples, const Quarters& quarters, float* out) {
-  at::parallel_for(0, quarters.width, 256, [&](int64_t begin, int64_t end) {
-    PlainArithmetic plain;
-    ColumnSum sum(samples, end - begin);
-    sum.run([&](int64_t leaf, float* to) { quarters.sum(leaf, begin, end - begin, to); }, out + begin, 0);
-  });
-}
-
-// The sum of rows [items, n], each a sum of its own.
-void merge_items(const float* rows, int64_t n, const Schedule& items, float* out) {
-  ColumnSum(items, n).run([&](int64_t item, float* to) { std::copy_n(rows + item * n, n, to); }, out, 0);
-}
-
-// [samples, n]: each head's tokens by themselves, then the heads of a sample, which may be one subtree of `all_heads`.
-Tensor sum_heads(const Tensor& spans, int64_t heads, int64_t all_heads, int64_t n, const Quarters& quarters) {
-  PlainArithmetic plain;
-  const int64_t count = spans.size(0), *span = spans.const_data_ptr<int64_t>();
-  const Schedule items = item_schedule(heads, feature_cap, all_heads);
-  std::vector<float> totals(heads * n);
-  Tensor out = empty_tensor({count, n}, at::kFloat);
-  for (int64_t sample = 0, first = 0; sample < count; sample++) {
-    Schedule tokens;
-    push_run(tokens, span[2 * sample], span[2 * sample + 1], token_leaf, false);
-    tokens.segment_end.push_back(tokens.leaves.size());
-    ColumnSum(tokens, heads * n).run(
-        [&](int64_t leaf, float* sum) { quarters.sum(first + leaf, 0, heads * n, sum); }, totals.data(), 0);
-    first += tokens.leaves.size();
-    merge_items(totals.data(), n, items, out.mutable_data_ptr<float>() + sample * n);
-  }
-  return out;
-}
-
-// Of samples' totals [samples, n].
-void merge_samples(const Tensor& totals, int64_t of, float* out) {
-  PlainArithmetic plain;
-  merge_items(totals.const_data_ptr<float>(), totals.size(1), item_schedule(totals.size(0), sample_cap, of), out);
-}
-
-std::vector<int64_t> tokens_outside(const Tensor& spans, int64_t tokens) {
-  std::vector<bool> inside(tokens);
-  const int64_t* span = spans.const_data_ptr<int64_t>();
-  for (int64_t i = 0; i < spans.size(0); i++, span += 2) std::fill_n(inside.begin() + span[0], span[1], true);
-  std::vector<int64_t> outside;
-  for (int64_t t = 0; t < tokens; t++)
-    if (!inside[t]) outside.push_back(t);
-  return outside;
-}
-
-Tensor rounded(const float* sum, int64_t columns, at::ScalarType type) {
-  Tensor out = empty_tensor({columns}, type);
-  by_type(out, [&](auto* of) {
-    using T = std::remove_pointer_t<decltype(of)>;
-    finish(sum, nullptr, nullptr, nullptr, columns, nullptr, 1, columns, out.mutable_data_ptr<T>(), columns);
-  });
-  return out;
-}
+using OptionalTensor = std::optional<Tensor>;
 
 Tensor fp32_vector(const Tensor& t) { return t.to(at::kFloat).contiguous(); }
 
-// ---- operators -----------------------------------------------------------------------------------------
-
-using Optional = std::optional<Tensor>;
-
-void check_norm(const Tensor& x, const Tensor& weight, bool heads) {
-  check_attested();
-  TORCH_CHECK(x.dim() >= (heads ? 2 : 1) && weight.dim() == 1 && weight.size(0) == x.size(-1) && x.size(-1) > 0 &&
-                  weight.scalar_type() == x.scalar_type() && (!heads || x.size(-2) > 0),
-              "isobit: expected x [..., n] and weight [n] of one dtype, received ", x.sizes(), " and ", weight.sizes(),
-              "; remedy: call isobit.rms_norm or isobit.layer_norm, which say which");
+// Rounds sums [columns] to a tensor.
+Tensor rounded(const char* function, const float* sums, int64_t columns, at::ScalarType dtype) {
+  Tensor out = empty_tensor({columns}, dtype);
+  dispatch_dtype(function, dtype, [&](auto tag) {
+    round_sums(sums, columns, out.mutable_data_ptr<typename decltype(tag)::type>());
+  });
+  return out;
 }
 
-// (y, means, scales); a root mean square has no means.
-std::tuple<Tensor, Tensor, Tensor> normalise(const Tensor& x, const Tensor& weight, const Optional& bias, double eps,
-                                             bool centred) {
+// `heads`: x is [..., heads, n], and the samples count tokens without heads.
+void check_norm(const char* function, const Tensor& x, const Tensor& parameter, bool heads) {
+  check_attested();
+  ISOBIT_CHECK(x.dim() >= (heads ? 2 : 1) && x.size(-1) > 0 && (!heads || x.size(-2) > 0), function,
+               heads ? "x [..., heads, n], not empty along both" : "x [..., n] with n > 0",
+               describe(x), c10::str("call isobit.", function));
+  ISOBIT_CHECK(parameter.dim() == 1 && parameter.size(0) == x.size(-1) &&
+                   parameter.scalar_type() == x.scalar_type(),
+               function,
+               c10::str("weight and bias ", dtype_name(x.scalar_type()), " [", x.size(-1),
+                        "], as x is ", x.sizes()),
+               describe(parameter), c10::str("call isobit.", function));
+}
+
+// Returns (y, means, scales); means is undefined for a root-mean-square norm.
+std::tuple<Tensor, Tensor, Tensor> normalise(const char* function, const Tensor& x,
+                                             const Tensor& weight, const OptionalTensor& bias,
+                                             double eps, bool centred) {
   Tensor out = empty_tensor(x.sizes(), x.scalar_type());
   const at::IntArrayRef leading = x.sizes().slice(0, x.dim() - 1);
-  Tensor scales = empty_tensor(leading, at::kFloat), means = centred ? empty_tensor(leading, at::kFloat) : Tensor();
+  Tensor scales = empty_tensor(leading, at::kFloat);
+  Tensor means = centred ? empty_tensor(leading, at::kFloat) : Tensor();
   if (out.numel() == 0) return {out, means, scales};
-  const Tensor rows = rows_of(x), gain = fp32_vector(weight), shift = bias ? fp32_vector(*bias) : Tensor();
+  const Tensor rows = as_rows(x), fp32_weight = fp32_vector(weight);
+  const Tensor fp32_bias = bias ? fp32_vector(*bias) : Tensor();
   const int64_t n = rows.size(1);
-  const Schedule features = schedule_of(n);
-  by_type(rows, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const Forward<T> pass{features, n, rows.const_data_ptr<T>(), rows.stride(0), gain.const_data_ptr<float>(),
-                          bias ? shift.const_data_ptr<float>() : nullptr, static_cast<float>(eps),
-                          centred ? means.mutable_data_ptr<float>() : nullptr, scales.mutable_data_ptr<float>(),
-                          out.mutable_data_ptr<T>()};
-    at::parallel_for(0, rows.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
-      PlainArithmetic plain;
+  const Schedule features = feature_schedule(n);
+  dispatch_dtype(function, x.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const NormForward<T> pass{features,
+                              n,
+                              row_data<T>(rows),
+                              fp32_weight.const_data_ptr<float>(),
+                              bias ? fp32_bias.const_data_ptr<float>() : nullptr,
+                              static_cast<float>(eps),
+                              centred ? means.mutable_data_ptr<float>() : nullptr,
+                              scales.mutable_data_ptr<float>(),
+                              out.mutable_data_ptr<T>()};
+    at::parallel_for(0, rows.size(0), row_grain(n), [&](int64_t begin, int64_t end) {
+      FixedFpEnvironment fp_environment;
       forward_rows(pass, begin, end);
     });
   });
   return {out, means, scales};
 }
 
-// (dx, the quarters of every leaf of the samples); a root mean square has no means.
-std::tuple<Tensor, Tensor> backward_rows(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                         const Optional& means, const Tensor& scales, const Tensor& spans,
-                                         const Schedule& samples, bool by_heads) {
-  TORCH_CHECK(grad.sizes() == x.sizes() && grad.scalar_type() == x.scalar_type() && scales.is_contiguous() &&
-                  scales.numel() * x.size(-1) == x.numel() && scales.scalar_type() == at::kFloat &&
-                  (!means || (means->is_contiguous() && means->numel() == scales.numel())),
-              "isobit: expected a gradient like x, received ", grad.sizes(), " and ", x.sizes(),
-              "; remedy: call isobit.rms_norm or isobit.layer_norm, and let autograd call this");
-  const int64_t n = x.size(-1), heads = by_heads ? x.size(-2) : 1;
-  const Schedule features = schedule_of(n);
+struct BackwardInputs {
+  const char* function;
+  const Tensor& grad;    // as x
+  const Tensor& x;       // [..., n], or [..., heads, n] if by_heads
+  const Tensor& weight;  // [n]
+  OptionalTensor means;  // fp32, as x without its last axis; none for a root-mean-square norm
+  const Tensor& scales;  // fp32, as x without its last axis
+  bool by_heads;         // sums are per head first
+
+  int64_t n() const { return x.size(-1); }
+  int64_t heads() const { return by_heads ? x.size(-2) : 1; }
+};
+
+void check_backward(const BackwardInputs& in) {
+  ISOBIT_CHECK(in.grad.sizes() == in.x.sizes() && in.grad.scalar_type() == in.x.scalar_type(),
+               in.function, c10::str("a gradient like x, ", describe(in.x)), describe(in.grad),
+               c10::str("call isobit.", in.function, ", and let autograd call this"));
+  const bool has_scales = in.scales.is_contiguous() && in.scales.scalar_type() == at::kFloat &&
+                          in.scales.numel() * in.n() == in.x.numel();
+  const bool has_means =
+      !in.means || (in.means->is_contiguous() && in.means->numel() == in.scales.numel());
+  ISOBIT_CHECK(has_scales && has_means, in.function,
+               c10::str("contiguous float32 statistics of the rows of x, ", in.x.sizes()),
+               c10::str("scales ", describe(in.scales),
+                        in.means ? c10::str(" and means ", describe(*in.means)) : std::string()),
+               c10::str("call isobit.", in.function, ", and let autograd call this"));
+}
+
+// Returns (dx, the quarters of all leaves [leaves, 4, width]).
+std::tuple<Tensor, Tensor> backward_rows(const BackwardInputs& in, const Tensor& spans,
+                                         const Schedule& samples) {
+  check_backward(in);
+  const Tensor& x = in.x;
+  const int64_t n = in.n(), heads = in.heads();
+  const Schedule features = feature_schedule(n);
   Tensor dx = empty_tensor(x.sizes(), x.scalar_type());
-  const int64_t leaves = samples.leaves.size(), width = heads * n * (means ? 2 : 1);
+  const int64_t leaves = samples.leaf_count(), width = heads * n * (in.means ? 2 : 1);
   Tensor quarters = empty_tensor({leaves, 4, width}, at::kFloat);
-  if (x.numel() == 0) return {dx, quarters.zero_()};  // samples without a token; no pointer below is one
-  float* sums = quarters.mutable_data_ptr<float>();
-  const Tensor left = rows_of(grad), right = rows_of(x), gain = fp32_vector(weight);
-  by_type(x, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const Backward<T> pass{features, n, heads, left.const_data_ptr<T>(), left.stride(0), right.const_data_ptr<T>(),
-                           right.stride(0), gain.const_data_ptr<float>(),
-                           means ? means->const_data_ptr<float>() : nullptr, scales.const_data_ptr<float>(),
-                           dx.mutable_data_ptr<T>()};
-    const int64_t least = std::max<int64_t>(grain / (token_leaf / 4 * width), 1);
-    at::parallel_for(0, 4 * leaves, least, [&](int64_t begin, int64_t end) {
-      thread_local Scratch scratch;
-      PlainArithmetic plain;
-      for (int64_t i = begin; i < end; i++)
-        backward_some(pass, samples.leaves[i / 4], i % 4, scratch.floats(4 * width), sums + i * width);
-    });
+  if (x.numel() == 0) return {dx, quarters.zero_()};  // samples without tokens
+  float* sums = quarters.mutable_data_ptr<float>();   // [leaves * 4][width]
+  const Tensor grad_rows = as_rows(in.grad), x_rows = as_rows(x);
+  const Tensor fp32_weight = fp32_vector(in.weight);
+  dispatch_dtype(in.function, x.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const NormBackward<T> pass{features,
+                               n,
+                               heads,
+                               row_data<T>(grad_rows),
+                               row_data<T>(x_rows),
+                               fp32_weight.const_data_ptr<float>(),
+                               in.means ? in.means->const_data_ptr<float>() : nullptr,
+                               in.scales.const_data_ptr<float>(),
+                               dx.mutable_data_ptr<T>()};
+    at::parallel_for(0, 4 * leaves, row_grain(token_leaf / 4 * width),
+                     [&](int64_t begin, int64_t end) {
+                       thread_local Scratch scratch;
+                       FixedFpEnvironment fp_environment;
+                       for (int64_t i = begin; i < end; i++)
+                         backward_leaf(pass, samples.leaves[i / 4], i % 4,
+                                       scratch.floats(4 * width), sums + i * width);
+                     });
     const std::vector<int64_t> padding = tokens_outside(spans, x.numel() / (heads * n));
-    at::parallel_for(0, padding.size(), std::max<int64_t>(grain / width, 1), [&](int64_t begin, int64_t end) {
-      PlainArithmetic plain;
+    at::parallel_for(0, padding.size(), row_grain(width), [&](int64_t begin, int64_t end) {
+      FixedFpEnvironment fp_environment;
       for (int64_t i = begin; i < end; i++) backward_padding(pass, padding[i]);
     });
   });
   return {dx, quarters};
 }
 
-Tensor described_spans(const Tensor& x, const Optional& spans, bool by_heads) {
-  return spans_of(spans, x.sizes().slice(0, x.dim() - (by_heads ? 2 : 1)));
+// The axes that count tokens.
+at::IntArrayRef token_axes(const Tensor& x, bool by_heads) {
+  return x.sizes().slice(0, x.dim() - (by_heads ? 2 : 1));
 }
 
-Schedule samples_schedule(const Tensor& spans, int64_t of) {
-  return sample_schedule(spans.const_data_ptr<int64_t>(), spans.size(0), 0, of);
+// Returns (dx, dweight, dbias); dbias is undefined for a root-mean-square norm.
+std::tuple<Tensor, Tensor, Tensor> gradients(const BackwardInputs& in, const OptionalTensor& spans,
+                                             int64_t of) {
+  check_norm(in.function, in.x, in.weight, in.by_heads);
+  const Tensor known_spans = spans_or_default(in.function, spans, token_axes(in.x, in.by_heads));
+  const GlobalBatch batch = global_batch(in.function, known_spans, of);
+  const Schedule samples = sample_schedule(known_spans, 0, batch.global_samples);
+  auto [dx, quarter_sums] = backward_rows(in, known_spans, samples);
+  const int64_t n = in.n(), heads = in.heads();
+  const Quarters quarters{quarter_sums.mutable_data_ptr<float>(), quarter_sums.size(2)};
+  std::vector<float> total(in.means ? 2 * n : n, 0.0f);
+  if (in.by_heads)
+    merge_samples(sum_heads(known_spans, heads, heads, n, quarters), batch.global_samples,
+                  total.data());
+  else
+    sum_samples(samples, quarters, total.data());
+  const at::ScalarType dtype = batch.grad_dtype(in.x.scalar_type());
+  return {dx, rounded(in.function, total.data(), n, dtype),
+          in.means ? rounded(in.function, total.data() + n, n, dtype) : Tensor()};
 }
 
-// (dx, dweight, dbias); a root mean square has no bias.
-std::tuple<Tensor, Tensor, Tensor> gradients(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                             const Optional& means, const Tensor& scales, const Optional& spans,
-                                             bool by_heads, int64_t of) {
-  check_norm(x, weight, by_heads);
-  const Tensor described = described_spans(x, spans, by_heads);
-  const Batch batch = batch_of(described, of);
-  const Schedule samples = samples_schedule(described, batch.of);
-  auto [dx, quarters] = backward_rows(grad, x, weight, means, scales, described, samples, by_heads);
-  const int64_t n = x.size(-1), heads = by_heads ? x.size(-2) : 1;
-  const Quarters sums{quarters.mutable_data_ptr<float>(), quarters.size(2)};
-  std::vector<float> total(means ? 2 * n : n, 0.0f);
-  if (by_heads) merge_samples(sum_heads(described, heads, heads, n, sums), batch.of, total.data());
-  else sum_samples(samples, sums, total.data());
-  const at::ScalarType type = batch.type(x.scalar_type());
-  return {dx, rounded(total.data(), n, type), means ? rounded(total.data() + n, n, type) : Tensor()};
-}
-
-// (dx, each sample's total of these heads), of heads that are one subtree of `all_heads`.
-std::tuple<Tensor, Tensor> rms_norm_sample_grads(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                                 const Tensor& scales, const Tensor& spans, int64_t all_heads) {
-  check_norm(x, weight, true);
-  TORCH_CHECK(is_subtree(x.size(-2), all_heads, feature_cap), "isobit: expected heads that are one subtree of ", all_heads,
-              ", received ", x.size(-2), "; remedy: call isobit.ops.rms_norm.partial");
-  const Tensor described = described_spans(x, spans, true);
-  const Schedule samples = samples_schedule(described, described.size(0));
-  auto [dx, quarters] = backward_rows(grad, x, weight, {}, scales, described, samples, true);
-  return {dx, sum_heads(described, x.size(-2), all_heads, x.size(-1),
+// For tensor parallelism: x has heads that are one subtree of `all_heads`. Returns (dx, per sample
+// the total of these heads [samples, n]).
+std::tuple<Tensor, Tensor> rms_norm_sample_grads(const Tensor& grad, const Tensor& x,
+                                                 const Tensor& weight, const Tensor& scales,
+                                                 const Tensor& spans, int64_t all_heads) {
+  check_norm("rms_norm", x, weight, true);
+  ISOBIT_CHECK(is_subtree(x.size(-2), all_heads, feature_cap), "rms_norm",
+               c10::str("heads that are one subtree of ", all_heads, " heads"),
+               c10::str(x.size(-2), " heads"), "cut the heads into equal parts, a power of two");
+  const Tensor known_spans = spans_or_default("rms_norm", spans, token_axes(x, true));
+  const Schedule samples = sample_schedule(known_spans, 0, known_spans.size(0));
+  auto [dx, quarters] =
+      backward_rows({"rms_norm", grad, x, weight, {}, scales, true}, known_spans, samples);
+  return {dx, sum_heads(known_spans, x.size(-2), all_heads, x.size(-1),
                         {quarters.mutable_data_ptr<float>(), quarters.size(2)})};
 }
 
 Tensor rms_norm_merge_samples(const Tensor& totals, int64_t of) {
   check_attested();
-  TORCH_CHECK(totals.dim() == 2 && totals.scalar_type() == at::kFloat && (of == 0 || is_subtree(totals.size(0), of, sample_cap)),
-              "isobit: expected fp32 totals [samples, n] of one subtree of ", of, " samples, received ", totals.sizes(), " ",
-              totals.scalar_type(), "; remedy: call isobit.ops.rms_norm.partial");
+  ISOBIT_CHECK(totals.dim() == 2 && totals.scalar_type() == at::kFloat, "rms_norm",
+               "totals float32 [samples, n]", describe(totals),
+               "pass what torch.ops.isobit.rms_norm_sample_grads returned");
+  ISOBIT_CHECK(of == 0 || is_subtree(totals.size(0), of, sample_cap), "rms_norm",
+               c10::str("samples that are one subtree of a global batch of ", of),
+               c10::str(totals.size(0), " samples"), "describe them by isobit.Samples");
   Tensor out = empty_tensor({totals.size(1)}, at::kFloat).zero_();
   merge_samples(totals.contiguous(), of ? of : totals.size(0), out.mutable_data_ptr<float>());
   return out;
 }
 
-std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps, const Optional&, bool heads,
-                                    int64_t) {
-  check_norm(x, weight, heads);
-  auto [y, means, scales] = normalise(x, weight, {}, eps, false);
+// `spans` and `of` are not used in the forwards: autograd passes them to the gradients.
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const Tensor& weight, double eps,
+                                    const OptionalTensor& /*spans*/, bool heads, int64_t /*of*/) {
+  check_norm("rms_norm", x, weight, heads);
+  auto [y, means, scales] = normalise("rms_norm", x, weight, {}, eps, false);
   return {y, scales};
 }
 
-std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                             const Tensor& scales, const Optional& spans, bool heads, int64_t of) {
-  auto [dx, dweight, dbias] = gradients(grad, x, weight, {}, scales, spans, heads, of);
+std::tuple<Tensor, Tensor> rms_norm_backward(const Tensor& grad, const Tensor& x,
+                                             const Tensor& weight, const Tensor& scales,
+                                             const OptionalTensor& spans, bool heads, int64_t of) {
+  auto [dx, dweight, dbias] =
+      gradients({"rms_norm", grad, x, weight, {}, scales, heads}, spans, of);
   return {dx, dweight};
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const Tensor& weight, const Optional& bias, double eps,
-                                              const Optional&, int64_t) {
-  check_norm(x, weight, false);
-  if (bias) check_norm(x, *bias, false);
-  return normalise(x, weight, bias, eps, true);
+std::tuple<Tensor, Tensor, Tensor> layer_norm(const Tensor& x, const Tensor& weight,
+                                              const OptionalTensor& bias, double eps,
+                                              const OptionalTensor& /*spans*/, int64_t /*of*/) {
+  check_norm("layer_norm", x, weight, false);
+  if (bias) check_norm("layer_norm", x, *bias, false);
+  return normalise("layer_norm", x, weight, bias, eps, true);
 }
 
-std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& x, const Tensor& weight,
-                                                       const Tensor& means, const Tensor& scales,
-                                                       const Optional& spans, int64_t of) {
-  return gradients(grad, x, weight, means, scales, spans, false, of);
+std::tuple<Tensor, Tensor, Tensor> layer_norm_backward(const Tensor& grad, const Tensor& x,
+                                                       const Tensor& weight, const Tensor& means,
+                                                       const Tensor& scales,
+                                                       const OptionalTensor& spans, int64_t of) {
+  return gradients({"layer_norm", grad, x, weight, means, scales, false}, spans, of);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(isobit, m) {
-  m.def("rms_norm(Tensor x, Tensor weight, float eps=1e-6, Tensor? spans=None, bool heads=False, int of=0) -> "
-        "(Tensor, Tensor)");
-  m.def("rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scales, Tensor? spans, bool heads, int of=0) -> "
-        "(Tensor, Tensor)");
-  m.def("rms_norm_sample_grads(Tensor grad, Tensor x, Tensor weight, Tensor scales, Tensor spans, int all_heads) -> "
-        "(Tensor, Tensor)");
+  m.def(
+      "rms_norm(Tensor x, Tensor weight, float eps=1e-6, Tensor? spans=None, bool heads=False, "
+      "int of=0) -> (Tensor, Tensor)");
+  m.def(
+      "rms_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor scales, Tensor? spans, "
+      "bool heads, int of=0) -> (Tensor, Tensor)");
+  m.def(
+      "rms_norm_sample_grads(Tensor grad, Tensor x, Tensor weight, Tensor scales, Tensor spans, "
+      "int all_heads) -> (Tensor, Tensor)");
   m.def("rms_norm_merge_samples(Tensor totals, int of) -> Tensor");
-  m.def("layer_norm(Tensor x, Tensor weight, Tensor? bias=None, float eps=1e-5, Tensor? spans=None, int of=0) -> "
-        "(Tensor, Tensor, Tensor)");
-  m.def("layer_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor means, Tensor scales, Tensor? spans, "
-        "int of=0) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "layer_norm(Tensor x, Tensor weight, Tensor? bias=None, float eps=1e-5, "
+      "Tensor? spans=None, int of=0) -> (Tensor, Tensor, Tensor)");
+  m.def(
+      "layer_norm_backward(Tensor grad, Tensor x, Tensor weight, Tensor means, Tensor scales, "
+      "Tensor? spans, int of=0) -> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(isobit, CPU, m) {

@@ -1,8 +1,10 @@
-// Softmax over the last axis, and its gradient: elementwise work around the row sums of order.h.
-#include "softmax.h"
-
+// Softmax over the last axis, and its gradient: elementwise work around the row sums of sums.h.
+//
+// Softmax does not use the tile engine, so it runs with oneDNN disabled too.
 #include <ATen/Parallel.h>
+#include <torch/library.h>
 
+#include "attestation.h"
 #include "exponential.h"
 #include "rows.h"
 
@@ -10,115 +12,138 @@ namespace isobit {
 
 namespace {
 
-// One row's exponentials over their sum. A NaN among them has reached the sum.
+// The quotients of one row: exponentials over their sum. A NaN among them has reached the sum.
 template <class T>
 struct Quotients {
-  const float* kept;
+  const float* exponentials;  // [n]
   float total;
-  T* out;
+  T* out;  // [n], or null if there is no row
   ISOBIT_INLINE void store(int64_t at, int64_t count) const {
     Floats values;
-    widen_some(kept + at, count, 0.0f, values);
+    load_lanes(exponentials + at, count, 0.0f, values);
     values = values / total;
-    round_some(values, count, out + at);
+    store_lanes(values, count, out + at);
   }
 };
 
-// The terms of the denominator, kept in place of the row's before, whose quotients are taken first: a division
-// occupies a unit that the exponential leaves idle.
+// The terms exp(x - max) of the denominator, kept for the quotients. They overwrite those of the
+// previous row, whose quotients are stored first: a division uses a unit that the exponential
+// leaves idle.
 template <class T>
-struct Exponentials {
-  const T* x;
+struct SoftmaxTerms {
+  const T* x;  // [n]
   float max;
-  float* kept;
-  Quotients<T> before;
+  float* exponentials;  // [n]
+  Quotients<T> previous;
   ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
-    if (before.out) before.store(at, count);
-    widen_some(x + at, count, -infinity, values);
+    if (previous.out) previous.store(at, count);
+    load_lanes(x + at, count, -infinity, values);
     values = values - max;
     exp_nonpositive(values);
-    round_some(values, count, kept + at);
+    store_lanes(values, count, exponentials + at);
   }
 };
 
+//   x             [rows][n]
+//   exponentials  [n], scratch
+//   out           [rows][n], contiguous
 template <class T>
-ISOBIT_INLINE void softmax_all(
-    const Schedule& schedule, const T* x, int64_t stride, int64_t rows, int64_t n, float* kept, T* out) {
-  Quotients<T> before{kept, 1.0f, nullptr};
+ISOBIT_INLINE void softmax_of_rows(const Schedule& schedule, RowMajor<const T> x, int64_t rows,
+                                   int64_t n, float* exponentials, T* out) {
+  Quotients<T> previous{exponentials, 1.0f, nullptr};
   for (int64_t row = 0; row < rows; row++) {
-    const T* from = x + row * stride;
-    const float total = sum_row(schedule, Exponentials<T>{from, max_of_row(from, n), kept, before});
-    before = {kept, total, out + row * n};
+    const T* src = x.row(row);  // [n]
+    const float total =
+        sum_row(schedule, SoftmaxTerms<T>{src, max_of_row(src, n), exponentials, previous});
+    previous = {exponentials, total, out + row * n};
   }
-  for (int64_t at = 0; at < n; at += lane_count) before.store(at, std::min(lane_count, n - at));
+  for (int64_t at = 0; at < n; at += lane_count) previous.store(at, std::min(lane_count, n - at));
 }
 
+// out = y · (grad − Σ y · grad). All are [n].
 template <class T>
-ISOBIT_INLINE void backward_row(const Schedule& schedule, const T* grad, const T* y, int64_t n, T* out) {
+ISOBIT_INLINE void grad_of_row(const Schedule& schedule, const T* grad, const T* y, int64_t n,
+                               T* out) {
   const float total = sum_row(schedule, ProductTerms<T>{y, grad});
   for (int64_t at = 0; at < n; at += lane_count) {
     const int64_t count = std::min(lane_count, n - at);
     Floats values, factor;
-    widen_some(y + at, count, 0.0f, factor);
-    widen_some(grad + at, count, 0.0f, values);
+    load_lanes(y + at, count, 0.0f, factor);
+    load_lanes(grad + at, count, 0.0f, values);
     values = factor * (values - total);
-    round_some(values, count, out + at);
+    store_lanes(values, count, out + at);
   }
 }
 
-#define ISOBIT_ROWS(T)                                                                                          \
-  ISOBIT_CLONES void softmax_rows(const Schedule& schedule, const T* x, int64_t stride, int64_t rows, int64_t n, \
-                                  float* kept, T* __restrict out) {                                             \
-    softmax_all(schedule, x, stride, rows, n, kept, out);                                                       \
-  }                                                                                                             \
-  ISOBIT_CLONES void backward_rows(const Schedule& schedule, const T* grad, int64_t grad_stride, const T* y,     \
-                                   int64_t y_stride, int64_t rows, int64_t n, T* __restrict out) {              \
-    for (int64_t row = 0; row < rows; row++)                                                                    \
-      backward_row(schedule, grad + row * grad_stride, y + row * y_stride, n, out + row * n);                   \
+#define ISOBIT_SOFTMAX(T)                                                                         \
+  ISOBIT_CLONES void softmax_rows(const Schedule& schedule, RowMajor<const T> x, int64_t rows,    \
+                                  int64_t n, float* exponentials, T* __restrict out) {            \
+    softmax_of_rows(schedule, x, rows, n, exponentials, out);                                     \
+  }                                                                                               \
+  ISOBIT_CLONES void grad_rows(const Schedule& schedule, RowMajor<const T> grad,                  \
+                               RowMajor<const T> y, int64_t rows, int64_t n, T* __restrict out) { \
+    for (int64_t row = 0; row < rows; row++)                                                      \
+      grad_of_row(schedule, grad.row(row), y.row(row), n, out + row * n);                         \
   }
-ISOBIT_ROWS(float)
-ISOBIT_ROWS(BFloat16)
-ISOBIT_ROWS(Half)
-
-}  // namespace
+ISOBIT_SOFTMAX(float)
+ISOBIT_SOFTMAX(BFloat16)
+ISOBIT_SOFTMAX(Half)
 
 Tensor softmax(const Tensor& x) {
+  check_attested();
+  ISOBIT_CHECK(x.dim() >= 1, "softmax", "at least one axis", describe(x), "call isobit.softmax");
   Tensor out = empty_tensor(x.sizes(), x.scalar_type());
   if (out.numel() == 0) return out;
-  const Tensor rows = rows_of(x);
+  const Tensor rows = as_rows(x);
   const int64_t n = rows.size(1);
-  const Schedule schedule = schedule_of(n);
-  by_type(rows, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const T* from = rows.const_data_ptr<T>();
-    T* to = out.mutable_data_ptr<T>();
-    const int64_t stride = rows.stride(0);
-    at::parallel_for(0, rows.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
+  const Schedule schedule = feature_schedule(n);
+  dispatch_dtype("softmax", x.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const RowMajor<const T> src = row_data<T>(rows);  // [rows][n]
+    T* dst = out.mutable_data_ptr<T>();               // [rows][n]
+    at::parallel_for(0, rows.size(0), row_grain(n), [&](int64_t begin, int64_t end) {
       thread_local Scratch scratch;
-      PlainArithmetic plain;
-      softmax_rows(schedule, from + begin * stride, stride, end - begin, n, scratch.floats(n), to + begin * n);
+      FixedFpEnvironment fp_environment;
+      softmax_rows(schedule, {src.row(begin), src.stride}, end - begin, n, scratch.floats(n),
+                   dst + begin * n);
     });
   });
   return out;
 }
 
 Tensor softmax_backward(const Tensor& grad, const Tensor& y) {
+  check_attested();
+  ISOBIT_CHECK(y.dim() >= 1 && grad.sizes() == y.sizes() && grad.scalar_type() == y.scalar_type(),
+               "softmax", c10::str("a gradient like the output, ", describe(y)), describe(grad),
+               "call isobit.softmax, and let autograd call this");
   Tensor out = empty_tensor(y.sizes(), y.scalar_type());
   if (out.numel() == 0) return out;
-  const Tensor left = rows_of(grad), right = rows_of(y);
-  const int64_t n = left.size(1);
-  const Schedule schedule = schedule_of(n);
-  by_type(left, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    const T *from = left.const_data_ptr<T>(), *saved = right.const_data_ptr<T>();
-    T* to = out.mutable_data_ptr<T>();
-    const int64_t stride = left.stride(0), step = right.stride(0);
-    at::parallel_for(0, left.size(0), std::max<int64_t>(grain / n, 1), [&](int64_t begin, int64_t end) {
-      PlainArithmetic plain;
-      backward_rows(schedule, from + begin * stride, stride, saved + begin * step, step, end - begin, n, to + begin * n);
+  const Tensor grads = as_rows(grad), outputs = as_rows(y);
+  const int64_t n = grads.size(1);
+  const Schedule schedule = feature_schedule(n);
+  dispatch_dtype("softmax", y.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const RowMajor<const T> g = row_data<T>(grads), saved = row_data<T>(outputs);  // [rows][n]
+    T* dst = out.mutable_data_ptr<T>();                                            // [rows][n]
+    at::parallel_for(0, grads.size(0), row_grain(n), [&](int64_t begin, int64_t end) {
+      FixedFpEnvironment fp_environment;
+      grad_rows(schedule, {g.row(begin), g.stride}, {saved.row(begin), saved.stride}, end - begin,
+                n, dst + begin * n);
     });
   });
   return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(isobit, m) {
+  m.def("softmax(Tensor x) -> Tensor");
+  m.def("softmax_backward(Tensor grad, Tensor y) -> Tensor");
+}
+
+TORCH_LIBRARY_IMPL(isobit, CPU, m) {
+  m.impl("softmax", &softmax);
+  m.impl("softmax_backward", &softmax_backward);
 }
 
 }  // namespace isobit

@@ -1,4 +1,7 @@
-"""Print a wheel's size, its tag, and what it holds beside Python modules. usage: describe_wheel.py WHEEL"""
+"""Print the size and tag of a wheel, and its files that are not Python modules.
+
+usage: describe_wheel.py WHEEL
+"""
 
 import sys
 import zipfile

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import re
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -94,10 +96,11 @@ def page(rows: list[Row], wheel: Path, machine: str) -> str:
         [
             "# One wheel under several versions of torch",
             "",
-            "Written by `python packaging/torch_matrix.py dist/isobit-*.whl --page "
-            "docs/results/torch-versions.md`",
-            f"with `{wheel.name}` ({wheel.stat().st_size / 1e6:.1f} MB), the same file in each row.",
+            "Written by `python packaging/torch_matrix.py WHEEL --page docs/results/torch-versions.md`",
+            f"with the same wheel in each row, `{wheel.name}`",
+            f"({wheel.stat().st_size / 1e6:.1f} MB).",
             f"Commit {commit.strip()}, {today}, {machine}.",
+            f"SHA-256 of the kernels: `{library_digest(wheel)}`.",
             "",
             *(f"| {' | '.join(cells)} |" for cells in table),
             "",
@@ -106,6 +109,12 @@ def page(rows: list[Row], wheel: Path, machine: str) -> str:
             "",
         ]
     )
+
+
+def library_digest(wheel: Path) -> str:
+    """Return the SHA-256 of the native library in a wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return hashlib.sha256(archive.read("isobit/_native.so")).hexdigest()
 
 
 def processor() -> str:

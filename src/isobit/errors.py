@@ -41,6 +41,7 @@ PACKAGES = (
     "isobit.parallel",
     "isobit.reveal",
     "isobit.guards",
+    "isobit.simulator",
 )
 
 

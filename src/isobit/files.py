@@ -1,4 +1,4 @@
-"""Writes files whole or not at all; reads only files that have an end."""
+"""Write files atomically, and read only regular files of limited size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces the file's contents in one move, so that no reader and no crash sees half of it."""
+    """Replace a file's contents in one step, so that neither readers nor crashes see half of it."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
@@ -24,11 +24,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def read_bytes(path: Path, largest: int) -> bytes:
-    """The bytes of a regular file; a device, which has no end, a pipe, which blocks, and a huge file are an OSError."""
+    """Read a regular file; raise OSError for a device, a pipe, or a file that is too large."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(handle, "rb", buffering=0) as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(f"{path} is no regular file")
+            raise OSError(f"{path} is not a regular file")
         found: bytes = file.read(largest + 1) or b""
     if len(found) > largest:
         raise OSError(f"{path} is larger than {largest:,} bytes")

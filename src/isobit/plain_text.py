@@ -1,4 +1,4 @@
-"""Removes from text what could act on a terminal or a page: control characters, escape sequences, bidi overrides."""
+"""Remove from text what could control a terminal or a page: escape sequences and control characters."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]"
 )
 _LINES = re.compile(r"\r\n?|[\u2028\u2029]")
-# Cc control, Cf format (bidi overrides, zero width), Cs half a surrogate pair, which no UTF-8 can hold.
+# Cc control, Cf format (bidi overrides, zero width), Cs half a surrogate pair, which UTF-8 cannot encode.
 _REMOVED = ("Cc", "Cf", "Cs")
-_NONE = "\ufffe\uffff"  # no characters at all, which no XML can hold
+_NONE = "\ufffe\uffff"  # not characters, and not allowed in XML
 
 
 def plain(text: str) -> str:
-    """Keep what can be read, newlines and tabs; remove sequences whole, and any other control character."""
+    """Remove escape sequences and control characters; keep newlines and tabs."""
     if text.isprintable():
         return text
     text = _LINES.sub("\n", _SEQUENCE.sub("", text))
@@ -29,12 +29,12 @@ def plain(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """The same, where a newline would forge a line of its own."""
+    """Do the same and join lines, where a newline would forge a line of its own."""
     return " ".join(plain(text).split()) if not text.isprintable() else text
 
 
 def plain_json(text: str) -> str:
-    """JSON with such characters written as escapes, so that nothing is lost and nothing acts on a terminal."""
+    """Write such characters in JSON as escapes, so that nothing is lost."""
     if text.replace("\n", "").isprintable():
         return text
     return "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)

@@ -1,4 +1,4 @@
-"""A pytest plugin: `pytest --isobit` collects contract files, a test a claim."""
+"""A pytest plugin: `pytest --isobit` collects contract files, one test per claim."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from isobit.contracts.judge.run import judge_contract
+from isobit.contracts.language.contract import Contract
 from isobit.contracts.language.load import load_contract
+from isobit.contracts.options import Options
 from isobit.contracts.store.ladder import unlinked
-from isobit.contracts.workspace import Run, Workspace, judge_file
+from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError
 from isobit.plain_text import plain
 from isobit.records import ClaimRecord
@@ -19,30 +22,30 @@ from isobit.trusted_folder import serve_folder
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Off unless asked for."""
+    """Add the options; without --isobit the plugin does nothing."""
     group = parser.getgroup("isobit")
     group.addoption(
         "--isobit",
         action="store_true",
-        help="collect contract.yaml and *.contract.yaml: a test a claim",
+        help="collect contract.yaml and *.contract.yaml, one test per claim",
     )
     group.addoption(
         "--isobit-trust",
         action="append",
         default=[],
         metavar="PACKAGE",
-        help="whose code may be named",
+        help="a package whose code contracts may name",
     )
     group.addoption(
         "--isobit-level",
         default="L4",
         choices=("L2", "L3", "L4"),
-        help="how high to climb (default L4)",
+        help="the highest level to judge (default L4)",
     )
 
 
 def pytest_collect_file(parent: pytest.Collector, file_path: Path) -> pytest.Collector | None:
-    """Contract files, by name."""
+    """Collect contract files by name."""
     if not parent.config.getoption("--isobit"):
         return None
     if file_path.name == "contract.yaml" or file_path.name.endswith(".contract.yaml"):
@@ -55,45 +58,53 @@ class ContractFile(pytest.File):
     """One contract; its claims are judged when the first of them is run."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """A test a claim; a file that is no contract, or that promises what no claim checks, is a failing test."""
+        """Yield a test per claim; an invalid contract or an obligation without a claim is a failing test."""
         try:
-            contract = load_contract(self.path)
+            contract = self.contract
         except ContractError as error:
             yield ClaimItem.from_parent(self, name="contract", claim="", problem=str(error))
             return
         reach = Workspace([Path(self.config.rootpath)]).tree.entries if contract.depends_on else {}
         for name in contract.depends_on:
-            if name not in reach:  # where it is in reach, its own file is judged
+            if name not in reach:  # a known contract is judged by its own file
                 yield ClaimItem.from_parent(
-                    self, name=f"rests on {name}", claim="", problem=f"{name} is not in reach"
+                    self,
+                    name=f"depends on {name}",
+                    claim="",
+                    problem=f"{name} is not a known contract",
                 )
         for name in unlinked(contract):
-            said = f"unbound: no claim makes {name} executable"
-            yield ClaimItem.from_parent(self, name=name, claim="", problem=said)
+            yield ClaimItem.from_parent(
+                self, name=name, claim="", problem=f"unbound: {name} has no claim"
+            )
         for claim in contract.claims:
             yield ClaimItem.from_parent(self, name=claim.id, claim=claim.id, problem="")
 
     @cached_property
+    def contract(self) -> Contract:
+        """The contract, parsed once."""
+        return load_contract(self.path)
+
+    @cached_property
     def records(self) -> dict[str, ClaimRecord]:
-        """By claim."""
+        """Records by claim."""
         config = self.config
         level = int(str(config.getoption("--isobit-level"))[1:])
-        run = Run(tuple(config.getoption("--isobit-trust")), level)
-        serve_folder(
-            run.trusted, str(config.invocation_params.dir)
-        )  # a trusted package may stand where pytest was called
-        return {record.claim: record for record in judge_file(str(self.path), run, float("inf"))}
+        options = Options(tuple(config.getoption("--isobit-trust")), level)
+        # A trusted package may be in the folder where pytest was called.
+        serve_folder(options.trusted, str(config.invocation_params.dir))
+        return {record.claim: record for record in judge_contract(self.contract, options)}
 
 
 class ClaimItem(pytest.Item):
-    """Fails unless its claim is kept, at the level asked for."""
+    """A test that fails unless its claim is kept at the level to reach."""
 
     def __init__(self, *, claim: str, problem: str, **rest: Any) -> None:
         super().__init__(**rest)
         self.claim, self.problem = claim, problem
 
     def runtest(self) -> None:
-        """Everything but kept is a failure."""
+        """Raise unless the claim is kept."""
         if self.problem:
             raise NotKept(plain(self.problem))
         assert isinstance(self.parent, ContractFile)
@@ -106,7 +117,7 @@ class ClaimItem(pytest.Item):
             )
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """The verdict alone, without a traceback through the judge."""
+        """Show the verdict without a traceback."""
         return (
             str(excinfo.value)
             if isinstance(excinfo.value, NotKept)
@@ -114,7 +125,7 @@ class ClaimItem(pytest.Item):
         )
 
     def reportinfo(self) -> tuple[Path, int | None, str]:
-        """As pytest lists it."""
+        """Return the place and name that pytest shows."""
         return self.path, None, f"contract claim {self.name}"
 
 

@@ -1,4 +1,4 @@
-"""Frozen records that cross layers, and their JSON."""
+"""Frozen records that several layers share, and their JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from isobit.plain_text import plain_json
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two tensors part: in `what` (dtype, shape or bits), and for bits at which element first."""
+    """How two tensors differ: in `what` (dtype, shape or bits), and for bits at which element first."""
 
     what: str
     left: str
@@ -34,7 +34,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Attestation:
-    """What one engine was found to do, against what the order says."""
+    """The result of comparing one engine with the order that it should keep."""
 
     dtype: str
     engine: str
@@ -60,7 +60,7 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a page or a record comes from: software, machine, command, time, and a digest of what was judged."""
+    """The origin of a page or record: software, machine, command, time, and a digest of what was judged."""
 
     isobit: str
     torch: str
@@ -74,7 +74,7 @@ class Provenance:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The outcome of one check, with its denominator; `kept` needs at least one comparison."""
+    """The result of one check, with its denominator; `kept` needs at least one comparison."""
 
     subject: str
     check: str
@@ -84,13 +84,13 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Nothing differed, and something was compared."""
+        """Whether something was compared and nothing differs."""
         return self.compared > 0 and self.differing == 0
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What an engine showed: of how many cases, covering what; `failure` is what it found instead."""
+    """What an engine proved: for how many cases, covering what; `failure` is a counter-example."""
 
     engine: str
     covers: str
@@ -99,13 +99,13 @@ class Proof:
 
     @property
     def kept(self) -> bool:
-        """Something was shown, and nothing was found against it."""
+        """Whether something was proved and there is no counter-example."""
         return self.cases > 0 and not self.failure
 
 
 @dataclass(frozen=True)
 class Planted:
-    """A wrong subject under a claim: caught, or not."""
+    """A wrong subject under a claim, and whether the claim caught it."""
 
     name: str
     caught: bool
@@ -114,10 +114,10 @@ class Planted:
 
 @dataclass(frozen=True)
 class ClaimRecord:
-    """What was found of one claim: kept, broken, void, vacuous, unbound, waived or could-not-run.
+    """The result of one claim: kept, broken, void, vacuous, unbound, waived or could-not-run.
 
-    `at` is the rung at which the counter-example came; 0 where there is none. `drawn` counts those of `inputs` that L3
-    drew. `level` and `required` are not stored in evidence: the ladder computes them.
+    `at` is the level of the counter-example, or 0. `drawn` is the number of `inputs` that L3 drew. `level` and
+    `required` are not stored in evidence: the ladder computes them.
     """
 
     claim: str
@@ -140,7 +140,7 @@ class ClaimRecord:
 
 @dataclass(frozen=True)
 class Shipped:
-    """What the evidence in isobit's wheel says of a contract, and where it was made: not on this machine."""
+    """The status of a contract by the evidence in isobit's wheel, and the machine that made it."""
 
     verdict: str
     level: int
@@ -154,7 +154,7 @@ class Shipped:
 
 @dataclass(frozen=True)
 class ContractStatus:
-    """Where one contract stands by the evidence at its present digest: a claim's verdict, not-judged or below-level."""
+    """The status of one contract by its evidence: a claim's verdict, not-judged or below-level."""
 
     id: str
     version: str
@@ -169,13 +169,13 @@ class ContractStatus:
     claims: tuple[ClaimRecord, ...] = ()
     detail: str = ""
     subject: str = ""
-    weak: str = ""  # what it rests on, where that is not kept
+    weak: str = ""  # a dependency that is not kept
     shipped: Shipped | None = None  # of a contract that was not judged here
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a contract in words; `kind` is about, equation, obligation, claim, inputs or waiver, `name` its id."""
+    """A section of a contract in words; `kind` is about, equation, obligation, claim, inputs or waiver."""
 
     title: str
     lines: tuple[str, ...] = ()
@@ -184,7 +184,7 @@ class Section:
 
 
 def to_json(value: Any) -> str:
-    """A record, or a container of records, as JSON."""
+    """Return a record, or a container of records, as JSON."""
     return plain_json(json.dumps(value, default=_plain, indent=2, ensure_ascii=False))
 
 

@@ -1,11 +1,11 @@
-"""Makes packages of one folder importable by name, without putting the folder on the search path.
+"""Make packages of one folder importable by name, without putting the folder on the search path.
 
-[Note: the current folder]
-A folder on `sys.path` serves every import of the process: torch, transformers and the standard library ask for dozens
-of packages that may not be installed (dill, opt_einsum, pandas), so whoever wrote the folder would run code in every
-command. Instead a finder at the end of `sys.meta_path` answers for the names that the caller trusts, and for nothing
-else. Installed packages come first. Processes that a command starts get PYTHONSAFEPATH, or Python itself would put the
-current folder first on their path.
+[Note: The current folder]
+A folder on `sys.path` serves every import of the process: torch, transformers and the standard library import dozens
+of packages if they are installed (dill, opt_einsum, pandas), so the author of the folder could run code in every
+command. Instead a finder at the end of `sys.meta_path` answers only for the names that the caller trusts; installed
+packages come first. Processes that a command starts get PYTHONSAFEPATH, or Python would put the current folder first
+on their path.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SAFE_PATH = "PYTHONSAFEPATH"  # of Python 3.11 and later
 
 
 class TrustedFolder(MetaPathFinder):
-    """Finds some top-level packages in one folder; what is below them, Python finds by their `__path__`."""
+    """Finds some top-level packages in one folder; Python finds submodules by their `__path__`."""
 
     def __init__(self, folder: str, names: Iterable[str]) -> None:
         self.folder, self.names = folder, frozenset(names)
@@ -50,7 +50,7 @@ def serve_folder(names: Iterable[str], folder: str | None = None) -> None:
 
 
 def find_in_folder(name: str) -> ModuleSpec | None:
-    """Where a package's source is in the current folder, for reading: finding it makes nothing importable."""
+    """Find a package's source in the current folder, for reading; nothing becomes importable."""
     try:
         return PathFinder.find_spec(name, [os.getcwd()])
     except (OSError, ImportError, ValueError):
@@ -59,7 +59,7 @@ def find_in_folder(name: str) -> ModuleSpec | None:
 
 @contextmanager
 def guarded_path(processes: bool = True) -> Iterator[None]:
-    """Remove served folders at the end; with `processes`, start new ones without the current folder on their path."""
+    """Remove served folders at the end; with `processes`, keep the current folder off their path."""
     finders, before = list(sys.meta_path), os.environ.get(SAFE_PATH)
     if processes:
         os.environ[SAFE_PATH] = "1"

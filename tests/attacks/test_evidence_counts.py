@@ -9,7 +9,8 @@ import json
 import pytest
 
 from isobit.cli import main
-from isobit.contracts.workspace import Run, Workspace
+from isobit.contracts.options import Options
+from isobit.contracts.workspace import Workspace
 from tests.attacks.judged_place import places
 
 
@@ -160,7 +161,7 @@ def test_never_judged_and_judged_less_far_are_other_words_than_could_not_run(pla
     assert main.main(["status"]) == 2
     said = capsys.readouterr().out
     assert "1 contracts: 1 below-level" in said
-    assert "kept as far as L2, must reach L3" in said
+    assert "kept up to L2, must reach L3" in said
     assert here.verify() == 0
     assert main.main(["status"]) == 0
     capsys.readouterr()
@@ -182,7 +183,7 @@ def test_what_rests_on_something_that_was_not_judged_says_so(place, tmp_path, ca
     workspace = Workspace([tmp_path])
     stands = {status.id: status for status in workspace.statuses(workspace.choose([]))}
     assert stands["above-v1"].verdict == "not-judged"
-    for _ in workspace.judge([workspace.tree.find("above-v1")], Run((here.name,), 2)):
+    for _ in workspace.judge([workspace.tree.find("above-v1")], Options((here.name,), 2)):
         pass
     stands = {status.id: status for status in workspace.statuses(workspace.choose([]))}
     assert (stands["above-v1"].verdict, stands["above-v1"].weak) == (

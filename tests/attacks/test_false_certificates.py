@@ -18,7 +18,8 @@ from isobit.reveal.predict import replay
 from isobit.reveal.self_check import PlainSum
 from isobit.reveal.targets.tensor_target import TensorTarget
 from isobit.reveal.tree import reveal
-from tests.attacks.planted_sums import RIGHT, WRONG, fold, in_pairs, neumaier, stripes, sum2
+from tests.attacks.plain_sums import RIGHT, fold, in_pairs, stripes
+from tests.attacks.planted_sums import WRONG, neumaier, sum2
 
 N = 64
 

@@ -141,7 +141,7 @@ def test_neither_do_modules_run_by_name_nor_their_processes(folder):
     done = run(folder, "-m", "isobit", *words)
     assert ran(folder) == []
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    assert "2 of 2 contracts kept as far as L2, 2 judged now" in done.stdout
+    assert "2 of 2 contracts kept up to L2, 2 judged now" in done.stdout
 
 
 @pytest.mark.full
@@ -184,7 +184,7 @@ def test_the_current_folder_is_never_on_the_path(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_nobody_trusts_is_read_and_not_run(folder, monkeypatch):
-    from isobit.contracts.judge.trust import resolve
+    from isobit.contracts.judge.trusted_code import resolve
     from isobit.contracts.store.sources import find_package
 
     monkeypatch.chdir(folder)

@@ -36,7 +36,7 @@ WRONG = {
     "a stock operator": "first.(weight|bias), to which a stock operator led",
     "a module called twice": "first.(weight|bias), to which several calls",
     "a stock operator beside isobit's": "first.weight, to which several calls, a stock operator",
-    "a norm without samples": r"reads \[2, 3, 32\] as all 2 samples",
+    "a norm without samples": r"takes \[2, 3, 32\] as all 2 samples",
 }
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from isobit import files
 from isobit.cli import main
-from isobit.contracts.judge.reach import ABSENT, hash_file
 from isobit.contracts.language.load import load_contract
+from isobit.contracts.store.opened_files import ABSENT, hash_file
 from isobit.errors import ContractError
 from tests.attacks.judged_place import places
 
@@ -37,7 +37,7 @@ def test_a_contract_without_end_is_refused(here, how, capsys):
     for words in COMMANDS:
         assert main.main(words) in (1, 2)
     assert "endless.contract.yaml" in capsys.readouterr().out
-    with pytest.raises(ContractError, match=r"no regular file|larger than"):
+    with pytest.raises(ContractError, match=r"not a regular file|larger than"):
         load_contract(path)
 
 

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import isobit
 from isobit import Samples, bits
 from isobit.parallel import GlobalBatch, Gradients, LossMeter, RowParallelLinear
-from isobit.parallel.tensor.shard import Ranks
+from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy
 from isobit.simulator import World
 
@@ -143,10 +143,10 @@ def test_a_nan_of_tensor_parallel_ranks():
         words[0], words[1023] = torch.inf, -torch.inf
 
         def run(_, layer=layer, words=words, dtype=dtype):
-            ranks = Ranks.of(dist.group.WORLD)
-            half = slice(512 * ranks.coordinate, 512 * (ranks.coordinate + 1))
+            ranks = TensorParallelGroup.of(dist.group.WORLD)
+            half = slice(512 * ranks.rank, 512 * (ranks.rank + 1))
             hidden = torch.ones(3, 8).to(dtype).requires_grad_()
-            loss = vocab_cross_entropy(hidden, words[half], targets, ranks=ranks)
+            loss = vocab_cross_entropy(hidden, words[half], targets, tp_group=ranks)
             loss.backward()
             return (
                 RowParallelLinear.from_linear(layer, ranks)(x[:, half].to(dtype)).detach(),

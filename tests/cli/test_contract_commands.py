@@ -121,7 +121,7 @@ def test_broken_code_is_broken_and_so_is_what_rests_on_it(place, capsys):
     assert {r["ruleId"] for r in results} >= {"doubled-v1/exact", "doubled-v1/rows"}
     assert "doubled-v1" in Path("p.html").read_text()
     assert run("status") == 1
-    assert "rests on doubled-v1, which is broken" in " ".join(capsys.readouterr().out.split())
+    assert "depends on doubled-v1, which is broken" in " ".join(capsys.readouterr().out.split())
     assert run("replay", "doubled-v1/exact", "--trust", "doubling") == 1
     assert "differ" in capsys.readouterr().out
     assert run("replay", "second-v1/even", "--trust", "doubling") == 0
@@ -211,7 +211,7 @@ def test_lint_says_file_line_and_remedy(place, capsys):
     shown = capsys.readouterr().out
     assert "doubled.contract.yaml:19: expected contract.claims[0].relation" in shown
     assert "did you mean 'parity'?" in shown
-    assert "expected dependencies in reach; received doubled-v1" in shown
+    assert "expected dependencies that are known contracts; received doubled-v1" in shown
     assert run("lint", "--json") == 1
     assert json.loads(capsys.readouterr().out)[0]["line"] == 19
     assert run("verify", "--trust", "doubling") == 1

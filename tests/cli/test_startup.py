@@ -33,7 +33,7 @@ def test_options_name_what_is_there():
     from isobit.cli.options import curve as curve_options
     from isobit.cli.options import reveal as reveal_options
     from isobit.gates.model.models import MODELS
-    from isobit.gates.training.launch import TRANSPORTS
+    from isobit.gates.training.launcher import TRANSPORTS
     from isobit.gates.training.workload import DTYPES, WORKLOADS
     from isobit.ops.linear.targets import TARGETS
 

@@ -1,38 +1,21 @@
-"""A digest changes with a text, its bound source and all it rests on; then exactly the dependents are stale."""
+"""A digest changes with a text, its source and everything it depends on; then exactly the dependents are stale."""
 
 import random
-import statistics
-import subprocess
 import sys
 
 import pytest
 
+from isobit.contracts.options import Options
 from isobit.contracts.store import tree as tree_module
-from isobit.contracts.store.evidence import Evidence, Finding
-from isobit.contracts.store.sources import find_file, imports_of
+from isobit.contracts.store.evidence_file import Finding
+from isobit.contracts.store.python_imports import imports_of
+from isobit.contracts.store.sources import find_file
 from isobit.contracts.store.tree import Tree, find_contracts
-from isobit.contracts.workspace import Run, Workspace
+from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError
-from isobit.records import ClaimRecord, Planted
+from tests.contracts.written_contracts import record_of, write
 
-RUN = Run(level=2)
-
-
-def text_of(id: str, depends_on=(), subject="json:f", title="t", claims=("c",)) -> str:
-    rest = 'obligations: [O-1], relation: refuses, error: "json:E", calls: "json:c", level: L2'
-    return f"""id: {id}
-version: 1.0.0
-title: {title}
-subject: {subject}
-depends_on: [{", ".join(depends_on)}]
-obligations: [{{id: O-1, text: holds}}]
-claims: [{", ".join(f"{{id: {claim}, {rest}}}" for claim in claims)}]
-"""
-
-
-def write(folder, id, **given):
-    folder.mkdir(exist_ok=True, parents=True)
-    (folder / f"{id}.contract.yaml").write_text(text_of(id, **given))
+RUN = Options(level=2)
 
 
 def digests(folder) -> dict[str, str]:
@@ -49,10 +32,10 @@ def changed(before: dict[str, str], after: dict[str, str]) -> set[str]:
 @pytest.fixture
 def steady(monkeypatch):
     """Without the code that judges, which is part of every digest, and which someone may be editing."""
-    monkeypatch.setattr(tree_module, "MACHINERY", "json:judge")
+    monkeypatch.setattr(tree_module, "JUDGE", "json:judge")
 
 
-# e rests on c and d, both on b, b on a; z stands alone.
+# e depends on c and d, both on b, b on a; z on nothing.
 DIAMOND = {"a": (), "b": ("a",), "c": ("b",), "d": ("b",), "e": ("c", "d"), "z": ()}
 ABOVE = {"a": "abcde", "b": "bcde", "c": "ce", "d": "de", "e": "e", "z": "z"}
 
@@ -71,7 +54,6 @@ def test_a_change_of_text_changes_exactly_the_dependents(diamond, id):
     assert digests(diamond) == before
     write(diamond, id, depends_on=DIAMOND[id], title="other")
     assert changed(before, digests(diamond)) == set(ABOVE[id])
-    assert Tree([diamond], diamond / ".isobit").dependents(id) == set(ABOVE[id]) - {id}
 
 
 def test_another_subject_has_another_digest(diamond):
@@ -142,7 +124,7 @@ def test_a_change_of_bound_source_changes_exactly_those_that_bind_it(tmp_path, s
 
 def test_a_change_of_the_code_that_judges_changes_all(tmp_path, sources, monkeypatch):
     root, name = sources
-    monkeypatch.setattr(tree_module, "MACHINERY", f"{name}.kernel:judge")
+    monkeypatch.setattr(tree_module, "JUDGE", f"{name}.kernel:judge")
     for id in "ab":
         write(tmp_path / "contracts", id)
     before = digests(tmp_path / "contracts")
@@ -186,7 +168,10 @@ def test_ids_are_unique_and_broken_files_are_named(tmp_path):
         write(tmp_path / hidden, "unseen")
     tree = Tree([tmp_path], tmp_path / ".isobit")
     assert tree.chosen == ["a"]
-    assert [broken.error.expected for broken in tree.broken] == ["UTF-8", "each id once"]
+    assert [broken.error.expected for broken in tree.broken] == [
+        "UTF-8",
+        "an id that no other contract has",
+    ]
     assert len(list(find_contracts(tmp_path))) == 3
 
 
@@ -197,13 +182,6 @@ def test_facts_that_are_no_facts_are_read_anew(diamond):
     for text in ("", "[]", "{}", '{"form": 5}', "\x00"):
         (diamond / ".isobit" / "facts.json").write_text(text)
         assert digests(diamond) == before
-
-
-def record_of(verdict: str = "kept", detail: str = "", claim: str = "c") -> ClaimRecord:
-    planted = (Planted("accepts everything", True, "accepted"),)
-    return ClaimRecord(
-        claim, "refuses", verdict, 2, 2, 1, 1, 1, int(verdict != "kept"), detail, planted=planted
-    )
 
 
 def settle(workspace: Workspace, verdict: str = "kept") -> None:
@@ -242,101 +220,3 @@ def test_evidence_that_is_spoilt_settles_nothing(diamond):
     workspace = Workspace([diamond])
     assert workspace.status(workspace.tree.find("c")).verdict == "not-judged"
     assert list(workspace.evidence.refused) == [spoilt]
-
-
-# ---- scale -----------------------------------------------------------------------------------------------
-
-COUNT = 10_000
-TIMED = """
-import sys, time
-from pathlib import Path
-started = time.perf_counter()
-from isobit.contracts.workspace import Run, Workspace
-workspace = Workspace([Path(sys.argv[1])])
-entries = workspace.choose([])
-assert len(entries) == int(sys.argv[3]), len(entries)
-if sys.argv[2] == "stale":
-    found = workspace.stale(entries, Run(level=2))
-else:
-    found = [e for e in entries if workspace.status(e).verdict != "kept"]
-assert workspace.evidence.refused == {}
-print(len(found), time.perf_counter() - started)
-"""
-
-
-def timed(folder, what: str) -> tuple[int, float]:
-    """In a fresh process, imports included: how many are not settled, and the seconds."""
-    arguments = [sys.executable, "-c", TIMED, str(folder), what, str(COUNT)]
-    found = subprocess.run(arguments, capture_output=True, text=True, check=True).stdout.split()
-    return int(found[0]), float(found[1])
-
-
-def grow(folder, claims=("c",)) -> Workspace:
-    """Half of them are one chain, the others a binary tree."""
-    for n in range(COUNT):
-        below = (
-            ()
-            if n in (0, COUNT // 2)
-            else (f"c{n - 1}",)
-            if n < COUNT // 2
-            else (f"c{(n + COUNT // 2 - 1) // 2}",)
-        )
-        write(
-            folder / f"{n % 100:02d}",
-            f"c{n}",
-            depends_on=below,
-            title=f"contract {n}",
-            claims=claims,
-        )
-    return Workspace([folder])
-
-
-def test_ten_thousand_contracts(tmp_path, capsys):
-    workspace = grow(tmp_path)
-    plain = Evidence(tmp_path / ".isobit")
-    for entry in workspace.choose([]):
-        quickly(plain, Finding(entry.id, workspace.tree.digest(entry.id), "", 2, (record_of(),)))
-    runs = [timed(tmp_path, "stale") for _ in range(4)]
-    assert {count for count, _ in runs} == {0}
-    seconds = statistics.median(second for _, second in runs[1:])
-    with capsys.disabled():
-        print(f"\n{COUNT:,} contracts: stale in {seconds:.2f} s (first {runs[0][1]:.2f} s)")
-    assert seconds < 6.0
-    write(tmp_path / "00", "c0", title="other")
-    assert timed(tmp_path, "stale")[0] == COUNT // 2
-
-
-@pytest.mark.full
-def test_a_million_records(tmp_path, capsys):
-    claims = tuple(f"claim-{n}" for n in range(25))
-    workspace = grow(tmp_path, claims)
-    records = tuple(record_of(detail="x" * 40, claim=claim) for claim in claims)
-    plain = Evidence(tmp_path / ".isobit")
-    for entry in workspace.choose([]):
-        for day in range(4):
-            quickly(
-                plain,
-                Finding(
-                    entry.id, workspace.tree.digest(entry.id), "", 2, records, f"2027-01-{day}"
-                ),
-            )
-    runs = [timed(tmp_path, "status") for _ in range(3)]
-    assert {count for count, _ in runs} == {0}
-    seconds = statistics.median(second for _, second in runs)
-    with capsys.disabled():
-        print(f"\n1,000,000 records: status of {COUNT:,} contracts in {seconds:.2f} s")
-    assert (
-        seconds < 60.0
-    )  # every record is read, hashed and checked: levels are never taken from a header
-
-
-def quickly(evidence: Evidence, finding: Finding) -> None:
-    """As Evidence.write, without waiting for the disk: these need not survive anything."""
-    from isobit import files
-
-    keep = files.write_text
-    files.write_text = lambda path, text: path.write_text(text) and None
-    try:
-        evidence.write(finding)
-    finally:
-        files.write_text = keep

@@ -85,7 +85,8 @@ def test_red_wins(red):
 WRITER = """
 import sys
 from pathlib import Path
-from isobit.contracts.store.evidence import Evidence, Finding
+from isobit.contracts.store.evidence import Evidence
+from isobit.contracts.store.evidence_file import Finding
 from isobit.records import ClaimRecord
 home, start = Path(sys.argv[1]), int(sys.argv[2])
 evidence = Evidence(home)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from isobit.contracts.language.explain import explain, say_claim, say_sizes
+from isobit.contracts.authoring.explain import explain, say_claim, say_sizes
 from isobit.contracts.language.load import load_contract, parse_contract
 from isobit.contracts.language.schema import RELATIONS
 from isobit.contracts.store.tree import find_contracts, library
@@ -36,7 +36,7 @@ SENTENCES = {
     "relation: sums_to, total: 1, limit: 1e-6": "sums to 1 within 1e-06",
     "relation: monotone, argument: x": "does not decrease along the last axis where x does not",
     "relation: roundtrip, inverse: 'isobit.a:g'": "isobit.a:g brings the first argument back",
-    "relation: refuses, error: 'isobit:ArgumentError', calls: 'isobit.a:c'": "is refused with isobit:ArgumentError",
+    "relation: refuses, error: 'isobit:ArgumentError', calls: 'isobit.a:c'": "raises isobit:ArgumentError with",
     "relation: launches, loads: 1": "of a binary that is loaded once",
     "relation: algebra, predicate: 'isobit.a:p', integers: {k: [1, null], n: [0, 8]}": "k in 1..∞ and n in 0..8",
     "relation: holds, predicate: 'isobit.a:p'": "isobit.a:p holds",
@@ -87,12 +87,12 @@ def test_the_parts_are_said_in_order():
     kinds = ["about", "equation", "obligation", "claim", "obligation", "inputs", "waiver"]
     assert [section.kind for section in sections] == kinds
     said = {section.title: section.lines for section in sections}
-    assert "rests on: base-v1 and other-v1" in said["c-v1 1.0.0: A title"]
+    assert "depends on: base-v1 and other-v1" in said["c-v1 1.0.0: A title"]
     assert "judged: isobit:linear" in said["c-v1 1.0.0: A title"]
     assert said["equation y"] == ("y = x + 1", "on x in F", "giving F")
-    assert said["obligation A-2"] == ("Second", "unbound, at L0: no claim makes it executable")
+    assert said["obligation A-2"] == ("Second", "unbound, at L0: it has no claim")
     assert said["inputs plain"][:2] == ("x[rows, 3]", "rows = 1..9, 33")
-    assert said["waiver of rows"] == ("slow; Ann answers for it, until 2027-01-01",)
+    assert said["waiver of rows"] == ("slow; owner Ann, until 2027-01-01",)
     assert "no evidence" in said["claim rows"][1]
 
 
@@ -150,6 +150,6 @@ def test_every_claim_of_the_library_is_explained(path):
 
 
 def test_words_need_no_torch():
-    modules = ", ".join(f"isobit.contracts.language.{name}" for name in ("explain", "scaffold"))
+    modules = ", ".join(f"isobit.contracts.authoring.{name}" for name in ("explain", "scaffold"))
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -7,8 +7,9 @@ import torch
 
 import isobit
 from isobit import launches, native
-from isobit.contracts.judge.verify import Options, verify_contract
+from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import load_contract
+from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
 from isobit.library.linear import planted
 

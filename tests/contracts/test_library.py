@@ -17,9 +17,12 @@ import pytest
 
 import isobit
 from isobit.cli import main
+from isobit.contracts.judge.binding import bind
+from isobit.contracts.judge.cases import find_breach
 from isobit.contracts.judge.tally import Tally
-from isobit.contracts.judge.verify import Options, bind, find_breach, verify_contract
+from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import load_contract
+from isobit.contracts.options import Options
 from isobit.contracts.store.tree import find_contracts, library
 from isobit.library.linear import orders
 
@@ -85,9 +88,7 @@ def test_an_unchanged_library_judges_nothing(verified, capsys):
 
 def judge(path, subject="", claims=(), level=2):
     contract = load_contract(path)
-    options = Options(
-        trusted=("torch",), subject=subject, level=level, file="" if subject else str(path)
-    )
+    options = Options(trusted=("torch",), subject=subject, level=level)
     return {
         r.claim: r for r in verify_contract(contract, options) if not claims or r.claim in claims
     }

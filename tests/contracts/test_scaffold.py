@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from isobit.contracts.judge.verify import Options, verify_contract
-from isobit.contracts.language.lint import lint_contract
+from isobit.contracts.authoring.lint import lint_contract
+from isobit.contracts.authoring.scaffold import scaffold
+from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import parse_contract
-from isobit.contracts.language.scaffold import scaffold
+from isobit.contracts.options import Options
 from isobit.contracts.store import sources
 from isobit.contracts.store.ladder import contract_verdict
 from isobit.errors import ContractError

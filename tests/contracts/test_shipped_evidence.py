@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from isobit.cli import main
+from isobit.contracts.options import Options
 from isobit.contracts.store import shipped as store
 from isobit.contracts.store.shipped import Origin, ShippedEvidence, export
 from isobit.contracts.store.tree import library
-from isobit.contracts.workspace import Run, Workspace
+from isobit.contracts.workspace import Workspace
 
 ROOT = Path(__file__).parents[2]
 ID = "rank-agreement-v1"  # half a second, and depends on no other contract
@@ -25,7 +26,7 @@ def exported(tmp_path_factory):
     """A file as packaging/ship_evidence.py writes it, with one contract, and the contracts that it lacks."""
     folder = tmp_path_factory.mktemp("judged")
     workspace = Workspace([library()], folder / ".isobit")
-    assert all(r.verdict == "kept" for _, r in workspace.judge(workspace.choose([ID]), Run()))
+    assert all(r.verdict == "kept" for _, r in workspace.judge(workspace.choose([ID]), Options()))
     missing = export(workspace.tree, workspace.evidence, ORIGIN, folder / "evidence.json")
     return folder / "evidence.json", missing
 
@@ -62,14 +63,14 @@ def test_verify_judges_as_if_it_were_not_there(ship):
     workspace = ship()
     (entry,) = workspace.choose([ID])
     assert workspace.status(entry).shipped
-    assert workspace.stale([entry], Run()) == [entry]
+    assert workspace.stale([entry], Options()) == [entry]
     assert not workspace.evidence.has(workspace.tree.digest(ID))
 
 
 def test_evidence_of_this_machine_comes_first(ship):
     workspace = ship()
     (entry,) = workspace.choose([ID])
-    assert list(workspace.judge([entry], Run()))
+    assert list(workspace.judge([entry], Options()))
     status = workspace.status(entry)
     assert (status.verdict, status.shipped) == ("kept", None)
 

@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from isobit.contracts.judge.bound import Bound
 from isobit.contracts.judge.recipes import Case, Recipe
-from isobit.contracts.judge.relations import RELATIONS, Bound
+from isobit.contracts.judge.relations import RELATIONS
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.schema import Claim, Inputs
 

@@ -3,10 +3,12 @@
 import pytest
 import torch
 
-from isobit.contracts.judge.relations import Bound
+from isobit.contracts.judge.bound import Bound
+from isobit.contracts.judge.replay import replay
 from isobit.contracts.judge.sabotage import LIBRARY
-from isobit.contracts.judge.verify import Options, replay, verify_contract
+from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import parse_contract
+from isobit.contracts.options import Options
 
 HERE = "tests.contracts.test_training_mode"
 TEXT = """

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from isobit.cli.verify import differ_of
-from isobit.contracts.judge.verify import Options, verify_contract
+from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import parse_contract
+from isobit.contracts.options import Options
 from isobit.contracts.store import ladder
 from isobit.errors import ContractError
 
@@ -266,7 +267,7 @@ def test_a_deadline_is_said():
         ),
         "here",
     )
-    (record,) = verify_contract(contract, Options(trusted=TRUST, deadline=0.0))
+    (record,) = verify_contract(contract, Options(trusted=TRUST), deadline=0.0)
     assert record.verdict == "could-not-run"
     assert "--seconds" in record.detail
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from isobit.cli import main
-from isobit.contracts.judge.trust import resolve
-from isobit.contracts.judge.verify import Options, verify_contract
+from isobit.contracts.judge.trusted_code import resolve
+from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import parse_contract
+from isobit.contracts.options import Options
 from isobit.errors import ContractError
 
 HERE = "tests.contracts.test_wrong_subjects"

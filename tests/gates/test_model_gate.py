@@ -1,4 +1,4 @@
-"""The gate is green for enabled models, and red for each planted wrong operator, which it names."""
+"""The batch-layout gate passes for enabled models, and fails and names each planted operator."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ import torch.nn.functional as F
 
 import isobit
 from isobit.cli.main import main
-from isobit.gates.model import fixture
-from isobit.gates.model.gate import Row, compare, count_steps, run_gate
+from isobit.gates.model import batches
+from isobit.gates.model.batch_layout_gate import Comparison, compare, count_steps, run_gate
 from isobit.gates.model.models import build_model
-from isobit.gates.model.scorers import Ordered
+from isobit.gates.model.scorers import IsobitScorer
 from isobit.integrations.transformers import modules
 from isobit.library.model_gate import claims
 
@@ -29,15 +29,15 @@ def tiny():
 @pytest.mark.parametrize(("name", "dtype"), SMALL)
 def test_every_layout_gives_the_same_bits(name, dtype):
     model = build_model(name, dtype)
-    samples, heard = fixture.draw_samples(model.config.vocab_size), []
+    samples, heard = batches.draw_samples(model.config.vocab_size), []
     with isobit.enabled(model):
-        report = run_gate(Ordered(model), samples, heard.append)
+        report = run_gate(IsobitScorer(model), samples, heard.append)
     assert [row for row in report.rows if not row.kept] == []
     assert report.kept
     assert report.trained == report.parameters > 20
     assert len(heard) == count_steps(samples)
     selected = [row for row in report.rows if row.quantity == "log-probability"]
-    assert [row.numbers for row in selected] == [fixture.SELECTED] * 10 + [24]
+    assert [row.numbers for row in selected] == [batches.SELECTED] * 10 + [24]
     assert all(row.aggregates == (0.0, 0.0, 0.0) for row in selected)
 
 
@@ -77,7 +77,7 @@ def test_strict_mode_names_a_stock_operator(tiny, monkeypatch):
 
 def test_a_row_without_evidence_is_not_kept():
     zero, one = torch.zeros(3), torch.ones(3)
-    assert not Row("gradient", "x", 0, 0, 0, 0).kept
+    assert not Comparison("gradient", "x", 0, 0, 0, 0).kept
     assert not compare("gradient", "x", [("a", zero, zero)]).kept
     assert not compare("gradient", "x", [("a", one / 0, one / 0)]).kept
     assert compare("gradient", "x", [("a", one, one)]).kept
@@ -85,15 +85,15 @@ def test_a_row_without_evidence_is_not_kept():
 
 
 def test_batches_hold_the_same_tokens():
-    samples = fixture.draw_samples(4096)
+    samples = batches.draw_samples(4096)
     for batch in (
-        fixture.padded(samples, "left"),
-        fixture.padded(samples, "right"),
-        fixture.packed(samples),
+        batches.padded(samples, "left"),
+        batches.padded(samples, "right"),
+        batches.packed(samples),
     ):
         assert all(torch.equal(rows, samples[i]) for i, rows in batch.gather(batch.ids).items())
-        assert int((batch.targets() != -100).sum()) == fixture.SELECTED == 55
-        assert int((batch.labels() != -100).sum()) == fixture.TRAINED == 27
+        assert int((batch.targets() != -100).sum()) == batches.SELECTED == 55
+        assert int((batch.labels() != -100).sum()) == batches.TRAINED == 27
 
 
 def test_the_command(capsys):

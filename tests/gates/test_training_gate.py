@@ -1,7 +1,7 @@
-"""`isobit curve`: every layout is one run, a wrong one is seen, and a run that was cut goes on at another layout.
+"""The rank-layout gate (`isobit curve`) passes, detects a wrong merge, and resumes at other layouts.
 
-The workload is the smallest that two tensor-parallel ranks can cut. Layouts run in the simulator; one of them also as
-real processes, with the same digest.
+The workload is the smallest that two tensor-parallel ranks can split. Layouts run in the simulator;
+one of them also runs as real processes, with the same digest.
 """
 
 import json
@@ -15,14 +15,14 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.errors import ArgumentError, SimulationError, UnsupportedError
-from isobit.gates.training import gate, launch, layouts, rank
-from isobit.gates.training.gate import judge, run_jobs
-from isobit.gates.training.launch import Job, run_job
-from isobit.gates.training.layouts import Layout
+from isobit.gates.training import launcher, rank_layout_gate, rank_layouts, worker
+from isobit.gates.training.launcher import Job, run_job
+from isobit.gates.training.rank_layout_gate import judge, run_jobs
+from isobit.gates.training.rank_layouts import RankLayout
 from isobit.gates.training.workload import WORKLOADS
 from isobit.order.tree import Counter
 from isobit.parallel import checkpoint
-from isobit.parallel.data import partials
+from isobit.parallel.data import partial_gradients
 from isobit.report import curve_picture
 
 LAYOUTS = ("1x1x1", "2x2x1", "fsdp2:2x1x1")
@@ -54,8 +54,8 @@ def first(folder):
 
 @pytest.fixture(scope="module")
 def uninterrupted(first, folder):
-    return gate.read_outcomes(folder / "kept")[
-        Layout(), "tiny", "float32", False, "simulator"
+    return rank_layout_gate.read_outcomes(folder / "kept")[
+        RankLayout(), "tiny", "float32", False, "simulator"
     ].curve
 
 
@@ -68,7 +68,7 @@ def trained(monkeypatch):
         found.append(job)
         return run_job(job, *rest)
 
-    monkeypatch.setattr(gate, "run_job", run)
+    monkeypatch.setattr(rank_layout_gate, "run_job", run)
     return found
 
 
@@ -89,10 +89,10 @@ def test_what_is_kept_is_not_trained_again(first, folder, trained, capsys):
 
 
 def test_what_another_version_left_is_trained_again(first, folder, monkeypatch):
-    monkeypatch.setattr(gate, "code_digest", lambda: "another")
-    assert gate.read_outcomes(folder / "kept") == {}
+    monkeypatch.setattr(rank_layout_gate, "code_digest", lambda: "another")
+    assert rank_layout_gate.read_outcomes(folder / "kept") == {}
     monkeypatch.undo()
-    assert len(gate.read_outcomes(folder / "kept")) == 6
+    assert len(rank_layout_gate.read_outcomes(folder / "kept")) == 6
 
 
 def test_a_line_that_was_cut_short_is_trained_again(first, folder, trained, capsys):
@@ -153,9 +153,9 @@ def test_a_wrong_merge_is_broken(first, folder, trained, monkeypatch, capsys):
             super().push(node, value.bfloat16().float())
 
     (folder / "alone").write_text((folder / "kept").read_text().splitlines(keepends=True)[0])
-    monkeypatch.setattr(partials, "Counter", Rounded)
+    monkeypatch.setattr(partial_gradients, "Counter", Rounded)
     assert curve("--layouts", "1x1x1", "1x2x1", "--keep", folder / "alone") == 1
-    assert [job.layout for job in trained] == [Layout(1, 2, 1)]
+    assert [job.layout for job in trained] == [RankLayout(1, 2, 1)]
     assert capsys.readouterr().out.rstrip().endswith("BROKEN")
 
 
@@ -174,10 +174,10 @@ def test_a_layout_that_cannot_be_cut(layout, trained, capsys):
 
 def test_a_run_goes_on_at_another_layout(uninterrupted, folder):
     saved = str(folder / "step 1")
-    before, _ = run_job(Job(Layout(2, 2, 2), "tiny", "float32", stop=1, save=saved))
+    before, _ = run_job(Job(RankLayout(2, 2, 2), "tiny", "float32", stop=1, save=saved))
     assert before.losses == uninterrupted.losses[:1]
     assert before.weights != uninterrupted.weights
-    for layout in (Layout(2, 2, 1, "fsdp2"), Layout(4, 1, 1)):
+    for layout in (RankLayout(2, 2, 1, "fsdp2"), RankLayout(4, 1, 1)):
         after, _ = run_job(Job(layout, "tiny", "float32", load=saved))
         assert (*before.losses, *after.losses) == uninterrupted.losses
         for kind in ("weights", "gradients", "optimizer"):
@@ -194,57 +194,57 @@ def test_killed_while_saving(monkeypatch, folder):
     monkeypatch.setattr(checkpoint, "write_folder", killed)
     target = folder / "never"
     with pytest.raises(SimulationError):
-        run_job(Job(Layout(2, 1, 1), "tiny", "float32", stop=1, save=str(target)))
+        run_job(Job(RankLayout(2, 1, 1), "tiny", "float32", stop=1, save=str(target)))
     assert not target.exists()
     assert target.with_name("never.partial").exists()
     with pytest.raises(ArgumentError, match="never finished"):
-        run_job(Job(Layout(), "tiny", "float32", load=str(target)))
+        run_job(Job(RankLayout(), "tiny", "float32", load=str(target)))
     monkeypatch.undo()
-    run_job(Job(Layout(), "tiny", "float32", stop=1, save=str(target)))
+    run_job(Job(RankLayout(), "tiny", "float32", stop=1, save=str(target)))
     assert target.exists()
 
 
 def test_the_control_has_no_checkpoints(folder):
     with pytest.raises(UnsupportedError, match="checkpoint"):
-        rank.run_rank(Layout(), "tiny", "float32", stock=True, save=str(folder / "stock"))
+        worker.run_rank(RankLayout(), "tiny", "float32", stock=True, save=str(folder / "stock"))
 
 
 # ---- transports ------------------------------------------------------------------------------------------------
 
 
 def test_processes_have_the_simulators_digest(uninterrupted):
-    found, _ = run_job(Job(Layout(2, 2, 1, "ddp"), "tiny", "float32", transport="gloo"))
+    found, _ = run_job(Job(RankLayout(2, 2, 1, "ddp"), "tiny", "float32", transport="gloo"))
     assert found == uninterrupted
 
 
 @pytest.mark.parametrize(("code", "printed"), [(1, "{}"), (0, ""), (0, "{}\n{}")])
 def test_a_launch_that_fails_says_why(code, printed, monkeypatch):
     done = CompletedProcess([], code, printed, "out of memory")
-    monkeypatch.setattr(launch.subprocess, "run", lambda *_, **__: done)
+    monkeypatch.setattr(launcher.subprocess, "run", lambda *_, **__: done)
     with pytest.raises(
         UnsupportedError,
         match=f"(?s)exit code {code}: out of memory.*-m isobit.gates.training --data=2",
     ):
-        launch.under_torchrun(Job(Layout(2), "tiny", "float32", transport="gloo"))
+        launcher.under_torchrun(Job(RankLayout(2), "tiny", "float32", transport="gloo"))
 
 
 # ---- the grid and the verdict ------------------------------------------------------------------------------------
 
 
 def test_the_grid():
-    found = layouts.grid(WORKLOADS["whole"])
+    found = rank_layouts.layout_grid(WORKLOADS["whole"])
     assert len(found) == len(set(found)) == 39 + 8
     assert sum(layout.engine == "isobit" for layout in found) == 39
-    assert Layout(8, 2, 4) in found
-    assert Layout(8, 4, 1) not in found  # 16 samples
+    assert RankLayout(8, 2, 4) in found
+    assert RankLayout(8, 4, 1) not in found  # 16 samples
     for name, workload in WORKLOADS.items():
-        for layout in layouts.grid(workload):
-            layouts.refuse_uncut(layout, workload)
-        assert layouts.grid(workload)[0] == Layout(), name
+        for layout in rank_layouts.layout_grid(workload):
+            rank_layouts.check_layout(layout, workload)
+        assert rank_layouts.layout_grid(workload)[0] == RankLayout(), name
 
 
 def test_verdicts(first, folder):
-    kept = [o for o in gate.read_outcomes(folder / "kept").values() if not o.stock]
+    kept = [o for o in rank_layout_gate.read_outcomes(folder / "kept").values() if not o.stock]
     assert judge(kept).kept
     assert not judge([]).kept
     assert not judge(kept[:1]).kept
@@ -269,7 +269,7 @@ def test_verdicts(first, folder):
 
 def test_jobs_are_told_as_they_end(first, folder):
     told = []
-    jobs = [Job(Layout(), "tiny", "float32"), Job(Layout(2, 2, 1), "tiny", "float32")]
+    jobs = [Job(RankLayout(), "tiny", "float32"), Job(RankLayout(2, 2, 1), "tiny", "float32")]
     found = run_jobs(jobs, told.append, folder / "kept")
     assert told == jobs
     assert [o.name for o in found] == ["isobit 1×1×1", "isobit 2×2×1"]

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from isobit import ArgumentError, bits
 from isobit.guards import rank_agreement
-from isobit.guards.replica import Finding, compare_copies, is_finite
+from isobit.guards.comparison import Finding, compare_copies
+from isobit.guards.replica import is_finite
 from isobit.library.rank_agreement.claims import flip_bit
 from tests.guards.gloo_ranks import FLIPS, RANKS, ROOT, found_by_ranks
 
@@ -117,7 +118,7 @@ def test_shards_are_compared_with_their_replicas_alone(ranks):
         wanted = [("w", 3, [1, 2])] if rank % 2 else []
         assert [(d["parameter"], d["rank"], d["index"]) for d in found["found"]] == wanted
         for wrong_group in ("world", "tensor parallel"):
-            assert "hold the same pieces" in found[wrong_group]
+            assert "have the same shards" in found[wrong_group]
 
 
 # ---- 3. in one process -------------------------------------------------------------------------------------

@@ -320,9 +320,7 @@ def test_refusals():
         "dtypes": (hidden.half(), local, targets, 1.0, cut),
     }
     for given in refused.values():
-        with pytest.raises(
-            ArgumentError, match=r"(?s)isobit\.\w+: expected .*\n  received: .*\n  remedy: "
-        ):
+        with pytest.raises(ArgumentError, match=r"(?s)expected .*\n  received: .*\n  remedy: "):
             partial.forward(*given)
     with pytest.raises(CutError, match="power of two"):
         partial.merge(torch.ones(3, 6, 2))

@@ -1,4 +1,4 @@
-"""A small model of isobit's operators, a global batch of unequal samples, and its gradients: whole, and collected."""
+"""A small model and a global batch of unequal samples; gradients of the whole batch and of shares."""
 
 import torch
 from torch import nn

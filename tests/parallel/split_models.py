@@ -1,4 +1,4 @@
-"""A small Qwen3 that 4 ranks can cut, its batch, and what is compared of it: on one rank, and on each of many."""
+"""A small Qwen3 that can be split over 4 ranks, its batch, and the comparison with one rank."""
 
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -8,7 +8,7 @@ import isobit
 from isobit import bits
 from isobit.gates.model.models import spread_weights
 from isobit.integrations.transformers.tensor_parallel import shard
-from isobit.parallel.tensor.shard import table, take
+from isobit.parallel.tensor.shard import shard_table, take_shard
 
 logging.set_verbosity_error()
 # What ranks cut is 1024 or more: the features of attention, those between gate and down, and the vocabulary.
@@ -59,13 +59,13 @@ def differing(ranks, dtype, tied, expected):
     model = build(dtype, tied)
     isobit.enable(model)
     shard(model, ranks)
-    shards, found = table(model), measure(model)
+    shards, found = shard_table(model), measure(model)
     assert found.keys() == expected.keys()
     assert len(shards) == 2 * 7 + 2
     return [
         name
         for name, value in found.items()
         if not bits.equal(
-            value, take(expected[name], shards[name]) if name in shards else expected[name]
+            value, take_shard(expected[name], shards[name]) if name in shards else expected[name]
         )
     ]

@@ -1,4 +1,7 @@
-"""Split operators beside their unsplit ones, on one rank of many: each case gives the names of what differs."""
+"""Cases for tensor parallelism: each compares a split operator with the unsplit one on a rank.
+
+A case returns the names of the outputs and gradients that differ.
+"""
 
 from contextlib import contextmanager, nullcontext
 
@@ -11,7 +14,7 @@ from isobit.ops.share import Share, collecting
 from isobit.parallel.tensor.column_linear import column_linear, column_linear_group
 from isobit.parallel.tensor.head_norm import head_norm
 from isobit.parallel.tensor.row_linear import row_linear
-from isobit.parallel.tensor.shard import Shard, take
+from isobit.parallel.tensor.shard import Shard, take_shard
 from isobit.parallel.tensor.vocab_embedding import vocab_embedding
 from isobit.parallel.tensor.vocab_logits import vocab_logits
 from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy, vocab_logprob
@@ -46,7 +49,7 @@ def collected(samples):
 
 
 def part(whole, ranks, axis):
-    return take(whole, Shard.equal(ranks, axis, whole.shape[axis]))
+    return take_shard(whole, Shard.equal(ranks, axis, whole.shape[axis]))
 
 
 def differing(**pairs):
@@ -61,7 +64,7 @@ def column(ranks, dtype, samples, features=1024):
     with collected(samples):
         y0 = isobit.linear(whole_x, w0, b0, samples=samples)
         y0.backward(g)
-        y1 = column_linear(local_x, w1, b1, ranks=ranks, samples=samples)
+        y1 = column_linear(local_x, w1, b1, tp_group=ranks, samples=samples)
         y1.backward(part(g, ranks, 2))
     return differing(
         output=(y1, part(y0.detach(), ranks, 2)),
@@ -83,7 +86,7 @@ def row(ranks, dtype, samples, features=1024):
     with collected(samples):
         y0 = isobit.linear(x0, w0, b0, samples=samples)
         y0.backward(g)
-        y1 = row_linear(x1, w1, b1, ranks=ranks, samples=samples)
+        y1 = row_linear(x1, w1, b1, tp_group=ranks, samples=samples)
         y1.backward(g)
     return differing(
         output=(y1, y0),
@@ -104,7 +107,7 @@ def group(ranks, dtype, samples):
     with collected(samples):
         y0 = isobit.linear_group(x0, w0, b0, groups=8, samples=samples)
         torch.autograd.backward(y0, grads)
-        y1 = column_linear_group(x1, w1, b1, groups=8, ranks=ranks, samples=samples)
+        y1 = column_linear_group(x1, w1, b1, groups=8, tp_group=ranks, samples=samples)
         torch.autograd.backward(y1, [part(g, ranks, 2) for g in grads])
     return differing(
         input_grad=(x1.grad, x0.grad),
@@ -134,7 +137,7 @@ def embedding(ranks, dtype, samples, width=33):
     with collected(samples):
         y0 = isobit.embedding(ids, t0, samples=samples, padding_idx=50)
         y0.backward(g)
-        y1 = vocab_embedding(ids, t1, ranks=ranks, samples=samples, padding_idx=50)
+        y1 = vocab_embedding(ids, t1, tp_group=ranks, samples=samples, padding_idx=50)
         y1.backward(g)
     return differing(output=(y1, y0), table_grad=(t1.grad, part(t0.grad, ranks, 0)))
 
@@ -147,10 +150,10 @@ def logprob(ranks, dtype, samples):
     asked = {"temperature": 0.7, "samples": samples}
     with collected(samples):
         y0 = isobit.linear_logprob(h0, w0, targets, **asked)
-        y1 = vocab_logprob(h1, w1, targets, ranks=ranks, **asked)
+        y1 = vocab_logprob(h1, w1, targets, tp_group=ranks, **asked)
         with torch.no_grad():  # a mean over a share is nothing to train on
             loss0 = isobit.linear_cross_entropy(h0, w0, targets, samples=samples)
-            loss1 = vocab_cross_entropy(h1, w1, targets, ranks=ranks, samples=samples)
+            loss1 = vocab_cross_entropy(h1, w1, targets, tp_group=ranks, samples=samples)
         g = draw(4, WIDTH, dtype=torch.float32, seed=4)
         y0.backward(g)
         y1.backward(g)
@@ -169,7 +172,7 @@ def logits(ranks, dtype, samples):
     head.weight.grad_dtype = torch.float32
     h0, h1, w1 = leaf(hidden), leaf(hidden), leaf(part(w, ranks, 0))
     y0 = logits_of(h0, head, WHOLE)
-    y1 = vocab_logits(h1, w1, ranks=ranks, samples=WHOLE)
+    y1 = vocab_logits(h1, w1, tp_group=ranks, samples=WHOLE)
     g = draw(4, WIDTH, 1024, dtype=torch.float32, seed=4)
     y0.backward(g)
     y1.backward(g)
@@ -187,7 +190,7 @@ def norm_of_heads(ranks, dtype, samples):
     with collected(samples):
         y0 = isobit.rms_norm(x0, w0, 1e-6, samples=samples, heads=True)
         y0.backward(g)
-        y1 = head_norm(x1, w1, 1e-6, ranks=ranks, samples=samples)
+        y1 = head_norm(x1, w1, 1e-6, tp_group=ranks, samples=samples)
         y1.backward(part(g, ranks, 2))
     return differing(
         output=(y1, part(y0.detach(), ranks, 2)),

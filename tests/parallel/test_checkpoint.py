@@ -1,7 +1,6 @@
-"""Saved at one layout and loaded at another, model and optimizer have the same bits, and train on alike."""
+"""A checkpoint saved at one layout and loaded at another continues training with the same bits."""
 
 import pytest
-import split_models as models
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
@@ -12,8 +11,10 @@ from isobit import ArgumentError, bits
 from isobit.integrations.transformers.tensor_parallel import shard
 from isobit.optim import AdamW
 from isobit.parallel.checkpoint import load, save
-from isobit.parallel.tensor.shard import Ranks, full_state, gather, owner_of, table
+from isobit.parallel.tensor.shard import full_state, gather_shards, owner_of, shard_table
+from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 from isobit.simulator import World
+from tests.parallel import split_models as models
 
 DTYPE = torch.bfloat16
 
@@ -37,12 +38,12 @@ def step(model, optimizer):
 
 def whole_state(model, optimizer):
     """The digest of parameters and of the optimizer's state, brought together."""
-    shards, found = table(model), full_state(model)
+    shards, found = shard_table(model), full_state(model)
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state[parameter].items():
             cut = name in shards and value.dim()
             found[f"{key} {name}"] = (
-                gather(value, shards[name], owner_of(model, name)) if cut else value
+                gather_shards(value, shards[name], owner_of(model, name)) if cut else value
             )
     return bits.digest(found)
 
@@ -51,7 +52,11 @@ def on_mesh(shape, check):
     """The value of check(ranks of the tensor-parallel axis) on each rank of a (data, tensor) mesh."""
 
     def run(_):
-        return check(Ranks.of(init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))["tp"]))
+        return check(
+            TensorParallelGroup.of(
+                init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))["tp"]
+            )
+        )
 
     return World(shape[0] * shape[1]).run(run).values
 

@@ -1,11 +1,20 @@
-"""A step that fails leaves nothing behind; what is refused changes nothing; close() leaves the model as it was."""
+"""A failed step leaves nothing behind; an error changes nothing; close() restores the model."""
 
 import copy
 import functools
 
 import pytest
 import torch
-from gradient_nets import (
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from isobit import ArgumentError, UnsupportedError
+from isobit.errors import AgreementError
+from isobit.parallel import GlobalBatch, Gradients
+from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce
+from isobit.parallel.data import plain_reducer
+from tests.parallel.gradient_nets import (
     LENGTHS,
     collect,
     differing,
@@ -18,15 +27,6 @@ from gradient_nets import (
     step,
     whole,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-
-from isobit import ArgumentError, UnsupportedError
-from isobit.errors import AgreementError
-from isobit.parallel import GlobalBatch, Gradients
-from isobit.parallel.collectives.buckets import BucketedExchange
-from isobit.parallel.data import reducer
 
 BF16 = torch.bfloat16
 
@@ -62,7 +62,7 @@ def fail_in_backward(loss):
 )
 def test_a_failed_step_leaves_nothing(ranks, micro, wrap, order, wrong, monkeypatch):
     monkeypatch.setattr(
-        reducer, "BucketedExchange", functools.partial(BucketedExchange, bucket_bytes=4)
+        plain_reducer, "BucketedAllReduce", functools.partial(BucketedAllReduce, bucket_bytes=4)
     )
     expected = whole(make(BF16))
 
@@ -87,7 +87,7 @@ def test_a_step_that_failed_on_one_rank_is_not_mixed_with_the_next():
         if rank:
             with pytest.raises(ZeroDivisionError):
                 step(gradients, net, fail_in_forward)
-        with pytest.raises(AgreementError, match="gave up a step"):
+        with pytest.raises(AgreementError, match="contributed another step"):
             step(gradients, net)
         return read(net)
 
@@ -103,7 +103,7 @@ def test_refusals_change_nothing():
     assert differing(read(net), before) == []
     net.zero_grad()
     with (
-        pytest.raises(ArgumentError, match="micro-batch 0: they are merged"),
+        pytest.raises(ArgumentError, match="micro-batch 0: they run"),
         gradients.micro_batch(1),
     ):
         pass
@@ -228,7 +228,7 @@ def test_closed_the_model_is_as_it_was():
     assert {p.grad_dtype for p in net.parameters()} == {BF16}
     net.zero_grad()
     assert differing(whole(net), expected) == []
-    with pytest.raises(ArgumentError, match="anew"), gradients.micro_batch(0):
+    with pytest.raises(ArgumentError, match="make a new Gradients"), gradients.micro_batch(0):
         pass
 
 

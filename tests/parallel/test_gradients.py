@@ -1,8 +1,8 @@
-"""Micro-batches, ranks and engines change no bit of a step's gradients.
+"""Micro-batches, ranks, DDP and FSDP2 change no bit of a step's gradients.
 
-1. Every layout, dtype and engine: p.grad is the whole batch's by plain autograd, on every rank; tied weights too.
-2. Partials hold log2(micro-batches) + 1 times the parameters in fp32, at most.
-3. Left folds, rounded partials and ranks added in turn have other bits.
+1. In every layout and dtype, p.grad on every rank is that of plain autograd on the whole batch.
+2. Partial gradients take at most log2(micro-batches) + 1 times the parameters in fp32.
+3. Left folds, rounded partial gradients and a sum in rank order have other bits.
 """
 
 import copy
@@ -10,7 +10,19 @@ import functools
 
 import pytest
 import torch
-from gradient_nets import (
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import isobit
+from isobit import Samples, UnsupportedError, bits
+from isobit.gates.model.models import build_model
+from isobit.ops.share import Share, collecting
+from isobit.order.tree import Counter
+from isobit.parallel import GlobalBatch, Gradients
+from isobit.parallel.collectives import all_to_all
+from isobit.parallel.data import partial_gradients
+from tests.parallel.gradient_nets import (
     LENGTHS,
     WIDTH,
     collect,
@@ -23,18 +35,6 @@ from gradient_nets import (
     sharded,
     whole,
 )
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-
-import isobit
-from isobit import Samples, UnsupportedError, bits
-from isobit.gates.model.models import build_model
-from isobit.ops.share import Share, collecting
-from isobit.order.tree import Counter
-from isobit.parallel import GlobalBatch, Gradients
-from isobit.parallel.collectives import transports
-from isobit.parallel.data import partials
 
 BF16 = torch.bfloat16
 LAYOUTS = [(1, 1), (1, 2), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]
@@ -123,7 +123,7 @@ def test_fp64_is_exchanged_in_fp64():
     mixed = nn.Sequential(isobit.nn.Linear(9, 5).double(), isobit.nn.Linear(5, 5))
 
     def refused(_):
-        with pytest.raises(UnsupportedError, match="fp64 or none"):
+        with pytest.raises(UnsupportedError, match="all or none of them fp64"):
             Gradients(mixed, GlobalBatch(2, 2))
 
     on_ranks(2, refused)
@@ -228,9 +228,9 @@ def fold_ranks(rows, total):
 @pytest.mark.parametrize(
     ("home", "name", "wrong", "layout"),
     [
-        (partials, "Counter", Fold, (1, 8)),
-        (partials, "Counter", Rounded, (1, 2)),
-        (transports, "add_rows", fold_ranks, (4, 1)),
+        (partial_gradients, "Counter", Fold, (1, 8)),
+        (partial_gradients, "Counter", Rounded, (1, 2)),
+        (all_to_all, "add_rows", fold_ranks, (4, 1)),
     ],
 )
 def test_a_wrong_order_has_other_bits(home, name, wrong, layout, monkeypatch):

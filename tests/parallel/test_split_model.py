@@ -1,7 +1,6 @@
 """A Qwen3 split over tensor-parallel ranks has the bits of the whole one: loss, log-probabilities, gradients."""
 
 import pytest
-import split_models as models
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,8 +11,10 @@ from isobit.integrations.transformers.coverage import observe
 from isobit.integrations.transformers.tensor_parallel import shard, unshard
 from isobit.ops.share import Share, collecting
 from isobit.parallel.tensor import head_norm
-from isobit.parallel.tensor.shard import Ranks, table, take
+from isobit.parallel.tensor.shard import shard_table, take_shard
+from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 from isobit.simulator import World
+from tests.parallel import split_models as models
 
 BF16 = torch.bfloat16
 
@@ -23,7 +24,9 @@ def on_ranks(count, check):
 
     def run(_):
         return check(
-            Ranks.of(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
+            TensorParallelGroup.of(
+                init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+            )
         )
 
     return World(count).run(run).values
@@ -47,7 +50,7 @@ def test_a_split_model_has_the_bits_of_the_whole_one(whole, count):
 def test_a_norm_that_merges_samples_before_heads_is_seen(monkeypatch):
     def samples_first(totals, samples, ranks):
         total = head_norm.partial.merge_samples(totals, samples.of)
-        ranks.merge(total)
+        ranks.all_reduce(total)
         return total
 
     model = models.build(torch.float32)
@@ -85,12 +88,13 @@ def test_a_share_of_the_batch(first):
         split = models.build(BF16)
         isobit.enable(split)
         shard(split, ranks)
-        shards, found = table(split), share_gradients(split, first)
+        shards, found = shard_table(split), share_gradients(split, first)
         return [
             name
             for name, value in found.items()
             if not bits.equal(
-                value, take(expected[name], shards[name]) if name in shards else expected[name]
+                value,
+                take_shard(expected[name], shards[name]) if name in shards else expected[name],
             )
         ]
 
@@ -135,11 +139,11 @@ def test_a_stock_sum_over_ranks_carries_an_order():
 def test_refusals():
     model = models.build(BF16, tied=True)
     with pytest.raises(UnsupportedError, match="enable"):
-        shard(model, Ranks("tp", None, 0, 2))
+        shard(model, TensorParallelGroup("tp", None, 0, 2))
     isobit.enable(model)
     before = bits.digest(model)
     with pytest.raises(CutError, match="8 parts"):
-        shard(model, Ranks("tp", None, 0, 8))
+        shard(model, TensorParallelGroup("tp", None, 0, 8))
     assert bits.digest(model) == before
     with pytest.raises(UnsupportedError, match="a leaf for each use"):
         share_gradients(model, 0)

@@ -1,12 +1,12 @@
-"""The same cases of split operators on real processes over gloo."""
+"""The cases of tensor parallelism on real processes over gloo."""
 
-import tensor_cases as cases
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
-from isobit.parallel.tensor.shard import Ranks
+from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
+from tests.parallel import tensor_cases as cases
 
 RANKS = 2
 
@@ -16,7 +16,7 @@ def run(rank, folder):
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS
     )
-    ranks = Ranks.of(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)))
+    ranks = TensorParallelGroup.of(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)))
     found = cases.differences(ranks, (torch.bfloat16,))
     dist.destroy_process_group()
     assert found == {}, found

@@ -1,25 +1,25 @@
-"""Split over P ranks, each operator has the bits of the unsplit one: outputs, and every gradient, whole and shares.
+"""Operators that are split over P ranks have the bits of the unsplit ones: outputs and gradients.
 
-For P = 1, 2, 4 and 8, fp32, bf16 and fp16: column, row, QKV group, embedding, log-probabilities, logits, head norm.
+For P = 1, 2, 4 and 8 in fp32, bf16 and fp16: column, row, QKV group, embedding, log-probabilities,
+logits and head norm, of the whole batch and of shares.
 """
 
 import copy
 from functools import reduce
 
 import pytest
-import tensor_cases as cases
 import torch
 import torch.distributed as dist
-from tensor_cases import WHOLE, draw, part
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import parallel as stock
+from torch.distributed.tensor.parallel import parallelize_module
 
 import isobit
 from isobit import CutError, UnsupportedError, bits
 from isobit.ops.linear import partial
 from isobit.parallel import get_total_norm
-from isobit.parallel.collectives import all_reduce
+from isobit.parallel.collectives import tree_collectives
 from isobit.parallel.tensor import head_norm
 from isobit.parallel.tensor.column_linear import (
     ColumnParallelLinear,
@@ -27,17 +27,22 @@ from isobit.parallel.tensor.column_linear import (
     column_linear_group,
 )
 from isobit.parallel.tensor.row_linear import RowParallelLinear, row_linear
-from isobit.parallel.tensor.shard import Ranks, full_state, load_full_state, table
-from isobit.parallel.tensor.styles import Column, Row, Vocabulary
+from isobit.parallel.tensor.shard import full_state, load_full_state, shard_table
+from isobit.parallel.tensor.styles import ColwiseParallel, RowwiseParallel, VocabParallel
+from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 from isobit.parallel.tensor.vocab_embedding import VocabParallelEmbedding, vocab_embedding
 from isobit.parallel.tensor.vocab_logprob import vocab_logprob
 from isobit.simulator import World
+from tests.parallel import tensor_cases as cases
+from tests.parallel.tensor_cases import WHOLE, draw, part
 
 FP32 = torch.float32
 
 
 def tensor_ranks():
-    return Ranks.of(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)))
+    return TensorParallelGroup.of(
+        init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
+    )
 
 
 def on_ranks(count, check):
@@ -73,14 +78,14 @@ def fold_left(total, group, *, async_op=False):
     total.copy_(reduce(torch.add, held))
 
 
-def round_before_the_merge(total, group, *, async_op=False, all_reduce=all_reduce.all_reduce):
+def round_before_the_merge(total, group, *, async_op=False, all_reduce=tree_collectives.all_reduce):
     total.copy_(total.bfloat16())
     return all_reduce(total, group, async_op=async_op)
 
 
 @pytest.mark.parametrize("wrong", [fold_left, round_before_the_merge])
 def test_another_merge_of_ranks_is_seen(monkeypatch, wrong):
-    monkeypatch.setattr(all_reduce, "all_reduce", wrong)
+    monkeypatch.setattr(tree_collectives, "all_reduce", wrong)
     for case, name in (
         (cases.row, "output"),
         (cases.column, "input_grad"),
@@ -102,7 +107,7 @@ def test_a_bias_added_on_each_rank_is_seen(monkeypatch):
 
     def check(ranks):
         x, (w, b) = draw(4, 7, 1024, dtype=FP32, seed=1), cases.parameters(80, 1024, FP32)
-        split = row_linear(part(x, ranks, 2), part(w, ranks, 1), ranks=ranks)
+        split = row_linear(part(x, ranks, 2), part(w, ranks, 1), tp_group=ranks)
         return bits.equal(split, isobit.linear(x, w, b))
 
     monkeypatch.setattr(partial, "output", biased)
@@ -112,7 +117,7 @@ def test_a_bias_added_on_each_rank_is_seen(monkeypatch):
 def test_samples_merged_before_heads_are_seen(monkeypatch):
     def samples_first(totals, samples, ranks):
         total = head_norm.partial.merge_samples(totals, samples.of)
-        ranks.merge(total)
+        ranks.all_reduce(total)
         return total
 
     monkeypatch.setattr(head_norm, "merge_weight_grad", samples_first)
@@ -126,7 +131,7 @@ def test_floats_added_over_the_vocabulary_lose_minus_zero(monkeypatch):
         dist.all_reduce(held, group=ranks.group)
         return held
 
-    monkeypatch.setattr(Ranks, "combine", as_floats)
+    monkeypatch.setattr(TensorParallelGroup, "combine_bits", as_floats)
     assert on_ranks(2, lambda ranks: cases.embedding(ranks, FP32, WHOLE)) == [["output"]] * 2
 
 
@@ -163,7 +168,7 @@ def compare_networks(split, whole, ranks):
     expected, found = unsplit(whole, IDS), split(IDS)
     expected.backward(grad)
     found.backward(grad)
-    shards = table(split)
+    shards = shard_table(split)
     wrong = [] if bits.equal(found, expected) else ["output"]
     for name, parameter in whole.named_parameters():
         here = split.get_parameter(name).grad
@@ -178,10 +183,12 @@ def test_styles_of_parallelize_module(count):
     def check(ranks):
         whole = Network()
         split = copy.deepcopy(whole)
-        if ranks.coordinate:  # as with torch's own styles, rank 0's weights are everybody's
+        if ranks.rank:  # as with torch's own styles, rank 0's weights are everybody's
             nn.init.zeros_(split.up.weight)
         parallelize_module(
-            split, ranks.mesh, {"table": Vocabulary(), "up": Column(), "down": Row()}
+            split,
+            ranks.mesh,
+            {"table": VocabParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()},
         )
         assert type(split.up) is ColumnParallelLinear
         assert split.up.weight.shape == (1024 // count, 96)
@@ -225,7 +232,7 @@ def test_the_norm_of_split_parameters():
     def check(ranks):
         split = ColumnParallelLinear.from_linear(whole, ranks)
         for parameter, grad in zip(split.parameters(), grads, strict=True):
-            parameter.grad = grad.chunk(ranks.parts)[ranks.coordinate].clone()
+            parameter.grad = grad.chunk(ranks.size)[ranks.rank].clone()
         return [
             bits.equal(get_total_norm(given), expected) for given in (split, split.parameters())
         ]
@@ -240,7 +247,9 @@ def test_stock_styles_have_other_bits_when_split():
         torch.manual_seed(3)
         whole = nn.Sequential(nn.Linear(96, 1024), nn.Linear(1024, 80))
         split = parallelize_module(
-            copy.deepcopy(whole), ranks.mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()}
+            copy.deepcopy(whole),
+            ranks.mesh,
+            {"0": stock.ColwiseParallel(), "1": stock.RowwiseParallel()},
         )
         x = draw(4, 7, 96, dtype=FP32, seed=1)
         return bits.equal(split(x), whole(x))
@@ -253,22 +262,22 @@ def test_stock_styles_have_other_bits_when_split():
 
 
 def alone(parts, coordinate=0):
-    return Ranks("tp", None, coordinate, parts)
+    return TensorParallelGroup("tp", None, coordinate, parts)
 
 
 def test_what_the_plan_cannot_cut_is_refused():
     x = torch.randn(2, 3, 96)
     for call in (
-        lambda: column_linear(x, torch.randn(100, 96), ranks=alone(3)),
+        lambda: column_linear(x, torch.randn(100, 96), tp_group=alone(3)),
         lambda: column_linear(
-            x, torch.randn(128, 96), ranks=alone(4)
+            x, torch.randn(128, 96), tp_group=alone(4)
         ),  # segments of 512 are 256 long
-        lambda: column_linear_group(x, [torch.randn(512, 96)] * 2, groups=2, ranks=alone(4)),
-        lambda: row_linear(x, torch.randn(8, 96), ranks=alone(4)),
+        lambda: column_linear_group(x, [torch.randn(512, 96)] * 2, groups=2, tp_group=alone(4)),
+        lambda: row_linear(x, torch.randn(8, 96), tp_group=alone(4)),
         lambda: vocab_logprob(
-            x, torch.randn(64, 96), torch.zeros(2, 3, dtype=torch.int64), ranks=alone(4)
+            x, torch.randn(64, 96), torch.zeros(2, 3, dtype=torch.int64), tp_group=alone(4)
         ),
-        lambda: head_norm.head_norm(torch.randn(2, 3, 5, 64), torch.randn(64), ranks=alone(3)),
+        lambda: head_norm.head_norm(torch.randn(2, 3, 5, 64), torch.randn(64), tp_group=alone(3)),
         lambda: VocabParallelEmbedding(100, 8, mesh=alone(3)),
         lambda: ColumnParallelLinear(96, 512, mesh=alone(4)),
         lambda: RowParallelLinear(512, 96, mesh=alone(4)),
@@ -280,20 +289,20 @@ def test_what_the_plan_cannot_cut_is_refused():
 def test_other_refusals():
     table_part = torch.randn(8, 4, requires_grad=True)
     with pytest.raises(isobit.ArgumentError, match="ids from 0 to 15"):
-        vocab_embedding(torch.tensor([16]), table_part, ranks=alone(2))
+        vocab_embedding(torch.tensor([16]), table_part, tp_group=alone(2))
     with pytest.raises(UnsupportedError, match="Gradients"):  # a share that nobody collects
         column_linear(
             torch.randn(4, 7, 96),
             torch.randn(256, 96).requires_grad_(),
-            ranks=alone(1),
+            tp_group=alone(1),
             samples=cases.SHARE,
         )
     with pytest.raises(UnsupportedError, match="split it once"):
-        Column()._apply(ColumnParallelLinear(96, 512, mesh=None), None)
+        ColwiseParallel()._apply(ColumnParallelLinear(96, 512, mesh=None), None)
     with pytest.raises(UnsupportedError, match="a plain Embedding"):
-        Vocabulary()._apply(isobit.nn.Linear(4, 4), None)
+        VocabParallel()._apply(isobit.nn.Linear(4, 4), None)
     x = torch.randn(3, 96, requires_grad=True)
     with pytest.raises(UnsupportedError, match="first-order"):
         torch.autograd.grad(
-            column_linear(x, torch.randn(256, 96), ranks=alone(1)).sum(), x, create_graph=True
+            column_linear(x, torch.randn(256, 96), tp_group=alone(1)).sum(), x, create_graph=True
         )

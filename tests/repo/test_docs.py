@@ -140,6 +140,16 @@ def test_lines_fit(page):
         assert len(line) <= 100 or table or "://" in line, f"{page.name}: {line}"
 
 
+@pytest.mark.parametrize("page", [PAGES[0], *ROOT_PAGES], ids=lambda p: p.name)
+def test_links_of_root_pages_lead_somewhere(page):
+    """Links between pages of the site are checked by `mkdocs build --strict`."""
+    links = re.findall(r"\]\(([^)#]+)\)|^\[\w+\]: (\S+)$", page.read_text(), re.MULTILINE)
+    for link in (inline or named for inline, named in links):
+        raw = "https://raw.githubusercontent.com/isobit/isobit/main/"
+        path = link.removeprefix(raw)
+        assert "://" in path or (ROOT / path).exists(), f"{page.name}: {link}"
+
+
 def test_the_readme_fits():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 

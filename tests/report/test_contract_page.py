@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from isobit.contracts.language.explain import explain
+from isobit.contracts.authoring.explain import explain
 from isobit.contracts.language.load import parse_contract
 from isobit.contracts.store import ladder
 from isobit.records import ClaimRecord, ContractStatus, Planted, Proof, Provenance, Section

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import isobit
-from isobit.order.addition import chain, digest, find_parting, steps_of, write_formula
+from isobit.order.addition import chain, digest, find_difference, steps_of, write_formula
 from isobit.reveal import certificate as certificates
 from isobit.reveal import self_check, targets
 from isobit.reveal.replays import Replayed
@@ -85,16 +85,16 @@ def test_the_self_check_wants_the_compensated_sum_refused(monkeypatch):
 
 def test_parting_of_equal_orders_is_none():
     branch = random_branch(50, 3)
-    assert find_parting(branch, branch) is None
-    assert find_parting(((0, 1), 2), (2, (1, 0))) is None
-    assert find_parting(((0, 1), 2), ((0, 2), 1)) == ("term 0 + term 1", "term 0 + term 2")
+    assert find_difference(branch, branch) is None
+    assert find_difference(((0, 1), 2), (2, (1, 0))) is None
+    assert find_difference(((0, 1), 2), ((0, 2), 1)) == ("term 0 + term 1", "term 0 + term 2")
 
 
 def test_deep_orders_do_not_recurse():
     deep = chain(range(50_000))
     assert len(steps_of(deep)) == 49_999
     assert str(Tree("deep", 50_000, deep)) == "chain of 50000"
-    assert find_parting(deep, chain(range(49_999, -1, -1))) is not None
+    assert find_difference(deep, chain(range(49_999, -1, -1))) is not None
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 def judge(name, seeds):
-    """Seeds on which the bug was not named as planted, with what was said instead."""
+    """Return the seeds whose finding is not the planted one, each with that finding."""
     bug, wrong = CATALOGUE[name], {}
     for seed in seeds:
         error = find(bug, seed, True)

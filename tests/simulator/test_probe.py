@@ -1,13 +1,17 @@
-"""What a script says of its tensors is held to on every rank; and the comparison with one worker can fail and pass."""
+"""Probes check tensors on every rank; the comparison with one worker passes and fails where it should."""
+
+import doctest
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from isobit import majority
 from isobit.errors import ArgumentError, TrainingError
+from isobit.majority import count_votes
 from isobit.simulator import World, compare_with_one, probe
-from isobit.simulator.checkers.odd_ranks import find_odd, group_ranks
-from isobit.simulator.checkers.replicas import Start, find_replicas
+from isobit.simulator.checkers.replicas import find_replicas
+from isobit.simulator.checkers.step_record import Start
 
 WATCH = ("training",)
 
@@ -44,10 +48,17 @@ def test_outside_a_world_a_probe_says_nothing():
     probe.distinct("x", torch.ones(1))
 
 
+def test_examples_run():
+    for module in (probe, majority):
+        found = doctest.testmod(module)
+        assert found.attempted
+        assert not found.failed
+
+
 def test_the_minority_is_odd_and_without_one_all_are():
-    assert find_odd({0: "a", 1: "a", 2: "b"}) == (2,)
-    assert find_odd({0: "a", 1: "b"}) == (0, 1)
-    assert group_ranks({3: "a", 1: "b", 2: "a"}) == [(2, 3), (1,)]
+    assert count_votes({0: "a", 1: "a", 2: "b"}).suspects == (2,)
+    assert count_votes({0: "a", 1: "b"}).suspects == (0, 1)
+    assert count_votes({3: "a", 1: "b", 2: "a"}).groups == ((2, 3), (1,))
 
 
 def test_replicas_begin_alike_in_more_than_constants_and_send_no_messages():
@@ -87,7 +98,7 @@ def test_one_worker_agrees_within_the_tolerance_only():
 def test_a_comparison_of_nothing_is_refused():
     with pytest.raises(ArgumentError, match="nothing to compare"):
         compare_with_one(World(2, watch=WATCH), lambda rank: dist.barrier())
-    with pytest.raises(ArgumentError, match="watches training"):
+    with pytest.raises(ArgumentError, match='"training" in watch'):
         compare_with_one(World(2), scaled, 1.0)
 
 

@@ -1,4 +1,4 @@
-"""One seed is one run: schedule, trace, random numbers; other seeds are others; a trace replays or says where not."""
+"""One seed is one run: schedule, trace, random numbers; seeds differ; a replay follows its trace or names the event."""
 
 import random
 
@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from isobit.errors import ReplayError
 from isobit.simulator import Flip, Straggle, Trace, World, draw_faults, replay
-from isobit.simulator.program.python_random import lies_behind_header
+from isobit.simulator.program.python_random import follows_header
 
 
 def traffic(rank, rounds=3):
-    """Who comes first is told by the order in which rank 0 hears of the others."""
+    """Return the order in which rank 0 receives from the others, which depends on the schedule."""
     ranks, heard = dist.get_world_size(), []
     for _ in range(rounds):
         x = torch.ones(4) * rank
@@ -122,7 +122,7 @@ def test_the_callers_random_numbers_go_on_where_they_were():
 
 
 def test_pythons_state_by_both_ways(monkeypatch):
-    assert lies_behind_header()
+    assert follows_header()
     fast = World(3).run(draws, seed_all).values
-    monkeypatch.setattr("isobit.simulator.program.python_random.lies_behind_header", lambda: False)
+    monkeypatch.setattr("isobit.simulator.program.python_random.follows_header", lambda: False)
     assert World(3).run(draws, seed_all).values == fast

@@ -15,7 +15,7 @@ from torch.optim import optimizer
 
 from isobit.errors import MismatchError, RankFailedError, UnsupportedError
 from isobit.simulator import World, run_script, spawn
-from isobit.simulator.rank import INSTALLED
+from isobit.simulator.call_sites import INSTALLED
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl", "isobit", None])
@@ -186,10 +186,10 @@ def test_default_dtype_and_grad_mode_are_each_ranks_own():
 
 
 def test_worlds_do_not_nest():
-    with pytest.raises(RankFailedError, match="one world at a time") as caught:
+    with pytest.raises(RankFailedError, match="one simulated run at a time") as caught:
         World(2).run(lambda rank: World(2).run(print))
     assert isinstance(caught.value.__cause__, UnsupportedError)
-    assert "process of its own" in caught.value.__cause__.remedy
+    assert "another process" in caught.value.__cause__.remedy
 
 
 LIBRARY = """

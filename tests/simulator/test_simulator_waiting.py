@@ -12,7 +12,6 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from multiprocessing import resource_tracker
 
 import pytest
 import torch
@@ -20,10 +19,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
-from isobit.errors import BusyError, DeadlockError, RankFailedError, UnsupportedError
+from isobit.errors import RankFailedError
 from isobit.simulator import World
-from isobit.simulator.program.script import Script
-from isobit.simulator.sweep import Plan, run_seeds
 from tests.simulator.clean_programs import (
     beats_beside,
     communicates_on_threads,
@@ -228,116 +225,3 @@ def test_what_was_replaced_is_put_back():
     with pytest.raises(RankFailedError):
         World(2).run(lambda rank: 1 / 0)
     assert held() == before
-
-
-def test_a_rank_that_never_lets_others_run_is_named_with_its_line():
-    def body(rank):
-        while rank == 2:
-            pass
-        dist.barrier()
-
-    with pytest.raises(BusyError, match="rank 2 to reach a call") as caught:
-        World(3, patience=0.5).run(body)
-    assert caught.value.ranks == (2,)
-    assert "in body" in caught.value.stacks[2][0]
-    assert "patience" in caught.value.remedy
-    World(3, patience=60.0).run(
-        lambda rank: dist.barrier()
-    )  # the remedy, and nothing is left of the rank
-
-
-def test_a_rank_that_waits_in_c_is_named_and_left_behind():
-    reading, writing = os.pipe()
-
-    def body(rank):
-        if rank == 1:
-            os.read(reading, 1)
-        dist.barrier()
-
-    with pytest.raises(BusyError) as caught:
-        World(2, patience=0.3).run(body)
-    assert caught.value.ranks == (1,)
-    os.write(writing, b"x")
-    assert World(2).run(lambda rank: rank).values == [0, 1]
-
-
-def test_a_sweep_ends_with_a_rank_that_is_busy(tmp_path):
-    path = tmp_path / "busy.py"
-    path.write_text(
-        "import torch.distributed as dist\ndist.init_process_group()\nwhile dist.get_rank(): pass\n"
-    )
-    runs = list(run_seeds(Plan(Script(path), 2, range(9), patience=0.3)))
-    assert [[found.kind for found in run.found] for run in runs] == [["rank busy"]]
-
-
-def test_a_deadlock_is_named_beside_threads_that_never_end():
-    def beat():
-        while True:
-            time.sleep(10.0)
-
-    def body(rank):
-        if rank == 2:
-            threading.Thread(target=beat, daemon=True).start()
-        if rank == 0:
-            beat()
-        dist.barrier()
-
-    with pytest.raises(DeadlockError) as caught:
-        World(3).run(body)
-    assert caught.value.ranks == (0,)
-    assert "rank 0 in a loop of time.sleep" in caught.value.received
-
-
-def sleep_for_ever(rank):
-    while rank == 0:
-        time.sleep(10.0)
-    dist.barrier()
-
-
-def test_the_resource_tracker_is_nobody_to_wait_for():
-    resource_tracker.ensure_running()
-    started = time.monotonic()
-    with pytest.raises(DeadlockError):
-        World(2, patience=600.0).run(sleep_for_ever)
-    assert time.monotonic() - started < 100
-
-
-def test_another_process_is_waited_for_as_long_as_patience_lasts():
-    with subprocess.Popen(["sleep", "600"]) as other:
-        try:
-            started = time.monotonic()
-            with pytest.raises(DeadlockError):
-                World(2, patience=1.0).run(sleep_for_ever)
-            assert 1 <= time.monotonic() - started < 60
-        finally:
-            other.kill()
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_thread_that_died_is_part_of_the_deadlock():
-    def body(rank):
-        def call():
-            if rank == 1:
-                raise ValueError("no such shard")
-            dist.barrier()
-
-        thread = threading.Thread(target=call, name="loader")
-        thread.start()
-        thread.join()
-
-    with pytest.raises(
-        DeadlockError, match="thread 'loader' of rank 1 raised ValueError: no such shard"
-    ) as caught:
-        World(3).run(body)
-    assert caught.value.ranks == (1,)
-
-
-def test_a_refusal_on_a_rank_is_not_nested():
-    def body(rank):
-        torch.multiprocessing.spawn(print, nprocs=2)
-
-    with pytest.raises(RankFailedError) as caught:
-        World(2).run(body)
-    assert isinstance(caught.value.__cause__, UnsupportedError)
-    assert str(caught.value).count("expected ") == str(caught.value).count("remedy: ") == 1
-    assert "variable RANK" in caught.value.remedy

@@ -1,4 +1,4 @@
-"""`isobit chain`: a whole model under every layout of one batch, isobit's and stock's, bit for bit."""
+"""`isobit chain`: compare a whole model in every layout of one batch, isobit's and stock's, bit for bit."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from rich.table import Table
 
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
-from isobit.gates.model.fixture import draw_samples
-from isobit.gates.model.gate import Report, Row, count_steps, run_gate
+from isobit.cli.terminal import make_console, say_json
+from isobit.gates.model.batch_layout_gate import Comparison, GateReport, count_steps, run_gate
+from isobit.gates.model.batches import draw_samples
 from isobit.gates.model.models import build_model
-from isobit.gates.model.scorers import Ordered, Scorer, Stock
+from isobit.gates.model.scorers import IsobitScorer, Scorer, StockScorer
 from isobit.integrations.transformers.enabling import enabled
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
-from isobit.records import to_json
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the gate and prints it; the exit code is isobit's."""
+    """Run the gate and print it. The exit code is 0 if isobit's results are the same in all layouts."""
     ours, stock = go(options)
     if options.json:
         record = {
@@ -35,35 +34,37 @@ def run(options: argparse.Namespace) -> int:
             "isobit": ours,
             "stock": stock,
         }
-        print(to_json(record))
+        say_json(record)
     else:
         show(make_console(140), options, ours, stock)
     return 0 if ours.kept else 1
 
 
-def go(options: argparse.Namespace) -> tuple[Report, Report | None]:
-    """Both sides, with a bar."""
+def go(options: argparse.Namespace) -> tuple[GateReport, GateReport | None]:
+    """Run isobit's side, and stock's if required, with a progress bar."""
     with Steps(f"building {options.model}", quiet=options.quiet, every=SELDOM) as steps:
         model = build_model(options.model, getattr(torch, options.dtype), options.seed)
         samples = draw_samples(model.config.vocab_size, options.seed)
         steps.expect(count_steps(samples) * (2 if options.stock else 1))
 
-        def judge(scorer: Scorer) -> Report:
-            def tell(layout: str) -> None:
+        def judge(scorer: Scorer) -> GateReport:
+            def report(layout: str) -> None:
                 steps.done(f"{options.model}, {scorer.name}: {layout}")
 
-            return run_gate(scorer, samples, tell)
+            return run_gate(scorer, samples, report)
 
         with enabled(model):
-            ours = judge(Ordered(model))
-        return ours, judge(Stock(model)) if options.stock else None
+            ours = judge(IsobitScorer(model))
+        return ours, judge(StockScorer(model)) if options.stock else None
 
 
-def show(console: Console, options: argparse.Namespace, ours: Report, stock: Report | None) -> None:
-    """For people: every row with its denominator, then what it comes to."""
+def show(
+    console: Console, options: argparse.Namespace, ours: GateReport, stock: GateReport | None
+) -> None:
+    """Print a table of rows with their counts, then a summary per side."""
     sides = ["isobit: differ", *(["stock: differ"] if stock else [])]
-    table = Table("quantity", "layout = the layout it is held to", *sides)
-    others: tuple[Row | None, ...] = stock.rows if stock else (None,) * len(ours.rows)
+    table = Table("quantity", "layout = the layout it is compared with", *sides)
+    others: tuple[Comparison | None, ...] = stock.rows if stock else (None,) * len(ours.rows)
     for row, other in zip(ours.rows, others, strict=True):
         table.add_row(row.quantity, row.layout, say(row), *([say(other)] if other else []))
     console.print(table)
@@ -78,8 +79,8 @@ def show(console: Console, options: argparse.Namespace, ours: Report, stock: Rep
     )
 
 
-def say(row: Row) -> str:
-    """How many of how many differ."""
+def say(row: Comparison) -> str:
+    """Return how many of how many numbers differ."""
     if row.kept:
         return f"0 of {row.numbers:,}"
     share = f"{row.differ:,} of {row.numbers:,} ({row.differ / max(row.numbers, 1):.1%})"
@@ -90,8 +91,8 @@ def say(row: Row) -> str:
     return share if row.tensors == 1 else f"{share}, {row.tensors_differ} of {row.tensors} tensors"
 
 
-def summary(report: Report) -> str:
-    """The aggregates over all layouts, and the worst share of gradients that differ."""
+def summary(report: GateReport) -> str:
+    """Return the largest differences over all layouts, and the worst share of gradients."""
     found = [row.aggregates for row in report.rows if row.aggregates is not None]
     largest, divergence, clipped = (
         max((a[i] for a in found), default=float("nan"), key=abs) for i in range(3)

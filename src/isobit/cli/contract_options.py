@@ -1,4 +1,4 @@
-"""What commands about contracts share: which files, whose code, which evidence, which exit code."""
+"""Options and exit codes that the commands about contracts share."""
 
 from __future__ import annotations
 
@@ -18,16 +18,20 @@ LIBRARY = "isobit"  # among ids and paths: the contracts of isobit's own operato
 def add_place(
     parser: argparse.ArgumentParser, what: str = "ids of contracts, or files and folders"
 ) -> None:
-    """Which contracts, and where their evidence is."""
-    said = f"{what}; isobit for its own (default: all below here)"
-    parser.add_argument("which", nargs="*", metavar="ID|PATH", help=said)
+    """Add the options for which contracts, and where their evidence is."""
+    parser.add_argument(
+        "which",
+        nargs="*",
+        metavar="ID|PATH",
+        help=f"{what}; isobit for its own (default: all below the current folder)",
+    )
     parser.add_argument(
         "--evidence", metavar="DIR", help="where evidence is kept (default: .isobit here)"
     )
 
 
 def add_trust(parser: argparse.ArgumentParser) -> None:
-    """Whose code may be imported."""
+    """Add the option for whose code may be imported."""
     parser.add_argument(
         "--trust",
         action="append",
@@ -38,7 +42,7 @@ def add_trust(parser: argparse.ArgumentParser) -> None:
 
 
 def refuse_missing(words: Iterable[str]) -> None:
-    """A word that can only be a path names something that exists."""
+    """Raise for a word that can only be a path and does not exist."""
     for word in words:
         if not Path(word).exists() and ("/" in word or word.endswith((".yaml", ".yml"))):
             raise ContractError(
@@ -49,12 +53,12 @@ def refuse_missing(words: Iterable[str]) -> None:
 
 
 def is_place(word: str) -> bool:
-    """A file or folder, and not the word that means the library."""
+    """Return whether a word is a file or folder, and not the word for isobit's own contracts."""
     return word != LIBRARY and Path(word).exists()
 
 
 def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
-    """The contracts that were asked for: what exists as a path is one, the rest are ids."""
+    """Open the contracts that the command line names: existing paths, and otherwise ids."""
     serve_folder(getattr(options, "trust", ()))
     refuse_missing(options.which)
     paths = [Path(word) for word in options.which if is_place(word)]
@@ -76,7 +80,7 @@ def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
 
 
 def exit_code(verdicts: Iterable[str]) -> int:
-    """0 if all are kept, 2 if some could not run or were not judged and none is worse, else 1. Nothing is not kept."""
+    """Return 0 if all are kept, 2 if the others could not run or were not judged, else 1."""
     found = set(verdicts)
     if found == {"kept"}:
         return 0

@@ -1,4 +1,4 @@
-"""`isobit curve`: one training run in every layout of ranks and micro-batches, and whether it is one run."""
+"""`isobit curve`: run one training in every layout of ranks and micro-batches, and compare the results."""
 
 from __future__ import annotations
 
@@ -10,25 +10,29 @@ from rich.table import Table
 
 from isobit.cli.progress import Steps
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
+from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
 from isobit.files import write_text
-from isobit.gates.training.gate import Outcome, Verdict, judge, run_jobs
-from isobit.gates.training.launch import Job
-from isobit.gates.training.layouts import Layout, grid, refuse_uncut
+from isobit.gates.training.launcher import Job
+from isobit.gates.training.rank_layout_gate import Outcome, RankLayoutVerdict, judge, run_jobs
+from isobit.gates.training.rank_layouts import RankLayout, check_layout, layout_grid
 from isobit.gates.training.workload import find_workload
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
-from isobit.records import Provenance, to_json
+from isobit.records import Provenance
 from isobit.report.curve_picture import draw_curves
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs all layouts; the exit code is isobit's."""
+    """Run all layouts. The exit code is 0 if isobit's results are the same in all of them."""
     workload = find_workload(options.workload)
-    layouts = [read_layout(text) for text in options.layouts] if options.layouts else grid(workload)
+    layouts = (
+        [read_layout(text) for text in options.layouts]
+        if options.layouts
+        else layout_grid(workload)
+    )
     for layout in layouts:
-        refuse_uncut(layout, workload)
+        check_layout(layout, workload)
     sides = (False, True) if options.stock else (False,)
     jobs = [
         Job(layout, options.workload, dtype, stock, options.transport)
@@ -39,12 +43,12 @@ def run(options: argparse.Namespace) -> int:
     names = [f"{'stock' if job.stock else 'isobit'} {job.dtype} {job.layout}" for job in jobs]
     with Steps(names[0], len(jobs), options.quiet) as steps:
 
-        def tell(job: Job) -> None:
+        def report(job: Job) -> None:
             steps.done(
                 names[steps.count], following="".join(names[steps.count + 1 : steps.count + 2])
             )
 
-        outcomes = run_jobs(jobs, tell, options.keep)
+        outcomes = run_jobs(jobs, report, options.keep)
     verdicts = [
         judge([o for o in outcomes if o.dtype == dtype and o.stock == stock])
         for dtype in options.dtype
@@ -55,35 +59,35 @@ def run(options: argparse.Namespace) -> int:
         write_text(options.picture, picture_of(outcomes, origin))
     kept = all(verdict.kept for verdict in verdicts if verdict.side == "isobit")
     if options.json:
-        said = [{**asdict(o), "digest": o.curve.digest} for o in outcomes]
+        records = [{**asdict(o), "digest": o.curve.digest} for o in outcomes]
         record = {
             "provenance": origin,
             "machine": fingerprint(VERSION),
             "workload": asdict(workload),
             "kept": kept,
         }
-        print(to_json({**record, "verdicts": verdicts, "outcomes": said}))
+        say_json({**record, "verdicts": verdicts, "outcomes": records})
     else:
         show(make_console(140), outcomes, verdicts)
     return 0 if kept else 1
 
 
-def read_layout(text: str) -> Layout:
-    """`2x4x1`, or `ddp:2x4x1`."""
+def read_layout(text: str) -> RankLayout:
+    """Parse `2x4x1` or `ddp:2x4x1`."""
     engine, _, sizes = text.rpartition(":")
-    parts = sizes.split("x")
-    if len(parts) != 3 or not all(part.isdecimal() for part in parts):
+    numbers = sizes.split("x")
+    if len(numbers) != 3 or not all(part.isdecimal() for part in numbers):
         raise ArgumentError(
             expected="DATAxMICROxTENSOR, as 2x4x1, or ddp:2x4x1",
             received=repr(text),
             remedy="name three numbers",
         )
-    data, micro, tensor = map(int, parts)
-    return Layout(data, micro, tensor, engine or "isobit")
+    data, micro, tensor = map(int, numbers)
+    return RankLayout(data, micro, tensor, engine or "isobit")
 
 
-def show(console: Console, outcomes: list[Outcome], verdicts: list[Verdict]) -> None:
-    """For people: a row a layout, then what it comes to."""
+def show(console: Console, outcomes: list[Outcome], verdicts: list[RankLayoutVerdict]) -> None:
+    """Print a row per layout, then a sentence per verdict."""
     table = Table(
         "layout (data×micro×tensor)",
         "dtype",
@@ -111,8 +115,8 @@ def show(console: Console, outcomes: list[Outcome], verdicts: list[Verdict]) -> 
         console.print(sentence(verdict))
 
 
-def sentence(verdict: Verdict) -> str:
-    """With its denominator."""
+def sentence(verdict: RankLayoutVerdict) -> str:
+    """Return one verdict in words, with its counts."""
     found = (
         f"{verdict.side}, {verdict.dtype}: {verdict.layouts} layouts, {verdict.steps} steps: {verdict.curves} loss "
         f"curve(s), digests of weights {verdict.weights}, gradients {verdict.gradients}, optimizer "
@@ -124,7 +128,7 @@ def sentence(verdict: Verdict) -> str:
 
 
 def picture_of(outcomes: list[Outcome], origin: Provenance) -> str:
-    """A panel a dtype."""
+    """Draw the loss curves, a panel per dtype."""
     panels: dict[str, dict[str, dict[str, tuple[float, ...]]]] = {}
     for outcome in outcomes:
         side = "stock" if outcome.stock else "isobit"

@@ -1,4 +1,4 @@
-"""`isobit doctor`: the machine, the engine of each dtype, and whether the loaded kernels keep the order."""
+"""`isobit doctor`: show the machine, the engine of each dtype, and whether the kernels keep the order."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from rich.table import Table
 
 from isobit import native
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
+from isobit.cli.terminal import make_console, say_json
 from isobit.machine import fingerprint
 from isobit.ops import dispatch
 from isobit.order.plan import VERSION
-from isobit.records import Attestation, Fingerprint, to_json
+from isobit.records import Attestation, Fingerprint
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what was found; the exit code says whether it is good."""
+    """Print the findings. The exit code is 0 if attested native kernels serve."""
     missing = native.load()
     found = dispatch.attestations()
     machine = fingerprint(VERSION)
@@ -32,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
             "engines": engine_names(),
             "attestations": found,
         }
-        print(to_json(record))
+        say_json(record)
     else:
         show(make_console(100), machine, executor, missing, found)
     if missing is not None:
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def engine_names() -> dict[str, str]:
-    """The engine of each dtype, as digests should name it."""
+    """Return a description of the engine by dtype."""
     capability = torch.backends.cpu.get_cpu_capability()
     names = {}
     for dtype in dispatch.NATIVE_DTYPES:
@@ -63,7 +63,7 @@ def show(
     missing: str | None,
     found: tuple[Attestation, ...],
 ) -> None:
-    """For people."""
+    """Print the findings as a table."""
     facts = Table(show_header=False, box=None)
     facts.add_row("cpu", f"{machine.cpu}, {machine.capability}, {machine.cores} cores")
     facts.add_row("torch", f"{machine.torch}, {machine.threads} threads, Python {machine.python}")

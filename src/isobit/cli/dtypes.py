@@ -1,4 +1,4 @@
-"""Names of dtypes on the command line: fp32 or float32, as people write them."""
+"""Names of dtypes on the command line: fp32 or float32."""
 
 from __future__ import annotations
 

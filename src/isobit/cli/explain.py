@@ -1,24 +1,23 @@
-"""`isobit explain`: one contract in words: its equations, its claims, and the evidence for each."""
+"""`isobit explain`: print one contract in words: its equations, its claims, and the evidence for each."""
 
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from isobit.cli.contract_options import open_workspace
 from isobit.cli.terminal import make_console
-from isobit.contracts.language.explain import explain
-from isobit.contracts.language.load import load_contract
+from isobit.contracts.authoring.explain import explain
 from isobit.plain_text import one_line, plain
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "explain",
-        help="say in words what a contract promises and what is known of it",
-        description="Prints the equations, the obligations, the claims and their evidence. Runs nothing.",
+        help="print what a contract promises and the evidence for it",
+        description="Print the equations, the obligations, the claims and their evidence. Nothing is run.",
+        epilog="example: isobit explain softmax-kernel-v1",
     )
     parser.add_argument("which", nargs=1, metavar="ID|PATH", help="a contract")
     parser.add_argument(
@@ -28,17 +27,17 @@ def add_parser(commands: Any) -> None:
         "--subject",
         default="",
         metavar="NAME|CODE",
-        help="of other code, judged by the same contract",
+        help="evidence for another subject of the contract",
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Sections, each a heading and its lines."""
+    """Print sections, each a heading and its lines."""
     workspace, ids = open_workspace(options)
     console = make_console(118)
     for entry in workspace.choose(ids):
         status = workspace.status(entry, options.subject, claims=True)
-        for section in explain(load_contract(Path(entry.path)), status):
+        for section in explain(workspace.tree.load(entry.id), status):
             console.print(one_line(section.title), style="bold")
             for line in section.lines:
                 console.print("  " + plain(line).replace("\n", "\n  "))

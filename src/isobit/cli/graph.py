@@ -1,4 +1,4 @@
-"""`isobit graph`: what rests on what, with where each contract stands."""
+"""`isobit graph`: draw which contracts depend on which, with the status of each."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from isobit.report.contract_graph import FORMATS, draw
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "graph",
-        help="draw the graph of contracts",
-        description="Draws contracts and what they rest on, coloured by where they stand. Imports nothing they name.",
+        help="draw contracts and their dependencies",
+        description="Draw contracts and their dependencies, coloured by status. The code they name is not imported.",
+        epilog="example: isobit graph isobit --format svg --out graph.svg",
     )
     add_place(parser)
     parser.add_argument("--format", choices=tuple(FORMATS), default="text", help="(default text)")
@@ -26,7 +27,7 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The chosen contracts and all that they rest on."""
+    """Draw the chosen contracts and everything that they depend on."""
     workspace, ids = open_workspace(options)
     entries = workspace.with_dependencies(workspace.choose(ids))
     found = workspace.statuses(entries)

@@ -1,27 +1,26 @@
-"""`isobit lint`: what is wrong with contract files, with line and remedy; `--schema` prints the language."""
+"""`isobit lint`: report problems of contract files with line and remedy; `--schema` prints the format."""
 
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from isobit.cli.contract_options import add_place, open_workspace
-from isobit.cli.terminal import say
-from isobit.contracts.language.lint import lint
+from isobit.cli.terminal import say, say_json
+from isobit.contracts.authoring.lint import lint
 from isobit.contracts.language.load import json_schema
 from isobit.errors import ContractError, in_one_line
 from isobit.plain_text import one_line
-from isobit.records import to_json
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "lint",
         help="check contract files without running them",
-        description="Loads every contract, follows every name in it, and looks for obligations without a claim, claims "
-        "without sabotage, code that is not there, circles and expired waivers. Imports nothing that contracts name.",
+        description="Load every contract and check every name in it. Report obligations without a claim, claims "
+        "without sabotage, missing code, circular dependencies and expired waivers. The code is not imported.",
+        epilog="example: isobit lint my-kernel-v1.contract.yaml",
     )
     add_place(parser)
     parser.add_argument(
@@ -31,16 +30,16 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """A line a problem, as file:line: words."""
+    """Print one line per problem, as file:line: message."""
     if options.schema:
-        print(json.dumps(json_schema(), indent=2))
+        say_json(json_schema())
         return 0
     workspace, ids = open_workspace(options)
     if ids:
         workspace.tree.chosen = [workspace.tree.find(id).id for id in ids]
     found = list(lint(workspace.tree))
     if options.json:
-        print(to_json([as_record(error) for error in found]))
+        say_json([as_record(error) for error in found])
     else:
         for error in found:
             say(one_line(in_one_line(error)))
@@ -50,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def as_record(error: ContractError) -> dict[str, Any]:
-    """For machines."""
+    """Return the fields of a problem for JSON."""
     return {
         "file": error.where,
         "line": error.line,

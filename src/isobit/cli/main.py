@@ -28,7 +28,7 @@ ABOUT = {
     "guard": "find what goes wrong in a distributed program before it costs GPU time",
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
-# Their modules load torch; their options have modules of their own, so that help and mistakes do not wait for it.
+# Commands whose modules load torch. Their options are in other modules, so that help does not wait for torch.
 LOAD_TORCH = ("doctor", "reveal", "chain", "curve", "simulate")
 
 
@@ -38,15 +38,15 @@ class MainParser(PlainParser):
     def format_help(self) -> str:
         """Replace argparse's flat list of commands by one list per group."""
         (commands,) = (a for a in self._actions if isinstance(a, argparse._SubParsersAction))
-        said = {choice.dest: choice.help for choice in commands._choices_actions}
+        helps = {choice.dest: choice.help for choice in commands._choices_actions}
         formatter = self._get_formatter()
         formatter.add_usage(self.usage, self._actions, self._mutually_exclusive_groups)
         formatter.add_text(self.description)
         for group, names in GROUPS.items():
             formatter.start_section(f"{group} ({ABOUT[group]})")
-            shown = [name for name in names if name in said]
+            shown = [name for name in names if name in helps]
             formatter.add_arguments(
-                [argparse.Action([], name, metavar=name, help=said[name]) for name in shown]
+                [argparse.Action([], name, metavar=name, help=helps[name]) for name in shown]
             )
             formatter.end_section()
         formatter.start_section("options")
@@ -76,18 +76,17 @@ def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    asked = words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS
-    cut = (
-        words.index("--") if asked == ["simulate"] and "--" in words else len(words)
-    )  # the rest is a script's
+    names = words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS
+    # Words after -- are options of the simulated script.
+    cut = words.index("--") if names == ["simulate"] and "--" in words else len(words)
     known = argparse.Namespace(passed_on=words[cut + 1 :], words=words)
-    options = build_parser(asked).parse_args(words[:cut], known)
+    options = build_parser(names).parse_args(words[:cut], known)
     try:
         # A simulated script starts its processes as `python script.py` would.
         with guarded_path(processes=options.command != "simulate"):
             code: int = import_module(f"isobit.cli.{options.command}").run(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # as of `isobit status | head`
+    except BrokenPipeError:  # for example in `isobit status | head`
         stop_writing()
         return COULD_NOT_RUN
     except (IsobitError, OSError) as error:

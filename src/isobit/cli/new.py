@@ -1,4 +1,4 @@
-"""`isobit new`: writes a contract for a function; it fails until it is filled in."""
+"""`isobit new`: write a contract for a function, to be completed by hand."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Any
 
 from isobit import files
 from isobit.cli.terminal import say
-from isobit.contracts.language.scaffold import scaffold
+from isobit.contracts.authoring.scaffold import scaffold
 from isobit.errors import ArgumentError
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "new",
-        help="write a contract to start from",
-        description="Reads the function's source, without importing it, and writes NAME.contract.yaml beside you.",
+        help="write a first contract for a function",
+        description="Read the source of a function, without importing it, and write NAME.contract.yaml here.",
+        epilog="example: isobit new my-kernel-v1 --from my_package.ops:my_kernel",
     )
-    parser.add_argument("name", metavar="NAME", help="the contract's id, as my-kernel-v1")
+    parser.add_argument("name", metavar="NAME", help="the contract's id, for example my-kernel-v1")
     parser.add_argument(
         "--from", dest="reference", required=True, metavar="PACKAGE:FUNCTION", help="the subject"
     )
@@ -27,16 +28,18 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Refuses to replace what somebody wrote."""
+    """Write the file, unless one exists and --force is not given."""
     path = Path(f"{options.name}.contract.yaml")
     text = scaffold(options.name, options.reference)
     if path.exists() and not options.force:
         raise ArgumentError(
-            expected="a name that is free",
+            expected="a name for which there is no file",
             received=f"{path} exists",
-            remedy="choose another, or --force",
+            remedy="choose another name, or use --force",
         )
     files.write_text(path, text)
     package = options.reference.partition(":")[0].partition(".")[0]
-    say(f"wrote {path}; fill in what it asks for, then: isobit verify {path} --trust {package}")
+    say(
+        f"wrote {path}; replace what is marked FILL IN, then run: isobit verify {path} --trust {package}"
+    )
     return 0

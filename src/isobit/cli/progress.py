@@ -1,4 +1,4 @@
-"""Shows what a command is doing on the error stream: a bar that names it on a terminal, lines elsewhere."""
+"""Show progress on the error stream: a bar on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ SELDOM = 5.0  # seconds between lines of commands whose steps are short
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
-    """The option that silences all of it."""
+    """Add the option that turns progress off."""
     parser.add_argument(
         "-q", "--quiet", action="store_true", help="show no progress on the error stream"
     )
 
 
 class Steps:
-    """The steps of a command; use it as a context. Off a terminal, at most one line every `every` seconds."""
+    """The steps of a command, as a context manager. Off a terminal, one line per `every` seconds at most."""
 
     def __init__(
         self, title: str, total: int | None = None, quiet: bool = False, every: float = 0.0
@@ -42,7 +42,7 @@ class Steps:
 
     def __enter__(self) -> Steps:
         console = make_console(stderr=True)
-        # Asked of the stream itself: colours may be forced where nobody could see a bar move.
+        # Check the stream itself: colours may be forced where there is no terminal.
         if not self.quiet and sys.stderr.isatty() and not console.is_dumb_terminal:
             words = TextColumn("{task.description}", markup=False)
             columns = (words, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -61,27 +61,27 @@ class Steps:
             self.bar.stop()
 
     def now(self, name: str) -> None:
-        """Name what is being worked on."""
+        """Name the step that is running."""
         if self.bar is not None:
             self.bar.update(self.task, description=one_line(name))
 
     def expect(self, total: int) -> None:
-        """Say how many steps there will be, once that is known."""
+        """Set the number of steps, once it is known."""
         self.total = total
         if self.bar is not None:
             self.bar.update(self.task, total=total)
 
-    def done(self, said: str, following: str = "", seconds: float | None = None) -> None:
-        """One step is finished; `said` is what came of it, `following` names what begins now."""
+    def done(self, result: str, following: str = "", seconds: float | None = None) -> None:
+        """Count a finished step; `result` describes it, and `following` names the next step."""
         self.count += 1
         if self.bar is not None:
             self.bar.update(
-                self.task, completed=self.count, description=one_line(following or said)
+                self.task, completed=self.count, description=one_line(following or result)
             )
-        self._line(f"[{self.count}/{self.total or '?'}] {said}", seconds)
+        self._line(f"[{self.count}/{self.total or '?'}] {result}", seconds)
 
     def at(self, stage: str, done: int, total: int) -> None:
-        """How far the present stage is."""
+        """Show how much of the current stage is done."""
         if self.bar is not None:
             self.bar.update(self.task, description=one_line(stage), completed=done, total=total)
         self._line(f"{stage}, {done} of {total}")
@@ -91,9 +91,8 @@ class Steps:
             return
         now = time.monotonic()
         if now - self.last >= self.every:
-            took = now - (
-                self.began if self.every else self.last
-            )  # of this step, where each has a line
+            # The time of this step if each step has a line, else of all.
+            took = now - (self.began if self.every else self.last)
             say(f"{one_line(text)}, {took if seconds is None else seconds:.1f} s", sys.stderr)
             sys.stderr.flush()
             self.last = now

@@ -1,4 +1,4 @@
-"""Where a report comes from, for every page and record: versions, machine, command, time, digest; without torch."""
+"""The provenance of a report: versions, machine, command, time and digest. Does not load torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from isobit.records import Provenance
 
 
 def provenance_of(options: argparse.Namespace, judged: Iterable[str]) -> Provenance:
-    """Of the command that runs; `judged` are the digests of what it judged."""
+    """Return the provenance of the running command; `judged` are digests of what it judged."""
     return Provenance(
         isobit=__version__,
         torch=installed_version("torch"),

@@ -1,4 +1,4 @@
-"""`isobit replay`: one case of one claim again, as a broken verdict printed it."""
+"""`isobit replay`: judge one case of one claim again, as a broken verdict printed it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from typing import Any
 
 from isobit.cli.contract_options import add_trust, open_workspace
 from isobit.cli.terminal import say
-from isobit.contracts.language.load import load_contract
+from isobit.contracts.options import Options
 from isobit.errors import ContractError, IsobitError, in_one_line
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "replay",
         help="run one claim again on one case",
-        description="Runs CONTRACT/CLAIM on the case given, or on all of its fixed cases. Exit 0: kept; 1: broken.",
+        description="Judge CONTRACT/CLAIM on one case, or on all of its fixed cases. Exit codes: 0: kept; 1: broken.",
+        epilog="isobit verify prints the command for each broken claim",
     )
     parser.add_argument("claim", metavar="CONTRACT/CLAIM")
     parser.add_argument("--case", default="", help="the case, as the verdict printed it")
@@ -29,24 +30,20 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """The first difference, and the counts."""
-    from pathlib import Path
-
-    from isobit.contracts.judge.verify import Options, replay
+    """Judge the case, and print the counts and the first difference."""
+    from isobit.contracts.judge.replay import replay
 
     id, _, name = options.claim.partition("/")
-    options.which = (
-        [options.file] if options.file else [id]
-    )  # an id of the library is in reach everywhere
+    options.which = [options.file] if options.file else [id]  # isobit's own ids are always known
     workspace, _ = open_workspace(options)
-    contract = load_contract(Path(workspace.tree.find(id).path))
+    contract = workspace.tree.load(workspace.tree.find(id).id)
     claim = next((c for c in contract.claims if c.id == name), None)
     if claim is None:
         known = ", ".join(c.id for c in contract.claims)
         raise ContractError(
             expected=f"a claim of {id}: {known}",
             received=name or "none",
-            remedy="as CONTRACT/CLAIM",
+            remedy="write it as CONTRACT/CLAIM",
         )
     judged = Options(trusted=tuple(options.trust), subject=options.subject)
     try:
@@ -54,9 +51,10 @@ def run(options: argparse.Namespace) -> int:
     except IsobitError:
         raise
     except (Exception, SystemExit) as error:
-        said = f"{type(error).__name__}: {in_one_line(error)}"
         raise ContractError(
-            expected="code that runs", received=said, remedy="fix what the claim names"
+            expected="code that runs",
+            received=f"{type(error).__name__}: {in_one_line(error)}",
+            remedy="fix the code that the claim names",
         ) from None
     say(
         f"{options.claim}: {tally.differing:,} of {tally.compared:,} differ, {tally.inputs:,} inputs"

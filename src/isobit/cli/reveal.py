@@ -1,4 +1,4 @@
-"""`isobit reveal`: the order in which a kernel adds, in each configuration, as text, picture or page."""
+"""`isobit reveal`: show the order in which a kernel adds, per configuration, as text, picture or page."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ SHAPE = ("k", "m", "n", "row", "dtype")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints what was found; the exit code says whether it is one order."""
+    """Print the orders found. The exit code is 0 if all configurations have one order."""
     check_options(options)
     with ExitStack() as stack:
         target, configurations, title = choose(options, stack)
-        told = stack.enter_context(progress_bar(title, options.quiet))
+        report = stack.enter_context(progress_bar(title, options.quiet))
         stack.enter_context(
             redirect_stdout(sys.stderr)
-        )  # what a kernel prints is no part of the record
+        )  # what a kernel prints is not part of the record
         made = guarded(target, options.k, DTYPES[options.dtype])
         certificate = certify(
-            made, configurations, arithmetic=not options.order_only, progress=told
+            made, configurations, arithmetic=not options.order_only, progress=report
         )
     expected = None
     if options.isobit:
@@ -93,7 +93,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Refuses what makes no sense before anything is probed."""
+    """Raise for options that contradict each other, before anything is probed."""
     ours = options.isobit and (":" in options.target or options.target == "all_reduce")
     ranks = options.target == "all_reduce" and (
         options.m or options.threads or options.n or options.dtype != "fp32"
@@ -116,7 +116,7 @@ def check_options(options: argparse.Namespace) -> None:
 
 
 def guarded(target: Callable[..., Any], k: int, dtype: torch.dtype) -> Callable[..., Any]:
-    """A factory whose own failures are refusals, and which may return a callable that sums."""
+    """Wrap a target factory: its exceptions become errors of the command, and it may return a callable."""
 
     def make(**shape: Any) -> Any:
         try:
@@ -141,7 +141,7 @@ def guarded(target: Callable[..., Any], k: int, dtype: torch.dtype) -> Callable[
 def choose(
     options: argparse.Namespace, stack: ExitStack
 ) -> tuple[Callable[..., Any], list[dict[str, Any]], str]:
-    """The target, its configurations, and a title."""
+    """Return the target, its configurations, and a title."""
     whose = "" if ":" in options.target else "isobit " if options.isobit else "stock "
     title = f"{whose}{options.target}, {options.dtype}, {options.k} terms"
     if options.target == "all_reduce":
@@ -152,8 +152,8 @@ def choose(
     known = inspect.signature(factory).parameters
     shape = {"k": options.k, "n": options.n, "row": options.row, "dtype": DTYPES[options.dtype]}
     fixed = {key: value for key, value in shape.items() if key in known and value is not None}
-    for name, asked in (("n", options.n), ("row", options.row), ("m", options.m or None)):
-        if asked is not None and name not in known:
+    for name, value in (("n", options.n), ("row", options.row), ("m", options.m or None)):
+        if value is not None and name not in known:
             raise ArgumentError(
                 expected=f"options that {options.target} has: {', '.join(k for k in known if k in SHAPE) or 'none'}",
                 received=f"--{name}",
@@ -171,7 +171,7 @@ def choose(
 
 
 def find(options: argparse.Namespace) -> Callable[..., Any]:
-    """The factory of the target that was named."""
+    """Return the factory of the named target."""
     if ":" in options.target:
         serve_folder([options.target.partition(":")[0].partition(".")[0], *options.trust])
         return import_target(options.target, options.k, DTYPES[options.dtype])
@@ -187,11 +187,11 @@ def find(options: argparse.Namespace) -> Callable[..., Any]:
 
 
 def import_target(name: str, k: int, dtype: torch.dtype) -> Callable[..., Any]:
-    """What the caller named, from the caller's folder or installed packages."""
+    """Import the named target from the current folder or from installed packages."""
     module, _, attribute = name.partition(":")
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # whatever a stranger's module does when imported
+    except (Exception, SystemExit) as error:  # importing may raise anything
         raise ArgumentError(
             expected="package.module:name of something that can be imported",
             received=f"{name} ({type(error).__name__}: {in_one_line(error)})",
@@ -218,17 +218,17 @@ def import_target(name: str, k: int, dtype: torch.dtype) -> Callable[..., Any]:
 
 @contextmanager
 def progress_bar(title: str, quiet: bool) -> Iterator[Told]:
-    """What the current stage has done, on the error stream."""
+    """Show the progress of each stage on the error stream."""
     with Steps(title, quiet=quiet, every=SELDOM) as steps:
 
-        def told(stage: str, done: int, total: int) -> None:
+        def report(stage: str, done: int, total: int) -> None:
             steps.at(f"{title}: {stage}", done, total)
 
-        yield told
+        yield report
 
 
 def show(certificate: Certificate, title: str, defined: bool | None) -> None:
-    """For people."""
+    """Print the orders as a table."""
     console = make_console(118)
     table = Table(
         "configurations",

@@ -1,4 +1,4 @@
-"""`isobit simulate`: a torchrun script on many ranks in one process, under many schedules, with the culprit named."""
+"""`isobit simulate`: run a torchrun script on many ranks in one process under many schedules."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from rich.table import Table
 from isobit.cli.options.simulate import WATCHES
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
+from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
-from isobit.records import to_json
-from isobit.simulator.checkers.collective_calls import listed
+from isobit.majority import name_ranks
 from isobit.simulator.program.script import Script
 from isobit.simulator.sweep import Group, Plan, SeedRun, compare_prints, group_findings, run_seeds
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs every seed, prints what came of them."""
+    """Run every seed and print the findings."""
     if options.one_worker and "training" not in options.watch:
         raise ArgumentError(
             expected="--one-worker with training watched",
@@ -58,14 +57,14 @@ def run(options: argparse.Namespace) -> int:
     refuse_silent(options, runs)
     groups, departs = group_findings(runs), compare_prints(runs)
     if options.json:
-        print(to_json(as_record(options, runs, groups, departs)))
+        say_json(as_record(options, runs, groups, departs))
     else:
         show(make_console(118, soft_wrap=True), options, runs, groups, departs)
     return 1 if groups else 0
 
 
 def refuse_unstarted(options: argparse.Namespace, run: SeedRun) -> None:
-    """A script that fails on every rank before any call could not be run: an import, or an argument, is missing."""
+    """Raise if the script fails on every rank before any call of torch.distributed."""
     for found in run.found:
         if not run.calls and len(found.ranks) == options.ranks and found.cause:
             raise ArgumentError(
@@ -77,7 +76,7 @@ def refuse_unstarted(options: argparse.Namespace, run: SeedRun) -> None:
 
 
 def refuse_silent(options: argparse.Namespace, runs: list[SeedRun]) -> None:
-    """A script whose ranks never communicate shows nothing: zero comparisons are not a pass."""
+    """Raise if no rank communicates: zero comparisons are not a pass."""
     if not any(run.calls or run.found for run in runs):
         raise ArgumentError(
             expected="a script whose ranks communicate through torch.distributed",
@@ -90,7 +89,7 @@ def refuse_silent(options: argparse.Namespace, runs: list[SeedRun]) -> None:
 def as_record(
     options: argparse.Namespace, runs: list[SeedRun], groups: list[Group], departs: str
 ) -> dict[str, Any]:
-    """For machines."""
+    """Return the findings for JSON."""
     return {
         "provenance": provenance_of(
             options, [options.script.read_text(errors="replace"), *(r.digest for r in runs)]
@@ -119,7 +118,7 @@ def as_record(
 
 
 def replay_command(options: argparse.Namespace, group: Group) -> str:
-    """The command that shows a finding again."""
+    """Return the command that shows a finding again."""
     words = [
         "isobit",
         "simulate",
@@ -150,7 +149,7 @@ def show(
     groups: list[Group],
     departs: str,
 ) -> None:
-    """For people: what rank 0 printed, each kind of finding with its culprits, and where each rank stood."""
+    """Print what rank 0 printed, and each kind of finding with its ranks and where each rank was."""
     if runs[0].printed[0]:
         console.print(f"rank 0 printed, with seed {runs[0].seed}:", style="dim")
         console.print(runs[0].printed[0].rstrip(), markup=False)
@@ -159,7 +158,7 @@ def show(
         for group in groups:
             table.add_row(
                 group.kind,
-                listed(group.ranks),
+                name_ranks(group.ranks),
                 f"{len(group.seeds)} of {len(runs)}",
                 str(group.seeds[0]),
             )
@@ -170,7 +169,7 @@ def show(
         for rank, lines in sorted(group.first.stacks.items()):
             places.setdefault(tuple(lines[:4]), []).append(rank)
         for place, ranks in places.items():
-            console.print(f"  {listed(ranks)}: " + " ← ".join(place), markup=False)
+            console.print(f"  {name_ranks(ranks)}: " + " ← ".join(place), markup=False)
         if group.first.wrote:
             console.print(f"  wrote: {group.first.wrote}", markup=False)
         console.print(f"  again: {replay_command(options, group)}", markup=False)

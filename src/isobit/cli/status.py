@@ -1,4 +1,4 @@
-"""`isobit status`: where contracts stand by the evidence that is there, without running or importing anything."""
+"""`isobit status`: show the status of contracts from existing evidence. Runs and imports nothing."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from rich.table import Table
 
 from isobit.cli.contract_options import add_place, exit_code, open_workspace
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
+from isobit.cli.terminal import make_console, say_json
 from isobit.contracts.store.ladder import RUNGS
 from isobit.contracts.store.signing import read_public
 from isobit.contracts.workspace import Workspace
-from isobit.records import ContractStatus, to_json
+from isobit.records import ContractStatus
 
 FEW = 40
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "status",
-        help="show where contracts stand, from evidence alone",
-        description="Reads contracts and evidence; runs nothing, imports neither torch nor the code they name. "
+        help="show the status of contracts from existing evidence",
+        description="Read contracts and evidence; run nothing, import neither torch nor the code they name. "
         "Contracts of isobit that were not judged on this machine are shown with the evidence that is shipped in the "
         "wheel, if there is any for the installed code. "
         "Exit 0: all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run, was "
@@ -36,7 +36,7 @@ def add_parser(commands: Any) -> None:
         "--subject",
         default="",
         metavar="NAME|CODE",
-        help="of other code, judged by the same contracts",
+        help="status of another subject of the contracts",
     )
     parser.add_argument(
         "--require-signature",
@@ -49,14 +49,14 @@ def add_parser(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Counts, and a table of what is not kept, or of all if they are few."""
+    """Print counts, and a table of contracts: those that are not kept, or all if they are few."""
     workspace, ids = open_workspace(options)
     if options.require_signature:
         workspace.require([read_public(path) for path in options.require_signature])
     found = workspace.statuses(workspace.choose(ids, options.subject), options.subject)
     if options.json:
         origin = provenance_of(options, [status.digest for status in found])
-        print(to_json({"provenance": origin, "contracts": found}))
+        say_json({"provenance": origin, "contracts": found})
     else:
         show(found, workspace)
     return exit_code([*(s.verdict for s in found), *["broken"] * len(workspace.tree.broken)])
@@ -74,12 +74,12 @@ def show(found: list[ContractStatus], workspace: Workspace) -> None:
     if len(some) > FEW:
         console.print(f"and {len(some) - FEW:,} more that are not kept")
     for broken in workspace.tree.broken[:FEW]:
-        console.print(f"REFUSED {broken.error}", markup=False)
+        console.print(f"INVALID {broken.error}", markup=False)
     for name, reason in list(workspace.evidence.refused.items())[:FEW]:
         console.print(f"evidence that does not count, {reason}: {name}", markup=False)
     verdicts = Counter(s.verdict for s in found)
-    said = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())
-    console.print(f"{len(found):,} contracts: {said or 'none'}")
+    counts = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())
+    console.print(f"{len(found):,} contracts: {counts or 'none'}")
     show_rungs(console, "kept", Counter(s.level for s in found if s.verdict == "kept"))
     shipped = [s.shipped for s in found if s.shipped]
     if shipped:

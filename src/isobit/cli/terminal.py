@@ -1,4 +1,4 @@
-"""Writes to people: every text plain, markup off, so that nothing in a contract or a script acts on a terminal."""
+"""Write to the terminal as plain text, so that nothing in a contract or script can control it."""
 
 from __future__ import annotations
 
@@ -14,49 +14,55 @@ from rich.text import Text
 
 from isobit.errors import ContractError, IsobitError, SimulationError
 from isobit.plain_text import plain
+from isobit.records import to_json
 
 
 class PlainConsole(Console):
-    """A console of which only rich itself can colour or move anything."""
+    """A console that removes control characters from everything except rich's own output."""
 
     def render_str(self, text: str, **style: Any) -> Text:
-        """Clean before it is measured, so that tables stay aligned."""
+        """Remove control characters before measuring, so that tables stay aligned."""
         return super().render_str(plain(text), **style)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterable[Segment]:
-        """Clean whatever else is drawn; what rich does to the terminal is in control segments, which stay."""
+        """Remove control characters from text; rich's own control segments are kept."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(plain(segment.text), segment.style)
 
     def on_broken_pipe(self) -> NoReturn:
-        """Leave the exit code to the command line: rich's own, 1, would say that something is broken."""
+        """Raise BrokenPipeError, so that the command chooses the exit code: rich would exit with 1."""
         raise BrokenPipeError
 
 
 def make_console(
     width: int | None = None, stderr: bool = False, soft_wrap: bool = False
 ) -> Console:
-    """For results on the output stream, or for progress on the error stream."""
+    """Return a console for results on the output stream, or for progress on the error stream."""
     return PlainConsole(
         highlight=False, markup=False, emoji=False, width=width, stderr=stderr, soft_wrap=soft_wrap
     )
 
 
 def say(text: object, stream: TextIO | None = None) -> None:
-    """Print one text, plain."""
-    print(plain(str(text)), file=stream)
+    """Write one line of plain text."""
+    (stream or sys.stdout).write(plain(str(text)) + "\n")
+
+
+def say_json(value: object) -> None:
+    """Write a record, or a container of records, as JSON."""
+    sys.stdout.write(to_json(value) + "\n")
 
 
 def stop_writing() -> None:
-    """After whoever read the output has gone: what Python still holds for it is dropped, without a complaint."""
+    """Drop buffered output without an error, after the reader of a pipe has gone."""
     with open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def say_error(command: str, error: BaseException) -> None:
-    """Print a refusal on the error stream: expected, received and remedy on lines of their own."""
+    """Print an error on the error stream: expected, received and remedy on separate lines."""
     lines = [f"isobit {command}: {error}"]
     if isinstance(error, IsobitError):
         place = ""
@@ -69,13 +75,12 @@ def say_error(command: str, error: BaseException) -> None:
             f"  rank {rank} at {stack[0]}" for rank, stack in sorted(error.stacks.items()) if stack
         ]
     for line in lines:
-        say(
-            plain(line).replace("\n", "\n    "), sys.stderr
-        )  # a line that somebody forges is seen to be quoted
+        # Indented, so that a line break inside a message cannot forge a line.
+        say(plain(line).replace("\n", "\n    "), sys.stderr)
 
 
 class PlainParser(argparse.ArgumentParser):
-    """A parser whose complaints are plain too: names of files in a folder become words of a command line."""
+    """An argument parser whose error messages are plain text: they may quote names of files."""
 
     def error(self, message: str) -> NoReturn:
         """Print usage and message, exit with 2."""

@@ -1,4 +1,4 @@
-"""`isobit verify`: judges contracts whose digest has no evidence yet, keeps the evidence, and shows where all stand."""
+"""`isobit verify`: judge contracts that have no evidence, write the evidence, and show the status of all."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from isobit import files
 from isobit.cli.contract_options import add_place, add_trust, exit_code, open_workspace
 from isobit.cli.progress import Steps, add_quiet
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
-from isobit.contracts.language.explain import explain
-from isobit.contracts.language.load import load_contract
+from isobit.cli.terminal import make_console, say_json
+from isobit.contracts.authoring.explain import explain
 from isobit.contracts.language.schema import LEVELS
+from isobit.contracts.options import Options
 from isobit.contracts.store import ladder
+from isobit.contracts.store.facts import Entry
 from isobit.contracts.store.signing import read_private
-from isobit.contracts.store.tree import Entry
-from isobit.contracts.workspace import Run, Workspace, key_of, verdict_at
+from isobit.contracts.workspace import Workspace, verdict_at
 from isobit.errors import ArgumentError
 from isobit.plain_text import one_line
-from isobit.records import ClaimRecord, ContractStatus, Provenance, to_json
+from isobit.records import ClaimRecord, ContractStatus, Provenance
 from isobit.report.contract_page import draw_contracts
 from isobit.report.junit_sarif import as_junit, as_sarif
 
@@ -35,36 +35,41 @@ FEW = 40
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "verify",
         help="judge contracts, and keep the evidence",
-        description="Judges every contract that has no evidence at its present digest (its text, the code it binds, "
-        "the kernels, the machine's engine, and the contracts it rests on); an unchanged tree runs nothing. Exit 0: "
-        "all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run or "
-        "was not judged.",
+        description="Judge every contract that has no evidence for its current digest (its text, the code it names, "
+        "the kernels, the machine, and the contracts it depends on). If nothing changed, nothing is run. Exit codes: "
+        "0: all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run or was "
+        "not judged.",
+        epilog="example: isobit verify my-kernel-v1.contract.yaml --trust my_package --level L2",
     )
     add_place(parser)
     add_trust(parser)
     parser.add_argument(
-        "--level", choices=LEVELS[2:], default="L4", help="how high to climb (default L4)"
+        "--level", choices=LEVELS[2:], default="L4", help="the highest level to judge (default L4)"
     )
-    parser.add_argument("--changed", action="store_true", help="show only what was judged now")
-    parser.add_argument("--again", action="store_true", help="judge also what has evidence")
+    parser.add_argument(
+        "--changed", action="store_true", help="show only contracts that were judged now"
+    )
+    parser.add_argument(
+        "--again", action="store_true", help="judge contracts that have evidence too"
+    )
     parser.add_argument(
         "--subject", default="", metavar="NAME|CODE", help="judge other code by the same contracts"
     )
     parser.add_argument(
-        "--thorough", action="store_true", help="the sizes that contracts keep for long runs"
+        "--thorough", action="store_true", help="add the sizes that contracts list as thorough"
     )
     parser.add_argument(
-        "--shard", default="1/1", metavar="I/N", help="the i-th of n parts, by a hash of the id"
+        "--shard", default="1/1", metavar="I/N", help="judge the i-th of n shares of the contracts"
     )
     parser.add_argument(
-        "--jobs", type=int, default=1, metavar="N", help="contracts judged at once (default 1)"
+        "--jobs", type=int, default=1, metavar="N", help="number of processes (default 1)"
     )
     parser.add_argument(
-        "--seconds", type=float, default=float("inf"), help="start no claim after so long"
+        "--seconds", type=float, default=float("inf"), help="start no claim after this many seconds"
     )
     parser.add_argument(
         "--sign",
@@ -80,78 +85,81 @@ def add_parser(commands: Any) -> None:
     add_quiet(parser)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Judges what is stale, then shows all."""
-    workspace, ids = open_workspace(options)
-    if options.sign:
-        sign_with(workspace, options.sign)
-    asked = Run(
-        tuple(options.trust),
-        LEVELS.index(options.level),
-        options.thorough,
-        options.subject,
-        options.seconds,
+def run(arguments: argparse.Namespace) -> int:
+    """Judge the contracts that have no evidence, then show the status of all."""
+    workspace, ids = open_workspace(arguments)
+    if arguments.sign:
+        sign_with(workspace, arguments.sign)
+    options = Options(
+        trusted=tuple(arguments.trust),
+        level=LEVELS.index(arguments.level),
+        thorough=arguments.thorough,
+        subject=arguments.subject,
+        seconds=arguments.seconds,
     )
-    entries = workspace.choose(ids, options.subject, shard_of(options.shard))
-    # What they rest on is judged too; by another subject's run it is not.
-    whole = entries if options.subject else workspace.with_dependencies(entries)
-    stale = workspace.in_order(list(whole)) if options.again else workspace.stale(whole, asked)
-    judged = judge(workspace, stale, asked, options)
-    claims = len(entries) <= FEW or bool(
-        options.json or options.junit or options.sarif or options.html
-    )
-    statuses = workspace.statuses(entries, key_of(asked), claims, asked.level)
-    every = [cut_short(status, judged.get(status.id)) for status in statuses]
-    found = [status for status in every if status.id in judged] if options.changed else every
-    origin = provenance_of(options, [status.digest for status in found])
-    write_reports(options, found, origin)
-    if options.json:
-        print(to_json({"provenance": origin, "contracts": found}))
+    entries = workspace.choose(ids, options.subject, parse_shard(arguments.shard))
+    # Dependencies are judged too, but not with another subject.
+    every = entries if options.subject else workspace.with_dependencies(entries)
+    stale = workspace.in_order(every) if arguments.again else workspace.stale(every, options)
+    judged = judge(workspace, stale, options, arguments)
+    # The records of claims are read only if they are shown.
+    reports = arguments.json or arguments.junit or arguments.sarif or arguments.html
+    with_claims = len(entries) <= FEW or bool(reports)
+    statuses = [
+        with_this_run(status, judged.get(status.id))
+        for status in workspace.statuses(entries, options.variant, with_claims, options.level)
+    ]
+    shown = [s for s in statuses if s.id in judged] if arguments.changed else statuses
+    provenance = provenance_of(arguments, [status.digest for status in shown])
+    write_reports(arguments, workspace, shown, provenance)
+    if arguments.json:
+        say_json({"provenance": provenance, "contracts": shown})
     else:
-        show(found, judged, workspace, asked.level)
-    verdicts = [verdict_at(status, asked.level) for status in every]
+        show(shown, judged, workspace, options.level)
+    verdicts = [verdict_at(status, options.level) for status in statuses]
     return exit_code([*verdicts, *["broken"] * len(workspace.tree.broken)])
 
 
 def sign_with(workspace: Workspace, path: str) -> None:
-    """Evidence that this key did not sign may be anybody's: it is judged again, never signed unseen."""
+    """Sign new evidence, and judge again what this key has not signed: that may be anybody's."""
     workspace.evidence.signer = read_private(path)
     workspace.require([workspace.evidence.signer.public_key()])
 
 
-def shard_of(text: str) -> tuple[int, int]:
-    """2/5."""
+def parse_shard(text: str) -> tuple[int, int]:
+    """Parse `2/5` to (2, 5)."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if not match or not 1 <= int(match[1]) <= int(match[2]):
-        raise ArgumentError(expected="--shard I/N with 1 ≤ I ≤ N", received=text, remedy="as 1/4")
+        raise ArgumentError(
+            expected="--shard I/N with 1 ≤ I ≤ N", received=text, remedy="for example --shard 1/4"
+        )
     return int(match[1]), int(match[2])
 
 
 def judge(
-    workspace: Workspace, stale: list[Entry], asked: Run, options: argparse.Namespace
+    workspace: Workspace, stale: list[Entry], options: Options, arguments: argparse.Namespace
 ) -> dict[str, list[ClaimRecord]]:
-    """Judge what is stale, naming each claim on the error stream while it is judged."""
+    """Judge contracts, showing each claim on the error stream."""
     judged: dict[str, list[ClaimRecord]] = {entry.id: [] for entry in stale}
     if not stale:
         return judged
     names = [
         f"{entry.id}/{claim.id}"
         for entry in stale
-        for claim in load_contract(Path(entry.path)).claims
+        for claim in workspace.tree.load(entry.id).claims
     ]
-    follows = (
-        dict(pairwise(names)) if options.jobs == 1 else {}
-    )  # several at once finish in any order
-    with Steps("".join(names[:1]), len(names), options.quiet) as steps:
-        for entry, record in workspace.judge(stale, asked, options.jobs):
+    # Several processes finish claims in any order.
+    follows = dict(pairwise(names)) if arguments.jobs == 1 else {}
+    with Steps("".join(names[:1]), len(names), arguments.quiet) as steps:
+        for entry, record in workspace.judge(stale, options, arguments.jobs):
             judged[entry.id].append(record)
             name = f"{entry.id}/{record.claim}"
             steps.done(f"{name}: {record.verdict}", follows.get(name, ""), record.seconds)
     return judged
 
 
-def cut_short(status: ContractStatus, judged: list[ClaimRecord] | None) -> ContractStatus:
-    """What was found just now counts, also where it is worse than evidence, or --seconds left it without any."""
+def with_this_run(status: ContractStatus, judged: list[ClaimRecord] | None) -> ContractStatus:
+    """Replace the status by this run's result if that is worse, or if --seconds ended it before evidence."""
     found = ladder.worst(record.verdict for record in judged) if judged else "kept"
     if (
         judged
@@ -163,18 +171,20 @@ def cut_short(status: ContractStatus, judged: list[ClaimRecord] | None) -> Contr
 
 
 def write_reports(
-    options: argparse.Namespace, found: list[ContractStatus], origin: Provenance
+    arguments: argparse.Namespace,
+    workspace: Workspace,
+    found: list[ContractStatus],
+    provenance: Provenance,
 ) -> None:
-    """Each whole or not at all."""
-    if options.junit:
-        files.write_text(Path(options.junit), as_junit(found, origin))
-    if options.sarif:
-        files.write_text(Path(options.sarif), as_sarif(found, origin))
-    if options.html:
-        sections = {s.id: explain(load_contract(Path(s.path)), s) for s in found}
-        files.write_text(
-            Path(options.html), draw_contracts(found, sections, "isobit verify", origin)
-        )
+    """Write the reports that the command line names."""
+    if arguments.junit:
+        files.write_text(Path(arguments.junit), as_junit(found, provenance))
+    if arguments.sarif:
+        files.write_text(Path(arguments.sarif), as_sarif(found, provenance))
+    if arguments.html:
+        sections = {s.id: explain(workspace.tree.load(s.id), s) for s in found}
+        page = draw_contracts(found, sections, "isobit verify", provenance)
+        files.write_text(Path(arguments.html), page)
 
 
 def show(
@@ -183,7 +193,7 @@ def show(
     workspace: Workspace,
     level: int,
 ) -> None:
-    """For people: a line a claim where something ran or went wrong, then a line a contract, then the totals."""
+    """Print claims and contracts that are not kept, and the totals."""
     console = make_console(132)
     if found and len(found) <= FEW:
         console.print(claims_table(found, level))
@@ -201,19 +211,21 @@ def show(
         if status.verdict in ladder.RED and now and all(record.verdict == "kept" for record in now):
             there = ", ".join(workspace.evidence.names().get(status.digest, []))
             console.print(
-                f"  kept just now, but red before at the same digest, and red wins: {there}",
+                f"  kept in this run, but other evidence for the same digest is red, and counts: {there}",
                 markup=False,
             )
-            console.print("  delete what was written in other surroundings", markup=False)
+            console.print(
+                "  delete these files if they were written in another environment", markup=False
+            )
     for broken in workspace.tree.broken:
-        console.print(f"REFUSED {broken.error}", markup=False)
+        console.print(f"INVALID {broken.error}", markup=False)
     for name, reason in list(workspace.evidence.refused.items())[:FEW]:
         console.print(f"evidence that does not count, {reason}: {name}", markup=False)
     claims = [c for s in found for c in s.claims]
     planted = [p for c in claims for p in c.planted]
     console.print(
         f"{sum(verdict_at(s, level) == 'kept' for s in found)} of {len(found)} contracts kept"
-        f"{f' as far as L{level}' if level < 4 else ''}, {len(judged)} judged now; "
+        f"{f' up to L{level}' if level < 4 else ''}, {len(judged)} judged now; "
         f"{sum(c.verdict == 'kept' for c in claims)} of {len(claims)} claims; "
         f"sabotage caught {sum(p.caught for p in planted)} of {len(planted)}; "
         f"{sum(c.inputs for c in claims):,} inputs, {sum(c.compared for c in claims):,} comparisons"
@@ -221,7 +233,7 @@ def show(
 
 
 def claims_table(found: list[ContractStatus], level: int) -> Table:
-    """A row a claim."""
+    """Return a table with a row per claim."""
     columns = (
         "contract / claim",
         "verdict",
@@ -254,12 +266,12 @@ def claims_table(found: list[ContractStatus], level: int) -> Table:
 
 
 def differ_of(claim: ClaimRecord) -> str:
-    """How many differ, and at which rung where it is not L2: an input drawn at L3, or what a proof found."""
+    """Return how many elements differ, and the level at which that was found if it is not L2."""
     if claim.at == 4:
         return "proof, at L4"
     return f"{claim.differing:,}" + (f", at L{claim.at}" if claim.at in (1, 3) else "")
 
 
 def engine_word(engine: str) -> str:
-    """`enumeration of the real kernel` in a word; `isobit explain` says it whole."""
+    """Shorten `enumeration of the real kernel` to its first word."""
     return re.split(" (?:of|on|over) ", engine)[0]

@@ -1,1 +1,1 @@
-"""Contracts: files of executable claims about any kernel, and the engine that judges them."""
+"""Contracts: files of executable claims about any kernel, and the code that judges them."""

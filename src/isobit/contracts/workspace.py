@@ -1,55 +1,34 @@
-"""A tree of contracts with its evidence: where each stands, what has to be judged again, and the judging."""
+"""Contracts with their evidence: the status of each, which must be judged again, and judging them."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from isobit.contracts.judge.reach import Reach
-from isobit.contracts.language.load import load_contract
+from isobit.contracts.judge.run import judge_entries
+from isobit.contracts.options import THOROUGH, Options
 from isobit.contracts.store import ladder
-from isobit.contracts.store.evidence import Evidence, Finding, merge_records
+from isobit.contracts.store.evidence import Evidence, merge_records
+from isobit.contracts.store.evidence_file import Finding
+from isobit.contracts.store.facts import Entry
 from isobit.contracts.store.shipped import ShippedEvidence
 from isobit.contracts.store.sources import INTERPRET, engine_variables, machine
-from isobit.contracts.store.tree import HOME, Entry, Tree, library
+from isobit.contracts.store.tree import HOME, Tree
 from isobit.errors import ContractError, IsobitError, in_one_line
 from isobit.records import ClaimRecord, ContractStatus
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-THOROUGH = " thorough"  # no name of a subject holds a space
-
-
-@dataclass(frozen=True)
-class Run:
-    """What one verification is asked to do; plain data, so that it can be sent to another process."""
-
-    trusted: tuple[str, ...] = ()
-    level: int = 4
-    thorough: bool = False
-    subject: str = ""
-    seconds: float = float("inf")
-
-
-@dataclass(frozen=True)
-class Judged:
-    """What judging one contract gave: records, the files that its code reached, and the engine that ran."""
-
-    records: tuple[ClaimRecord, ...]
-    files: tuple[tuple[str, str], ...]
-    engine: str
+NO_EVIDENCE = "no evidence at its present digest"
 
 
 class Workspace:
-    """Contracts below some folders, and the evidence kept beside them."""
+    """The contracts below some folders, and the evidence about them in `home`."""
 
     def __init__(self, folders: Sequence[Path], home: Path | None = None) -> None:
         self.folders = tuple(folders)
@@ -62,7 +41,7 @@ class Workspace:
     def choose(
         self, ids: Sequence[str], subject: str = "", shard: tuple[int, int] = (1, 1)
     ) -> list[Entry]:
-        """By id, or all of the tree; with a named subject, those that know it; of a shard, by a hash of the id."""
+        """Select contracts by id, or all; those that know a subject's name; one shard of n by a hash of the id."""
         entries = [self.tree.find(id) for id in (ids or self.tree.chosen)]
         if subject and ":" not in subject:
             entries = [e for e in entries if subject in e.subjects]
@@ -74,14 +53,14 @@ class Workspace:
         ]
 
     def require(self, keys: Sequence[Ed25519PublicKey]) -> None:
-        """Counts only evidence that one of the keys has signed, and trusts no cache that may have come with it."""
+        """Count only evidence that one of the keys signed, and ignore caches that may have come with it."""
         self.evidence.keys = tuple(keys)
         self.tree = Tree(self.folders, self.home, cached=False)
 
-    def status(self, entry: Entry, subject: str = "", claims: bool = False) -> ContractStatus:
-        """From evidence at the present digest alone; with `claims`, each claim's record too."""
-        named = subject.removesuffix(THOROUGH)
-        stands = ContractStatus(
+    def status(self, entry: Entry, variant: str = "", claims: bool = False) -> ContractStatus:
+        """Return the status by evidence at the present digest; with `claims`, with each claim's record."""
+        subject = variant.removesuffix(THOROUGH)
+        status = ContractStatus(
             id=entry.id,
             version=entry.version,
             title=entry.title,
@@ -92,58 +71,47 @@ class Workspace:
             required=entry.required,
             depends_on=entry.depends_on,
             obligations=entry.obligations,
-            subject=entry.subjects.get(named, named) or entry.subject,
+            subject=entry.subjects.get(subject, subject) or entry.subject,
         )
         try:
-            digest = self.tree.digest(entry.id, subject)
+            digest = self.tree.digest(entry.id, variant)
         except IsobitError as error:
-            return replace(stands, verdict="could-not-run", detail=in_one_line(error))
-        stands = replace(stands, digest=digest)
+            return replace(status, verdict="could-not-run", detail=in_one_line(error))
+        status = replace(status, digest=digest)
         outline = entry.outline()
         findings = self.evidence.read(digest, outline)
         if not findings:
-            word, why = self._without_evidence(entry, subject, digest)
-            shown = None if subject or self.evidence.keys else self.shipped.status_of(entry)
-            return replace(stands, verdict=word, detail=why, shipped=shown)
+            verdict, why = self._without_evidence(entry, variant, digest)
+            shipped = None if variant or self.evidence.keys else self.shipped.status_of(entry)
+            return replace(status, verdict=verdict, detail=why, shipped=shipped)
         records: Sequence[ClaimRecord] = merge_records(findings)
         if entry.waivers:
-            contract = load_contract(Path(entry.path))
+            contract = self.tree.load(entry.id)
             records = [ladder.waive(contract, r) for r in records]
-        verdict, level = (
-            ladder.contract_verdict(outline, records),
-            ladder.contract_level(outline, records),
-        )
-        said = (
-            f"kept as far as L{level}, must reach L{entry.required}"
-            if verdict == "below-level"
-            else ""
-        )
-        return replace(
-            stands,
-            verdict=verdict,
-            level=level,
-            detail=said,
-            claims=tuple(records) if claims else (),
-        )
+        verdict = ladder.contract_verdict(outline, records)
+        level = ladder.contract_level(outline, records)
+        detail = ""
+        if verdict == "below-level":
+            detail = f"kept up to L{level}, must reach L{entry.required}"
+        shown = tuple(records) if claims else ()
+        return replace(status, verdict=verdict, level=level, detail=detail, claims=shown)
 
-    def _without_evidence(self, entry: Entry, subject: str, digest: str) -> tuple[str, str]:
-        """The word for a contract that nothing is known of, and why."""
-        if entry.unlinked or not entry.claims:
-            said = (
-                "no evidence at its present digest"
-                if entry.claims
-                else "nothing in it is executable"
-            )
-            return "unbound", said + (
-                f"; not linked: {', '.join(entry.unlinked)}" if entry.unlinked else ""
-            )
-        elsewhere = self._elsewhere(entry, subject)
-        reasons = (self.evidence.why_not(digest), elsewhere and f"evidence exists {elsewhere}")
-        said = "; ".join(reason for reason in reasons if reason)
-        return "not-judged", said or "no evidence at its present digest"
+    def _without_evidence(self, entry: Entry, variant: str, digest: str) -> tuple[str, str]:
+        """Return the verdict of a contract that has no evidence, and the reason."""
+        if not entry.claims:
+            reasons = ["it has no claim"]
+        elif entry.unlinked:
+            reasons = [NO_EVIDENCE]
+        else:
+            elsewhere = self._elsewhere(entry, variant)
+            reasons = [self.evidence.why_not(digest), elsewhere and f"evidence exists {elsewhere}"]
+            return "not-judged", "; ".join(filter(None, reasons)) or NO_EVIDENCE
+        if entry.unlinked:
+            reasons.append(f"obligations without a claim: {', '.join(entry.unlinked)}")
+        return "unbound", "; ".join(reasons)
 
-    def _elsewhere(self, entry: Entry, subject: str) -> str:
-        """Under which other settings of this machine there is evidence: `under A=1`, `without A=1`."""
+    def _elsewhere(self, entry: Entry, variant: str) -> str:
+        """Return the setting of this machine under which there is evidence: `under A=1`, `without A=1`."""
         here = engine_variables()
         others = [
             ({k: v for k, v in here.items() if k != name}, f"without {name}={here[name]}")
@@ -151,39 +119,36 @@ class Workspace:
         ]
         if INTERPRET not in here:
             others.append(({**here, INTERPRET: "1"}, f"under {INTERPRET}=1"))
-        there = [
-            said
-            for v, said in others
-            if self.evidence.has(self.tree.digest(entry.id, subject, machine(v)))
-        ]
-        return there[0] if there else ""
+        for variables, words in others:
+            if self.evidence.has(self.tree.digest(entry.id, variant, machine(variables))):
+                return words
+        return ""
 
     def statuses(
-        self, entries: Sequence[Entry], subject: str = "", claims: bool = False, level: int = 4
+        self, entries: Sequence[Entry], variant: str = "", claims: bool = False, level: int = 4
     ) -> list[ContractStatus]:
-        """Of each; a contract that rests on one that is not kept, as far as `level`, is not kept either."""
+        """Return each status; a contract is not kept if one that it depends on is not kept up to `level`."""
         known: dict[str, ContractStatus] = {}
         chosen = {entry.id for entry in entries}
         for entry in self.with_dependencies(entries):
-            own = subject if entry.id in chosen else ""
+            own = variant if entry.id in chosen else ""
             status = self.status(entry, own, claims or level < 4)
-            weak = [
-                known[d]
-                for d in status.depends_on
-                if d in known and verdict_at(known[d], level) != "kept"
-            ]
+            below = [known[d] for d in status.depends_on if d in known]
+            weak = next((s for s in below if verdict_at(s, level) != "kept"), None)
             if weak:
-                detail = f"rests on {weak[0].id}, which is {weak[0].verdict}"
-                word = weak[0].verdict if weak[0].verdict in ladder.UNSETTLED else "could-not-run"
-                word = ladder.worst([status.verdict, word])
+                verdict = weak.verdict if weak.verdict in ladder.UNSETTLED else "could-not-run"
                 status = replace(
-                    status, verdict=word, level=0, weak=weak[0].id, detail=status.detail or detail
+                    status,
+                    verdict=ladder.worst([status.verdict, verdict]),
+                    level=0,
+                    weak=weak.id,
+                    detail=status.detail or f"depends on {weak.id}, which is {weak.verdict}",
                 )
             known[entry.id] = status
         return [known[entry.id] for entry in entries]
 
     def with_dependencies(self, entries: Sequence[Entry]) -> list[Entry]:
-        """And all that they rest on, that first."""
+        """Return contracts and everything that they depend on, dependencies first."""
         names = {entry.id: entry for entry in entries}
         queue = list(entries)
         while queue:
@@ -194,150 +159,53 @@ class Workspace:
                     queue.append(known)
         return self.in_order(list(names.values()))
 
-    def stale(self, entries: Iterable[Entry], run: Run) -> list[Entry]:
-        """Those without evidence at their present digest, at the level asked for; dependencies first."""
+    def stale(self, entries: Iterable[Entry], options: Options) -> list[Entry]:
+        """Return contracts without evidence at their digest and at the level to judge, dependencies first."""
         found = []
         for entry in entries:
             try:
-                findings = self.evidence.read(
-                    self.tree.digest(entry.id, key_of(run)), entry.outline()
-                )
+                digest = self.tree.digest(entry.id, options.variant)
+                findings = self.evidence.read(digest, entry.outline())
             except ContractError:
                 found.append(entry)
                 continue
-            enough = min(run.level, entry.highest)
-            if not any(settles(finding, entry, enough) for finding in findings):
+            level = min(options.level, entry.highest)
+            if not any(settles(finding, entry, level) for finding in findings):
                 found.append(entry)
         return self.in_order(found)
 
     def in_order(self, entries: list[Entry]) -> list[Entry]:
-        """Dependencies before dependents."""
+        """Sort contracts, dependencies before dependents."""
         chosen, done, out = {e.id: e for e in entries}, set[str](), list[Entry]()
-
-        def visit(id: str) -> None:
-            stack = [(id, False)]
-            while stack:
-                name, ready = stack.pop()
-                if ready:
-                    if name in chosen:
-                        out.append(chosen[name])
-                elif name not in done:
-                    done.add(name)
-                    stack.append((name, True))
-                    known = self.tree.entries.get(name)
-                    stack += [
-                        (d, False)
-                        for d in reversed(known.depends_on if known else ())
-                        if d not in done
-                    ]
-
-        for entry in entries:
-            visit(entry.id)
+        stack = [(entry.id, False) for entry in reversed(entries)]
+        while stack:
+            name, ready = stack.pop()
+            if ready:
+                out += [chosen[name]] if name in chosen else []
+            elif name not in done:
+                done.add(name)
+                stack.append((name, True))
+                known = self.tree.entries.get(name)
+                below = known.depends_on if known else ()
+                stack += [(d, False) for d in reversed(below) if d not in done]
         return out
 
     def judge(
-        self, entries: Sequence[Entry], run: Run, jobs: int = 1
+        self, entries: Sequence[Entry], options: Options, jobs: int = 1
     ) -> Iterator[tuple[Entry, ClaimRecord]]:
-        """A record per claim, as each is reached; evidence is written when a contract is done."""
-        deadline = time.monotonic() + run.seconds
-        entries = [
-            entry for entry in entries if self.has_digest(entry, run)
-        ]  # of the others, status says why
-        if jobs > 1 and len(entries) > 1:
-            yield from self._judge_apart(entries, run, jobs, deadline)
-            return
-        for entry in entries:
-            records, reached = [], self._reach(entry, run)
-            for record in reached.during(judge_file(entry.path, run, deadline)):
-                records.append(record)
-                yield entry, record
-            self._keep(entry, run, Judged(tuple(records), reached.files(), engine_in_use()))
-
-    def _reach(self, entry: Entry, run: Run) -> Reach:
-        return Reach(self.home.parent, self.home, self.tree.files_of(entry.id, key_of(run)))
-
-    def has_digest(self, entry: Entry, run: Run) -> bool:
-        """Not if something it rests on is missing or rests on it."""
-        try:
-            return bool(self.tree.digest(entry.id, key_of(run)))
-        except ContractError:
-            return False
-
-    def _judge_apart(
-        self, entries: Sequence[Entry], run: Run, jobs: int, deadline: float
-    ) -> Iterator[tuple[Entry, ClaimRecord]]:
-        # Spawned: torch's threads do not survive a fork.
-        with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-            left = deadline - time.monotonic()
-            tasks = {
-                pool.submit(judge_whole, e.path, run, left, self._reach(e, run)): e for e in entries
-            }
-            for task in as_completed(tasks):
-                entry = tasks[task]
-                judged = task.result()
-                self._keep(entry, run, judged)
-                for record in judged.records:
-                    yield entry, record
-
-    def _keep(self, entry: Entry, run: Run, judged: Judged) -> None:
-        reached = tuple(
-            record for record in judged.records if not record.detail.startswith("not reached")
-        )
-        if len(reached) < len(judged.records) and not any(
-            record.verdict in ladder.RED for record in reached
-        ):
-            return  # cut short by --seconds, and nothing was settled
-        digest, asked = self.tree.digest(entry.id, key_of(run)), min(run.level, entry.highest)
-        found = Finding(
-            entry.id,
-            digest,
-            run.subject,
-            asked,
-            reached,
-            engine=judged.engine,
-            reached=judged.files,
-        )
-        self.evidence.write(found)
+        """Judge contracts and yield a record per claim; evidence is written after each contract."""
+        return judge_entries(self.tree, self.evidence, entries, options, jobs)
 
 
-def settles(finding: Finding, entry: Entry, enough: int) -> bool:
-    """Whether judging again could say more: not after red, nor after every claim ran as far as is asked."""
+def settles(finding: Finding, entry: Entry, level: int) -> bool:
+    """Return whether judging again could find nothing new: a claim is red, or all ran up to `level`."""
     if any(record.verdict in ladder.RED for record in finding.records):
         return True
-    return finding.ran and len(finding.records) == entry.claims and finding.asked >= enough
-
-
-def key_of(run: Run) -> str:
-    """What distinguishes evidence beyond the contract: another subject, or thorough sizes."""
-    return run.subject + (THOROUGH if run.thorough else "")
-
-
-def judge_file(path: str, run: Run, deadline: float) -> Iterator[ClaimRecord]:
-    """Imports torch only now."""
-    from isobit.contracts.judge.verify import Options, verify_contract
-
-    file = "" if library() in Path(path).resolve().parents else path
-    options = Options(run.trusted, run.level, run.thorough, run.subject, deadline, file=file)
-    yield from verify_contract(load_contract(Path(path)), options)
-
-
-def judge_whole(path: str, run: Run, seconds: float, reached: Reach) -> Judged:
-    """In another process."""
-    records = tuple(reached.during(judge_file(path, run, time.monotonic() + seconds)))
-    return Judged(records, reached.files(), engine_in_use())
-
-
-def engine_in_use() -> str:
-    """The engine that runs bf16 here, and torch's instruction set, asked of the libraries that were just used."""
-    import torch
-
-    from isobit import native
-
-    return f"bf16 {'amx' if native.pairs_bf16() else 'chain'}, torch {torch.backends.cpu.get_cpu_capability()}"
+    return finding.ran and len(finding.records) == entry.claims and finding.asked >= level
 
 
 def verdict_at(status: ContractStatus, level: int) -> str:
-    """Kept, if every claim is kept as far as was asked, and so is what it rests on."""
+    """Return the verdict if only levels up to `level` are required."""
     if status.verdict == "below-level" and status.claims and not status.weak:
         reached = all(
             c.verdict == "kept" and c.level >= min(c.required, level) for c in status.claims

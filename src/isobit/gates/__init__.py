@@ -1,4 +1,8 @@
-"""Gates: a whole model in every batch layout, and one training run in every layout of ranks."""
+"""End-to-end checks of bits: the batch-layout gate and the rank-layout gate.
+
+`model/` (`isobit chain`) runs one model in every layout of a batch. `training/` (`isobit curve`)
+trains one run in every layout of ranks and micro-batches.
+"""
 
 from isobit.lazy import attach
 

@@ -1,4 +1,4 @@
-"""Checks of a training configuration before a run, and of its ranks during it."""
+"""Checks of a training run: its configuration before it starts, and the agreement of its ranks while it runs."""
 
 from isobit.lazy import attach
 

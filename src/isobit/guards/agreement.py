@@ -1,4 +1,4 @@
-"""Whether the replicas of a live run hold the same bits; if not, the minority: parameter, rank, first element."""
+"""`rank_agreement`: check that the replicas of a training run have the same bits, and name those that differ."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isobit.errors import AgreementError, ArgumentError
-from isobit.guards.replica import Findings, Gather, Replica, Talk, compare
+from isobit.guards.comparison import Findings, Gather, Talk, compare
+from isobit.guards.replica import Replica
 from isobit.majority import name_ranks
-from isobit.parallel.collectives.group import Members
-from isobit.parallel.tensor.pieces import find_shards
+from isobit.parallel.collectives.rank_group import RankGroup
+from isobit.parallel.tensor.local_shards import find_shards
 
 Replicated = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 MODES = ("raise", "report")
@@ -20,11 +21,22 @@ MODES = ("raise", "report")
 
 @dataclass(frozen=True)
 class Disagreement:
-    """A parameter of a rank in the minority, which differs in `what`; for bits, the first element that differs.
+    """A parameter of one rank that differs from the majority.
 
-    `there` is what that rank has, `expected` what the ranks of the `majority` have. Where it is `tied` no value has
-    most ranks, and `majority` is the group of the lowest rank among the largest. Beyond the parameters that are
-    searched, index is None.
+    Attributes:
+        parameter: Its name.
+        rank: The rank that differs.
+        what: What differs: "bits", "dtype", "shape", or "missing" or "extra" for the parameter itself.
+        there: What the rank has.
+        expected: What the ranks of the majority have.
+        index: The first element that differs; None if it was not searched for.
+        majority: The ranks that have `expected`.
+        tied: Whether two groups of ranks are the largest. `majority` is then the one with the lowest rank.
+
+    Example:
+        >>> from isobit.guards import Disagreement
+        >>> print(Disagreement("bias", 3, "bits", "0x3f80", "0x3f00", (2,), (0, 1, 2)))
+        rank 3, bias, bits at [2]: 0x3f80, not 0x3f00 as ranks 0–2
     """
 
     parameter: str
@@ -37,6 +49,7 @@ class Disagreement:
     tied: bool = False
 
     def __str__(self) -> str:
+        """Return the difference in words."""
         at = "" if self.index is None else f" at {list(self.index)}"
         values = f": {self.there}, not {self.expected}" if self.there else ""
         others = f" as {name_ranks(self.majority)}" + (", and no majority" if self.tied else "")
@@ -45,9 +58,29 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What one check found: the same on every rank, but for `digest`, `nonfinite` and `unchanged`, which are its own.
+    """What one check found.
 
-    `changed` is whether every rank's digest is another than in the check before; None where there was none.
+    It is the same on every rank, except for `digest`, `digests`, `nonfinite` and `unchanged`, which are the rank's own.
+
+    Attributes:
+        ranks: The ranks that were compared.
+        parameters: The number of parameters and buffers.
+        elements: The number of their elements.
+        differences: Each parameter of each rank that differs from the majority.
+        finite: Whether all numbers on all ranks are finite.
+        changed: Whether the digest of every rank has changed since the previous check; None if there was none.
+        digest: The digest of all parameters of this rank.
+        nonfinite: Parameters of this rank that have a NaN or an infinity.
+        unchanged: Parameters of this rank that have not changed since the previous check.
+        sent: Bytes that this rank sent.
+        digests: The digest of each parameter of this rank.
+
+    Example:
+        >>> import torch
+        >>> from isobit.guards import rank_agreement
+        >>> agreement = rank_agreement(torch.nn.Linear(2, 2))  # on one rank
+        >>> agreement.agreed, agreement.finite, agreement.parameters
+        (True, True, 2)
     """
 
     ranks: tuple[int, ...]
@@ -59,22 +92,22 @@ class Agreement:
     digest: str
     nonfinite: tuple[str, ...] = ()
     unchanged: tuple[str, ...] = ()
-    sent: int = 0  # bytes that this rank gave to the others
+    sent: int = 0
     digests: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
     def agreed(self) -> bool:
-        """Every rank holds the same bits."""
+        """Whether every rank has the same bits."""
         return not self.differences
 
     @property
     def minority(self) -> tuple[int, ...]:
-        """Ranks that differ from most others in some parameter."""
+        """Ranks that differ from a majority in some parameter."""
         return tuple(sorted({d.rank for d in self.differences if not d.tied}))
 
     @property
     def kept(self) -> bool:
-        """The bits agree, all are finite, and the run moved on since the check before."""
+        """Whether the ranks agree, all numbers are finite, and parameters have changed since the previous check."""
         return self.agreed and self.finite and self.changed is not False
 
 
@@ -89,11 +122,40 @@ def rank_agreement(
     since: Agreement | None = None,
     most: int = 8,
 ) -> Agreement | None:
-    """Compares the ranks of the group (None is the world) by raw bits and names the minority; all its ranks call this.
+    """Check that all ranks of a group have the same parameters, bit for bit. Every rank of the group must call this.
 
-    The group is of ranks that hold the same pieces: of sharded parameters, the replicas of one shard. With `every`
-    and `step`, other steps return None at once. `since` is the check before. At most `most` parameters are searched
-    for the element; all that differ are named.
+    While the ranks agree, each sends 25 bytes. If they differ, a majority vote per parameter decides which ranks are
+    wrong, and a binary search finds their first wrong element.
+
+    Args:
+        replicated: A model, or named tensors.
+        group: Ranks that must be equal; None is the world. For sharded parameters: the replicas of one shard.
+        every: Check only each `every`-th step, and return None on the others.
+        step: The number of the step, required if `every` is more than 1.
+        on_difference: "raise", or "report" to return the differences.
+        buffers: Whether to compare the buffers of a model too.
+        since: The previous check, to find parameters that have stopped changing.
+        most: The number of parameters whose first wrong element is searched for. All that differ are named.
+
+    Returns:
+        What was found, or None on a step that is not checked.
+
+    Raises:
+        AgreementError: If ranks differ; its attribute `agreement` is what was found.
+        ArgumentError: If an argument is not supported, or the ranks of the group have different shards.
+        UnsupportedError: If a rank could not read its parameters, or they changed during the check.
+
+    Example:
+        >>> import torch
+        >>> from isobit.guards import rank_agreement
+        >>> from isobit.simulator import World
+        >>> def program(rank):
+        ...     weight = torch.zeros(2, 3)
+        ...     weight[1, 2] = float(rank == 3)
+        ...     found = rank_agreement({"weight": weight}, on_difference="report")
+        ...     return str(found.differences[0])
+        >>> World(4).run(program).values[0]
+        'rank 3, weight, bits at [1, 2]: 0x3f800000, not 0x00000000 as ranks 0–2'
     """
     if on_difference not in MODES or every < 1 or (every > 1 and step is None):
         raise ArgumentError(
@@ -103,33 +165,33 @@ def rank_agreement(
         )
     if step is not None and step % every:
         return None
-    members = Members.of(group)
+    members = RankGroup.of(group)
     own: Replica | Exception
     try:
         own = Replica.of(*read(replicated, buffers))
-    except Exception as error:  # told to the others, who would wait for this rank
+    except Exception as error:  # compared like the others, as those would wait for this rank
         own = error
     changed = since is not None and isinstance(own, Replica) and own.digest != since.digest
     found, sent = carry(compare(own, members.index, changed, most), members)
     assert isinstance(own, Replica)
     agreement = conclude(own, found, members.ranks, since, sent)
     if agreement.differences and on_difference == "raise":
-        refuse(agreement)
+        raise disagreement_error(agreement)
     return agreement
 
 
 def read(
     replicated: Replicated, buffers: bool
 ) -> tuple[Iterator[tuple[str, Tensor]], Mapping[int, object]]:
-    """Names and tensors, and the records of shards."""
+    """Return names and tensors, and the shard of each parameter."""
     if isinstance(replicated, nn.Module):
         named = [*replicated.named_parameters(), *(replicated.named_buffers() if buffers else ())]
         return iter(named), find_shards(replicated)
     return iter(replicated.items() if isinstance(replicated, Mapping) else replicated), {}
 
 
-def carry(program: Talk[Findings], members: Members) -> tuple[Findings, int]:
-    """Carries a rank's messages until its program ends; also the bytes that it gave."""
+def carry(program: Talk[Findings], members: RankGroup) -> tuple[Findings, int]:
+    """Exchange the messages of a rank's program until it ends; return its result and the bytes sent."""
     sent, answer = 0, None
     while True:
         try:
@@ -151,12 +213,12 @@ def conclude(
     since: Agreement | None = None,
     sent: int = 0,
 ) -> Agreement:
-    """Findings of members, as a record of ranks; refuses a group that holds different pieces."""
+    """Convert findings about members of the group into a record of ranks."""
     wrong = next((f for f in found.differences if f.what == "shard"), None)
     if wrong is not None:
         there, here = wrong.there or "whole", wrong.expected or "whole"
         raise ArgumentError(
-            expected="a group of ranks that hold the same pieces",
+            expected="a group of ranks that have the same shards",
             received=f"{wrong.parameter!r}: {there} on rank {ranks[wrong.member]}, "
             f"{here} on {name_ranks([ranks[at] for at in wrong.majority])}",
             remedy="pass the group of the mesh axis that replicates, not the one that shards",
@@ -190,15 +252,15 @@ def conclude(
     )
 
 
-def refuse(agreement: Agreement) -> None:
-    """Names what differs, the first few."""
+def disagreement_error(agreement: Agreement) -> AgreementError:
+    """Return an error that names the first differences."""
     shown = "; ".join(map(str, agreement.differences[:4]))
     more = len(agreement.differences) - 4
     tied = any(d.tied for d in agreement.differences)
     error = AgreementError(
         expected=f"the same bits on {len(agreement.ranks)} ranks",
         received=shown + (f"; and {more} more" if more > 0 else ""),
-        remedy="look for a rank that skipped an exchange, or a bit that flipped; go on from the last check that agreed"
+        remedy="look for a rank that skipped a collective, or for a flipped bit; restart from the last good check"
         + (
             "; where there is no majority, compare each group with that check to see which one is wrong"
             if tied
@@ -206,4 +268,4 @@ def refuse(agreement: Agreement) -> None:
         ),
     )
     error.agreement = agreement
-    raise error
+    return error

@@ -1,10 +1,10 @@
-"""The algebra of a training run, judged before it starts: epochs, steps, warm-up and tokens, in whole numbers.
+"""Check the numbers of a training configuration before the run: epochs, steps, warm-up and tokens.
 
-A run takes `actual_steps` steps t = 0, 1, …; each consumes batch_size × accumulation sequences, and what is left of
-an epoch that fills no step is dropped. The learning rate is peak × t / warmup_steps while t < warmup_steps, and falls
-as a cosine from t = warmup_steps on; so it equals its peak at that one step, if the run gets there.
+A run takes `actual_steps` steps t = 0, 1, …; each consumes batch_size × accumulation sequences, and the rest of an
+epoch that does not fill a step is dropped. The learning rate is peak × t / warmup_steps while t < warmup_steps, and
+falls as a cosine from t = warmup_steps on; so it equals its peak at that one step, if the run gets there.
 
-Deciding uses only + - * //, comparisons and min, so that the same code runs on the symbolic integers of a proof.
+The rules use only + - * //, comparisons and min, so that a proof can run the same code on symbolic integers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,24 @@ from dataclasses import dataclass, fields
 
 from isobit.errors import ArgumentError
 
-# Tokens a parameter should see, and steps a step of warm-up should be followed by.
-TOKENS_PER_PARAMETER = 10
-STEPS_PER_WARMUP_STEP = 10
+TOKENS_PER_PARAMETER = 10  # the least, over the whole run
+STEPS_PER_WARMUP_STEP = 10  # the least number of steps of the run per step of warm-up
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The counts that decide how far a run gets."""
+    """The counts that decide how far a run gets.
+
+    Attributes:
+        sequences: The number of training sequences.
+        batch_size: Sequences per micro-batch.
+        accumulation: Micro-batches per step.
+        epochs: The most passes over the data.
+        max_steps: The most steps.
+        warmup_steps: Steps over which the learning rate rises.
+        sequence_length: Tokens per sequence.
+        parameters: The number of parameters of the model.
+    """
 
     sequences: int
     batch_size: int
@@ -35,7 +45,7 @@ class TrainingConfig:
 
 @dataclass(frozen=True)
 class Finding:
-    """A rule that a configuration breaks, and the numbers that would mend it."""
+    """A rule that a configuration breaks, and the numbers that would fix it."""
 
     rule: str
     expected: str
@@ -48,27 +58,31 @@ Explanation = Callable[[TrainingConfig], Finding]
 
 
 def sequences_per_step(config: TrainingConfig) -> int:
-    """Over all micro-batches."""
+    """Return the sequences of one step, over all its micro-batches."""
     return config.batch_size * config.accumulation
 
 
 def steps_per_epoch(config: TrainingConfig) -> int:
-    """Whole steps only."""
+    """Return the whole steps of one epoch."""
     return config.sequences // sequences_per_step(config)
 
 
 def achievable_steps(config: TrainingConfig) -> int:
-    """As many as the epochs hold."""
+    """Return the steps of all epochs."""
     return config.epochs * steps_per_epoch(config)
 
 
 def actual_steps(config: TrainingConfig) -> int:
-    """As many as are taken before the steps or the epochs end."""
+    """Return the steps that are taken until max_steps or the epochs end the run."""
     return min(config.max_steps, achievable_steps(config))
 
 
 def min_epochs(config: TrainingConfig) -> int:
-    """The fewest epochs that hold max_steps steps."""
+    """Return the fewest epochs that have max_steps steps.
+
+    Raises:
+        ArgumentError: If an epoch has no whole step.
+    """
     steps = steps_per_epoch(config)
     if steps < 1:
         raise ArgumentError(
@@ -80,17 +94,17 @@ def min_epochs(config: TrainingConfig) -> int:
 
 
 def total_tokens(config: TrainingConfig) -> int:
-    """Seen in the whole run, again and again if over several epochs."""
+    """Return the tokens of the whole run; those of each epoch count again."""
     return actual_steps(config) * sequences_per_step(config) * config.sequence_length
 
 
 def peak_step(config: TrainingConfig) -> int | None:
-    """The step whose learning rate is the peak, or None if the run ends before it."""
+    """Return the step with the peak learning rate, or None if the run ends before it."""
     return config.warmup_steps if 0 <= config.warmup_steps < actual_steps(config) else None
 
 
 def counts_are_positive(config: TrainingConfig) -> bool:
-    """Nothing is empty; only the warm-up may be left out."""
+    """Return whether every count is positive; warmup_steps may be 0."""
     return (
         config.sequences >= 1
         and config.batch_size >= 1
@@ -103,7 +117,7 @@ def counts_are_positive(config: TrainingConfig) -> bool:
     )
 
 
-# In this order: each may rely on those before it, and the first makes every divisor positive.
+# In this order: a rule may rely on those before it, and the first makes every divisor positive.
 RULES: dict[str, Rule] = {
     "positive": counts_are_positive,
     "steps-per-epoch": lambda c: steps_per_epoch(c) >= 1,
@@ -116,7 +130,7 @@ RULES: dict[str, Rule] = {
 
 
 def accepts(config: TrainingConfig) -> bool:
-    """Every rule holds."""
+    """Return whether a configuration breaks no rule."""
     return all(rule(config) for rule in RULES.values())
 
 
@@ -130,7 +144,7 @@ def accepts_counts(
     sequence_length: int,
     parameters: int,
 ) -> bool:
-    """`accepts`, of plain integers."""
+    """Return what `accepts` returns, from plain integers."""
     return accepts(
         TrainingConfig(
             sequences,
@@ -146,7 +160,23 @@ def accepts_counts(
 
 
 def check_training(config: TrainingConfig) -> tuple[Finding, ...]:
-    """Every rule that is broken; where a count is not positive nothing else means anything, and only that is told."""
+    """Find the rules that a configuration breaks.
+
+    Args:
+        config: The configuration.
+
+    Returns:
+        One finding per rule. If a count is not positive, that is the only one, as the others would mean nothing.
+
+    Example:
+        >>> from isobit.guards.training_config import TrainingConfig, check_training
+        >>> config = TrainingConfig(
+        ...     sequences=1000, batch_size=4, accumulation=2, epochs=1, max_steps=500,
+        ...     warmup_steps=10, sequence_length=512, parameters=10_000)
+        >>> for finding in check_training(config):
+        ...     print(finding.rule, "-", finding.remedy)
+        reachable - set epochs to at least 4, or max_steps to at most 125
+    """
     if not RULES["positive"](config):
         return (_not_positive(config),)
     return tuple(
@@ -220,7 +250,7 @@ def _few_tokens(config: TrainingConfig) -> Finding:
     )
 
 
-# Apart from the rules: only plain integers are ever printed.
+# Separate from the rules, which also run on symbolic integers; only plain integers are printed.
 EXPLANATIONS: dict[str, Explanation] = {
     "positive": _not_positive,
     "steps-per-epoch": _no_step,

@@ -94,9 +94,8 @@ def attestations() -> tuple[Attestation, ...]:
         if kept:
             register_native_operators()
         torch.ops.isobit.attest(kept)
-    except (
-        Exception
-    ) as error:  # a kernel that is missing or raises: a library for another torch or isobit
+    except Exception as error:
+        # A kernel that is missing or raises: the library was built for another torch or isobit.
         withdraw_attestation()
         return tuple(unattested(dtype, error) for dtype in NATIVE_DTYPES)
     except BaseException:
@@ -172,9 +171,8 @@ def warn_of_portable() -> None:
     broken = "; ".join(f"{a.dtype}: {a.detail}" for a in attestations() if not a.kept)
     reason = native.load() or f"kernels that do not keep the order ({broken})"
     warnings.warn(
-        f"isobit: expected native kernels; received {reason}. The portable executor serves: one order too, but "
-        "thousands of times slower (a linear of 256 rows and a weight of 1024 x 1024 took 86 s on two cores). "
-        f"remedy: {native.remedy(reason)}; `isobit doctor` shows the state",
+        "isobit: expected native kernels; calls use the portable executor, which keeps one order too but is thousands "
+        f"of times slower\n  received: {reason}\n  remedy: {native.remedy(reason)}; `isobit doctor` shows the state",
         PortableWarning,
         stacklevel=2,
     )

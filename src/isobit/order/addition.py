@@ -99,7 +99,7 @@ def write_formula(branch: Branch) -> str:
     return texts[-1] if texts else str(branch)
 
 
-def find_parting(left: Branch, right: Branch) -> tuple[str, str] | None:
+def find_difference(left: Branch, right: Branch) -> tuple[str, str] | None:
     """Return the first addition of `left` that `right` does not make, and what `right` adds instead; None if equal."""
     ours, theirs = steps_of(left), steps_of(right)
     if not ours or not theirs:

@@ -8,7 +8,7 @@ samples. Operators and kernels describe it with these values:
 
 - `spans`: an int64 tensor [samples, 2] with the first row and the number of rows of each sample of the call, in the
   order of the global batch. Rows outside every span are padding. None means that x [B, T, ...] is B samples of T rows.
-- `of`: the number of samples of the global batch. 0, the default of the torch operators, means that the samples of the
+- `of`: the number of samples of the global batch. 0, the default of the operators, means that the samples of the
   call are the global batch, so that a caller without shares need not count them.
 - `first`: the index in the global batch of the call's first sample.
 - `roots`: the largest subtrees of the sample tree that consist of samples of the share. A share can add these by

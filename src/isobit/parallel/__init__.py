@@ -1,4 +1,8 @@
-"""One sum over ranks: the order of addition carried out over torch.distributed."""
+"""Data and tensor parallelism over torch.distributed with a fixed order of addition.
+
+Data parallelism: `GlobalBatch`, `Gradients`, `LossMeter`. Tensor parallelism: `ColwiseParallel`,
+`RowwiseParallel`, `VocabParallel`. Collectives: `all_reduce`, `reduce_scatter`, `all_gather`.
+"""
 
 from isobit.lazy import attach
 

@@ -1,4 +1,8 @@
-"""Model and optimizer saved and loaded through torch.distributed.checkpoint, as the whole, at any layout of ranks."""
+"""Save and load model and optimizer through torch.distributed.checkpoint, at any layout of ranks.
+
+A checkpoint has the names and shapes of the unsplit model, so it can be loaded with other numbers
+of data-parallel and tensor-parallel ranks than it was saved with. The bits are the same.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +26,17 @@ from torch.distributed.tensor import Shard as Placement
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.files import write_text
-from isobit.parallel.collectives.group import is_first_rank
-from isobit.parallel.tensor.shard import Shard, owner_of, table
+from isobit.parallel.collectives.rank_group import is_first_rank
+from isobit.parallel.tensor.shard import Shard, owner_of, shard_table
 
 FORMAT = 1
-RECORD = "isobit.json"  # beside torch's own files: the step, what the caller adds, and the optimizer's options
+# A file next to torch's own: the step, the user's extra data and the options of the optimizer.
+RECORD = "isobit.json"
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a checkpoint says besides tensors."""
+    """The contents of a checkpoint besides tensors."""
 
     step: int
     extra: dict[str, Any]
@@ -46,32 +51,50 @@ def save(
     step: int = 0,
     extra: dict[str, Any] | None = None,
 ) -> None:
-    """Writes a folder that appears under its name only when it is whole; every rank calls this.
+    """Write a checkpoint folder; every rank calls this.
 
-    Names and shapes are those of the unsplit model: stock torch.distributed.checkpoint reads it as {"model": …}.
-    `extra` is anything that JSON can say.
+    The folder gets its name only when it is complete. Stock torch.distributed.checkpoint can read
+    it as `{"model": …}`.
+
+    Args:
+        path: The folder to create.
+        model: The model, whole or split over ranks.
+        optimizer: Its optimizer, or None.
+        step: The number of steps trained.
+        extra: Anything that JSON can represent.
+
+    Raises:
+        ArgumentError: The folder exists, or the optimizer has parameters of another model.
+        UnsupportedError: A parameter is both a DTensor and a tensor-parallel shard.
+
+    Example:
+        >>> import isobit, tempfile
+        >>> from isobit.parallel import checkpoint
+        >>> model = isobit.nn.Linear(4, 4)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     checkpoint.save(f"{folder}/step-10", model, step=10, extra={"epoch": 1})
+        ...     checkpoint.load(f"{folder}/step-10", isobit.nn.Linear(4, 4))
+        Loaded(step=10, extra={'epoch': 1})
     """
     target = Path(path)
-    making = target.with_name(f"{target.name}.partial")
+    unfinished = target.with_name(f"{target.name}.partial")
     if target.exists():
         raise ArgumentError(
             expected="a new folder",
             received=f"{target}, which exists",
-            remedy="name one for each step",
+            remedy="use a new name for each step",
         )
     groups = [] if optimizer is None else describe_groups(optimizer, names_of(model))
     record = json.dumps({"format": FORMAT, "step": step, "extra": extra or {}, "groups": groups})
-    state: dict[str, Any] = {"model": split_views(model, model.state_dict())}
-    if optimizer is not None:
-        state["optimizer"] = optimizer_views(model, optimizer)
+    state = state_views(model, optimizer)
     if is_first_rank():
-        shutil.rmtree(making, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     wait_for_all()
     with with_or_without_ranks() as no_dist:
-        write_folder(state, checkpoint_id=making, no_dist=no_dist)
+        write_folder(state, checkpoint_id=unfinished, no_dist=no_dist)
     if is_first_rank():
-        write_text(making / RECORD, record)
-        making.rename(target)
+        write_text(unfinished / RECORD, record)
+        unfinished.rename(target)
     wait_for_all()
 
 
@@ -79,52 +102,69 @@ def save(
 def load(
     path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
 ) -> Loaded:
-    """Reads this rank's parts into the model's own memory, and the optimizer's state; every rank calls this.
+    """Read a checkpoint into a model and an optimizer; every rank calls this.
 
-    The layout may be another than the one that saved: the bits are the same.
+    Args:
+        path: A folder that `save` wrote, at any layout of ranks.
+        model: Receives this rank's parts, in its own memory.
+        optimizer: Receives its state and options, or None.
+
+    Returns:
+        The step and the extra data.
+
+    Raises:
+        ArgumentError: The folder is not a complete checkpoint of this format, or the optimizer has
+            other parameter groups.
+
+    Example: see `save`.
     """
     source = Path(path)
     if not (source / RECORD).is_file():
         raise ArgumentError(
-            expected="a folder that isobit.parallel.checkpoint.save wrote to its end",
+            expected="a complete folder that isobit.parallel.checkpoint.save wrote",
             received=str(source),
-            remedy="name an earlier checkpoint; one that ends in .partial was never finished",
+            remedy="pass an earlier checkpoint; a folder that ends in .partial was never finished",
         )
     record = json.loads((source / RECORD).read_text())
     if record.get("format") != FORMAT:
         raise ArgumentError(
             expected=f"a checkpoint of format {FORMAT}",
             received=f"format {record.get('format')!r} in {source}",
-            remedy="load it with the isobit that saved it, or read its tensors by torch.distributed.checkpoint",
+            remedy="load it with the version of isobit that saved it, or read its tensors with "
+            "torch.distributed.checkpoint",
         )
-    state: dict[str, Any] = {"model": split_views(model, model.state_dict())}
     if optimizer is not None:
         restore_groups(optimizer, names_of(model), record["groups"])
-        make_room(source, model, optimizer)
-        state["optimizer"] = optimizer_views(model, optimizer)
+        allocate_state(source, model, optimizer)
+    state = state_views(model, optimizer)
     with with_or_without_ranks() as no_dist:
         read_folder(state, checkpoint_id=source, no_dist=no_dist)
     return Loaded(int(record["step"]), dict(record["extra"]))
 
 
-# ---- tensors: local ones, seen as parts of the whole ---------------------------------------------------------
+def state_views(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return the tensors of model and optimizer as torch.distributed.checkpoint expects them."""
+    state: dict[str, Any] = {"model": split_views(model, model.state_dict())}
+    if optimizer is not None:
+        state["optimizer"] = optimizer_views(model, optimizer)
+    return state
 
 
 def split_views(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """By parameter name: tensors that are cut as their parameter is, as views that know their place; others as is."""
-    shards = table(model)
+    """Return tensors by parameter name, those of split parameters as DTensor views."""
+    shards = shard_table(model)
     return {name: view_of(model, name, value, shards.get(name)) for name, value in tensors.items()}
 
 
 def view_of(model: nn.Module, name: str, local: Tensor, shard: Shard | None) -> Tensor:
-    """No copy: what is read into the view is read into the tensor."""
+    """Return a view without a copy: what is read into the view is read into the tensor."""
     if shard is None or shard.parts == 1:
         return local.detach()
     if isinstance(local, DTensor):
         raise UnsupportedError(
             expected="a plain parameter on each rank",
-            received=f"{name}, a DTensor beside its shard {shard}",
-            remedy="save before wrapping, or split by one of them",
+            received=f"{name}, a DTensor that is also a {shard}",
+            remedy="save before applying fully_shard, or split the model in one of the two ways",
         )
     mesh = owner_of(model, name).require_mesh()
     return DTensor.from_local(local.detach(), mesh, [Placement(shard.axis)], run_check=False)
@@ -133,8 +173,8 @@ def view_of(model: nn.Module, name: str, local: Tensor, shard: Shard | None) -> 
 def optimizer_views(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, dict[str, Tensor]]:
-    """By name of the state, then of the parameter."""
-    shards, found = table(model), dict[str, dict[str, Tensor]]()
+    """Return the state tensors by name of the state, then of the parameter."""
+    shards, found = shard_table(model), dict[str, dict[str, Tensor]]()
     for name, parameter in parameters_of(model, optimizer):
         for key, value in optimizer.state[parameter].items():
             cut = shards.get(name) if value.shape == parameter.shape else None
@@ -142,8 +182,8 @@ def optimizer_views(
     return found
 
 
-def make_room(source: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """State tensors as the checkpoint has them, of this rank's shapes, to be read into."""
+def allocate_state(source: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Create the state tensors that the checkpoint has, in this rank's shapes, to be read into."""
     saved: dict[str, dict[str, Any]] = {}
     for key, value in FileSystemReader(source).read_metadata().state_dict_metadata.items():
         space, _, rest = key.partition(".")
@@ -154,26 +194,23 @@ def make_room(source: Path, model: nn.Module, optimizer: torch.optim.Optimizer) 
         optimizer.state[parameter].clear()
         for state, value in saved.get(name, {}).items():
             dtype = value.properties.dtype
-            like = torch.zeros_like(
-                parameter.detach(), dtype=dtype
-            )  # of its own kind: a DTensor under fully_shard
+            # zeros_like makes a DTensor where fully_shard made the parameter one.
             optimizer.state[parameter][state] = (
-                like if len(value.size) else torch.zeros((), dtype=dtype)
+                torch.zeros_like(parameter.detach(), dtype=dtype)
+                if len(value.size)
+                else torch.zeros((), dtype=dtype)
             )
 
 
-# ---- the optimizer's parameters and options -------------------------------------------------------------------
-
-
 def names_of(model: nn.Module) -> dict[nn.Parameter, str]:
-    """A tied parameter has its first name."""
+    """Return the names of parameters; a tied parameter has its first name."""
     return {parameter: name for name, parameter in model.named_parameters()}
 
 
 def parameters_of(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """The optimizer's parameters, by their names in the model."""
+    """Yield the optimizer's parameters with their names in the model."""
     names = names_of(model)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -183,13 +220,17 @@ def parameters_of(
 def describe_groups(
     optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str]
 ) -> list[dict[str, Any]]:
-    """Each group's options, and its parameters by name."""
+    """Return each group's options and the names of its parameters.
+
+    Raises:
+        ArgumentError: The optimizer has parameters that are not the model's.
+    """
     foreign = sum(p not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise ArgumentError(
             expected="an optimizer of this model's parameters",
             received=f"{foreign} others",
-            remedy="make the optimizer after the model is split, from model.parameters()",
+            remedy="create the optimizer after the model is split, from model.parameters()",
         )
     return [
         {
@@ -205,7 +246,11 @@ def describe_groups(
 def restore_groups(
     optimizer: torch.optim.Optimizer, names: dict[nn.Parameter, str], saved: list[dict[str, Any]]
 ) -> None:
-    """The options that were saved, for the same groups."""
+    """Restore the saved options of each group.
+
+    Raises:
+        ArgumentError: The optimizer has other groups than the saved one.
+    """
     here = [group["parameters"] for group in describe_groups(optimizer, names)]
     there = [group["parameters"] for group in saved]
     if here != there:
@@ -216,7 +261,7 @@ def restore_groups(
             expected=f"an optimizer of {len(there)} groups with the saved parameters",
             received=f"{len(here)} groups"
             + (f", without or besides {sorted(missing)[:3]}" if missing else ""),
-            remedy="make the optimizer as the saved one was made",
+            remedy="create the optimizer with the same parameter groups as the saved one",
         )
     for group, known in zip(optimizer.param_groups, saved, strict=True):
         options = known["options"]
@@ -230,7 +275,7 @@ def restore_groups(
 
 @contextmanager
 def with_or_without_ranks() -> Iterator[bool]:
-    """Whether this process is alone, which torch warns of."""
+    """Yield whether this process is alone, without torch's warning about it."""
     if dist.is_initialized():
         yield False
         return
@@ -240,6 +285,6 @@ def with_or_without_ranks() -> Iterator[bool]:
 
 
 def wait_for_all() -> None:
-    """Between what one rank does and what all do."""
+    """Wait until all ranks are here, if there are several."""
     if dist.is_initialized():
         dist.barrier()

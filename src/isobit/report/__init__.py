@@ -1,1 +1,1 @@
-"""Pictures and pages for people, from what the layers below found. Never torch."""
+"""Pictures, pages and reports, drawn from records. Never imports torch."""

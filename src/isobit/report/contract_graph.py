@@ -1,4 +1,4 @@
-"""The graph of contracts: what rests on what, as text, Mermaid, JSON or SVG."""
+"""The graph of contracts and their dependencies, as text, Mermaid, JSON or SVG."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH, HEIGHT, GAP_X, GAP_Y = 230, 46, 26, 46
 
 
 def draw(format: str, contracts: Sequence[ContractStatus], origin: Provenance | None = None) -> str:
-    """In one of FORMATS; where it comes from is a comment, in those that have one."""
+    """Draw the graph in one of FORMATS, with its provenance as a comment if the format has comments."""
     drawn = FORMATS[format](contracts)
     if origin is None:
         return drawn
@@ -35,21 +35,21 @@ def draw(format: str, contracts: Sequence[ContractStatus], origin: Provenance | 
 
 
 def colour_of(contract: ContractStatus) -> str:
-    """Green is kept; grey says nothing yet; red is everything that went wrong."""
+    """Return green for kept, grey for undecided, and red for everything else."""
     return COLOURS.get(contract.verdict, RED)
 
 
 def as_text(contracts: Sequence[ContractStatus]) -> str:
-    """A contract a line, with what it rests on."""
+    """Write one contract per line, with its dependencies."""
     lines = []
     for contract in contracts:
-        rests = f"  ← {', '.join(contract.depends_on)}" if contract.depends_on else ""
-        lines.append(plain(f"{contract.id}  L{contract.level} {contract.verdict}{rests}"))
+        below = f"  ← {', '.join(contract.depends_on)}" if contract.depends_on else ""
+        lines.append(plain(f"{contract.id}  L{contract.level} {contract.verdict}{below}"))
     return "\n".join(lines)
 
 
 def as_mermaid(contracts: Sequence[ContractStatus]) -> str:
-    """For pages that draw Mermaid."""
+    """Write a Mermaid diagram."""
     names = {c.id: f"c{i}" for i, c in enumerate(contracts)}
     lines = ["graph BT"]
     lines += [
@@ -63,7 +63,7 @@ def as_mermaid(contracts: Sequence[ContractStatus]) -> str:
 
 
 def as_json(contracts: Sequence[ContractStatus]) -> str:
-    """For machines."""
+    """Write the nodes as JSON."""
     nodes = [
         {
             "id": c.id,
@@ -78,7 +78,7 @@ def as_json(contracts: Sequence[ContractStatus]) -> str:
 
 
 def ranks_of(contracts: Sequence[ContractStatus]) -> dict[str, int]:
-    """How far each stands above what rests on nothing."""
+    """Return the length of the longest chain of dependencies below each contract."""
     depends = {c.id: list(c.depends_on) for c in contracts}
     ranks: dict[str, int] = {}
     for start in depends:
@@ -97,7 +97,7 @@ def ranks_of(contracts: Sequence[ContractStatus]) -> dict[str, int]:
 
 
 def as_svg(contracts: Sequence[ContractStatus]) -> str:
-    """Drawn: what rests on nothing at the bottom."""
+    """Draw a picture: contracts without dependencies are at the bottom."""
     ranks, rows = ranks_of(contracts), dict[int, list[ContractStatus]]()
     for contract in contracts:
         rows.setdefault(ranks[contract.id], []).append(contract)

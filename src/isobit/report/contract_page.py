@@ -1,4 +1,4 @@
-"""Contracts and their evidence as one page that needs nothing else: the numbers, the ladder, the graph, each claim."""
+"""A self-contained HTML page of contracts and their evidence: totals, ladder, graph, and each claim."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from isobit.records import ClaimRecord, ContractStatus, Planted, Provenance, Section
 from isobit.report.contract_graph import as_svg
+from isobit.report.contract_template import PAGE
 from isobit.report.markup import FOOTER_STYLE, as_footer, escape
 
-# The words of the ladder; tests hold them to those that judge.
+# The levels of the ladder; a test compares them with store/ladder.py.
 RUNGS = (
     "well-formed, every obligation linked to a claim",
     "schema, operator check, shapes and dtypes by construction",
@@ -24,60 +25,7 @@ TONES = {
     "below-level": "mute",
     "unbound": "mute",
 }
-OPEN = ("broken", "void", "vacuous")  # what a reader came for is unfolded
-
-PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
-<title>{title}</title><style>
-:root{{color-scheme:light dark;--ink:#20252d;--quiet:#667080;--line:#dfe3e9;--panel:#f7f8fa;--card:#fff;
---good:#237a4b;--warn:#956f00;--mute:#6b7280;--bad:#b3261e;--link:#2f5f98}}
-@media (prefers-color-scheme:dark){{:root{{--ink:#dde1e8;--quiet:#98a2b3;--line:#343b47;--panel:#1b1f27;--card:#14171d;
---good:#5cc08a;--warn:#d9b13b;--mute:#9aa3b2;--bad:#f2837b;--link:#8db9ee}}}}
-body{{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:1120px;margin:2rem auto;padding:0 1rem;
-color:var(--ink);background:var(--card)}}
-h1{{font-size:1.5rem;margin:0 0 .8rem}}h2{{font-size:1.1rem;margin:2.2rem 0 .6rem}}
-h3{{font-size:.8rem;margin:1.4rem 0 .4rem;color:var(--quiet);text-transform:uppercase;letter-spacing:.06em}}
-a{{color:var(--link);text-decoration:none}}a:hover{{text-decoration:underline}}p{{margin:.3rem 0}}
-.numbers{{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:.6rem;margin:0}}
-.numbers div{{background:var(--panel);border:1px solid var(--line);border-radius:8px;padding:.6rem .8rem}}
-.numbers dt{{color:var(--quiet);font-size:.82rem}}.numbers dd{{margin:0;font-size:1.1rem;font-weight:600}}
-.numbers small{{font-weight:400;color:var(--quiet);font-size:.85rem}}
-table{{border-collapse:collapse;width:100%}}td,th{{text-align:left;padding:.4rem .7rem .4rem 0;vertical-align:middle}}
-tr{{border-bottom:1px solid var(--line)}}th{{color:var(--quiet);font-weight:500;font-size:.82rem}}
-.good{{--tone:var(--good)}}.warn{{--tone:var(--warn)}}.mute{{--tone:var(--mute)}}.bad{{--tone:var(--bad)}}
-.chip{{display:inline-block;color:var(--tone);border:1px solid currentColor;border-radius:99px;padding:0 .6rem;
-font-size:.8rem;line-height:1.45rem;font-weight:600;white-space:nowrap;
-background:color-mix(in srgb,var(--tone) 10%,transparent)}}
-.rungs{{display:inline-flex;gap:3px;vertical-align:middle}}
-.rungs i{{font:600 .7rem/1.35rem ui-sans-serif,system-ui,sans-serif;width:2.1rem;text-align:center;border-radius:4px;
-color:var(--quiet);background:var(--panel);box-shadow:inset 0 0 0 1px var(--line)}}
-.rungs .full{{background:var(--tone);color:var(--card);box-shadow:none}}
-.rungs .asked{{outline:2px solid var(--ink);outline-offset:1px}}
-.quiet{{color:var(--quiet);font-size:.88rem}}
-.graph{{overflow:auto;border:1px solid var(--line);border-radius:8px;background:var(--panel);text-align:center}}
-.graph rect{{fill:var(--card)}}.graph text:not([fill]){{fill:var(--ink)}}
-details.contract{{border:1px solid var(--line);border-left:4px solid var(--tone);border-radius:8px;margin:.7rem 0;
-padding:.6rem 1rem}}
-summary{{cursor:pointer}}details.contract>summary{{display:flex;gap:.8rem;align-items:center;flex-wrap:wrap}}
-summary b{{font-size:1.02rem}}summary span.quiet{{flex:1 1 16rem}}
-.place{{scroll-margin-top:5rem;padding-top:.5rem;overflow-wrap:anywhere}}
-code,pre,.formula{{font:13px/1.5 ui-monospace,Menlo,Consolas,monospace}}
-.formula{{background:var(--panel);border-radius:6px;padding:.4rem .7rem;margin:.3rem 0;overflow-wrap:anywhere}}
-.obligation{{margin:1.1rem 0 .4rem}}
-.claim{{border:1px solid var(--line);border-left:3px solid var(--tone);border-radius:6px;padding:.5rem .8rem;
-margin:.5rem 0 .5rem .8rem}}
-.claim header{{display:flex;gap:.7rem;align-items:center;flex-wrap:wrap}}.claim header code{{color:var(--quiet)}}
-.claim p,.claim ul{{margin:.35rem 0;overflow-wrap:anywhere}}ul{{padding-left:1.1rem}}
-.claim details{{margin:.35rem 0}}.tone{{color:var(--tone);font-weight:600}}
-pre{{background:var(--panel);border:1px solid var(--line);border-radius:6px;padding:.5rem .7rem;margin:.35rem 0;
-white-space:pre-wrap;overflow-wrap:anywhere}}
-.wide{{overflow-x:auto}}{footer_style}
-</style>
-<h1>{title}</h1>{numbers}
-<h2>The ladder</h2>{ladder}
-<h2>What rests on what</h2><div class="graph">{graph}</div>
-<h2>Contracts</h2>{contracts}{origin}
-</html>
-"""
+OPEN = ("broken", "void", "vacuous")  # shown open
 
 
 def draw_contracts(
@@ -86,13 +34,14 @@ def draw_contracts(
     title: str,
     origin: Provenance | None = None,
 ) -> str:
-    """`sections` holds the words of each contract by id; a contract without words still shows all its claims."""
+    """Return the page; `sections` are the words of each contract by id."""
     ladder = "".join(_row(contract, claims_of(contract, sections)) for contract in contracts)
     rungs = "".join(f"<li><b>L{level}</b> {words}" for level, words in enumerate(RUNGS))
     legend = (
-        f'<details class="quiet"><summary>What the rungs mean</summary><ul>{rungs}</ul></details>'
+        f'<details class="quiet"><summary>What the levels mean</summary><ul>{rungs}</ul></details>'
     )
-    heads = "<tr><th>contract<th>reached; asked for is ringed<th>verdict<th>claims kept<th>sabotage caught</tr>"
+    names = ("contract", "level (outlined: required)", "verdict", "claims kept", "sabotage caught")
+    heads = f"<tr>{''.join(f'<th>{name}' for name in names)}</tr>"
     return PAGE.format(
         title=escape(title),
         numbers=_numbers(contracts, sections),
@@ -107,7 +56,7 @@ def draw_contracts(
 
 
 def tone_of(verdict: str) -> str:
-    """Green is kept; grey says nothing yet; red is everything that went wrong."""
+    """Return green for kept, grey for undecided, and red for everything else."""
     return TONES.get(verdict, "bad")
 
 
@@ -135,13 +84,13 @@ def _numbers(contracts: Sequence[ContractStatus], sections: Mapping[str, Sequenc
 
 
 def claims_of(contract: ContractStatus, sections: Mapping[str, Sequence[Section]]) -> int:
-    """A claim that was never judged has no record, and is a claim all the same."""
+    """Return the number of claims, including those that were never judged and have no record."""
     named = {section.name for section in sections.get(contract.id, ()) if section.kind == "claim"}
     return len(named | {claim.claim for claim in contract.claims})
 
 
 def is_kept(claim: ClaimRecord) -> bool:
-    """At the level it asks for: what is shown on fewer rungs is not yet what was promised."""
+    """Return whether a claim is kept at the level that it must reach."""
     return claim.verdict == "kept" and claim.level >= claim.required
 
 
@@ -166,17 +115,14 @@ def _rungs(level: int, required: int, verdict: str) -> str:
     reached = -1 if verdict == "unbound" else level
     cells = []
     for rung, words in enumerate(RUNGS):
-        kinds = " ".join(["full"] * (rung <= reached) + ["asked"] * (rung == required))
+        kinds = " ".join(["full"] * (rung <= reached) + ["required"] * (rung == required))
         cells.append(f'<i class="{kinds}" title="L{rung}: {words}">L{rung}</i>')
-    said = f'aria-label="L{level} reached, L{required} asked for"'
-    return f'<span class="rungs {tone_of(verdict)}" role="img" {said}>{"".join(cells)}</span>'
+    label = f'aria-label="L{level} reached, L{required} required"'
+    return f'<span class="rungs {tone_of(verdict)}" role="img" {label}>{"".join(cells)}</span>'
 
 
 def _chip(verdict: str, words: str = "") -> str:
     return f'<span class="chip {tone_of(verdict)}">{escape(words or verdict)}</span>'
-
-
-# ---- one contract ---------------------------------------------------------------------------------------
 
 
 def _contract(contract: ContractStatus, sections: Sequence[Section]) -> str:
@@ -205,7 +151,7 @@ def _contract(contract: ContractStatus, sections: Sequence[Section]) -> str:
     )
     opened = " open" if contract.verdict in OPEN else ""
     detail = f"<p>{escape(contract.detail)}" if contract.detail and not by_kind.get("about") else ""
-    # The place stands inside, so that following a link unfolds it.
+    # The anchor is inside, so that following a link opens the details.
     return (
         f'<details class="contract {tone_of(contract.verdict)}"{opened}><summary><b>{escape(contract.id)}</b>'
         f'<span class="quiet">{escape(contract.title)}</span>'
@@ -243,16 +189,13 @@ def _inputs(sections: Sequence[Section]) -> str:
 
 
 def _obligation(section: Section) -> str:
-    text, *stands = section.lines or ("",)
-    quiet = _lines(stands, "span", "quiet")
+    text, *status = section.lines or ("",)
+    quiet = _lines(status, "span", "quiet")
     return f'<p class="obligation"><b>{escape(section.name)}</b> {escape(text)} {quiet}</p>'
 
 
 def _seen(claim: str) -> str:
     return f'<p class="claim mute quiet">claim <b>{escape(claim)}</b>: shown above</p>'
-
-
-# ---- one claim ------------------------------------------------------------------------------------------
 
 
 def _claim(record: ClaimRecord | None, section: Section | None) -> str:
@@ -304,7 +247,7 @@ def _proof(record: ClaimRecord) -> str:
 
 
 def _found(record: ClaimRecord) -> str:
-    """The counter-example, or why there is no verdict; and the command that shows it again."""
+    """Write the counter-example or the reason for no verdict, and the command that shows it again."""
     repeated = record.proof is not None and record.detail == record.proof.failure
     detail = f"<pre>{escape(record.detail)}</pre>" if record.detail and not repeated else ""
     replay = (

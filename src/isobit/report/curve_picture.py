@@ -1,4 +1,4 @@
-"""The picture of loss curves by layout: how far each differs from the first, by step; exactly 0 has its own line."""
+"""A picture of loss curves by layout: how far each differs from the first, per step."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from itertools import pairwise
 from isobit.records import Provenance
 from isobit.report.svg import Canvas
 
-Losses = Mapping[str, Sequence[float]]  # by layout; the first is what the others are held to
+Losses = Mapping[str, Sequence[float]]  # by layout; the others are compared with the first
 LEFT, WIDTH, HEIGHT, TOP = 74, 330, 210, 58
 
 
 def draw_curves(
     panels: Mapping[str, Mapping[str, Losses]], title: str, origin: Provenance | None = None
 ) -> str:
-    """A panel a dtype; in each, a line a layout of every side: stock's in orange, isobit's in blue."""
+    """Draw a panel per dtype, with a line per layout: stock's in orange, isobit's in blue."""
     canvas = Canvas()
     canvas.text(LEFT, 22, title, "title")
     parted = [
         p
         for sides in panels.values()
         for losses in sides.values()
-        for line in partings(losses)
+        for line in differences(losses)
         for p in line
     ]
     powers = [math.log10(p) for p in parted if 0 < p < math.inf]
@@ -44,7 +44,7 @@ def draw_curves(
 def draw_panel(
     name: str, sides: Mapping[str, Losses], low: int, high: int, labelled: bool
 ) -> Canvas:
-    """The y axis is the power of ten, between the floor's line of exact zeros and the frame."""
+    """Draw one panel; the y axis is the power of ten, above a line for exact zeros."""
     canvas = Canvas()
     counts = ", ".join(f"{side}: {len(losses)} layouts" for side, losses in sides.items())
     canvas.text(0, -10, f"{name} — {counts}", "quiet")
@@ -53,7 +53,7 @@ def draw_panel(
     def height(value: float) -> float:
         if value <= 0:
             return HEIGHT - 18
-        if not math.isfinite(value):  # a run that blew up, at the frame's upper edge
+        if not math.isfinite(value):  # a run that diverged, at the upper edge
             return 8
         return HEIGHT - 48 - (math.log10(value) - low) / (high - low) * (HEIGHT - 64)
 
@@ -63,11 +63,10 @@ def draw_panel(
             canvas.text(-8, height(10.0**power) + 4, f"1e{power}", "quiet", "end")
     if labelled:
         canvas.text(-8, height(0) + 4, "exactly 0", "quiet", "end")
-    for side, losses in sorted(
-        sides.items(), reverse=True
-    ):  # isobit last: stock's own first layout is at 0 as well
+    # isobit last: the line of stock's first layout is at 0 too.
+    for side, losses in sorted(sides.items(), reverse=True):
         kind = "same" if side == "isobit" else "differs"
-        for layout, line in zip(losses, partings(losses), strict=True):
+        for layout, line in zip(losses, differences(losses), strict=True):
             draw_line(canvas, f"{side} {layout}", line, height, kind)
     steps = max((len(line) for losses in sides.values() for line in losses.values()), default=1)
     for step in range(steps):
@@ -78,7 +77,7 @@ def draw_panel(
 def draw_line(
     canvas: Canvas, name: str, line: Sequence[float], height: Callable[[float], float], kind: str
 ) -> None:
-    """A layout's, with a dot a step."""
+    """Draw the line of a layout, with a dot per step."""
     at = [(place(step, len(line)), height(value)) for step, value in enumerate(line)]
     for (x0, y0), (x1, y1) in pairwise(at):
         canvas.line(x0, y0, x1, y1, f"{kind} hair", name)
@@ -87,11 +86,11 @@ def draw_line(
 
 
 def place(step: int, steps: int) -> float:
-    """Along the x axis."""
+    """Return the x coordinate of a step."""
     return 16 + step * (WIDTH - 32) / max(steps - 1, 1)
 
 
-def partings(losses: Losses) -> list[list[float]]:
-    """|loss − the first layout's|, a list a layout."""
+def differences(losses: Losses) -> list[list[float]]:
+    """Return |loss − the first layout's|, one list per layout."""
     lines = list(losses.values())
     return [[abs(a - b) for a, b in zip(line, lines[0], strict=True)] for line in lines]

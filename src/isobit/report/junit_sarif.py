@@ -1,4 +1,4 @@
-"""Verdicts in the forms that other tools read: JUnit XML and SARIF."""
+"""Write verdicts for other tools, as JUnit XML and SARIF."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from isobit.report.markup import escape, facts_of
 SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def said_of(claim: ClaimRecord) -> str:
-    """One line about a claim, with its denominators."""
-    said = f"{claim.verdict}: {claim.differing:,} of {claim.compared:,} differ, {claim.inputs:,} inputs, L{claim.level}"
+def describe(claim: ClaimRecord) -> str:
+    """Describe a claim in one line, with its counts."""
+    text = f"{claim.verdict}: {claim.differing:,} of {claim.compared:,} differ, {claim.inputs:,} inputs, L{claim.level}"
     return plain(
         ". ".join(
             part
-            for part in (said, claim.detail, claim.replay and f"replay: {claim.replay}")
+            for part in (text, claim.detail, claim.replay and f"replay: {claim.replay}")
             if part
         )
     )
 
 
 def quoteattr(text: str) -> str:
-    """A quoted attribute of XML, without the characters that XML cannot hold."""
+    """Quote an attribute of XML, without characters that XML cannot contain."""
     return saxutils.quoteattr(one_line(text))
 
 
 def as_junit(contracts: Sequence[ContractStatus], origin: Provenance | None = None) -> str:
-    """A suite a contract, a case a claim; what is not kept is a failure, what could not run an error."""
+    """Write a suite per contract and a case per claim; not kept is a failure, could not run an error."""
     facts = facts_of(origin) if origin else ()
     notes = [
         f"      <property name={quoteattr(name)} value={quoteattr(value)}/>"
@@ -45,16 +45,16 @@ def as_junit(contracts: Sequence[ContractStatus], origin: Provenance | None = No
             inner = ""
             if claim.verdict != "kept":
                 tag = "error" if claim.verdict == "could-not-run" else "failure"
-                said = said_of(claim)
-                inner = f"<{tag} type={quoteattr(claim.verdict)} message={quoteattr(said[:500])}>{escape(said)}</{tag}>"
+                text = describe(claim)
+                inner = f"<{tag} type={quoteattr(claim.verdict)} message={quoteattr(text[:500])}>{escape(text)}</{tag}>"
             head = f'<testcase classname={quoteattr(contract.id)} name={quoteattr(claim.claim)} time="{claim.seconds}">'
             cases.append(f"    {head}{inner}</testcase>")
         if contract.verdict != "kept" and all(
             "<failure" not in c and "<error" not in c for c in cases
         ):
-            said = quoteattr(contract.detail or contract.verdict)
+            text = quoteattr(contract.detail or contract.verdict)
             cases.append(
-                f'    <testcase classname={quoteattr(contract.id)} name="contract"><error message={said}/></testcase>'
+                f'    <testcase classname={quoteattr(contract.id)} name="contract"><error message={text}/></testcase>'
             )
         failed = sum("<failure" in c for c in cases)
         errors = sum("<error" in c for c in cases)
@@ -65,24 +65,24 @@ def as_junit(contracts: Sequence[ContractStatus], origin: Provenance | None = No
 
 
 def as_sarif(contracts: Sequence[ContractStatus], origin: Provenance) -> str:
-    """A result for every claim that is not kept, at its contract's file."""
+    """Write a result for every claim that is not kept, at its contract's file."""
     results = []
     for contract in contracts:
         found = [
-            (f"{contract.id}/{c.claim}", c.verdict, said_of(c))
+            (f"{contract.id}/{c.claim}", c.verdict, describe(c))
             for c in contract.claims
             if c.verdict != "kept"
         ]
-        if contract.verdict != "kept" and not found:  # silence would read as a pass
+        if contract.verdict != "kept" and not found:  # an empty result would read as a pass
             found = [
                 (contract.id, contract.verdict, plain(f"{contract.verdict}: {contract.detail}"))
             ]
-        for rule, verdict, said in found:
+        for rule, verdict, text in found:
             results.append(
                 {
                     "ruleId": one_line(rule),
                     "level": "note" if verdict == "waived" else "error",
-                    "message": {"text": said},
+                    "message": {"text": text},
                     "locations": [
                         {"physicalLocation": {"artifactLocation": {"uri": one_line(contract.path)}}}
                     ],

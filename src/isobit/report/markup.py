@@ -1,4 +1,4 @@
-"""Text for pages and pictures: escaped, without control characters; and where they come from, in every form."""
+"""Escaped text for pages and pictures, and their provenance as a footer or metadata."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from isobit.records import Provenance
 
 
 def escape(text: str) -> str:
-    """For HTML, SVG and XML, as text or in a quoted attribute."""
+    """Escape text for HTML, SVG and XML, also in a quoted attribute."""
     return html.escape(plain(text))
 
 
 def facts_of(origin: Provenance) -> tuple[tuple[str, str], ...]:
-    """Names and values, as pages show them."""
+    """Return names and values of a provenance, as pages show them."""
     return (
         ("command", origin.command),
         ("date", origin.date),
@@ -26,7 +26,7 @@ def facts_of(origin: Provenance) -> tuple[tuple[str, str], ...]:
 
 
 def as_footer(origin: Provenance | None) -> str:
-    """A list at the end of a page; styled by the page."""
+    """Write the provenance as a list at the end of a page."""
     if origin is None:
         return ""
     items = "".join(
@@ -36,7 +36,7 @@ def as_footer(origin: Provenance | None) -> str:
 
 
 def as_metadata(origin: Provenance | None) -> str:
-    """An element of an SVG that is not drawn."""
+    """Write the provenance as an SVG element that is not drawn."""
     if origin is None:
         return ""
     return (

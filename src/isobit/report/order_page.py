@@ -1,4 +1,4 @@
-"""A certificate as one picture of its orders side by side, and as one page that needs nothing else."""
+"""A certificate as one picture of its orders side by side, and as a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ svg{{max-width:100%;height:auto}}.note{{color:#777}}.wide{{overflow-x:auto}}.wid
 {origin}</html>
 """
 LEGEND = (
-    "Terms run along the horizontal axis; a bar is a chain of neighbours, dots on a line a chain of terms that stand "
-    "apart, a junction an addition. Blue: every order here makes this addition; violet: some others do; orange: none."
+    "Terms run along the horizontal axis; a bar is a chain of neighbours, dots on a line a chain of separate "
+    "terms, a junction an addition. Blue: every order here makes this addition; violet: some others do; orange: none."
 )
 COLUMNS = (
     "configurations",
@@ -41,10 +41,10 @@ COLUMNS = (
 def draw_certificate(
     certificate: Certificate, title: str = "", origin: Provenance | None = None
 ) -> str:
-    """Every class of configurations in its own panel."""
-    held = [set(step_digests(steps_of(c.tree.branch))) for c in certificate.classes]
+    """Draw every class of configurations in its own panel."""
+    made = [set(step_digests(steps_of(c.tree.branch))) for c in certificate.classes]
     pictures = [
-        OrderPicture(c.tree, [other for other in held if other is not held[at]])
+        OrderPicture(c.tree, [other for other in made if other is not made[at]])
         for at, c in enumerate(certificate.classes)
     ]
     columns = 1 if len(pictures) == 1 else 2
@@ -77,7 +77,7 @@ def _cut(words: str, room: int) -> str:
 
 
 def write_page(certificate: Certificate, title: str, origin: Provenance | None = None) -> str:
-    """The picture, what it means, and the numbers."""
+    """Return the page: picture, legend, and numbers."""
     verdict = (
         f"One order in {certificate.count} configurations: {certificate.claim}."
         if certificate.kept
@@ -109,12 +109,12 @@ def write_page(certificate: Certificate, title: str, origin: Provenance | None =
 
 
 def _row(found: OrderClass) -> str:
-    parting = f"{found.parting[0]} there; {found.parting[1]} here" if found.parting else ""
+    difference = f"{found.parting[0]} there; {found.parting[1]} here" if found.parting else ""
     cells = (
         found.label,
         str(found.tree),
         str(found.tree.arithmetic or "not seen"),
-        parting,
+        difference,
         found.tree.digest[:16],
         f"{found.tree.probes}, {found.tree.replayed}",
     )

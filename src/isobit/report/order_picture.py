@@ -1,4 +1,4 @@
-"""Draws one order of addition: terms along the horizontal axis, sums above what they add, regular runs collapsed."""
+"""Draw one order of addition: terms on the horizontal axis, sums above them, regular runs collapsed."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from isobit.reveal.outline import Outline, Run, count_lead, describe
 from isobit.reveal.tree import Tree
 
 WIDTH, LEFT, RIGHT, ROW = 560, 14, 132, 20
-WHOLE_TREE = 32  # up to so many terms every addition is drawn
+WHOLE_TREE = 32  # the largest number of terms for which every addition is drawn
 SIDE_BY_SIDE, STACKED, DOTS, SMALLEST = 16, 5, 33, 30  # items, items, dots, pixels
 
 
 @dataclass(frozen=True)
 class _End:
-    """Where the sum of something drawn comes out: its place, and a term under it."""
+    """Where the sum of something drawn ends: its coordinates, and a term below it."""
 
     x: float
     row: float
@@ -26,7 +26,7 @@ class _End:
 
 
 class OrderPicture:
-    """One drawing; `others` are the digests of the additions that each other order makes."""
+    """One drawing; `others` are the digests of the additions of each other order."""
 
     def __init__(self, tree: Tree, others: Sequence[set[bytes]] = ()) -> None:
         self.n = tree.n
@@ -48,8 +48,6 @@ class OrderPicture:
         self.height = (self.top + 3.2) * ROW
         self._flush()
 
-    # ---- geometry -----------------------------------------------------------------------------------------
-
     def _x(self, term: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * (term / max(self.n - 1, 1))
 
@@ -68,7 +66,7 @@ class OrderPicture:
         self.top = max(self.top, row)
 
     def _flush(self) -> None:
-        """Rows become heights, now that the highest is known; then the axis."""
+        """Turn rows into heights, now that the highest is known, and draw the axis."""
         base = self.height - 1.6 * ROW
         for shape, place, kind, words in self.marks:
             if shape == "line":
@@ -86,14 +84,12 @@ class OrderPicture:
             self.canvas.line(self._x(term), low, self._x(term), low + 4, "axis hair")
             self.canvas.text(self._x(term), low + 15, str(term), "quiet", "middle")
 
-    # ---- who else does it -------------------------------------------------------------------------------------
-
     def _kind_of_term(self, term: int) -> str:
-        """Who else makes the addition that takes this term in."""
+        """Return how many other orders make the addition of this term, as a colour class."""
         return "same" if self.parents[term] < 0 else self.kinds[self.parents[term]]
 
     def _joined(self, left: int, right: int) -> str:
-        """The same of the addition where two terms meet; of a term with itself, of the last."""
+        """Return the same for the addition where two terms meet; of a term with itself, for the last."""
         if left == right:
             return self.kinds[-1] if self.kinds else "same"
         above = set()
@@ -106,10 +102,8 @@ class OrderPicture:
             at = self.parents[self.n + at]
         return self.kinds[at]
 
-    # ---- drawing --------------------------------------------------------------------------------------------
-
     def _draw_whole(self) -> _End:
-        """Every term and every addition."""
+        """Draw every term and every addition."""
         ends: list[_End] = []
         for term in range(self.n):
             self._dot(self._x(term), 0, 2.6, self._kind_of_term(term), f"term {term}")
@@ -129,7 +123,7 @@ class OrderPicture:
         return ends[-1]
 
     def _draw(self, outline: Outline, shift: int, row: float) -> _End:
-        """A collapsed sum with its lowest line at `row`."""
+        """Draw a collapsed sum with its lowest line at `row`."""
         if outline.kind == "term":
             term = outline.anchor + shift
             self._dot(self._x(term), row, 2.6, self._kind_of_term(term), f"term {term}")
@@ -147,7 +141,7 @@ class OrderPicture:
         return self._draw_stacked(outline, items, row)
 
     def _draw_chain(self, runs: Sequence[Run], shift: int, row: float) -> _End:
-        """A bar for neighbours, dots on a line for terms that stand apart; the sum comes out at the last."""
+        """Draw a bar for adjacent terms, or dots on a line for separate ones; the sum ends at the last."""
         terms = [
             run.item.anchor + shift + run.distances[0] * k for run in runs for k in range(run.count)
         ]
@@ -180,7 +174,7 @@ class OrderPicture:
         return _End(self._x(last), row, last)
 
     def _draw_block(self, outline: Outline, low: int, high: int, row: float) -> _End:
-        """What is too small to be taken apart: one bar, its words on hovering."""
+        """Draw one bar for what is too small to show; its description appears on hovering."""
         kind = self._kind_of_term(low)
         self._line(
             self._x(low),
@@ -193,7 +187,7 @@ class OrderPicture:
         return _End(self._x(high), row, high)
 
     def _draw_beside(self, outline: Outline, items: list[tuple[Outline, int]], row: float) -> _End:
-        """Items that do not overlap: each in its own stretch, merged above."""
+        """Draw items that do not overlap side by side, merged above."""
         count = len(items)
         shown = items if count <= SIDE_BY_SIDE else [items[0], items[1], items[-1]]
         ends = [self._draw(item, moved, row) for item, moved in shown]
@@ -231,7 +225,7 @@ class OrderPicture:
         return ends[0]
 
     def _draw_stacked(self, outline: Outline, items: list[tuple[Outline, int]], row: float) -> _End:
-        """Items that overlap (stripes): one above another, merged at the right."""
+        """Draw items that overlap (stripes) one above another, merged at the right."""
         count = len(items)
         alike = len(outline.runs) == 1
         shown = items if count <= STACKED else [*items[: 2 if alike else 4], items[-1]]
@@ -263,7 +257,7 @@ def _kind(others_that_do: int, others: int) -> str:
 
 
 def _items(outline: Outline, shift: int, lead: int) -> list[tuple[Outline, int]]:
-    """Every item of every run, with how far it is moved from the first of its run; leading terms are one item."""
+    """Return every item of every run with its offset from the first; leading terms are one item."""
     found = []
     if lead:
         runs = outline.runs[:lead]
@@ -282,7 +276,7 @@ def _items(outline: Outline, shift: int, lead: int) -> list[tuple[Outline, int]]
 
 
 def _span(outline: Outline, shift: int) -> tuple[int, int]:
-    """The first and last place of any term of it, the places between included."""
+    """Return the first and last term of an outline."""
     if outline.kind == "term":
         return outline.anchor + shift, outline.anchor + shift
     spans = [_span(item, moved) for item, moved in _ends_of(outline, shift)]

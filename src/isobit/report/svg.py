@@ -1,11 +1,11 @@
-"""A small SVG writer: lines, bars, dots and text, with classes that a style sheet colours."""
+"""A small SVG writer: lines, bars, dots and text, with classes for a style sheet."""
 
 from __future__ import annotations
 
 from isobit.records import Provenance
 from isobit.report.markup import as_metadata, escape
 
-# Light and dark: what all orders do is blue, what some do is violet, what only one does is orange.
+# For light and dark pages. Blue: in all orders; violet: in some; orange: in one only.
 STYLE = """
 text{font:12px ui-sans-serif,system-ui,sans-serif;fill:#30353d}
 .quiet{fill:#6b7280;font-size:11px}.title{font-size:14px;font-weight:600}
@@ -25,38 +25,38 @@ class Canvas:
         self.parts: list[str] = []
 
     def line(self, x0: float, y0: float, x1: float, y1: float, kind: str, title: str = "") -> None:
-        """A straight line."""
+        """Draw a straight line."""
         tip = f"<title>{escape(title)}</title>" if title else ""
         ends = f'x1="{x0:.1f}" y1="{y0:.1f}" x2="{x1:.1f}" y2="{y1:.1f}"'
         self.parts.append(f'<line {ends} class="{kind}">{tip}</line>')
 
     def dot(self, x: float, y: float, radius: float, kind: str, title: str = "") -> None:
-        """A filled circle."""
+        """Draw a filled circle."""
         tip = f"<title>{escape(title)}</title>" if title else ""
         self.parts.append(
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{kind}-fill">{tip}</circle>'
         )
 
     def text(self, x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> None:
-        """One line of text."""
+        """Draw one line of text."""
         self.parts.append(
             f'<text x="{x:.1f}" y="{y:.1f}" class="{kind}" text-anchor="{anchor}">{escape(words)}</text>'
         )
 
     def panel(self, x: float, y: float, width: float, height: float) -> None:
-        """A frame behind what follows."""
+        """Draw a frame behind what follows."""
         self.parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="6" class="panel"/>'
         )
 
     def place(self, other: Canvas, x: float, y: float) -> None:
-        """Another drawing, moved."""
+        """Draw another canvas at an offset."""
         self.parts.append(
             f'<g transform="translate({x:.1f},{y:.1f})">' + "".join(other.parts) + "</g>"
         )
 
     def document(self, width: float, height: float, origin: Provenance | None = None) -> str:
-        """The whole picture."""
+        """Return the whole picture."""
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
             f'viewBox="0 0 {width:.0f} {height:.0f}" role="img">{as_metadata(origin)}'

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from isobit.errors import ArgumentError, RevealError, in_one_line
-from isobit.order.addition import find_parting
+from isobit.order.addition import find_difference
 from isobit.reveal.self_check import check_revealing
 from isobit.reveal.target import Progress, Target
 from isobit.reveal.tree import Tree, reveal
@@ -175,7 +175,7 @@ def certify(
         found.setdefault(key, (tree, []))[1].append(name)
     classes: list[OrderClass] = []
     for tree, names in found.values():
-        parting = find_parting(classes[0].tree.branch, tree.branch) if classes else None
+        parting = find_difference(classes[0].tree.branch, tree.branch) if classes else None
         classes.append(OrderClass(tuple(names), tree, parting))
     return Certificate(tuple(classes), tuple(refused))
 

@@ -1,6 +1,6 @@
-"""What each collective computes, in rank order: the copies that it makes, as (destination, source) pairs.
+"""What each collective computes: for each member, the copies to make as (destination, source) pairs.
 
-Floats are added by a left fold over ranks, ((0 + 1) + 2) + …, in the tensor's own dtype.
+Reductions are left folds in rank order, ((0 + 1) + 2) + …, in the dtype of the tensor.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
+from isobit.simulator.faults import Flip
 
 Copies = list[tuple[Tensor, Tensor]]
 Signature = tuple[Any, ...]  # kind, root, op, dtypes, shapes
@@ -20,9 +21,19 @@ Signature = tuple[Any, ...]  # kind, root, op, dtypes, shapes
 
 @dataclass
 class Call:
-    """One rank's part in a collective."""
+    """One rank's call of a collective.
 
-    rank: int  # in the world
+    Attributes:
+        rank: The world rank.
+        root: The member at the root, or -1.
+        site: The line of the program that made the call.
+        clock: When it was made, in virtual microseconds.
+        marks, digests: Of the inputs at the time of the call; see `checkers/sent_data.py`.
+        sent: The data in transit, if it is not the inputs themselves.
+        flipped_to: The fault that flips a bit on the way to one rank.
+    """
+
+    rank: int
     kind: str
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -33,40 +44,32 @@ class Call:
     clock: int = 0
     marks: list[int | str] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
-    sent: list[Tensor] | None = None  # what travels, where it is not the inputs themselves
-    flipped_to: Any = None  # the fault that flips a bit on the last hop
-    said: Signature | None = None
+    sent: list[Tensor] | None = None
+    flipped_to: Flip | None = None
+    _signature: Signature | None = None
 
     @property
     def carried(self) -> list[Tensor]:
+        """The tensors in transit."""
         return self.inputs if self.sent is None else self.sent
 
     def signature(self) -> Signature:
-        """What every rank must say alike."""
-        if self.said is None:
+        """Return what must be equal on all members: kind, root, reduction, dtypes and shapes."""
+        if self._signature is None:
             measured = self.inputs or self.outputs
-            if self.kind in (
-                "all_gather",
-                "reduce_scatter",
-                "scatter",
-            ):  # only a root has all of scatter's inputs
-                measured = self.outputs
-            # In an all-to-all each pair has a shape of its own.
-            shapes = (
-                None if self.kind == "all_to_all" else tuple([tensor.shape for tensor in measured])
-            )
+            if self.kind in ("all_gather", "reduce_scatter", "scatter"):
+                measured = self.outputs  # only the root has the inputs of a scatter
+            shapes: Any = tuple([tensor.shape for tensor in measured])
+            if self.kind == "all_to_all":  # each pair of ranks has a shape of its own
+                shapes = None
             op = None if self.op is None else name_of(self.op)
-            self.said = (
-                self.kind,
-                self.root,
-                op,
-                tuple([tensor.dtype for tensor in measured]),
-                shapes,
-            )
-        return self.said
+            dtypes = tuple([tensor.dtype for tensor in measured])
+            self._signature = (self.kind, self.root, op, dtypes, shapes)
+        return self._signature
 
 
 def name_of(op: Any) -> str:
+    """Return the name of a torch.distributed reduction."""
     return str(getattr(op, "op", op).name)
 
 
@@ -84,14 +87,14 @@ FOLDS: dict[str, Callable[..., Tensor]] = {
 
 
 def reduce_tensors(op: Any, tensors: Sequence[Tensor]) -> Tensor:
-    """A left fold in rank order, in a tensor of its own."""
+    """Reduce tensors by a left fold in rank order, into a new tensor."""
     name = name_of(op)
     fold = FOLDS.get(name)
     if fold is None:
         raise ArgumentError(
             expected=f"a reduction out of {', '.join(FOLDS)}",
             received=name,
-            remedy="use one that torch names",
+            remedy="use one of these reductions",
         )
     if name == "PREMUL_SUM":
         factor = op.__getstate__()[1]
@@ -106,6 +109,7 @@ def reduce_tensors(op: Any, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def all_reduce(calls: list[Call]) -> list[Copies]:
+    """Give every member the reduction of all inputs."""
     totals = [
         reduce_tensors(calls[0].op, [call.carried[i] for call in calls])
         for i in range(len(calls[0].inputs))
@@ -114,11 +118,13 @@ def all_reduce(calls: list[Call]) -> list[Copies]:
 
 
 def reduce(calls: list[Call]) -> list[Copies]:
+    """Give the root the reduction of all inputs."""
     copies = all_reduce(calls)
     return [pairs if member == calls[0].root else [] for member, pairs in enumerate(copies)]
 
 
 def broadcast(calls: list[Call]) -> list[Copies]:
+    """Give every member the input of the root."""
     root = calls[calls[0].root]
     return [
         [] if call is root else list(zip(call.outputs, root.carried, strict=True)) for call in calls
@@ -126,7 +132,7 @@ def broadcast(calls: list[Call]) -> list[Copies]:
 
 
 def all_gather(calls: list[Call]) -> list[Copies]:
-    """Outputs are the slots of all members, item after item."""
+    """Give every member all inputs; `outputs` holds a slot per member for each input in turn."""
     return [
         [
             (call.outputs[item * len(calls) + member], other.carried[item])
@@ -138,7 +144,7 @@ def all_gather(calls: list[Call]) -> list[Copies]:
 
 
 def reduce_scatter(calls: list[Call]) -> list[Copies]:
-    """Inputs are the slots for all members, item after item."""
+    """Give each member its slot of the reduction; `inputs` holds a slot per member for each output in turn."""
     return [
         [
             (
@@ -154,6 +160,7 @@ def reduce_scatter(calls: list[Call]) -> list[Copies]:
 
 
 def gather(calls: list[Call]) -> list[Copies]:
+    """Give the root all inputs."""
     copies: list[Copies] = [[] for _ in calls]
     root = calls[0].root
     copies[root] = [
@@ -163,11 +170,13 @@ def gather(calls: list[Call]) -> list[Copies]:
 
 
 def scatter(calls: list[Call]) -> list[Copies]:
+    """Give each member its slot of the root's input."""
     slots = calls[calls[0].root].carried
     return [[(call.outputs[0], slot)] for call, slot in zip(calls, slots, strict=True)]
 
 
 def all_to_all(calls: list[Call]) -> list[Copies]:
+    """Give each member its slot of every input."""
     return [
         [(call.outputs[source], other.carried[member]) for source, other in enumerate(calls)]
         for member, call in enumerate(calls)
@@ -175,6 +184,7 @@ def all_to_all(calls: list[Call]) -> list[Copies]:
 
 
 def barrier(calls: list[Call]) -> list[Copies]:
+    """Copy nothing."""
     return [[] for _ in calls]
 
 
@@ -192,15 +202,11 @@ PLANS: dict[str, Callable[[list[Call]], list[Copies]]] = {
         barrier,
     )
 }
-FRESH = {
-    "all_reduce",
-    "reduce",
-    "reduce_scatter",
-}  # their sources are new tensors, which nobody else can change
+FRESH = {"all_reduce", "reduce", "reduce_scatter"}  # their results are new tensors
 
 
 def misfits(copies: list[Copies]) -> list[tuple[int, str]]:
-    """Members whose buffers do not fit what they are sent."""
+    """Return members whose buffers do not fit the data sent to them."""
     return [
         (member, f"{tuple(source.shape)} {source.dtype} into {tuple(out.shape)} {out.dtype}")
         for member, pairs in enumerate(copies)

@@ -1,4 +1,4 @@
-"""Ways into a world that programs know: spawn, a script, and the replay of a trace."""
+"""Other ways to start a run: `spawn` as in torch.multiprocessing, `run_script` as torchrun does, and `replay`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from isobit.simulator.checkers.verdict import Result
 from isobit.simulator.faults import Fault
 from isobit.simulator.program.script import Script
+from isobit.simulator.result import Result
 from isobit.simulator.trace import Trace
 from isobit.simulator.world import World
 
@@ -22,7 +22,32 @@ def spawn(
     start_method: str = "spawn",
     seed: int = 0,
 ) -> Result:
-    """torch.multiprocessing.spawn, in one process: `fn(rank, *args)`, which initialises torch.distributed itself."""
+    """Run a function as `torch.multiprocessing.spawn` does, on simulated ranks.
+
+    Args:
+        fn: Called as `fn(rank, *args)`; it initialises torch.distributed itself.
+        args: Its arguments after the rank.
+        nprocs: The number of ranks.
+        join: Accepted as torch does, without effect; so are `daemon` and `start_method`.
+        daemon: Without effect.
+        start_method: Without effect.
+        seed: The seed of the schedule.
+
+    Returns:
+        The result of the run.
+
+    Raises:
+        SimulationError: As `World.run`.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from isobit.simulator import spawn
+        >>> def program(rank, count):
+        ...     dist.init_process_group("gloo", rank=rank, world_size=count)
+        ...     return dist.get_backend()
+        >>> spawn(program, (2,), nprocs=2).values
+        ['isobit', 'isobit']
+    """
     return World(nprocs, seed).run(fn, *args, init=False)
 
 
@@ -34,12 +59,56 @@ def run_script(
     faults: Sequence[Fault] = (),
     **options: Any,
 ) -> Result:
-    """Runs a script as torchrun would: every rank executes the file as `__main__`; values are their namespaces."""
+    """Run a script as torchrun does: every rank executes the file as `__main__`.
+
+    Args:
+        path: The script.
+        argv: Its command-line arguments.
+        ranks: The number of ranks.
+        seed: The seed of the schedule.
+        faults: Faults to inject.
+        **options: Further arguments of `World`.
+
+    Returns:
+        The result of the run; its values are the namespaces of the script on each rank.
+
+    Raises:
+        ArgumentError: If the file is no Python script.
+        SimulationError: As `World.run`.
+
+    Example:
+        >>> import pathlib, tempfile
+        >>> from isobit.simulator import run_script
+        >>> path = pathlib.Path(tempfile.mkdtemp()) / "script.py"
+        >>> _ = path.write_text("import sys; arguments = sys.argv[1:]")
+        >>> [names["arguments"] for names in run_script(path, ["--steps", "3"], ranks=2).values]
+        [['--steps', '3'], ['--steps', '3']]
+    """
     with Script(Path(path), argv).installed() as body:
         return World(ranks, seed, faults, **options).run(body, init=False)
 
 
 def replay(trace: Trace, function: Callable[..., Any], *args: Any, init: bool = True) -> Result:
-    """Runs a recorded schedule again; ReplayError says where this run departs from it."""
+    """Run a recorded schedule again.
+
+    Args:
+        trace: The trace of an earlier run.
+        function: The program that was recorded.
+        *args: Its arguments after the rank.
+        init: As in `World.run`.
+
+    Returns:
+        The result of the run.
+
+    Raises:
+        ReplayError: If the run departs from the trace; it names the first event that differs.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from isobit.simulator import World, replay
+        >>> trace = World(2, seed=1).run(lambda rank: dist.barrier()).trace
+        >>> replay(trace, lambda rank: dist.barrier()).digest == trace.digest
+        True
+    """
     world = World(trace.ranks, trace.seed, trace.faults, delays=trace.delays, sends=trace.sends)
     return world.run(function, *args, init=init, recorded=trace)

@@ -1,9 +1,20 @@
-"""One baton for all ranks: a virtual clock per rank, seeded delays, and the earliest strand runs next.
+"""The scheduler: one thread runs at a time, chosen by virtual time and the seed.
 
-[Note: the baton] A strand is a thread of a rank: its main one, whose number is the rank's, or one that the rank
-started. Exactly one strand of the world runs at a time. It passes the baton where it waits for another: in a
-collective, in `time.sleep`, for a lock, or when it asks again and again for what has not changed (a poll). Who runs
-next is decided by virtual time and the seed, never by the wall clock. The strands of a rank share its clock.
+[Note: one baton]
+All ranks run as threads of one process, and exactly one of these threads runs at any time: the one that has the
+baton. A *strand* is such a thread: the main thread of a rank, whose number is the rank's, or a thread that the rank
+started. The strands of a rank share its virtual clock.
+
+- A strand keeps the baton until it has to wait: in a collective, in `time.sleep`, for a lock, or when it asks again
+  and again for something that has not changed (a poll). It then calls `pause`, `block`, `sleep` or `poll` here.
+- The runnable strand with the earliest virtual time gets the baton. Ties are broken by a random number of the seed.
+  The wall clock never decides, so one seed gives one schedule, and the trace of a run can be replayed.
+- A strand that is blocked becomes runnable when another strand calls `wake`. If no strand is runnable, the run is
+  stuck: `on_stuck` finds the root cause and wakes every strand with an error.
+- The baton is a lock per strand (`_gates`): passing it releases the gate of the next strand, then waits at the own.
+  Since only the holder touches the schedule, the network and the ranks, none of them needs a lock.
+- A thread that a library started has no baton. It may only leave an action in `outside`, which the next strand that
+  passes the baton carries out.
 """
 
 from __future__ import annotations
@@ -18,57 +29,67 @@ from typing import Protocol
 
 from isobit.simulator.trace import Recorder
 
-COMPUTE, MESSAGE = (
-    100,
-    1000,
-)  # the most microseconds that a stretch of computing, or a message, takes
-POLLS = 10_000  # so many fruitless polls of every strand that can run, and nothing will change
-FEW_POLLS, ALL_POLLS = 1_000, 200_000  # or so many of each, where there are so many in all
-CALM = 64  # once every strand has polled so often, other processes get some real time, and then with every 64th
-REAL = time.sleep, time.monotonic  # kept here: inside a world they are replaced
-PAUSE, LONGEST = (
-    0.002,
-    0.5,
-)  # seconds of that real time; where other processes run, as long as the sleep, up to this
-TICK = 0.25  # seconds between two looks of the watchdog
+COMPUTE = 100  # the longest computation between two calls, in virtual microseconds
+MESSAGE = 1000  # the longest delay of a message, in virtual microseconds
+# If every runnable strand has polled this often without effect, nothing will change:
+POLLS = 10_000
+FEW_POLLS, ALL_POLLS = 1_000, 200_000  # or each of them this often, and all together that often
+CALM = 64  # from this many polls of each strand on, every 64th gives other processes real time
+PAUSE = 0.002  # seconds of that real time
+LONGEST = 0.5  # the most, where another process runs and the strand sleeps
+TICK = 0.25  # seconds between two calls of the watchdog
+real_sleep, real_time = time.sleep, time.monotonic  # saved: both are replaced during a run
 
 
 class Waiting(Protocol):
-    """What a strand is blocked on: describes itself, and names the ranks that it waits for."""
+    """What a strand is blocked on."""
 
-    def describe(self) -> str: ...
+    def describe(self) -> str:
+        """Return the wait in words, for a finding."""
 
-    def missing(self) -> Iterable[int]: ...
+    def missing(self) -> Iterable[int]:
+        """Return the ranks that this waits for."""
 
 
 class Schedule:
-    """Only the holder of the baton touches this, so nothing here is locked, except for `outside`."""
+    """Virtual clocks, the queue of runnable strands, and the baton (see [Note: one baton]).
+
+    Attributes:
+        clocks: Virtual microseconds, by rank.
+        slowness: Factor on the computation time of each rank.
+        owner: The rank of each strand.
+        strands: The live strands of each rank.
+        blocked: What each blocked strand waits for.
+        turn: How often the baton was passed.
+        holder: The strand that has the baton.
+        on_pass: Called with a rank before the baton leaves it.
+        on_take: Called with a rank after it got the baton.
+        on_stuck: Called when no strand is runnable.
+        foreign: Returns whether a thread or process outside the schedule may still change something.
+        patience: Real seconds to wait for such a thread or process.
+    """
 
     def __init__(self, ranks: int, seed: int, delays: bool, recorder: Recorder) -> None:
-        self.clocks = [0] * ranks
-        self.slowness = [1.0] * ranks
-        self.owner = list(range(ranks))  # strand -> rank
-        self.strands = [[rank] for rank in range(ranks)]  # rank -> strands
+        """Set every clock to 0; `run` makes the ranks runnable."""
+        self.clocks, self.slowness = [0] * ranks, [1.0] * ranks
+        self.owner = list(range(ranks))
+        self.strands = [[rank] for rank in range(ranks)]
         self.blocked: dict[int, Waiting] = {}
-        self.turn = 0  # counts how often the baton was passed
-        self.holder = 0  # the strand that has it
+        self.turn = 0
+        self.holder = 0
         self.on_pass: Callable[[int], None] = lambda rank: None
         self.on_take: Callable[[int], None] = lambda rank: None
         self.on_stuck: Callable[[], None] = lambda: None
-        self.foreign: Callable[[], bool] = lambda: (
-            False
-        )  # whether another thread or process may yet change something
-        self.patience = 120.0  # real seconds that are given to such a thread or process
+        self.foreign: Callable[[], bool] = lambda: False
+        self.patience = 120.0
         self._random, self._delays, self._recorder = random.Random(seed), delays, recorder
         self._seed, self._live, self._state_of = seed, ranks, -1
-        self._queue: list[tuple[int, float, int, int]] = []  # (at, lot, strand, ticket)
-        self._tickets: dict[
-            int, int
-        ] = {}  # strand -> its valid entry; others in the queue are stale
+        self._queue: list[tuple[int, float, int, int]] = []  # (time, random, strand, ticket)
+        self._tickets: dict[int, int] = {}  # strand -> its valid entry; its others are stale
         self._issued = 0
-        self._polls: dict[int, int] = {}  # strand -> fruitless polls since anything happened
+        self._polls: dict[int, int] = {}  # strand -> polls without effect
         self._busy: set[int] = set()  # strands whose entry is a poll without a sleep
-        self._calm_since = 0.0  # real time since which all strands only poll
+        self._calm_since = 0.0  # real time since when all strands only poll
         self._outside: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._gates = [allocate_lock() for _ in range(ranks)]
         self._home = allocate_lock()
@@ -76,38 +97,38 @@ class Schedule:
             gate.acquire()
 
     def delay(self) -> int:
-        """How long the next message takes."""
+        """Draw the delay of the next message, in microseconds."""
         return 1 + int(self._random.random() * MESSAGE) if self._delays else 0
 
     def compute(self, rank: int) -> None:
-        """Charges a rank for what it did since its last call."""
+        """Advance the clock of a rank by a random computation time."""
         if self._delays:
             self.clocks[rank] += int((1 + self._random.random() * COMPUTE) * self.slowness[rank])
 
     def skew(self) -> list[int]:
-        """By how many microseconds each rank started late."""
-        lots = random.Random(f"skew {self._seed}")
-        return [int(lots.random() * 1e6) if self._delays else 0 for _ in self.clocks]
+        """Draw by how many microseconds each rank started late."""
+        drawn = random.Random(f"skew {self._seed}")
+        return [int(drawn.random() * 1e6) if self._delays else 0 for _ in self.clocks]
 
     def run(self, watchdog: Callable[[int, float], bool]) -> bool:
-        """Lends the baton and takes it back when every strand has left; False if the watchdog gave them up."""
+        """Hand out the baton and wait until every strand has left; False if the watchdog gave up."""
         for rank in range(len(self._gates)):
             self._push(rank, self.clocks[rank])
         self._gates[self._next()].release()
         return self.rest(watchdog)
 
     def rest(self, watchdog: Callable[[int, float], bool]) -> bool:
-        """Until every strand has left; asks `watchdog(strand, seconds of its turn)` whether to go on waiting."""
-        turn, since = self.turn, REAL[1]()
+        """Wait until every strand has left, or until `watchdog(strand, seconds of its turn)` is False."""
+        turn, since = self.turn, real_time()
         while not self._home.acquire(timeout=TICK):
             if turn != self.turn:
-                turn, since = self.turn, REAL[1]()
-            elif not watchdog(self.holder, REAL[1]() - since):
+                turn, since = self.turn, real_time()
+            elif not watchdog(self.holder, real_time() - since):
                 return False
         return True
 
     def open(self, rank: int) -> int:
-        """Adds a strand to a rank: it runs when the baton comes to it."""
+        """Add a runnable strand to a rank and return its number."""
         strand = len(self.owner)
         self.owner.append(rank)
         self.strands[rank].append(strand)
@@ -119,7 +140,7 @@ class Schedule:
         return strand
 
     def enter(self, strand: int) -> None:
-        """Waits for the strand's turn: the first line of its thread."""
+        """Wait until the strand gets the baton; its thread calls this first."""
         self._gates[strand].acquire()
         rank = self.owner[strand]
         if self._state_of != rank:
@@ -127,7 +148,7 @@ class Schedule:
             self.on_take(rank)
 
     def pause(self, strand: int) -> None:
-        """Lets every strand that is earlier on its clock go first."""
+        """Let every strand with an earlier clock run first."""
         self._polls.clear()
         clock = self.clocks[self.owner[strand]]
         if self._head(clock) < clock:
@@ -135,10 +156,10 @@ class Schedule:
             self._switch(strand)
 
     def poll(self, strand: int) -> bool:
-        """Passes the baton on, since the strand will ask again; False if no other strand can change the answer."""
+        """Pass the baton on, since the strand will ask again; False if no other strand is runnable."""
         if self._head(-1) < 0:
             return False
-        # Polling is fruitless until somebody else has run: skips to the first who does not poll as well.
+        # Another poll is useless until another strand has run: skip to the first that does not poll.
         entries = [
             (at, other)
             for at, _, other, ticket in self._queue
@@ -155,7 +176,7 @@ class Schedule:
             self._busy.discard(strand)
 
     def sleep(self, strand: int, microseconds: int) -> bool:
-        """Passes the baton on for a time; False at once if every strand that could run only polls, for ever."""
+        """Pass the baton on for a time; False at once if all runnable strands have polled in vain."""
         if self._hopeless(strand, microseconds):
             return False
         rank = self.owner[strand]
@@ -166,7 +187,7 @@ class Schedule:
         return True
 
     def block(self, strand: int, waiting: Waiting, microseconds: int | None = None) -> bool:
-        """Returns True once another strand has called `wake`, False once the time is over."""
+        """Block the strand; True once another strand has called `wake`, False after the given time."""
         until = 0
         if microseconds is None:
             self._polls.clear()
@@ -181,7 +202,7 @@ class Schedule:
         return False
 
     def wake(self, strand: int, at: int | None = None) -> None:
-        """Makes a blocked strand runnable."""
+        """Make a blocked strand runnable, not before the virtual time `at`."""
         self._polls.clear()
         self.blocked.pop(strand)
         rank = self.owner[strand]
@@ -189,17 +210,17 @@ class Schedule:
         self._push(strand, self.clocks[rank])
 
     def wake_from(self, waiting: Waiting, rank: int, at: int) -> None:
-        """Wakes the strands of a rank that are blocked on this."""
+        """Wake the strands of a rank that are blocked on `waiting`."""
         for strand in self.strands[rank]:
             if self.blocked.get(strand) is waiting:
                 self.wake(strand, at)
 
     def outside(self, action: Callable[[], None]) -> None:
-        """Called by a thread that never has the baton: whoever has it does this when it passes it on."""
+        """Leave an action for the strand that next passes the baton; called by threads without it."""
         self._outside.put(action)
 
     def leave(self, strand: int) -> None:
-        """A strand's last line."""
+        """Remove a strand and pass the baton on; its thread calls this last."""
         self._polls.clear()
         rank = self.owner[strand]
         self.strands[rank].remove(strand)
@@ -215,25 +236,25 @@ class Schedule:
         heapq.heappush(self._queue, (at, self._random.random(), strand, self._issued))
 
     def _head(self, nobody: int) -> int:
-        """When the earliest strand in the queue runs."""
+        """Return the time of the earliest runnable strand, or `nobody` if there is none."""
         while self._queue and self._tickets.get(self._queue[0][2]) != self._queue[0][3]:
             heapq.heappop(self._queue)
         return self._queue[0][0] if self._queue else nobody
 
     def _hopeless(self, strand: int, microseconds: int) -> bool:
-        """Counts a fruitless poll; True if all that can run have polled so often that none will find a change."""
+        """Count a poll; True if all runnable strands have polled so often that nothing will change."""
         count = self._polls[strand] = self._polls.get(strand, 0) + 1
         if count < CALM:
             return False
         others = [self._polls.get(other, 0) for other in self._tickets if other != strand]
         least = min([count, *others])
         if least == CALM:
-            self._calm_since = REAL[1]()
+            self._calm_since = real_time()
         if least >= CALM and self.foreign():
-            REAL[0](min(microseconds * 1e-6, LONGEST))  # what is waited for comes in real time
-            return REAL[1]() - self._calm_since >= self.patience
+            real_sleep(min(microseconds * 1e-6, LONGEST))  # another process needs real time
+            return real_time() - self._calm_since >= self.patience
         if least >= CALM and count % CALM == 0:
-            REAL[0](PAUSE)
+            real_sleep(PAUSE)
         return least >= POLLS or (least >= FEW_POLLS and sum(others) + count >= ALL_POLLS)
 
     def _next(self) -> int:
@@ -242,10 +263,10 @@ class Schedule:
             self._act(0)
             if self._head(-1) >= 0:
                 break
-            since = since or REAL[1]()
-            if self._lock_waits() and self.foreign() and REAL[1]() - since < self.patience:
+            since = since or real_time()
+            if self._lock_waits() and self.foreign() and real_time() - since < self.patience:
                 self.turn += 1
-                self._act(TICK)  # a thread without the baton may yet release a lock
+                self._act(TICK)  # a thread without the baton may still release a lock
             else:
                 self.on_stuck()
         at, _, strand, _ = heapq.heappop(self._queue)
@@ -256,7 +277,7 @@ class Schedule:
         return strand
 
     def _act(self, timeout: float) -> None:
-        """Does what other threads asked for; waits so long for the first of them."""
+        """Carry out the actions of other threads; wait up to `timeout` for the first."""
         try:
             while not self._outside.empty() or timeout:
                 self._outside.get(timeout=timeout)()

@@ -1,4 +1,4 @@
-"""Runs a script in many worlds, a seed each: what was found in each, grouped, and whether ranks print the same."""
+"""Run a script under many seeds, group the findings, and compare what ranks print."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from isobit.errors import BusyError, IsobitError, RankFailedError, SimulationError
-from isobit.simulator.checkers.single_rank import compare_with_one
 from isobit.simulator.faults import draw_faults
 from isobit.simulator.program.script import Script
+from isobit.simulator.single_rank import compare_with_one
 from isobit.simulator.world import World
 
 WATCHES = ("bits", "reads", "training")
-LAST_LINES = 4
+LAST_LINES = 4  # of the error stream of a rank that failed
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked of a sweep."""
+    """The settings of a sweep; see `World` for those of each run.
+
+    Attributes:
+        fault_kinds: Kinds of faults; one is drawn per seed.
+        fault_calls: The latest call at which it happens.
+        one_worker: Whether to compare each run with a run on one rank.
+        tolerance: Of that comparison.
+    """
 
     script: Script
     ranks: int
@@ -30,12 +37,17 @@ class Plan:
     one_worker: bool = False
     tolerance: float = 1e-4
     patience: float = 120.0
-    """Real seconds that one turn of a rank may take."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """One finding, in words."""
+    """One finding in words.
+
+    Attributes:
+        cause: What a rank raised that failed by itself.
+        remedy: The remedy, if it raised an error of isobit.
+        wrote: The last lines that it wrote to its error stream; argparse prints there what is missing.
+    """
 
     kind: str
     ranks: tuple[int, ...]
@@ -43,14 +55,20 @@ class Found:
     stacks: dict[int, tuple[str, ...]]
     cause: str = ""
     remedy: str = ""
-    """Of a refusal that a rank met; empty where Python or the script itself raised."""
     wrote: str = ""
-    """The last lines that the failed rank wrote to its error stream: argparse says there what it misses."""
 
 
 @dataclass(frozen=True)
 class SeedRun:
-    """One world: its seed, what was planted and found, what each rank printed, the trace's digest, and its calls."""
+    """The run of one seed.
+
+    Attributes:
+        faults: The faults that were injected.
+        found: The findings.
+        printed: What each rank printed.
+        digest: The digest of the trace.
+        calls: The communication calls of all ranks; if there are none, nothing was tested.
+    """
 
     seed: int
     faults: tuple[str, ...]
@@ -58,12 +76,11 @@ class SeedRun:
     printed: tuple[str, ...]
     digest: str
     calls: int
-    """Of torch.distributed, by all ranks: without one, nothing was tried."""
 
 
 @dataclass
 class Group:
-    """Findings of one kind, with every rank and seed that they came up with; the first stands for them."""
+    """Findings of one kind: the first of them, and the ranks and seeds of all."""
 
     kind: str
     first: Found
@@ -72,7 +89,7 @@ class Group:
 
 
 def run_seeds(plan: Plan) -> Iterator[SeedRun]:
-    """One after the other; none after one in which a rank was busy for all its time, as it would be in the next."""
+    """Run each seed; stop after a run in which a rank never let others run, as the next would be the same."""
     for seed in plan.seeds:
         run = run_seed(plan, seed)
         yield run
@@ -81,16 +98,21 @@ def run_seeds(plan: Plan) -> Iterator[SeedRun]:
 
 
 def run_seed(plan: Plan, seed: int) -> SeedRun:
-    """One world, with its findings instead of an exception."""
+    """Run one seed and return its findings instead of raising them."""
     faults = (
         draw_faults(seed, plan.ranks, plan.fault_calls, 1, plan.fault_kinds)
         if plan.fault_kinds
         else ()
     )
     world = World(
-        plan.ranks, seed, faults, watch=plan.watch, sends=plan.sends, patience=plan.patience
+        plan.ranks,
+        seed,
+        faults,
+        watch=plan.watch,
+        sends=plan.sends,
+        patience=plan.patience,
+        ignore=plan.ignore,
     )
-    world.ignore = plan.ignore
     errors: list[SimulationError] = []
     with plan.script.installed(capture=True) as body:
         try:
@@ -107,14 +129,12 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
             ]
     printed = tuple(plan.script.output.text(rank, plan.ranks) for rank in range(plan.ranks))
     found = tuple(in_words(error, plan) for error in errors if error.kind not in plan.ignore)
-    calls = sum(rank.calls for rank in world.members)
-    return SeedRun(
-        seed, tuple(map(str, faults)), found, printed, result.digest if result else "", calls
-    )
+    digest, calls = (result.digest, result.calls) if result else ("", 0)
+    return SeedRun(seed, tuple(map(str, faults)), found, printed, digest, calls)
 
 
 def in_words(error: SimulationError, plan: Plan) -> Found:
-    """What outlives the run; of a rank's own failure, its last words too."""
+    """Convert an error into words; for a rank that failed by itself, with the end of its error stream."""
     cause = remedy = wrote = ""
     if isinstance(error, RankFailedError) and error.__cause__ is not None:
         cause, remedy = (
@@ -130,7 +150,7 @@ def in_words(error: SimulationError, plan: Plan) -> Found:
 
 
 def group_findings(runs: Sequence[SeedRun]) -> list[Group]:
-    """By kind, in the order in which they came up."""
+    """Group findings by kind, in the order in which the kinds were first found."""
     groups: dict[str, Group] = {}
     for run in runs:
         for found in run.found:
@@ -144,7 +164,7 @@ def group_findings(runs: Sequence[SeedRun]) -> list[Group]:
 def compare_prints(
     runs: Sequence[SeedRun], wanted: Callable[[SeedRun], bool] = lambda run: not run.found
 ) -> str:
-    """Empty if all runs printed the same on every rank; else where the first one departs."""
+    """Describe the first difference between what ranks printed in the runs; empty if there is none."""
     complete = [run for run in runs if wanted(run)]
     for run in complete[1:]:
         for rank, (left, right) in enumerate(zip(complete[0].printed, run.printed, strict=True)):

@@ -1,4 +1,4 @@
-"""What happened in a run, event by event: its digest, and whether another run departs from it."""
+"""The trace of a run: its events, their digest, and where a replay departs from it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,21 @@ from blake3 import blake3
 from isobit.errors import ReplayError
 from isobit.simulator.faults import Fault, fault_from
 
-# (rank, virtual microseconds, what): what is "run", "call …", "done …", "left", "fault …".
+# (rank, virtual microseconds, what); what is "run", a call, "done …", "left" or "fault …".
 Event = tuple[int, int, str]
 
 
 @dataclass
 class Trace:
-    """A run's configuration and its events, in the order in which the one baton made them happen."""
+    """The settings of a run and its events, in the order in which they happened.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from isobit.simulator import World, replay
+        >>> trace = World(2, seed=1).run(lambda rank: dist.barrier()).trace
+        >>> replay(trace, lambda rank: dist.barrier()).digest == trace.digest
+        True
+    """
 
     ranks: int
     seed: int
@@ -29,12 +37,13 @@ class Trace:
 
     @property
     def digest(self) -> str:
-        """BLAKE3 of the events."""
+        """The BLAKE3 digest of the events: equal digests mean equal schedules."""
         return blake3(
             "\n".join(f"{rank} {at} {what}" for rank, at, what in self.events).encode()
         ).hexdigest()[:32]
 
     def save(self, path: str | Path) -> None:
+        """Write the trace as JSON."""
         kept = {
             **asdict(self),
             "faults": [{"kind": type(fault).__name__, **asdict(fault)} for fault in self.faults],
@@ -43,6 +52,7 @@ class Trace:
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
+        """Read a trace that `save` wrote."""
         kept: dict[str, Any] = json.loads(Path(path).read_text())
         events = [(int(rank), int(at), str(what)) for rank, at, what in kept.pop("events")]
         faults = tuple(fault_from(words) for words in kept.pop("faults"))
@@ -50,14 +60,16 @@ class Trace:
 
 
 class Recorder:
-    """Writes a trace; beside a recorded one, notes where this run first departs from it."""
+    """Write the trace of a run, and find where it first departs from a recorded one."""
 
     def __init__(self, trace: Trace, recorded: Trace | None = None) -> None:
+        """Record into `trace`, and compare with `recorded` if it is given."""
         self.trace = trace
         self.departure: ReplayError | None = None
         self._events, self._recorded = trace.events, None if recorded is None else recorded.events
 
     def note(self, rank: int, at: int, what: str) -> None:
+        """Append an event and compare it with the recorded one."""
         event = (rank, at, what)
         if self._recorded is not None and self.departure is None:
             place = len(self._events)
@@ -67,19 +79,20 @@ class Recorder:
         self._events.append(event)
 
     def finish(self) -> None:
-        """A run that stopped short departs as well."""
+        """Compare the ends: a run that has fewer events than the recorded one departs too."""
         place = len(self._events)
         if self._recorded is not None and self.departure is None and place < len(self._recorded):
             self.departure = departure(place, self._recorded[place], None)
 
 
 def departure(place: int, wanted: Event | None, event: Event | None) -> ReplayError:
-    said = [
+    """Build the error for the first event that differs; None is the end of a trace."""
+    shown = [
         ("the end" if e is None else f"rank {e[0]} at {e[1]} µs: {e[2]}") for e in (wanted, event)
     ]
     return ReplayError(
-        expected=f"event {place} of the trace: {said[0]}",
-        received=said[1],
+        expected=f"event {place} of the trace: {shown[0]}",
+        received=shown[1],
         remedy="run the program that was recorded, with the same arguments and versions",
         ranks=sorted({e[0] for e in (wanted, event) if e is not None}),
     )

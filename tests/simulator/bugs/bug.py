@@ -1,4 +1,4 @@
-"""What a planted bug is: a program with a right and a wrong form, and what must be said of the wrong one."""
+"""A planted bug: a program with a right and a wrong form, and the finding that the wrong one must give."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from isobit.errors import SimulationError
-from isobit.simulator.checkers.single_rank import compare_with_one
 from isobit.simulator.faults import Fault
+from isobit.simulator.single_rank import compare_with_one
 from isobit.simulator.world import World
 
 Program = Callable[[int, int, bool], object]
@@ -42,7 +42,7 @@ def all_four(seed: int) -> tuple[int, ...]:
 
 
 def find(bug: Bug, seed: int, wrong: bool) -> SimulationError | None:
-    """What the simulator says of the bug, or of its clean twin."""
+    """Return what the simulator finds in the bug, or in its clean twin."""
     world = World(
         bug.ranks, seed, bug.faults(seed) if wrong else (), watch=bug.watch, patience=bug.patience
     )

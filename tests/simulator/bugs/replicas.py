@@ -172,7 +172,9 @@ def clipped_by_own_norm(rank: int, seed: int, wrong: bool) -> None:
 
 
 @planted(
-    "a sharded gradient applied to another rank's shard", "parts from one worker", against_one=True
+    "a sharded gradient applied to another rank's shard",
+    "differs from one worker",
+    against_one=True,
 )
 def wrong_shard(rank: int, seed: int, wrong: bool) -> None:
     """Each rank updates its quarter of the weights, then all gather them."""

@@ -1,1 +1,1 @@
-"""Options of the commands that load torch, readable without it."""
+"""Options of the commands that load torch, in modules that do not, so that help is fast."""

@@ -8,7 +8,7 @@ from typing import Any
 from isobit.cli.dtypes import long_dtype
 from isobit.cli.progress import add_quiet
 
-# Named here, since their own module loads torch; a test compares.
+# Listed here because their own module loads torch; a test compares.
 MODELS = (
     "qwen3-0.6b",
     "qwen3-small",
@@ -21,13 +21,13 @@ MODELS = (
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "chain",
         help="put a whole model through every batch, padding, chunk and cache layout",
         description="Builds a model from transformers' configuration with random weights, saves it, loads it with "
         "from_pretrained, and compares raw bits across layouts: every selected log-probability, the loss, every "
-        "parameter's gradient and every weight after one AdamW step. Stock goes through the same gate beside it; "
+        "parameter's gradient and every weight after one AdamW step. Stock PyTorch runs through the same gate; "
         "only isobit's result decides. Exit 0: kept; 1: broken; 2: could not run.",
     )
     parser.add_argument(

@@ -9,14 +9,14 @@ from typing import Any
 from isobit.cli.dtypes import long_dtype
 from isobit.cli.progress import add_quiet
 
-# Named here, since their own modules load torch; a test compares.
+# Listed here because their own modules load torch; a test compares.
 WORKLOADS = ("small", "tiny", "whole")
 DTYPES = ("bfloat16", "float32")
 TRANSPORTS = ("simulator", "gloo")
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "curve",
         help="train one model in every layout of ranks and micro-batches, and compare raw bits",
@@ -46,7 +46,7 @@ def add_parser(commands: Any) -> None:
         help="these, instead of the whole grid",
     )
     parser.add_argument(
-        "--stock", action="store_true", help="stock PyTorch beside it, in the same layouts"
+        "--stock", action="store_true", help="also run stock PyTorch, in the same layouts"
     )
     parser.add_argument(
         "--keep", type=Path, metavar="FILE", help="write outcomes to it, and go on where it stopped"

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
         help="show the machine and its engines, and attest the kernels' order",

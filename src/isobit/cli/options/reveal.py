@@ -10,7 +10,7 @@ from isobit.cli.contract_options import add_trust
 from isobit.cli.dtypes import short_dtype
 from isobit.cli.progress import add_quiet
 
-# Named here, since their own modules load torch; a test compares.
+# Listed here because their own modules load torch; a test compares.
 STOCK = (
     "sum",
     "mean",
@@ -32,11 +32,11 @@ OURS = ("linear", "frozen", "input_grad", "weight_grad", "bias_grad")
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "reveal",
         help="show the order in which a kernel adds, and whether its configurations share it",
-        description="Reveals the order of addition of one sum in every configuration asked for, by probing, with what "
+        description="Reveals the order of addition of one sum in every given configuration, by probing, with what "
         "each addition does; replays both on random terms, to the bit; compares. Exit 0: one order; 1: several; "
         "2: some order could not be shown.",
         epilog=f"targets: {', '.join(STOCK)}, all_reduce (gloo, a process a rank), or package.module:name, a callable "
@@ -77,7 +77,7 @@ def add_parser(commands: Any) -> None:
 
 
 def numbers(text: str) -> list[int]:
-    """1,2,8"""
+    """Parse `1,2,8`."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:

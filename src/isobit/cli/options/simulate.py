@@ -9,14 +9,14 @@ from typing import Any
 from isobit.cli.progress import add_quiet
 from isobit.errors import SimulationError
 
-# Named here, since their own modules load torch; tests compare.
+# Listed here because their own modules load torch; tests compare.
 FAULTS = {kind.lower(): kind for kind in ("Die", "Stall", "Straggle", "Drop", "Flip", "PlantNaN")}
 WATCHES = ("bits", "reads", "training")
 TRAINING = (
     "buffers differ",
     "data alike",
     "gradients differ",
-    "parts from one worker",
+    "differs from one worker",
     "random numbers alike",
     "start differs",
     "tensors alike",
@@ -29,12 +29,12 @@ FINDINGS = tuple(
 
 
 def add_parser(commands: Any) -> None:
-    """Adds the command's options."""
+    """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "simulate",
         help="run a torchrun script on simulated ranks, under many schedules, and name what is wrong",
-        description="Runs a script as torchrun would, with every rank in this process, once per seed: each seed is "
-        "another schedule and other delays. Finds deadlocks, mismatched collectives, orphaned work and messages, reads "
+        description="Run a script as torchrun would, with every rank in this process, once per seed: each seed is "
+        "another schedule with other delays. Find deadlocks, mismatched collectives, orphaned work and messages, reads "
         "of pending results, flipped bits, and training in which replicas differ. Exit 0: nothing found; 1: findings; "
         "2: could not run.",
         epilog="words after -- go to the script: isobit simulate train.py --ranks 8 -- --lr 0.1",
@@ -42,6 +42,14 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "script", type=Path, help="a script that calls init_process_group; it is run"
     )
+    add_schedule_options(parser)
+    add_check_options(parser)
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
+    add_quiet(parser)
+
+
+def add_schedule_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for how many ranks and schedules, and which faults."""
     parser.add_argument("--ranks", type=at_least_one, default=4, help="default: %(default)s")
     parser.add_argument(
         "--seeds",
@@ -49,7 +57,7 @@ def add_parser(commands: Any) -> None:
         default=10,
         help="schedules to try, from seed 0 (default: %(default)s)",
     )
-    parser.add_argument("--seed", type=int, help="this one alone: to replay a finding")
+    parser.add_argument("--seed", type=int, help="run this seed only, to replay a finding")
     parser.add_argument(
         "--faults",
         type=fault_kinds,
@@ -61,20 +69,30 @@ def add_parser(commands: Any) -> None:
         "--fault-calls",
         type=int,
         default=20,
-        help="at one of a rank's first so many calls (default: 20)",
+        help="plant it at one of a rank's first N calls (default: 20)",
     )
     parser.add_argument(
         "--sends",
         choices=("buffered", "rendezvous"),
         default="buffered",
-        help="as gloo's, or as NCCL's",
+        help="sends like gloo's, or like NCCL's",
     )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=120.0,
+        help="real seconds of one rank's turn, after which it is reported as not returning (default: %(default)s)",
+    )
+
+
+def add_check_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options for what is checked and reported."""
     parser.add_argument(
         "--watch",
         type=watches,
         default=WATCHES,
         metavar="W,W…",
-        help=f"default: {','.join(WATCHES)}; none: nothing",
+        help=f"checks (default: {','.join(WATCHES)}; none for no checks)",
     )
     parser.add_argument(
         "--ignore",
@@ -82,7 +100,7 @@ def add_parser(commands: Any) -> None:
         default=[],
         choices=FINDINGS,
         metavar="KIND",
-        help=f"a kind of finding to leave out: {', '.join(FINDINGS)}",
+        help=f"a kind of finding to ignore: {', '.join(FINDINGS)}",
     )
     parser.add_argument(
         "--one-worker",
@@ -90,20 +108,15 @@ def add_parser(commands: Any) -> None:
         help="compare each step with one rank of the same script",
     )
     parser.add_argument(
-        "--tolerance", type=float, default=1e-4, help="of that comparison (default: %(default)s)"
-    )
-    parser.add_argument(
-        "--patience",
+        "--tolerance",
         type=float,
-        default=120.0,
-        help="real seconds of one rank's turn, after which it is reported as computing for ever (default: %(default)s)",
+        default=1e-4,
+        help="tolerance of that comparison (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
-    add_quiet(parser)
 
 
 def fault_kinds(text: str) -> tuple[str, ...]:
-    """die,drop"""
+    """Parse `die,drop`."""
     words = text.lower().split(",")
     if not set(words) <= set(FAULTS):
         raise argparse.ArgumentTypeError(
@@ -113,7 +126,7 @@ def fault_kinds(text: str) -> tuple[str, ...]:
 
 
 def watches(text: str) -> tuple[str, ...]:
-    """bits,training"""
+    """Parse `bits,training`."""
     words = () if text == "none" else tuple(text.split(","))
     if not set(words) <= {*WATCHES, "finite"}:
         raise argparse.ArgumentTypeError(
@@ -123,7 +136,7 @@ def watches(text: str) -> tuple[str, ...]:
 
 
 def at_least_one(text: str) -> int:
-    """1, 2, …"""
+    """Parse a positive integer."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1; received {text!r}")
     return int(text)

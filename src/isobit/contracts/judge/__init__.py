@@ -1,1 +1,1 @@
-"""Judging a contract: inputs, relations, sabotage, search and proofs."""
+"""Judge contracts: inputs, relations, sabotage, search and proofs."""

@@ -1,4 +1,4 @@
-"""Runs a claim on cases: the fixed ones, drawn ones, and smaller ones; each with gradients enabled and disabled."""
+"""Run a claim on fixed, drawn and shrunk cases, each with gradients enabled and disabled."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from dataclasses import replace
 import torch
 
 from isobit import bits
+from isobit.contracts.judge.bound import Bound
 from isobit.contracts.judge.integers_search import examine_integers, search_integers
 from isobit.contracts.judge.recipes import Case, Recipe, fixed_recipes
-from isobit.contracts.judge.relations import RELATIONS, Bound, refuses
+from isobit.contracts.judge.relations import RELATIONS, refuses
 from isobit.contracts.judge.search import reduce, search
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Claim, Contract
@@ -20,10 +21,9 @@ from isobit.contracts.store import ladder
 from isobit.errors import ContractError, EngineError, in_one_line
 
 SECONDS_TO_SHRINK = 20.0
-SMALL = (
-    2**16
-)  # elements of the arguments of a fixed case up to which it is judged in both modes; L3 draws larger ones too
-# Triton, and torch on CUDA, HIP and XPU, where there is no device or no driver.
+# Elements of the arguments up to which a fixed case is judged with and without gradients; L3 draws larger ones too.
+SMALL = 2**16
+# Messages of Triton, and of torch on CUDA, HIP and XPU, if there is no device or no driver.
 NO_DEVICE = re.compile(
     r"0 active drivers|no nvidia driver|not compiled with cuda|no (cuda|hip|xpu) gpus?|accelerator device when none",
     re.IGNORECASE,
@@ -31,13 +31,13 @@ NO_DEVICE = re.compile(
 
 
 class NoDeviceError(EngineError):
-    """The subject needs a device that is not here: nothing can be said of its promise."""
+    """The subject needs a device that this machine does not have."""
 
 
 def examine(
     contract: Contract, bound: Bound, thorough: bool, first_only: bool = False
 ) -> tuple[Tally, Recipe | None]:
-    """L2: the fixed inputs of the claim; the first failing recipe, if any."""
+    """Judge L2 on the fixed inputs of a claim; return the counts and the first failing recipe."""
     tally, failing, claim = Tally(), None, bound.claim
     if claim.relation == "refuses":
         refuses(bound, tally, raising=first_only)
@@ -58,7 +58,7 @@ def examine(
 def recipes_of(
     contract: Contract, claim: Claim, thorough: bool, first_only: bool
 ) -> Iterator[Recipe]:
-    """Of all its inputs; sabotage must show on the first of them."""
+    """Yield the fixed recipes of a claim; for sabotage, those of its first inputs."""
     for name in claim.inputs[:1] if first_only else claim.inputs:
         yield from fixed_recipes(name, contract.inputs[name], thorough and not first_only)
 
@@ -66,7 +66,7 @@ def recipes_of(
 def run_both(
     contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False
 ) -> None:
-    """One case without gradients, and again with them where an output is judged; its inputs count once."""
+    """Judge one case without gradients, and also with gradients if an output is judged."""
     run_case(contract, bound, recipe, tally, raising)
     if bound.has_both_modes():
         training = Tally()
@@ -79,14 +79,14 @@ def run_both(
 def run_case(
     contract: Contract, bound: Bound, recipe: Recipe, tally: Tally, raising: bool = False
 ) -> None:
-    """One case; a subject that raises breaks its promise, but a planted one that raises was not caught by the claim."""
+    """Judge one case. A subject that raises breaks the claim; a planted one is not caught by raising."""
     case = Case(recipe, contract.inputs[recipe.inputs])
     counted, before = tally.cases, {name: t.clone() for name, t in case.arguments.items()}
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # edges overflow on purpose
             RELATIONS[bound.claim.relation](bound, case, tally)
-        if tally.cases == counted:  # a predicate of the contract's own may count for itself
+        if tally.cases == counted:  # a predicate may count by itself
             tally.count(case.rows if bound.claim.relation != "holds" else 1)
         if not all(bits.equal(t, before[name]) for name, t in case.arguments.items()):
             tally.fail("the subject writes to its inputs, so that nothing can be compared")
@@ -102,7 +102,7 @@ def run_case(
 
 
 def check_device(error: BaseException) -> None:
-    """Raises NoDeviceError where an error says that there is no device, and there is none."""
+    """Raise NoDeviceError if an error is about a missing device and there is none."""
     if NO_DEVICE.search(in_one_line(error)) and not torch.accelerator.is_available():
         raise NoDeviceError(
             expected="a device that the subject runs on",
@@ -114,7 +114,7 @@ def check_device(error: BaseException) -> None:
 def find_breach(
     contract: Contract, bound: Bound, tally: Tally, seconds: float
 ) -> Recipe | str | None:
-    """L3: many inputs, every other one with gradients enabled; the smallest that breaks the claim, or None."""
+    """Judge L3 on many inputs, half with gradients; return the smallest counter-example, or None."""
     if bound.claim.relation == "algebra":
         return search_integers(bound, tally, ladder.ENOUGH_INPUTS)
     modes = (bound, replace(bound, gradients=True)) if bound.has_both_modes() else (bound,)
@@ -127,7 +127,7 @@ def find_breach(
 
 
 def shrink(contract: Contract, bound: Bound, failing: Recipe | None) -> Recipe | str | None:
-    """The smallest counter-example that a search finds, else the one that is known."""
+    """Return a smaller counter-example, or the given one if none is found."""
     if bound.claim.relation in ("refuses", "algebra"):
         return search_integers(bound, Tally(), 1000) if bound.claim.relation == "algebra" else None
     if failing is None:

@@ -1,4 +1,4 @@
-"""Tries integer claims on many integers, and shrinks what breaks them."""
+"""Judge claims about integers on many integers, and shrink counter-examples."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from isobit.contracts.judge.relations import Bound
+from isobit.contracts.judge.bound import Bound
 from isobit.contracts.judge.tally import Tally
 from isobit.errors import ContractError
 
@@ -18,7 +18,7 @@ Integers = dict[str, int]
 
 
 def domain_of(bound: Bound) -> dict[str, tuple[int | None, int | None]]:
-    """name: (low, high); None is no limit."""
+    """Return {name: (low, high)}; None is no limit."""
 
     def limit(name: str, value: Any) -> int | None:
         if value is None or (isinstance(value, int) and not isinstance(value, bool)):
@@ -34,7 +34,7 @@ def domain_of(bound: Bound) -> dict[str, tuple[int | None, int | None]]:
 
 
 def draw(bound: Bound, count: int, seed: int) -> Iterator[Integers]:
-    """Of every magnitude, and of every corner."""
+    """Draw integers of every magnitude, and corners of the domain."""
     source, domain = random.Random(seed), domain_of(bound)
 
     def one(low: int | None, high: int | None) -> int:
@@ -55,7 +55,7 @@ def draw(bound: Bound, count: int, seed: int) -> Iterator[Integers]:
 
 
 def holds(bound: Bound, integers: Integers, raising: bool = False) -> bool:
-    """The predicate on plain integers; an exception is a breach, but of a planted subject no catch."""
+    """Evaluate the predicate. An exception breaks the claim, but does not catch a planted subject."""
     try:
         return bool(bound.named("predicate")(bound.wrap(bound.subject), **integers))
     except ContractError:
@@ -67,7 +67,7 @@ def holds(bound: Bound, integers: Integers, raising: bool = False) -> bool:
 
 
 def examine_integers(bound: Bound, tally: Tally, case: str = "", raising: bool = False) -> None:
-    """L2: fixed draws, or the one case that is given."""
+    """Judge L2: fixed draws, or the one given case."""
     given = [_parse(case)] if case else draw(bound, FIXED, 0)
     for integers in given:
         tally.count(1)
@@ -77,7 +77,7 @@ def examine_integers(bound: Bound, tally: Tally, case: str = "", raising: bool =
 
 
 def search_integers(bound: Bound, tally: Tally, enough: int) -> str | None:
-    """L3: draws until there are enough; the smallest breach found, or None."""
+    """Judge L3: draw until there are enough; return the smallest counter-example, or None."""
     for integers in draw(bound, max(enough - tally.inputs, 0) + 1, 1):
         tally.count(1)
         tally.compared += 1
@@ -89,7 +89,7 @@ def search_integers(bound: Bound, tally: Tally, enough: int) -> str | None:
 
 
 def _shrink(bound: Bound, integers: Integers) -> Integers:
-    """Each number towards its low end, halving the distance, while the claim stays broken."""
+    """Move each number towards its lower end while the claim stays broken."""
     domain, changed = domain_of(bound), True
     while changed:
         changed = False

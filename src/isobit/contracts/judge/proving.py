@@ -1,40 +1,40 @@
-"""L4: asks the engine that a claim names, and asks it again of a wrong subject, which it must refuse."""
+"""Judge L4: run the proof engine that a claim names on the subject, and on a wrong subject that must fail."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
+from isobit.contracts.judge.binding import plant
+from isobit.contracts.judge.bound import Bound
 from isobit.contracts.judge.integers_search import domain_of
 from isobit.contracts.judge.recipes import Case, Recipe
-from isobit.contracts.judge.relations import RELATIONS, Bound
+from isobit.contracts.judge.relations import RELATIONS
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Contract, Inputs
+from isobit.contracts.options import Options
 from isobit.errors import ContractError, EngineError, RevealError, in_one_line
 from isobit.records import Planted, Proof
 
 PATTERNS = 2**16
 
 
-def prove(
-    contract: Contract, bound: Bound, plant: Callable[[Bound, str], Bound]
-) -> tuple[Proof, Planted]:
-    """What the engine shows of the subject, and whether it refuses the planted one."""
+def prove(contract: Contract, bound: Bound, options: Options) -> tuple[Proof, Planted]:
+    """Run the proof on the subject and on the planted wrong one, for which it must fail."""
     plan = bound.claim.proof
     assert plan is not None
-    proof = ask(contract, bound)
+    proof = run_proof(contract, bound)
     if not proof.kept:
         return proof, Planted(plan.planted, False, "not tried")
-    planted = plant(bound, plan.planted)
+    planted = plant(bound, plan.planted, options)
     try:
-        wrong = ask(contract, planted)
-    except RevealError as error:  # it has no order at all
+        wrong = run_proof(contract, planted)
+    except RevealError as error:  # it has no order
         return proof, Planted(
-            f"proof: {plan.planted}", True, f"refused: {in_one_line(error)[:200]}"
+            f"proof: {plan.planted}", True, f"rejected: {in_one_line(error)[:200]}"
         )
-    except Exception as error:  # a fault of the plant, not a catch
+    except Exception as error:  # an error of the planted subject catches nothing
         return proof, Planted(
             f"proof: {plan.planted}",
             False,
@@ -43,8 +43,8 @@ def prove(
     return proof, Planted(f"proof: {plan.planted}", not wrong.kept, wrong.failure)
 
 
-def ask(contract: Contract, bound: Bound) -> Proof:
-    """One question to one engine."""
+def run_proof(contract: Contract, bound: Bound) -> Proof:
+    """Run the proof engine that the claim names."""
     plan = bound.claim.proof
     assert plan is not None
     if plan.by:
@@ -62,7 +62,7 @@ def ask(contract: Contract, bound: Bound) -> Proof:
 
 
 def prove_integers(bound: Bound) -> Proof:
-    """Every path of the predicate and of the subject, for all integers of the domain."""
+    """Prove the predicate for all integers of the domain, along every path of the subject."""
     from isobit.contracts.judge.proofs import integers
 
     def predicate(**given: object) -> object:
@@ -87,14 +87,14 @@ def prove_integers(bound: Bound) -> Proof:
 
 
 def said_limit(name: str, low: int | None, high: int | None) -> str:
-    """As a person writes it."""
+    """Write the range of an integer."""
     if low is None and high is None:
         return name
     return f"{name} in [{'−∞' if low is None else low}, {'∞' if high is None else high}]"
 
 
 def enumerate_values(bound: Bound, name: str, inputs: Inputs) -> Proof:
-    """The relation on every bit pattern of each 16-bit dtype, through the real kernel."""
+    """Judge the relation on every bit pattern of each 16-bit dtype, through the real kernel."""
     wide = [name for name in inputs.dtypes if name not in ("bfloat16", "float16")]
     if wide:
         raise ContractError(

@@ -1,4 +1,4 @@
-"""Recipes of inputs: a few numbers that expand to many rows, so that many inputs are drawn and shrunk as one."""
+"""Recipes of inputs: a few numbers that expand to many rows, so that search draws and shrinks them as one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LARGEST_EDGE = {"float32": 2.0**125, "bfloat16": 2.0**125, "float16": 2.0**13, "
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that is needed to make one case again."""
+    """All that is needed to build one case again."""
 
     inputs: str
     dtype: str
@@ -37,7 +37,7 @@ class Recipe:
 
     @staticmethod
     def parse(text: str, known: Mapping[str, Inputs]) -> Recipe:
-        """Reads what `str` wrote."""
+        """Parse the output of `str`."""
         try:
             found = json.loads(text)
             sizes = tuple((str(k), int(v)) for k, v in found.pop("sizes").items())
@@ -62,7 +62,7 @@ class Recipe:
 
 
 def fixed_recipes(name: str, inputs: Inputs, thorough: bool = False) -> Iterator[Recipe]:
-    """Every dtype with every listed size, then every edge at the smallest sizes: what L2 runs. Small ones first."""
+    """Yield what L2 runs, small first: every dtype with every listed size, then every edge pattern."""
     sizes = {**inputs.sizes, **(inputs.thorough if thorough else {})}
     grids = sorted(
         itertools.product(*sizes.values()), key=lambda g: (sum(s == 0 for s in g), sum(g))
@@ -82,7 +82,7 @@ def fixed_recipes(name: str, inputs: Inputs, thorough: bool = False) -> Iterator
 
 
 def edged(recipe: Recipe, edge: str, inputs: Inputs) -> Recipe:
-    """The same with an edge pattern: two of them change sizes, the others values."""
+    """Return the recipe with an edge pattern: two of them change sizes, the others values."""
     if edge == "empty" and inputs.rows:
         return replace(
             recipe,
@@ -99,23 +99,23 @@ def edged(recipe: Recipe, edge: str, inputs: Inputs) -> Recipe:
 
 @dataclass(frozen=True)
 class Case:
-    """One recipe made into tensors."""
+    """One recipe expanded to tensors."""
 
     recipe: Recipe
     inputs: Inputs
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of all arguments."""
+        """The dtype of all arguments."""
         return getattr(torch, self.recipe.dtype)  # type: ignore[no-any-return]
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """By name."""
+        """Sizes by name."""
         return dict(self.recipe.sizes)
 
     def shape_of(self, argument: str) -> tuple[int, ...]:
-        """Sizes of its axes."""
+        """Return the shape of an argument."""
         return tuple(
             self.sizes[a] if isinstance(a, str) else int(a) for a in self.inputs.arguments[argument]
         )
@@ -129,17 +129,17 @@ class Case:
 
     @property
     def rows(self) -> int:
-        """Independent inputs in this case."""
+        """The number of independent inputs in this case."""
         return self.sizes[self.inputs.rows] if self.inputs.rows else 1
 
     @property
     def elements(self) -> int:
-        """Of all arguments."""
+        """The number of elements of all arguments."""
         return sum(math.prod(self.shape_of(name)) for name in self.inputs.arguments)
 
     @cached_property
     def arguments(self) -> dict[str, Tensor]:
-        """Drawn by seed; the edge pattern is written over the first one."""
+        """Tensors drawn by seed; the edge pattern is written over the first one."""
         found: dict[str, Tensor] = {}
         for at, name in enumerate(self.inputs.arguments):
             found[name] = self.draw(self.shape_of(name), at, self.recipe.values, at == 0)
@@ -150,17 +150,17 @@ class Case:
 
     @property
     def options(self) -> Mapping[str, Any]:
-        """Keyword arguments that stay as they are."""
+        """Keyword arguments, which are not drawn."""
         return self.inputs.options
 
     def generator(self, stream: int) -> torch.Generator:
-        """Random numbers of this case; streams are independent."""
+        """Return a random generator of this case; streams are independent."""
         return torch.Generator().manual_seed((self.recipe.seed * 1_000_003 + stream) % 2**62)
 
     def draw(
         self, shape: tuple[int, ...], stream: int, values: str = "", leading: bool = True
     ) -> Tensor:
-        """More values of this case's kind."""
+        """Draw more values of this case's kind."""
         kind = values or self.recipe.values
         generator = self.generator(stream)
         drawn = draw_values(shape, "wide" if kind == "cancelling" else kind, generator)
@@ -170,7 +170,7 @@ class Case:
 
 
 def draw_values(shape: tuple[int, ...], kind: str, generator: torch.Generator) -> Tensor:
-    """Full mantissas always."""
+    """Draw values of one kind, with full mantissas."""
     normal = torch.randn(shape, generator=generator, dtype=torch.float32)
     if kind == "wide":
         return torch.ldexp(normal, torch.randint(-6, 7, shape, generator=generator))
@@ -184,7 +184,7 @@ def draw_values(shape: tuple[int, ...], kind: str, generator: torch.Generator) -
 
 
 def cancel(values: Tensor, leading: bool) -> Tensor:
-    """So that products summed along any axis cancel, and what is left is rounding error: see decisions/0004."""
+    """Arrange values so that sums of products cancel and leave rounding error: see decisions/0004."""
     if values.dim() == 1:
         return values * 2.0**-20
     if leading:
@@ -193,7 +193,7 @@ def cancel(values: Tensor, leading: bool) -> Tensor:
 
 
 def mirror(values: Tensor, axis: int, sign: int) -> Tensor:
-    """The second half of an axis becomes `sign` times the first, in a fixed random order; an odd last one vanishes."""
+    """Replace the second half of an axis by `sign` times the first, permuted; an odd last element is zero."""
     size = values.shape[axis]
     half = size // 2
     order = torch.randperm(half, generator=torch.Generator().manual_seed(size))
@@ -203,7 +203,7 @@ def mirror(values: Tensor, axis: int, sign: int) -> Tensor:
 
 
 def write_edge(values: Tensor, edge: str, generator: torch.Generator) -> Tensor:
-    """A pattern that kernels get wrong, over some or all elements."""
+    """Write a pattern that kernels often get wrong over some or all elements."""
     name = str(values.dtype).removeprefix("torch.")
     some = torch.rand(values.shape, generator=generator) < 0.3
     sign = torch.where(torch.rand(values.shape, generator=generator) < 0.5, -1.0, 1.0).to(

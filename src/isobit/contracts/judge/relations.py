@@ -1,123 +1,22 @@
-"""The library of relations: each holds a subject to a promise on one case, and counts."""
+"""The relations of claims: each compares what a subject returns for one case, and counts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit import native
+from isobit.contracts.judge.bound import UPSTREAM, Bound, gradient, only_tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.contracts.judge.transforms import TRANSFORMS, Arguments, Run
-from isobit.contracts.language.contract import Claim
+from isobit.contracts.judge.transforms import TRANSFORMS, Arguments
 from isobit.launches import record_launches
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-UPSTREAM = "upstream gradient"
-OUTPUTS = ("invariant", "accurate", "parity", "bound", "sums_to", "monotone", "roundtrip")
-
-
-def unchanged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """No sabotage."""
-    return function
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A claim with its code found: what is judged, by what parameters, wrapped by which sabotage."""
-
-    claim: Claim
-    subject: Callable[..., Any]
-    code: dict[str, Any] = field(default_factory=dict)
-    wrap: Wrapper = unchanged
-    gradients: bool = False  # whether outputs are computed as in training: gradients enabled, inputs that require them
-
-    def named(self, key: str) -> Any:
-        """The code that a parameter of the claim names."""
-        return self.code[str(self.claim.params[key])]
-
-    def judged(self, case: Case) -> tuple[Run, Arguments]:
-        """The function from tensors to one tensor that is judged: the output, or the gradient of an argument."""
-        of = self.claim.params.get("of")
-        if of not in case.inputs.arguments or of == "output":
-            call = self.wrap(self.subject)
-            call = with_gradients(call) if self.gradients else call
-            return lambda arguments: only_tensor(
-                call(*arguments.values(), **case.options)
-            ), case.arguments
-        arguments = with_upstream(self.subject, case)
-        names = tuple(arguments)
-        call = self.wrap(
-            lambda *given: gradient(
-                self.subject, str(of), dict(zip(names, given, strict=True)), case
-            )
-        )
-        return lambda arguments: call(*arguments.values()), arguments
-
-    def has_both_modes(self) -> bool:
-        """Whether the claim is about an output, by relations that call the subject themselves.
-
-        Gradients are judged with gradients enabled anyway; a contract's own predicates and transforms call as they do.
-        """
-        params = self.claim.params
-        if self.claim.relation not in OUTPUTS or params.get("of", "output") != "output":
-            return False
-        return self.claim.relation != "invariant" or any(
-            name in TRANSFORMS for name in params["under"]
-        )
-
-
-def with_gradients(call: Callable[..., Any]) -> Callable[..., Any]:
-    """As training calls it. What raises only then does not support gradients, loudly, and is judged without them."""
-
-    def trained(*given: Any, **options: Any) -> Any:
-        try:
-            with torch.enable_grad():
-                return call(*(requiring_gradients(value) for value in given), **options)
-        except (Exception, SystemExit):
-            return call(*given, **options)
-
-    return trained
-
-
-def requiring_gradients(value: Any) -> Any:
-    """The same memory, as a leaf of autograd."""
-    is_real = isinstance(value, Tensor) and value.is_floating_point()
-    return value.detach().requires_grad_() if is_real else value
-
-
-def only_tensor(value: Any) -> Tensor:
-    """Refuses what cannot be compared."""
-    if not isinstance(value, Tensor):
-        raise TypeError(f"expected the subject to return a tensor, received {type(value).__name__}")
-    return value.detach().clone()  # a subject may hand out one buffer again and again
-
-
-def gradient(function: Callable[..., Any], of: str, given: Arguments, case: Case) -> Tensor:
-    """By autograd, from an upstream gradient that is one of the arguments."""
-    upstream = given.pop(UPSTREAM)
-    given[of] = given[of].detach().requires_grad_()
-    with torch.enable_grad():
-        return torch.autograd.grad(function(*given.values(), **case.options), given[of], upstream)[
-            0
-        ]
-
-
-def with_upstream(function: Callable[..., Any], case: Case) -> Arguments:
-    """The arguments and a gradient of the output's shape, drawn like the first argument."""
-    shape = tuple(only_tensor(function(*case.arguments.values(), **case.options)).shape)
-    return {**case.arguments, UPSTREAM: case.draw(shape, 50)}
-
-
-# ---- relations ------------------------------------------------------------------------------------------
 
 
 def invariant(bound: Bound, case: Case, tally: Tally) -> None:
-    """Nothing that must not matter changes a bit."""
+    """Compare bits under transforms of the call that must not change them."""
     run, arguments = bound.judged(case)
     whole: Tensor | None = None
     rowed = case if UPSTREAM not in arguments else with_rows(case)
@@ -132,21 +31,21 @@ def invariant(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def with_rows(case: Case) -> Case:
-    """The same case, whose upstream gradient has rows too."""
+    """Return the case with the upstream gradient among the arguments that have rows."""
     rowed = Case(case.recipe, case.inputs)
     rowed.__dict__["row_names"] = (*case.row_names, UPSTREAM)
     return rowed
 
 
 def accurate(bound: Bound, case: Case, tally: Tally) -> None:
-    """The error against the reference in fp64 is within the limit."""
+    """Compare with a reference in fp64, within a limit."""
     run, arguments = bound.judged(case)
     found, exact = run(arguments), reference(bound, case, arguments)
     compare_within(found, exact, bound, case, tally, "against fp64")
 
 
 def reference(bound: Bound, case: Case, arguments: Arguments) -> Tensor:
-    """The named reference on the same values in fp64."""
+    """Call the named reference on the same values in fp64."""
     wide = {name: t.double() for name, t in arguments.items()}
     if UPSTREAM not in wide:
         return only_tensor(bound.named("against")(*wide.values(), **case.options))
@@ -156,10 +55,9 @@ def reference(bound: Bound, case: Case, arguments: Arguments) -> Tensor:
 def compare_within(
     found: Tensor, exact: Tensor, bound: Bound, case: Case, tally: Tally, where: str
 ) -> None:
-    """The limit in its unit; NaN where the reference has NaN and nowhere else; infinities must be equal."""
-    if (
-        found.shape != exact.shape or found.dtype != case.dtype
-    ):  # a unit in the last place is one of the inputs' dtype
+    """Compare within a limit; NaN must be where the reference has NaN, and infinities must be equal."""
+    # A unit in the last place is one of the inputs' dtype.
+    if found.shape != exact.shape or found.dtype != case.dtype:
         expected = f"{list(exact.shape)} {case.dtype}"
         tally.fail(f"{where}: {list(found.shape)} {found.dtype}, expected {expected}")
         return
@@ -177,7 +75,7 @@ def compare_within(
 
 
 def unit_size(rounded: Tensor, exact: Tensor, unit: str) -> Tensor:
-    """One unit, per element."""
+    """Return the size of one unit per element."""
     if unit == "abs":
         return torch.ones_like(exact)
     if unit == "rel":
@@ -196,12 +94,12 @@ def unit_size(rounded: Tensor, exact: Tensor, unit: str) -> Tensor:
 
 
 def same_class(found: Tensor, rounded: Tensor) -> Tensor:
-    """Both NaN, or the same infinity."""
+    """Return where both are NaN, or equal."""
     return (found.isnan() & rounded.isnan()) | (found == rounded)
 
 
 def parity(bound: Bound, case: Case, tally: Tally) -> None:
-    """Two executors agree: to the bit, or within a limit that is stated."""
+    """Compare two executors, bit for bit or within a stated limit."""
     run, arguments = bound.judged(case)
     found = run(arguments)
     other = only_tensor(bound.named("against")(*arguments.values(), **case.options))
@@ -212,7 +110,7 @@ def parity(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def bound_by(bound: Bound, case: Case, tally: Tally) -> None:
-    """Outputs stand in [low, high]; NaN stands nowhere."""
+    """Check that outputs are in [low, high]; NaN is not."""
     run, arguments = bound.judged(case)
     found = run(arguments)
     low, high = bound.claim.params.get("low"), bound.claim.params.get("high")
@@ -225,7 +123,7 @@ def bound_by(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def sums_to(bound: Bound, case: Case, tally: Tally) -> None:
-    """The last axis, added in fp64, gives the total within the limit."""
+    """Check that the last axis, added in fp64, gives the total within the limit."""
     run, arguments = bound.judged(case)
     found = run(arguments)
     total, limit = float(bound.claim.params["total"]), float(bound.claim.params["limit"])
@@ -235,7 +133,7 @@ def sums_to(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def monotone(bound: Bound, case: Case, tally: Tally) -> None:
-    """A larger element of the argument has no smaller output, and an equal one an equal output."""
+    """Check that a larger element of the argument has no smaller output, and an equal one an equal output."""
     run, arguments = bound.judged(case)
     values, order = arguments[str(bound.claim.params["argument"])].sort(-1)
     found = run(arguments).gather(-1, order)
@@ -251,16 +149,16 @@ def monotone(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def roundtrip(bound: Bound, case: Case, tally: Tally) -> None:
-    """The inverse of the output is the first argument, to the bit."""
+    """Check that the inverse of the output is the first argument, bit for bit."""
     run, arguments = bound.judged(case)
     first = next(iter(arguments.values()))
     tally.same(only_tensor(bound.named("inverse")(run(arguments))), first, "after the way back")
 
 
 def launches(bound: Bound, case: Case, tally: Tally) -> None:
-    """DIM-002: every call launches a kernel with its own sizes, by name, of a binary that is loaded before or by it.
+    """Check that every call launches a kernel with its own sizes, from a binary that is loaded once (DIM-002).
 
-    Loads are counted as events: `loads` of them by the first call that needs the binary, none by any later call.
+    Loads are counted: `loads` of them by the first call that needs the binary, none by any later call.
     """
     run, arguments = bound.judged(case)
     before = native.load_count()
@@ -280,7 +178,7 @@ def launches(bound: Bound, case: Case, tally: Tally) -> None:
 
 
 def refuses(bound: Bound, tally: Tally, raising: bool = False) -> None:
-    """Each call raises the named error, with words; a planted subject must be caught by what it accepts."""
+    """Check that each call raises the named error with a message."""
     call, error = bound.wrap(bound.subject), bound.named("error")
     for what, positional, keyword in bound.named("calls")():
         tally.count(1)
@@ -299,7 +197,7 @@ def refuses(bound: Bound, tally: Tally, raising: bool = False) -> None:
 
 
 def holds(bound: Bound, case: Case, tally: Tally) -> None:
-    """A predicate of the contract's own."""
+    """Evaluate a predicate that the contract names."""
     bound.named("predicate")(bound.wrap(bound.subject), case, tally)
 
 

@@ -1,4 +1,4 @@
-"""Planted wrong subjects by relation and transform: a claim that stays green on one of them is void."""
+"""Built-in wrong subjects: a claim that does not catch the ones planted for it is void."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 from torch import Tensor
 
 from isobit import bits, native
-from isobit.contracts.judge.sabotage_names import LIBRARY_NAMES
+from isobit.contracts.language.sabotage_names import LIBRARY_NAMES
 
 Function = Callable[..., Any]
 
 
 def primary(given: tuple[Any, ...], named: dict[str, Any]) -> Tensor:
-    """The first tensor of a call: its rows are what most transforms touch."""
+    """Return the first tensor of a call: most transforms change its rows."""
     return next(t for t in (*given, *named.values()) if isinstance(t, Tensor))
 
 
 def flip(values: Tensor) -> Tensor:
-    """The last bit of each, flipped: one unit in the last place."""
+    """Flip the last bit of each element: one unit in the last place."""
     return (bits.as_integers(values) ^ 1).view(values.dtype)
 
 
 def nudged(when: Callable[[Tensor], Any]) -> Callable[[Function], Function]:
-    """One ulp off where `when` says so of the first tensor: a truth, or a mask of rows."""
+    """Plant an error of one ulp where `when` is true of the first tensor: a bool, or a mask of rows."""
 
     def plant(function: Function) -> Function:
         def wrong(*given: Any, **named: Any) -> Tensor:
@@ -47,12 +47,12 @@ def nudged(when: Callable[[Tensor], Any]) -> Callable[[Function], Function]:
 
 def last_row(x: Tensor) -> Tensor:
     at = torch.zeros(len(x), dtype=torch.bool)
-    at[1:][-1:] = True  # a row that is alone is right
+    at[1:][-1:] = True  # a single row is right
     return at
 
 
 def beside_a_positive(x: Tensor) -> Tensor:
-    """Rows after a row whose first element is positive."""
+    """Return a mask of rows that follow a row whose first element is positive."""
     before = x.reshape(len(x), -1)[:, :1].sum(-1).roll(1) > 0
     before[:1] = False
     return before
@@ -63,7 +63,7 @@ def is_moved(x: Tensor) -> bool:
 
 
 def replaced(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Function], Function]:
-    """The output changed, given the first tensor."""
+    """Plant a change of the output, given the first tensor."""
 
     def plant(function: Function) -> Function:
         def wrong(*given: Any, **named: Any) -> Tensor:
@@ -80,13 +80,13 @@ def divided_wrongly(y: Tensor, x: Tensor) -> Tensor:
 
 
 def through_a_narrow_type(y: Tensor, x: Tensor) -> Tensor:
-    """Four bits of mantissa are gone, whatever the dtype."""
+    """Drop mantissa bits, for every dtype."""
     mask = {2: ~0xF, 4: ~0xFFFFF, 8: ~0xFFFFFFFFFFFFF}[y.element_size()]
     return (bits.as_integers(y) & mask).view(y.dtype)
 
 
 def without_the_tail(function: Function) -> Function:
-    """The last element of each row is not seen."""
+    """Ignore the last element of each row."""
 
     def wrong(*given: Any, **named: Any) -> Any:
         x = primary(given, named)
@@ -99,7 +99,7 @@ def without_the_tail(function: Function) -> Function:
 
 
 def shifted_along_the_row(y: Tensor, x: Tensor) -> Tensor:
-    """As axes swapped show in an output that is not square: each value in another's place."""
+    """Move each value along its row, as swapped axes do in an output that is not square."""
     return (
         y.transpose(-1, -2).contiguous().reshape(y.shape)
         if y.dim() > 1 and min(y.shape) > 1
@@ -108,12 +108,12 @@ def shifted_along_the_row(y: Tensor, x: Tensor) -> Tensor:
 
 
 def looks_like(y: Tensor, x: Tensor) -> Tensor:
-    """The input itself, where it fits."""
+    """Return the input itself where its shape fits."""
     return x.clone() if x.shape == y.shape else x.reshape(-1)[:1].expand(y.shape).clone()
 
 
 def stale(function: Function) -> Function:
-    """Remembers results by the address of the input."""
+    """Cache results by the address of the input."""
     kept: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
     def wrong(*given: Any, **named: Any) -> Tensor:
@@ -127,7 +127,7 @@ def stale(function: Function) -> Function:
 
 
 def packed_once(function: Function) -> Function:
-    """Keeps a copy of the last tensor by its address, as weights are packed."""
+    """Cache a copy of the last tensor by its address, as packed weights are cached."""
     kept: dict[tuple[int, tuple[int, ...]], Tensor] = {}
 
     def wrong(*given: Any, **named: Any) -> Any:
@@ -140,7 +140,7 @@ def packed_once(function: Function) -> Function:
 
 
 def careless(function: Function) -> Function:
-    """Accepts everything."""
+    """Return something instead of raising."""
 
     def wrong(*given: Any, **named: Any) -> Any:
         try:
@@ -152,12 +152,12 @@ def careless(function: Function) -> Function:
 
 
 def never_called(function: Function) -> Function:
-    """Answers from nowhere: the kernel is never launched."""
+    """Return a result without launching the kernel."""
     return lambda *given, **named: torch.zeros_like(primary(given, named))
 
 
 def of_one_size(function: Function) -> Function:
-    """A kernel made for one size: everything is padded to it before the launch."""
+    """Pad everything to one size before the launch."""
 
     def wrong(*given: Any, **named: Any) -> Any:
         x = primary(given, named)
@@ -169,7 +169,7 @@ def of_one_size(function: Function) -> Function:
 
 
 def loaded_each_time(function: Function) -> Function:
-    """Looks for the kernels' binary and loads it at every call."""
+    """Load the binary of the kernels at every call."""
 
     def wrong(*given: Any, **named: Any) -> Any:
         native.load.__wrapped__()
@@ -179,16 +179,14 @@ def loaded_each_time(function: Function) -> Function:
 
 
 def in_training(plant: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """Wrong as `plant` is, but only where gradients are enabled and an input requires them: right in inference."""
+    """Plant an error only if gradients are enabled and an input requires them."""
 
     def planted(function: Function) -> Function:
         def wrong(*given: Any, **named: Any) -> Any:
             trains = torch.is_grad_enabled() and any(
                 t.requires_grad for t in given if isinstance(t, Tensor)
             )
-            with (
-                torch.no_grad()
-            ):  # a subject may not support gradients, and the plant must show all the same
+            with torch.no_grad():  # the subject may not support gradients
                 plain = tuple(t.detach() if isinstance(t, Tensor) else t for t in given)
                 return (plant(function) if trains else function)(*plain, **named)
 

@@ -1,4 +1,4 @@
-"""Searches many inputs for a breach: Hypothesis draws and shrinks recipes, and each expands to rows of one call."""
+"""Search many inputs for a counter-example: Hypothesis draws recipes, and each expands to the rows of a call."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from isobit.contracts.language.contract import Inputs
 from isobit.contracts.store.ladder import ENOUGH_INPUTS
 from isobit.errors import EngineError
 
-# Drawn by index, so that shrinking goes to one row; most draws are large, so that a call holds many inputs.
+# Drawn by index, so that shrinking goes to one row; most draws are large, so that a call has many inputs.
 ROWS = (1, 2, 3, 17, 64, 257, 1024, 1024, 1024, 1024)
 EXAMPLES_A_ROUND = 12
 
@@ -22,7 +22,7 @@ Check = Callable[[Case, Tally], None]
 
 
 class _Breach(AssertionError):
-    """Tells Hypothesis that a recipe breaks the claim."""
+    """Raised to mark a recipe that breaks the claim."""
 
 
 def search(
@@ -33,7 +33,7 @@ def search(
     seconds: float,
     enough: int = ENOUGH_INPUTS,
 ) -> Recipe | None:
-    """Counts into `tally` until it has enough inputs; the smallest recipe found that breaks the claim, or None."""
+    """Judge drawn recipes until there are enough inputs; return the smallest that breaks the claim, or None."""
     hypothesis, recipes = _strategy(name, inputs)
     smallest: list[Recipe] = []
     started, rounds = time.monotonic(), 0
@@ -50,7 +50,7 @@ def search(
 
         def attempt(recipe: Recipe) -> None:
             if smallest and time.monotonic() - started > seconds:
-                return  # shrinking has had its time: whatever is left to try counts as passing
+                return  # the time for shrinking is over: everything left counts as passing
             found = Tally()
             check(Case(recipe, inputs), found)
             if found.differing:
@@ -66,7 +66,7 @@ def search(
 
 
 def reduce(check: Check, recipe: Recipe, inputs: Inputs, seconds: float) -> Recipe:
-    """A recipe that is known to break the claim, made smaller while it still does: step by step, for a while."""
+    """Shrink a recipe that breaks the claim step by step, for a limited time."""
     started, changed = time.monotonic(), True
 
     def breaks(smaller: Recipe) -> bool:
@@ -84,7 +84,7 @@ def reduce(check: Check, recipe: Recipe, inputs: Inputs, seconds: float) -> Reci
 
 
 def _smaller(recipe: Recipe, inputs: Inputs) -> Iterator[Recipe]:
-    """Simpler first: plain values, fewer rows, shorter axes, the first seed."""
+    """Yield simpler recipes: plain values, fewer rows, shorter axes, the first seed."""
     if recipe.edge not in ("", "empty", "single"):
         yield replace(recipe, edge="")
     sizes = dict(recipe.sizes)
@@ -106,7 +106,7 @@ def _strategy(inputs_name: str, inputs: Inputs) -> tuple[Any, Any]:
         raise EngineError(
             expected="Hypothesis, which draws and shrinks inputs for L3",
             received=str(error),
-            remedy="pip install hypothesis z3-solver bitwuzla python-flint, or ask for --level L2",
+            remedy="pip install hypothesis z3-solver bitwuzla python-flint, or use --level L2",
         ) from None
 
     def size(name: str) -> Any:

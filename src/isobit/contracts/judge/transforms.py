@@ -1,4 +1,4 @@
-"""What must not matter to a row function: how many rows, where, beside what, stored how, by how many threads."""
+"""Transforms that must not change a row's result: batch size, position, neighbours, storage, threads."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ THREADS = (1, 2)
 
 
 def changed_rows(case: Case, arguments: Arguments, change: Callable[[Tensor], Tensor]) -> Arguments:
-    """A change of every argument that has rows."""
+    """Apply a change to every argument that has rows."""
     return {name: change(t) if name in case.row_names else t for name, t in arguments.items()}
 
 
 def batch(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
-    """Rows alone, and in batches of many sizes."""
+    """Compute rows alone, and in batches of many sizes."""
     at, step = 0, case.recipe.seed
     while at < case.rows:
         size = min(PIECES[step % len(PIECES)], case.rows - at)
@@ -40,7 +40,7 @@ def batch(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tall
 def compare_piece(
     run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally, start: int, size: int
 ) -> None:
-    """A run of rows by itself."""
+    """Compute consecutive rows by themselves."""
     part = run(changed_rows(case, arguments, lambda t: t[start : start + size].clone()))
     tally.same(
         part,
@@ -50,19 +50,19 @@ def compare_piece(
 
 
 def chunking(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
-    """Chunks of seven rows and of a hundred, by turns, as views of the batch."""
-    parts: list[Tensor] = []
+    """Compute chunks of 7 and of 100 rows, alternating, as views of the batch."""
+    chunks: list[Tensor] = []
     at = 0
     while at < case.rows:
-        chunk = slice(at, at + CHUNKS[len(parts) % len(CHUNKS)])
-        parts.append(run(changed_rows(case, arguments, lambda t, chunk=chunk: t[chunk])))  # type: ignore[misc]
+        chunk = slice(at, at + CHUNKS[len(chunks) % len(CHUNKS)])
+        chunks.append(run(changed_rows(case, arguments, lambda t, chunk=chunk: t[chunk])))  # type: ignore[misc]
         at = chunk.stop
-    if parts:
-        tally.same(torch.cat(parts), whole, f"in chunks of {' and '.join(map(str, CHUNKS))}")
+    if chunks:
+        tally.same(torch.cat(chunks), whole, f"in chunks of {' and '.join(map(str, CHUNKS))}")
 
 
 def position(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
-    """Rows in another order."""
+    """Compute the rows in another order."""
     orders = {
         "reversed": torch.arange(case.rows - 1, -1, -1),
         "shuffled": torch.randperm(case.rows, generator=case.generator(31)),
@@ -73,7 +73,7 @@ def position(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: T
 
 
 def neighbours(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
-    """All rows but some replaced by others: but every second one, but a third of them, but one."""
+    """Replace all rows except (a) every second, (b) a random 30 %, (c) one; kept rows must not change."""
     at, drawn = torch.arange(case.rows), torch.rand(case.rows, generator=case.generator(35))
     keeps = {
         "even": at % 2 == 0,
@@ -88,11 +88,11 @@ def neighbours(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally:
             return torch.where(kept.reshape(-1, *[1] * (t.dim() - 1)), t, other)
 
         found = run(changed_rows(case, arguments, replaced))
-        tally.same(found[kept], whole[kept], f"{name} of {case.rows} rows beside others")
+        tally.same(found[kept], whole[kept], f"{name} of {case.rows} rows, the others replaced")
 
 
 def padding(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
-    """Rows of padding before and after."""
+    """Add rows of padding before and after."""
     for before, after in ((3, 0), (0, 5)):
 
         def padded(t: Tensor, before: int = before, after: int = after) -> Tensor:
@@ -108,14 +108,14 @@ def padding(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Ta
 
 
 def packing(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
-    """The rows as one packed sequence, [1, rows, …], and as many samples of one, [rows, 1, …]."""
+    """Compute the rows as one packed sequence, [1, rows, …], and as many samples of one, [rows, 1, …]."""
     for axis in (0, 1):
         found = run(changed_rows(case, arguments, lambda t, axis=axis: t.unsqueeze(axis)))  # type: ignore[misc]
         tally.same(found, whole.unsqueeze(axis), f"packed with an axis at {axis}")
 
 
 def cache(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
-    """Called again; then with other values written into the very same memory."""
+    """Call again, then with other values written into the same memory."""
     kept = {name: t.clone() for name, t in arguments.items()}
     run(kept)
     tally.same(run(kept), whole, "called again")
@@ -127,7 +127,7 @@ def cache(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tall
 
 
 def layout(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
-    """The same values stored otherwise."""
+    """Store the same values in other memory layouts."""
     for name, store in LAYOUTS.items():
         stored = {k: store(t) if t.dim() else t for k, t in arguments.items()}
         tally.same(run(stored), whole, f"stored {name}")
@@ -136,33 +136,33 @@ def layout(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tal
 
 
 def threads(run: Run, case: Case, arguments: Arguments, whole: Tensor, tally: Tally) -> None:
-    """One thread and two."""
+    """Compute with one thread and with two."""
     for count in THREADS:
         with thread_count(count):
             tally.same(run(arguments), whole, f"{count} threads")
 
 
 def transposed(tensor: Tensor) -> Tensor:
-    """The same values, stored column by column."""
+    """Store the values column by column."""
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def strided(tensor: Tensor) -> Tensor:
-    """The same values, three apart."""
+    """Store the values with a stride of three."""
     wide = tensor.new_zeros(*tensor.shape, 3)
     wide[..., 1] = tensor
     return wide[..., 1]
 
 
 def misaligned(tensor: Tensor) -> Tensor:
-    """The same values, contiguous, one element off any alignment."""
+    """Store the values contiguously, one element off any alignment."""
     room = tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape)
     room.copy_(tensor)
     return room
 
 
 def padded_rows(tensor: Tensor) -> Tensor:
-    """The same values, with an odd gap after each row."""
+    """Store the values with an odd gap after each row."""
     size = tensor.shape[-1]
     wide = tensor.new_zeros(*tensor.shape[:-1], size + 7)
     wide[..., :size] = tensor

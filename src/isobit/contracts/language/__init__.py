@@ -1,1 +1,1 @@
-"""The contract file format: reading, checking, explaining and writing contract files."""
+"""The contract file format: parse and check contract files."""

@@ -1,4 +1,4 @@
-"""The records of a contract: equations, obligations, inputs, claims and waivers, as the file says them."""
+"""The records of a contract: equations, obligations, inputs, claims and waivers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Params = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Equation:
-    """What is computed, on what, giving what."""
+    """What is computed, on which domain, with which codomain."""
 
     formula: str
     domain: str = ""
@@ -30,7 +30,7 @@ class Obligation:
 
 @dataclass(frozen=True)
 class Inputs:
-    """From what the inputs of a claim are drawn."""
+    """What the inputs of a claim are drawn from."""
 
     arguments: Params
     sizes: Mapping[str, tuple[int, ...]]
@@ -44,7 +44,7 @@ class Inputs:
 
 @dataclass(frozen=True)
 class ProofPlan:
-    """How a claim is proved: the engine, the function that asks it, and a wrong subject that it must refuse."""
+    """How a claim is proved: the engine, the function that runs it, and a wrong subject that must fail."""
 
     engine: str
     planted: str
@@ -54,7 +54,7 @@ class ProofPlan:
 
 @dataclass(frozen=True)
 class Claim:
-    """One promise, with an id: a relation, its inputs, the level it must reach, and what must be caught by it."""
+    """One executable promise: a relation, its inputs, the level it must reach, and its sabotage."""
 
     id: str
     obligations: tuple[str, ...]
@@ -71,7 +71,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Waiver:
-    """A claim that need not be kept for now: why, who says so, until when."""
+    """A claim that need not be kept for now: why, whose decision, until when."""
 
     claim: str
     reason: str
@@ -82,7 +82,7 @@ class Waiver:
 
 @dataclass(frozen=True)
 class Contract:
-    """A file of promises."""
+    """A contract file: obligations and the claims that make them executable."""
 
     id: str
     version: str
@@ -98,9 +98,10 @@ class Contract:
     waivers: tuple[Waiver, ...] = ()
     operator: str = ""
     output: tuple[str | int, ...] = ()
+    path: str = ""  # the file; empty if the text was not read from one
 
     def code(self) -> tuple[str, ...]:
-        """Every `package:function` it names, each once."""
+        """Return every `package:function` that the contract names, each once."""
         found = [self.subject, *self.subjects.values()]
         for claim in self.claims:
             found += [

@@ -1,4 +1,4 @@
-"""The kinds of values a contract may hold: each reads a node or says what is wrong with it, and has a JSON schema."""
+"""The kinds of values in a contract file: each parses a node or raises an error, and has a JSON schema."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ Schema = dict[str, Any]
 
 
 class Kind(Protocol):
-    """What a key may hold."""
+    """What a key may contain."""
 
     def read(self, node: Node, path: str, where: str) -> Any:
-        """The value, or a ContractError."""
+        """Return the value, or raise a ContractError."""
         ...
 
     def schema(self) -> Schema:
-        """For editors."""
+        """Return the JSON schema, for editors."""
         ...
 
 
 def refuse(
     node: Node, path: str, where: str, expected: str, remedy: str, received: str = ""
 ) -> NoReturn:
-    """A ContractError at a place in the file."""
+    """Raise a ContractError at a place in the file."""
     shown = received or repr(node.plain())
     shown = shown if len(shown) <= 120 else shown[:117] + "…"
     raise ContractError(
@@ -39,8 +39,8 @@ def refuse(
 
 
 def suggest(word: str, known: Sequence[str]) -> str:
-    """The nearest known word as a question, or all of them."""
-    # Long words are no misspellings, and comparing them takes time that grows with the square of their length.
+    """Suggest the nearest known word, or list all of them."""
+    # Long words are not misspellings, and comparing them takes quadratic time.
     near = (
         difflib.get_close_matches(word, [k for k in known if len(k) <= 100], 1, 0.6)
         if len(word) <= 100
@@ -64,7 +64,7 @@ class Text:
             or not value.strip()
             or (self.pattern and not re.fullmatch(self.pattern, value))
         ):
-            refuse(node, path, where, self.like, "write it as described")
+            refuse(node, path, where, self.like, "write it in that form")
         return value.strip()
 
     def schema(self) -> Schema:
@@ -125,7 +125,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Scalar:
-    """Any plain value; texts are short, since they name things."""
+    """Any plain value; texts have a limited length."""
 
     longest: int = 1000
 
@@ -142,7 +142,7 @@ class Scalar:
 
 @dataclass(frozen=True)
 class Date:
-    """A day, as 2027-01-31."""
+    """A date, as 2027-01-31."""
 
     def read(self, node: Node, path: str, where: str) -> str:
         try:
@@ -161,7 +161,7 @@ class Date:
 
 @dataclass(frozen=True)
 class ListOf:
-    """Values of one kind; at least `least` of them."""
+    """A list of values of one kind, at least `least` of them."""
 
     kind: Kind
     least: int = 0
@@ -187,7 +187,7 @@ class ListOf:
 
 @dataclass(frozen=True)
 class MapOf:
-    """Names to values of one kind."""
+    """A mapping from names to values of one kind."""
 
     kind: Kind
     least: int = 0
@@ -211,7 +211,7 @@ class MapOf:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a record: its kind, whether it must be there, and what it is for."""
+    """A key of a record: its kind, whether it is required, and its description."""
 
     kind: Kind
     about: str
@@ -220,7 +220,7 @@ class Key:
 
 @dataclass(frozen=True)
 class RecordOf:
-    """A mapping with known keys only, built into a record."""
+    """A mapping that allows only known keys, and the function that builds a record from it."""
 
     build: Callable[..., Any]
     keys: Mapping[str, Key]
@@ -237,7 +237,7 @@ class RecordOf:
                 f"keys: {', '.join(self.keys)}",
             )
         keys = {**self.keys, **self.choose(node)}
-        # Known keys first: a misspelt relation is told before the keys that it would have allowed.
+        # Known keys first: a misspelt relation is reported before the keys that it would have allowed.
         read = {
             k: keys[k].kind.read(item, f"{path}.{k}", where)
             for k, item in node.value.items()

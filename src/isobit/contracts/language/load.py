@@ -1,10 +1,11 @@
-"""Loads contracts: YAML to records, with every name in them checked against what the file defines."""
+"""Load contracts: YAML to records, with every name checked against what the file defines."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,35 @@ DRAWING = frozenset(RELATIONS) - {"refuses", "algebra"}
 
 
 def load_contract(path: Path) -> Contract:
-    """A file, or a ContractError that says where and what."""
+    """Read and parse a contract file.
+
+    Raises:
+        ContractError: The file cannot be read, or is not a valid contract; it names file and line.
+    """
     try:
-        text = files.read_bytes(path, MAX_BYTES).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = files.read_bytes(path, MAX_BYTES)
+    except OSError as error:
         raise ContractError(
             expected="a readable UTF-8 file",
             received=str(error),
-            remedy="mend or remove it",
+            remedy="make it readable, or remove it",
             where=str(path),
         ) from None
-    return parse_contract(text, str(path))
+    return replace(parse_contract(decode(data, str(path)), str(path)), path=str(path))
+
+
+def decode(data: bytes, where: str) -> str:
+    """Decode the bytes of a contract file."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ContractError(
+            expected="UTF-8", received=str(error), remedy="save it as UTF-8", where=where
+        ) from None
 
 
 def parse_contract(text: str, where: str) -> Contract:
-    """A text; `where` is for messages."""
+    """Parse the text of a contract; `where` names it in messages."""
     node = read_yaml(text, where)
     contract: Contract = CONTRACT.read(node, "contract", where)
     _Names(contract, where).check()
@@ -50,7 +65,7 @@ def parse_contract(text: str, where: str) -> Contract:
 
 
 class _Names:
-    """Every id is unique, and every name used is defined."""
+    """Checks that every id is unique and that every name is defined."""
 
     def __init__(self, contract: Contract, where: str) -> None:
         self.contract, self.where = contract, where
@@ -97,7 +112,7 @@ class _Names:
                 self.known(name, self.contract.inputs, "inputs", claim.line)
                 self.check_of(claim, tuple(self.contract.inputs[name].arguments))
         if claim.relation == "bound" and not {"low", "high"} & set(claim.params):
-            self.refuse(claim.line, "low, high or both", "neither", "say the bound")
+            self.refuse(claim.line, "low, high or both", "neither", "add low or high")
         if claim.params.get("low", float("-inf")) > claim.params.get("high", float("inf")):
             self.refuse(
                 claim.line, f"low of claim {claim.id} to be at most high", "more", "swap them"
@@ -114,7 +129,7 @@ class _Names:
                 claim.line,
                 f"L2 in {claim.id}: {claim.relation} draws nothing",
                 claim.level,
-                "ask for L2",
+                "use L2",
             )
         for name, pair in claim.params.get("integers", {}).items():
             if len(pair) != 2:
@@ -129,7 +144,7 @@ class _Names:
                 claim.line,
                 f"a proof for L4 of claim {claim.id}",
                 "none",
-                "add proof:, or ask for L3",
+                "add proof:, or use L3",
             )
         proof = claim.proof
         if proof is not None:
@@ -141,7 +156,7 @@ class _Names:
                 )
 
     def check_of(self, claim: Claim, arguments: tuple[str, ...]) -> None:
-        """A misspelt argument would have the output judged in place of its gradient."""
+        """Check the name of an argument: misspelt, the output would be judged in place of its gradient."""
         of = str(claim.params.get("argument" if claim.relation == "monotone" else "of", "output"))
         if of not in arguments and (of != "output" or claim.relation in ("gradient", "monotone")):
             self.refuse(
@@ -164,7 +179,7 @@ class _Names:
         if "empty" in inputs.edges and not inputs.rows:
             self.refuse(
                 0,
-                f"rows: in inputs.{name}, which the edge empty makes none",
+                f"rows: in inputs.{name}, which the edge empty sets to 0",
                 "none",
                 "name the size",
             )
@@ -193,7 +208,7 @@ class _Names:
 
 
 def json_schema() -> dict[str, Any]:
-    """The language for editors (`isobit lint --schema`), made from the same tables that the loader reads by."""
+    """Return the JSON schema of the format (`isobit lint --schema`), from the tables of the parser."""
     schema = CONTRACT.schema()
     variants = [_claim_schema(relation, keys) for relation, keys in RELATIONS.items()]
     schema["properties"]["claims"] = {"type": "array", "items": {"oneOf": variants}}

@@ -1,4 +1,4 @@
-"""The language of contracts: its records, the keys they may have, and the promises each kind of claim can make."""
+"""The contract file format: its records, the keys they may have, and the parameters of each relation."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PROSE = Text()
 
 @dataclass(frozen=True)
 class TransformWord:
-    """A transform of the library by name, or the user's own as package:function."""
+    """A built-in transform by name, or the user's own as package:function."""
 
     def read(self, node: Node, path: str, where: str) -> str:
         kind: Kind = REFERENCE if ":" in str(node.value) else Choice(TRANSFORMS)
@@ -73,7 +73,7 @@ class TransformWord:
 
 @dataclass(frozen=True)
 class OneOrMore:
-    """A value, or a list of them."""
+    """A value, or a list of values."""
 
     kind: Kind
 
@@ -92,7 +92,7 @@ MOST_SIZES = 100_000
 
 @dataclass(frozen=True)
 class SizeList:
-    """Whole numbers, and runs of them as 1..257."""
+    """Integers, and ranges such as 1..257."""
 
     def read(self, node: Node, path: str, where: str) -> tuple[int, ...]:
         words: tuple[int | str, ...] = ListOf(Scalar(), 1).read(node, path, where)
@@ -120,7 +120,7 @@ UNIT = Key(
 AGAINST = Key(REFERENCE, "the reference as package:function", True)
 OF = Key(NAME, "output (default), or the argument whose gradient is judged")
 
-# What each relation may be told beside the keys that every claim has.
+# The parameters of each relation, besides the keys that every claim has.
 RELATIONS: dict[str, dict[str, Key]] = {
     "invariant": {"under": Key(ListOf(TransformWord(), 1), "what must not matter", True), "of": OF},
     "accurate": {"against": AGAINST, "limit": LIMIT, "unit": UNIT, "of": OF},
@@ -145,7 +145,7 @@ RELATIONS: dict[str, dict[str, Key]] = {
     "refuses": {
         "error": Key(REFERENCE, "the exception that must be raised", True),
         "calls": Key(
-            REFERENCE, "yields (what, positional, keyword) of calls that must be refused", True
+            REFERENCE, "yields (description, positional, keyword) of calls that must raise", True
         ),
     },
     "launches": {
@@ -157,7 +157,7 @@ RELATIONS: dict[str, dict[str, Key]] = {
             MapOf(ListOf(Scalar(), 2), 1), "name: [low, high], null for no limit", True
         ),
         "draw": Key(
-            REFERENCE, "(random.Random) -> dict of integers, where most integers say nothing"
+            REFERENCE, "(random.Random) -> dict of integers, to draw the integers that matter"
         ),
     },
     "holds": {"predicate": Key(REFERENCE, "(subject, case, tally) -> None", True)},
@@ -179,8 +179,10 @@ CLAIM_KEYS = {
         OneOrMore(NAME),
         "one or several of the contract's inputs; the first also serves L3 and sabotage",
     ),
-    "sabotage": Key(ListOf(Text(), 0), "planted wrong subjects: library names or package:function"),
-    "control": Key(ListOf(REFERENCE), "subjects that must break the claim, as stock does"),
+    "sabotage": Key(
+        ListOf(Text(), 0), "planted wrong subjects: built-in names or package:function"
+    ),
+    "control": Key(ListOf(REFERENCE), "subjects that must break the claim, such as stock kernels"),
 }
 
 
@@ -203,7 +205,7 @@ PROOF = RecordOf(
         "engine": Key(Choice(ENGINES), "what proves it", True),
         "planted": Key(
             Text(),
-            "a wrong subject that the proof must refuse: library name or package:function",
+            "a wrong subject for which the proof must fail: built-in name or package:function",
             True,
         ),
         "by": Key(REFERENCE, "(subject) -> isobit.records.Proof"),
@@ -228,7 +230,7 @@ INPUTS = RecordOf(
         "values": Key(Choice(VALUES), "how values are drawn (default normal)"),
         "edges": Key(ListOf(Choice(EDGES)), "patterns written over drawn values"),
         "rows": Key(NAME, "the size that counts independent rows"),
-        "options": Key(MapOf(Scalar()), "keyword arguments that stay as they are"),
+        "options": Key(MapOf(Scalar()), "keyword arguments, which are not drawn"),
         "thorough": Key(SIZES, "sizes for --thorough"),
     },
     "inputs",
@@ -256,8 +258,8 @@ WAIVER = RecordOf(
     {
         "claim": Key(NAME, "the claim that is waived", True),
         "reason": Key(PROSE, "why", True),
-        "owner": Key(PROSE, "who answers for it", True),
-        "expires": Key(Date(), "the last day it holds", True),
+        "owner": Key(PROSE, "who is responsible", True),
+        "expires": Key(Date(), "the last day it is valid", True),
     },
     "a waiver",
 )
@@ -267,13 +269,13 @@ CONTRACT = RecordOf(
         "id": Key(NAME, "unique in the tree, as softmax-kernel-v1", True),
         "version": Key(VERSION, "of the contract, as 1.0.0", True),
         "title": Key(PROSE, "in one line", True),
-        "subject": Key(REFERENCE, "the code that keeps the promises"),
+        "subject": Key(REFERENCE, "the code that is judged"),
         "subjects": Key(
             MapOf(REFERENCE), "other code to try it on: `isobit verify --subject NAME`"
         ),
         "operator": Key(Text(r"\w+::\w+", "namespace::name"), "the torch operator, for opcheck"),
         "output": Key(ListOf(Scalar()), "the sizes of the output's axes, for L1"),
-        "depends_on": Key(ListOf(NAME), "ids of contracts that this one rests on"),
+        "depends_on": Key(ListOf(NAME), "ids of contracts that this one depends on"),
         "references": Key(ListOf(PROSE), "papers, issues"),
         "equations": Key(MapOf(EQUATION), "name: formula, domain, codomain"),
         "obligations": Key(ListOf(OBLIGATION, 1), "what is promised", True),
@@ -286,5 +288,5 @@ CONTRACT = RecordOf(
 
 
 def nearest(word: str, known: tuple[str, ...]) -> str:
-    """For messages about names that the file itself defines."""
+    """Suggest a name that the file itself defines."""
     return suggest(word, known) if known else "the contract defines none"

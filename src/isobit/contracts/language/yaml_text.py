@@ -1,4 +1,4 @@
-"""Reads YAML as plain data with line numbers: no tags, no anchors, no duplicate keys, bounded in size and depth."""
+"""Read YAML as plain data with line numbers: no tags, anchors or duplicate keys; bounded in size and depth."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ MAX_CHARACTERS = 1_000_000
 MAX_BYTES = 4 * MAX_CHARACTERS  # of UTF-8
 MAX_DEPTH = 24
 MAX_NODES = 100_000
-MAX_DIGITS = 40  # of a number: longer ones are no sizes, limits or dates
+MAX_DIGITS = 40  # of a number: no size, limit or date is longer
 
 Value = "str | int | float | bool | None | list[Node] | dict[str, Node]"
 WORDS: dict[str, bool | None] = {"true": True, "false": False, "null": None, "~": None, "": None}
 INTEGER = re.compile(r"[-+]?[0-9]+")
-# Each digit can match in one place only: else a long run of digits takes time that grows with its square.
+# Each digit can match in one place only: otherwise a long run of digits takes quadratic time.
 NUMBER = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
 
-# libyaml where PyYAML was built with it: ten times faster, the same events.
+# libyaml if PyYAML was built with it: ten times faster, the same events.
 LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 @dataclass(frozen=True)
 class Node:
-    """A value and the line it starts on; mappings and lists hold nodes, those of mappings know their key's line."""
+    """A value and its line; in mappings and lists, values are nodes, those of mappings with their key's line."""
 
     value: Any
     line: int
     key_line: int = 0
 
     def plain(self) -> Any:
-        """The same without lines."""
+        """Return the value without lines."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -45,7 +45,7 @@ class Node:
 
 
 def read_yaml(text: str, where: str) -> Node:
-    """The one document of a text, or a ContractError; never another exception, and never for long."""
+    """Return the one document of a text; raise only ContractError, in bounded time."""
     if len(text) > MAX_CHARACTERS:
         _refuse(
             f"at most {MAX_CHARACTERS:,} characters",
@@ -65,21 +65,21 @@ def read_yaml(text: str, where: str) -> Node:
             line,
         )
     try:
-        # By events, not by the loader's constructors: nothing is ever built from a tag or an alias.
+        # Read events instead of constructing objects: nothing is built from a tag or an alias.
         return _Reader(yaml.parse(text, Loader=LOADER), where).document()
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = str(getattr(error, "problem", None) or error or "no YAML").splitlines()[0]
         line = mark.line if mark else text.encode()[: getattr(error, "position", 0)].count(b"\n")
-        _refuse("YAML", problem, "mend the syntax", where, line + 1)
+        _refuse("YAML", problem, "correct the syntax", where, line + 1)
     except (UnicodeError, ValueError) as error:
         if isinstance(error, ContractError):
             raise
-        _refuse("YAML in UTF-8", str(error)[:200], "mend the text", where, 0)
+        _refuse("YAML in UTF-8", str(error)[:200], "correct the text", where, 0)
 
 
 class _Reader:
-    """Turns events into nodes, counting depth and nodes on the way."""
+    """Builds nodes from YAML events, and counts depth and nodes."""
 
     def __init__(self, events: Iterator[Any], where: str) -> None:
         self.events, self.where, self.count = events, where, 0
@@ -97,9 +97,9 @@ class _Reader:
         for rest in self.events:
             if not isinstance(rest, (yaml.DocumentEndEvent, yaml.StreamEndEvent)):
                 _refuse(
-                    "one document a file",
+                    "one document per file",
                     "several",
-                    "one contract a file",
+                    "write one contract per file",
                     self.where,
                     rest.start_mark.line + 1,
                 )
@@ -157,9 +157,9 @@ class _Reader:
         return found
 
     def scalar(self, event: Any, line: int) -> Any:
-        """Plain words that say so are truths and numbers; every other word is text (also `no`, `on` and dates)."""
+        """Read true, false, null and numbers; every other word is text, including `no`, `on` and dates."""
         text: str = event.value
-        if event.style:  # libyaml says "" for plain, PyYAML says None
+        if event.style:  # "" for plain in libyaml, None in PyYAML
             return text
         if text.lower() in WORDS:
             return WORDS[text.lower()]

@@ -1,1 +1,1 @@
-"""What is known about contracts: their digests, the evidence, and the ladder L0 to L4."""
+"""The contracts of a folder, their digests, their evidence, and the ladder L0 to L4."""

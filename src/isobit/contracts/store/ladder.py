@@ -1,4 +1,4 @@
-"""The ladder L0 to L4 and the words of verdicts: where claims, obligations and contracts stand, from records alone."""
+"""The ladder L0 to L4 and verdicts: the level of claims, obligations and contracts, computed from records."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ RUNGS = {
 }
 ENOUGH_INPUTS = 10_000
 
-# Worst first: a contract has the worst verdict of its claims. "could-not-run" was tried, and something that it needs is
-# missing; "not-judged" has no evidence; "below-level" is kept, but not as high as it must reach.
+# Worst first: a contract has the worst verdict of its claims. "could-not-run": something that judging needs is missing.
+# "not-judged": there is no evidence. "below-level": kept, but not up to the required level.
 VERDICTS = (
     "broken",
     "void",
@@ -42,33 +42,34 @@ JUDGED = (
     "unbound",
     "could-not-run",
     "kept",
-)  # what judging a claim can say
+)  # verdicts that judging a claim can give
 NOT_DRAWN = ("refuses", "launches")  # relations without inputs to draw
 
 
 def level_number(level: str) -> int:
-    """L3 is 3."""
+    """Return 3 for L3."""
     return LEVELS.index(level)
 
 
 def worst(verdicts: Iterable[str]) -> str:
-    """Nothing at all is vacuous."""
+    """Return the worst of some verdicts; of none, "vacuous"."""
     return min(verdicts, key=VERDICTS.index, default="vacuous")
 
 
 def unlinked(contract: Contract) -> tuple[str, ...]:
-    """Obligations that no claim makes executable."""
+    """Return the obligations that have no claim."""
     linked = {name for claim in contract.claims for name in claim.obligations}
     return tuple(o.id for o in contract.obligations if o.id not in linked)
 
 
 def earned_level(claim: Claim, expected: Set[str], found: Mapping[str, Any]) -> int:
-    """The level that a claim's counts, planted subjects and proof earn; `found` has the fields of a ClaimRecord.
+    """Compute the level of a claim from its counts, planted subjects and proof.
 
-    `expected` are the wrong subjects that the claim must catch (`planted_names`).
+    `found` has the fields of a ClaimRecord; `expected` are the wrong subjects that the claim must catch
+    (`planted_names`).
 
     Raises:
-        ValueError: a record that says kept, and whose counts say otherwise.
+        ValueError: The record is kept, but its counts contradict that.
     """
     if found["relation"] != claim.relation:
         raise ValueError(f"its relation is {claim.relation}")
@@ -92,7 +93,7 @@ def earned_level(claim: Claim, expected: Set[str], found: Mapping[str, Any]) -> 
 
 
 def contract_verdict(contract: Contract, records: Sequence[ClaimRecord]) -> str:
-    """Kept only if every obligation is linked and every claim is kept at the level it asks for."""
+    """Return "kept" only if every obligation has a claim and every claim reaches its level."""
     if unlinked(contract) or not contract.claims:
         return worst([*(r.verdict for r in records), "unbound"])
     known = {record.claim for record in records}
@@ -102,7 +103,7 @@ def contract_verdict(contract: Contract, records: Sequence[ClaimRecord]) -> str:
 
 
 def contract_level(contract: Contract, records: Sequence[ClaimRecord]) -> int:
-    """The lowest of its obligations; an obligation stands as high as its highest kept claim, if none is red."""
+    """Return the lowest level of the obligations: each has the level of its highest kept claim."""
     if unlinked(contract):
         return 0
     levels = []
@@ -115,21 +116,21 @@ def contract_level(contract: Contract, records: Sequence[ClaimRecord]) -> int:
 
 
 def required_level(contract: Contract) -> int:
-    """Where the contract stands when every claim reaches the level it asks for."""
-    asked = [
+    """Return the level of the contract when every claim reaches its own."""
+    levels = [
         max(
             (level_number(c.level) for c in contract.claims if obligation.id in c.obligations),
             default=0,
         )
         for obligation in contract.obligations
     ]
-    return min(asked, default=0)
+    return min(levels, default=0)
 
 
 def waive(
     contract: Contract, record: ClaimRecord, today: datetime.date | None = None
 ) -> ClaimRecord:
-    """A claim that is not kept is waived while its waiver holds; an expired one is said to be."""
+    """Mark a claim that is not kept as waived until its waiver expires."""
     waiver = next((w for w in contract.waivers if w.claim == record.claim), None)
     if waiver is None or record.verdict == "kept":
         return record
@@ -138,7 +139,10 @@ def waive(
         return replace(
             record, detail=f"waiver of {waiver.owner} expired on {waiver.expires}; {record.detail}"
         )
-    said = f"waived by {waiver.owner} until {waiver.expires}: {waiver.reason}"
+    words = f"waived by {waiver.owner} until {waiver.expires}: {waiver.reason}"
     return replace(
-        record, verdict="waived", level=0, detail=f"{said}; it is {record.verdict}: {record.detail}"
+        record,
+        verdict="waived",
+        level=0,
+        detail=f"{words}; it is {record.verdict}: {record.detail}",
     )

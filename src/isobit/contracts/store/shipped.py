@@ -3,11 +3,11 @@
 [Note: Shipped evidence]
 `isobit verify isobit` takes minutes, so after an installation nothing is judged yet. The wheel
 therefore holds what was found on one machine, in `isobit/library/evidence.json`. `isobit status`
-shows it and names that machine. The verdict of this machine stays "not-judged", and shipped evidence
-counts nowhere: `verify` judges as if it were not there, and exit codes ignore it.
+shows it and names that machine. The verdict on this machine is still "not-judged", and shipped evidence
+counts nowhere: `verify` ignores it, and exit codes ignore it.
 
 Evidence of this machine depends on everything that runs, torch and the processor included. Shipped
-evidence depends on what the wheel brings: the contract, isobit's own source files, the sources of
+evidence depends on the files in the wheel: the contract, isobit's own source files, the sources of
 the kernels, and the same of the contracts that it depends on. If one of them differs from what was
 judged, the evidence is stale and is not shown.
 """
@@ -24,18 +24,13 @@ from typing import Any
 from blake3 import blake3
 
 from isobit import files
-from isobit.contracts.judge.reach import ABSENT
 from isobit.contracts.store import ladder
-from isobit.contracts.store.evidence import (
-    Evidence,
-    Finding,
-    NotEvidence,
-    chain,
-    finding_from,
-    merge_records,
-)
+from isobit.contracts.store.evidence import Evidence, merge_records
+from isobit.contracts.store.evidence_file import Finding, NotEvidence, chain, finding_from
+from isobit.contracts.store.facts import Entry
+from isobit.contracts.store.opened_files import ABSENT
 from isobit.contracts.store.sources import ROOT, hash_text
-from isobit.contracts.store.tree import Entry, Tree, library
+from isobit.contracts.store.tree import Tree, library
 from isobit.records import Shipped
 
 FILE = library() / "evidence.json"
@@ -103,7 +98,7 @@ class ShippedEvidence:
         return ladder.worst(["kept", *(status.verdict for status in found.values() if status)])
 
     def source_digest(self, id: str) -> str:
-        """Return the digest of what the wheel brings for a contract: text, own source, and of what it depends on."""
+        """Return the digest of the files in the wheel for a contract: text, own source, and of what it depends on."""
         if id not in self._digests:
             below = [self.source_digest(name) for name in self.tree.entries[id].depends_on]
             own = [
@@ -125,7 +120,7 @@ class ShippedEvidence:
 
 
 def is_own(entry: Entry) -> bool:
-    """Tell whether a contract is one of isobit's own."""
+    """Return whether a contract is one of isobit's own."""
     return library() in Path(entry.path).resolve().parents
 
 
@@ -179,7 +174,7 @@ def best_finding(findings: list[Finding]) -> Finding | None:
 
 
 def is_outside(reached: tuple[str, str]) -> bool:
-    """Tell whether a file that code reached exists and is more than the metadata of an installed package."""
+    """Return whether a file that code reached exists and is more than the metadata of an installed package."""
     name, digest = reached
     return digest != ABSENT and not any(
         part.endswith((".egg-info", ".dist-info")) for part in Path(name).parts

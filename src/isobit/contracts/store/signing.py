@@ -1,4 +1,4 @@
-"""Signs evidence with Ed25519, so that evidence from elsewhere counts only if someone who is trusted judged it."""
+"""Sign evidence with Ed25519, so that evidence from elsewhere counts only if a trusted key signed it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ if TYPE_CHECKING:
         Ed25519PublicKey,
     )
 
-PURPOSE = b"isobit evidence, form 2\n"  # a signature made for something else is none of evidence
+PURPOSE = b"isobit evidence, form 2\n"  # a signature made for another purpose does not count
 MAKE = "ssh-keygen -t ed25519 -N '' -f isobit-key makes isobit-key and isobit-key.pub; so does openssl, as PEM"
 
 
 def read_private(path: str) -> Ed25519PrivateKey:
-    """A private key without a password, in OpenSSH's form or PEM."""
+    """Read a private key without a password, in OpenSSH format or PEM."""
     library = _library()
     data, forms = _read(path), library.serialization
     reader = forms.load_ssh_private_key if b"OPENSSH" in data[:64] else forms.load_pem_private_key
     try:
         key = reader(data, None)
-    except (
-        Exception
-    ) as error:  # the library raises ValueError, TypeError, UnsupportedAlgorithm by what is wrong
+    except Exception as error:  # ValueError, TypeError or UnsupportedAlgorithm
         raise _no_key("private", path, str(error)) from None
     if not isinstance(key, library.ed25519.Ed25519PrivateKey):
         raise _no_key("private", path, type(key).__name__)
@@ -34,7 +32,7 @@ def read_private(path: str) -> Ed25519PrivateKey:
 
 
 def read_public(path: str) -> Ed25519PublicKey:
-    """A public key, in OpenSSH's form or PEM."""
+    """Read a public key, in OpenSSH format or PEM."""
     library = _library()
     data, forms = _read(path), library.serialization
     reader = forms.load_ssh_public_key if data[:4] == b"ssh-" else forms.load_pem_public_key
@@ -48,17 +46,17 @@ def read_public(path: str) -> Ed25519PublicKey:
 
 
 def file_name(evidence: str, key: Ed25519PublicKey) -> str:
-    """Where the signature by a key stands, beside the file that is signed; several keys may sign one file."""
+    """Return the name of a key's signature of an evidence file; several keys may sign one file."""
     return f"{evidence}.{key.public_bytes_raw().hex()[:32]}.sig"
 
 
 def sign(key: Ed25519PrivateKey, digest: str, last: str) -> str:
-    """Of the end of a chain of records, and so of all of it."""
+    """Sign the last digest of a chain of records, and so all of it."""
     return key.sign(_message(digest, last)).hex()
 
 
 def is_signed(key: Ed25519PublicKey, digest: str, last: str, signature: str) -> bool:
-    """Whether the holder of the key made this signature."""
+    """Return whether the key made this signature."""
     from cryptography.exceptions import InvalidSignature
 
     try:

@@ -1,8 +1,7 @@
-"""The source of what contracts bind, found and hashed without importing it: a module and all own code it imports."""
+"""Find and hash the source of the code that contracts name, without importing it, and what it imports."""
 
 from __future__ import annotations
 
-import ast
 import importlib.machinery
 import importlib.metadata
 import importlib.util
@@ -10,21 +9,21 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import TypeGuard
 
 from blake3 import blake3
 
+from isobit.contracts.store.python_imports import imports_of, lazy_names, stub_names
 from isobit.errors import ContractError
 from isobit.trusted_folder import find_in_folder
 
-ROOT = Path(__file__).parents[2]  # of isobit itself
+ROOT = Path(__file__).parents[2]  # isobit's own package
 FLAGS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "amx_int8", "avx512_fp16")
-# What chooses an executor or an instruction set behind the code's back. Evidence made under one setting says nothing of
-# another, so these are part of every digest. They are only noted here; nothing is configured by them.
+# Variables that choose an executor or an instruction set inside torch and its libraries. Evidence for one setting is
+# not evidence for another, so they are part of every digest. isobit itself is not configured by them.
 INTERPRET = "TRITON_INTERPRET"
 VARIABLES = (
     INTERPRET,
@@ -40,7 +39,7 @@ VARIABLES = (
     "MKL_DEBUG_CPU_TYPE",
     "GLIBC_TUNABLES",
 )
-# Words in a source that may reach other code by name, which its import statements do not show.
+# Words in a source that may import code by name, without an import statement.
 BY_NAME = re.compile(
     rb"import_module|__import__|importlib|runpy|pkgutil|sys\.modules|\bexec\b|\beval\b|getattr\(sys"
 )
@@ -56,14 +55,14 @@ class Sources:
         self._lazies: dict[Path, dict[str, str]] = {}
 
     def digest_of(self, reference: str) -> str:
-        """Of `package.module:name`: every file being worked on that it leads to; installed packages by version."""
+        """Return the digest of `package.module:name`: files outside site-packages, and versions of packages."""
         key = self._key(reference)
         if key not in self._closures:
             self._closures[key], self._members[key] = self._closure(*key)
         return self._closures[key]
 
     def files_of(self, reference: str) -> frozenset[Path]:
-        """The files whose contents `digest_of` covers."""
+        """Return the files whose contents `digest_of` covers."""
         self.digest_of(reference)
         return self._members[self._key(reference)]
 
@@ -95,7 +94,7 @@ class Sources:
         while queue:
             name = queue.pop()
             path = find_file(name)
-            if path is None:  # not a module: perhaps a name that its package imports when asked
+            if path is None:  # not a module: perhaps a name that its package imports lazily
                 parent, _, last = name.rpartition(".")
                 queue += [target] if (target := self._lazy(parent).get(last)) else []
             if name in found or path is None:
@@ -114,7 +113,7 @@ class Sources:
             raise ContractError(
                 expected=f"the source of {module}",
                 received="none on the import path",
-                remedy="mend the name",
+                remedy="correct the name",
             )
         return hash_text(
             *(f"{name} {digest}" for name, digest in sorted(found.items()))
@@ -130,84 +129,9 @@ class Sources:
         return self._read[path]
 
 
-def imports_of(text: bytes, name: str, is_package: bool) -> frozenset[str]:
-    """Every module that a file may import; `from a import b` may mean a.b."""
-    try:
-        tree = ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return frozenset()
-    found: set[str] = set()
-    modules: dict[str, str] = {}  # what a file calls them
-    nodes = list(run_nodes(tree))
-    for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            origin = node.module or ""
-            if node.level:
-                parts = name.split(".")
-                parts = parts[: len(parts) - node.level + is_package]
-                origin = ".".join([*parts, *([node.module] if node.module else [])])
-            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
-    for node in nodes:  # `import a`, then `a.b`: b may be what a imports when asked
-        if (
-            isinstance(node, ast.Attribute)
-            and isinstance(node.value, ast.Name)
-            and node.value.id in modules
-        ):
-            found.add(f"{modules[node.value.id]}.{node.attr}")
-    return frozenset(found)
-
-
-def run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes that can run: what stands under TYPE_CHECKING is for type checkers."""
-    queue = [tree]
-    while queue:
-        node = queue.pop()
-        yield node
-        queue += node.orelse if is_for_checkers(node) else ast.iter_child_nodes(node)
-
-
-def is_for_checkers(node: ast.AST) -> TypeGuard[ast.If]:
-    """`if TYPE_CHECKING:`"""
-    return isinstance(node, ast.If) and ast.unparse(node.test) in (
-        "TYPE_CHECKING",
-        "typing.TYPE_CHECKING",
-    )
-
-
-def lazy_names(text: bytes) -> dict[str, str]:
-    """Return {name: module} of the imports under TYPE_CHECKING in a package's `__init__.py`."""
-    tree = parse_or_nothing(text)
-    names: dict[str, str] = {}
-    for block in filter(is_for_checkers, ast.walk(tree)):
-        names |= imported_names(block)
-    return names
-
-
-def stub_names(text: bytes) -> dict[str, str]:
-    """Return {name: module} of the imports in a package's stub."""
-    return imported_names(parse_or_nothing(text))
-
-
-def parse_or_nothing(text: bytes) -> ast.AST:
-    """Parse Python, or return an empty module where it does not parse."""
-    try:
-        return ast.parse(text)
-    except (SyntaxError, ValueError, RecursionError):
-        return ast.Module([], [])
-
-
-def imported_names(tree: ast.AST) -> dict[str, str]:
-    """Return {name: module} of every `from module import name` in a tree."""
-    lines = [n for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module]
-    return {alias.asname or alias.name: str(n.module) for n in lines for alias in n.names}
-
-
 @lru_cache(maxsize=1000)
 def find_package(package: str) -> ModuleSpec | None:
-    """By every finder there is, editable installs and archives included, else in the current folder: nothing runs."""
+    """Find a package with every installed finder, else in the current folder; nothing is run."""
     try:
         return importlib.util.find_spec(package) or find_in_folder(package)
     except (ImportError, ValueError):
@@ -216,7 +140,7 @@ def find_package(package: str) -> ModuleSpec | None:
 
 @lru_cache(maxsize=10_000)
 def find_file(module: str) -> Path | None:
-    """Where a module's source stands, by the import path; nothing is imported."""
+    """Find the source of a module on the import path; nothing is imported."""
     package, *rest = module.split(".")
     if package == "isobit":
         folders = [ROOT]
@@ -226,7 +150,7 @@ def find_file(module: str) -> Path | None:
             return None
         if not rest:
             return Path(spec.origin) if spec.origin and Path(spec.origin).is_file() else None
-        # A folder without __init__.py may stand in several places.
+        # A namespace package may have several folders.
         folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
     for folder in folders:
         stem = folder.joinpath(*rest)
@@ -241,7 +165,7 @@ def find_file(module: str) -> Path | None:
 
 @lru_cache(maxsize=1000)
 def worked_on(package: str, home: str) -> bool:
-    """Whether a package's source may change under us: the home package itself, or one that nobody installed."""
+    """Return whether a package's source may change: the home package, or one that is not installed."""
     if package in ("isobit", home):
         return True
     if not package or package in sys.stdlib_module_names:
@@ -253,27 +177,26 @@ def worked_on(package: str, home: str) -> bool:
 
 @lru_cache(maxsize=1000)
 def installed_version(package: str) -> str:
-    """The version of a package that stands where pip puts packages; empty for code that is being worked on."""
+    """Return the version of an installed package; empty for code outside site-packages."""
     spec = find_package(package)
     if spec is None or "site-packages" not in str(spec.origin):
         return ""
     try:
         return importlib.metadata.version(package)
-    except (
-        importlib.metadata.PackageNotFoundError
-    ):  # pip calls it otherwise (yaml, flint): its own words will do
+    except importlib.metadata.PackageNotFoundError:
+        # pip has another name for it (yaml, flint): hash its source.
         return blake3(Path(str(spec.origin)).read_bytes()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=16)
 def executor_digest(machine: str) -> str:
-    """What runs kernels on a machine: the native library's bytes, torch's version, and the machine's identity."""
+    """Return the digest of the native library, torch's version and the machine's identity."""
     library = [blake3(path.read_bytes()).hexdigest() for path in sorted(ROOT.glob("_native.so"))]
     return hash_text(*library, f"torch {installed_version('torch')}", machine)
 
 
 def machine(variables: Mapping[str, str] | None = None) -> str:
-    """The machine's identity, found without torch: processor features, and the variables that choose among engines."""
+    """Return the machine's identity: processor features, and the variables that choose an engine."""
     chosen = engine_variables() if variables is None else variables
     return " ".join([_processor(), *(f"{name}={chosen[name]}" for name in sorted(chosen))])
 
@@ -289,7 +212,7 @@ def _processor() -> str:
 
 
 def engine_variables() -> dict[str, str]:
-    """Those of VARIABLES that are set here; Triton's counts only as 1, as Triton reads it."""
+    """Return those of VARIABLES that are set; Triton's only if it is 1, as Triton reads it."""
     found = {name: value for name in VARIABLES if (value := os.environ.get(name))}
     if found.get(INTERPRET) != "1":
         found.pop(INTERPRET, None)
@@ -297,12 +220,12 @@ def engine_variables() -> dict[str, str]:
 
 
 def is_interpreted() -> bool:
-    """Whether Triton interprets: another executor, so that evidence of one says nothing of the other."""
+    """Return whether Triton's interpreter is on: evidence of one executor is not evidence of another."""
     return INTERPRET in engine_variables()
 
 
 def hash_text(*parts: str) -> str:
-    """BLAKE3 of several texts, each with its length."""
+    """Return the BLAKE3 of several texts, each with its length."""
     hasher = blake3()
     for part in parts:
         data = part.encode()

@@ -1,4 +1,4 @@
-"""The models of the gate: transformers' own configurations, random weights, saved and loaded through a folder."""
+"""The models of the gates: configurations of transformers with random weights."""
 
 from __future__ import annotations
 
@@ -40,11 +40,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build_model(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
-    """The model as `from_pretrained` reads it from a local folder."""
+    """Build a model, save it and return it as `from_pretrained` loads it.
+
+    Raises:
+        ArgumentError: There is no such model.
+    """
     transformers = library()
     if name not in MODELS:
         raise ArgumentError(
-            expected=f"one of {', '.join(MODELS)}", received=repr(name), remedy="name a known model"
+            expected=f"one of {', '.join(MODELS)}",
+            received=repr(name),
+            remedy="pass one of these names",
         )
     family, sizes = MODELS[name]
     config = getattr(transformers, f"{family}Config")(
@@ -61,7 +67,7 @@ def build_model(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
 
 @contextmanager
 def without_bars(transformers: Any) -> Iterator[None]:
-    """Saving and loading without bars on the error stream: the command shows its own."""
+    """Save and load without transformers' progress bars: the command shows its own."""
     logging = transformers.utils.logging
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -73,7 +79,7 @@ def without_bars(transformers: Any) -> Iterator[None]:
 
 
 def spread_weights(model: torch.nn.Module, seed: int) -> None:
-    """Norm weights and biases that differ from element to element: ones and zeros would hide a wrong sum."""
+    """Give norm weights and biases different elements: ones and zeros would hide a wrong sum."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""The two that are put through the gate: an enabled model, and stock with the same inputs."""
+"""The two sides of the batch-layout gate: a model with isobit enabled, and stock."""
 
 from __future__ import annotations
 
@@ -7,38 +7,39 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-import isobit
-from isobit.gates.model.fixture import Batch
+from isobit.gates.model.batches import Batch
 from isobit.integrations.transformers.forwards import logprobs
+from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.logprob.op import IGNORED
 
 
 class Scorer(Protocol):
-    """How one side turns inputs into log-probabilities and a loss."""
+    """How one side computes log-probabilities and the loss."""
 
     name: str
     model: Any
 
     def logprobs(self, batch: Batch, columns: slice, cache: Any) -> Tensor:
-        """[B, columns]: log p of the token that follows each."""
+        """Return log p of the token that follows each, [B, columns]."""
 
     def loss(self, batch: Batch) -> Tensor:
-        """The training loss."""
+        """Return the training loss."""
 
     def of_logits(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """log p of tokens, from the logits that `generate` saw."""
+        """Return log p of tokens from the logits that `generate` saw."""
 
 
-class Ordered:
-    """An enabled model; positions of padded samples are left to it."""
+class IsobitScorer:
+    """A model with isobit enabled, which computes the positions of padded samples itself."""
 
     name = "isobit"
 
     def __init__(self, model: Any) -> None:
+        """Score with a model on which isobit is enabled."""
         self.model = model
 
     def logprobs(self, batch: Batch, columns: slice, cache: Any = None) -> Tensor:
-        """By `isobit.logprobs`."""
+        """Compute log p by `isobit.logprobs`."""
         return logprobs(
             self.model,
             batch.ids[:, columns],
@@ -49,7 +50,7 @@ class Ordered:
         )
 
     def loss(self, batch: Batch) -> Tensor:
-        """By the model, with labels."""
+        """Compute the loss by the model with labels."""
         found = self.model(
             batch.ids,
             attention_mask=batch.mask,
@@ -60,20 +61,21 @@ class Ordered:
         return found.loss  # type: ignore[no-any-return]
 
     def of_logits(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """By `isobit.log_softmax`."""
-        return isobit.log_softmax(logits).gather(-1, tokens[..., None])[..., 0]
+        """Compute log p by `isobit.log_softmax`."""
+        return log_softmax(logits).gather(-1, tokens[..., None])[..., 0]
 
 
-class Stock:
-    """The same model as transformers runs it, with right positions for padded samples."""
+class StockScorer:
+    """The model as transformers runs it, with the correct positions for padded samples."""
 
     name = "stock"
 
     def __init__(self, model: Any) -> None:
+        """Score with a model of transformers."""
         self.model = model
 
     def logprobs(self, batch: Batch, columns: slice, cache: Any = None) -> Tensor:
-        """By log_softmax of the logits in fp32."""
+        """Compute log p by log_softmax of the logits in fp32."""
         logits = self.model(
             batch.ids[:, columns],
             attention_mask=None if batch.mask is None else batch.mask[:, : columns.stop],
@@ -85,7 +87,7 @@ class Stock:
         return self.of_logits(logits, targets.clamp_min(0)).masked_fill(targets == IGNORED, 0)
 
     def loss(self, batch: Batch) -> Tensor:
-        """By the model, with labels."""
+        """Compute the loss by the model with labels."""
         found = self.model(
             batch.ids,
             attention_mask=batch.mask,
@@ -96,5 +98,5 @@ class Stock:
         return found.loss  # type: ignore[no-any-return]
 
     def of_logits(self, logits: Tensor, tokens: Tensor) -> Tensor:
-        """By torch.log_softmax in fp32."""
+        """Compute log p by torch.log_softmax in fp32."""
         return torch.log_softmax(logits.float(), -1).gather(-1, tokens[..., None])[..., 0]

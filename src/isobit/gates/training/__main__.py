@@ -1,4 +1,4 @@
-"""Train one layout under torchrun.
+"""Train one rank layout under torchrun and print its curve.
 
 `torchrun --nproc-per-node 4 -m isobit.gates.training --data 2 --tensor 2`
 """
@@ -12,43 +12,44 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
-from isobit.gates.training.layouts import ENGINES, Layout
-from isobit.gates.training.rank import run_rank
+from isobit.gates.training.rank_layouts import ENGINES, RankLayout
+from isobit.gates.training.worker import run_rank
 from isobit.gates.training.workload import DTYPES, WORKLOADS
 
 
 def main() -> int:
-    """Trains, and prints the curve as one line of JSON on rank 0."""
+    """Train, and print the curve as one line of JSON on rank 0."""
     parser = argparse.ArgumentParser(prog="isobit.gates.training", description=__doc__)
     parser.add_argument("--data", type=int, default=1, help="data-parallel ranks")
-    parser.add_argument("--micro", type=int, default=1, help="micro-batches a rank")
+    parser.add_argument("--micro", type=int, default=1, help="micro-batches per rank")
     parser.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks")
     parser.add_argument(
-        "--engine", choices=ENGINES, default="isobit", help="who carries the gradients"
+        "--engine",
+        choices=ENGINES,
+        default="isobit",
+        help="the wrapper of the model: none (isobit), DDP or FSDP2",
     )
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="small")
     parser.add_argument("--dtype", choices=sorted(DTYPES), default="float32")
     parser.add_argument("--stock", action="store_true", help="train by stock PyTorch instead")
+    parser.add_argument("--stop", type=int, metavar="STEP", help="stop before this step")
     parser.add_argument(
-        "--stop", type=int, metavar="STEP", help="end before this step, not at the workload's end"
-    )
-    parser.add_argument(
-        "--load", metavar="FOLDER", help="a checkpoint to go on from, saved at any layout"
+        "--load", metavar="FOLDER", help="resume from a checkpoint, saved at any layout"
     )
     parser.add_argument("--save", metavar="FOLDER", help="write a checkpoint at the end")
-    asked = parser.parse_args()
-    layout = Layout(asked.data, asked.micro, asked.tensor, asked.engine)
+    options = parser.parse_args()
+    layout = RankLayout(options.data, options.micro, options.tensor, options.engine)
     if layout.ranks > 1:
         dist.init_process_group("gloo")
     try:
         curve = run_rank(
             layout,
-            asked.workload,
-            asked.dtype,
-            stock=asked.stock,
-            stop=asked.stop,
-            load=asked.load,
-            save=asked.save,
+            options.workload,
+            options.dtype,
+            stock=options.stock,
+            stop=options.stop,
+            load=options.load,
+            save=options.save,
         )
         if curve is not None:
             print(json.dumps({**asdict(curve), "digest": curve.digest}), flush=True)

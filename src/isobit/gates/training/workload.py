@@ -1,4 +1,4 @@
-"""What is trained: a Qwen3-architecture model, a global batch of unequal samples a step, AdamW with clipping."""
+"""The workloads of the rank-layout gate: a Qwen3 model and samples of unequal lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Workload:
-    """A training run, whatever its layout."""
+    """A training run, independent of its layout."""
 
     name: str
     hidden: int
@@ -29,18 +29,18 @@ class Workload:
     kv_heads: int
     layers: int
     vocabulary: int
-    samples: int
+    samples: int  # per global batch
     steps: int
-    shortest: int = 4
+    shortest: int = 4  # sample, in tokens
     longest: int = 12
     head_dim: int = 64
-    rate: float = 1e-3
-    clip: float = 1.0
+    rate: float = 1e-3  # learning rate of AdamW
+    clip: float = 1.0  # largest gradient norm
     seed: int = 0
 
     @property
     def config(self) -> Any:
-        """Transformers' configuration of the model."""
+        """The configuration of the model for transformers."""
         return library().Qwen3Config(
             hidden_size=self.hidden,
             intermediate_size=self.ffn,
@@ -64,31 +64,43 @@ WORKLOADS = {
 
 
 def find_workload(name: str) -> Workload:
-    """By name, or a refusal."""
+    """Return a workload by name.
+
+    Raises:
+        ArgumentError: There is no such workload.
+    """
     if name not in WORKLOADS:
         raise ArgumentError(
-            expected=f"one of {', '.join(WORKLOADS)}", received=repr(name), remedy="name a workload"
+            expected=f"one of {', '.join(WORKLOADS)}",
+            received=repr(name),
+            remedy="pass one of these names",
         )
     return WORKLOADS[name]
 
 
 def find_dtype(name: str) -> torch.dtype:
-    """By name, or a refusal."""
+    """Return a dtype by name.
+
+    Raises:
+        ArgumentError: It is not supported here.
+    """
     if name not in DTYPES:
         raise ArgumentError(
-            expected=f"one of {', '.join(DTYPES)}", received=repr(name), remedy="name a dtype"
+            expected=f"one of {', '.join(DTYPES)}",
+            received=repr(name),
+            remedy="pass one of these names",
         )
     return DTYPES[name]
 
 
 def make_model(workload: Workload, dtype: torch.dtype) -> Any:
-    """A model of one's own, with the weights that every rank starts from."""
+    """Return a new model with the initial weights, which are the same on every rank."""
     return copy.deepcopy(_first_model(workload, dtype))
 
 
 @lru_cache(maxsize=1)
 def _first_model(workload: Workload, dtype: torch.dtype) -> Any:
-    # Ranks of a simulated world build theirs one after another: drawing 80 million weights once is enough.
+    # Simulated ranks build their models one after another: 80 million weights are drawn only once.
     with torch.random.fork_rng():
         torch.manual_seed(workload.seed)
         model = library().Qwen3ForCausalLM(workload.config)
@@ -98,20 +110,20 @@ def _first_model(workload: Workload, dtype: torch.dtype) -> Any:
 
 @dataclass(frozen=True)
 class Rows:
-    """A run of samples, right-padded: what a rank's micro-batch is given."""
+    """The right-padded samples of a rank's micro-batch."""
 
-    ids: Tensor
-    mask: Tensor
-    targets: Tensor  # the token that follows in the sample, -100 where none does
+    ids: Tensor  # [B, T]
+    mask: Tensor  # [B, T], 1 for tokens, 0 for padding
+    targets: Tensor  # [B, T], the next token of the sample, -100 if there is none
 
     @property
     def active(self) -> int:
-        """Tokens that have a loss."""
+        """The number of tokens that have a loss."""
         return int((self.targets != IGNORED).sum())
 
 
 def draw_samples(workload: Workload, step: int) -> list[Tensor]:
-    """The tokens of the global batch of a step: every rank draws the same."""
+    """Draw the samples of a step's global batch; every rank draws the same."""
     generator = torch.Generator().manual_seed(workload.seed * 1_000_003 + step)
     span = workload.longest - workload.shortest + 1
     lengths = workload.shortest + torch.randint(0, span, (workload.samples,), generator=generator)
@@ -119,12 +131,12 @@ def draw_samples(workload: Workload, step: int) -> list[Tensor]:
 
 
 def active_tokens(samples: list[Tensor]) -> int:
-    """Those that have a loss: all but the first of each sample."""
+    """Return the number of tokens that have a loss: all but the first of each sample."""
     return sum(len(sample) - 1 for sample in samples)
 
 
 def lay_out(samples: list[Tensor]) -> Rows:
-    """A row a sample, as wide as the longest of this run."""
+    """Pad samples to the longest one, one row per sample."""
     width = max(len(sample) for sample in samples)
     ids = torch.zeros(len(samples), width, dtype=torch.int64)
     mask, targets = torch.zeros_like(ids), torch.full_like(ids, IGNORED)

@@ -25,7 +25,7 @@ from isobit.integrations.transformers.state import (
     find_owner,
     find_state,
 )
-from isobit.parallel.tensor.shard import ranks_of
+from isobit.parallel.tensor.shard import tp_group_of
 
 Model = TypeVar("Model", bound=nn.Module)
 _changing = threading.RLock()  # held while forwards are installed or restored
@@ -158,7 +158,7 @@ def release(
 
 def refuse_split(model: nn.Module) -> None:
     """Raise if parameters are split over ranks: stock operators cannot compute such a model."""
-    if any(ranks_of(module) is not None for module in model.modules()):
+    if any(tp_group_of(module) is not None for module in model.modules()):
         raise UnsupportedError(
             expected="a whole model, which stock operators can compute",
             received="one whose parameters are split over ranks",

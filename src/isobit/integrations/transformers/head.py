@@ -18,7 +18,7 @@ from isobit.ops.logprob.op import IGNORED, linear_logprob
 from isobit.ops.portable.samples import spans_of
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.samples import Samples
-from isobit.parallel.tensor.shard import ranks_of
+from isobit.parallel.tensor.shard import tp_group_of
 from isobit.parallel.tensor.vocab_logits import vocab_logits
 from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy, vocab_logprob
 
@@ -52,10 +52,10 @@ class Logits(torch.autograd.Function):
 
 def logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tensor:
     """Return logits [..., V] in fp32. Their `isobit.log_softmax` equals `isobit.linear_logprob` bit for bit."""
-    ranks = ranks_of(head)
+    tp_group = tp_group_of(head)
     hidden, weight = cast_for_autocast(hidden, head.weight)
-    if ranks is not None:
-        return vocab_logits(hidden, weight, ranks=ranks, samples=samples)
+    if tp_group is not None:
+        return vocab_logits(hidden, weight, tp_group=tp_group, samples=samples)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         if samples is not None:
             check_share(samples, weight)
@@ -93,10 +93,10 @@ def loss_of(
         "num_items": None if count is None else int(count),
         "samples": layout.samples,
     }
-    ranks = ranks_of(head)
+    tp_group = tp_group_of(head)
     hidden, weight = cast_for_autocast(hidden, head.weight)
-    if ranks is not None:
-        return vocab_cross_entropy(hidden, weight, targets, ranks=ranks, **asked)
+    if tp_group is not None:
+        return vocab_cross_entropy(hidden, weight, targets, tp_group=tp_group, **asked)
     return linear_cross_entropy(hidden, weight, targets, **asked)
 
 
@@ -105,8 +105,8 @@ def logprobs_of(
 ) -> Tensor:
     """Return log p of each target, [B, T] in fp32; +0 where the target is -100."""
     asked: dict[str, Any] = {"temperature": temperature, "samples": layout.samples}
-    ranks = ranks_of(head)
+    tp_group = tp_group_of(head)
     hidden, weight = cast_for_autocast(hidden, head.weight)
-    if ranks is not None:
-        return vocab_logprob(hidden, weight, targets, ranks=ranks, **asked)
+    if tp_group is not None:
+        return vocab_logprob(hidden, weight, targets, tp_group=tp_group, **asked)
     return linear_logprob(hidden, weight, targets, **asked)

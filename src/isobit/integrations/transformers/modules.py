@@ -25,7 +25,7 @@ from isobit.order.samples import Samples
 from isobit.parallel.tensor.column_linear import column_linear_group
 from isobit.parallel.tensor.head_norm import head_norm
 from isobit.parallel.tensor.row_linear import row_linear
-from isobit.parallel.tensor.shard import ranks_of
+from isobit.parallel.tensor.shard import tp_group_of
 from isobit.parallel.tensor.vocab_embedding import vocab_embedding
 
 ATTENTION = "isobit"  # our name in transformers' registry of attention functions
@@ -44,19 +44,19 @@ def forward_norm(module: Any, hidden_states: Tensor) -> Tensor:
 
 def forward_head_norm(module: Any, heads: Tensor) -> Tensor:
     """Compute RMSNorm of each head, [B, T, H, D]; the weight's gradient also sums over heads."""
-    samples, ranks = current_layout().samples, ranks_of(module)
-    if ranks is not None:
+    samples, tp_group = current_layout().samples, tp_group_of(module)
+    if tp_group is not None:
         return head_norm(
-            heads, module.weight, module.variance_epsilon, ranks=ranks, samples=samples
+            heads, module.weight, module.variance_epsilon, tp_group=tp_group, samples=samples
         )
     return rms_norm(heads, module.weight, module.variance_epsilon, samples=samples, heads=True)
 
 
 def forward_linear(module: nn.Linear, x: Tensor) -> Tensor:
     """Compute a linear layer that shares its input with no other; if it is split over ranks, x is a rank's part."""
-    samples, ranks = current_layout().samples, ranks_of(module)
-    if ranks is not None:
-        return row_linear(x, module.weight, module.bias, ranks=ranks, samples=samples)
+    samples, tp_group = current_layout().samples, tp_group_of(module)
+    if tp_group is not None:
+        return row_linear(x, module.weight, module.bias, tp_group=tp_group, samples=samples)
     return linear(x, module.weight, module.bias, samples=samples)
 
 
@@ -68,10 +68,10 @@ def forward_logits(module: nn.Linear, hidden: Tensor, samples: Samples | None = 
 def forward_embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
     """Look up rows of the table; their gradient is a sum over the samples' tokens."""
     check_embedding("the embedding", module)
-    samples, ranks = current_layout().samples, ranks_of(module)
-    if ranks is not None:
+    samples, tp_group = current_layout().samples, tp_group_of(module)
+    if tp_group is not None:
         return vocab_embedding(
-            ids, module.weight, ranks=ranks, samples=samples, padding_idx=module.padding_idx
+            ids, module.weight, tp_group=tp_group, samples=samples, padding_idx=module.padding_idx
         )
     return embedding(ids, module.weight, samples=samples, padding_idx=module.padding_idx)
 
@@ -237,9 +237,11 @@ def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[
     biases = (
         None if layers[0].bias is None else tuple(layer.bias for layer in layers)
     )  # all or none: check_biases
-    samples, ranks = current_layout().samples, ranks_of(layers[0])
-    if ranks is not None:
-        return column_linear_group(x, weights, biases, groups=groups, ranks=ranks, samples=samples)
+    samples, tp_group = current_layout().samples, tp_group_of(layers[0])
+    if tp_group is not None:
+        return column_linear_group(
+            x, weights, biases, groups=groups, tp_group=tp_group, samples=samples
+        )
     return linear_group(x, weights, biases, groups=groups, samples=samples)
 
 

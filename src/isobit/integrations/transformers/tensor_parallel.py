@@ -12,7 +12,8 @@ from isobit.integrations.transformers.modules import share_count
 from isobit.integrations.transformers.state import require_state
 from isobit.order.cut import Cut
 from isobit.order.plan import FEATURE_CAP, count_segments
-from isobit.parallel.tensor.shard import Ranks, Ties, join_module, split_module
+from isobit.parallel.tensor.shard import Ties, join_module, split_module
+from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 
 # By the last part of a module's name: the axis of each of its parameters that is cut. A norm of heads is whole on each
 # rank, which has some of the heads; every other module is whole, and each rank computes all of it.
@@ -37,7 +38,7 @@ AXES: dict[str, dict[str, int]] = {
 }
 
 
-def shard(model: nn.Module, mesh: DeviceMesh | Ranks) -> Ranks:
+def shard(model: nn.Module, mesh: DeviceMesh | TensorParallelGroup) -> TensorParallelGroup:
     """Keep this rank's part of each parameter, in place; outputs and gradients have the unsplit bits.
 
     Queries, keys and values are cut by KV-head groups, gate and up by outputs, o_proj and down_proj by inputs,
@@ -54,18 +55,18 @@ def shard(model: nn.Module, mesh: DeviceMesh | Ranks) -> Ranks:
         CutError: If a dimension cannot be cut into this number of ranks along the plan.
     """
     require_state(model)
-    ranks = Ranks.of(mesh)
-    check_cuts(model, ranks)
+    tp_group = TensorParallelGroup.of(mesh)
+    check_cuts(model, tp_group)
     ties: Ties = {}
     for module, axes in split_modules(model):
         known = {name: axis for name, axis in axes.items() if getattr(module, name) is not None}
         split_module(
             module,
             known,
-            ranks,
+            tp_group,
             ties if isinstance(module, nn.Embedding) or is_head(model, module) else None,
         )
-    return ranks
+    return tp_group
 
 
 def unshard(model: nn.Module) -> None:
@@ -88,35 +89,35 @@ def is_head(model: Any, module: nn.Module) -> bool:
     return getattr(model, "lm_head", None) is module
 
 
-def check_cuts(model: Any, ranks: Ranks) -> None:
+def check_cuts(model: Any, tp_group: TensorParallelGroup) -> None:
     """Raise unless every sum over a cut axis falls on segment edges."""
     for module in model.modules():
         if hasattr(module, "q_proj"):
             rows = [len(layer.weight) for layer in (module.q_proj, module.k_proj, module.v_proj)]
             heads = [count // module.head_dim for count in rows]
-            Cut(sum(rows), ranks.parts, ranks.coordinate)
-            Cut(module.o_proj.weight.shape[1], ranks.parts, ranks.coordinate)
-            check_shares("key heads", heads[1], ranks)
+            Cut(sum(rows), tp_group.size, tp_group.rank)
+            Cut(module.o_proj.weight.shape[1], tp_group.size, tp_group.rank)
+            check_shares("key heads", heads[1], tp_group)
             for count in heads[:2] if hasattr(module, "q_norm") else ():
                 check_shares(
                     f"segments of the {count} heads of a norm",
                     count_segments(count, 1, FEATURE_CAP),
-                    ranks,
+                    tp_group,
                 )
         elif hasattr(module, "gate_proj"):
             features = len(module.gate_proj.weight)
-            check_shares("shares of gate and up", share_count(features), ranks)
-            Cut(2 * features, ranks.parts, ranks.coordinate)
-            Cut(features, ranks.parts, ranks.coordinate)
+            check_shares("shares of gate and up", share_count(features), tp_group)
+            Cut(2 * features, tp_group.size, tp_group.rank)
+            Cut(features, tp_group.size, tp_group.rank)
         elif hasattr(module, "embed_tokens"):
-            Cut(module.embed_tokens.num_embeddings, ranks.parts, ranks.coordinate)
+            Cut(module.embed_tokens.num_embeddings, tp_group.size, tp_group.rank)
 
 
-def check_shares(what: str, count: int, ranks: Ranks) -> None:
+def check_shares(what: str, count: int, tp_group: TensorParallelGroup) -> None:
     """Raise unless the number divides evenly over ranks."""
-    if count % ranks.parts:
+    if count % tp_group.size:
         raise CutError(
             expected=f"a number of ranks that divides {count}, the number of {what}",
-            received=f"{ranks.parts} ranks",
+            received=f"{tp_group.size} ranks",
             remedy="use fewer ranks along this mesh axis",
         )

@@ -14,8 +14,8 @@ from isobit.library.certificates import Question, prove_orders
 from isobit.ops.portable.rounding import settle_nans
 from isobit.order.addition import Branch
 from isobit.order.tree import merge
-from isobit.parallel.collectives.additions import add_rows, add_two
-from isobit.parallel.collectives.recursive_halving import folded_spans, meet
+from isobit.parallel.collectives.elementwise_add import add_rows, add_two
+from isobit.parallel.collectives.recursive_halving import bit_reversed_spans, halving_rounds
 from isobit.records import Proof
 from isobit.reveal.targets.tensor_target import TensorTarget
 
@@ -26,9 +26,9 @@ RANKS = (2, 4, 8, 16)
 def by_recursive_halving(x: Tensor) -> Tensor:
     """Run recursive halving with all ranks in one process: the same plan and additions, without a network."""
     elements, ranks = x.shape
-    owned = folded_spans(elements, ranks)
+    owned = bit_reversed_spans(elements, ranks)
     held = list(x.t().contiguous())
-    for meetings in zip(*(meet(rank, owned) for rank in range(ranks)), strict=True):
+    for meetings in zip(*(halving_rounds(rank, owned) for rank in range(ranks)), strict=True):
         sums = [value.clone() for value in held]
         for rank, meeting in enumerate(meetings):
             for span in meeting.kept:

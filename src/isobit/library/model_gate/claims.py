@@ -12,10 +12,10 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.gates.model import fixture
-from isobit.gates.model.gate import Report, run_gate
+from isobit.gates.model import batches
+from isobit.gates.model.batch_layout_gate import GateReport, run_gate
 from isobit.gates.model.models import build_model
-from isobit.gates.model.scorers import Ordered, Stock
+from isobit.gates.model.scorers import IsobitScorer, StockScorer
 from isobit.integrations.transformers import head, modules
 from isobit.integrations.transformers.enabling import enabled as scope
 from isobit.library import stock as stock_functions
@@ -23,27 +23,27 @@ from isobit.library.subjects import replaced
 
 FAMILIES = ("qwen3-tiny", "qwen2-tiny", "llama-tiny")
 SELECTED = "log-probability"
-Subject = Callable[[Tensor, str], Report]
+Subject = Callable[[Tensor, str], GateReport]
 
 
-def enabled(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
+def enabled(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
     """Return the gate's report on an enabled model of the dtype of `drawn`."""
     return run_enabled(name, drawn.dtype)
 
 
 @lru_cache(maxsize=8)  # two claims need the same gate
-def run_enabled(name: str, dtype: torch.dtype) -> Report:
+def run_enabled(name: str, dtype: torch.dtype) -> GateReport:
     """Return the gate's report on an enabled model."""
     model = build_model(name, dtype)
     with scope(model, strict=False), torch.enable_grad():
-        return run_gate(Ordered(model), fixture.draw_samples(model.config.vocab_size))
+        return run_gate(IsobitScorer(model), batches.draw_samples(model.config.vocab_size))
 
 
-def stock(drawn: Tensor, name: str = FAMILIES[0]) -> Report:
+def stock(drawn: Tensor, name: str = FAMILIES[0]) -> GateReport:
     """Return the gate's report on the stock model."""
     model = build_model(name, drawn.dtype)
     with torch.enable_grad():
-        return run_gate(Stock(model), fixture.draw_samples(model.config.vocab_size))
+        return run_gate(StockScorer(model), batches.draw_samples(model.config.vocab_size))
 
 
 def selected(subject: Subject, case: Case, tally: Tally) -> None:
@@ -63,7 +63,7 @@ def count(subject: Subject, case: Case, tally: Tally, wanted: Callable[[str], bo
             return
         report = subject(case.arguments["drawn"], name)
         rows = [row for row in report.rows if wanted(row.quantity)]
-        tally.count(sum(fixture.LENGTHS))
+        tally.count(sum(batches.LENGTHS))
         if not rows or report.trained != report.parameters:
             trained = f"{report.trained} of {report.parameters} parameters with gradients"
             tally.fail(f"{name}: {len(rows)} rows, {trained}")
@@ -79,7 +79,7 @@ def count(subject: Subject, case: Case, tally: Tally, wanted: Callable[[str], bo
 def gate_with(home: Any, name: str, wrong: Callable[..., Any]) -> Subject:
     """Return the gate with one operator replaced by `wrong(right, ...)`."""
 
-    def run(drawn: Tensor, family: str = FAMILIES[0]) -> Report:
+    def run(drawn: Tensor, family: str = FAMILIES[0]) -> GateReport:
         with replaced(home, name, partial(wrong, getattr(home, name))):
             return run_enabled.__wrapped__(family, drawn.dtype)
 

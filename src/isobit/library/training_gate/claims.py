@@ -13,24 +13,24 @@ from torch.distributed.tensor import DTensor
 from isobit import optim
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.gates.training import train
-from isobit.gates.training.gate import Outcome, run_jobs
-from isobit.gates.training.launch import Job
-from isobit.gates.training.layouts import Layout
+from isobit.gates.training import train_isobit
+from isobit.gates.training.launcher import Job
+from isobit.gates.training.rank_layout_gate import Outcome, run_jobs
+from isobit.gates.training.rank_layouts import RankLayout
 from isobit.gates.training.workload import find_workload
 from isobit.library.subjects import replaced
 from isobit.order.tree import Counter, Node
-from isobit.parallel.collectives import transports
-from isobit.parallel.data import partials
+from isobit.parallel.collectives import all_to_all
+from isobit.parallel.data import partial_gradients
 
 WORKLOAD = "tiny"
 LAYOUTS = (
-    Layout(1, 1, 1),
-    Layout(1, 8, 1),
-    Layout(4, 2, 1),
-    Layout(2, 2, 2),
-    Layout(2, 4, 1, "ddp"),
-    Layout(4, 2, 1, "fsdp2"),
+    RankLayout(1, 1, 1),
+    RankLayout(1, 8, 1),
+    RankLayout(4, 2, 1),
+    RankLayout(2, 2, 2),
+    RankLayout(2, 4, 1, "ddp"),
+    RankLayout(4, 2, 1, "fsdp2"),
 )
 Subject = Callable[[Tensor], Iterable[Outcome]]
 
@@ -107,7 +107,7 @@ def with_left_fold(drawn: Tensor) -> Iterator[Outcome]:
                 node, value = covering(first, node), total.add_(value)
             self.append((node, value))
 
-    with replaced(partials, "Counter", Fold):
+    with replaced(partial_gradients, "Counter", Fold):
         yield from run_each(drawn.dtype)
 
 
@@ -125,18 +125,18 @@ def with_rounded_partials(drawn: Tensor) -> Iterator[Outcome]:
         def push(self, node: Any, value: Any) -> None:
             super().push(node, value.bfloat16().float())
 
-    with replaced(partials, "Counter", Rounded):
+    with replaced(partial_gradients, "Counter", Rounded):
         yield from run_each(drawn.dtype)
 
 
 def with_mean_of_means(drawn: Tensor) -> Iterator[Outcome]:
     """Divide each micro-batch by its own count, then by their number: wrong for unequal samples."""
-    right = train.share_loss
+    right = train_isobit.share_loss
 
     def wrong(found: Tensor, rows: Any, active: int, shares: int) -> Tensor:
         return right(found, rows, rows.active * shares, shares)
 
-    with replaced(train, "share_loss", wrong):
+    with replaced(train_isobit, "share_loss", wrong):
         yield from run_each(drawn.dtype)
 
 
@@ -146,7 +146,7 @@ def with_fold_by_rank(drawn: Tensor) -> Iterator[Outcome]:
     def wrong(rows: Sequence[Tensor], total: Tensor) -> None:
         total.copy_(reduce(torch.add, rows))
 
-    with replaced(transports, "add_rows", wrong):
+    with replaced(all_to_all, "add_rows", wrong):
         yield from run_each(drawn.dtype)
 
 
@@ -157,18 +157,18 @@ def with_local_norm(drawn: Tensor) -> Iterator[Outcome]:
         own = [p for p in model.parameters() if not isinstance(p, DTensor)]
         return optim.clip_grad_norm_(own, most)
 
-    with replaced(train, "clip_grad_norm_", wrong):
+    with replaced(train_isobit, "clip_grad_norm_", wrong):
         yield from run_each(drawn.dtype)
 
 
 def with_idle_optimizer(drawn: Tensor) -> Iterator[Outcome]:
     """Train at a rate of 0: all layouts agree, since nothing changes."""
-    with replaced(train, "AdamW", lambda parameters, **_: optim.AdamW(parameters, lr=0.0)):
+    with replaced(train_isobit, "AdamW", lambda parameters, **_: optim.AdamW(parameters, lr=0.0)):
         yield from run_each(drawn.dtype)
 
 
 def with_loss_of_nan(drawn: Tensor) -> Iterator[Outcome]:
     """Make every loss NaN: all layouts agree, and nothing is finite."""
-    right = train.share_loss
-    with replaced(train, "share_loss", lambda *given: right(*given) * float("nan")):
+    right = train_isobit.share_loss
+    with replaced(train_isobit, "share_loss", lambda *given: right(*given) * float("nan")):
         yield from run_each(drawn.dtype)

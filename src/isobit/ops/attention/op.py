@@ -154,11 +154,13 @@ def check_samples(q: Tensor, k: Tensor, queries: Samples, keys: Samples) -> None
             received=f"{len(keys.spans)} samples",
             remedy="describe the same samples in the same order; a sample may have no queries",
         )
-    for i, ((_, asked), (_, known)) in enumerate(zip(queries.spans, keys.spans, strict=True)):
-        if asked > known:
+    for i, ((_, query_rows), (_, key_rows)) in enumerate(
+        zip(queries.spans, keys.spans, strict=True)
+    ):
+        if query_rows > key_rows:
             raise ArgumentError(
                 expected=f"at least as many keys as queries in sample {i}",
-                received=f"{asked} queries and {known} keys",
+                received=f"{query_rows} queries and {key_rows} keys",
                 remedy="a query is one of its sample's positions: append its key first",
             )
 

@@ -44,7 +44,7 @@ def embedding(
 
     Raises:
         ArgumentError: If shapes, dtypes or devices do not fit together, or an id is not a row of weight.
-        UnsupportedError: If the samples are a share of a batch whose gradients nobody collects.
+        UnsupportedError: If the samples are a share and gradients are taken outside isobit.parallel.Gradients.
 
     Example:
         >>> table = torch.arange(6.0).reshape(3, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Return x · Φ(x), where Φ is the standard normal distribution function; "tanh" approximates Φ."""
     wide = x.double()
     if approximate == "tanh":
-        inner = (2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3)
+        inner = (wide + 0.044715 * wide * wide * wide) * math.sqrt(2 / math.pi)
         return (1 + inner.tanh()) * wide / 2
     return wide * (1 + torch.erf(wide / 2**0.5)) / 2
 

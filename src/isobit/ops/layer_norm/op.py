@@ -48,7 +48,7 @@ def layer_norm(
 
     Raises:
         ArgumentError: If shapes, dtypes or devices do not fit together.
-        UnsupportedError: If the samples are a share of a batch whose gradients nobody collects.
+        UnsupportedError: If the samples are a share and gradients are taken outside isobit.parallel.Gradients.
 
     Example:
         >>> x, weight, bias = torch.randn(8, 64), torch.ones(64), torch.zeros(64)

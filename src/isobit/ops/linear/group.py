@@ -51,7 +51,7 @@ def linear_group(
 
     Raises:
         ArgumentError: If shapes, dtypes or devices do not fit together, or `groups` does not divide every N_i.
-        UnsupportedError: If the samples are a share of a batch whose gradients nobody collects.
+        UnsupportedError: If the samples are a share and gradients are taken outside isobit.parallel.Gradients.
 
     Example:
         >>> x, gate, up = torch.randn(2, 5, 16), torch.randn(32, 16), torch.randn(32, 16)

@@ -42,7 +42,7 @@ def linear(
 
     Raises:
         ArgumentError: If shapes, dtypes or devices do not fit together.
-        UnsupportedError: If the samples are a share of a batch whose gradients nobody collects.
+        UnsupportedError: If the samples are a share and gradients are taken outside isobit.parallel.Gradients.
 
     Example:
         >>> weight, x = torch.randn(32, 64), torch.randn(8, 64)

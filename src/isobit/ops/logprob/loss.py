@@ -32,7 +32,7 @@ def linear_cross_entropy(
         weight: Shape [V, K], in the dtype of hidden.
         targets: Token ids of shape [...], int64 or int32.
         temperature: Divides the logits; positive.
-        ignore_index: The target that stands for "no target".
+        ignore_index: The target that means "no target".
         num_items: The number of targets of the *global* batch. By default that of the targets given, which is an error
             while a share of the batch is trained on.
         samples: The rows of each sample; see isobit.linear_logprob.

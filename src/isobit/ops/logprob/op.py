@@ -54,7 +54,7 @@ def linear_logprob(
 
     Raises:
         ArgumentError: If shapes, dtypes or devices do not fit together, or a target is not in the vocabulary.
-        UnsupportedError: If the samples are a share of a batch whose gradients nobody collects.
+        UnsupportedError: If the samples are a share and gradients are taken outside isobit.parallel.Gradients.
 
     Example:
         >>> hidden, weight = torch.randn(4, 16), torch.randn(50, 16)

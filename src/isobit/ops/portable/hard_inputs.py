@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from math import prod
+from random import Random
+
 import torch
 from torch import Tensor
 
@@ -43,7 +46,8 @@ def spans_and_samples(tokens: int) -> tuple[Tensor, Samples]:
 
 
 def draw(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
-    """Return normal values on the CPU that do not depend on torch's default dtype, device or generator."""
-    cpu = torch.device("cpu")
-    generator = torch.Generator(cpu).manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32, device=cpu).to(dtype)
+    """Return normal values on the CPU that do not depend on torch's defaults, generators or function transforms."""
+    normal = Random(seed).gauss
+    values = [normal(0.0, 1.0) for _ in range(prod(shape))]
+    made = torch.tensor(values, dtype=torch.float32, device=torch.device("cpu"))
+    return made.reshape(shape).to(dtype)

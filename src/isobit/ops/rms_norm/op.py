@@ -48,7 +48,7 @@ def rms_norm(
 
     Raises:
         ArgumentError: If shapes, dtypes or devices do not fit together.
-        UnsupportedError: If the samples are a share of a batch whose gradients nobody collects.
+        UnsupportedError: If the samples are a share and gradients are taken outside isobit.parallel.Gradients.
 
     Example:
         >>> x, weight = torch.randn(8, 64), torch.ones(64)

@@ -1,4 +1,4 @@
-"""An exchange that runs on beside its caller, as torch.distributed's own works do."""
+"""The handle of an asynchronous collective, used like torch.distributed's own `Work`."""
 
 from __future__ import annotations
 
@@ -10,19 +10,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isobit.parallel.collectives.group_state import Line
+from isobit.parallel.collectives.communicator import Communicator
 
 
-class Flight(dist.Work):
-    """Ends by itself on gloo, in its group's thread; elsewhere in wait() or get_future()."""
+class AsyncWork(dist.Work):
+    """A collective that was started with `async_op=True`.
 
-    def __init__(self, finish: Callable[[], None], result: Tensor, line: Line | None) -> None:
+    On gloo it runs in the communicator's thread; on other backends its additions run in `wait()` or
+    `get_future()`.
+    """
+
+    def __init__(
+        self, finish: Callable[[], None], result: Tensor, comm: Communicator | None
+    ) -> None:
+        """Call `finish` in the thread of `comm`, or in `wait()` if that is None."""
         super().__init__()
         self._finish, self._result = finish, result
         self._future: torch.futures.Future[Any] = torch.futures.Future()
-        self._begun = line is not None
-        if line is not None:
-            line.run(self._run)
+        self._begun = comm is not None
+        if comm is not None:
+            comm.run_in_thread(self._run)
 
     def _run(self) -> None:
         try:
@@ -33,7 +40,7 @@ class Flight(dist.Work):
             self._future.set_result(self._result)
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Returns when the result is in place; the transport's own timeout holds."""
+        """Return True when the result is in place; the backend's own timeout applies."""
         if not self._begun:
             self._begun = True
             self._run()
@@ -41,16 +48,16 @@ class Flight(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether wait() would return at once."""
+        """Return whether `wait()` would return at once."""
         return self._future.done()
 
     def result(self) -> list[Tensor]:
-        """The tensor that holds the sum, as torch's own works give it."""
+        """Wait, and return the result in a list, as torch's own works do."""
         self.wait()
         return [self._result]
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """For hooks of DistributedDataParallel: its value is the tensor."""
+        """Return a future of the result, for communication hooks of DistributedDataParallel."""
         if not self._begun:
             self.wait()
         return self._future

@@ -1,4 +1,4 @@
-"""Two levels of ranks, inside a host and across hosts, whose tree is the flat one."""
+"""Hierarchical groups: first inside a host, then across hosts, with the bits of the flat group."""
 
 from __future__ import annotations
 
@@ -10,13 +10,24 @@ from isobit.errors import CutError
 
 
 @dataclass(frozen=True)
-class TwoLevel:
-    """Two groups of a rank: `inner` is its host, consecutive ranks; `outer` has the same place of every host."""
+class TwoLevelGroup:
+    """The two process groups of a rank for a hierarchical all-reduce.
+
+    The ranks of a host are consecutive, so their sum is a subtree of the flat tree.
+
+    Args:
+        inner: The ranks of this host.
+        outer: The ranks that have the same local rank on every host.
+
+    Raises:
+        CutError: The inner ranks are not consecutive, or the outer ones are not one host apart.
+    """
 
     inner: dist.ProcessGroup
     outer: dist.ProcessGroup
 
     def __post_init__(self) -> None:
+        """Check that both groups follow the flat tree."""
         inner, outer = (dist.get_process_group_ranks(group) for group in (self.inner, self.outer))
         step = inner[1] - inner[0] if len(inner) > 1 else 1
         across = outer[1] - outer[0] if len(outer) > 1 else step * len(inner)
@@ -28,9 +39,10 @@ class TwoLevel:
         )
         if not aligned:
             raise CutError(
-                expected="an inner group of consecutive ranks, and an outer one that steps from run to run",
+                expected="an inner group of consecutive ranks, and an outer group with one rank "
+                "of each inner group",
                 received=f"inner ranks {inner} and outer ranks {outer}",
-                remedy="take both groups from a DeviceMesh of (hosts, ranks of a host)",
+                remedy="take both groups from a DeviceMesh of shape (hosts, ranks per host)",
             )
 
 

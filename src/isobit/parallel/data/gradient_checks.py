@@ -1,4 +1,4 @@
-"""Looks at each gradient that autograd delivers to a parameter while a share is collected, and refuses a wrong one."""
+"""Checks of each gradient that autograd delivers to a parameter inside a micro-batch."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from isobit.errors import UnsupportedError
 from isobit.ops.share import Share, is_partial
 
 ONE_USE = (
-    "call each module once per micro-batch: join its inputs into one call, or give each call a module of its own that "
-    "shares the weight"
+    "call each module once per micro-batch: join its inputs into one call, or give each call a "
+    "module of its own that shares the weight"
 )
 OURS = (
-    "compute what is trained by isobit's operators (isobit.nn.Linear, isobit.embedding, isobit.rms_norm, …), without "
-    "torch.compile; or freeze it by requires_grad_(False)"
+    "compute what is trained by isobit's operators (isobit.nn.Linear, isobit.embedding, "
+    "isobit.rms_norm, …), without torch.compile; or freeze it by requires_grad_(False)"
 )
 
 
-class Deliveries:
-    """Requires one gradient per parameter and micro-batch, from one isobit operator: [Note: one delivery per parameter]
+class GradientChecks:
+    """Requires one gradient per parameter and micro-batch, from one isobit operator.
 
-    A hook on the leaf sees the sum of all uses, before it becomes p.grad.
+    See [Note: one delivery per parameter] in ops/share.py. A hook on a leaf sees the sum of all
+    uses before it becomes `p.grad`.
     """
 
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """Register a hook on each of these (name, leaf) pairs."""
         self._share: Share | None = None
         self._delivered: set[int] = set()
         self._leaves = list(named)
@@ -38,10 +40,10 @@ class Deliveries:
         return hook
 
     def begin(self, share: Share) -> None:
-        """Every parameter waits for its gradient of this share.
+        """Expect one gradient of this share for every parameter.
 
-        Hooks run in the order in which they were registered. This one is moved behind those that came later, so that
-        it sees a gradient that another hook has changed.
+        Hooks run in the order in which they were registered. Ours is moved behind those that were
+        registered later, so that it sees a gradient that another hook has changed.
         """
         self._share = share
         self._delivered.clear()
@@ -51,7 +53,7 @@ class Deliveries:
                 self._hooks[at] = self._watch(name, leaf)
 
     def end(self) -> None:
-        """A backward from here on is the caller's own."""
+        """Stop checking: a backward from here on belongs to the user."""
         self._share = None
 
     def _check(self, name: str, leaf: int, grad: Tensor) -> None:
@@ -66,19 +68,20 @@ class Deliveries:
             )
         if not is_partial(grad, share):
             used = leaf in share.used
+            why = (
+                "several calls, a stock operator or another micro-batch added"
+                if used
+                else "a stock operator led"
+            )
             raise UnsupportedError(
-                expected="a gradient that one isobit operator computed, of the samples of this micro-batch",
-                received=f"the gradient of {name}, to which "
-                + (
-                    "several calls, a stock operator or another micro-batch added"
-                    if used
-                    else "a stock operator led"
-                ),
+                expected="a gradient that one isobit operator computed, of the samples of this "
+                "micro-batch",
+                received=f"the gradient of {name}, to which {why}",
                 remedy=f"{ONE_USE}; {OURS}" if used else OURS,
             )
         self._delivered.add(leaf)
 
     def close(self) -> None:
-        """Takes the hooks off."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()

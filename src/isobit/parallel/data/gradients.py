@@ -1,4 +1,23 @@
-"""`Gradients`: the gradient of a global batch from micro-batches and ranks, with the bits it has in one piece."""
+"""`Gradients`: the gradient of a global batch, accumulated over micro-batches and ranks.
+
+[Note: how a gradient travels]
+The gradient of a parameter is one sum over the samples of the global batch, along a balanced binary
+tree (order/samples.py). Every micro-batch on every rank is a share of the samples that is one
+subtree of that tree (global_batch.py), so its gradient is the unrounded value of one tree node.
+
+1. `Gradients.micro_batch(i)` opens share i. Operators that are called inside return fp32 partial
+   gradients of that share and mark them (ops/share.py).
+2. Hooks take each parameter's gradient as autograd delivers it, check the mark (gradient_checks.py)
+   and push it into the parameter's binary counter (partial_gradients.py). The counter adds two
+   partial gradients as soon as they are siblings in the tree, like a carry in binary addition.
+3. In the last micro-batch the counter's root is this rank's whole subtree. The roots of all ranks
+   are all-reduced in buckets along [Note: the reduction tree over ranks], which is the upper part
+   of the same sample tree.
+4. One rounding into `p.grad`.
+
+What differs per wrapper is who launches step 3: hooks (plain_reducer.py), DDP's communication hook
+(ddp.py), or FSDP2's reduce-scatter, which runs after every micro-batch (fsdp.py). The bits do not.
+"""
 
 from __future__ import annotations
 
@@ -13,36 +32,68 @@ from torch.nn.parallel import DistributedDataParallel
 from isobit.errors import ArgumentError
 from isobit.ops.share import Share, collecting
 from isobit.ops.unfinished import Unfinished
-from isobit.parallel.collectives.group import Members
-from isobit.parallel.data.batch import GlobalBatch
-from isobit.parallel.data.ddp import DdpCarrier
-from isobit.parallel.data.fsdp import FsdpCarrier
-from isobit.parallel.data.gradient_checks import Deliveries
-from isobit.parallel.data.reducer import Carrier, OwnCarrier
-from isobit.parallel.same_environment import require_alike_trainers
+from isobit.parallel.collectives.rank_group import RankGroup
+from isobit.parallel.data.ddp import DdpReducer
+from isobit.parallel.data.fsdp import FsdpReducer
+from isobit.parallel.data.global_batch import GlobalBatch
+from isobit.parallel.data.gradient_checks import GradientChecks
+from isobit.parallel.data.plain_reducer import PlainReducer
+from isobit.parallel.data.reducer import GradientReducer
+from isobit.parallel.same_environment import require_same_training
 
 
 class Gradients:
-    """Collects a step's parameter gradients: micro-batches by a binary counter, ranks by the exchange.
+    """Compute `p.grad` of a global batch, with the bits it has in one batch on one rank.
 
-        gradients = Gradients(model, GlobalBatch(of=16, ranks=2, micro_batches=4))
-        for micro in range(4):
-            with gradients.micro_batch(micro):
-                loss_of(model, samples of this share).backward()   # divided by the global count of active tokens
-        # now every p.grad is that of the 16 samples in one batch, bit for bit
+    Divide the loss of each micro-batch by the global count of active tokens: gradients are summed.
+    Partial gradients are fp32 for 16-bit parameters. A parameter without any gradient gets zeros.
 
-    `model` is an enabled or isobit model, DistributedDataParallel of one, or one that fully_shard split. Partials are
-    fp32 whatever the parameter's dtype, and gradients are dense. A parameter that no micro-batch used has a gradient of
-    zeros. Refused: a trained parameter's call without the share's samples, a gradient that a stock operator, several
-    calls of a module or several backwards contributed to, and optimizer.step() before the last micro-batch has ended.
+    Not supported, and detected: a call of a trained parameter's operator without the samples of the
+    share; a gradient to which a stock operator, several calls of one module or several backwards
+    contributed; `optimizer.step()` before the last micro-batch has ended.
+
+    Args:
+        model: A model of isobit's operators or an enabled model; `DistributedDataParallel` of one;
+            or one to which `fully_shard` (FSDP2) was applied.
+        batch: How the global batch is divided over ranks and micro-batches.
+        group: The data-parallel process group; None is the default group, or that of the DDP model.
+
+    Raises:
+        ArgumentError: The group does not have as many ranks as the batch.
+        AgreementError: Ranks differ in version, leaf arithmetic, parameters or batch.
+        UnsupportedError: The wrapper has an option that changes how gradients are reduced.
+
+    Example:
+        Four samples in two micro-batches have the gradient of one batch, bit for bit.
+
+        >>> import torch
+        >>> import isobit
+        >>> from isobit.parallel import GlobalBatch, Gradients
+        >>> x = torch.randn(4, 5, 32, generator=torch.Generator().manual_seed(0))
+        >>> def gradient(micro_batches):
+        ...     torch.manual_seed(0)
+        ...     model = isobit.nn.Linear(32, 32)
+        ...     batch = GlobalBatch(of=4, micro_batches=micro_batches)
+        ...     gradients = Gradients(model, batch)
+        ...     for micro in range(micro_batches):
+        ...         rows = x[batch.samples(0, micro)]
+        ...         with gradients.micro_batch(micro) as share:
+        ...             lengths = [5] * share.size
+        ...             samples = isobit.Samples.packed(lengths, first=share.first, of=share.of)
+        ...             loss = model(rows.flatten(0, 1), samples=samples).square().sum() / 20
+        ...             loss.backward()
+        ...     return model.weight.grad
+        >>> isobit.bits.equal(gradient(2), gradient(1))
+        True
     """
 
     def __init__(
         self, model: nn.Module, batch: GlobalBatch, *, group: dist.ProcessGroup | None = None
     ) -> None:
+        """Compare the ranks and register hooks on the model."""
         self.batch = batch
         if isinstance(model, DistributedDataParallel):
-            refuse_other_group(model, group)
+            check_ddp_group(model, group)
             group = model.process_group
         self.rank = dist.get_rank(group) if dist.is_initialized() else 0
         ranks = dist.get_world_size(group) if dist.is_initialized() else 1
@@ -50,82 +101,108 @@ class Gradients:
             raise ArgumentError(
                 expected=f"a group of {batch.ranks} ranks, as the batch is cut",
                 received=f"{ranks} ranks",
-                remedy="pass the data-parallel group, or cut the batch for its ranks",
+                remedy="pass the data-parallel group, or a GlobalBatch with the ranks of the group",
             )
         if ranks > 1:
-            require_alike_trainers(model, batch, Members.of(group))
-        self._carrier = carrier_of(model, batch, group)
-        self._deliveries = Deliveries(self._carrier.leaves)
+            require_same_training(model, batch, RankGroup.of(group))
+        self._reducer = reducer_for(model, batch, group)
+        self._checks = GradientChecks(self._reducer.leaves)
         self._unfinished = Unfinished(model.parameters(), batch.micro_batches)
         self._next, self._open, self._closed = 0, False, False
 
     @contextmanager
     def micro_batch(self, index: int) -> Iterator[Share]:
-        """Forward and backward of this rank's `index`-th micro-batch go inside; the last one completes p.grad."""
+        """Open micro-batch `index` of this rank; run its forward and backward inside.
+
+        After the last micro-batch of the step every `p.grad` is complete. An exception inside the
+        block drops the step.
+
+        Args:
+            index: 0, 1, … in every step.
+
+        Yields:
+            The share: `first` (index of its first sample in the global batch), `of` and `size`.
+
+        Raises:
+            ArgumentError: The index is not the next one, or another micro-batch is open.
+            UnsupportedError: The block had no backward, or a gradient has another source than one
+                isobit operator.
+        """
+        self._check_next(index)
+        share, node = self.batch.share(self.rank, index), self.batch.node(self.rank, index)
+        last = index == self.batch.micro_batches - 1
+        opened = self._reducer.begin(node, last)  # if this raises, nothing has changed yet
+        self._open = True
+        self._unfinished.begin(index)
+        self._checks.begin(share)
+        try:
+            with collecting(share), opened:
+                yield share
+            self._reducer.end(node, last)
+            self._next = 0 if last else index + 1
+        except BaseException:
+            self._drop_step()
+            raise
+        finally:
+            self._open = False
+            self._checks.end()
+        if last:
+            self._unfinished.end()
+
+    def _check_next(self, index: int) -> None:
         if self._closed:
             raise ArgumentError(
                 expected="Gradients that are in use",
                 received="closed ones",
-                remedy="make Gradients anew",
+                remedy="make a new Gradients",
             )
         if index != self._next or self._open:
+            inside = f" inside micro-batch {self._next}" if self._open else ""
             raise ArgumentError(
-                expected=f"micro-batch {self._next}: they are merged from left to right, one at a time",
-                received=f"micro-batch {index}"
-                + (f" inside micro-batch {self._next}" if self._open else ""),
-                remedy="run micro-batches 0, 1, … of every step; to give a step up, call discard()",
+                expected=f"micro-batch {self._next}: they run from left to right, one at a time",
+                received=f"micro-batch {index}{inside}",
+                remedy="run micro-batches 0, 1, … of every step; to abandon a step, call discard()",
             )
-        share, node = self.batch.share(self.rank, index), self.batch.node(self.rank, index)
-        last = index == self.batch.micro_batches - 1
-        opened = self._carrier.begin(node, last)  # what it refuses leaves all as it was
-        self._open = True
-        self._unfinished.begin(index)
-        self._deliveries.begin(share)
-        try:
-            with collecting(share), opened:
-                yield share
-            self._carrier.end(node, last)
-            self._next = 0 if last else index + 1
-        except BaseException:
-            self._give_up()
-            raise
-        finally:
-            self._open = False
-            self._deliveries.end()
-        if last:
-            self._unfinished.end()
 
-    def _give_up(self) -> None:
+    def _drop_step(self) -> None:
         self._next = 0
         self._unfinished.end()
-        self._carrier.clear()
+        self._reducer.clear()
 
     def discard(self) -> None:
-        """Drops what was collected of this step: the next micro-batch is 0. All ranks call this at the same place."""
+        """Abandon this step: the next micro-batch is 0. All ranks must call this at the same place.
+
+        Raises:
+            ArgumentError: A micro-batch is open.
+        """
         if self._open:
             raise ArgumentError(
                 expected="discard() between micro-batches",
                 received=f"discard() inside micro-batch {self._next}",
                 remedy="raise an exception inside the block: it drops the step as well",
             )
-        self._give_up()
+        self._drop_step()
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory that partials held at the end of a micro-batch, so far."""
-        return self._carrier.peak_bytes
+        """The largest memory of partial gradients at the end of any micro-batch so far."""
+        return self._reducer.peak_bytes
 
     def close(self) -> None:
-        """Takes the hooks off; the model is as it was, and gradients that are whole stay."""
+        """Remove the hooks from the model; complete gradients stay."""
         if not self._closed:
             self._closed = True
             self._unfinished.end()
-            self._deliveries.close()
-            self._carrier.close()
+            self._checks.close()
+            self._reducer.close()
 
 
-def refuse_other_group(model: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
-    """The wrapper exchanges over its own."""
+def check_ddp_group(model: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+    """Require that `group` has the ranks over which the DDP model reduces.
+
+    Raises:
+        ArgumentError: It has other ranks.
+    """
     own = dist.get_process_group_ranks(model.process_group)
     if group is not None and dist.get_process_group_ranks(group) != own:
         raise ArgumentError(
@@ -135,10 +212,12 @@ def refuse_other_group(model: DistributedDataParallel, group: dist.ProcessGroup 
         )
 
 
-def carrier_of(model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None) -> Carrier:
-    """The engine that the model is wrapped in decides."""
+def reducer_for(
+    model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None
+) -> GradientReducer:
+    """Return the reducer for the way in which the model is wrapped."""
     if isinstance(model, DistributedDataParallel):
-        return DdpCarrier(model, batch)
+        return DdpReducer(model, batch)
     if isinstance(model, FSDPModule):
-        return FsdpCarrier(model, batch, group)
-    return OwnCarrier(model, batch, group)
+        return FsdpReducer(model, batch, group)
+    return PlainReducer(model, batch, group)

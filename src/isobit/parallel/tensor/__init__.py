@@ -1,1 +1,4 @@
-"""Tensor parallelism: layers split over ranks, with the bits of the unsplit layer."""
+"""Tensor parallelism: layers that are split over ranks and have the bits of the unsplit layer.
+
+Start with `styles.py` (plans for parallelize_module) and `row_linear.py` (one whole operator).
+"""

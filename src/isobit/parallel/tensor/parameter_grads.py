@@ -1,4 +1,7 @@
-"""Gradients of parameters that a rank holds: unrounded of a share of the batch, rounded once of the whole."""
+"""Gradients of a split linear layer's parameters, which need no communication.
+
+Of a share of the global batch they are unrounded fp32; of the whole batch they are rounded once.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,21 @@ from isobit.order.samples import Samples
 
 
 def samples_of(samples: Samples | None, rows: Tensor) -> Samples:
-    """The samples said, or the operators' default: [B, T, K] is B samples."""
+    """Return the given samples, or the operators' default: [B, T, K] is B samples."""
     return whole_samples(rows, None) if samples is None else samples
 
 
 def weight_grad(grad: Tensor, x: Tensor, samples: Samples, share: Share | None) -> Tensor:
-    """dW [N, K] of these samples; `share` is the one that was collected in the forward."""
+    """Return dW [N, K] of these samples; `share` is the one that was open in the forward."""
     return as_partial(operator("weight", x)(grad, x, spans_of(samples, x), samples.of), share)
 
 
 def bias_grad(grad: Tensor, samples: Samples, share: Share | None) -> Tensor:
-    """db [N] of these samples."""
+    """Return db [N] of these samples."""
     return as_partial(operator("bias", grad)(grad, spans_of(samples, grad), samples.of), share)
 
 
 def operator(kind: str, given: Tensor) -> Callable[..., Tensor]:
-    """One gradient of the linear layer, by the executor of this dtype."""
+    """Return the operator for a gradient ("input", "weight", "bias"), native or portable."""
     prefix = "linear" if dispatch.is_native(given.dtype) else "portable_linear"
     return getattr(torch.ops.isobit, f"{prefix}_{kind}_grad")  # type: ignore[no-any-return]

@@ -1,12 +1,14 @@
-"""The row-parallel linear: a rank holds a run of inputs, and the output is one sum over all ranks' inputs."""
+"""The row-parallel linear layer: each rank has a run of the inputs.
+
+The output is one sum over all ranks' inputs. The backward needs no communication.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from isobit import launches
 from isobit.ops import dispatch
@@ -19,9 +21,11 @@ from isobit.ops.portable.samples import spans_of
 from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
-from isobit.parallel.collectives.additions import add_to_rows
+from isobit.parallel.collectives.elementwise_add import add_to_rows
+from isobit.parallel.tensor.parallel_linear import ParallelLinear
 from isobit.parallel.tensor.parameter_grads import bias_grad, operator, samples_of, weight_grad
-from isobit.parallel.tensor.shard import Ranks, ranks_of, split_module
+from isobit.parallel.tensor.shard import split_module
+from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 
 
 def row_linear(
@@ -29,13 +33,23 @@ def row_linear(
     weight: Tensor,
     bias: Tensor | None = None,
     *,
-    ranks: Ranks,
+    tp_group: TensorParallelGroup,
     samples: Samples | None = None,
 ) -> Tensor:
-    """isobit.linear of an input that is spread over ranks: x [..., K/P], weight [N, K/P], the bias [N] on every rank.
+    """Compute `isobit.linear` of an input that is split over ranks, with the unsplit bits.
 
-    The ranks' fp32 sums are merged by the tree, then the bias is added once, then one rounding: the bits of the unsplit
-    operator, forward and backward, on every rank. P must divide the segments of K.
+    The ranks' fp32 sums are all-reduced along the tree, then the bias is added, then the result is
+    rounded once.
+
+    Args:
+        x: This rank's part of the input. # [..., K/P]
+        weight: This rank's columns. # [N, K/P]
+        bias: The whole bias, on every rank, or None. # [N]
+        tp_group: The P ranks; P must divide the segments of K.
+        samples: Which rows of x belong to which sample; default: [B, T, K] is B samples.
+
+    Returns:
+        The whole output, on every rank. # [..., N]
     """
     x, weight, bias = cast_for_autocast(x, weight, bias)
     check_tensors(x=x, weight=weight, bias=bias)
@@ -43,12 +57,12 @@ def row_linear(
     known = samples_of(samples, x)
     spans_of(known, x)
     check_share(known, weight, bias)
-    cut = Cut(weight.shape[1] * ranks.parts, ranks.parts, ranks.coordinate)
-    return Row.apply(x, weight, bias, cut, ranks, known)  # type: ignore[no-untyped-call,no-any-return]
+    cut = Cut(weight.shape[1] * tp_group.size, tp_group.size, tp_group.rank)
+    return RowLinear.apply(x, weight, bias, cut, tp_group, known)  # type: ignore[no-untyped-call,no-any-return]
 
 
-class Row(torch.autograd.Function):
-    """Only the output is summed over ranks: all gradients are of what the rank holds."""
+class RowLinear(torch.autograd.Function):
+    """Sums the output over ranks; all gradients are local."""
 
     @staticmethod
     def forward(
@@ -57,22 +71,24 @@ class Row(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         cut: Cut,
-        ranks: Ranks,
+        tp_group: TensorParallelGroup,
         samples: Samples,
     ) -> Tensor:
+        """Sum the output [..., N] over ranks, add the bias and round once."""
         ctx.save_for_backward(x, weight)
         ctx.samples, ctx.has_bias, ctx.share = samples, bias is not None, share_in_force()
         total = partial.output(x, weight, cut).values[0]
         if launches.is_recording():
             sizes = (x.shape[:-1].numel(), *reversed(weight.shape))
             launches.record("linear", dispatch.is_native(x.dtype), x.dtype, sizes)
-        ranks.merge(total)
+        tp_group.all_reduce(total)
         if bias is not None:
             add_to_rows(total, bias.to(total.dtype))
         return round_once(total, x.dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        """Compute dx [..., K/P], dW [N, K/P] and db [N], all local."""
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
             refuse_second_order("parallel.row_linear")()
@@ -85,45 +101,34 @@ class Row(torch.autograd.Function):
         )
 
 
-class RowParallelLinear(nn.Linear):
-    """A linear layer of which each rank holds K/P columns; its input is a rank's part, its output is on every rank."""
+class RowParallelLinear(ParallelLinear):
+    """A linear layer whose K columns are split over P ranks; its output is whole on every rank.
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        mesh: DeviceMesh | Ranks | None,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
-        self.split(Ranks.of(mesh))
+    `in_features` stays that of the whole layer. Arguments: see `ParallelLinear`.
 
-    @classmethod
-    def from_linear(cls, module: nn.Linear, mesh: DeviceMesh | Ranks | None) -> RowParallelLinear:
-        """This rank's part of a whole layer, which is left as it is."""
-        made = cls.__new__(cls)
-        nn.Module.__init__(made)
-        made.in_features, made.out_features = module.in_features, module.out_features
-        made.weight = module.weight
-        bias = module.bias
-        made.bias = (
-            None
-            if bias is None
-            else nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
-        )
-        made.split(Ranks.of(mesh))
-        return made.train(module.training)
+    Example:
+        Two simulated ranks have the output of one, bit for bit.
 
-    def split(self, ranks: Ranks) -> None:
-        """Keeps this rank's columns, and all of the bias; `in_features` stays that of the whole layer."""
-        Cut(self.in_features, ranks.parts, ranks.coordinate)
-        split_module(self, {"weight": 1}, ranks)
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> import isobit
+        >>> from isobit.parallel import RowParallelLinear
+        >>> from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
+        >>> from isobit.simulator import World
+        >>> whole, x = isobit.nn.Linear(512, 32), torch.randn(2, 3, 512)
+        >>> def forward(rank):
+        ...     tp_group = TensorParallelGroup.of(dist.group.WORLD)
+        ...     layer = RowParallelLinear.from_linear(whole, tp_group)
+        ...     return layer(x.chunk(2, -1)[rank].contiguous())
+        >>> all(isobit.bits.equal(y, whole(x)) for y in World(2).run(forward).values)
+        True
+    """
+
+    def split(self, tp_group: TensorParallelGroup) -> None:
+        """Keep this rank's columns of the weight, and the whole bias."""
+        Cut(self.in_features, tp_group.size, tp_group.rank)
+        split_module(self, {"weight": 1}, tp_group)
 
     def forward(self, input: Tensor, samples: Samples | None = None) -> Tensor:
-        """The whole output; see row_linear."""
-        ranks = ranks_of(self)
-        assert ranks is not None
-        return row_linear(input, self.weight, self.bias, ranks=ranks, samples=samples)
+        """Compute the whole output [..., N] of this rank's part [..., K/P] of the input."""
+        return row_linear(input, self.weight, self.bias, tp_group=self.tp_group, samples=samples)

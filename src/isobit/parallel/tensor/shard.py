@@ -1,4 +1,4 @@
-"""Which part of a parameter a rank holds: by mesh axis, coordinate and offset, never by a flat index."""
+"""`Shard`: which part of a parameter a rank has; splitting modules, and full state dicts."""
 
 from __future__ import annotations
 
@@ -8,117 +8,43 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from isobit.errors import ArgumentError, CutError, UnsupportedError
-from isobit.parallel.collectives import all_reduce
-from isobit.parallel.same_environment import require_alike_engines
+from isobit.parallel.same_environment import require_same_arithmetic
+from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 
-_RANKS, _SHARDS = "_isobit_ranks", "_isobit_shards"
-_SHARD = "_isobit_shard"  # on a split parameter itself: lists of parameters have no module to ask
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks along one mesh axis, as this process stands among them; a group of None is one rank alone."""
-
-    name: str
-    group: dist.ProcessGroup | None
-    coordinate: int
-    parts: int
-    mesh: DeviceMesh | None = None
-
-    @classmethod
-    def of(cls, where: Ranks | DeviceMesh | dist.ProcessGroup | None) -> Ranks:
-        """Of a mesh of one axis, or of a process group; None is one rank alone."""
-        if where is None:
-            return cls("tp", None, 0, 1)
-        if isinstance(where, Ranks):
-            return where
-        if isinstance(where, DeviceMesh):
-            if where.ndim != 1:
-                raise ArgumentError(
-                    expected="a mesh of one axis",
-                    received=f"axes {where.mesh_dim_names or where.ndim}",
-                    remedy='name the axis, as mesh["tp"]',
-                )
-            name = where.mesh_dim_names[0] if where.mesh_dim_names else "tp"
-            return cls(name, where.get_group(), where.get_local_rank(), where.size(), where)
-        return cls("tp", where, dist.get_rank(where), dist.get_world_size(where))
-
-    def merge(self, total: Tensor) -> None:
-        """All ranks' subtrees of one sum, in place: rank r's is leaf r of the balanced tree over ranks."""
-        if self.parts > 1:
-            all_reduce.all_reduce(total, self.group)
-
-    def begin_merge(self, total: Tensor) -> Callable[[], object]:
-        """The same, beside what the caller computes until it calls what is returned."""
-        work = all_reduce.all_reduce(total, self.group, async_op=True) if self.parts > 1 else None
-        return work.wait if work is not None else lambda: None
-
-    def combine(self, held: Tensor) -> Tensor:
-        """The ranks' tensors of which one has each element and all others +0, with its raw bits, so that −0 survives.
-
-        Bits are added as whole numbers, which has no order; two 16-bit ones as one word, since transports lack those.
-        """
-        if self.parts == 1:
-            return held
-        flat = held.reshape(-1)
-        if flat.element_size() == 2 and flat.numel() % 2:
-            flat = torch.cat([flat, flat.new_zeros(1)])
-        dist.all_reduce(
-            flat.view(torch.int64 if flat.element_size() == 8 else torch.int32), group=self.group
-        )
-        return flat[: held.numel()].view(held.shape)
-
-    def gather(self, local: Tensor) -> Tensor:
-        """[P, ...] of all ranks' tensors of one shape: bytes are moved, nothing is added."""
-        mine = local.detach().contiguous()
-        if self.parts == 1:
-            return mine.unsqueeze(0)
-        held = mine.new_empty((self.parts, *mine.shape))
-        dist.all_gather(list(held.unbind(0)), mine, group=self.group)
-        return held
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
-        """A copied module stands among the same ranks."""
-        return self
-
-    def require_mesh(self) -> DeviceMesh:
-        """The mesh, made from the group where there was none."""
-        if self.mesh is not None:
-            return self.mesh
-        assert self.group is not None
-        return DeviceMesh.from_group(self.group, "cpu", mesh_dim_names=(self.name,))
+_GROUP, _SHARDS = "_isobit_tp_group", "_isobit_shards"
+_SHARD = "_isobit_shard"  # on a split parameter: a list of parameters has no module to look at
 
 
 @dataclass(frozen=True)
 class Shard:
-    """Elements [offset, offset + length) of `full` along `axis` of a tensor: the coordinate's of `parts` shares."""
+    """Elements [offset, offset + length) of `full` along `axis` of a tensor."""
 
     mesh_axis: str
-    coordinate: int
-    parts: int
-    axis: int
+    coordinate: int  # of this rank on the mesh axis
+    parts: int  # the number of ranks on the mesh axis
+    axis: int  # of the tensor
     offset: int
     length: int
     full: int
 
     @classmethod
-    def equal(cls, ranks: Ranks, axis: int, full: int) -> Shard:
-        """One of equal shares, or a refusal."""
-        if full % ranks.parts:
+    def equal(cls, tp_group: TensorParallelGroup, axis: int, full: int) -> Shard:
+        """Return this rank's of equal shares.
+
+        Raises:
+            CutError: The number of ranks does not divide `full`.
+        """
+        if full % tp_group.size:
             raise CutError(
                 expected=f"a number of ranks that divides the extent {full}",
-                received=f"{ranks.parts} ranks",
-                remedy=f"choose a mesh axis {ranks.name!r} whose size divides {full}",
+                received=f"{tp_group.size} ranks",
+                remedy=f"choose a mesh axis {tp_group.name!r} whose size divides {full}",
             )
-        length = full // ranks.parts
-        return cls(
-            ranks.name, ranks.coordinate, ranks.parts, axis, ranks.coordinate * length, length, full
-        )
+        length, rank = full // tp_group.size, tp_group.rank
+        return cls(tp_group.name, rank, tp_group.size, axis, rank * length, length, full)
 
     @property
     def stop(self) -> int:
@@ -126,45 +52,48 @@ class Shard:
         return self.offset + self.length
 
 
-def take(full: Tensor, shard: Shard) -> Tensor:
-    """A rank's part of a full tensor, in memory of its own."""
+def take_shard(full: Tensor, shard: Shard) -> Tensor:
+    """Return a copy of a rank's part of a full tensor.
+
+    Raises:
+        ArgumentError: The tensor does not have the full extent.
+    """
     if full.shape[shard.axis] != shard.full:
         raise ArgumentError(
             expected=f"{shard.full} elements along axis {shard.axis}",
             received=str(list(full.shape)),
             remedy="pass the full tensor, as it is before any split",
         )
-    return full.narrow(shard.axis, shard.offset, shard.length).clone(
-        memory_format=torch.contiguous_format
-    )
+    part = full.narrow(shard.axis, shard.offset, shard.length)
+    return part.clone(memory_format=torch.contiguous_format)
 
 
-def gather(local: Tensor, shard: Shard, ranks: Ranks) -> Tensor:
-    """The full tensor, on every rank."""
-    return torch.cat(list(ranks.gather(local).unbind(0)), shard.axis)
+def gather_shards(local: Tensor, shard: Shard, tp_group: TensorParallelGroup) -> Tensor:
+    """Return the full tensor; all ranks of the group call this."""
+    return torch.cat(list(tp_group.all_gather(local).unbind(0)), shard.axis)
 
 
-# ---- the table of a module, and of a model ------------------------------------------------------------------
-
-
-def ranks_of(module: nn.Module) -> Ranks | None:
-    """The ranks that a module is computed by, or None where it is whole."""
-    found: Ranks | None = module.__dict__.get(_RANKS)
+def tp_group_of(module: nn.Module) -> TensorParallelGroup | None:
+    """Return the ranks over which a module is split, or None if it is whole."""
+    found: TensorParallelGroup | None = module.__dict__.get(_GROUP)
     return found
 
 
 def shards_of(module: nn.Module) -> dict[str, Shard]:
-    """The shards of a module's own parameters, by their names in it."""
+    """Return the shards of a module's own parameters, by name."""
     return dict(module.__dict__.get(_SHARDS, {}))
 
 
 def shard_of(parameter: Tensor) -> Any:
-    """The shard that a split parameter itself knows of, or None. A deep copy knows of none; its module does."""
+    """Return the shard that is recorded on a parameter, or None.
+
+    A deep copy of a parameter has no record; its module still has one.
+    """
     return getattr(parameter, _SHARD, None)
 
 
-def table(model: nn.Module) -> dict[str, Shard]:
-    """The shards of all parameters of a model, by their full names; what is not here every rank holds whole."""
+def shard_table(model: nn.Module) -> dict[str, Shard]:
+    """Return the shards of all split parameters, by full name; every rank has all others whole."""
     return {
         f"{prefix}.{name}" if prefix else name: shard
         for prefix, module in model.named_modules(remove_duplicate=False)
@@ -176,44 +105,56 @@ Ties = dict[nn.Parameter, nn.Parameter]
 
 
 def split_module(
-    module: nn.Module, axes: dict[str, int], ranks: Ranks, ties: Ties | None = None
+    module: nn.Module, axes: dict[str, int], tp_group: TensorParallelGroup, ties: Ties | None = None
 ) -> None:
-    """Puts this rank's part in the place of each named parameter, all or none; `ties` keeps tied ones tied."""
-    if ranks_of(module) is not None:
+    """Replace parameters by this rank's parts: all of them, or none if this raises.
+
+    Args:
+        module: The module, which is still whole.
+        axes: The axis along which each named parameter is split.
+        tp_group: The ranks to split over.
+        ties: Pass one dictionary for all modules of a model to keep tied parameters tied.
+
+    Raises:
+        UnsupportedError: The module is split already.
+        CutError: The number of ranks does not divide an extent.
+        AgreementError: Ranks compute this dtype with different leaf arithmetic.
+    """
+    if tp_group_of(module) is not None:
         raise UnsupportedError(
             expected="a module that is whole",
-            received=f"one split over {ranks_of(module)}",
+            received=f"one split over {tp_group_of(module)}",
             remedy="split it once",
         )
     for dtype in {getattr(module, name).dtype for name in axes}:
-        require_alike_engines(dtype, ranks.group)
+        require_same_arithmetic(dtype, tp_group.group)
     shards = {
-        name: Shard.equal(ranks, axis, getattr(module, name).shape[axis])
+        name: Shard.equal(tp_group, axis, getattr(module, name).shape[axis])
         for name, axis in axes.items()
     }
     for name, shard in shards.items():
-        setattr(replace_parameter(module, name, partial(take, shard=shard), ties), _SHARD, shard)
-    module.__dict__[_RANKS], module.__dict__[_SHARDS] = ranks, shards
+        parameter = _replace(module, name, partial(take_shard, shard=shard), ties)
+        setattr(parameter, _SHARD, shard)
+    module.__dict__[_GROUP], module.__dict__[_SHARDS] = tp_group, shards
 
 
 def join_module(module: nn.Module, ties: Ties | None = None) -> None:
-    """The inverse of `split_module`, on all ranks together."""
-    ranks = ranks_of(module)
-    if ranks is None:
+    """Undo `split_module`; all ranks call this together."""
+    tp_group = tp_group_of(module)
+    if tp_group is None:
         return
     for name, shard in shards_of(module).items():
-        replace_parameter(module, name, partial(gather, shard=shard, ranks=ranks), ties)
-    del module.__dict__[_RANKS], module.__dict__[_SHARDS]
+        _replace(module, name, partial(gather_shards, shard=shard, tp_group=tp_group), ties)
+    del module.__dict__[_GROUP], module.__dict__[_SHARDS]
 
 
-def replace_parameter(
-    module: nn.Module, name: str, made: Callable[[Tensor], Tensor], ties: Ties | None
+def _replace(
+    module: nn.Module, name: str, make: Callable[[Tensor], Tensor], ties: Ties | None
 ) -> nn.Parameter:
-    """Another leaf in a parameter's place."""
     old: nn.Parameter = getattr(module, name)
     new = None if ties is None else ties.get(old)
     if new is None:
-        new = nn.Parameter(made(old.detach()), requires_grad=old.requires_grad)
+        new = nn.Parameter(make(old.detach()), requires_grad=old.requires_grad)
     if ties is not None:
         ties[old] = new
     setattr(module, name, new)
@@ -221,11 +162,10 @@ def replace_parameter(
 
 
 def full_state(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict before any split, on every rank: all ranks call this together."""
-    shards = table(model)
-    owners = {name: owner_of(model, name) for name in shards}
+    """Return the state dict of the unsplit model on every rank; all ranks call this together."""
+    shards = shard_table(model)
     return {
-        name: gather(value, shards[name], owners[name])
+        name: gather_shards(value, shards[name], owner_of(model, name))
         if name in shards
         else value.detach().clone()
         for name, value in model.state_dict().items()
@@ -234,15 +174,15 @@ def full_state(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_full_state(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Takes this rank's parts of a full state dict."""
-    shards = table(model)
+    """Load this rank's parts of the state dict of an unsplit model."""
+    shards = shard_table(model)
     model.load_state_dict(
-        {name: take(v, shards[name]) if name in shards else v for name, v in state.items()}
+        {name: take_shard(v, shards[name]) if name in shards else v for name, v in state.items()}
     )
 
 
-def owner_of(model: nn.Module, name: str) -> Ranks:
-    """The ranks that a split parameter is spread over."""
-    ranks = ranks_of(model.get_submodule(name.rpartition(".")[0]))
-    assert ranks is not None
-    return ranks
+def owner_of(model: nn.Module, name: str) -> TensorParallelGroup:
+    """Return the ranks over which a split parameter is spread."""
+    tp_group = tp_group_of(model.get_submodule(name.rpartition(".")[0]))
+    assert tp_group is not None
+    return tp_group

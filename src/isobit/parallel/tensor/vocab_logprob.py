@@ -1,4 +1,7 @@
-"""Log-probabilities and the loss over a vocabulary that is spread over ranks: pairs (max, sum) are exchanged."""
+"""Log-probabilities and cross-entropy over a vocabulary that is split over ranks.
+
+Each rank reduces its logits to a pair (max, sum of exponentials) per token; the pairs are gathered.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
 from isobit.parallel.tensor.parameter_grads import samples_of
-from isobit.parallel.tensor.shard import Ranks
+from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 
 
 def vocab_logprob(
@@ -30,17 +33,26 @@ def vocab_logprob(
     weight: Tensor,
     targets: Tensor,
     *,
-    ranks: Ranks,
+    tp_group: TensorParallelGroup,
     temperature: float = 1.0,
     samples: Samples | None = None,
 ) -> Tensor:
-    """isobit.linear_logprob of a weight [V/P, K] that is this rank's rows; hidden and targets are on every rank.
+    """Compute `isobit.linear_logprob` of a weight that is split over ranks, with the unsplit bits.
 
-    The bits are those of the unsplit operator, forward and backward. P must divide the segments of V.
+    Args:
+        hidden: The hidden states, on every rank. # [..., K]
+        weight: This rank's rows. # [V/P, K]
+        targets: Tokens of the whole vocabulary, on every rank. # [...]
+        tp_group: The P ranks; P must divide the segments of V.
+        temperature: Divides the logits.
+        samples: Which rows of hidden belong to which sample; default: [B, T, K] is B samples.
+
+    Returns:
+        The log-probability of each target in fp32, on every rank. # [...]
     """
     check_tensors(hidden=hidden, weight=weight)
     check_linear(hidden, weight, None)
-    cut = Cut(len(weight) * ranks.parts, ranks.parts, ranks.coordinate)
+    cut = Cut(len(weight) * tp_group.size, tp_group.size, tp_group.rank)
     check_targets(hidden, cut.extent, targets)
     known = samples_of(samples, hidden)
     check_share(known, weight)
@@ -49,12 +61,14 @@ def vocab_logprob(
         targets.reshape(-1).to(torch.int64).contiguous(),
     )
     spans = spans_of(known, hidden)
-    found: Tensor = Logprob.apply(rows, weight, chosen, spans, temperature, cut, known.of, ranks)  # type: ignore[no-untyped-call]
+    found: Tensor = VocabLogprob.apply(
+        rows, weight, chosen, spans, temperature, cut, known.of, tp_group
+    )  # type: ignore[no-untyped-call]
     return found.reshape(targets.shape)
 
 
-class Logprob(torch.autograd.Function):
-    """A rank sums over its words; dhidden is one sum over all ranks' words, the weight's gradient is local."""
+class VocabLogprob(torch.autograd.Function):
+    """Gathers the pairs of all ranks; sums dhidden over ranks; dweight is local."""
 
     @staticmethod
     def forward(
@@ -66,23 +80,25 @@ class Logprob(torch.autograd.Function):
         temperature: float,
         cut: Cut,
         of: int,
-        ranks: Ranks,
+        tp_group: TensorParallelGroup,
     ) -> Tensor:
+        """Reduce this rank's logits to pairs [T, 2], gather and merge those of all ranks."""
         pairs, chosen = partial.forward(hidden, weight, targets, temperature, cut)
         if launches.is_recording():
             sizes = (targets.numel(), *reversed(weight.shape))
             launches.record("linear_logprob", dispatch.is_native(hidden.dtype), hidden.dtype, sizes)
-        held = ranks.gather(torch.cat([pairs, chosen.unsqueeze(1)], 1))  # [P, T, 3]
-        owner = targets.clamp(min=0) // cut.length  # whose logit is the target's
+        held = tp_group.all_gather(torch.cat([pairs, chosen.unsqueeze(1)], 1))  # [P, T, 3]
+        owner = targets.clamp(min=0) // cut.length  # the rank that has the target's logit
         of_target = held[:, :, 2].gather(0, owner.unsqueeze(0)).squeeze(0)
         found, stats = partial.finish(partial.merge(held[:, :, :2]), of_target, targets)
         ctx.save_for_backward(hidden, weight, targets, stats, spans)
-        ctx.temperature, ctx.cut, ctx.of, ctx.ranks = temperature, cut, of, ranks
+        ctx.temperature, ctx.cut, ctx.of, ctx.tp_group = temperature, cut, of, tp_group
         ctx.share = share_in_force()
         return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
+        """Sum dhidden [T, K] over ranks; dweight [V/P, K] is local."""
         if torch.is_grad_enabled():
             refuse_second_order("parallel.vocab_logprob")()
         want = ctx.needs_input_grad[:2]
@@ -90,7 +106,7 @@ class Logprob(torch.autograd.Function):
         total, into_weight = partial.backward(*given, want_hidden=want[0], want_weight=want[1])
         into_hidden = None
         if want[0]:
-            ctx.ranks.merge(total)
+            ctx.tp_group.all_reduce(total)
             into_hidden = round_once(total, ctx.saved_tensors[0].dtype)
         return into_hidden, as_partial(into_weight, ctx.share) if want[1] else None, *[None] * 6
 
@@ -100,15 +116,29 @@ def vocab_cross_entropy(
     weight: Tensor,
     targets: Tensor,
     *,
-    ranks: Ranks,
+    tp_group: TensorParallelGroup,
     temperature: float = 1.0,
     ignore_index: int = IGNORED,
     num_items: float | None = None,
     samples: Samples | None = None,
 ) -> Tensor:
-    """isobit.linear_cross_entropy of a weight [V/P, K] that is this rank's rows; every rank has the loss."""
+    """Compute `isobit.linear_cross_entropy` of a weight that is split over ranks.
+
+    Args:
+        hidden: The hidden states, on every rank. # [..., K]
+        weight: This rank's rows. # [V/P, K]
+        targets: Tokens of the whole vocabulary, on every rank. # [...]
+        tp_group: The P ranks; P must divide the segments of V.
+        temperature: Divides the logits.
+        ignore_index: Targets that have no loss.
+        num_items: What the sum is divided by; None is the number of active targets.
+        samples: Which rows of hidden belong to which sample; default: [B, T, K] is B samples.
+
+    Returns:
+        The loss, on every rank.
+    """
     chosen, active = count_active(targets, ignore_index, num_items)
     found = vocab_logprob(
-        hidden, weight, chosen, ranks=ranks, temperature=temperature, samples=samples
+        hidden, weight, chosen, tp_group=tp_group, temperature=temperature, samples=samples
     )
     return exact_sum(found) / -active

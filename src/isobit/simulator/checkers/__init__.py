@@ -1,1 +1,1 @@
-"""Checkers, one per invariant: deadlock, mismatched calls, early reads, replicas, training."""
+"""Checkers, one per invariant: deadlock, mismatch, orphans, pending results, sent data, divergence, training."""

@@ -1,109 +1,66 @@
-"""Judges one step of replicas: what each rank noted of it, compared bit for bit, and the ranks to blame."""
+"""Replicas: ranks that train copies of one model, compared bit for bit at every step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from torch import Tensor
 
-from isobit.simulator.checkers.odd_ranks import (
-    digest,
-    find_odd,
-    group_ranks,
-    say_difference,
-    say_groups,
-)
-from isobit.simulator.checkers.training_errors import Told
+from isobit.majority import count_votes
+from isobit.simulator.checkers.step_record import Start, Step, describe_difference, digest
+from isobit.simulator.checkers.training_findings import TrainingFinding
 
 Pair = frozenset[int]
-
-
-@dataclass(frozen=True)
-class Start:
-    """What a rank's optimizer began with: digests of its parameters, and whether any is more than a constant."""
-
-    digests: tuple[str, ...]
-    shapes: tuple[str, ...]
-    varied: bool
-
-
-@dataclass
-class Step:
-    """What a rank noted of one step of an optimizer."""
-
-    parameters: list[Tensor]
-    names: tuple[str, ...]
-    gradients: tuple[str, ...]
-    infinite: int | None
-    """The first parameter whose gradient is not finite."""
-    summed: bool
-    """Whether an all-reduce summed into every gradient."""
-    poisoned: bool
-    """Whether this rank put a number that is not finite into a sum."""
-    data: tuple[str, ...]
-    masks: tuple[str, ...]
-    pending: str = ""
-    """The gradient that a collective still owns, and which."""
-    site: str = ""
-    values: tuple[str, ...] = ()
-    kept: tuple[Tensor | None, ...] = ()
 
 
 def find_replicas(
     starts: Mapping[int, Start], talked: Iterable[Pair] = ()
 ) -> list[tuple[int, ...]]:
-    """Ranks whose optimizers began alike in every bit.
+    """Return the groups of ranks whose optimizers started with the same parameters, bit for bit.
 
-    Shards and pipeline stages are not replicas though some of their tensors may begin alike: biases of zeros do.
-    So the whole list must agree, hold more than constants, and no two of them may send each other messages, as
-    stages do.
+    Shards and pipeline stages are not replicas, though some of their tensors may be equal at the start: biases of
+    zeros are. So all parameters must be equal, one of them must be more than a constant, and no two ranks of a group
+    may send each other messages, as stages do.
     """
     alike = {rank: (start.digests, start.shapes) for rank, start in starts.items() if start.varied}
-    groups = [group for group in group_ranks(alike) if len(group) > 1]
+    groups = [group for group in count_votes(alike).groups if len(group) > 1]
     return [group for group in groups if not any(pair <= set(group) for pair in talked)]
 
 
-def judge_start(starts: Mapping[int, Start], steps: Mapping[int, Step]) -> Told | None:
-    """Parameters that differ from the start although their gradients are summed over the ranks that hold them."""
+def check_start(starts: Mapping[int, Start], steps: Mapping[int, Step]) -> TrainingFinding | None:
+    """Find parameters that were different at the start, although their gradients are summed over ranks."""
     shared = {
         rank: step.gradients for rank, step in steps.items() if step.summed and starts[rank].varied
     }
-    for group in group_ranks(shared):
+    for group in count_votes(shared).groups:
         values = {rank: (starts[rank].digests, starts[rank].shapes) for rank in group}
-        if len(group) < 2 or len(group_ranks(values)) == 1:
+        if len(group) < 2 or count_votes(values).is_unanimous:
             continue
         at = next(
             i
             for i, column in enumerate(zip(*(values[r][0] for r in group), strict=True))
             if len(set(column)) > 1
         )
-        held = {rank: values[rank][0][at] for rank in group}
+        vote = count_votes({rank: values[rank][0][at] for rank in group})
         name = steps[group[0]].names[at]
-        text = (
-            f"{name} was not equal before the first step: {say_groups(held)}; "
-            "its gradients are summed over these ranks"
-        )
-        return Told("start differs", find_odd(held), name, text)
+        text = f"{name} was not equal before the first step: {vote}; its gradients are summed over these ranks"
+        return TrainingFinding("start differs", vote.suspects, text)
     return None
 
 
-def judge_pending(steps: Mapping[int, Step], step: int) -> Told | None:
-    """An update with a gradient whose reduction nobody waited for."""
+def check_pending(steps: Mapping[int, Step], step: int) -> TrainingFinding | None:
+    """Find an update that uses a gradient before `wait()` on its reduction."""
     early = {rank: note.pending for rank, note in steps.items() if note.pending}
     if not early:
         return None
     ranks = tuple(sorted(early))
-    return Told(
-        "pending",
-        ranks,
-        early[ranks[0]],
-        f"step {step} updates with {early[ranks[0]]}, not waited for",
-    )
+    what = early[ranks[0]]
+    return TrainingFinding("pending", ranks, f"step {step} uses {what} before wait()")
 
 
-def judge_finite(steps: Mapping[int, Step], step: int) -> Told | None:
-    """A gradient that is not finite, and who brought it."""
+def check_finite(steps: Mapping[int, Step], step: int) -> TrainingFinding | None:
+    """Find a gradient that is not finite, and the ranks that put it into the sum."""
     infinite = {rank: note.infinite for rank, note in steps.items() if note.infinite is not None}
     if not infinite:
         return None
@@ -112,15 +69,20 @@ def judge_finite(steps: Mapping[int, Step], step: int) -> Told | None:
     )
     rank, at = min(infinite.items())
     name = steps[rank].names[at]
-    return Told("not finite", guilty, name, f"the gradient of {name} is not finite at step {step}")
+    return TrainingFinding(
+        "not finite", guilty, f"the gradient of {name} is not finite at step {step}"
+    )
 
 
-def judge_data(
+def check_data(
     steps: Mapping[int, Step], step: int, before: Mapping[int, Step] | None
-) -> Told | None:
-    """Replicas that trained on one batch. Where all did, it may be meant: only a stream of such batches is told."""
+) -> TrainingFinding | None:
+    """Find replicas that trained on the same batch.
+
+    If all ranks did, it may be intended, as in tests of wrappers: then it is reported only if the batch changes.
+    """
     fed = {rank: note.data for rank, note in steps.items() if note.data}
-    alike = [group for group in group_ranks(fed) if len(group) > 1]
+    alike = [group for group in count_votes(fed).groups if len(group) > 1]
     if not alike:
         return None
     if len(alike[0]) == len(steps) and (
@@ -128,92 +90,85 @@ def judge_data(
     ):
         return None
     ranks = tuple(sorted(rank for group in alike for rank in group))
-    text = f"the same batch on ranks {say_groups({r: fed[r] for r in ranks})} at step {step}"
-    return Told("data alike", ranks, "batch", text)
+    text = f"the same batch on ranks {count_votes({r: fed[r] for r in ranks})} at step {step}"
+    return TrainingFinding("data alike", ranks, text)
 
 
-def judge_masks(steps: Mapping[int, Step], step: int) -> Told | None:
-    """Replicas with batches of their own that drop the same elements."""
+def check_masks(steps: Mapping[int, Step], step: int) -> TrainingFinding | None:
+    """Find replicas that train on different batches with the same dropout masks."""
     drawn = {rank: note.masks for rank, note in steps.items() if note.masks}
-    for group in group_ranks(drawn):
+    groups = count_votes(drawn).groups
+    for group in groups:
         if len(group) > 1 and len({steps[rank].data for rank in group}) == len(group):
-            ranks = tuple(sorted(r for g in group_ranks(drawn) if len(g) > 1 for r in g))
-            text = f"dropout draws the same masks on ranks {say_groups({r: drawn[r] for r in ranks})} at step {step}"
-            return Told("random numbers alike", ranks, "dropout", text)
+            ranks = tuple(sorted(r for g in groups if len(g) > 1 for r in g))
+            alike = count_votes({r: drawn[r] for r in ranks})
+            text = f"dropout draws the same masks on ranks {alike} at step {step}"
+            return TrainingFinding("random numbers alike", ranks, text)
     return None
 
 
-def judge_values(steps: Mapping[int, Step], step: int) -> Told | None:
-    """Parameters that part: by their gradients, or by the update alone.
+def check_values(steps: Mapping[int, Step], step: int) -> TrainingFinding | None:
+    """Find parameters that differ after a step, because of their gradients or because of the update.
 
-    Gradients may differ where the update reduces them itself. Not after an all-reduce: then they are told even if
-    the update rounds the difference away.
+    Gradients may differ if the optimizer reduces them itself. After an all-reduce they may not: then they are reported
+    even if the update rounds the difference away.
     """
     count = len(next(iter(steps.values())).values)
     by_value = [at for at in range(count) if len({note.values[at] for note in steps.values()}) > 1]
     by_gradient = [
         at for at in range(count) if len({note.gradients[at] for note in steps.values()}) > 1
     ]
-    parted = by_value or (by_gradient if all(note.summed for note in steps.values()) else [])
-    if not parted:
+    different = by_value or (by_gradient if all(note.summed for note in steps.values()) else [])
+    if not different:
         return None
-    by_gradient = [at for at in by_gradient if at in parted]
-    at = (by_gradient or parted)[0]
-    held = {
-        rank: (note.gradients if by_gradient else note.values)[at] for rank, note in steps.items()
-    }
-    groups = group_ranks(held)
-    left, right = steps[groups[0][0]], steps[groups[1][0]]
+    by_gradient = [at for at in by_gradient if at in different]
+    at = (by_gradient or different)[0]
+    vote = count_votes(
+        {rank: (note.gradients if by_gradient else note.values)[at] for rank, note in steps.items()}
+    )
+    left, right = steps[vote.groups[0][0]], steps[vote.groups[1][0]]
     name = left.names[at]
-    place = say_difference(left.kept[at], right.kept[at])
-    what = "its gradient differs" if by_gradient else "gradients were equal, the update was not"
-    text = f"{name} parts at step {step}, {place}; {what}: {say_groups(held)}"
+    place = describe_difference(left.kept[at], right.kept[at])
+    why = "its gradient differs" if by_gradient else "gradients were equal, the update was not"
+    text = f"{name} differs at step {step}, {place}; {why}: {vote}"
     if not by_value:
-        text = (
-            f"the gradient of {name} differs at step {step} after an all-reduce: {say_groups(held)}"
-        )
-    return Told("gradients differ" if by_gradient else "update differs", find_odd(held), name, text)
+        text = f"the gradient of {name} differs at step {step} after an all-reduce: {vote}"
+    kind = "gradients differ" if by_gradient else "update differs"
+    return TrainingFinding(kind, vote.suspects, text)
 
 
-def judge_tensor(held: Mapping[int, Tensor], name: str, count: int, alike: bool) -> Told | None:
-    """A tensor that a script says is the same on all ranks, or distinct."""
-    digests = {rank: digest(tensor) for rank, tensor in held.items()}
-    groups = group_ranks(digests)
-    if alike and len(groups) > 1:
-        place = say_difference(held[groups[0][0]], held[groups[1][0]])
-        return Told(
-            "tensors differ",
-            find_odd(digests),
-            name,
-            f"{name}, time {count}, {place}: {say_groups(digests)}",
-        )
-    if not alike and len(groups) < len(held):
-        ranks = tuple(sorted(rank for group in groups if len(group) > 1 for rank in group))
-        return Told(
-            "tensors alike",
-            ranks,
-            name,
-            f"{name}, time {count}, is the same on ranks: {say_groups(digests)}",
-        )
+def check_tensor(
+    held: Mapping[int, Tensor], name: str, count: int, alike: bool
+) -> TrainingFinding | None:
+    """Check a tensor that `probe.same` (`alike`) or `probe.distinct` has shown on each rank."""
+    vote = count_votes({rank: digest(tensor) for rank, tensor in held.items()})
+    if alike and not vote.is_unanimous:
+        place = describe_difference(held[vote.groups[0][0]], held[vote.groups[1][0]])
+        text = f"{name}, probe {count}, differs {place}: {vote}"
+        return TrainingFinding("tensors differ", vote.suspects, text)
+    if not alike and len(vote.groups) < len(held):
+        ranks = tuple(sorted(rank for group in vote.groups if len(group) > 1 for rank in group))
+        text = f"{name}, probe {count}, is the same on some ranks: {vote}"
+        return TrainingFinding("tensors alike", ranks, text)
     return None
 
 
-def judge_step(
+def check_step(
     steps: Mapping[int, Step],
     starts: Mapping[int, Start],
     step: int,
     before: Mapping[int, Step] | None,
     talked: Iterable[Pair],
-) -> Iterator[Told]:
-    """What is wrong with a step, causes before consequences."""
+) -> Iterator[TrainingFinding]:
+    """Find everything wrong with a step, causes before their consequences."""
     found = [
-        judge_pending(steps, step),
-        judge_finite(steps, step),
-        judge_start(starts, steps) if step == 0 else None,
+        check_pending(steps, step),
+        check_finite(steps, step),
+        check_start(starts, steps) if step == 0 else None,
     ]
     for group in find_replicas({rank: starts[rank] for rank in steps}, talked):
         mine = {rank: steps[rank] for rank in group}
-        found += [judge_data(mine, step, before), judge_masks(mine, step), judge_values(mine, step)]
-    for told in found:
-        if told is not None:
-            yield replace(told, sites={rank: steps[rank].site for rank in told.ranks})
+        found += [check_data(mine, step, before), check_masks(mine, step), check_values(mine, step)]
+    for finding in found:
+        if finding is not None:
+            yield replace(finding, sites={rank: steps[rank].site for rank in finding.ranks})

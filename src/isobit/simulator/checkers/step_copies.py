@@ -1,4 +1,4 @@
-"""Keeps copies of what each rank trains with, step by step, to be compared with another number of ranks."""
+"""Copies of the gradients of each step, to compare a run on many ranks with a run on one."""
 
 from __future__ import annotations
 
@@ -10,31 +10,37 @@ from torch import Tensor
 
 @dataclass
 class Entry:
-    """One step of an optimizer, or one call of `probe.same`, as a rank saw it; in copies."""
+    """One step of an optimizer, or one call of `probe.same`, on one rank.
+
+    Attributes:
+        label: What this is, in words.
+        names: The name of each tensor.
+        values: A copy of each tensor.
+        own: Each gradient as autograd left it, before any reduction.
+    """
 
     label: str
     names: tuple[str, ...]
     values: tuple[Tensor, ...]
     own: tuple[Tensor, ...] = ()
-    """Gradients as autograd left them, before anyone reduced them."""
 
 
 @dataclass
-class Ledger:
-    """Every rank's entries, in its own order."""
+class StepCopies:
+    """The entries of every rank, in the order in which the rank made them."""
 
     entries: dict[int, list[Entry]] = field(default_factory=dict)
     own: dict[int, dict[int, Tensor]] = field(default_factory=dict)
 
     def note_own(self, rank: int, parameter: Tensor) -> None:
-        """Autograd has just added to a gradient."""
+        """Copy a gradient to which autograd has just added."""
         if parameter.grad is not None:
             self.own.setdefault(rank, {})[id(parameter)] = parameter.grad.detach().clone()
 
     def note_step(
         self, rank: int, step: int, parameters: Sequence[Tensor], names: Sequence[str]
     ) -> None:
-        """Before an update: the gradients that it will take, beside the rank's own."""
+        """Copy the gradients before an update, with the rank's own from before the reduction."""
         held = [(i, p) for i, p in enumerate(parameters) if p.grad is not None]
         own = self.own.get(rank, {})
         entry = Entry(
@@ -46,5 +52,5 @@ class Ledger:
         self.entries.setdefault(rank, []).append(entry)
 
     def note(self, rank: int, label: str, name: str, tensor: Tensor) -> None:
-        """A tensor that must not depend on the number of ranks."""
+        """Copy a tensor that must not depend on the number of ranks."""
         self.entries.setdefault(rank, []).append(Entry(label, (name,), (tensor.detach().clone(),)))

@@ -1,13 +1,16 @@
-"""Watches training inside a world: hooks on optimizers and modules note what ranks do; whole steps are judged."""
+"""Training: hooks on optimizers and modules record each step of each rank, and complete steps are checked.
+
+The checks themselves are in `replicas.py`.
+"""
 
 from __future__ import annotations
 
 import functools
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -18,36 +21,32 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
+from isobit.majority import count_votes
+from isobit.simulator import probe
 from isobit.simulator import rank as ranks
-from isobit.simulator.checkers.early_reads import memory_of, overlap
-from isobit.simulator.checkers.odd_ranks import (
-    digest,
-    find_odd,
-    group_ranks,
-    is_constant,
-    keep,
-    say_groups,
-)
-from isobit.simulator.checkers.replicas import (
-    Pair,
+from isobit.simulator.call_sites import user_line
+from isobit.simulator.checkers.replicas import Pair, check_step, check_tensor, find_replicas
+from isobit.simulator.checkers.step_copies import StepCopies
+from isobit.simulator.checkers.step_record import (
     Start,
     Step,
-    find_replicas,
-    judge_step,
-    judge_tensor,
+    copy_if_small,
+    digest,
+    is_constant,
+    is_finite,
+    plain_gradient,
+    plain_parameters,
 )
-from isobit.simulator.checkers.training_errors import Told, as_error
+from isobit.simulator.checkers.training_findings import TrainingFinding, as_error
 from isobit.simulator.collectives import Call, name_of
+from isobit.simulator.findings import Findings
+from isobit.simulator.memory import memory_of, overlap
 
-if TYPE_CHECKING:
-    from isobit.simulator.world import World
-
-LONGEST_DRIFT = 16
-"""Steps that ranks may be apart with copies kept to say where parameters part; beyond, only digests are."""
+LONGEST_DRIFT = 16  # steps that ranks may be apart; beyond, only digests of parameters are kept
 
 
-def unseen(hook: Callable[..., None]) -> Callable[..., None]:
-    """What the hook itself reads is not the program's doing; outside the world it does nothing."""
+def rank_hook(hook: Callable[..., None]) -> Callable[..., None]:
+    """Call a hook with the index of the rank, and only on a rank; its own reads are not the program's."""
 
     @functools.wraps(hook)
     def run(self: Training, *args: Any) -> None:
@@ -64,9 +63,10 @@ def unseen(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 class Notes:
-    """What one rank has noted since its last step."""
+    """What one rank has done since its last step, and what is known of its modules and optimizers."""
 
     def __init__(self) -> None:
+        """Start without any step."""
         self.ordinals: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self.counts: dict[int, int] = defaultdict(int)
         self.named: dict[tuple[str, tuple[int, ...], bool], int] = defaultdict(int)
@@ -77,7 +77,7 @@ class Notes:
         self.clear()
 
     def clear(self) -> None:
-        """A step is done."""
+        """Forget what belongs to the last step."""
         self.data: list[str] = []
         self.masks: list[str] = []
         self.summed: set[int] = set()
@@ -85,25 +85,36 @@ class Notes:
 
 
 class Training:
-    """The notes of all ranks; only the first bug is told, since later ones follow from it."""
+    """The notes of all ranks. Only the first finding is reported, since later ones may follow from it.
 
-    def __init__(self, world: World) -> None:
-        self.world, self.ranks, self.ledger = world, world.ranks, world.ledger
-        self.notes = [Notes() for _ in range(world.ranks)]
+    Args:
+        ranks: The number of ranks.
+        findings: Where the finding goes.
+        ignore: Kinds of findings to leave out.
+        copies: Where to copy gradients, if the run is to be compared with another.
+    """
+
+    def __init__(
+        self, ranks: int, findings: Findings, ignore: Collection[str], copies: StepCopies | None
+    ) -> None:
+        """Start without any step; see the arguments above."""
+        self.ranks, self.findings, self.ignore, self.copies = ranks, findings, ignore, copies
+        self.notes = [Notes() for _ in range(ranks)]
         self.starts: dict[int, dict[int, Start]] = defaultdict(dict)
         self.steps: dict[tuple[int, int], dict[int, Step]] = defaultdict(dict)
-        self.judged: set[tuple[int, int]] = set()
+        self.checked: set[tuple[int, int]] = set()
         self.buffers: dict[tuple[int, str], dict[int, str]] = defaultdict(dict)
         self.tensors: dict[tuple[str, int, tuple[int, ...], bool], dict[int, Tensor]] = defaultdict(
             dict
         )
         self.talked: set[Pair] = set()
-        self.told: Told | None = None
+        self.found: TrainingFinding | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Hooks on every optimizer and module of the process; calls from outside the world pass unseen."""
+        """Install hooks on every optimizer and module of the process, and listen to probes."""
         with ExitStack() as stack:
+            stack.enter_context(probe.listening(self.note_tensor))
             for handle in (
                 optimizers.register_optimizer_step_pre_hook(self._before_step),
                 optimizers.register_optimizer_step_post_hook(self._after_step),
@@ -113,9 +124,9 @@ class Training:
                 ),
             ):
                 stack.callback(handle.remove)
-                # torch 2.13 leaves this mark of a hook that is gone, and torch.compile warns of it.
+                # torch 2.13 keeps this entry of a removed hook, and torch.compile warns of it.
                 stack.callback(modules._global_forward_hooks_with_kwargs.pop, handle.id, None)
-            if self.ledger is not None:
+            if self.copies is not None:
                 stack.callback(
                     modules.register_module_parameter_registration_hook(
                         self._after_registration
@@ -124,74 +135,71 @@ class Training:
             yield
 
     def note_call(self, call: Call) -> None:
-        """A rank gives tensors to a collective; into sums it may bring what is not finite."""
+        """Note which tensors a collective sums, and whether a rank sends numbers that are not finite."""
         notes = self.notes[call.rank]
         if call.op is not None and name_of(call.op) in ("SUM", "AVG"):
             if call.kind == "all_reduce":
                 notes.summed.update(tensor.data_ptr() for tensor in call.inputs)
-            notes.poisoned = notes.poisoned or not all(map(_is_finite, call.inputs))
+            notes.poisoned = notes.poisoned or not all(map(is_finite, call.inputs))
 
     def note_message(self, sender: int, receiver: int) -> None:
-        """Two ranks that send each other messages are stages of something, not replicas."""
+        """Note that two ranks send each other messages: they are pipeline stages, not replicas."""
         self.talked.add(frozenset((sender, receiver)))
 
     def note_tensor(
         self, rank: int, name: str, tensor: Tensor, members: tuple[int, ...], alike: bool
     ) -> None:
-        """A script says that a tensor is the same on these ranks, or distinct."""
+        """Note a tensor shown by a probe; check it once all `members` have shown theirs."""
         count = self.notes[rank].named[name, members, alike]
         self.notes[rank].named[name, members, alike] += 1
-        if alike and self.ledger is not None:
-            self.ledger.note(rank, f"probe {count}", name, tensor)
+        if alike and self.copies is not None:
+            self.copies.note(rank, f"probe {count}", name, tensor)
         held = self.tensors[name, count, members, alike]
         held[rank] = tensor.detach().clone()
         if len(held) == len(members):
-            self._say(
-                judge_tensor(self.tensors.pop((name, count, members, alike)), name, count, alike)
-            )
+            del self.tensors[name, count, members, alike]
+            self._report(check_tensor(held, name, count, alike))
 
     def finish(self) -> None:
-        """Judges steps that not every rank made."""
+        """Check what not every rank has done, at the end of the run."""
         for key in sorted(self.steps, key=lambda key: key[::-1]):
-            self._judge(key)
+            self._check_step(key)
         for used in sorted(self.buffers):
-            self._judge_buffer(used)
+            self._check_buffer(used)
         for (name, count, _, alike), held in list(self.tensors.items()):
-            self._say(judge_tensor(held, name, count, alike))
+            self._report(check_tensor(held, name, count, alike))
 
-    @unseen
+    @rank_hook
     def _before_step(self, rank: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        notes, parameters = self.notes[rank], _plain_parameters(optimizer)
+        notes, parameters = self.notes[rank], plain_parameters(optimizer)
         ordinal = notes.ordinals.setdefault(optimizer, len(notes.ordinals))
         names = tuple(notes.names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters))
         if ordinal not in notes.counts:
             varied = any(not is_constant(p) for p in parameters)
             shapes = tuple(f"{p.dtype}{list(p.shape)}" for p in parameters)
             self.starts[ordinal][rank] = Start(tuple(map(digest, parameters)), shapes, varied)
-        if self.ledger is not None:
-            self.ledger.note_step(rank, notes.counts[ordinal], parameters, names)
-        gradients = [_plain_gradient(p) for p in parameters]
+        if self.copies is not None:
+            self.copies.note_step(rank, notes.counts[ordinal], parameters, names)
+        gradients = [plain_gradient(p) for p in parameters]
         held = [g for g in gradients if g is not None]
-        scaled = (
-            getattr(optimizer, "found_inf", None) is not None
-        )  # it will skip the step by itself
+        infinite = next((i for i, g in enumerate(gradients) if not is_finite(g)), None)
+        if getattr(optimizer, "found_inf", None) is not None:  # GradScaler skips such a step
+            infinite = None
         self.steps[ordinal, notes.counts[ordinal]][rank] = Step(
             parameters=parameters,
             names=names,
             gradients=tuple(map(digest, gradients)),
-            infinite=None
-            if scaled
-            else next((i for i, g in enumerate(gradients) if not _is_finite(g)), None),
+            infinite=infinite,
             summed=bool(held) and all(g.data_ptr() in notes.summed for g in held),
             poisoned=notes.poisoned,
             data=tuple(notes.data),
             masks=tuple(notes.masks),
             pending=_owned_by_pending(names, gradients),
-            site=ranks.user_line(sys._getframe()),
+            site=user_line(sys._getframe()),
         )
         notes.clear()
 
-    @unseen
+    @rank_hook
     def _after_step(self, rank: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in self.notes[rank].ordinals:
             return
@@ -201,25 +209,25 @@ class Training:
         step = self.steps[key][rank]
         step.values = tuple(map(digest, step.parameters))
         drifted = len(self.steps) > LONGEST_DRIFT
-        step.kept = (None,) * len(step.parameters) if drifted else tuple(map(keep, step.parameters))
+        step.kept = tuple(None if drifted else copy_if_small(p) for p in step.parameters)
         if len(self.steps[key]) == self.ranks and all(
             note.values for note in self.steps[key].values()
         ):
-            self._judge(key)
+            self._check_step(key)
 
-    def _judge(self, key: tuple[int, int]) -> None:
-        if key in self.judged or self.told:
+    def _check_step(self, key: tuple[int, int]) -> None:
+        if key in self.checked or self.found:
             return
-        self.judged.add(key)
+        self.checked.add(key)
         ordinal, count = key
         complete = {rank: step for rank, step in self.steps[key].items() if step.values}
         before = self.steps.get((ordinal, count - 1))
-        for told in judge_step(complete, self.starts[ordinal], count, before, self.talked):
-            self._say(told)
+        for finding in check_step(complete, self.starts[ordinal], count, before, self.talked):
+            self._report(finding)
         for old in [old for old in self.steps if old[0] == ordinal and old[1] < count]:
             del self.steps[old]
 
-    @unseen
+    @rank_hook
     def _before_forward(self, rank: int, module: nn.Module, inputs: Any) -> None:
         notes = self.notes[rank]
         notes.depth += 1
@@ -229,12 +237,10 @@ class Training:
             notes.names.update({id(part): name.removeprefix("module.") for name, part in named})
         if isinstance(module, dropout._DropoutNd) and module.training and module.p > 0:
             notes.masks.append(digest(torch.get_rng_state()))
-        if (
-            not module.training and module._buffers
-        ):  # where they are used: a wrapper may broadcast them just before
-            self._note_buffers(rank, module)
+        if not module.training and module._buffers:
+            self._note_buffers(rank, module)  # here: a wrapper may broadcast them just before
 
-    @unseen
+    @rank_hook
     def _after_forward(
         self, rank: int, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> None:
@@ -243,24 +249,18 @@ class Training:
         if notes.depth == 0 and module.training and torch.is_grad_enabled():
             notes.data.extend(digest(x) for x in tree_leaves((args, kwargs)) if type(x) is Tensor)
 
-    @unseen
+    @rank_hook
     def _after_registration(
         self, rank: int, module: nn.Module, name: str, parameter: nn.Parameter | None
     ) -> None:
-        """Autograd's own sum must be seen before anyone reduces it, so the hook is there from the parameter's birth."""
-        ledger = self.ledger
-        if (
-            ledger is None
-            or type(parameter) is not nn.Parameter
-            or id(parameter) in self.notes[rank].hooked
-        ):
+        """Add a hook that copies the gradient before any wrapper's hook can reduce it."""
+        copies, hooked = self.copies, self.notes[rank].hooked
+        if copies is None or type(parameter) is not nn.Parameter or id(parameter) in hooked:
             return
-        self.notes[rank].hooked[id(parameter)] = (
-            parameter  # alive, so that the number stays its own
-        )
+        hooked[id(parameter)] = parameter  # kept alive, so that its id stays unique
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                lambda p: ledger.note_own(rank, p)
+                lambda p: copies.note_own(rank, p)
             )
 
     def _note_buffers(self, rank: int, module: nn.Module) -> None:
@@ -271,51 +271,29 @@ class Training:
             if type(buffer) is Tensor and rank not in self.buffers[key]:
                 self.buffers[key][rank] = digest(buffer)
                 if len(self.buffers[key]) == self.ranks:
-                    self._judge_buffer(key)
+                    self._check_buffer(key)
 
-    def _judge_buffer(self, key: tuple[int, str]) -> None:
-        """Replicas that evaluate with statistics of their own."""
+    def _check_buffer(self, key: tuple[int, str]) -> None:
+        """Find replicas that evaluate with different buffers, such as BatchNorm statistics."""
         count, name = key
         for group in find_replicas(self.starts[0], self.talked):
             held = {rank: self.buffers[key][rank] for rank in group if rank in self.buffers[key]}
-            if len(group_ranks(held)) > 1:
-                text = f"{name} is not equal when the model is evaluated after {count} steps: {say_groups(held)}"
-                self._say(Told("buffers differ", find_odd(held), name, text))
+            vote = count_votes(held)
+            if not vote.is_unanimous:
+                text = f"{name} differs when the model is evaluated after {count} steps: {vote}"
+                self._report(TrainingFinding("buffers differ", vote.suspects, text))
 
-    def _say(self, told: Told | None) -> None:
-        if told is None or self.told is not None or told.kind in self.world.ignore:
+    def _report(self, finding: TrainingFinding | None) -> None:
+        if finding is None or self.found is not None or finding.kind in self.ignore:
             return
-        self.told = told
-        self.world.tell(as_error(told))
-
-
-def _plain_parameters(optimizer: Optimizer) -> list[Tensor]:
-    """What a rank holds whole: sharded tensors (DTensor) are their own class."""
-    held = [p for group in optimizer.param_groups for p in group["params"]]
-    return [p for p in held if type(p) in (Tensor, nn.Parameter)]
-
-
-def _plain_gradient(parameter: Tensor) -> Tensor | None:
-    """Dense, if it is sparse; none, if it is of a class that only knows how to add."""
-    gradient = parameter.grad
-    if type(gradient) is not Tensor:
-        return None
-    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+        self.found = finding
+        self.findings.stop(as_error(finding))
 
 
 def _owned_by_pending(names: Sequence[str], gradients: Sequence[Tensor | None]) -> str:
-    """The first gradient that shares memory with the result of work under way, and that work."""
+    """Describe the first gradient that shares memory with the result of a collective in progress."""
     for work in ranks.current().pending.values():
         for name, gradient in zip(names, gradients, strict=True):
             if gradient is not None and overlap(memory_of([gradient]), work.memory):
-                return f"the gradient of {name}, which {work.what} owns"
+                return f"the gradient of {name}, the result of {work.what},"
     return ""
-
-
-def _is_finite(tensor: Tensor | None) -> bool:
-    if tensor is None or not tensor.is_floating_point():
-        return True
-    wide = (
-        tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
-    )  # torch has no isfinite of fp8
-    return bool(torch.isfinite(wide).all())

@@ -1,1 +1,1 @@
-"""What a simulated program sees of Python: time, threads, locks, environment, files."""
+"""What a simulated program uses of Python: time, threads, locks, events, environment variables, folder, script."""

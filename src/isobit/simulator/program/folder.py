@@ -1,4 +1,4 @@
-"""The current folder, each rank its own: `os.chdir` on a rank holds for that rank's turns alone."""
+"""The current folder of each rank: `os.chdir` on one rank does not move the others."""
 
 from __future__ import annotations
 
@@ -8,40 +8,40 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from isobit.simulator import rank as ranks
-from isobit.simulator.program.clock import replaced
+from isobit.simulator.program.replaced import replaced
 
-change = os.chdir  # kept here: inside a world it is replaced
-_before = ""  # where the process was before a rank first moved
-_now = ""  # where it is since
+real_chdir = os.chdir  # saved: it is replaced during a run
+_before = ""  # the folder of the process before a rank first changed it
+_now = ""  # its folder since then
 
 
-def move(path: Any) -> None:
-    """What `os.chdir` is inside a world."""
+def change_folder(path: Any) -> None:
+    """Change the folder of the process and remember it for the rank; replaces `os.chdir`."""
     global _before, _now
     before = os.getcwd()
-    change(path)
+    real_chdir(path)
     if ranks.has_baton():
         _before, _now = _before or before, os.getcwd()
         ranks.current().folder = _now
 
 
 def restore_folder(rank: ranks.Rank) -> None:
-    """As the rank takes its turn: puts the process where the rank was; costs nothing until a rank moves."""
+    """Change to the folder of a rank that gets the baton; free until a rank calls `os.chdir`."""
     global _now
     if _now and (rank.folder or _before) != _now:
-        with suppress(OSError):  # it may be gone by now, as it may be for a process
-            change(rank.folder or _before)
+        with suppress(OSError):  # the folder may have been deleted
+            real_chdir(rank.folder or _before)
             _now = rank.folder or _before
 
 
 @contextmanager
 def folder_per_rank() -> Iterator[None]:
-    """While it is open, ranks have folders of their own; then the process is back where it was."""
+    """Give each rank a folder of its own, and restore that of the process afterwards."""
     global _before, _now
     try:
-        with replaced(os, "chdir", move):
+        with replaced(os, "chdir", change_folder):
             yield
     finally:
         if _before:
-            change(_before)
+            real_chdir(_before)
         _before = _now = ""

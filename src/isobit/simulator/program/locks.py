@@ -1,4 +1,4 @@
-"""Locks that pass the baton: what `threading` makes on a rank, so that conditions, events and queues do as well."""
+"""Locks that pass the baton, so that conditions, events, queues and thread pools of a rank do as well."""
 
 from __future__ import annotations
 
@@ -13,26 +13,29 @@ from typing import Any
 
 from isobit.simulator import rank as ranks
 from isobit.simulator.program import waits
-from isobit.simulator.program.clock import replaced
+from isobit.simulator.program.replaced import replaced
 from isobit.simulator.schedule import Schedule
 
 
-class InOrder(dict[Any, None]):
-    """A set of threads that gives them in the order in which they came, not by address."""
+class OrderedSet(dict[Any, None]):
+    """A set that iterates in the order of insertion, not of addresses."""
 
     def add(self, thread: Any) -> None:
+        """Add an element."""
         self[thread] = None
 
 
 class RankLock:
-    """A plain lock that a strand waits for by passing the baton; threads without the baton wait for it as ever."""
+    """A lock that strands wait for by passing the baton; threads without the baton wait as usual."""
 
     def __init__(self) -> None:
+        """Make a lock that is free."""
         self._plain = allocate_lock()
         self._waiters: list[tuple[Schedule, int, waits.LocalWait]] = []
-        self._holder: int | None = None  # the rank that has it, if a rank has
+        self._holder: int | None = None  # the rank that holds it
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Take the lock, as `threading.Lock.acquire` does."""
         if self._take():
             return True
         if not ranks.has_baton():
@@ -40,18 +43,17 @@ class RankLock:
         if not blocking:
             waits.spin(id(self), "a lock")
             return self._take()
-        schedule, limit = ranks.current().world.schedule, None if timeout < 0 else timeout
-        rank = ranks.current().index
-        until = None if limit is None else schedule.clocks[rank] + int(limit * 1e6)
+        rank = ranks.current()
+        until = None if timeout < 0 else rank.clock + int(timeout * 1e6)
         while True:
-            holder = rank if self._holder is None else self._holder
+            holder = rank.index if self._holder is None else self._holder
             waiting = waits.LocalWait("a lock of the program", [holder])
-            entry = (schedule, ranks.strand(), waiting)
+            entry = (rank.schedule, ranks.current_strand(), waiting)
             self._waiters.append(entry)
             try:
                 if self._take():  # a thread without the baton may have released it just now
                     return True
-                left = None if until is None else max(0, until - schedule.clocks[rank]) * 1e-6
+                left = None if until is None else max(0, until - rank.clock) * 1e-6
                 woken = waits.wait(waiting, left)
             finally:
                 if entry in self._waiters:
@@ -69,6 +71,7 @@ class RankLock:
         return taken
 
     def release(self) -> None:
+        """Release the lock and wake the first strand that waits for it."""
         self._plain.release()
         if self._waiters:
             if ranks.has_baton():
@@ -83,21 +86,26 @@ class RankLock:
                 schedule.wake(strand)
 
     def locked(self) -> bool:
+        """Return whether the lock is held."""
         return self._plain.locked()
 
-    _is_owned = locked  # of a condition
+    _is_owned = locked  # used by threading.Condition
 
     def _at_fork_reinit(self) -> None:
         self._plain, self._waiters = allocate_lock(), []
 
     def __enter__(self) -> bool:
+        """Take the lock."""
         return self.acquire()
 
     def __exit__(self, *raised: object) -> None:
+        """Release the lock."""
         self.release()
 
 
 def lock_of(plain: Any) -> Any:
+    """Return a replacement for `threading.Lock`."""
+
     def allocate() -> Any:
         return RankLock() if ranks.has_baton() else plain()
 
@@ -105,7 +113,8 @@ def lock_of(plain: Any) -> Any:
 
 
 def reentrant_of(plain: Any) -> Any:
-    python: Any = threading._PyRLock  # type: ignore[attr-defined]  # made of allocate_lock, as above
+    """Return a replacement for `threading.RLock`: Python's own version, which is made of `threading.Lock`."""
+    python: Any = threading._PyRLock  # type: ignore[attr-defined]
 
     def allocate(*args: Any) -> Any:
         return python() if ranks.has_baton() else plain(*args)
@@ -114,7 +123,7 @@ def reentrant_of(plain: Any) -> Any:
 
 
 def simple_queue_of(plain: Any) -> Any:
-    """What ThreadPoolExecutor's threads wait in: written in C, unless it is Python's own other form."""
+    """Return a replacement for `queue.SimpleQueue`, which thread pools wait in: the version without C."""
     python: Any = queue._PySimpleQueue  # type: ignore[attr-defined]
 
     def make() -> Any:
@@ -124,19 +133,19 @@ def simple_queue_of(plain: Any) -> Any:
 
 
 def pool_of(plain: Any) -> Any:
-    """An executor joins its threads in the order of a set, which differs from run to run."""
+    """Return a replacement for `ThreadPoolExecutor.__init__`: its set of threads gets a fixed order."""
 
     @functools.wraps(plain)
     def __init__(self: Any, *args: Any, **options: Any) -> None:
         plain(self, *args, **options)
         if ranks.has_baton():
-            self._threads = InOrder()
+            self._threads = OrderedSet()
 
     return __init__
 
 
-def question_of(plain: Any, what: str) -> Any:
-    """A method that says whether something has happened; asked in a loop, it passes the baton."""
+def query_of(plain: Any, what: str) -> Any:
+    """Return a replacement for a method such as `Event.is_set` that polls if it is called in a loop."""
 
     def ask(self: Any) -> Any:
         if ranks.has_baton():
@@ -148,7 +157,7 @@ def question_of(plain: Any, what: str) -> Any:
 
 @contextmanager
 def cooperative_locks() -> Iterator[None]:
-    """While it is open, locks that ranks make pass the baton."""
+    """Make the locks of ranks pass the baton."""
     allocate = lock_of(threading.Lock)
     with ExitStack() as stack:
         for owner, name, value in (
@@ -156,10 +165,10 @@ def cooperative_locks() -> Iterator[None]:
             (threading, "_allocate_lock", allocate),
             (threading, "RLock", reentrant_of(threading.RLock)),
             (queue, "SimpleQueue", simple_queue_of(queue.SimpleQueue)),
-            (threading.Event, "is_set", question_of(threading.Event.is_set, "an event")),
+            (threading.Event, "is_set", query_of(threading.Event.is_set, "an event")),
             (ThreadPoolExecutor, "__init__", pool_of(ThreadPoolExecutor.__init__)),
-            (Future, "done", question_of(Future.done, "a future")),
-            (queue.Queue, "empty", question_of(queue.Queue.empty, "a queue")),
+            (Future, "done", query_of(Future.done, "a future")),
+            (queue.Queue, "empty", query_of(queue.Queue.empty, "a queue")),
         ):
             stack.enter_context(replaced(owner, name, value))
         yield

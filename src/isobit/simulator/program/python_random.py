@@ -1,6 +1,6 @@
-"""Saves and restores the state of Python's `random` as bytes: its own getstate and setstate took 60 µs per switch.
+"""Save and restore the state of Python's `random` as raw bytes; getstate and setstate are too slow for each switch.
 
-The state lies behind the object's header. Whether it does is checked once, and where it does not, getstate serves.
+The state follows the header of the object. This is checked once; if it is not so, getstate and setstate are used.
 """
 
 from __future__ import annotations
@@ -11,16 +11,17 @@ from functools import cache
 from typing import Any
 
 HEADER = object.__basicsize__
-WORDS = 625  # the position, then 624 words of Mersenne Twister
+WORDS = 625  # the position, then the 624 words of the Mersenne Twister
 
 
 def address_of(generator: random.Random) -> int:
+    """Return where the state of a generator is expected in memory."""
     return id(generator) + HEADER
 
 
 @cache
-def lies_behind_header() -> bool:
-    """Two different states, read both ways."""
+def follows_header() -> bool:
+    """Return whether the state follows the header, by reading two states both ways."""
     if (
         type(random.Random.getstate).__name__ != "function"
         or random.Random.__basicsize__ < HEADER + 4 * WORDS
@@ -37,13 +38,15 @@ def lies_behind_header() -> bool:
 
 
 def save() -> Any:
+    """Return the state of the shared generator."""
     shared: Any = random._inst
-    if not lies_behind_header():
+    if not follows_header():
         return shared.getstate()
     return ctypes.string_at(address_of(shared), 4 * WORDS), shared.gauss_next
 
 
 def restore(state: Any) -> None:
+    """Set the state of the shared generator."""
     shared: Any = random._inst
     if len(state) != 2:
         shared.setstate(state)
@@ -53,8 +56,8 @@ def restore(state: Any) -> None:
 
 
 def seeded(seed: str) -> Any:
-    """The state of a fresh generator, without touching the shared one."""
+    """Return the state of a new generator."""
     generator = random.Random(seed)
-    if not lies_behind_header():
+    if not follows_header():
         return generator.getstate()
     return ctypes.string_at(address_of(generator), 4 * WORDS), None

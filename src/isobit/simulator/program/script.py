@@ -1,4 +1,4 @@
-"""Runs a script as `__main__` on every rank of a world, each with a module and standard streams of its own."""
+"""A script that every rank runs as `__main__`, with a module and standard streams of its own."""
 
 from __future__ import annotations
 
@@ -15,73 +15,84 @@ from isobit.errors import ArgumentError
 from isobit.simulator import rank as ranks
 
 
-class BytesOfRank(io.RawIOBase):
-    """A stream's `buffer`, for programs that write bytes."""
+class RankBytes(io.RawIOBase):
+    """The `buffer` of a stream, for programs that write bytes."""
 
-    def __init__(self, text: StreamOfRank) -> None:
+    def __init__(self, text: RankStream) -> None:
+        """Write to the given stream."""
         self.text = text
 
     def write(self, data: Any) -> int:
+        """Write bytes as text."""
         self.text.write(bytes(data).decode(errors="replace"))
         return len(data)
 
     def writable(self) -> bool:
+        """Return True."""
         return True
 
 
-class StreamOfRank(io.TextIOBase):
-    """Stands for a standard stream: keeps what each rank writes; from elsewhere it passes on."""
+class RankStream(io.TextIOBase):
+    """Replaces a standard stream: keeps the text of each rank, and passes on that of other threads."""
 
     encoding = "utf-8"
 
     def __init__(self, plain: TextIO) -> None:
+        """Replace the given stream."""
         self.plain = plain
         self.kept: dict[tuple[int, int], list[str]] = {}
-        self.buffer = BytesOfRank(self)
+        self.buffer = RankBytes(self)
 
     def write(self, text: str) -> int:
+        """Keep or pass on a text."""
         if ranks.inside():
-            rank = ranks.current()  # of the world asked about, or of one worker beside it
-            self.kept.setdefault((rank.world.ranks, rank.index), []).append(text)
+            rank = (
+                ranks.current()
+            )  # of this run, or of the run on one rank that it is compared with
+            self.kept.setdefault((rank.world_size, rank.index), []).append(text)
             return len(text)
         return self.plain.write(text)
 
     def fileno(self) -> int:
-        """Of the process, for faulthandler and the like: what is written there is not kept."""
+        """Return the descriptor of the process, for faulthandler and the like."""
         return self.plain.fileno()
 
     def reconfigure(self, **settings: Any) -> None:
-        """Nothing is buffered here, and text is kept as text."""
+        """Do nothing: nothing is buffered or encoded here."""
 
     def flush(self) -> None:
+        """Flush the stream of the process."""
         if not ranks.inside():
             self.plain.flush()
 
     def writable(self) -> bool:
+        """Return True."""
         return True
 
     def isatty(self) -> bool:
+        """Return False."""
         return False
 
     def text(self, rank: int, count: int) -> str:
-        """All that a rank of so many wrote."""
+        """Return everything that a rank of a world of `count` ranks wrote."""
         return "".join(self.kept.get((count, rank), ()))
 
 
 class Script:
-    """A script and its arguments; `run` is what a world calls on each rank."""
+    """A script and its arguments."""
 
     def __init__(self, path: Path, arguments: Sequence[str] = ()) -> None:
+        """Compile the script."""
         self.path, self.arguments = path, list(arguments)
         self.code = read_code(path)
-        self.output, self.errors = StreamOfRank(sys.stdout), StreamOfRank(sys.stderr)
+        self.output, self.errors = RankStream(sys.stdout), RankStream(sys.stderr)
 
     @contextmanager
     def installed(self, capture: bool = False) -> Iterator[Callable[[int], dict[str, Any]]]:
-        """The process's arguments and search path, for one run of a world; with `capture`, streams too."""
+        """Set `sys.argv` and `sys.path` for one run, with `capture` also the streams; yields `run`."""
         kept = sys.argv, sys.stdout, sys.stderr, list(sys.path)
         log = logging.root.level, list(logging.root.handlers)
-        self.output, self.errors = StreamOfRank(sys.stdout), StreamOfRank(sys.stderr)
+        self.output, self.errors = RankStream(sys.stdout), RankStream(sys.stderr)
         sys.argv = [str(self.path), *self.arguments]
         if capture:
             sys.stdout, sys.stderr = self.output, self.errors
@@ -90,20 +101,20 @@ class Script:
             yield self.run
         finally:
             sys.argv, sys.stdout, sys.stderr, sys.path[:] = kept
-            logging.root.setLevel(log[0])  # basicConfig would do nothing in the next run
+            logging.root.setLevel(log[0])  # else basicConfig does nothing in the next run
             logging.root.handlers[:] = log[1]
 
     def run(self, rank: int) -> dict[str, Any]:
-        """One rank's run: the names that the script leaves."""
+        """Run the script on one rank and return its namespace."""
         module = ModuleType("__main__")
         module.__file__ = str(self.path)
-        sys.modules["__main__"] = module  # this rank's, until the baton passes on
-        exec(self.code, vars(module))  # the user named this file, to be run
+        sys.modules["__main__"] = module  # of this rank, until it passes the baton
+        exec(self.code, vars(module))
         return vars(module)
 
 
 def read_code(path: Path) -> CodeType:
-    """Compiled, so that lines of the script have their numbers."""
+    """Compile a script, so that stacks show its file and lines."""
     try:
         return compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
     except (SyntaxError, ValueError) as error:

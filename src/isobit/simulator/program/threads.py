@@ -1,7 +1,7 @@
-"""Threads that a rank starts: they belong to the rank, and run when the baton comes to them.
+"""Threads that a rank starts: they are strands of the rank, and run when they get the baton.
 
-A thread that a library starts (a queue's feeder, a compiler's reader) may wait in C, where no baton can be passed: it
-runs beside the schedule and cannot make communication calls.
+A thread that a library starts (a queue's feeder, a compiler's reader) may wait in C, where it cannot pass the baton:
+it runs outside the schedule and cannot make communication calls.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio.base_events
 import concurrent.futures.thread
 import functools
-import os
 import queue
 import sys
 import threading
@@ -18,78 +17,77 @@ from _thread import allocate_lock
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from isobit.errors import SimulationError, in_one_line
 from isobit.simulator import rank as ranks
-from isobit.simulator.checkers.early_reads import watching_reads
-from isobit.simulator.checkers.verdict import Killed
+from isobit.simulator.call_sites import INSTALLED, PYTHON, SIMULATOR, TORCH, skip_pass_through
+from isobit.simulator.checkers.pending_results import watching_reads
+from isobit.simulator.findings import Killed
 from isobit.simulator.program import waits
-from isobit.simulator.program.clock import replaced
-from isobit.simulator.program.locks import InOrder
-from isobit.simulator.rank import INSTALLED, PYTHON, Rank
-
-if TYPE_CHECKING:
-    from isobit.simulator.world import World
+from isobit.simulator.program.locks import OrderedSet
+from isobit.simulator.program.replaced import replaced
+from isobit.simulator.rank import Rank, StartedThread
 
 registry: Any = torch._C._distributed_c10d
-OURS = os.path.dirname(
-    os.path.dirname(__file__)
-)  # what a program calls by another name, as time.sleep
-DISTRIBUTED = os.path.join(os.path.dirname(torch.__file__), "distributed")
+DISTRIBUTED = f"{TORCH}/distributed"
 POOL = concurrent.futures.thread.__file__
 COOPERATIVE = (asyncio.base_events.__file__, threading.__file__)
-SERVED: weakref.WeakSet[threading.Thread] = (
-    weakref.WeakSet()
-)  # libraries' threads, of this world and of earlier ones
+# Threads that libraries started, in this run and in earlier ones.
+SERVED: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
-class Strand:
-    """A thread that a rank started, as the schedule knows it."""
+class Strand(StartedThread):
+    """A thread that a rank started, as a strand of the schedule."""
 
     def __init__(self, rank: Rank, thread: threading.Thread) -> None:
+        """Add a strand for the thread to the schedule."""
         self.rank, self.thread = rank, thread
-        self.number = rank.world.schedule.open(rank.index)
+        self.number = rank.schedule.open(rank.index)
         self.ended = self.cancelled = False
         self.waiting: list[waits.LocalWait] = []
         rank.started[self.number] = self
 
     def run(self, body: Callable[[], None]) -> None:
-        """What the thread runs: the program's function, while it has the baton."""
-        world, rank = self.rank.world, self.rank
+        """Run the program's function on this thread whenever it has the baton."""
+        rank, schedule = self.rank, self.rank.schedule
         rank.thread_ids[self.number] = threading.get_ident()
-        world.schedule.enter(self.number)
+        schedule.enter(self.number)
         try:
-            with ranks.being(rank, self.number), torch.autograd.set_multithreading_enabled(False):
+            with (
+                ranks.acting_as(rank, self.number),
+                torch.autograd.set_multithreading_enabled(False),
+            ):
                 self._call(body)
         finally:
             self.ended = True
             del rank.started[self.number]
             rank.thread_ids.pop(self.number)
-            for strand in world.schedule.strands[rank.index]:
-                if world.schedule.blocked.get(strand) in self.waiting:
-                    world.schedule.wake(strand)
-            world.schedule.leave(self.number)
+            for strand in schedule.strands[rank.index]:
+                if schedule.blocked.get(strand) in self.waiting:
+                    schedule.wake(strand)
+            schedule.leave(self.number)
 
     def _call(self, body: Callable[[], None]) -> None:
-        names = {} if self.rank.groups is None else dict(self.rank.groups.pg_names)
+        rank, findings = self.rank, self.rank.findings
+        names = {} if rank.groups is None else dict(rank.groups.pg_names)
         for group, name in names.items():  # torch's registry is per thread
             registry._register_process_group(name, group)
         try:
-            self.rank.world.check(self.rank)
-            with watching_reads(self.rank):
+            rank.check()
+            with watching_reads(rank):
                 body()
         except (SystemExit, Killed):
             pass
         except SimulationError as error:
-            if self.rank.world.root is None:  # nobody else would hear of it
-                self.rank.world.tell(error)
-        except BaseException as error:  # as Python does, which goes on without the thread
+            if findings.root is None:  # else it is a consequence of that error
+                findings.stop(error)
+        except BaseException as error:  # the rank continues without the thread, as in Python
             raised = f"{type(error).__name__}: {in_one_line(error)}"
-            said = f"thread {self.thread.name!r} of rank {self.rank.index} raised {raised}"
-            self.rank.world.lost.setdefault(self.rank.index, said)
+            text = f"thread {self.thread.name!r} of rank {rank.index} raised {raised}"
+            findings.lost.setdefault(rank.index, text)
             threading.excepthook(
                 threading.ExceptHookArgs((type(error), error, error.__traceback__, self.thread))
             )
@@ -98,7 +96,7 @@ class Strand:
                 registry._unregister_process_group(name)
 
     def join(self, seconds: float | None) -> None:
-        """Waits for the end of the thread."""
+        """Wait for the end of the thread."""
         if self.ended:
             return
         waiting = waits.LocalWait(f"join of thread {self.thread.name!r}", outside=False)
@@ -106,19 +104,19 @@ class Strand:
         waits.wait(waiting, seconds)
 
     def cancel(self) -> None:
-        """Ends the thread at its next wait."""
-        schedule = self.rank.world.schedule
+        """End the thread at its next wait."""
+        schedule = self.rank.schedule
         self.cancelled = True
         if self.number in schedule.blocked:
             schedule.wake(self.number)
         while not self.ended:
             waiting = waits.LocalWait(f"the end of thread {self.thread.name!r}", outside=False)
             self.waiting.append(waiting)
-            schedule.block(ranks.strand(), waiting)
+            schedule.block(ranks.current_strand(), waiting)
 
 
-def is_programs(thread: threading.Thread) -> bool:
-    """Whether the program wrote what the thread runs, or it serves a ThreadPoolExecutor."""
+def belongs_to_program(thread: threading.Thread) -> bool:
+    """Return whether a thread runs a function of the program, or serves one of its thread pools."""
     target: Any = getattr(thread, "_target", None) or type(thread).run
     while isinstance(target, functools.partial):
         target = target.func
@@ -128,59 +126,68 @@ def is_programs(thread: threading.Thread) -> bool:
     path = code.co_filename if code is not None else ""
     if path == POOL:
         return started_by_program(sys._getframe(2))
-    if path in COOPERATIVE or path.startswith((OURS, DISTRIBUTED)):
+    if path in COOPERATIVE or path.startswith((SIMULATOR, DISTRIBUTED)):
         return True
     return bool(path) and not path.startswith((INSTALLED, PYTHON, "<frozen"))
 
 
 def started_by_program(frame: FrameType | None) -> bool:
-    """Whether a pool is the program's or torch.distributed's; a library's outlives the rank, as do its locks."""
-    while frame is not None and waits.is_passing(frame.f_code.co_filename):
-        frame = frame.f_back
+    """Return whether a pool is the program's or torch.distributed's.
+
+    The pool of another library, and its locks, exist longer than the rank.
+    """
+    frame = skip_pass_through(frame)
     path = "" if frame is None else frame.f_code.co_filename
     return path.startswith(DISTRIBUTED) or not path.startswith(INSTALLED)
 
 
 def start_of(plain: Any) -> Any:
+    """Return a replacement for `Thread.start` that makes the thread a strand of the rank."""
+
     def start(self: threading.Thread) -> None:
         if not ranks.has_baton() or self._started.is_set():  # type: ignore[attr-defined]
             plain(self)
             return
         rank, body = ranks.current(), self.run
         self._started = Started()  # type: ignore[attr-defined]
-        if is_programs(self):
+        if belongs_to_program(self):
             strand = Strand(rank, self)
             vars(self).update(isobit_strand=strand, run=lambda: strand.run(body))
         else:
             SERVED.add(self)
             vars(self).update(run=lambda: serve(rank, body))
-        asked, self._daemonic = self.daemon, True  # type: ignore[attr-defined]  # no thread keeps the process from its end
+        daemon, self._daemonic = self.daemon, True  # type: ignore[attr-defined]  # the process may exit
         plain(self)
-        self._daemonic = asked  # type: ignore[attr-defined]
+        self._daemonic = daemon  # type: ignore[attr-defined]
 
     return start
 
 
 def serve(rank: Rank, body: Callable[[], None]) -> None:
+    """Run the thread of a library, outside the schedule."""
     with ranks.serving(rank):
         body()
 
 
 class Started:
-    """The event that a thread sets as it starts; nobody passes the baton while waiting for it."""
+    """The event that a thread sets when it starts; waiting for it does not pass the baton."""
 
     def __init__(self) -> None:
+        """Make an event that is not set."""
         self._gate, self._set = allocate_lock(), False
         self._gate.acquire()
 
     def set(self) -> None:
+        """Set the event."""
         self._set = True
         self._gate.release()
 
     def is_set(self) -> bool:
+        """Return whether the event is set."""
         return self._set
 
     def wait(self, timeout: float | None = None) -> bool:
+        """Wait for the event."""
         with self._gate:
             return True
 
@@ -189,6 +196,8 @@ class Started:
 
 
 def join_of(plain: Any) -> Any:
+    """Return a replacement for `Thread.join` that passes the baton."""
+
     def join(self: threading.Thread, timeout: float | None = None) -> None:
         strand = vars(self).get("isobit_strand")
         if strand is not None and ranks.has_baton() and self is not threading.current_thread():
@@ -202,25 +211,27 @@ def join_of(plain: Any) -> Any:
 
 
 def is_alive_of(plain: Any, join: Any) -> Any:
+    """Return a replacement for `Thread.is_alive` that polls if it is called in a loop."""
+
     def is_alive(self: threading.Thread) -> bool:
         strand = vars(self).get("isobit_strand")
         if strand is not None and ranks.has_baton():
             waits.spin(id(self), f"thread {self.name!r}")
             if not strand.ended:
                 return True
-            join(self)  # it has left the schedule, and is about to end
+            join(self)  # it has left the schedule and is about to end
         return bool(plain(self))
 
     return is_alive
 
 
 def finish(rank: Rank, failed: bool) -> None:
-    """At the end of a rank's function: waits for its threads as a process does, and ends its daemons."""
+    """Wait for the threads of a rank whose function has ended, as a process does, and end its daemons."""
     started = list(rank.started.values())
     pools = {id(pool): pool for strand in started if (pool := pool_of(strand.thread)) is not None}
     open_pools = [pool for pool in pools.values() if not pool._shutdown]
     try:
-        for pool in open_pools:  # as Python does at its exit: what was submitted is still done
+        for pool in open_pools:  # as at the exit of Python: submitted work is still done
             pool._shutdown = True
             pool._work_queue.put(None)
         for strand in started:
@@ -230,12 +241,13 @@ def finish(rank: Rank, failed: bool) -> None:
         for strand in list(rank.started.values()):
             strand.cancel()
         for pool in open_pools:  # a module may keep it for the next run
-            pool._shutdown, pool._threads, pool._work_queue = False, InOrder(), queue.SimpleQueue()
+            pool._shutdown, pool._threads = False, OrderedSet()
+            pool._work_queue = queue.SimpleQueue()
             pool._idle_semaphore = threading.Semaphore(0)
 
 
 def pool_of(thread: threading.Thread) -> Any:
-    """The ThreadPoolExecutor that a thread works for, if it does."""
+    """Return the ThreadPoolExecutor of a thread, or None."""
     worker: Any = concurrent.futures.thread._worker
     if getattr(thread, "_target", None) is not worker:
         return None
@@ -243,7 +255,7 @@ def pool_of(thread: threading.Thread) -> Any:
 
 
 def has_library_threads() -> bool:
-    """Whether a thread without the baton is alive that may answer a rank."""
+    """Return whether a thread without the baton is alive that may wake a rank."""
     return any(thread.is_alive() for thread in SERVED) or any(
         pool_of(thread) is not None and "isobit_strand" not in vars(thread)
         for thread in threading.enumerate()
@@ -251,8 +263,8 @@ def has_library_threads() -> bool:
 
 
 @contextmanager
-def threads_of_ranks(world: World) -> Iterator[None]:
-    """While it is open, threads that ranks start are strands of the world."""
+def threads_of_ranks() -> Iterator[None]:
+    """Make the threads that ranks start strands of the schedule."""
     plain_join = threading.Thread.join
     with ExitStack() as stack:
         for name, value in (

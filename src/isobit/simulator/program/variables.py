@@ -1,4 +1,4 @@
-"""Environment variables as a launcher sets them, each rank its own: a program's `os.environ` shows the rank's."""
+"""Environment variables of each rank, as torchrun sets them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from isobit.simulator import rank as ranks
 
 
 def launcher_variables(index: int, count: int) -> dict[bytes, bytes]:
-    """The process's own, and what torchrun would set on one host."""
-    said = {
+    """Return the variables of the process and those that torchrun sets on one host."""
+    launched = {
         "RANK": index,
         "LOCAL_RANK": index,
         "WORLD_SIZE": count,
@@ -25,13 +25,17 @@ def launcher_variables(index: int, count: int) -> dict[bytes, bytes]:
         "TORCHELASTIC_RUN_ID": "isobit",
         "TORCHELASTIC_RESTART_COUNT": 0,
     }
-    return {**os.environb, **{name.encode(): str(value).encode() for name, value in said.items()}}
+    return {
+        **os.environb,
+        **{name.encode(): str(value).encode() for name, value in launched.items()},
+    }
 
 
 class VariablesView(MutableMapping[bytes, bytes]):
-    """Stands in for the data of `os.environ`: each rank sees and sets its own variables, others the process's."""
+    """Replaces the data of `os.environ`: each rank reads and sets its own variables."""
 
     def __init__(self, plain: dict[bytes, bytes]) -> None:
+        """Show the given variables to threads that are no ranks."""
         self._plain = plain
         self.touched: set[bytes] = set()
 
@@ -40,26 +44,31 @@ class VariablesView(MutableMapping[bytes, bytes]):
         return self._plain if rank is None else rank.variables
 
     def __getitem__(self, key: bytes) -> bytes:
+        """Return a variable."""
         return self._data()[key]
 
     def __setitem__(self, key: bytes, value: bytes) -> None:
+        """Set a variable."""
         self.touched.add(key)
         self._data()[key] = value
 
     def __delitem__(self, key: bytes) -> None:
+        """Delete a variable."""
         self.touched.add(key)
         del self._data()[key]
 
     def __iter__(self) -> Iterator[bytes]:
+        """Iterate over the names."""
         return iter(self._data())
 
     def __len__(self) -> int:
+        """Return the number of variables."""
         return len(self._data())
 
 
 @contextmanager
 def variables_per_rank() -> Iterator[None]:
-    """While it is open, `os.environ` on a rank's thread is that rank's; what ranks set is undone after."""
+    """Give each rank an `os.environ` of its own; what ranks set is undone afterwards."""
     kept = os.environ._data  # type: ignore[attr-defined]
     view = VariablesView(kept)
     os.environ._data = view  # type: ignore[attr-defined]
@@ -67,7 +76,7 @@ def variables_per_rank() -> Iterator[None]:
         yield
     finally:
         os.environ._data = kept  # type: ignore[attr-defined]
-        for name in view.touched:  # a rank's setting reached the process itself, through putenv
+        for name in view.touched:  # os.environ also called putenv
             if name in kept:
                 os.putenv(name, kept[name])
             else:

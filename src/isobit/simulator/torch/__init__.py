@@ -1,1 +1,1 @@
-"""The torch.distributed side of the simulator: process group, work handles, store."""
+"""What a simulated program uses of torch.distributed: process groups, work handles, the store."""

@@ -1,85 +1,67 @@
-"""The process group that torch.distributed calls: each method becomes one call into the network."""
+"""The process group of torch.distributed: each method makes one call on the simulated network."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import override
 
-from isobit.errors import UnsupportedError
+from isobit.simulator.call_sites import user_line
 from isobit.simulator.collectives import Call
-from isobit.simulator.network import Group, Receive
-from isobit.simulator.rank import current, user_line
-from isobit.simulator.torch.work import MessageWork, PendingWork, begin
+from isobit.simulator.operations import Group, Receive
+from isobit.simulator.rank import current
+from isobit.simulator.run import Run
+from isobit.simulator.torch.messages import ReceiveWork, SendWork, begin_receive, begin_send
+from isobit.simulator.torch.options import (
+    Options,
+    as_list,
+    is_asynchronous,
+    reduction,
+    root_of,
+    slots,
+    split,
+)
+from isobit.simulator.torch.work import PendingWork, begin
 
-TorchProcessGroup: Any = dist.ProcessGroup  # its stubs describe another set of overloads
-Options = Any  # torch's option records, one class per collective, all read alike
+TorchProcessGroup: Any = dist.ProcessGroup  # its stubs describe other overloads
 
-
-def asynchronous(options: Options) -> bool:
-    """C++ callers (DDP, functional collectives) give none, and wait later."""
-    return bool(getattr(options, "asyncOp", True))
-
-
-def reduction(options: Options) -> Any:
-    """A plain `ReduceOp` is accepted as torch accepts it."""
-    return getattr(options, "reduceOp", options) if options is not None else dist.ReduceOp.SUM
-
-
-def root_of(options: Options) -> int:
-    root: Any = getattr(options, "rootRank", options)
-    return int(root)
-
-
-def several(tensors: Tensor | list[Tensor]) -> list[Tensor]:
-    """Torch's shorthand forms take one tensor."""
-    return [tensors] if isinstance(tensors, Tensor) else list(tensors)
-
-
-def slots(tensor: Tensor, count: int) -> list[Tensor]:
-    """A tensor's equal shares, in order."""
-    if not tensor.is_contiguous() or tensor.numel() % count:
-        raise UnsupportedError(
-            expected=f"a contiguous tensor of {count} equal shares",
-            received=f"{tuple(tensor.shape)} with strides {tensor.stride()}",
-            remedy="call .contiguous(), or use the list form for unequal shares",
-        )
-    return list(tensor.detach().view(-1).view(count, tensor.numel() // count).unbind())
-
-
-def split(tensor: Tensor, sizes: Sequence[int] | None, count: int) -> list[Tensor]:
-    """A tensor's shares for an all-to-all: rows by the sizes given, or equal."""
-    if not sizes:
-        return slots(tensor, count)
-    return list(torch.split_with_sizes(tensor.detach(), list(sizes)))
+_served: list[Run] = []  # the run that new process groups belong to
 
 
 class RankGroup(TorchProcessGroup):  # type: ignore[misc]
-    """One rank's end of a process group."""
+    """A process group as one of its members sees it."""
 
-    def __init__(self, group: Group, member: int) -> None:
+    def __init__(self, run: Run, group: Group, member: int) -> None:
+        """Make the group of one member."""
         super().__init__(member, len(group.members))
-        self.group, self.member, self.number = group, member, 0
+        self.run, self.group, self.member, self.number = run, group, member, 0
 
+    @override
     def getBackendName(self) -> str:
         return "isobit"
 
+    @override
     def size(self) -> int:
         return len(self.group.members)
 
+    @override
     def rank(self) -> int:
         return self.member
 
     @property
+    @override
     def group_name(self) -> str:
         return self.group.name
 
     @property
+    @override
     def pg_name(self) -> str:
         return self.group.name
 
@@ -88,13 +70,13 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
         return [torch.device("cpu")]
 
     def __repr__(self) -> str:
+        """Return the name, rank and size."""
         return f"RankGroup({self.group.name!r}, rank {self.member} of {len(self.group.members)})"
 
     def shutdown(self) -> None:
-        """Nothing is held outside the world."""
+        """Do nothing: the group has no resources."""
 
-    def abort(self) -> None:
-        """Nothing is held outside the world."""
+    abort = shutdown
 
     def _collect(
         self,
@@ -115,31 +97,29 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
             list(outputs),
             root,
             op,
-            asynchronous=asynchronous(options),
+            asynchronous=is_asynchronous(options),
             site=user_line(sys._getframe(1)),
         )
-        return begin(
-            rank,
-            self.group,
-            self.member,
-            self.number,
-            call,
-            list(outputs) if value is None else value,
-        )
+        result = list(outputs) if value is None else value
+        return begin(self.run, self.group, self.member, self.number, call, result)
 
+    @override
     def allreduce(self, tensors: list[Tensor], opts: Options = None) -> PendingWork:
-        tensors = several(tensors)
+        tensors = as_list(tensors)
         return self._collect("all_reduce", tensors, tensors, opts, op=reduction(opts))
 
     allreduce_coalesced = allreduce
 
+    @override
     def reduce(self, tensors: list[Tensor], opts: Options = None) -> PendingWork:
         return self._collect("reduce", tensors, tensors, opts, root_of(opts), reduction(opts))
 
+    @override
     def broadcast(self, tensors: list[Tensor], opts: Options = None) -> PendingWork:
-        tensors = several(tensors)
+        tensors = as_list(tensors)
         return self._collect("broadcast", tensors, tensors, opts, root_of(opts))
 
+    @override
     def allgather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None
     ) -> PendingWork:
@@ -148,10 +128,11 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
     def allgather_coalesced(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None
     ) -> PendingWork:
-        """Torch orders these lists by member, then by item."""
+        """Gather several tensors; torch orders `outputs` by member, then by tensor."""
         rows = [slot for item in range(len(inputs)) for slot in (row[item] for row in outputs)]
         return self._collect("all_gather", inputs, rows, opts)
 
+    @override
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None
     ) -> PendingWork:
@@ -166,6 +147,7 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
+    @override
     def all_gather_single(
         self, output: Tensor, source: Tensor, opts: Options = None
     ) -> PendingWork:
@@ -173,6 +155,7 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
 
     _allgather_base = all_gather_single
 
+    @override
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options = None
     ) -> PendingWork:
@@ -180,6 +163,7 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
             "reduce_scatter", [t for row in inputs for t in row], outputs, opts, op=reduction(opts)
         )
 
+    @override
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None
     ) -> PendingWork:
@@ -191,6 +175,7 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
+    @override
     def reduce_scatter_single(
         self, output: Tensor, source: Tensor, opts: Options = None
     ) -> PendingWork:
@@ -198,6 +183,7 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
 
     _reduce_scatter_base = reduce_scatter_single
 
+    @override
     def gather(
         self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Options = None
     ) -> PendingWork:
@@ -205,6 +191,7 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
             "gather", inputs, [slot for row in outputs for slot in row], opts, root_of(opts)
         )
 
+    @override
     def scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Options = None
     ) -> PendingWork:
@@ -212,11 +199,13 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
             "scatter", [t for row in inputs for t in row], outputs, opts, root_of(opts)
         )
 
+    @override
     def alltoall(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Options = None
     ) -> PendingWork:
         return self._collect("all_to_all", inputs, outputs, opts)
 
+    @override
     def all_to_all_single(
         self,
         output: Tensor,
@@ -231,37 +220,45 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
 
     alltoall_base = all_to_all_single
 
+    @override
     def barrier(self, opts: Options = None) -> PendingWork:
         return self._collect("barrier", [], [], opts)
 
-    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> MessageWork:
-        return MessageWork.sending(
-            current(), self.group, self.member, target, tag, tensors, user_line(sys._getframe(1))
-        )
+    @override
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> SendWork:
+        site = user_line(sys._getframe(1))
+        return begin_send(self.run, self.group, self.member, target, tag, tensors, site)
 
-    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> MessageWork:
+    @override
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> ReceiveWork:
         return self._receive(tensors, source, tag)
 
-    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> MessageWork:
+    @override
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> ReceiveWork:
         return self._receive(tensors, None, tag)
 
-    def _receive(self, tensors: list[Tensor], source: int | None, tag: int) -> MessageWork:
+    def _receive(self, tensors: list[Tensor], source: int | None, tag: int) -> ReceiveWork:
         site = user_line(sys._getframe(2))
-        return MessageWork.receiving(
-            current(), Receive(self.group, self.member, source, tag, tensors, site)
-        )
+        return begin_receive(self.run, Receive(self.group, self.member, source, tag, tensors, site))
 
 
 def create(options: Any, _: Any = None) -> RankGroup:
-    """What torch calls for backend `isobit`."""
+    """Make a process group; torch calls this for the backend `isobit`."""
     rank = current()
-    members = tuple(options.global_ranks_in_group) or tuple(range(rank.world.ranks))
+    members = tuple(options.global_ranks_in_group) or tuple(range(rank.world_size))
     timeout = int((options.timeout or timedelta(minutes=30)) / timedelta(microseconds=1))
     name = str(options.group_id)
-    return RankGroup(Group(name, rank.incarnations[name], members, timeout), options.group_rank)
+    group = Group(name, rank.incarnations[name], members, timeout)
+    return RankGroup(_served[-1], group, options.group_rank)
 
 
-def register() -> None:
-    """Makes torch.distributed know the backend, once per process."""
+@contextmanager
+def serving(run: Run) -> Iterator[None]:
+    """Register the backend with torch.distributed; process groups made in this context belong to the run."""
     if "isobit" not in dist.Backend.backend_list:
         dist.Backend.register_backend("isobit", create, extended_api=True, devices=["cpu"])
+    _served.append(run)
+    try:
+        yield
+    finally:
+        _served.remove(run)

@@ -1,4 +1,4 @@
-"""Puts a world under torch.distributed while it runs, and takes all of it back."""
+"""Put a run under torch.distributed and the standard library while it lasts, and undo all of it afterwards."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,22 +18,23 @@ import torch.multiprocessing
 
 from isobit.errors import MismatchError, UnsupportedError
 from isobit.simulator import rank as ranks
-from isobit.simulator.program.clock import replaced, virtual_time
+from isobit.simulator.program.clock import virtual_time
 from isobit.simulator.program.events import cooperative_selection
 from isobit.simulator.program.folder import folder_per_rank
 from isobit.simulator.program.locks import cooperative_locks
+from isobit.simulator.program.process_state import restore_state, save_state
+from isobit.simulator.program.replaced import replaced
 from isobit.simulator.program.threads import threads_of_ranks
 from isobit.simulator.program.variables import variables_per_rank
+from isobit.simulator.run import Run
 from isobit.simulator.torch import backend
 
-if TYPE_CHECKING:
-    from isobit.simulator.world import World
 
-
-class WorldPerRank:
-    """Torch's table of process groups: one per rank, for all its threads; other threads keep the process's own."""
+class GroupTables:
+    """Replaces torch's table of process groups: each rank has its own; other threads keep the process's."""
 
     def __init__(self, plain: Any) -> None:
+        """Keep the table of the process."""
         vars(self).update(_plain=plain)
 
     def _table(self) -> Any:
@@ -57,15 +58,17 @@ class WorldPerRank:
         return rank.groups
 
     def __getattr__(self, name: str) -> Any:
+        """Read an attribute of the table of the current rank."""
         return getattr(self._table(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute of the table of the current rank."""
         setattr(self._table(), name, value)
 
 
 @contextmanager
 def thread_isolation() -> Iterator[None]:
-    """Torch's C++ registry of process groups, per thread."""
+    """Make torch's C++ registry of process groups one per thread."""
     switch: Any = torch._C._distributed_c10d
     switch._set_thread_isolation_mode(True)
     try:
@@ -76,17 +79,20 @@ def thread_isolation() -> Iterator[None]:
 
 @contextmanager
 def kept_process_state() -> Iterator[None]:
-    """What ranks do to random numbers, the default dtype and excepthook ends with the world."""
-    state, hook = ranks.save_state(), sys.excepthook
+    """Restore random numbers, default dtype, warnings and excepthook after the run."""
+    state, hook = save_state(), sys.excepthook
     try:
         with warnings.catch_warnings():
             yield
     finally:
-        ranks.restore_state(state)
+        restore_state(state)
         sys.excepthook = hook
 
 
-def rendezvous_of(world: World, plain: Any) -> Any:
+def rendezvous_of(run: Run, plain: Any) -> Any:
+    """Return a replacement for torch's `rendezvous` that yields the store of the run."""
+    count = run.settings.ranks
+
     def rendezvous(
         url: str, rank: int = -1, world_size: int = -1, **options: Any
     ) -> Iterator[tuple[Any, int, int]]:
@@ -94,28 +100,29 @@ def rendezvous_of(world: World, plain: Any) -> Any:
             yield from plain(url, rank, world_size, **options)
             return
         here = ranks.current()
-        given = (rank if rank >= 0 else here.index, world_size if world_size > 0 else world.ranks)
-        if given != (here.index, world.ranks):
+        given = (rank if rank >= 0 else here.index, world_size if world_size > 0 else count)
+        if given != (here.index, count):
             raise MismatchError(
-                expected=f"rank {here.index} of {world.ranks} to say so",
+                expected=f"init_process_group(rank={here.index}, world_size={count})",
                 received=f"init_process_group(rank={given[0]}, world_size={given[1]})",
-                remedy="pass the rank that the function is given, and the number of ranks of the world",
+                remedy="pass the rank that the function receives, and the number of ranks",
                 ranks=[here.index],
             )
-        yield world.store, *given
+        yield run.store, *given
 
     return rendezvous
 
 
-def helper_of(world: World, plain: Any) -> Any:
-    """Whatever backend a script names, inside a world the world serves it."""
+def new_group_of(run: Run, plain: Any) -> Any:
+    """Return a replacement for torch's group factory that uses our backend, whichever the script names."""
 
     def new_group(
         size: int, rank: int, members: Any, backend: Any, *rest: Any, **options: Any
     ) -> Any:
         if ranks.inside():
             backend = dist.Backend("isobit")
-            world.vote(ranks.current(), str(rest[1]), tuple(members) or tuple(range(world.ranks)))
+            everyone = tuple(range(run.settings.ranks))
+            run.note_group(ranks.current(), str(rest[1]), tuple(members) or everyone)
             options["backend_options"] = options["device_id"] = None
         return plain(size, rank, members, backend, *rest, **options)
 
@@ -123,7 +130,7 @@ def helper_of(world: World, plain: Any) -> Any:
 
 
 def timeout_of(plain: Any) -> Any:
-    """Torch warns where a backend is not compiled in; here none has to be."""
+    """Return a replacement for torch's default timeout that does not require the backend to be compiled in."""
 
     def default_timeout(backend: Any) -> Any:
         return c10d.default_pg_timeout if ranks.inside() else plain(backend)
@@ -132,7 +139,7 @@ def timeout_of(plain: Any) -> Any:
 
 
 def monitored_barrier_of(plain: Any) -> Any:
-    """Torch allows it on gloo alone; here each barrier names who is missing."""
+    """Return a replacement for `monitored_barrier`, which torch supports on gloo only: a plain barrier."""
 
     def monitored_barrier(
         group: Any = None, timeout: Any = None, wait_all_ranks: bool = False
@@ -146,7 +153,7 @@ def monitored_barrier_of(plain: Any) -> Any:
 
 
 def spawn_of(plain: Any) -> Any:
-    """A script that starts its own processes would start as many on every rank, outside the world."""
+    """Return a replacement for `torch.multiprocessing.spawn` that does not support a call on a rank."""
 
     def spawn(*args: Any, **options: Any) -> Any:
         if not ranks.inside():
@@ -154,15 +161,15 @@ def spawn_of(plain: Any) -> Any:
         raise UnsupportedError(
             expected="a program that a launcher starts once per rank",
             received="torch.multiprocessing.spawn on a rank",
-            remedy="call the function itself, with the rank that torchrun puts into the variable RANK; or leave "
-            "`isobit simulate` and start the script with python, with isobit.simulator.spawn in the place of this call",
+            remedy="call the function itself, with the rank that torchrun puts into the variable RANK; or start the "
+            "script with python instead of `isobit simulate`, and replace this call by isobit.simulator.spawn",
         )
 
     return spawn
 
 
 def signal_of(plain: Any) -> Any:
-    """Python takes handlers on the main thread alone; no signal comes to a rank, so that one is never called."""
+    """Return a replacement for `signal.signal` that does nothing on a rank: ranks receive no signals."""
 
     def set_handler(number: int, handler: Any) -> Any:
         return signal.SIG_DFL if ranks.inside() else plain(number, handler)
@@ -171,7 +178,7 @@ def signal_of(plain: Any) -> Any:
 
 
 def alarm_of(plain: Any, none: Any) -> Any:
-    """No signal comes to a rank, so no alarm does; the default action of one would end the process."""
+    """Return a replacement for `signal.alarm` that does nothing on a rank: an alarm would end the process."""
 
     def set_alarm(*args: Any) -> Any:
         return none if ranks.inside() else plain(*args)
@@ -181,7 +188,7 @@ def alarm_of(plain: Any, none: Any) -> Any:
 
 @contextmanager
 def memory_returned() -> Iterator[None]:
-    """glibc keeps what the threads of ranks freed, an arena each; where it is glibc, it gives that back."""
+    """Make glibc return the memory that the threads of ranks freed, which it keeps in one arena each."""
     try:
         yield
     finally:
@@ -191,8 +198,8 @@ def memory_returned() -> Iterator[None]:
 
 
 @contextmanager
-def compiling(world: World) -> Iterator[None]:
-    """Dynamo keeps compiled code per function of the process: it needs room for every rank, and is emptied after."""
+def compiling(ranks_count: int) -> Iterator[None]:
+    """Raise Dynamo's recompile limits, which are per function of the process, and reset it afterwards."""
     plain, limits = torch.compile, dict[str, int]()
 
     def compile_on_rank(*args: Any, **options: Any) -> Any:
@@ -200,7 +207,7 @@ def compiling(world: World) -> Iterator[None]:
             config: Any = torch._dynamo.config
             for name in ("recompile_limit", "accumulated_recompile_limit"):
                 limits[name] = getattr(config, name)
-                setattr(config, name, limits[name] * world.ranks)
+                setattr(config, name, limits[name] * ranks_count)
         return plain(*args, **options)
 
     with replaced(torch, "compile", compile_on_rank):
@@ -214,18 +221,18 @@ def compiling(world: World) -> Iterator[None]:
 
 
 @contextmanager
-def installed(world: World) -> Iterator[None]:
-    """All of it, undone in reverse whatever happens."""
-    backend.register()
+def installed(run: Run) -> Iterator[None]:
+    """Install everything, and undo it in reverse order whatever happens."""
     barrier = monitored_barrier_of(c10d.monitored_barrier)
     with ExitStack() as stack:
         for context in (
             memory_returned(),
             kept_process_state(),
-            replaced(c10d, "_world", WorldPerRank(c10d._world)),
-            replaced(c10d, "rendezvous", rendezvous_of(world, vars(c10d)["rendezvous"])),
+            backend.serving(run),
+            replaced(c10d, "_world", GroupTables(c10d._world)),
+            replaced(c10d, "rendezvous", rendezvous_of(run, vars(c10d)["rendezvous"])),
             replaced(
-                c10d, "_new_process_group_helper", helper_of(world, c10d._new_process_group_helper)
+                c10d, "_new_process_group_helper", new_group_of(run, c10d._new_process_group_helper)
             ),
             replaced(c10d, "_get_default_timeout", timeout_of(c10d._get_default_timeout)),
             replaced(c10d, "monitored_barrier", barrier),
@@ -238,15 +245,15 @@ def installed(world: World) -> Iterator[None]:
             replaced(signal, "setitimer", alarm_of(signal.setitimer, (0.0, 0.0))),
             replaced(c10d, "_backend", c10d._backend),
             replaced(c10d, "_default_pg_init_method", c10d._default_pg_init_method),
-            compiling(world),
+            compiling(run.settings.ranks),
             thread_isolation(),
-            nullcontext() if world.watch.training is None else world.watch.training.installed(),
+            nullcontext() if run.training is None else run.training.installed(),
             variables_per_rank(),
             folder_per_rank(),
-            virtual_time(world),
+            virtual_time(),
             cooperative_locks(),
             cooperative_selection(),
-            threads_of_ranks(world),
+            threads_of_ranks(),
         ):
             stack.enter_context(context)
         yield

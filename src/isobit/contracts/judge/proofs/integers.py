@@ -1,65 +1,37 @@
-"""Proofs over all integers: a real Python predicate is run on symbols, along every path that it can take.
+"""Prove a Python predicate for all integers by running it on symbols, along every path it can take.
 
-A comparison of symbols gives a `Truth`; where Python asks whether it is true, the run forks, and the predicate is run
-again for the other answer. Along one path everything is an equation or an inequality, and z3 says whether any integers
-fit the path and yet make the predicate false. Integers that it finds are handed to the predicate as they are: only
-if that is false too is there a counterexample.
+A comparison of symbols returns a `Truth`. When Python evaluates its truth value, the run forks: the predicate is run
+again for the other value. Along one path there are only equations and inequalities, and z3 decides whether any
+integers satisfy them and make the predicate false. A counter-example counts only if the predicate is also false when
+it is called with these integers.
 
-Nothing tells a symbol from a number but `isinstance` and `is`: a predicate must not branch on those. Should it, the
-plain run of one witness for each path is there to notice.
+A predicate can distinguish a symbol from a number only by `isinstance` and `is`, and must not branch on them. To
+detect that, it is also called with plain integers of one witness per path.
 """
 
 from __future__ import annotations
 
-import importlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Number
 from typing import Any, NoReturn
 
-from isobit.errors import EngineError, UnsupportedError
+from isobit.contracts.judge.proofs.z3_solver import GaveUp, Solver, load_z3
+from isobit.errors import UnsupportedError
 
 Decisions = list[tuple[Any, bool]]
 Domain = Mapping[str, tuple[int | None, int | None]]
 
-# Ways to ask: (tactic or None for z3's own choice, options, bound of all inputs or None). Products of unknowns are
-# undecidable, and each way ends where another does not; a bounded question only ever finds, never refutes.
-STRATEGIES: tuple[tuple[str | None, dict[str, Any], int | None], ...] = (
-    (None, {}, None),
-    ("qfnia", {}, 20),
-    (None, {"smt.arith.solver": 2}, None),
-    ("qfnia", {}, None),
-)
-# Seconds for each strategy, round by round.
-ROUNDS = (0.3, 2.0, 10.0)
-# What a fork may cost: not knowing whether a branch can be entered only means that it is entered.
-FORK_ROUNDS = (0.2,)
-
 
 @dataclass(frozen=True)
 class IntegerProof:
-    """What became of a proof; `unknown` says why there is neither a proof nor a counterexample."""
+    """The result of a proof; `unknown` is why there is neither a proof nor a counter-example."""
 
     paths: int
     proved: bool
     counterexample: dict[str, int] | None = None
     unknown: str = ""
-
-
-class GaveUp(BaseException):
-    """No answer in the time or the paths allowed. Not an Exception: a predicate must not swallow it."""
-
-
-def load_z3() -> Any:
-    """The solver, which only proofs need."""
-    try:
-        return importlib.import_module("z3")
-    except ImportError as error:
-        said = f"no such module ({error})"
-        raise EngineError(
-            expected="the solver z3", received=said, remedy="pip install z3-solver"
-        ) from error
 
 
 Combine = Callable[["Path", Any, Any], Any]
@@ -90,7 +62,7 @@ def _statement(compare: Combine) -> Callable[[Integer, object], Any]:
 
 
 class Symbol:
-    """A term on a path, which is no plain number and refuses to be taken for one."""
+    """A z3 term on a path. Using it as a plain number raises."""
 
     def __init__(self, term: Any, path: Path) -> None:
         self._term, self._path = term, path
@@ -130,7 +102,7 @@ class Integer(Symbol):
     __ge__ = _statement(lambda path, a, b: a >= b)
     __eq__ = _statement(lambda path, a, b: a == b)
     __ne__ = _statement(lambda path, a, b: a != b)
-    # A class that defines == loses its hash, and with it the clear refusal.
+    # A class that defines == loses __hash__, and with it the clear error.
     __hash__ = Symbol.__hash__
 
     def __neg__(self) -> Integer:
@@ -141,7 +113,7 @@ class Integer(Symbol):
 
 
 class Truth(Symbol):
-    """A statement about symbols; asked for its truth value, it forks the run."""
+    """A comparison of symbols; evaluating its truth value forks the run."""
 
     def __bool__(self) -> bool:
         return self._path.decide(self._term)
@@ -156,61 +128,8 @@ class Truth(Symbol):
     __hash__ = Symbol.__hash__
 
 
-class Solver:
-    """z3 with a deadline, asked in several ways in turn."""
-
-    def __init__(self, z3: Any, context: Any, inputs: Mapping[str, Any], deadline: float) -> None:
-        self.z3, self.context, self.inputs, self.deadline = z3, context, inputs, deadline
-
-    def find(self, facts: list[Any], rounds: tuple[float, ...] = ROUNDS) -> dict[str, int] | None:
-        """Inputs that fit the facts, or None if there are none. Raises GaveUp if neither could be shown."""
-        for seconds in rounds:
-            for tactic, options, bound in STRATEGIES:
-                left = self.deadline - time.monotonic()
-                if left <= 0:
-                    raise GaveUp("out of time")
-                solver = self._solver(tactic)
-                solver.set(timeout=max(1, int(1000 * min(seconds, left))), **options)
-                solver.add(*facts)
-                if bound is not None:
-                    solver.add(*(term <= bound for term in self.inputs.values()))
-                    solver.add(*(-bound <= term for term in self.inputs.values()))
-                answer = solver.check()
-                if answer == self.z3.sat:
-                    return self._values(solver.model())
-                if answer == self.z3.unsat and bound is None:
-                    return None
-        raise GaveUp("z3 has no answer")
-
-    def possible(self, facts: list[Any]) -> bool:
-        """Whether inputs fit the facts, or may fit them for all that is known in a short time."""
-        try:
-            return self.find(facts, FORK_ROUNDS) is not None
-        except GaveUp:
-            return True
-
-    def witness(self, facts: list[Any]) -> dict[str, int] | None:
-        """Inputs that fit the facts, if some are found in a short time."""
-        try:
-            return self.find(facts, FORK_ROUNDS)
-        except GaveUp:
-            return None
-
-    def _solver(self, tactic: str | None) -> Any:
-        z3, context = self.z3, self.context
-        return (
-            z3.SimpleSolver(ctx=context) if tactic is None else z3.Tactic(tactic, context).solver()
-        )
-
-    def _values(self, model: Any) -> dict[str, int]:
-        return {
-            name: model.eval(term, model_completion=True).as_long()
-            for name, term in self.inputs.items()
-        }
-
-
 class Path:
-    """One run of the predicate: the decisions it must repeat, those it takes, and what follows from them."""
+    """One run of the predicate: decisions to repeat, decisions taken, and the facts that follow from them."""
 
     def __init__(self, solver: Solver, domain: list[Any], prefix: Decisions, room: int) -> None:
         self.solver, self.facts, self.prefix, self.room = solver, list(domain), prefix, room
@@ -220,12 +139,12 @@ class Path:
         self.refused: UnsupportedError | None = None
 
     def refuse(self, expected: str, received: str, remedy: str) -> NoReturn:
-        """Raises; and keeps the refusal, should the predicate catch it."""
+        """Raise UnsupportedError, and remember it in case the predicate catches it."""
         self.refused = UnsupportedError(expected=expected, received=received, remedy=remedy)
         raise self.refused
 
     def refuse_use(self, use: str) -> NoReturn:
-        """A symbol where only a plain number will do."""
+        """Raise for a symbol that is used as a plain number."""
         self.refuse(
             expected="a symbol of a proof in + - * // %, comparisons and conditions only",
             received=f"its use as {use}",
@@ -233,8 +152,8 @@ class Path:
         )
 
     def term_of(self, value: Any) -> Any:
-        """An operand in z3's terms, or None if it is no integer."""
-        # Here, since a loop that never ends may never ask a question, but hardly does without arithmetic.
+        """Return an operand as a z3 term, or None if it is not an integer."""
+        # Checked here because an endless loop may never evaluate a comparison, but rarely avoids arithmetic.
         if time.monotonic() > self.solver.deadline:
             raise GaveUp("out of time")
         if isinstance(value, Integer):
@@ -246,7 +165,7 @@ class Path:
         return None
 
     def decide(self, statement: Any) -> bool:
-        """The truth of a statement on this path; if both can be, true now and false on a path that is left open."""
+        """Return the truth of a statement on this path; if both are possible, leave the other path open."""
         z3 = self.solver.z3
         statement = z3.simplify(statement)
         contrary = z3.simplify(z3.Not(statement))
@@ -259,7 +178,7 @@ class Path:
             expected, answer = self.prefix[len(self.taken)]
             if not expected.eq(statement):
                 self.refuse(
-                    expected="a predicate that asks the same each time",
+                    expected="a predicate that makes the same comparisons in each run",
                     received=f"{statement} in place of {expected}",
                     remedy="make it depend on its arguments only",
                 )
@@ -274,14 +193,14 @@ class Path:
         return answer
 
     def divide(self, dividend: Any, divisor: Any) -> tuple[Any, Any]:
-        """The quotient and remainder as unknowns, dividend = divisor × q + r with 0 ≤ r < divisor."""
+        """Return quotient and remainder as unknowns: dividend = divisor × q + r with 0 ≤ r < divisor."""
         z3 = self.solver.z3
         dividend, divisor = z3.simplify(dividend), z3.simplify(divisor)
-        # One division, one quotient: two that only happen to be equal would have to be proved so by multiplication.
+        # Reuse the quotient of the same division: z3 would have to prove that two of them are equal.
         for n, d, q, r in self.quotients:
             if n.eq(dividend) and d.eq(divisor):
                 return q, r
-        # On a repeated stretch the run before has already asked.
+        # On a repeated prefix, the run before has checked this.
         repeated = len(self.taken) < len(self.prefix)
         if not repeated and self.solver.find([*self.facts, divisor <= 0]) is not None:
             self.refuse(
@@ -299,9 +218,9 @@ class Path:
 def prove(
     predicate: Callable[..., Any], domain: Domain, seconds: float = 30.0, max_paths: int = 256
 ) -> IntegerProof:
-    """Whether the predicate is true of all integers of the domain (low, high; None where there is no bound)."""
+    """Prove the predicate for all integers of the domain (low, high; None is no limit)."""
     z3 = load_z3()
-    # A context of its own: terms are numbered by it, and z3's search follows the numbers.
+    # A new context: it numbers terms, and z3's search depends on the numbers.
     context = z3.Context()
     inputs = {name: z3.Int(name, context) for name in domain}
     bounds = [inputs[name] >= low for name, (low, _) in domain.items() if low is not None]
@@ -318,7 +237,7 @@ def prove(
             found = _refute(path, outcome)
             paths += 1
             if len(path.taken) < len(path.prefix):
-                raise GaveUp("the predicate did not ask the same each time")
+                raise GaveUp("the predicate made other comparisons when it was run again")
             if found is not None:
                 return _judge(predicate, found, paths)
             witness = solver.witness(path.facts)
@@ -330,21 +249,21 @@ def prove(
             waiting += path.open
     except GaveUp as reason:
         return IntegerProof(paths, False, unknown=str(reason))
-    # What nothing is known to reach would be proved of nothing.
+    # A proof about paths that no integers take would be vacuous.
     return IntegerProof(
         paths, walked > 0, unknown="" if walked else "no integers were found in the domain"
     )
 
 
 def _refute(path: Path, outcome: Any) -> dict[str, int] | None:
-    """Inputs that take this path to an outcome that is false."""
+    """Return inputs that take this path and make the outcome false, or None."""
     if isinstance(outcome, Truth):
         return path.solver.find([*path.facts, path.solver.z3.Not(outcome._term)])
     return None if bool(outcome) else path.solver.find(path.facts)
 
 
 def _judge(predicate: Callable[..., Any], found: dict[str, int], paths: int) -> IntegerProof:
-    """z3's word alone refutes nothing: the real predicate must be false of the plain integers."""
+    """Check a counter-example of z3 by calling the predicate with plain integers."""
     if predicate(**found):
         return IntegerProof(
             paths, False, unknown=f"model mismatch: the predicate is true of {found}"

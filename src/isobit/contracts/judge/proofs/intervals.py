@@ -1,4 +1,4 @@
-"""Rigorous interval arithmetic, and how many roundings a term of an order passes: what error bounds are made of."""
+"""Rigorous interval arithmetic, and the number of additions a term passes: the basis of error bounds."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from isobit.order.addition import Branch, steps_of
 
 
 def load_arb() -> Any:
-    """The type of intervals, which only proofs need."""
+    """Import the type of intervals."""
     try:
         return importlib.import_module("flint").arb
     except ImportError as error:
@@ -22,7 +22,7 @@ def load_arb() -> Any:
 
 
 def depth_of(order: Branch) -> int:
-    """Additions that a term passes, at most."""
+    """Return the largest number of additions that a term passes."""
     depth: list[int] = []
     for step in steps_of(order):
         depth.append(1 + max((depth[child] if child >= 0 else 0) for child in step))

@@ -1,4 +1,4 @@
-"""Asks Bitwuzla about IEEE arithmetic: a formula in SMT-LIB whose unsatisfiability is the proof."""
+"""Prove statements about IEEE arithmetic with Bitwuzla: the negation in SMT-LIB must be unsatisfiable."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HEADER = "(set-logic ALL)\n(define-sort F () (_ FloatingPoint 8 24))\n"
 
 
 def bitwuzla() -> Any:
-    """The solver's module, or a refusal."""
+    """Import the solver."""
     try:
         return importlib.import_module("bitwuzla")
     except ImportError as error:
@@ -23,7 +23,7 @@ def bitwuzla() -> Any:
 
 
 def is_unsatisfiable(formula: str, seconds: float = 60.0) -> bool:
-    """True: no values satisfy it. False: some do. Giving up is neither, and is raised."""
+    """Return whether no values satisfy a formula; raise if the solver gives up."""
     solver = bitwuzla()
     options = solver.Options()
     options.set(solver.Option.TIME_LIMIT_PER, int(seconds * 1000))
@@ -40,15 +40,15 @@ def is_unsatisfiable(formula: str, seconds: float = 60.0) -> bool:
 
 
 def number(value: float) -> str:
-    """An fp32 constant."""
+    """Write an fp32 constant."""
     return f"((_ to_fp 8 24) RNE {value:.30f})"
 
 
 def declare(names: list[str]) -> str:
-    """fp32 variables."""
+    """Declare fp32 variables."""
     return "".join(f"(declare-const {name} F)\n" for name in names)
 
 
 def add(left: str, right: str) -> str:
-    """An fp32 addition, rounded to nearest."""
+    """Write an fp32 addition, rounded to nearest."""
     return f"(fp.add RNE {left} {right})"

@@ -1,0 +1,57 @@
+// Cuts the vocabulary into chunks, and checks the arguments of the log-probability.
+#include "vocabulary.h"
+
+namespace isobit {
+
+std::vector<VocabularyChunk> cut_vocabulary(int64_t extent, int64_t words) {
+  const int64_t length = extent / count_segments(extent, feature_unit, feature_cap);
+  const int64_t segments = words / length;
+  std::vector<VocabularyChunk> chunks;
+  if (length <= chunk_columns) {  // as many whole segments as fit, a power of two
+    int64_t together = 1, level = 0;
+    while (together * 2 <= segments && together * 2 * length <= chunk_columns) {
+      together *= 2;
+      level++;
+    }
+    for (int64_t s = 0; s < segments; s += together)
+      chunks.push_back({s * length, (s + together) * length, feature_schedule(extent, 0, together),
+                        true, level});
+    return chunks;
+  }
+  const int64_t leaves = (length + feature_leaf - 1) / feature_leaf;
+  const int64_t most = chunk_columns / feature_leaf, parts = (leaves + most - 1) / most;
+  for (int64_t s = 0; s < segments; s++)
+    for (int64_t p = 0; p < parts; p++) {
+      const int64_t first = leaves * p / parts * feature_leaf;
+      const int64_t last = std::min(leaves * (p + 1) / parts * feature_leaf, length);
+      Schedule schedule;
+      append_leaves(schedule, 0, last - first, feature_leaf, p > 0);
+      schedule.segment_end = {schedule.leaf_count()};
+      chunks.push_back({s * length + first, s * length + last, schedule, p + 1 == parts, 0});
+    }
+  return chunks;
+}
+
+void check_logprob(const Tensor& hidden, const Tensor& weight, const Tensor& targets) {
+  const char *function = "linear_logprob", *remedy = "call isobit.linear_logprob";
+  ISOBIT_CHECK(hidden.dim() == 2 && weight.dim() == 2 && hidden.size(1) == weight.size(1) &&
+                   weight.size(0) > 0,
+               function, "hidden [T, K] and weight [V, K]",
+               c10::str("hidden ", describe(hidden), " and weight ", describe(weight)), remedy);
+  ISOBIT_CHECK(targets.dim() == 1 && targets.size(0) == hidden.size(0) &&
+                   targets.scalar_type() == at::kLong && targets.is_contiguous(),
+               function, c10::str("targets as contiguous int64 [", hidden.size(0), "]"),
+               describe(targets), remedy);
+}
+
+void check_shard(const VocabularyShard& shard, int64_t words) {
+  const int64_t parts = words > 0 ? shard.extent / words : 0;
+  ISOBIT_CHECK(
+      parts > 0 && parts * words == shard.extent && shard.first >= 0 && shard.first % words == 0 &&
+          shard.first < shard.extent &&
+          count_segments(shard.extent, feature_unit, feature_cap) % parts == 0,
+      "linear_logprob", c10::str("an equal share of the segments of ", shard.extent, " words"),
+      c10::str(words, " words from word ", shard.first), "cut the vocabulary by an isobit Cut");
+}
+
+}  // namespace isobit

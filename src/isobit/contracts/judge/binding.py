@@ -1,0 +1,66 @@
+"""Find the code that a claim names, and replace its subject by a planted wrong one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from isobit.contracts.judge.bound import Bound
+from isobit.contracts.judge.sabotage import LIBRARY
+from isobit.contracts.judge.trusted_code import resolve
+from isobit.contracts.language.contract import Claim, Contract
+from isobit.contracts.options import Options
+from isobit.errors import ContractError
+
+
+def subject_name(contract: Contract, options: Options) -> str:
+    """Return the subject as `package:function`; empty if neither contract nor options name one."""
+    chosen = options.subject
+    if not chosen:
+        return contract.subject
+    return contract.subjects.get(chosen, chosen if ":" in chosen else "")
+
+
+def find_subject(contract: Contract, options: Options) -> Callable[..., Any]:
+    """Import the subject.
+
+    Raises:
+        ContractError: The package is not trusted, there is no such name, or it is not callable.
+    """
+    name = subject_name(contract, options)
+    found = resolve(name, options.trusted)
+    if not callable(found):
+        raise ContractError(
+            expected="a subject that can be called",
+            received=f"{name}, a {type(found).__name__}",
+            remedy="name a function",
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def bind(contract: Contract, claim: Claim, options: Options) -> Bound:
+    """Import the subject of a claim and every function that its parameters and its proof name."""
+    named = [
+        v
+        for value in claim.params.values()
+        for v in (value if isinstance(value, tuple) else (value,))
+    ]
+    named.append(claim.proof.by if claim.proof else "")
+    code = {
+        ref: resolve(ref, options.trusted) for ref in named if isinstance(ref, str) and ":" in ref
+    }
+    return Bound(claim, find_subject(contract, options), code)
+
+
+def plant(bound: Bound, name: str, options: Options) -> Bound:
+    """Return the same claim on a wrong subject: a built-in sabotage by name, or `package:function`."""
+    if name in LIBRARY:
+        return replace(bound, wrap=LIBRARY[name])
+    if ":" not in name:
+        raise ContractError(
+            expected="a built-in sabotage, or package:function",
+            received=name,
+            remedy=f"use one of: {', '.join(LIBRARY)}",
+        )
+    return replace(bound, subject=resolve(name, options.trusted))

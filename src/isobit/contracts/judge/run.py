@@ -1,0 +1,128 @@
+"""Judge several contracts, in this process or in several, and write the evidence of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+
+from isobit.contracts.language.contract import Contract
+from isobit.contracts.options import Options
+from isobit.contracts.store import ladder
+from isobit.contracts.store.evidence import Evidence
+from isobit.contracts.store.evidence_file import Finding
+from isobit.contracts.store.facts import Entry
+from isobit.contracts.store.opened_files import OpenedFiles
+from isobit.contracts.store.tree import Tree
+from isobit.errors import ContractError
+from isobit.records import ClaimRecord
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The records of one contract, the files that its code opened, and the engine that ran."""
+
+    records: tuple[ClaimRecord, ...]
+    files: tuple[tuple[str, str], ...]
+    engine: str
+
+
+def judge_entries(
+    tree: Tree, evidence: Evidence, entries: Sequence[Entry], options: Options, jobs: int = 1
+) -> Iterator[tuple[Entry, ClaimRecord]]:
+    """Judge contracts and yield a record per claim; evidence is written after each contract.
+
+    Contracts that have no digest, because a dependency is missing or circular, are left out.
+    """
+    deadline = time.monotonic() + options.seconds
+    entries = [entry for entry in entries if has_digest(tree, entry, options)]
+    if jobs > 1 and len(entries) > 1:
+        yield from _judge_in_processes(tree, evidence, entries, options, jobs, deadline)
+        return
+    for entry in entries:
+        records, opened = [], _opened_files(tree, entry, options)
+        for record in opened.during(judge_contract(tree.load(entry.id), options, deadline)):
+            records.append(record)
+            yield entry, record
+        judged = Judged(tuple(records), opened.files(), engine_in_use())
+        _write(tree, evidence, entry, options, judged)
+
+
+def has_digest(tree: Tree, entry: Entry, options: Options) -> bool:
+    """Return whether every dependency of a contract is known and none is circular."""
+    try:
+        return bool(tree.digest(entry.id, options.variant))
+    except ContractError:
+        return False
+
+
+def judge_contract(
+    contract: Contract, options: Options, deadline: float = float("inf")
+) -> Iterator[ClaimRecord]:
+    """Judge one contract. Torch is imported only when the first record is requested."""
+    from isobit.contracts.judge.verify import verify_contract
+
+    yield from verify_contract(contract, options, deadline)
+
+
+def _opened_files(tree: Tree, entry: Entry, options: Options) -> OpenedFiles:
+    known = tree.files_of(entry.id, options.variant)
+    return OpenedFiles(tree.home.parent, tree.home, known)
+
+
+def _judge_in_processes(
+    tree: Tree,
+    evidence: Evidence,
+    entries: Sequence[Entry],
+    options: Options,
+    jobs: int,
+    deadline: float,
+) -> Iterator[tuple[Entry, ClaimRecord]]:
+    # Spawned: torch's threads do not survive a fork.
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        left = deadline - time.monotonic()
+        tasks = {}
+        for entry in entries:
+            opened = _opened_files(tree, entry, options)
+            tasks[pool.submit(_judge_all, tree.load(entry.id), options, left, opened)] = entry
+        for task in as_completed(tasks):
+            entry, judged = tasks[task], task.result()
+            _write(tree, evidence, entry, options, judged)
+            for record in judged.records:
+                yield entry, record
+
+
+def _judge_all(contract: Contract, options: Options, seconds: float, opened: OpenedFiles) -> Judged:
+    """Judge a contract in a process of its own."""
+    deadline = time.monotonic() + seconds
+    records = tuple(opened.during(judge_contract(contract, options, deadline)))
+    return Judged(records, opened.files(), engine_in_use())
+
+
+def _write(tree: Tree, evidence: Evidence, entry: Entry, options: Options, judged: Judged) -> None:
+    reached = tuple(r for r in judged.records if not r.detail.startswith("not reached"))
+    cut_short = len(reached) < len(judged.records)
+    if cut_short and not any(record.verdict in ladder.RED for record in reached):
+        return  # --seconds ended it, and nothing was decided
+    finding = Finding(
+        entry.id,
+        tree.digest(entry.id, options.variant),
+        options.subject,
+        min(options.level, entry.highest),
+        reached,
+        engine=judged.engine,
+        reached=judged.files,
+    )
+    evidence.write(finding)
+
+
+def engine_in_use() -> str:
+    """Return the engine that runs bf16 here and torch's instruction set, as loaded in this process."""
+    import torch
+
+    from isobit import native
+
+    bf16 = "amx" if native.pairs_bf16() else "chain"
+    return f"bf16 {bf16}, torch {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,190 @@
+"""The batch-layout gate: run a model in every layout of a batch and compare raw bits.
+
+Compared are log-probabilities, the loss, every gradient, and every weight after one AdamW step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from isobit import bits
+from isobit.gates.model.batch_layouts import generate_and_score, selected_layouts, trained_layouts
+from isobit.gates.model.first_difference import first_module
+from isobit.gates.model.scorers import Scorer
+
+LEARNING_RATE = 1e-3
+Progress = Callable[[str], None]  # called with the name of each layout when it is done
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One quantity in one layout, compared with the first layout of that quantity."""
+
+    quantity: str
+    layout: str
+    numbers: int  # elements that were compared
+    differ: int  # elements that differ
+    tensors: int
+    tensors_differ: int
+    idle: int = 0  # tensors whose comparison is worthless: all zero, or not finite
+    # For log-probabilities with difference d: max |d|, mean(e^d − 1 − d), and the fraction of e^d
+    # outside [0.8, 1.2].
+    aggregates: tuple[float, float, float] | None = None
+    where: str = ""  # the first difference
+
+    @property
+    def kept(self) -> bool:
+        """Whether something was compared and every bit agreed."""
+        return self.numbers > 0 and self.differ == 0 and self.idle == 0
+
+
+@dataclass(frozen=True)
+class GateReport:
+    """All comparisons of one side: isobit or stock."""
+
+    side: str
+    parameters: int
+    trained: int  # parameters that have a gradient
+    rows: tuple[Comparison, ...]
+
+    @property
+    def kept(self) -> bool:
+        """Whether every comparison agreed and every parameter has a gradient."""
+        return (
+            bool(self.rows)
+            and all(row.kept for row in self.rows)
+            and self.trained == self.parameters
+        )
+
+
+def count_steps(samples: list[Tensor]) -> int:
+    """Return how often `run_gate` calls `progress`."""
+    return len(selected_layouts(samples)) + 1 + len(trained_layouts(samples))
+
+
+def run_gate(
+    scorer: Scorer, samples: list[Tensor], progress: Progress = lambda _: None
+) -> GateReport:
+    """Run every layout and return all comparisons.
+
+    Args:
+        scorer: The model, and how it computes log-probabilities and the loss.
+        samples: The tokens of each sample.
+        progress: Called with the name of each layout when it is done.
+    """
+    rows = [*judge_selected(scorer, samples, progress), judge_generated(scorer, samples, progress)]
+    rows += judge_trained(scorer, samples, progress)
+    parameters = list(scorer.model.parameters())
+    trained = sum(1 for p in parameters if p.grad is not None)
+    scorer.model.zero_grad(set_to_none=True)
+    return GateReport(scorer.name, len(parameters), trained, tuple(rows))
+
+
+def judge_selected(
+    scorer: Scorer, samples: list[Tensor], progress: Progress
+) -> Iterator[Comparison]:
+    """Compare log-probabilities in each layout with those of the samples one at a time."""
+    reference, name_of_reference, module = None, "", ""
+    for name, run in selected_layouts(samples).items():
+        found = run(scorer)
+        progress(name)
+        if reference is None:
+            reference, name_of_reference = found, name
+            continue
+        row = compare("log-probability", f"{name} = {name_of_reference}", [("", reference, found)])
+        if not row.kept:
+            module = module or first_module(scorer, samples)  # searched once for all layouts
+            row = replace(row, where=f"{row.where}; first in {module}")
+        yield row
+
+
+def judge_generated(scorer: Scorer, samples: list[Tensor], progress: Progress) -> Comparison:
+    """Compare the log-probabilities that `generate` saw with those of scoring its output."""
+    rolled, again = generate_and_score(samples, scorer)
+    progress("generate, then score")
+    return compare(
+        "log-probability",
+        "generate, padded left, with cache = scored, padded right",
+        [("", rolled, again)],
+    )
+
+
+def judge_trained(
+    scorer: Scorer, samples: list[Tensor], progress: Progress
+) -> Iterator[Comparison]:
+    """Compare loss, gradients and weights after one step in each layout with the first layout."""
+    parameters = dict(scorer.model.named_parameters())
+    losses: list[Tensor] = []
+    gradients: dict[str, Tensor] = {}
+    digests: dict[str, str] = {}
+    reference = ""
+    for name, run in trained_layouts(samples).items():
+        loss = run(scorer)
+        found = {n: p.grad for n, p in parameters.items() if p.grad is not None}
+        if not losses:
+            losses, gradients, reference = [loss], found, name
+            progress(f"backward, {name}")
+            continue
+        layout = f"{name} = {reference}"
+        yield compare("loss", layout, [("loss", losses[0], loss)])
+        yield compare("gradient", layout, ((n, gradients[n], found[n]) for n in gradients))
+        yield compare(
+            "weight after AdamW", layout, stepped_pairs(parameters, gradients, found, digests)
+        )
+        progress(f"backward, {name}")
+
+
+def stepped_pairs(
+    parameters: dict[str, Tensor],
+    left: dict[str, Tensor],
+    right: dict[str, Tensor],
+    digests: dict[str, str],
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield each weight after a step with either gradient.
+
+    The reference's weights are kept as digests to save memory.
+    """
+    for name, parameter in parameters.items():
+        if name not in digests:
+            digests[name] = bits.digest(step(parameter, left[name]))
+        found = step(parameter, right[name])
+        same = bits.digest(found) == digests[name]
+        yield name, found if same else step(parameter, left[name]), found
+
+
+def step(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """Return the parameter after one step of torch's AdamW, without changing it."""
+    copy = torch.nn.Parameter(parameter.detach().clone())
+    copy.grad = gradient
+    torch.optim.AdamW([copy], lr=LEARNING_RATE).step()
+    return copy.detach()
+
+
+def compare(quantity: str, layout: str, pairs: Iterable[tuple[str, Tensor, Tensor]]) -> Comparison:
+    """Count the differing elements of pairs (name, reference, this layout)."""
+    numbers = differ = tensors = wrong = idle = 0
+    where, aggregates = "", None
+    for name, left, right in pairs:
+        difference = None if bits.equal(left, right) else bits.first_difference(left, right)
+        numbers += left.numel()
+        tensors += 1
+        idle += not bool(right.isfinite().all()) or not bool(right.any())
+        if difference is not None:
+            wrong += 1
+            differ += left.numel() if difference.count is None else difference.count
+            where = where or f"{name} {difference}".strip()
+        if quantity == "log-probability":
+            aggregates = aggregate(left, right)
+    return Comparison(quantity, layout, numbers, differ, tensors, wrong, idle, aggregates, where)
+
+
+def aggregate(left: Tensor, right: Tensor) -> tuple[float, float, float]:
+    """Return max |d|, mean(e^d − 1 − d) and the fraction of e^d outside [0.8, 1.2], in fp64."""
+    d = (right.double() - left.double()).reshape(-1)
+    ratio = d.exp()
+    clipped = ((ratio < 0.8) | (ratio > 1.2)).double()
+    return float(d.abs().max()), float((torch.expm1(d) - d).mean()), float(clipped.mean())

@@ -1,0 +1,130 @@
+"""The rank-layout gate: train in every layout and compare loss curves and digests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from isobit.files import write_text
+from isobit.gates.training.code_digest import code_digest
+from isobit.gates.training.launcher import Job, run_job
+from isobit.gates.training.rank_layouts import RankLayout
+from isobit.gates.training.training_curve import Curve
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of one layout."""
+
+    layout: RankLayout
+    dtype: str
+    stock: bool
+    transport: str
+    curve: Curve
+    seconds: float
+
+    @property
+    def name(self) -> str:
+        """A name for tables, such as "isobit ddp 2×2×1" (data × micro × tensor)."""
+        plain = "stock" if self.stock else "isobit"
+        engine = plain if self.layout.engine == "isobit" else f"{plain} {self.layout.engine}"
+        return f"{engine} {self.layout.data}×{self.layout.micro}×{self.layout.tensor}"
+
+
+@dataclass(frozen=True)
+class RankLayoutVerdict:
+    """The comparison of all layouts of one side (isobit or stock) in one dtype."""
+
+    side: str
+    dtype: str
+    layouts: int
+    steps: int
+    curves: int  # distinct loss curves
+    weights: int  # distinct digests of weights; likewise below
+    gradients: int
+    optimizers: int
+    parted: float  # the largest difference of two layouts' losses at one step
+    healthy: bool  # everything is finite, and training changed the weights
+
+    @property
+    def kept(self) -> bool:
+        """Whether two layouts or more gave one curve and digest of a run that changed weights."""
+        one = self.curves == self.weights == self.gradients == self.optimizers == 1
+        return one and self.layouts > 1 and self.steps > 0 and self.healthy
+
+
+def judge(outcomes: Sequence[Outcome]) -> RankLayoutVerdict:
+    """Compare the outcomes of one side and dtype."""
+    curves = [outcome.curve for outcome in outcomes]
+    by_step = list(zip(*(curve.losses for curve in curves), strict=True))
+    return RankLayoutVerdict(
+        side="stock" if any(o.stock for o in outcomes) else "isobit",
+        dtype=", ".join(sorted({o.dtype for o in outcomes})),
+        layouts=len({(o.layout, o.transport) for o in outcomes}),
+        steps=len(by_step),
+        curves=len({repr((curve.losses, curve.norms)) for curve in curves}),  # +0 is not -0
+        weights=len({curve.weights for curve in curves}),
+        gradients=len({curve.gradients for curve in curves}),
+        optimizers=len({curve.optimizer for curve in curves}),
+        parted=max((max(losses) - min(losses) for losses in by_step), default=float("nan")),
+        healthy=bool(curves) and all(curve.finite and curve.changed for curve in curves),
+    )
+
+
+def run_jobs(
+    jobs: Iterable[Job],
+    progress: Callable[[Job], None] = lambda job: None,
+    keep: Path | None = None,
+) -> list[Outcome]:
+    """Run jobs one after another.
+
+    Args:
+        jobs: The layouts to train.
+        progress: Called with each job when it is done.
+        keep: A file that stores one outcome per line; outcomes of the same code are not run again.
+    """
+    known = read_outcomes(keep) if keep is not None else {}
+    found = []
+    for job in jobs:
+        key = (job.layout, job.workload, job.dtype, job.stock, job.transport)
+        outcome = known.get(key)
+        if outcome is None:
+            curve, seconds = run_job(job)
+            outcome = Outcome(job.layout, job.dtype, job.stock, job.transport, curve, seconds)
+            if keep is not None:
+                with keep.open("a") as file:
+                    file.write(
+                        json.dumps(
+                            {"code": code_digest(), "workload": job.workload, **asdict(outcome)}
+                        )
+                        + "\n"
+                    )
+        found.append(outcome)
+        progress(job)
+    return found
+
+
+def read_outcomes(path: Path) -> dict[tuple[RankLayout, str, str, bool, str], Outcome]:
+    """Read the outcomes that `run_jobs` of the same code stored.
+
+    An incomplete last line, left by a run that was killed, is removed from the file.
+    """
+    known = {}
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        write_text(path, whole)
+    for line in whole.splitlines():
+        record = json.loads(line)
+        if record.pop("code", "") != code_digest():
+            continue  # stored by another version of the code
+        workload, layout, curve = (
+            record.pop("workload"),
+            RankLayout(**record.pop("layout")),
+            Curve.read(record.pop("curve")),
+        )
+        outcome = Outcome(layout=layout, curve=curve, **record)
+        known[layout, workload, outcome.dtype, outcome.stock, outcome.transport] = outcome
+    return known

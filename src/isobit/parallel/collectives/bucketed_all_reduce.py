@@ -1,0 +1,149 @@
+"""All-reduce of many tensors in a few buckets, each launched as soon as it is full."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isobit.errors import AgreementError, ArgumentError
+from isobit.parallel.collectives.async_work import AsyncWork
+from isobit.parallel.collectives.hierarchy import TwoLevelGroup
+from isobit.parallel.collectives.tree_collectives import all_reduce
+
+# The last element of a bucket is the step number modulo this. A sum of it over up to 4096 ranks is
+# exact in fp32, so ranks that are at different steps are detected.
+STEP_NUMBERS = 4096
+
+
+class BucketedAllReduce:
+    """Sum tensors of known sizes over ranks; reusable after each `finish()`.
+
+    A full bucket is launched only after those before it: ranks may fill buckets in different orders
+    and must launch collectives in one.
+
+    Args:
+        sizes: The number of elements of each tensor, in the order in which they are expected to be
+            ready (for gradients: the last layer first).
+        group: The ranks to sum over; None is the default group.
+        bucket_bytes: The size of a bucket; a larger tensor has a bucket of its own.
+        dtype: The dtype of all tensors.
+        device: The device of all tensors.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        group: dist.ProcessGroup | TwoLevelGroup | None = None,
+        bucket_bytes: int = 25 << 20,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Assign tensors to buckets."""
+        self._group, self._sizes, self._dtype, self._device = group, tuple(sizes), dtype, device
+        self._members = group_by_size(sizes, bucket_bytes // dtype.itemsize)
+        self._bucket_of = {
+            index: number for number, members in enumerate(self._members) for index in members
+        }
+        self._step, self._abandoned = 0, list[AsyncWork]()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start a step with new buckets: the last ones belong to the caller or are still being summed."""
+        self._step += 1
+        self._missing = [set(members) for members in self._members]
+        self._works: list[AsyncWork] = []
+        self._buckets: dict[int, Tensor] = {}  # by bucket number # [sum of sizes + 1]
+        self._slots: dict[int, Tensor] = {}  # by tensor index: views of the buckets # [size]
+
+    def _make_bucket(self, number: int) -> None:
+        sizes = [self._sizes[index] for index in self._members[number]]
+        bucket = torch.empty(sum(sizes) + 1, dtype=self._dtype, device=self._device)
+        bucket[-1] = self._step % STEP_NUMBERS
+        self._buckets[number] = bucket
+        self._slots.update(zip(self._members[number], torch.split(bucket[:-1], sizes), strict=True))
+
+    def ready(self, index: int, tensor: Tensor) -> None:
+        """Copy a tensor into its bucket and launch every bucket whose turn it is.
+
+        Raises:
+            ArgumentError: This tensor was already given in this step.
+        """
+        number = self._bucket_of[index]
+        if index not in self._missing[number]:
+            raise ArgumentError(
+                expected="each tensor once before finish()",
+                received=f"tensor {index} again",
+                remedy="call finish() first, or add contributions before calling ready()",
+            )
+        if number not in self._buckets:
+            self._make_bucket(number)
+        self._slots[index].copy_(tensor.detach().reshape(-1))
+        self._missing[number].remove(index)
+        while len(self._works) < len(self._members) and not self._missing[len(self._works)]:
+            work = all_reduce(self._buckets[len(self._works)], self._group, async_op=True)
+            assert work is not None
+            self._works.append(work)
+
+    def clear(self) -> None:
+        """Abandon this step after a failure.
+
+        Running collectives are waited for by the next `finish()`, not here: another rank may
+        never launch its side, and the exception that is being raised must reach the user.
+        """
+        self._abandoned += self._works
+        self._begin()
+
+    def finish(self) -> list[Tensor]:
+        """Wait for all buckets.
+
+        Returns:
+            The sums by index, as 1-D views of buckets that the caller owns from now on.
+
+        Raises:
+            ArgumentError: A tensor was not given.
+            AgreementError: Some ranks abandoned a step that others finished.
+        """
+        missing = sorted(set().union(*self._missing))
+        if missing:
+            raise ArgumentError(
+                expected=f"all {len(self._sizes)} tensors",
+                received=f"none for {missing[:8]}",
+                remedy="pass zeros for a tensor without a contribution",
+            )
+        for work in [*self._abandoned, *self._works]:
+            work.wait()
+        self._abandoned.clear()
+        wanted = self._step % STEP_NUMBERS * rank_count(self._group)
+        if any(bucket[-1] != wanted for bucket in self._buckets.values()):
+            raise AgreementError(
+                expected="the same step on all ranks",
+                received="a sum to which some ranks contributed another step than this one",
+                remedy="let a step fail on all ranks, or restart from a checkpoint",
+            )
+        slots = self._slots
+        self._begin()
+        return [slots[index] for index in range(len(slots))]
+
+
+def rank_count(group: dist.ProcessGroup | TwoLevelGroup | None) -> int:
+    """Return the number of ranks that are summed over."""
+    if isinstance(group, TwoLevelGroup):
+        return dist.get_world_size(group.inner) * dist.get_world_size(group.outer)
+    return dist.get_world_size(group)
+
+
+def group_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:
+    """Group consecutive indices whose sizes sum to at most `limit`; a larger one is alone."""
+    groups: list[list[int]] = []
+    held = 0
+    for index, size in enumerate(sizes):
+        if not groups or held + size > limit:
+            groups.append([])
+            held = 0
+        groups[-1].append(index)
+        held += size
+    return groups

@@ -1,0 +1,91 @@
+"""Element-wise additions of partial sums on one rank, with the same bits in every thread.
+
+Subnormal numbers: torch.set_flush_denormal is a mode of a thread, and the threads of torch's pool
+keep the mode that they started with. So tensors are added in blocks below torch's grain size, which
+the calling thread adds by itself with subnormals kept.
+
+NaNs: the bits of NaN + NaN and of inf - inf depend on the processor and on the order of operands.
+`settle_nans` replaces every NaN by one. A NaN stays in a sum, so settling the last sum is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from isobit import machine
+from isobit.ops.portable.rounding import settle_nans
+
+# torch's grain size: an addition of no more elements starts no threads.
+BLOCK = 32768
+
+
+@contextmanager
+def subnormals_kept() -> Iterator[None]:
+    """Keep subnormal numbers in this thread's additions, then restore its mode.
+
+    Also a decorator: `@subnormals_kept()`. Unlike `isolation.keeping_subnormals` it starts no
+    thread; it is for additions that never reach torch's thread pool.
+    """
+    flushing = machine.flushes_subnormals()
+    if flushing:
+        torch.set_flush_denormal(False)
+    try:
+        yield
+    finally:
+        if flushing:
+            torch.set_flush_denormal(True)
+
+
+def round_total(total: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round a sum to its result's dtype and settle its NaNs; in place if it has that dtype."""
+    return settle_nans(total.to(dtype))
+
+
+def add_two(left: Tensor, right: Tensor, total: Tensor) -> None:
+    """Write left + right to `total`; all are 1-D and of one length."""
+    for at in range(0, total.numel(), BLOCK):
+        part = slice(at, at + BLOCK)
+        settle_nans(torch.add(left[part], right[part], out=total[part]))
+
+
+def add_rows(rows: Sequence[Tensor], total: Tensor) -> None:
+    """Write the balanced tree over 2^n rows, n > 0, to `total`; the rows are overwritten.
+
+    Args:
+        rows: By rank, its addends. # ranks x [numel]
+        total: Receives the sum. # [numel]
+    """
+    for at in range(0, total.numel(), BLOCK):
+        level = [row[at : at + BLOCK] for row in rows]
+        while len(level) > 2:
+            level = [
+                torch.add(left, right, out=left)
+                for left, right in zip(level[::2], level[1::2], strict=True)
+            ]
+        settle_nans(torch.add(level[0], level[1], out=total[at : at + BLOCK]))
+
+
+def add_into(left: Tensor, right: Tensor) -> Tensor:
+    """Add `right` to `left` in place; both contiguous. NaNs are not settled."""
+    with subnormals_kept():
+        for ours, theirs in zip(_blocks(left), _blocks(right), strict=True):
+            ours.add_(theirs)
+    return left
+
+
+def add_to_rows(rows: Tensor, row: Tensor) -> None:
+    """Add `row` [N] to each row of `rows` [..., N] in place; both contiguous."""
+    with subnormals_kept():
+        for one in rows.view(-1, rows.shape[-1]):
+            for ours, theirs in zip(_blocks(one), _blocks(row), strict=True):
+                ours.add_(theirs)
+
+
+def _blocks(tensor: Tensor) -> Sequence[Tensor]:
+    if tensor.numel() <= BLOCK:
+        return (tensor,)
+    return torch.split(tensor.view(-1), BLOCK)

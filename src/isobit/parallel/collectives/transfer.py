@@ -1,0 +1,65 @@
+"""The interface of a data transfer between ranks, and the transfers that stay on one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Transfer(Protocol):
+    """One stage of a collective."""
+
+    runs_in_thread: bool  # whether the communicator's thread may run it while the caller computes
+
+    def start(self) -> None:
+        """Launch the first messages."""
+
+    def finish(self) -> None:
+        """Return when the result is in place."""
+
+
+class LocalCopy:
+    """Copy from one tensor to another on this rank."""
+
+    runs_in_thread = True
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        """Copy `source` to `target`, of one shape."""
+        self.source, self.target = source, target
+
+    def start(self) -> None:
+        """Do nothing: a copy is done in `finish`."""
+
+    def finish(self) -> None:
+        """Copy."""
+        self.target.copy_(self.source)
+
+
+class Sequential:
+    """Run transfers one after another."""
+
+    def __init__(self, *transfers: Transfer) -> None:
+        """Run these transfers in this order; without any, do nothing."""
+        self.transfers = transfers
+        self.runs_in_thread = all(transfer.runs_in_thread for transfer in transfers)
+
+    def start(self) -> None:
+        """Start the first transfer."""
+        for transfer in self.transfers[:1]:
+            transfer.start()
+
+    def finish(self) -> None:
+        """Finish each transfer before the next one starts."""
+        for index, transfer in enumerate(self.transfers):
+            if index:
+                transfer.start()
+            transfer.finish()
+
+
+def wait_all(works: Sequence[dist.Work]) -> None:
+    """Wait for every work, in order."""
+    for work in works:
+        work.wait()

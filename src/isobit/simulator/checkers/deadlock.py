@@ -1,0 +1,81 @@
+"""Deadlocks: ranks that wait for each other, for a rank that has returned, or for one that never stops computing."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from isobit.errors import BusyError, DeadlockError
+from isobit.majority import Vote, name_ranks
+from isobit.simulator.schedule import Waiting
+
+
+def find_cycle(waits: Mapping[int, Collection[int]]) -> list[int]:
+    """Return ranks that wait for each other in a cycle, or nothing if there is no cycle."""
+    clear: set[int] = set()
+    for start in sorted(waits):
+        path, seen, at = [start], {start: 0}, start
+        while at not in clear:
+            onward = [rank for rank in waits.get(at, ()) if rank in waits]
+            if not onward:
+                break
+            at = min(onward)
+            if at in seen:
+                return path[seen[at] :]
+            seen[at] = len(path)
+            path.append(at)
+        clear |= set(path)
+    return []
+
+
+def deadlock(
+    blocked: Mapping[int, Waiting],
+    left: Collection[int],
+    stacks: Mapping[int, list[str]],
+    lost: Mapping[int, str],
+) -> DeadlockError:
+    """Report that no rank can continue: which rank waits for which, in which call, and the likely culprits.
+
+    The culprits are the ranks whose message was lost; or those outside the majority, where most ranks wait in one
+    call; or the ranks of a cycle; or the ranks that are waited for.
+    """
+    waits = {rank: sorted(waiting.missing()) for rank, waiting in blocked.items()}
+    places: dict[int, list[int]] = {}
+    for rank, waiting in blocked.items():
+        places.setdefault(id(waiting), []).append(rank)
+    gone = {rank for missing in waits.values() for rank in missing if rank in left}
+    cycle = find_cycle(waits)
+    missing = sorted({rank for ranks in waits.values() for rank in ranks})
+    parties = [*places.values(), *([gone] if gone else [])]
+    vote = Vote(tuple(sorted((tuple(sorted(p)) for p in parties), key=len, reverse=True)))
+    outside = vote.others if vote.has_majority else ()
+    roots = sorted(lost) or sorted(outside) or cycle or missing
+    sentences = []
+    for ranks in places.values():
+        ended = [rank for rank in waits[ranks[0]] if rank in gone]
+        tail = f" ({name_ranks(ended)} already returned)" if ended else ""
+        call = blocked[ranks[0]].describe()
+        awaited = name_ranks(waits[ranks[0]])
+        sentences.append(f"{name_ranks(ranks)} in {call}, waiting for {awaited}{tail}")
+    if len(cycle) > 1 and not gone:
+        sentences.append("a cycle: " + " → ".join(str(rank) for rank in (*cycle, cycle[0])))
+    error = DeadlockError(
+        expected="the awaited ranks to join every call",
+        received="; ".join([*sentences, *lost.values()]),
+        remedy=f"look at {name_ranks(roots)} for a skipped call, another order or group of calls, or a missing send",
+        ranks=sorted(roots),
+        stacks=stacks,
+    )
+    error.waits, error.cycle = waits, cycle
+    return error
+
+
+def endless_turn(rank: int, seconds: float, stack: Sequence[str]) -> BusyError:
+    """Report a rank that keeps the baton for too long in real time."""
+    return BusyError(
+        expected=f"rank {rank} to reach a call that lets other ranks run within {seconds:g} s",
+        received="it computes, or waits, without a call that the simulator sees",
+        remedy=f"look at the line given for rank {rank}; wait by a collective, time.sleep or a lock of threading; "
+        "if the work just takes long, allow more time (World(patience=…), --patience)",
+        ranks=[rank],
+        stacks={rank: stack},
+    )

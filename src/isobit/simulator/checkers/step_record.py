@@ -1,0 +1,106 @@
+"""Records of what each rank trains with: its parameters at the start, and each step of its optimizers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from isobit import bits
+
+LARGEST_KEPT = 1 << 20  # elements; of larger tensors only the digest is kept
+
+
+@dataclass(frozen=True)
+class Start:
+    """The parameters of a rank's optimizer before its first step.
+
+    Attributes:
+        digests: The digest of each parameter.
+        shapes: The dtype and shape of each parameter.
+        varied: Whether any parameter is more than a constant.
+    """
+
+    digests: tuple[str, ...]
+    shapes: tuple[str, ...]
+    varied: bool
+
+
+@dataclass
+class Step:
+    """One step of a rank's optimizer.
+
+    Attributes:
+        gradients: The digest of each gradient.
+        infinite: The first parameter whose gradient is not finite.
+        summed: Whether an all-reduce summed into every gradient.
+        poisoned: Whether this rank put a number that is not finite into a sum.
+        data: Digests of the batches since the last step.
+        masks: Digests of the random state at each dropout since the last step.
+        pending: The gradient that is the result of a collective in progress, in words.
+        site: The line of the program that made the step.
+        values: The digest of each parameter after the step.
+        kept: A copy of each parameter after the step, unless it is large.
+    """
+
+    parameters: list[Tensor]
+    names: tuple[str, ...]
+    gradients: tuple[str, ...]
+    infinite: int | None
+    summed: bool
+    poisoned: bool
+    data: tuple[str, ...]
+    masks: tuple[str, ...]
+    pending: str = ""
+    site: str = ""
+    values: tuple[str, ...] = ()
+    kept: tuple[Tensor | None, ...] = ()
+
+
+def digest(tensor: Tensor | None) -> str:
+    """Return the digest of a tensor's bits, or "none"."""
+    return "none" if tensor is None else bits.digest(tensor.detach())
+
+
+def copy_if_small(tensor: Tensor) -> Tensor | None:
+    """Return a copy to show later where the tensor differs, or None if it is large."""
+    return tensor.detach().clone() if tensor.numel() <= LARGEST_KEPT else None
+
+
+def describe_difference(left: Tensor | None, right: Tensor | None) -> str:
+    """Return in words where two copies first differ."""
+    found = None if left is None or right is None else bits.first_difference(left, right)
+    if found is None:
+        return "somewhere"
+    return f"first at {list(found.index or ())}, {found.left} against {found.right}"
+
+
+def is_constant(tensor: Tensor) -> bool:
+    """Return whether all elements have one value, as in new biases and norm weights."""
+    flat = tensor.detach().reshape(-1)
+    return flat.numel() == 0 or bool((flat == flat[0]).all())
+
+
+def plain_parameters(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters that are no shards (DTensor is a class of its own)."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in held if type(p) in (Tensor, nn.Parameter)]
+
+
+def plain_gradient(parameter: Tensor) -> Tensor | None:
+    """Return the gradient, dense if it is sparse; None if it is of another tensor class."""
+    gradient = parameter.grad
+    if type(gradient) is not Tensor:
+        return None
+    return gradient if gradient.layout is torch.strided else gradient.to_dense()
+
+
+def is_finite(tensor: Tensor | None) -> bool:
+    """Return whether a tensor has no NaN and no infinity."""
+    if tensor is None or not tensor.is_floating_point():
+        return True
+    # torch has no isfinite for fp8
+    wide = tensor.detach().float() if tensor.element_size() == 1 else tensor.detach()
+    return bool(torch.isfinite(wide).all())

@@ -1,0 +1,88 @@
+"""Findings about training, by kind: what was expected, and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from isobit.errors import NonFiniteError, PendingError, SimulationError, TrainingError
+
+WORDS = {  # kind: (what was expected, remedy)
+    "start differs": (
+        "replicas that start with the same parameters",
+        "broadcast the parameters from one rank before training, or use one seed on all ranks",
+    ),
+    "gradients differ": (
+        "replicas that update with the same gradients",
+        "reduce every gradient over all replicas: call the wrapper, not the module inside it; check the group",
+    ),
+    "update differs": (
+        "replicas whose update of the same gradients is the same",
+        "use one learning rate, optimizer state and schedule on all ranks",
+    ),
+    "buffers differ": (
+        "replicas that evaluate with the same buffers",
+        "reduce the statistics over ranks, or broadcast the buffers before evaluating",
+    ),
+    "data alike": (
+        "replicas that train on different batches",
+        "give the sampler the rank and the number of ranks",
+    ),
+    "random numbers alike": (
+        "replicas whose dropout masks are different",
+        "set a different seed on each rank after the parameters are made",
+    ),
+    "pending": (
+        "gradients whose reduction is done",
+        "call .wait() on the handle of the collective, then step",
+    ),
+    "not finite": ("gradients that are finite numbers", "look for the source on the ranks named"),
+    "tensors differ": (
+        "a tensor that is the same on all ranks",
+        "look for what only the ranks named do",
+    ),
+    "tensors alike": (
+        "a tensor that is different on all ranks",
+        "look for what the ranks named share, such as a seed",
+    ),
+    "weights differ": (
+        "each rank's share with the weight that it has on one worker",
+        "sum over ranks, then divide once by the global count; clip after the reduction",
+    ),
+    "differs from one worker": (
+        "the numbers of one worker",
+        "compare the ranks named with one worker at this place",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class TrainingFinding:
+    """Something wrong with training.
+
+    Attributes:
+        kind: A key of `WORDS`.
+        ranks: The ranks to blame.
+        text: What was found.
+        sites: The line where each of these ranks made the step.
+    """
+
+    kind: str
+    ranks: tuple[int, ...]
+    text: str
+    sites: Mapping[int, str] = field(default_factory=dict)
+
+
+def as_error(finding: TrainingFinding) -> SimulationError:
+    """Convert a finding into the matching `SimulationError`."""
+    kinds = {"not finite": NonFiniteError, "pending": PendingError}
+    expected, remedy = WORDS[finding.kind]
+    error = kinds.get(finding.kind, TrainingError)(
+        expected=expected,
+        received=finding.text,
+        remedy=remedy,
+        ranks=finding.ranks,
+        stacks={rank: [site] for rank, site in finding.sites.items() if site},
+    )
+    error.kind = finding.kind
+    return error

@@ -1,0 +1,95 @@
+"""The root cause of a failed run: why no rank can continue, and which rank failed first."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Mapping
+
+from isobit.errors import IsobitError, RankFailedError, RankLostError, SimulationError
+from isobit.majority import name_ranks
+from isobit.simulator.call_sites import is_user_file
+from isobit.simulator.checkers.deadlock import deadlock
+from isobit.simulator.checkers.mismatch import group_mismatches, mismatch
+from isobit.simulator.faults import Stalled
+from isobit.simulator.findings import Killed
+from isobit.simulator.operations import Operation
+from isobit.simulator.run import Run
+from isobit.simulator.schedule import Waiting
+
+
+def diagnose(
+    run: Run, blocked: Mapping[int, Waiting], stacks: Mapping[int, list[str]]
+) -> SimulationError:
+    """Find why no rank can continue: they disagree, one of them is gone, or they wait for each other."""
+    disputed = group_mismatches(run.group_calls)
+    if disputed:
+        return disputed[0]
+    for waiting in blocked.values():
+        if isinstance(waiting, Operation):
+            calls = list(waiting.calls.values())
+            if len({call.signature() for call in calls}) > 1:
+                return mismatch(waiting, calls)
+    stalled = [rank for rank, waiting in blocked.items() if isinstance(waiting, Stalled)]
+    failed = run.findings.failed
+    gone = sorted(failed or stalled)
+    if not gone:
+        left = [rank.index for rank in run.ranks if rank.left]
+        return deadlock(blocked, left, stacks, run.findings.lost)
+    waiters = [rank for rank in blocked if rank not in stalled]
+    where = ""
+    if waiters:
+        where = f", and {name_ranks(waiters)} waited in {blocked[waiters[0]].describe()}"
+    return RankLostError(
+        expected="every rank to reach the calls that other ranks wait in",
+        received=f"{name_ranks(gone)} {'failed' if failed else 'stalled'}{where}",
+        remedy=f"find out why {name_ranks(gone)} stopped",
+        ranks=gone,
+        stacks=stacks,
+    )
+
+
+def find_origin(error: BaseException | None) -> BaseException | None:
+    """Return the simulator's error that the program answered with `error`, or `error` itself."""
+    at = error
+    while at is not None and not isinstance(at, SimulationError):
+        at = at.__cause__ or at.__context__
+    return at or error
+
+
+def first_failure(run: Run) -> SimulationError | None:
+    """Return the error of the first rank that failed by itself, or None."""
+    if not run.findings.failed:
+        return None
+    first = run.ranks[run.findings.failed[0]]
+    cause = find_origin(first.error)
+    if isinstance(cause, SimulationError):
+        return cause
+    alike = [
+        index
+        for index in sorted(run.findings.failed)
+        if type(run.ranks[index].error) is type(first.error)
+    ]
+    frames = traceback.extract_tb(cause.__traceback__ if cause else None)
+    lines = [
+        f"{frame.filename}:{frame.lineno} in {frame.name}"
+        for frame in reversed(frames)
+        if is_user_file(frame.filename)
+    ]
+    if isinstance(cause, Killed):
+        return RankLostError(
+            expected=f"rank {first.index} to run to its end",
+            received=f"its crash at call {first.calls}, {cause}",
+            remedy="make the other ranks notice it: by a timeout, or a restart from the last checkpoint",
+            ranks=alike,
+            stacks={first.index: lines},
+        )
+    own = cause if isinstance(cause, IsobitError) else None  # its fields become those of this error
+    error = RankFailedError(
+        expected=f"{name_ranks(alike)} to return" + (f", with {own.expected}" if own else ""),
+        received=f"{type(cause).__name__}: {own.received if own else cause}",
+        remedy=own.remedy if own else "look at its cause; errors of other ranks follow from it",
+        ranks=alike,
+        stacks={first.index: lines},
+    )
+    error.__cause__ = cause
+    return error
