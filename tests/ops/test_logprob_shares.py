@@ -38,18 +38,14 @@ def wide(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) 
     return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
 
-def problem(
-    rows: int, vocabulary: int, width: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def problem(rows, vocabulary, width, dtype):
     hidden, weight = (wide((n, width), n + vocabulary, dtype) for n in (rows, vocabulary))
     targets = torch.randint(0, vocabulary, (rows,), generator=torch.Generator().manual_seed(rows))
     targets[2::5] = -100
     return hidden, weight, targets
 
 
-def weight_grads(
-    function, hidden, weight, targets, cotangent, lengths, share
-) -> tuple[Tensor, list[Tensor]]:
+def weight_grads(function, hidden, weight, targets, cotangent, lengths, share):
     """dweight of the whole batch, and of each share of `share` samples by autograd."""
     of, edges = len(lengths), [0]
     for length in lengths:
@@ -325,11 +321,8 @@ def test_refusals():
     with pytest.raises(CutError, match="power of two"):
         partial.merge(torch.ones(3, 6, 2))
     stats, spans = torch.ones(6, 2), torch.tensor([[0, 2], [2, 2], [4, 2]])
-    for of in (
-        2,
-        4,
-        4096,
-    ):  # fewer than there are; three segments of one; a part of a segment of four
+    # Fewer than there are; three segments of one; a part of a segment of four.
+    for of in (2, 4, 4096):
         with pytest.raises(UnsupportedError, match="subtree"):
             partial.backward(torch.ones(6), hidden, local, targets, stats, spans, 1.0, cut, of)
     with pytest.raises(ArgumentError, match="float32"):
