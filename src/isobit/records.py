@@ -9,6 +9,15 @@ from typing import Any
 
 from isobit.plain_text import plain_json
 
+# What a contract must show at each level.
+RUNGS = {
+    "L0": "well-formed, every obligation linked to a claim",
+    "L1": "schema, operator check, shapes and dtypes by construction",
+    "L2": "every falsification test ran, every sabotage was caught",
+    "L3": "at least 10,000 inputs",
+    "L4": "proved, by the engine named",
+}
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -70,22 +79,6 @@ class Provenance:
     command: str
     date: str
     digest: str
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """The result of one check, with its denominator; `kept` needs at least one comparison."""
-
-    subject: str
-    check: str
-    compared: int
-    differing: int
-    first: str = ""
-
-    @property
-    def kept(self) -> bool:
-        """Whether something was compared and nothing differs."""
-        return self.compared > 0 and self.differing == 0
 
 
 @dataclass(frozen=True)
@@ -191,5 +184,5 @@ def to_json(value: Any) -> str:
 def _plain(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         plain = {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
-        return plain | ({"kept": value.kept} if isinstance(value, (Verdict, Proof)) else {})
+        return plain | ({"kept": value.kept} if isinstance(value, Proof) else {})
     raise TypeError(f"no JSON form for {type(value).__name__}")

@@ -13,7 +13,7 @@ from isobit.contracts.language.load import parse_contract
 from isobit.contracts.store import ladder
 from isobit.records import ClaimRecord, ContractStatus, Planted, Proof, Provenance, Section
 from isobit.report import contract_graph
-from isobit.report.contract_page import RUNGS, draw_contracts
+from isobit.report.contract_page import draw_contracts
 from isobit.report.junit_sarif import as_junit, as_sarif
 
 HOSTILE = "<script>alert('x')</script>\"onload=\"&]]>"
@@ -175,11 +175,10 @@ def test_words_come_with_records_and_a_claim_without_record_is_counted():
     assert text.count("shown above") == 1
 
 
-def test_the_ladder_is_that_of_the_judges():
-    assert tuple(ladder.RUNGS.values()) == RUNGS
+def test_the_ladder_shows_reached_and_required_levels():
     page = draw_contracts([status_of(verdict="kept", level=2, required=3, claims=())], {}, "t")
     row = page.partition("<table>")[2].partition("</table>")[0]
-    assert re.findall(r'<i class="([^"]*)"', row) == ["full", "full", "full", "asked", ""]
+    assert re.findall(r'<i class="([^"]*)"', row) == ["full", "full", "full", "required", ""]
     page = draw_contracts([status_of(verdict="unbound", claims=())], {}, "t")
     assert 'class="full' not in page
 

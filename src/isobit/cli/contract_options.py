@@ -6,12 +6,15 @@ import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
+from rich.console import Console
+
 from isobit.contracts.store.ladder import UNSETTLED
 from isobit.contracts.store.tree import library
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError
 from isobit.trusted_folder import serve_folder
 
+FEW = 40  # the most rows that are shown
 LIBRARY = "isobit"  # among ids and paths: the contracts of isobit's own operators
 
 
@@ -77,6 +80,14 @@ def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
         )
     chosen = [*ids, *(workspace.tree.chosen if paths else [])]
     return workspace, chosen
+
+
+def show_invalid(console: Console, workspace: Workspace) -> None:
+    """Print the contract files that are not valid, and the evidence that does not count."""
+    for broken in workspace.tree.broken[:FEW]:
+        console.print(f"INVALID {broken.error}")
+    for name, reason in list(workspace.evidence.refused.items())[:FEW]:
+        console.print(f"evidence that does not count, {reason}: {name}")
 
 
 def exit_code(verdicts: Iterable[str]) -> int:

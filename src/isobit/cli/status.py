@@ -9,15 +9,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.contract_options import add_place, exit_code, open_workspace
+from isobit.cli.contract_options import FEW, add_place, exit_code, open_workspace, show_invalid
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.contracts.store.ladder import RUNGS
 from isobit.contracts.store.signing import read_public
 from isobit.contracts.workspace import Workspace
-from isobit.records import ContractStatus
-
-FEW = 40
+from isobit.records import RUNGS, ContractStatus
 
 
 def add_parser(commands: Any) -> None:
@@ -29,7 +26,8 @@ def add_parser(commands: Any) -> None:
         "Contracts of isobit that were not judged on this machine are shown with the evidence that is shipped in the "
         "wheel, if there is any for the installed code. "
         "Exit 0: all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run, was "
-        "not judged on this machine, or not as far as it must reach.",
+        "not judged on this machine, or not up to the required level.",
+        epilog="example: isobit status isobit",
     )
     add_place(parser)
     parser.add_argument(
@@ -63,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def show(found: list[ContractStatus], workspace: Workspace) -> None:
-    """Print the table, files that were refused, and counts."""
+    """Print the table, invalid files, and counts."""
     console = make_console(118)
     table = Table("contract", "version", "verdict", "level", "detail")
     some = found if len(found) <= FEW else [s for s in found if s.verdict != "kept"]
@@ -73,10 +71,7 @@ def show(found: list[ContractStatus], workspace: Workspace) -> None:
         console.print(table)
     if len(some) > FEW:
         console.print(f"and {len(some) - FEW:,} more that are not kept")
-    for broken in workspace.tree.broken[:FEW]:
-        console.print(f"INVALID {broken.error}", markup=False)
-    for name, reason in list(workspace.evidence.refused.items())[:FEW]:
-        console.print(f"evidence that does not count, {reason}: {name}", markup=False)
+    show_invalid(console, workspace)
     verdicts = Counter(s.verdict for s in found)
     counts = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())
     console.print(f"{len(found):,} contracts: {counts or 'none'}")
@@ -84,7 +79,7 @@ def show(found: list[ContractStatus], workspace: Workspace) -> None:
     shipped = [s.shipped for s in found if s.shipped]
     if shipped:
         console.print(
-            f"{len(shipped):,} of them have shipped evidence, judged on another machine, which counts for nothing "
+            f"{len(shipped):,} of them have shipped evidence, judged on another machine, which does not count "
             "here; to judge on this machine: isobit verify isobit"
         )
         show_rungs(

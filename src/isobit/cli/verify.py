@@ -14,7 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from isobit import files
-from isobit.cli.contract_options import add_place, add_trust, exit_code, open_workspace
+from isobit.cli.contract_options import (
+    FEW,
+    add_place,
+    add_trust,
+    exit_code,
+    open_workspace,
+    show_invalid,
+)
 from isobit.cli.progress import Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
@@ -30,8 +37,6 @@ from isobit.plain_text import one_line
 from isobit.records import ClaimRecord, ContractStatus, Provenance
 from isobit.report.contract_page import draw_contracts
 from isobit.report.junit_sarif import as_junit, as_sarif
-
-FEW = 40
 
 
 def add_parser(commands: Any) -> None:
@@ -217,10 +222,7 @@ def show(
             console.print(
                 "  delete these files if they were written in another environment", markup=False
             )
-    for broken in workspace.tree.broken:
-        console.print(f"INVALID {broken.error}", markup=False)
-    for name, reason in list(workspace.evidence.refused.items())[:FEW]:
-        console.print(f"evidence that does not count, {reason}: {name}", markup=False)
+    show_invalid(console, workspace)
     claims = [c for s in found for c in s.claims]
     planted = [p for c in claims for p in c.planted]
     console.print(

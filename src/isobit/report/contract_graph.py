@@ -6,18 +6,9 @@ from collections.abc import Sequence
 
 from isobit.plain_text import one_line, plain
 from isobit.records import ContractStatus, Provenance, to_json
-from isobit.report.markup import as_metadata, escape, facts_of
+from isobit.report.markup import as_metadata, escape, facts_of, tone_of
 
-GREY = "#7a7a7a"
-COLOURS = {
-    "kept": "#2a7f4f",
-    "waived": "#b08900",
-    "could-not-run": GREY,
-    "not-judged": GREY,
-    "below-level": GREY,
-    "unbound": GREY,
-}
-RED = "#b3261e"
+COLOURS = {"good": "#2a7f4f", "warn": "#b08900", "mute": "#7a7a7a", "bad": "#b3261e"}
 WIDTH, HEIGHT, GAP_X, GAP_Y = 230, 46, 26, 46
 
 
@@ -32,11 +23,6 @@ def draw(format: str, contracts: Sequence[ContractStatus], origin: Provenance | 
         notes = [f"%% {one_line(f'{name}: {value}')}" for name, value in facts_of(origin)]
         return "\n".join([*notes, drawn])
     return drawn
-
-
-def colour_of(contract: ContractStatus) -> str:
-    """Return green for kept, grey for undecided, and red for everything else."""
-    return COLOURS.get(contract.verdict, RED)
 
 
 def as_text(contracts: Sequence[ContractStatus]) -> str:
@@ -58,7 +44,10 @@ def as_mermaid(contracts: Sequence[ContractStatus]) -> str:
     lines += [
         f"  {names[c.id]} --> {names[d]}" for c in contracts for d in c.depends_on if d in names
     ]
-    lines += [f"  style {names[c.id]} stroke:{colour_of(c)},stroke-width:2px" for c in contracts]
+    lines += [
+        f"  style {names[c.id]} stroke:{COLOURS[tone_of(c.verdict)]},stroke-width:2px"
+        for c in contracts
+    ]
     return "\n".join(lines)
 
 
@@ -126,7 +115,7 @@ def as_svg(contracts: Sequence[ContractStatus]) -> str:
                 )
     for contract in contracts:
         x, y = places[contract.id]
-        colour = colour_of(contract)
+        colour = COLOURS[tone_of(contract.verdict)]
         parts.append(
             f'<a href="#{escape(contract.id)}"><rect x="{x:.0f}" y="{y:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="5" '
             f'fill="#fff" stroke="{colour}" stroke-width="2"/>'

@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from isobit.records import ClaimRecord, ContractStatus, Planted, Provenance, Section
+from isobit.records import RUNGS, ClaimRecord, ContractStatus, Planted, Provenance, Section
 from isobit.report.contract_graph import as_svg
 from isobit.report.contract_template import PAGE
-from isobit.report.markup import FOOTER_STYLE, as_footer, escape
+from isobit.report.markup import FOOTER_STYLE, as_footer, escape, tone_of
 
-# The levels of the ladder; a test compares them with store/ladder.py.
-RUNGS = (
-    "well-formed, every obligation linked to a claim",
-    "schema, operator check, shapes and dtypes by construction",
-    "every falsification test ran, every sabotage was caught",
-    "at least 10,000 inputs",
-    "proved, by the engine named",
-)
-TONES = {
-    "kept": "good",
-    "waived": "warn",
-    "could-not-run": "mute",
-    "not-judged": "mute",
-    "below-level": "mute",
-    "unbound": "mute",
-}
 OPEN = ("broken", "void", "vacuous")  # shown open
 
 
@@ -36,7 +20,7 @@ def draw_contracts(
 ) -> str:
     """Return the page; `sections` are the words of each contract by id."""
     ladder = "".join(_row(contract, claims_of(contract, sections)) for contract in contracts)
-    rungs = "".join(f"<li><b>L{level}</b> {words}" for level, words in enumerate(RUNGS))
+    rungs = "".join(f"<li><b>L{level}</b> {words}" for level, words in enumerate(RUNGS.values()))
     legend = (
         f'<details class="quiet"><summary>What the levels mean</summary><ul>{rungs}</ul></details>'
     )
@@ -53,11 +37,6 @@ def draw_contracts(
         origin=as_footer(origin),
         footer_style=FOOTER_STYLE,
     )
-
-
-def tone_of(verdict: str) -> str:
-    """Return green for kept, grey for undecided, and red for everything else."""
-    return TONES.get(verdict, "bad")
 
 
 def _numbers(contracts: Sequence[ContractStatus], sections: Mapping[str, Sequence[Section]]) -> str:
@@ -114,7 +93,7 @@ def _row(contract: ContractStatus, claims: int) -> str:
 def _rungs(level: int, required: int, verdict: str) -> str:
     reached = -1 if verdict == "unbound" else level
     cells = []
-    for rung, words in enumerate(RUNGS):
+    for rung, words in enumerate(RUNGS.values()):
         kinds = " ".join(["full"] * (rung <= reached) + ["required"] * (rung == required))
         cells.append(f'<i class="{kinds}" title="L{rung}: {words}">L{rung}</i>')
     label = f'aria-label="L{level} reached, L{required} required"'

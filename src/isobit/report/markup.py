@@ -13,6 +13,13 @@ def escape(text: str) -> str:
     return html.escape(plain(text))
 
 
+def tone_of(verdict: str) -> str:
+    """Return a class of colours: green for kept, grey for undecided, red for what went wrong."""
+    if verdict in ("could-not-run", "not-judged", "below-level", "unbound"):
+        return "mute"
+    return {"kept": "good", "waived": "warn"}.get(verdict, "bad")
+
+
 def facts_of(origin: Provenance) -> tuple[tuple[str, str], ...]:
     """Return names and values of a provenance, as pages show them."""
     return (

@@ -25,10 +25,11 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "chain",
         help="put a whole model through every batch, padding, chunk and cache layout",
-        description="Builds a model from transformers' configuration with random weights, saves it, loads it with "
-        "from_pretrained, and compares raw bits across layouts: every selected log-probability, the loss, every "
+        description="Build a model from a transformers configuration with random weights, save it, load it with "
+        "from_pretrained, and compare raw bits across layouts: every selected log-probability, the loss, every "
         "parameter's gradient and every weight after one AdamW step. Stock PyTorch runs through the same gate; "
         "only isobit's result decides. Exit 0: kept; 1: broken; 2: could not run.",
+        epilog="example: isobit chain --model qwen3-tiny --dtype bf16",
     )
     parser.add_argument(
         "--model", default="qwen3-small", choices=MODELS, help="default: %(default)s"

@@ -20,10 +20,10 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "curve",
         help="train one model in every layout of ranks and micro-batches, and compare raw bits",
-        description="Trains a Qwen3-architecture model with AdamW and clipping on a global batch of unequal samples: "
+        description="Train a Qwen3-architecture model with AdamW and clipping on a global batch of unequal samples: "
         "data-parallel ranks × micro-batches × tensor-parallel ranks, DDP and FSDP2, in the simulator or as processes "
-        "under torchrun. Kept is one loss curve and one digest of weights, gradients and optimizer. Exit 0: kept; "
-        "1: broken; 2: could not run.",
+        "under torchrun. Every layout must give the same loss curve and the same digests of weights, gradients and "
+        "optimizer. Exit 0: kept; 1: broken; 2: could not run.",
     )
     parser.add_argument(
         "--workload", default="small", choices=WORKLOADS, help="default: %(default)s"

@@ -11,8 +11,9 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
         help="show the machine and its engines, and attest the kernels' order",
-        description="Shows the machine and the engine of each dtype, then reveals the order in which the loaded "
-        "kernels add and compares it with the defined one. Exit 0: kept; 1: not kept, so the portable executor "
+        description="Show the machine and the engine of each dtype, then reveal the order in which the loaded "
+        "kernels add and compare it with the defined one. Exit 0: kept; 1: not kept, so the portable executor "
         "serves; 2: no native kernels to attest, so the portable executor serves.",
+        epilog="example: isobit doctor --json",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")

@@ -36,11 +36,11 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "reveal",
         help="show the order in which a kernel adds, and whether its configurations share it",
-        description="Reveals the order of addition of one sum in every given configuration, by probing, with what "
-        "each addition does; replays both on random terms, to the bit; compares. Exit 0: one order; 1: several; "
-        "2: some order could not be shown.",
-        epilog=f"targets: {', '.join(STOCK)}, all_reduce (gloo, a process a rank), or package.module:name, a callable "
-        "that sums a vector (or takes k, m, n, dtype and returns a target of isobit.reveal.targets)",
+        description="Reveal the order of addition of one sum in every given configuration by probing, and the "
+        "arithmetic of each addition; replay both on random terms, bit for bit, and compare configurations. "
+        "Exit 0: one order; 1: several; 2: some order could not be shown.",
+        epilog=f"targets: {', '.join(STOCK)}, all_reduce (gloo, one process per rank), or package.module:name, a "
+        "callable that sums a vector (or takes k, m, n, dtype and returns a target of isobit.reveal.targets)",
     )
     parser.add_argument("target", help="what to probe: a name below, or package.module:name")
     parser.add_argument("--k", type=int, default=1024, help="terms of the sum (default 1024)")

@@ -34,13 +34,8 @@ def lint(tree: Tree) -> Iterator[ContractError]:
         yield from lint_contract(contract, entry.path)
         for number, line in enumerate(Path(entry.path).read_text(encoding="utf-8").splitlines(), 1):
             if "FILL IN" in line and not line.startswith("# Made by"):
-                yield problem(
-                    "a completed contract without FILL IN",
-                    line.strip()[:80],
-                    "replace it",
-                    entry.path,
-                    number,
-                )
+                expected = "a completed contract without FILL IN"
+                yield problem(expected, line.strip()[:80], "replace it", entry.path, number)
                 break
 
 
@@ -49,22 +44,14 @@ def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
     missing_claims = unlinked(contract)
     for obligation in contract.obligations:
         if obligation.id in missing_claims:
-            yield problem(
-                "a claim for every obligation",
-                f"none for {obligation.id}",
-                "add a claim",
-                where,
-                obligation.line,
-            )
+            expected = "a claim for every obligation"
+            received = f"none for {obligation.id}"
+            yield problem(expected, received, "add a claim", where, obligation.line)
     for reference in contract.code():
         module = reference.partition(":")[0]
         if find_file(module) is None and not installed_version(module.partition(".")[0]):
-            yield problem(
-                f"an existing module {module}",
-                "no such module",
-                "correct the name, or run where it can be imported",
-                where,
-            )
+            remedy = "correct the name, or run where it can be imported"
+            yield problem(f"an existing module {module}", "no such module", remedy, where)
         elif (name := missing_name(reference)) is not None:
             yield problem(
                 f"an existing name {reference}", "no such name in that module", name, where
@@ -73,13 +60,8 @@ def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
         planted = (*claim.sabotage, *((claim.proof.planted,) if claim.proof else ()))
         for name in planted:
             if ":" not in name and name not in LIBRARY_NAMES:
-                yield problem(
-                    "a built-in sabotage",
-                    repr(name),
-                    suggest(name, LIBRARY_NAMES),
-                    where,
-                    claim.line,
-                )
+                remedy = suggest(name, LIBRARY_NAMES)
+                yield problem("a built-in sabotage", repr(name), remedy, where, claim.line)
         if not claim.sabotage and not has_default(claim.relation):
             yield problem(
                 f"sabotage for claim {claim.id}: there is no built-in one for {claim.relation}",
@@ -90,13 +72,9 @@ def lint_contract(contract: Contract, where: str) -> Iterator[ContractError]:
             )
     for waiver in contract.waivers:
         if datetime.date.fromisoformat(waiver.expires) < datetime.date.today():
-            yield problem(
-                "waivers that have not expired",
-                f"{waiver.claim} by {waiver.owner}, expired on {waiver.expires}",
-                "fix the code, or renew the waiver",
-                where,
-                waiver.line,
-            )
+            received = f"{waiver.claim} by {waiver.owner}, expired on {waiver.expires}"
+            remedy = "fix the code, or renew the waiver"
+            yield problem("waivers that have not expired", received, remedy, where, waiver.line)
 
 
 def missing_name(reference: str) -> str | None:

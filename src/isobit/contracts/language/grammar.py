@@ -81,13 +81,8 @@ class Choice:
 
     def read(self, node: Node, path: str, where: str) -> str:
         if node.value not in self.words:
-            refuse(
-                node,
-                path,
-                where,
-                f"one of {', '.join(self.words)}",
-                suggest(str(node.value), self.words),
-            )
+            remedy = suggest(str(node.value), self.words)
+            refuse(node, path, where, f"one of {', '.join(self.words)}", remedy)
         return str(node.value)
 
     def schema(self) -> Schema:
@@ -109,13 +104,8 @@ class Number:
         )
         if not finite or value < self.low:
             least = "" if self.low == float("-inf") else f" of at least {self.low:g}"
-            refuse(
-                node,
-                path,
-                where,
-                f"a {'whole ' if self.whole else 'finite '}number{least}",
-                "write a number",
-            )
+            expected = f"a {'whole ' if self.whole else 'finite '}number{least}"
+            refuse(node, path, where, expected, "write a number")
         return value  # type: ignore[no-any-return]
 
     def schema(self) -> Schema:
@@ -168,13 +158,8 @@ class ListOf:
 
     def read(self, node: Node, path: str, where: str) -> tuple[Any, ...]:
         if not isinstance(node.value, list) or len(node.value) < self.least:
-            refuse(
-                node,
-                path,
-                where,
-                f"a list of at least {self.least}",
-                "write it as - items, or [a, b]",
-            )
+            expected = f"a list of at least {self.least}"
+            refuse(node, path, where, expected, "write it as - items, or [a, b]")
         return tuple(
             self.kind.read(item, f"{path}[{i}]", where) for i, item in enumerate(node.value)
         )
@@ -194,13 +179,8 @@ class MapOf:
 
     def read(self, node: Node, path: str, where: str) -> dict[str, Any]:
         if not isinstance(node.value, dict) or len(node.value) < self.least:
-            refuse(
-                node,
-                path,
-                where,
-                f"a mapping of at least {self.least} names",
-                "write it as name: value",
-            )
+            expected = f"a mapping of at least {self.least} names"
+            refuse(node, path, where, expected, "write it as name: value")
         return {
             key: self.kind.read(item, f"{path}.{key}", where) for key, item in node.value.items()
         }
@@ -229,13 +209,8 @@ class RecordOf:
 
     def read(self, node: Node, path: str, where: str) -> Any:
         if not isinstance(node.value, dict):
-            refuse(
-                node,
-                path,
-                where,
-                f"a mapping with the keys of {self.name}",
-                f"keys: {', '.join(self.keys)}",
-            )
+            expected = f"a mapping with the keys of {self.name}"
+            refuse(node, path, where, expected, f"keys: {', '.join(self.keys)}")
         keys = {**self.keys, **self.choose(node)}
         # Known keys first: a misspelt relation is reported before the keys that it would have allowed.
         read = {
@@ -246,25 +221,13 @@ class RecordOf:
         for key, item in node.value.items():
             if key not in keys:
                 at = Node(item.value, item.key_line or item.line)
-                refuse(
-                    at,
-                    f"{path}.{key}",
-                    where,
-                    f"a key of {self.name}",
-                    suggest(key, list(keys)),
-                    repr(key),
-                )
+                remedy = suggest(key, list(keys))
+                refuse(at, f"{path}.{key}", where, f"a key of {self.name}", remedy, repr(key))
         missing = [key for key, spec in keys.items() if spec.required and key not in node.value]
         if missing:
             about = f"add {missing[0]}: {keys[missing[0]].about}"
-            refuse(
-                node,
-                path,
-                where,
-                f"the keys {', '.join(missing)}",
-                about,
-                f"only {', '.join(node.value)}",
-            )
+            expected = f"the keys {', '.join(missing)}"
+            refuse(node, path, where, expected, about, f"only {', '.join(node.value)}")
         return self.build(read, node.line)
 
     def schema(self) -> Schema:

@@ -102,12 +102,8 @@ class _Names:
     def check_claim(self, claim: Claim) -> None:
         if claim.relation in DRAWING:
             if not claim.inputs:
-                self.refuse(
-                    claim.line,
-                    f"inputs of claim {claim.id}",
-                    "none",
-                    "name one of the contract's inputs",
-                )
+                remedy = "name one of the contract's inputs"
+                self.refuse(claim.line, f"inputs of claim {claim.id}", "none", remedy)
             for name in claim.inputs:
                 self.known(name, self.contract.inputs, "inputs", claim.line)
                 self.check_of(claim, tuple(self.contract.inputs[name].arguments))
@@ -118,34 +114,18 @@ class _Names:
                 claim.line, f"low of claim {claim.id} to be at most high", "more", "swap them"
             )
         if claim.relation == "parity" and ("limit" in claim.params) != ("unit" in claim.params):
-            self.refuse(
-                claim.line,
-                f"limit and unit of claim {claim.id}, or neither",
-                "one of them",
-                "add the other",
-            )
+            expected = f"limit and unit of claim {claim.id}, or neither"
+            self.refuse(claim.line, expected, "one of them", "add the other")
         if claim.relation in ("refuses", "launches") and claim.level != "L2":
-            self.refuse(
-                claim.line,
-                f"L2 in {claim.id}: {claim.relation} draws nothing",
-                claim.level,
-                "use L2",
-            )
+            expected = f"L2 in {claim.id}: {claim.relation} draws nothing"
+            self.refuse(claim.line, expected, claim.level, "use L2")
         for name, pair in claim.params.get("integers", {}).items():
             if len(pair) != 2:
-                self.refuse(
-                    claim.line,
-                    f"integers.{name}: [low, high]",
-                    f"{len(pair)} values",
-                    "null is no limit",
-                )
+                expected = f"integers.{name}: [low, high]"
+                self.refuse(claim.line, expected, f"{len(pair)} values", "null is no limit")
         if claim.level == "L4" and claim.proof is None:
-            self.refuse(
-                claim.line,
-                f"a proof for L4 of claim {claim.id}",
-                "none",
-                "add proof:, or use L3",
-            )
+            expected = f"a proof for L4 of claim {claim.id}"
+            self.refuse(claim.line, expected, "none", "add proof:, or use L3")
         proof = claim.proof
         if proof is not None:
             if proof.engine == "enumeration" and not proof.by:
@@ -169,27 +149,15 @@ class _Names:
                 if isinstance(axis, str):
                     self.known(axis, inputs.sizes, f"size in inputs.{name}.{argument}", 0)
                 elif not isinstance(axis, int) or isinstance(axis, bool) or axis < 0:
-                    self.refuse(
-                        0,
-                        f"axes of {argument} as sizes or whole numbers",
-                        repr(axis),
-                        "name a size",
-                    )
+                    expected = f"axes of {argument} as sizes or whole numbers"
+                    self.refuse(0, expected, repr(axis), "name a size")
         first = next(iter(inputs.arguments.values()), ())
         if "empty" in inputs.edges and not inputs.rows:
-            self.refuse(
-                0,
-                f"rows: in inputs.{name}, which the edge empty sets to 0",
-                "none",
-                "name the size",
-            )
+            expected = f"rows: in inputs.{name}, which the edge empty sets to 0"
+            self.refuse(0, expected, "none", "name the size")
         if "single" in inputs.edges and not (first and isinstance(first[-1], str)):
-            self.refuse(
-                0,
-                f"a size as last axis in inputs.{name}, for the edge single",
-                repr(first),
-                "name it",
-            )
+            expected = f"a size as last axis in inputs.{name}, for the edge single"
+            self.refuse(0, expected, repr(first), "name it")
         if "output" in inputs.arguments:
             self.refuse(0, f"another name for an argument in inputs.{name}", "output", "call it x")
         for size in (inputs.rows, *inputs.thorough):

@@ -47,23 +47,13 @@ class Node:
 def read_yaml(text: str, where: str) -> Node:
     """Return the one document of a text; raise only ContractError, in bounded time."""
     if len(text) > MAX_CHARACTERS:
-        _refuse(
-            f"at most {MAX_CHARACTERS:,} characters",
-            f"{len(text):,}",
-            "split the contract",
-            where,
-            0,
-        )
+        expected = f"at most {MAX_CHARACTERS:,} characters"
+        _refuse(expected, f"{len(text):,}", "split the contract", where, 0)
     if directive := re.search(r"^%", text, re.MULTILINE):
         # libyaml compares each %TAG with all before it: 50,000 of them take seconds.
         line = text.count("\n", 0, directive.start()) + 1
-        _refuse(
-            "no directives",
-            text[directive.start() :][:20].splitlines()[0],
-            "remove the line",
-            where,
-            line,
-        )
+        received = text[directive.start() :][:20].splitlines()[0]
+        _refuse("no directives", received, "remove the line", where, line)
     try:
         # Read events instead of constructing objects: nothing is built from a tag or an alias.
         return _Reader(yaml.parse(text, Loader=LOADER), where).document()
@@ -96,13 +86,9 @@ class _Reader:
         root = self.node(event, 0)
         for rest in self.events:
             if not isinstance(rest, (yaml.DocumentEndEvent, yaml.StreamEndEvent)):
-                _refuse(
-                    "one document per file",
-                    "several",
-                    "write one contract per file",
-                    self.where,
-                    rest.start_mark.line + 1,
-                )
+                remedy = "write one contract per file"
+                line = rest.start_mark.line + 1
+                _refuse("one document per file", "several", remedy, self.where, line)
         return root
 
     def node(self, event: Any, depth: int, key_line: int = 0) -> Node:
@@ -110,21 +96,11 @@ class _Reader:
         self.count += 1
         if self.count > MAX_NODES or depth > MAX_DEPTH:
             limit = f"at most {MAX_NODES:,} values, nested at most {MAX_DEPTH} deep"
-            _refuse(
-                limit,
-                f"{self.count:,} values, {depth} deep",
-                "flatten or split the contract",
-                self.where,
-                line,
-            )
+            received = f"{self.count:,} values, {depth} deep"
+            _refuse(limit, received, "flatten or split the contract", self.where, line)
         if isinstance(event, yaml.AliasEvent) or event.anchor:
-            _refuse(
-                "no anchors and no aliases",
-                f"&{event.anchor}",
-                "write the value out",
-                self.where,
-                line,
-            )
+            expected = "no anchors and no aliases"
+            _refuse(expected, f"&{event.anchor}", "write the value out", self.where, line)
         if event.tag is not None and event.tag != "!":
             _refuse("no tags", event.tag, "write a plain value", self.where, line)
         if isinstance(event, yaml.ScalarEvent):
@@ -144,13 +120,8 @@ class _Reader:
         for event in self.until(yaml.MappingEndEvent):
             key = self.node(event, depth + 1)
             if not isinstance(key.value, str):
-                _refuse(
-                    "a key that is text",
-                    repr(key.plain())[:80],
-                    "quote the key",
-                    self.where,
-                    key.line,
-                )
+                received = repr(key.plain())[:80]
+                _refuse("a key that is text", received, "quote the key", self.where, key.line)
             if key.value in found:
                 _refuse("each key once", f"{key.value!r} twice", "remove one", self.where, key.line)
             found[key.value] = self.node(next(self.events), depth + 1, key.line)
@@ -168,13 +139,8 @@ class _Reader:
                 text.lower(), text
             )
         if len(text) > MAX_DIGITS:
-            _refuse(
-                f"numbers of at most {MAX_DIGITS} characters",
-                text[:20] + "…",
-                "quote it",
-                self.where,
-                line,
-            )
+            expected = f"numbers of at most {MAX_DIGITS} characters"
+            _refuse(expected, text[:20] + "…", "quote it", self.where, line)
         return int(text) if INTEGER.fullmatch(text) else float(text)
 
 

@@ -11,13 +11,6 @@ from isobit.contracts.language.contract import Claim, Contract
 from isobit.contracts.language.schema import LEVELS
 from isobit.records import ClaimRecord
 
-RUNGS = {
-    "L0": "well-formed, every obligation linked to a claim",
-    "L1": "schema, operator check, shapes and dtypes by construction",
-    "L2": "every falsification test ran, every sabotage was caught",
-    "L3": "at least 10,000 inputs",
-    "L4": "proved, by the engine named",
-}
 ENOUGH_INPUTS = 10_000
 
 # Worst first: a contract has the worst verdict of its claims. "could-not-run": something that judging needs is missing.
