@@ -115,7 +115,6 @@ def test_planted_wrong_acceptance_is_caught(name):
 
 def test_every_promise_catches_something():
     assert {planted.caught_by for planted in PLANTED.values()} == set(PROMISES)
-    assert all(p.subject.__doc__.startswith("Planted wrong: ") for p in PLANTED.values())
 
 
 def test_the_run_that_ended_early():

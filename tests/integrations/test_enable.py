@@ -1,4 +1,4 @@
-"""An enabled model has stock's parameters and names, one order for every sum, and can be put back at any time."""
+"""An enabled model has stock's parameters and names, and can be put back at any time."""
 
 import copy
 import pickle
@@ -32,9 +32,8 @@ def model(built):
 def gradients(model):
     model.zero_grad(set_to_none=True)
     model.train()
-    mask = MASK.flip(
-        1
-    )  # on the right: without position_ids, stock counts left padding as positions
+    # On the right: without position_ids, stock counts left padding as positions
+    mask = MASK.flip(1)
     model(
         IDS, attention_mask=mask, labels=IDS.masked_fill(mask == 0, -100), use_cache=False
     ).loss.backward()
@@ -88,9 +87,8 @@ def test_disable_gives_stock_back(model):
 
 
 def test_a_block_leaves_an_enabled_model_enabled(model):
-    isobit.enable(model)
-    with isobit.enabled(model):
-        model(IDS)
+    with isobit.enabled(isobit.enable(model)):
+        pass
     assert find_state(model) is not None
     isobit.disable(model)
     assert find_state(model) is None

@@ -38,18 +38,14 @@ def wide(shape: tuple[int, ...], seed: int, dtype: torch.dtype = torch.float32) 
     return (torch.randn(shape, generator=generator) * scale).to(dtype)
 
 
-def problem(
-    rows: int, vocabulary: int, width: int, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
+def problem(rows, vocabulary, width, dtype) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight = (wide((n, width), n + vocabulary, dtype) for n in (rows, vocabulary))
     targets = torch.randint(0, vocabulary, (rows,), generator=torch.Generator().manual_seed(rows))
     targets[2::5] = -100
     return hidden, weight, targets
 
 
-def weight_grads(
-    function, hidden, weight, targets, cotangent, lengths, share
-) -> tuple[Tensor, list[Tensor]]:
+def weight_grads(function, hidden, weight, targets, cotangent, lengths, share):
     """dweight of the whole batch, and of each share of `share` samples by autograd."""
     of, edges = len(lengths), [0]
     for length in lengths:
@@ -182,9 +178,7 @@ def test_the_loss_of_micro_batches_has_the_gradient_of_the_global_mean(dtype):
     assert not bits.equal(own[rows], by_row[rows])  # over its own count
 
 
-def linear_logprob_stats(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def linear_logprob_stats(hidden, weight, targets, temperature):
     """Values and sums of the unsplit operator."""
     linear_logprob(hidden[:1], weight[:1], torch.tensor([0]))
     prefix = "linear_logprob" if dispatch.is_native(hidden.dtype) else "portable_linear_logprob"
@@ -201,9 +195,7 @@ def forward_of(hidden, weight, targets, temperature, parts) -> tuple[Tensor, Ten
     return torch.stack([p for p, _ in given]), torch.stack([c for _, c in given])
 
 
-def backward_of(
-    grad, hidden, weight, targets, stats, spans, temperature, parts, of
-) -> tuple[list[Tensor], Tensor]:
+def backward_of(grad, hidden, weight, targets, stats, spans, temperature, parts, of):
     """Roots of dhidden of all shares, and dweight."""
     cuts = [Cut(len(weight), parts, index) for index in range(parts)]
     given = [

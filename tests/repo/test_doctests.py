@@ -10,7 +10,7 @@ import torch
 import isobit
 
 # Rooms whose docstrings are not finished yet; shrink this list, and those of ruff's D rules in pyproject.toml.
-UNFINISHED = ("integrations", "parallel", "gates")
+UNFINISHED = ()
 NAMESPACES = (
     "isobit",
     "isobit.bits",

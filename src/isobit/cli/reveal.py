@@ -17,11 +17,10 @@ from rich.table import Table
 from isobit import files
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
-from isobit.cli.terminal import make_console
+from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError, IsobitError, RevealError, in_one_line
 from isobit.ops.linear.targets import TARGETS, expected_order
 from isobit.order.addition import digest
-from isobit.records import to_json
 from isobit.report.order_page import draw_certificate, write_page
 from isobit.reveal import certify, targets
 from isobit.reveal.certificate import Certificate
@@ -75,15 +74,13 @@ def run(options: argparse.Namespace) -> int:
     if options.svg:
         files.write_text(options.svg, draw_certificate(certificate, title, origin))
     if options.json:
-        print(
-            to_json(
-                {
-                    "title": title,
-                    "provenance": origin,
-                    **certificate.summary(),
-                    "is_defined_order": expected and defined,
-                }
-            )
+        say_json(
+            {
+                "title": title,
+                "provenance": origin,
+                **certificate.summary(),
+                "is_defined_order": expected and defined,
+            }
         )
     else:
         show(certificate, title, None if expected is None else defined)

@@ -41,7 +41,7 @@ def is_near_tie(value: float, bits: int) -> bool:
 
 
 def cut(value: float, bits: int, how: str) -> float:
-    """A fp32 number to fewer significand bits; a subnormal loses the same bits of its encoding."""
+    """Round a fp32 number to fewer significand bits; a subnormal loses the same bits of its encoding."""
     quantum = _quantum(value, bits, LOWEST[24])
     scaled = math.ldexp(value, -quantum)
     near = math.trunc(scaled) if how.startswith("truncated") else round(scaled)
@@ -49,7 +49,7 @@ def cut(value: float, bits: int, how: str) -> float:
 
 
 def _quantum(value: float, bits: int, lowest: int | None = None) -> int:
-    """The exponent of the last place that is kept."""
+    """Return the exponent of the last place that is kept."""
     _, exponent = math.frexp(value)
     return max(exponent - 1, LOWEST[bits] if lowest is None else lowest) - bits + 1
 

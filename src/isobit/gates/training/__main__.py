@@ -52,7 +52,8 @@ def main() -> int:
             save=options.save,
         )
         if curve is not None:
-            print(json.dumps({**asdict(curve), "digest": curve.digest}), flush=True)
+            sys.stdout.write(json.dumps({**asdict(curve), "digest": curve.digest}) + "\n")
+            sys.stdout.flush()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

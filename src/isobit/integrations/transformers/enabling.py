@@ -77,6 +77,13 @@ def disable(model: Model) -> Model:
 
     Raises:
         UnsupportedError: Inside `with isobit.enabled(model):`, or if parameters are split over ranks.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=2, **sizes))
+        >>> isobit.disable(isobit.enable(model)) is model
+        True
     """
     with _changing:
         uses = find_uses(model)
@@ -99,11 +106,15 @@ def enabled(model: Model, *, strict: bool = True) -> Iterator[Model]:
         model: As for `isobit.enable`.
         strict: As for `isobit.enable`.
 
-    Yields:
-        The same model.
+    Returns:
+        A context manager that enters with the same model.
 
     Example:
-        >>> with isobit.enabled(model) as model:  # doctest: +SKIP
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1)
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=64, num_attention_heads=2, **sizes))
+        >>> ids = torch.tensor([[1, 2, 3]])
+        >>> with isobit.enabled(model):
         ...     loss = model(ids, labels=ids).loss
     """
     with _changing:

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers import modules
+from isobit.integrations.transformers.family import Family, Forward
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.refusals import check_tree, plain_type, refuse, refuse_wrapper
 
 NAMES = ("Qwen3", "Qwen2", "Llama")
 # Rotary kinds whose frequencies are constants; the others recompute them from the longest sequence of the batch.
 ROTARY_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
-Forward = Callable[..., Any]
-
-
-@dataclass(frozen=True)
-class Family:
-    """The classes of one architecture in transformers."""
-
-    causal: type[nn.Module]
-    model: type[nn.Module]
-    forwards: dict[type[nn.Module], Forward]
 
 
 def load_family(name: str) -> Family:

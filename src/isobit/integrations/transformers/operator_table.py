@@ -50,7 +50,7 @@ CREATIONS = words(
 # exp to rsqrt: torch's give the same bits in vectors, tails and strides (measured); silu, sigmoid and gelu do not.
 ELEMENTWISE = words(
     "add sub rsub mul div neg abs sqrt reciprocal sign square maximum minimum clamp clamp_min clamp_max relu floor "
-    "ceil round trunc frexp frac addcmul addcdiv lerp positive fmax fmin copysign exp log rsqrt tanh sin cos "
+    "ceil round trunc frexp frac addcmul addcdiv lerp positive fmax fmin copysign nextafter exp log rsqrt tanh sin cos "
     "threshold_backward where masked_fill nan_to_num"
 )
 COMPARISONS = words(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from isobit.errors import UnsupportedError
+from isobit.integrations.transformers.family import Family, Forward
 from isobit.integrations.transformers.package import library
-
-if TYPE_CHECKING:
-    from isobit.integrations.transformers.families import Family, Forward
 
 # Modules that are never called: an operator over several of them reads their weights.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))

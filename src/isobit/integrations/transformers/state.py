@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from isobit.errors import UnsupportedError
-from isobit.integrations.transformers.families import Family
+from isobit.integrations.transformers.family import Family
 from isobit.integrations.transformers.refusals import refuse_wrapper
 from isobit.integrations.transformers.strictness import Strictness
 from isobit.integrations.transformers.structure import Structure

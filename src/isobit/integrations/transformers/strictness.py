@@ -127,16 +127,22 @@ def tensors_of(output: Any) -> Iterator[Tensor]:
 def coverage_report(
     model: nn.Module, batch: Mapping[str, Any] | Sequence[Any] | Tensor
 ) -> Coverage:
-    """List every operator that runs in a forward and backward of a module on this batch, enabled or not.
+    """List every operator that runs in a forward and backward pass of a module, enabled or not.
 
     Args:
-        model: a transformers model, or any module.
-        batch: its keywords, its positional arguments, or its one tensor. A transformers model is called with
-            use_cache=False, and with its input_ids as labels where there are none.
+        model: A transformers model, or any module.
+        batch: The module's keyword arguments, its positional arguments, or its one tensor. A transformers model is
+            called with use_cache=False, and with its input_ids as labels if there are none.
 
     Returns:
-        The operators, and what the gradient's graph adds. Backward starts from the loss, or else from a gradient of
-        ones for each tensor of the output. Gradients held before stay.
+        The operators, and what the autograd graph adds. Backward starts from the loss, or from a gradient of ones for
+        each tensor of the output. Gradients that parameters hold are kept.
+
+    Example:
+        >>> print(isobit.coverage_report(torch.nn.Linear(4, 2), torch.ones(3, 4)).kept)
+        False
+        >>> print(isobit.coverage_report(isobit.nn.Linear(4, 2), torch.ones(3, 4)).kept)
+        True
     """
     named = dict(batch) if isinstance(batch, Mapping) else {}
     placed = (

@@ -21,7 +21,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils.hooks import RemovableHandle
 
-from isobit.integrations.transformers.families import Family, plan
+from isobit.integrations.transformers.families import plan
+from isobit.integrations.transformers.family import Family
 from isobit.integrations.transformers.refusals import (
     check_tree,
     is_read,

@@ -118,15 +118,6 @@ class LossMeter:
         return state, count
 
 
-def mean_loss(
-    terms: Tensor, active: int | Tensor | None = None, group: dist.ProcessGroup | None = None
-) -> Tensor:
-    """Return the fp64 mean loss of one micro-batch per rank: see `LossMeter`."""
-    meter = LossMeter()
-    meter.add(terms, active)
-    return meter.value(group)
-
-
 def read_state(state: Sequence[int]) -> tuple[int, list[int]]:
     """Return a state's sum in units of 2^LOWEST, and how many terms are NaN, +inf and -inf."""
     return sum(digit << 32 * i for i, digit in enumerate(state[:DIGITS])), list(state[DIGITS:])
