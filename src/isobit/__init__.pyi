@@ -25,7 +25,7 @@ from isobit.integrations.transformers.enabling import enabled as enabled
 from isobit.integrations.transformers.forwards import logprobs as logprobs
 from isobit.integrations.transformers.sampling import KeyedSampling as KeyedSampling
 from isobit.integrations.transformers.strictness import coverage_report as coverage_report
-from isobit.nn import freeze as freeze
+from isobit.nn.freezing import freeze as freeze
 from isobit.ops.attention.cache import KVCache as KVCache
 from isobit.ops.attention.op import attention as attention
 from isobit.ops.embedding.op import embedding as embedding

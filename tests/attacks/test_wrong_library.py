@@ -108,8 +108,8 @@ def test_missing_symbol(installed, tmp_path):
 def test_missing_operator_does_not_attest(installed):
     """The library loads, but one operator has another name: not one kernel may serve."""
     contents = (native.FOLDER / "_native.so").read_bytes()
-    assert contents.count(b"softmax(Tensor x)") >= 1
-    changed = contents.replace(b"softmax(Tensor x)", b"softmox(Tensor x)")
+    assert contents.count(b"softmax(Tensor x") >= 1
+    changed = contents.replace(b"softmax(Tensor x", b"softmox(Tensor x")
     (installed / "_native.so").write_bytes(changed)
     found = assert_falls_back(installed, "could not be compared", "softmax", code=1)
     assert "attested" in found["direct"]

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isobit import nn
 from isobit.library.gradients import gradients
 from isobit.library.placements import is_real
 from isobit.library.subjects import Subject
+from isobit.nn.freezing import freeze
+from isobit.nn.linear import Linear
 from isobit.ops.linear import partial
 from isobit.ops.linear.op import linear
 from isobit.ops.linear.targets import Decoder
@@ -92,8 +93,8 @@ def share_of(tensor: Tensor, cut: Cut) -> Tensor:
 
 def our_decoder(layer: torch.nn.Linear) -> Callable[[Tensor], Tensor]:
     """Return a frozen isobit.nn.Linear over the same parameters."""
-    ours = nn.Linear.sharing(layer)
-    nn.freeze(ours)
+    ours = Linear.sharing(layer)
+    freeze(ours)
     return ours
 
 

@@ -77,7 +77,7 @@ def split_in_place(
         UnsupportedError: The module is of another class, or split already.
     """
     if not isinstance(module, stock) or (
-        type(module) is not stock and type(module).__module__ != "isobit.nn"
+        type(module) is not stock and not type(module).__module__.startswith("isobit.nn.")
     ):
         raise UnsupportedError(
             expected=f"a plain {stock.__name__}",
