@@ -93,7 +93,8 @@ def assert_falls_back(package, *reasons, code):
     assert "portable" in found["doctor"]
     for words in (*reasons, "remedy: "):
         assert words in found["warnings"][0]
-        assert words in found["doctor"]
+        # The table breaks long paths, so blanks are no guide.
+        assert words.replace(" ", "") in found["doctor"].replace(" ", "")
     return found
 
 

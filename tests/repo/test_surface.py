@@ -8,8 +8,17 @@ import pytest
 
 import isobit
 
-PACKAGES = ["isobit", "isobit.order", "isobit.parallel", "isobit.reveal", "isobit.guards"]
-MODULES = ["isobit.nn", "isobit.optim", "isobit.bits"]
+PACKAGES = [
+    "isobit",
+    "isobit.guards",
+    "isobit.integrations.transformers",
+    "isobit.nn",
+    "isobit.order",
+    "isobit.parallel",
+    "isobit.reveal",
+    "isobit.simulator",
+]
+MODULES = ["isobit.optim", "isobit.bits"]
 
 
 @pytest.mark.parametrize("name", PACKAGES)
