@@ -61,7 +61,7 @@ def call(package, *loaded_before):
     """Call operators and the doctor with the copy of the package, in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-c", CALLS, *map(str, loaded_before)],
-        env=os.environ | {"PYTHONPATH": str(package.parent), "COLUMNS": "400"},  # no line is broken
+        env=os.environ | {"PYTHONPATH": str(package.parent)},
         cwd=package.parent,
         capture_output=True,
         text=True,
@@ -93,7 +93,8 @@ def assert_falls_back(package, *reasons, code):
     assert "portable" in found["doctor"]
     for words in (*reasons, "remedy: "):
         assert words in found["warnings"][0]
-        assert words in found["doctor"]
+        # The doctor breaks long lines at its width.
+        assert words.replace(" ", "") in found["doctor"].replace(" ", "")
     return found
 
 

@@ -65,6 +65,8 @@ def show(
 ) -> None:
     """Print the findings as a table."""
     facts = Table(show_header=False, box=None)
+    facts.add_column()
+    facts.add_column(overflow="fold")  # a long path is broken, not cut off
     facts.add_row("cpu", f"{machine.cpu}, {machine.capability}, {machine.cores} cores")
     facts.add_row("torch", f"{machine.torch}, {machine.threads} threads, Python {machine.python}")
     facts.add_row("kernels", machine.flags if missing is None else missing)
