@@ -116,7 +116,7 @@ class Compilation:
         return self.objects / f"{source.stem}-{hash_of(*contents, *map(str.encode, words))[:16]}.o"
 
     def compile_one(self, source: Path, target: Path) -> None:
-        """Compile one file; raise RuntimeError with the compiler's last lines where it fails."""
+        """Compile one file; raise RuntimeError with the compiler's first error line where it fails."""
         includes = (
             self.torch / "include",
             self.torch / "include" / "torch" / "csrc" / "api" / "include",

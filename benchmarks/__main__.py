@@ -19,6 +19,8 @@ CASES = (
     "agreement",
     "simulator",
     "bugs",
+    "audit",
+    "audit_whole",
 )
 
 if sys.argv[1:2] in (["record"], ["pages"], ["follow"]):

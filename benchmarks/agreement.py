@@ -89,13 +89,13 @@ def search(rank):
     agreed, seconds = timed(lambda: rank_agreement(held))
     if rank == 1:
         flip_bit(held[str(PLACE // (COUNT // PARAMETERS))], PLACE % (COUNT // PARAMETERS), BIT)
-    parted, searching = timed(lambda: rank_agreement(held, on_difference="report"))
-    (difference,) = parted.differences
+    found, searching = timed(lambda: rank_agreement(held, on_difference="report"))
+    (difference,) = found.differences
     return {
         "agree": seconds,
         "agree sent": agreed.sent,
         "search": searching,
-        "sent": parted.sent,
+        "sent": found.sent,
         "found": str(difference),
     }
 

@@ -32,6 +32,8 @@ COMMANDS = {
     "agreement": "python -m benchmarks agreement",
     "bugs": "python -m benchmarks bugs",
     "simulator": "python -m benchmarks simulator --quick",
+    "audit": "python -m benchmarks audit --quick --threads 2",
+    "audit-whole": "python -m benchmarks audit_whole --threads 2",
 }
 
 

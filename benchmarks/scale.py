@@ -72,7 +72,7 @@ def two_levels(n, p):
 
 
 def recursive_halving(n, p):
-    """Meetings of two, nearest first: halves of halves, three times inside a host of eight."""
+    """Model recursive halving, nearest rank first: three rounds inside a host of eight."""
     seconds = adding(n, p)
     for step in range(int(log2(p))):
         near = 2**step < HOST

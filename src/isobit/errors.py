@@ -39,6 +39,8 @@ PACKAGES = (
     "isobit.optim",
     "isobit.order",
     "isobit.parallel",
+    "isobit.parallel.checkpoint",
+    "isobit.integrations.transformers",
     "isobit.reveal",
     "isobit.guards",
     "isobit.simulator",

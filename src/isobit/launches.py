@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-# Operators whose launches have other sizes than (rows, n).
+# Names of the sizes of a launch where they are not (rows, n).
 SIZE_NAMES: dict[str, tuple[str, ...]] = {"linear": ("rows", "k", "n")}
 
 

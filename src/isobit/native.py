@@ -18,7 +18,8 @@ import torch
 
 FOLDER = Path(__file__).parent
 LIBRARY = "_native.so"
-# One entry for each time that the library was looked for: its path, or "not built".
+# The path of the library that was loaded, or "not built". No entry where it could not be loaded, or is
+# bound to another OpenMP runtime.
 _loads: list[str] = []
 
 
@@ -93,7 +94,7 @@ def mappings() -> list[tuple[int, int, str]]:
 
 
 def load_count() -> int:
-    """Return how many times this process looked for the library: 0 until a kernel is needed, then 1."""
+    """Return how many times this process loaded the library, or found that it was not built."""
     return len(_loads)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("L2", "L3", "L4"),
         help="the highest level to judge (default L4)",
     )
+
+
+@pytest.fixture
+def isobit_audit() -> Callable[..., Any]:
+    """Return a function that audits a model as `isobit.audit` does, and fails the test unless it is kept.
+
+    It returns the report. `isobit_audit(model, batch, vary=("batch",))` in a test fails with the guilty operators.
+    """
+    from isobit.auditing.api import audit  # loads torch, which pytest itself does not need
+
+    def check(*args: Any, **named: Any) -> Any:
+        report = audit(*args, **named)
+        if not report.kept:
+            pytest.fail(str(report), pytrace=False)
+        return report
+
+    return check
 
 
 def pytest_collect_file(parent: pytest.Collector, file_path: Path) -> pytest.Collector | None:

@@ -79,10 +79,15 @@ def test_what_is_kept_is_not_trained_again(first, folder, trained, capsys):
     said = json.loads(capsys.readouterr().out)
     ours, theirs = said["verdicts"]
     assert (said["kept"], ours["side"], theirs["side"]) == (True, "isobit", "stock")
-    assert (ours["layouts"], ours["steps"], ours["parted"], ours["healthy"]) == (3, 2, 0.0, True)
+    assert (ours["layouts"], ours["steps"], ours["largest_difference"], ours["healthy"]) == (
+        3,
+        2,
+        0.0,
+        True,
+    )
     assert [ours[kind] for kind in ("curves", "weights", "gradients", "optimizers")] == [1, 1, 1, 1]
     assert theirs["gradients"] > 1
-    assert theirs["parted"] > 0
+    assert theirs["largest_difference"] > 0
     assert len({o["digest"] for o in said["outcomes"] if not o["stock"]}) == 1
     assert len({o["digest"] for o in said["outcomes"] if o["stock"]}) == 3
     assert said["workload"]["name"] == "tiny"

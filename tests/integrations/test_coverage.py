@@ -12,7 +12,7 @@ from torch import nn
 
 import isobit
 from isobit.integrations.transformers.coverage import Coverage, Use, observe, walk_gradients
-from isobit.integrations.transformers.operator_table import find_carrier
+from isobit.integrations.transformers.operator_table import find_reason
 
 aten = torch.ops.aten
 W = torch.randn(8, 8)
@@ -25,7 +25,7 @@ def seen_in(function, *given):
 
 
 def names(coverage):
-    return {use.operator for use in coverage.carriers}
+    return {use.operator for use in coverage.order_dependent}
 
 
 # ---- 1. planted operators --------------------------------------------------------------------------------
@@ -81,8 +81,8 @@ def test_planted_operators_are_found(name):
     coverage = seen_in(function, torch.randn(4, 8))
     assert not coverage.kept
     assert operator is None or operator in names(coverage)
-    assert all(use.reason and use.remedy for use in coverage.carriers)
-    assert str(coverage.carriers[0].count) in str(coverage)
+    assert all(use.reason and use.remedy for use in coverage.order_dependent)
+    assert str(coverage.order_dependent[0].count) in str(coverage)
 
 
 FREE = {
@@ -157,17 +157,17 @@ def test_attestation_is_not_counted_as_the_models():
 
 
 def test_what_is_unknown_carries_an_order():
-    assert "unknown" in find_carrier(aten.special_bessel_j0.default, (W,)).reason
-    assert "unknown" in find_carrier(aten.erfinv.default, (W,)).reason
+    assert "unknown" in find_reason(aten.special_bessel_j0.default, (W,)).reason
+    assert "unknown" in find_reason(aten.erfinv.default, (W,)).reason
 
     @torch.library.custom_op("somebody::sum", mutates_args=())
     def theirs(x: torch.Tensor) -> torch.Tensor:
         return x.sum()
 
     assert names(seen_in(theirs, W)) == {"somebody::sum"}
-    assert find_carrier(aten.sum.default, (torch.arange(3),)) is None
-    assert find_carrier(aten.sum.default, (torch.arange(3),), {"dtype": torch.float32}) is not None
-    assert find_carrier(torch.ops.isobit.portable_softmax.default, (W,)) is None
+    assert find_reason(aten.sum.default, (torch.arange(3),)) is None
+    assert find_reason(aten.sum.default, (torch.arange(3),), {"dtype": torch.float32}) is not None
+    assert find_reason(torch.ops.isobit.portable_softmax.default, (W,)) is None
 
 
 def test_nothing_is_not_kept():

@@ -98,7 +98,7 @@ def test_coverage_of_any_module():
     x = torch.randn(3, 4)
     for batch in (x, (x, 2.0), {"x": x, "scale": 2.0}):
         stock = isobit.coverage_report(Own(nn.Linear(4, 4)), batch)
-        assert {"aten::addmm", "Addmm"} <= {use.operator for use in stock.carriers}
+        assert {"aten::addmm", "Addmm"} <= {use.operator for use in stock.order_dependent}
         assert isobit.coverage_report(Own(isobit.nn.Linear(4, 4)), batch).kept
     held = isobit.nn.Linear(4, 4)
     isobit.coverage_report(held, x)

@@ -10,6 +10,7 @@ import torch
 import isobit
 from isobit import Samples, bits
 from isobit.integrations.transformers.head import logits_of
+from isobit.ops.portable.samples import as_samples
 from isobit.ops.share import Share, collecting
 from isobit.parallel.tensor.column_linear import column_linear, column_linear_group
 from isobit.parallel.tensor.head_norm import head_norm
@@ -22,6 +23,7 @@ from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy, vocab_logp
 LENGTHS, WIDTH = (7, 3, 5, 6), 7
 WHOLE = Samples.padded(LENGTHS, width=WIDTH)
 SHARE = Samples.padded(LENGTHS, width=WIDTH, first=4, of=16)
+CUMULATIVE = torch.tensor([0, 10, 11, 17, 28], dtype=torch.int32)  # the same 28 rows, packed
 
 
 def draw(*shape, dtype, seed):
@@ -42,7 +44,7 @@ def leaf(tensor):
 def collected(samples):
     with (
         collecting(Share(samples.first, samples.of, len(samples.spans)))
-        if samples.is_share
+        if isinstance(samples, Samples) and samples.is_share
         else nullcontext()
     ):
         yield
@@ -127,11 +129,12 @@ def group(ranks, dtype, samples):
 
 
 def embedding(ranks, dtype, samples, width=33):
-    """An odd number of 16-bit elements, rows of −0, and a padding row."""
+    """An odd number of 16-bit elements, rows of −0, a padding row, and ids that repeat over samples."""
     table = draw(64, width, dtype=dtype, seed=1)
     table[::5] = -0.0
     ids = torch.randint(0, 64, (4, WIDTH), generator=torch.Generator().manual_seed(2))
     ids[0, :3] = 50
+    ids[:, 4], ids[:, 5] = 7, 40
     g = draw(4, WIDTH, width, dtype=dtype, seed=3)
     t0, t1 = leaf(table), leaf(part(table, ranks, 0))
     with collected(samples):
@@ -166,13 +169,14 @@ def logprob(ranks, dtype, samples):
 
 
 def logits(ranks, dtype, samples):
+    given = WHOLE if samples is SHARE else samples
     hidden, w = draw(4, WIDTH, 96, dtype=dtype, seed=1), draw(1024, 96, dtype=dtype, seed=2)
     head = torch.nn.Linear(96, 1024, bias=False, dtype=dtype)
     head.weight = torch.nn.Parameter(w)
     head.weight.grad_dtype = torch.float32
     h0, h1, w1 = leaf(hidden), leaf(hidden), leaf(part(w, ranks, 0))
-    y0 = logits_of(h0, head, WHOLE)
-    y1 = vocab_logits(h1, w1, tp_group=ranks, samples=WHOLE)
+    y0 = logits_of(h0, head, as_samples(given))
+    y1 = vocab_logits(h1, w1, tp_group=ranks, samples=given)
     g = draw(4, WIDTH, 1024, dtype=torch.float32, seed=4)
     y0.backward(g)
     y1.backward(g)

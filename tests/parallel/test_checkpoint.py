@@ -134,6 +134,17 @@ def test_a_folder_is_whole_or_not_there(saved, tmp_path, monkeypatch):
         load(tmp_path / "cut short", model)
 
 
+def test_errors_name_the_function(saved, tmp_path):
+    model, home = torch.nn.Linear(2, 2), r"^isobit\.parallel\.checkpoint"
+    with pytest.raises(ArgumentError, match=rf"{home}\.load: expected a complete folder"):
+        load(tmp_path, model)
+    with pytest.raises(ArgumentError, match=rf"{home}\.save: expected a new folder"):
+        save(saved[0], model)
+    foreign = AdamW([torch.nn.Parameter(torch.zeros(1))])  # raised by a function that save calls
+    with pytest.raises(ArgumentError, match=rf"{home}\.save: expected an optimizer"):
+        save(tmp_path / "new", model, foreign)
+
+
 def test_another_optimizer_is_refused(saved):
     model, _ = make(None, seed=0)
     with pytest.raises(ArgumentError, match="2 groups"):

@@ -14,7 +14,7 @@ RANKS = 2
 def run(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=RANKS
     )
     ranks = TensorParallelGroup.of(init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",)))
     found = cases.differences(ranks, (torch.bfloat16,))

@@ -50,7 +50,8 @@ def test_no_environment_variable_is_read():
     readers = [p.name for p in source if re.search(r"\benviron\b|getenv", p.read_text())]
     # variables.py gives each simulated rank its own, for the programs that it runs, and reads none.
     # trusted_folder.py sets one for processes that commands start, and puts it back.
-    assert readers == ["sources.py", "variables.py", "trusted_folder.py"]
+    # evidence.py of `isobit twice` notes them, to say in which of them two runs of a script differ.
+    assert readers == ["sources.py", "variables.py", "trusted_folder.py", "evidence.py"]
     assert (
         len(
             re.findall(

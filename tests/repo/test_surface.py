@@ -18,7 +18,7 @@ PACKAGES = [
     "isobit.reveal",
     "isobit.simulator",
 ]
-MODULES = ["isobit.optim", "isobit.bits"]
+MODULES = ["isobit.optim", "isobit.bits", "isobit.parallel.checkpoint"]
 
 
 @pytest.mark.parametrize("name", PACKAGES)

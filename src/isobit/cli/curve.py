@@ -120,7 +120,7 @@ def sentence(verdict: RankLayoutVerdict) -> str:
     found = (
         f"{verdict.side}, {verdict.dtype}: {verdict.layouts} layouts, {verdict.steps} steps: {verdict.curves} loss "
         f"curve(s), digests of weights {verdict.weights}, gradients {verdict.gradients}, optimizer "
-        f"{verdict.optimizers}; losses differ by up to {verdict.parted:.3g}"
+        f"{verdict.optimizers}; losses differ by up to {verdict.largest_difference:.3g}"
     )
     if verdict.side == "stock":
         return f"{found}: {'the control shows no difference' if verdict.kept else 'control'}"

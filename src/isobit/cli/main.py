@@ -17,19 +17,20 @@ KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
 # What a user does, and the commands for it. A command's module has its name and is imported when it is run.
 GROUPS = {
     "compute": ("doctor", "chain", "curve"),
-    "look": ("reveal",),
+    "look": ("audit", "reveal", "bits", "twice"),
     "judge": ("verify", "status", "explain", "lint", "graph", "new", "replay"),
     "guard": ("simulate",),
 }
 ABOUT = {
     "compute": "check this machine's kernels, and a whole model or training run",
-    "look": "see how a kernel adds",
+    "look": "find which operators depend on the batch, how a kernel adds, and where two runs differ",
     "judge": "state what a kernel promises in a contract, and judge it",
     "guard": "find what goes wrong in a distributed program before it costs GPU time",
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 # Commands whose modules load torch. Their options are in other modules, so that help does not wait for torch.
-LOAD_TORCH = ("doctor", "reveal", "chain", "curve", "simulate")
+LOAD_TORCH = ("audit", "doctor", "reveal", "bits", "twice", "chain", "curve", "simulate")
+RUN_SCRIPTS = ("audit", "simulate", "twice")
 
 
 class MainParser(PlainParser):
@@ -77,13 +78,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     names = words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS
-    # Words after -- are options of the simulated script.
-    cut = words.index("--") if names == ["simulate"] and "--" in words else len(words)
+    # Words after -- are options of the script that is run.
+    cut = words.index("--") if names[0] in RUN_SCRIPTS and "--" in words else len(words)
     known = argparse.Namespace(passed_on=words[cut + 1 :], words=words)
     options = build_parser(names).parse_args(words[:cut], known)
     try:
-        # A simulated script starts its processes as `python script.py` would.
-        with guarded_path(processes=options.command != "simulate"):
+        # A script starts its processes as `python script.py` would.
+        with guarded_path(processes=options.command not in RUN_SCRIPTS):
             code: int = import_module(f"isobit.cli.{options.command}").run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # for example in `isobit status | head`

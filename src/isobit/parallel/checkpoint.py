@@ -29,9 +29,15 @@ from isobit.files import write_text
 from isobit.parallel.collectives.rank_group import is_first_rank
 from isobit.parallel.tensor.shard import Shard, owner_of, shard_table
 
+__all__ = ["Loaded", "load", "save"]
+
 FORMAT = 1
 # A file next to torch's own: the step, the user's extra data and the options of the optimizer.
 RECORD = "isobit.json"
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 @dataclass(frozen=True)

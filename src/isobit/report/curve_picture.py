@@ -19,14 +19,14 @@ def draw_curves(
     """Draw a panel per dtype, with a line per layout: stock's in orange, isobit's in blue."""
     canvas = Canvas()
     canvas.text(LEFT, 22, title, "title")
-    parted = [
+    shown = [
         p
         for sides in panels.values()
         for losses in sides.values()
         for line in differences(losses)
         for p in line
     ]
-    powers = [math.log10(p) for p in parted if 0 < p < math.inf]
+    powers = [math.log10(p) for p in shown if 0 < p < math.inf]
     low = math.floor(min(powers, default=-8))
     high = max(math.ceil(max(powers, default=-1)), low + 1)
     for column, (name, sides) in enumerate(panels.items()):

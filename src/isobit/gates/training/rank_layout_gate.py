@@ -45,7 +45,7 @@ class RankLayoutVerdict:
     weights: int  # distinct digests of weights; likewise below
     gradients: int
     optimizers: int
-    parted: float  # the largest difference of two layouts' losses at one step
+    largest_difference: float  # of two layouts' losses at one step
     healthy: bool  # everything is finite, and training changed the weights
 
     @property
@@ -68,7 +68,9 @@ def judge(outcomes: Sequence[Outcome]) -> RankLayoutVerdict:
         weights=len({curve.weights for curve in curves}),
         gradients=len({curve.gradients for curve in curves}),
         optimizers=len({curve.optimizer for curve in curves}),
-        parted=max((max(losses) - min(losses) for losses in by_step), default=float("nan")),
+        largest_difference=max(
+            (max(losses) - min(losses) for losses in by_step), default=float("nan")
+        ),
         healthy=bool(curves) and all(curve.finite and curve.changed for curve in curves),
     )
 

@@ -40,7 +40,10 @@ def warn_at_backward(state: State, model: nn.Module, output: Any) -> None:
 
 
 def warn_if_held(of_state: Any, of_model: Any, _: Tensor) -> None:
-    """Look at the smallest gradient only: zeros, as of zero_grad(set_to_none=False), change nothing."""
+    """Warn if the model holds gradients.
+
+    Only the smallest is read. Zeros, as of zero_grad(set_to_none=False), change nothing.
+    """
     state, model = of_state(), of_model()
     if state is None or model is None or state.warned_of_accumulation:
         return

@@ -14,19 +14,19 @@ from torch.utils.checkpoint import CheckpointFunction
 from isobit.integrations.transformers import operator_table
 from isobit.integrations.transformers.operator_table import (
     BROADCAST,
-    CARRIERS,
+    REASONS,
     UNKNOWN,
-    Carrier,
+    Reason,
     Use,
     words,
 )
 from isobit.integrations.transformers.own_operators import is_our_node
 
-MEETING = Carrier(
+SEVERAL_GRADIENTS = Reason(
     "autograd adds more than two gradients in the order of its graph",
     "one operator that owns the sum, as isobit.linear_group for linears that share an input",
 )
-RECOMPUTED = Carrier(
+RECOMPUTED = Reason(
     "runs again in backward what is not watched there: hooks, or more than a layer",
     "gradient_checkpointing_kwargs={'use_reentrant': False}, or remove the hooks of the layers",
 )
@@ -63,16 +63,16 @@ def walk_gradients(
         known: Modules that a reentrant checkpoint may call again: their graph is made in backward.
     """
     outputs = [output] if isinstance(output, Tensor) else list(output)
-    found: Counter[tuple[str, Carrier]] = Counter()
-    meetings: Counter[tuple[Any, int]] = Counter()
+    found: Counter[tuple[str, Reason]] = Counter()
+    edge_counts: Counter[tuple[Any, int]] = Counter()
     for node in nodes_below([t.grad_fn for t in outputs if t.grad_fn is not None]):
-        for carrier in () if recomputed_module(node) in known else carriers_of(node):
-            found[name_of(node), carrier] += 1
-        meetings.update((below, at) for below, at in node.next_functions if below is not None)
-    for (node, _), edges in meetings.items():
+        for found_reason in () if recomputed_module(node) in known else reasons_of(node):
+            found[name_of(node), found_reason] += 1
+        edge_counts.update((below, at) for below, at in node.next_functions if below is not None)
+    for (node, _), edges in edge_counts.items():
         before = held and is_leaf(node) and node.variable.grad is not None  # one more to add
         if edges + before > 2:
-            found[describe(node, edges + before), MEETING] += 1
+            found[describe(node, edges + before), SEVERAL_GRADIENTS] += 1
     return [
         Use(name, count, c.reason, c.remedy)
         for (name, c), count in sorted(found.items(), key=lambda f: f[0][0])
@@ -91,15 +91,15 @@ def nodes_below(roots: Sequence[Any]) -> Iterator[Any]:
             queue += [below for below, _ in node.next_functions if below is not None]
 
 
-def carriers_of(node: Any) -> Iterator[Carrier]:
-    """Return why this node adds: because of its operator, or of a value that was broadcast."""
+def reasons_of(node: Any) -> Iterator[Reason]:
+    """Yield why this node adds: because of its operator, or of a value that was broadcast."""
     name = name_of(node)
     if is_leaf(node) or is_our_node(node):
         return
     plain = name == "Pow" and getattr(node, "_saved_exponent", None) in operator_table.EXACT_POWERS
-    carrier = None if plain else find_carrier(name)
-    if carrier is not None:
-        yield carrier
+    found_reason = None if plain else find_reason(name)
+    if found_reason is not None:
+        yield found_reason
     elif name in BROADCASTING:
         size = size_of(node, 0)
         if any(
@@ -118,7 +118,7 @@ def recomputed_module(node: Any) -> nn.Module | None:
     return call.__self__ if getattr(call, "__func__", None) is nn.Module.__call__ else None
 
 
-def find_carrier(name: str) -> Carrier | None:
+def find_reason(name: str) -> Reason | None:
     """Look the node up by name. An unknown node counts as one that adds."""
     if name in FREE:
         return None
@@ -128,8 +128,8 @@ def find_carrier(name: str) -> Carrier | None:
         return RECOMPUTED
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
     for candidate in (snake, f"_{snake}"):
-        if candidate in CARRIERS:
-            return CARRIERS[candidate]
+        if candidate in REASONS:
+            return REASONS[candidate]
     return operator_table.ATTENTION if "DotProduct" in name else UNKNOWN
 
 

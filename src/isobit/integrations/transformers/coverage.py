@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from isobit.integrations.transformers.autograd_graph import walk_gradients
-from isobit.integrations.transformers.operator_table import Carrier, Use, find_carrier
+from isobit.integrations.transformers.operator_table import Reason, Use, find_reason
 from isobit.ops import dispatch
 
 __all__ = ["Coverage", "Observer", "Use", "observe", "walk_gradients"]
@@ -25,7 +25,7 @@ class Coverage:
     gradients: tuple[Use, ...] = ()
 
     @property
-    def carriers(self) -> tuple[Use, ...]:
+    def order_dependent(self) -> tuple[Use, ...]:
         """The operators that add in an order of their own, the most frequent first."""
         found = [use for use in (*self.operators, *self.gradients) if use.reason]
         return tuple(sorted(found, key=lambda use: (-use.count, use.operator)))
@@ -33,14 +33,15 @@ class Coverage:
     @property
     def kept(self) -> bool:
         """True if operators ran and none of them adds in an order of its own."""
-        return bool(self.operators) and not self.carriers
+        return bool(self.operators) and not self.order_dependent
 
     def __str__(self) -> str:
         calls = sum(use.count for use in self.operators)
         seen = f"{len({use.operator for use in self.operators})} operators in {calls} calls"
-        if not self.carriers:
+        if not self.order_dependent:
             return f"{seen}: none carries an order of its own" if self.operators else "nothing ran"
-        return f"{seen}; {len(self.carriers)} carry an order of their own\n{table(self.carriers)}"
+        found = self.order_dependent
+        return f"{seen}; {len(found)} carry an order of their own\n{table(found)}"
 
 
 def table(uses: Sequence[Use]) -> str:
@@ -63,7 +64,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._calls: Counter[tuple[str, Carrier | None]] = Counter()
+        self._calls: Counter[tuple[str, Reason | None]] = Counter()
 
     def __enter__(self) -> Observer:
         dispatch.has_native()  # kernels are attested by calls of operators, which are not the caller's
@@ -82,13 +83,17 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def note(self, func: Any, args: Any, named: dict[str, Any]) -> None:
         """Count a call before it runs, because it may write to its arguments."""
-        self._calls[func._schema.name, find_carrier(func, args, named)] += 1
+        self._calls[func._schema.name, find_reason(func, args, named)] += 1
 
     def coverage(self, gradients: Iterable[Use] = ()) -> Coverage:
         """Return what was recorded until now, sorted by name."""
         uses = [
-            Use(name, count, *(() if carrier is None else (carrier.reason, carrier.remedy)))
-            for (name, carrier), count in self._calls.items()
+            Use(
+                name,
+                count,
+                *(() if found_reason is None else (found_reason.reason, found_reason.remedy)),
+            )
+            for (name, found_reason), count in self._calls.items()
         ]
         return Coverage(
             tuple(sorted(uses, key=lambda use: (use.operator, use.reason))), tuple(gradients)

@@ -48,7 +48,7 @@ class Layout:
         for start, length in self.samples.spans:
             batch, at = divmod(start, width)
             first = max(at, width - rows)
-            # A sample of no row may stand at the end of its row of the batch: its place is of no matter.
+            # A sample without rows may be at the end of its row of the batch; its position does not matter.
             count = max(at + length - first, 0)
             kept.append((batch * rows + min(first - (width - rows), rows - 1), count))
         return of_global_batch(kept, len(self.positions) * rows)
@@ -169,7 +169,7 @@ def has_restart(given: Tensor, real: Tensor | None, past: int) -> bool:
     if real is not None:
         held = real[:, past:]
         jumps = jumps & held[:, 1:]
-        # Real tokens after padding restart only where real ones stood before it in the row.
+        # Real tokens after padding restart only where other real tokens come before that padding in the row.
         earlier = held.to(torch.uint8).cummax(-1).values.bool()
         jumps = jumps & earlier[:, :-1]
     return bool(jumps.any())

@@ -13,7 +13,7 @@ from isobit.integrations.transformers.own_operators import PROFILER, is_our_oper
 
 
 @dataclass(frozen=True)
-class Carrier:
+class Reason:
     """Why an operator carries an order, and what to use instead."""
 
     reason: str
@@ -70,40 +70,38 @@ EXACT_POWERS = (0.5, 1, 2, 3, -0.5, -1, -2)  # done by products, roots and recip
 
 # ---- what is known to ----------------------------------------------------------------------------------
 
-PRODUCT = Carrier(
+PRODUCT = Reason(
     "a product's sum is cut by shape, threads and library", "isobit.linear, or isobit.nn.Linear"
 )
-ATTENTION = Carrier("its blocks depend on the lengths of the whole batch", "isobit.attention")
-ROW_SUM = Carrier(
+ATTENTION = Reason("its blocks depend on the lengths of the whole batch", "isobit.attention")
+ROW_SUM = Reason(
     "the sum depends on storage, extent and threads", "isobit.exact_sum, or an operator of isobit"
 )
-TAILS = Carrier(
+TAILS = Reason(
     "its vector body and its tail have other bits", "isobit.silu, isobit.gelu or isobit.swiglu"
 )
-SOFTMAX = Carrier("a row's sum in stock's order", "isobit.softmax or isobit.log_softmax")
-NORM = Carrier(
+SOFTMAX = Reason("a row's sum in stock's order", "isobit.softmax or isobit.log_softmax")
+NORM = Reason(
     "sums over features, and over the batch for its parameters",
     "isobit.layer_norm or isobit.rms_norm",
 )
-SCATTER = Carrier(
+SCATTER = Reason(
     "adds rows that meet in one place, in the order of the batch", "isobit.embedding for lookups"
 )
-LOSS = Carrier(
+LOSS = Reason(
     "the mean over the batch", "isobit.linear_cross_entropy, or isobit.exact_sum of the terms"
 )
-RANDOM = Carrier(
+RANDOM = Reason(
     "draws from one generator for the whole batch",
     "isobit.integrations.transformers.sampling.KeyedSampling; dropout of 0",
 )
-COLLECTIVE = Carrier("ranks are added in the transport's order", "isobit's collectives")
-FUSED = Carrier(
-    "its vector body and its tail have other bits", "isobit.optim.AdamW, or fused=False"
-)
-BROADCAST = Carrier(
+COLLECTIVE = Reason("ranks are added in the transport's order", "isobit's collectives")
+FUSED = Reason("its vector body and its tail have other bits", "isobit.optim.AdamW, or fused=False")
+BROADCAST = Reason(
     "a broadcast value needs a gradient, which is a sum", "an operator of isobit that owns the sum"
 )
 
-CARRIERS: dict[str, Carrier] = {
+REASONS: dict[str, Reason] = {
     **dict.fromkeys(
         words("mm addmm bmm baddbmm addbmm addmv mv dot vdot matmul linear mkldnn_linear einsum"),
         PRODUCT,
@@ -166,7 +164,7 @@ CARRIERS: dict[str, Carrier] = {
     ),
     **dict.fromkeys(words("_fused_adam _fused_adamw _fused_sgd _fused_adagrad"), FUSED),
 }
-UNKNOWN = Carrier(
+UNKNOWN = Reason(
     "unknown: treated as carrying an order",
     "ask for it to be added to isobit.integrations.transformers.operator_table",
 )
@@ -180,9 +178,9 @@ def short_name(func: Any) -> str:
     return name if space == "aten" else f"{space}::{name}"
 
 
-def find_carrier(
+def find_reason(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None = None
-) -> Carrier | None:
+) -> Reason | None:
     """Return why this call adds in an order of its own, or None if it is known not to."""
     name = short_name(func)
     named = kwargs or {}
@@ -199,8 +197,8 @@ def find_carrier(
                 if "reduce" in name and any(t.is_floating_point() for t in tensors)
                 else None
             )
-        return CARRIERS.get(name, UNKNOWN)
-    if name.startswith("_foreach_") and name not in CARRIERS:
+        return REASONS.get(name, UNKNOWN)
+    if name.startswith("_foreach_") and name not in REASONS:
         name = name.removeprefix("_foreach_")
     whole = bool(tensors) and not any(t.is_floating_point() or t.is_complex() for t in tensors)
     if whole and name in INTEGER_SUMS and not asks_for_floats(named):
@@ -213,7 +211,7 @@ def find_carrier(
         return None
     if name in FREE or (name == "scatter" and "reduce" not in func._schema.overload_name):
         return BROADCAST if is_broadcast(name, args, tensors) else None
-    return ATTENTION if name.startswith("_scaled_dot_product") else CARRIERS.get(name, UNKNOWN)
+    return ATTENTION if name.startswith("_scaled_dot_product") else REASONS.get(name, UNKNOWN)
 
 
 def tensors_in(values: Sequence[Any]) -> Iterator[Tensor]:
@@ -252,5 +250,5 @@ def is_broadcast(name: str, args: Sequence[Any], tensors: list[Tensor]) -> bool:
 
 
 def is_list_call(args: Sequence[Any]) -> bool:
-    """Pair the lists of a _foreach_ operator."""
+    """Return whether the first argument is a list, as in _foreach_ operators."""
     return bool(args) and isinstance(args[0], (list, tuple))

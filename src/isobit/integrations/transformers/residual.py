@@ -6,11 +6,12 @@ depend on the batch. Finite sums have stock's bits.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from isobit.ops.portable.rounding import settle_nans
 
 
 def add(left: Tensor, right: Tensor) -> Tensor:
@@ -28,8 +29,8 @@ def fork(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_add(left: Tensor, right: Tensor) -> Tensor:
-    """Add with torch's own addition."""
-    return (left + right).nan_to_num_(math.nan, math.inf, -math.inf)
+    """Add with torch's own addition, and give every NaN the same bits."""
+    return settle_nans(left + right)
 
 
 class _Add(torch.autograd.Function):

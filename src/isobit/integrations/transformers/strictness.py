@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.coverage import Coverage, Observer, observe, walk_gradients
 from isobit.integrations.transformers.escapes import Escapes
-from isobit.integrations.transformers.operator_table import find_carrier
+from isobit.integrations.transformers.operator_table import find_reason
 from isobit.integrations.transformers.refusals import refuse_flushing
 from isobit.integrations.transformers.structure import is_hooked
 from isobit.machine import flushes_subnormals
@@ -63,7 +63,7 @@ class Placing(Observer):  # type: ignore[no-untyped-call]
     def note(self, func: Any, args: Any, named: dict[str, Any]) -> None:
         """Record a call, and the module in which an operator that adds ran first."""
         name = func._schema.name
-        if name not in self.places and find_carrier(func, args, named) is not None:
+        if name not in self.places and find_reason(func, args, named) is not None:
             self.places[name] = self._running()
         super().note(func, args, named)
 
@@ -91,20 +91,23 @@ def unhooked_modules(model: nn.Module) -> set[nn.Module]:
 
 def refuse(found: Coverage, seen: Placing) -> None:
     """Raise with the operator, the module and the remedy."""
-    if not found.carriers:
+    if not found.order_dependent:
         raise UnsupportedError(
             expected="operators that run",
             received="none was seen",
             remedy="enable(model, strict=False) to go on",
         )
-    first = next((use for use in found.carriers if use.operator in seen.places), found.carriers[0])
+    first = next(
+        (use for use in found.order_dependent if use.operator in seen.places),
+        found.order_dependent[0],
+    )
     place = seen.places.get(first.operator)
     where = (
         f" in {place or type(seen._model).__name__}"
         if place is not None
         else " in the gradient's graph"
     )
-    more = f", and {len(found.carriers) - 1} more" if len(found.carriers) > 1 else ""
+    more = f", and {len(found.order_dependent) - 1} more" if len(found.order_dependent) > 1 else ""
     raise UnsupportedError(
         expected="no stock operator that carries an order of its own",
         received=f"{first.operator}{where}: {first.reason}{more}",

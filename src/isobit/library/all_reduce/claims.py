@@ -28,12 +28,12 @@ def by_recursive_halving(x: Tensor) -> Tensor:
     elements, ranks = x.shape
     owned = bit_reversed_spans(elements, ranks)
     held = list(x.t().contiguous())
-    for meetings in zip(*(halving_rounds(rank, owned) for rank in range(ranks)), strict=True):
+    for exchanges in zip(*(halving_rounds(rank, owned) for rank in range(ranks)), strict=True):
         sums = [value.clone() for value in held]
-        for rank, meeting in enumerate(meetings):
-            for span in meeting.kept:
+        for rank, exchange in enumerate(exchanges):
+            for span in exchange.kept:
                 part = slice(span.start, span.stop)
-                pair = (rank, meeting.peer) if meeting.is_left else (meeting.peer, rank)
+                pair = (rank, exchange.peer) if exchange.is_left else (exchange.peer, rank)
                 add_two(held[pair[0]][part], held[pair[1]][part], sums[rank][part])
         held = sums
     total = torch.empty(elements, dtype=x.dtype)

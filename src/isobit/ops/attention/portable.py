@@ -10,6 +10,7 @@ from torch import Tensor
 from isobit.ops.portable.elementary import exp_nonpositive, log_positive
 from isobit.ops.portable.rounding import round_once
 from isobit.ops.portable.sums import multiply_add, sum_last, sum_leaf, sum_rows
+from isobit.ops.share import accumulation_dtype
 from isobit.order.plan import ATTENTION_BLOCK, Leaf
 
 
@@ -42,7 +43,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, spans: Tensor, blocks: Tensor, lengths: Tensor, mask: Mask
 ) -> tuple[Tensor, Tensor]:
     """Return y in the dtype of q, and the log-sum-exp of each query's scores."""
-    wide = q.dtype if q.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(q.dtype)
     y, lse = (
         torch.zeros_like(q, dtype=wide).contiguous(),
         torch.full(q.shape[:2], torch.inf, dtype=wide),
@@ -120,7 +121,7 @@ class Saved:
 
 def attention_backward(saved: Saved, spans: Tensor, mask: Mask) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv in the dtype of the inputs; every sample has as many queries as keys."""
-    wide = saved.q.dtype if saved.q.dtype == torch.float64 else torch.float32
+    wide = accumulation_dtype(saved.q.dtype)
     dq, dk, dv = (torch.zeros_like(t, dtype=wide).contiguous() for t in (saved.q, saved.k, saved.v))
     group = saved.q.shape[1] // saved.k.shape[1]
     for start, rows in spans.tolist():

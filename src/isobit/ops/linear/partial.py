@@ -18,7 +18,7 @@ from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors, refuse_shape
 from isobit.ops.linear.group import check_groups, interleave
 from isobit.ops.portable.rounding import round_once, widen_rows
-from isobit.ops.portable.samples import spans_of
+from isobit.ops.portable.samples import check_rows, spans_of
 from isobit.ops.portable.sums import sum_products, sum_rows
 from isobit.order.cut import Cut
 from isobit.order.plan import SAMPLE_CAP, SAMPLE_UNIT, FeaturePlan, count_segments
@@ -94,7 +94,7 @@ def weight_grad(grad: Tensor, x: Tensor, samples: Samples) -> Partial:
     """Return a share of dW over the samples described, from grad [..., N] and x [..., K]."""
     check_tensors(grad=grad, x=x)
     spans = spans_of(samples, grad)
-    spans_of(samples, x)
+    check_rows(samples, x)
     if dispatch.is_native(x.dtype):
         values = torch.ops.isobit.linear_weight_grad_roots(
             grad, x, spans, samples.first, samples.of

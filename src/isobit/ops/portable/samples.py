@@ -43,14 +43,19 @@ def as_samples(samples: Samples | Tensor | None) -> Samples | None:
     return Samples.cumulative(samples.tolist())
 
 
-def spans_of(samples: Samples, x: Tensor) -> Tensor:
-    """Return spans [samples, 2]: the first row and the number of rows of each sample of x [..., K]."""
+def check_rows(samples: Samples, x: Tensor) -> None:
+    """Raise ArgumentError unless the samples describe all rows of x [..., K]."""
     rows = 1
     for size in x.shape[:-1]:
         rows *= size
     if rows != samples.rows:
         expected = f"[..., K] with {samples.rows} rows, as described by samples"
         refuse_shape("x", x, expected, "describe all rows of this call, padding included")
+
+
+def spans_of(samples: Samples, x: Tensor) -> Tensor:
+    """Return spans [samples, 2]: the first row and the number of rows of each sample of x [..., K]."""
+    check_rows(samples, x)
     return torch.tensor(samples.spans, dtype=torch.int64, device=x.device).reshape(-1, 2)
 
 

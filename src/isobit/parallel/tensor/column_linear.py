@@ -19,7 +19,7 @@ from isobit.ops.linear import partial
 from isobit.ops.linear.group import check_groups
 from isobit.ops.linear.op import check_linear, linear
 from isobit.ops.portable.rounding import round_once
-from isobit.ops.portable.samples import spans_of
+from isobit.ops.portable.samples import check_rows
 from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
@@ -35,7 +35,7 @@ def column_linear(
     bias: Tensor | None = None,
     *,
     tp_group: TensorParallelGroup,
-    samples: Samples | None = None,
+    samples: Samples | Tensor | None = None,
 ) -> Tensor:
     """Compute this rank's outputs of `isobit.linear`, with the bits of the unsplit operator.
 
@@ -44,7 +44,8 @@ def column_linear(
         weight: This rank's rows. # [N/P, K]
         bias: This rank's elements, or None. # [N/P]
         tp_group: The P ranks; P must divide the segments of N.
-        samples: Which rows of x belong to which sample; default: [B, T, K] is B samples.
+        samples: Which rows of x belong to which sample, as `Samples` or cumulative lengths
+            (`cu_seqlens`); default: [B, T, K] is B samples.
 
     Returns:
         This rank's outputs. # [..., N/P]
@@ -61,7 +62,7 @@ def column_linear_group(
     *,
     groups: int,
     tp_group: TensorParallelGroup,
-    samples: Samples | None = None,
+    samples: Samples | Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Compute this rank's outputs of `isobit.linear_group`: several linears of one input.
 
@@ -73,7 +74,8 @@ def column_linear_group(
         biases: This rank's elements of each bias, or None. # [N_i/P]
         groups: The number of groups of the unsplit operator; each rank has whole groups.
         tp_group: The P ranks.
-        samples: Which rows of x belong to which sample; default: [B, T, K] is B samples.
+        samples: Which rows of x belong to which sample, as `Samples` or cumulative lengths
+            (`cu_seqlens`); default: [B, T, K] is B samples.
 
     Returns:
         This rank's outputs of each linear. # [..., N_i/P]
@@ -91,7 +93,7 @@ def column_linear_group(
         check_linear(x, weight, bias)
         check_groups(weight, groups // tp_group.size)
     known = samples_of(samples, x)
-    spans_of(known, x)
+    check_rows(known, x)
     check_share(known, *weights, *given)
     cut = Cut(sum(len(w) for w in weights) * tp_group.size, tp_group.size, tp_group.rank)
     call = Call(tp_group, known, cut, groups // tp_group.size, len(weights))
@@ -199,6 +201,6 @@ class ColumnParallelLinear(ParallelLinear):
         axes = {name: 0 for name in ("weight", "bias") if getattr(self, name) is not None}
         split_module(self, axes, tp_group)
 
-    def forward(self, input: Tensor, samples: Samples | None = None) -> Tensor:
+    def forward(self, input: Tensor, samples: Samples | Tensor | None = None) -> Tensor:
         """Compute this rank's outputs [..., N/P] of an input [..., K] that every rank has."""
         return column_linear(input, self.weight, self.bias, tp_group=self.tp_group, samples=samples)

@@ -11,7 +11,7 @@ from isobit.ops.arguments import check_tensors, widen_for_autocast
 from isobit.ops.derivatives import refuse_second_order
 from isobit.ops.portable.norms import check_norm
 from isobit.ops.portable.rounding import round_once
-from isobit.ops.portable.samples import spans_of
+from isobit.ops.portable.samples import check_rows
 from isobit.ops.registration import launch, rows_and_columns
 from isobit.ops.rms_norm import partial
 from isobit.ops.share import as_partial, check_share, share_in_force
@@ -27,7 +27,7 @@ def head_norm(
     eps: float = 1e-6,
     *,
     tp_group: TensorParallelGroup,
-    samples: Samples | None = None,
+    samples: Samples | Tensor | None = None,
 ) -> Tensor:
     """Compute `isobit.rms_norm(heads=True)` of this rank's heads, with the bits of the unsplit one.
 
@@ -39,7 +39,8 @@ def head_norm(
         weight: On every rank. # [n]
         eps: Added to the mean square.
         tp_group: The P ranks; P must divide the segments of the heads.
-        samples: Which tokens belong to which sample; default: [B, T, ...] is B samples.
+        samples: Which tokens belong to which sample, as `Samples` or cumulative lengths
+            (`cu_seqlens`); default: [B, T, ...] is B samples.
 
     Returns:
         The normalized heads of this rank. # [..., T, H/P, n]
@@ -50,7 +51,7 @@ def head_norm(
     heads = x.shape[-2]
     partial.find_subtree("heads", tp_group.rank * heads, heads, tp_group.size * heads, FEATURE_CAP)
     known = samples_of(samples, x.select(-2, 0))
-    spans_of(known, x.select(-2, 0))
+    check_rows(known, x.select(-2, 0))
     check_share(known, weight)
     return HeadNorm.apply(x, weight, eps, known, tp_group)  # type: ignore[no-untyped-call,no-any-return]
 

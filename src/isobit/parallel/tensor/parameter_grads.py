@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 from isobit.ops import dispatch
-from isobit.ops.portable.samples import spans_of, whole_samples
+from isobit.ops.portable.samples import as_samples, spans_of, whole_samples
 from isobit.ops.share import Share, as_partial
 from isobit.order.samples import Samples
 
 
-def samples_of(samples: Samples | None, rows: Tensor) -> Samples:
+def samples_of(samples: Samples | Tensor | None, rows: Tensor) -> Samples:
     """Return the given samples, or the operators' default: [B, T, K] is B samples."""
-    return whole_samples(rows, None) if samples is None else samples
+    known = as_samples(samples)
+    return whole_samples(rows, None) if known is None else known
 
 
 def weight_grad(grad: Tensor, x: Tensor, samples: Samples, share: Share | None) -> Tensor:

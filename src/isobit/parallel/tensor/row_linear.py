@@ -17,7 +17,7 @@ from isobit.ops.derivatives import refuse_second_order
 from isobit.ops.linear import partial
 from isobit.ops.linear.op import check_linear
 from isobit.ops.portable.rounding import round_once
-from isobit.ops.portable.samples import spans_of
+from isobit.ops.portable.samples import check_rows
 from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
@@ -34,7 +34,7 @@ def row_linear(
     bias: Tensor | None = None,
     *,
     tp_group: TensorParallelGroup,
-    samples: Samples | None = None,
+    samples: Samples | Tensor | None = None,
 ) -> Tensor:
     """Compute `isobit.linear` of an input that is split over ranks, with the unsplit bits.
 
@@ -46,7 +46,8 @@ def row_linear(
         weight: This rank's columns. # [N, K/P]
         bias: The whole bias, on every rank, or None. # [N]
         tp_group: The P ranks; P must divide the segments of K.
-        samples: Which rows of x belong to which sample; default: [B, T, K] is B samples.
+        samples: Which rows of x belong to which sample, as `Samples` or cumulative lengths
+            (`cu_seqlens`); default: [B, T, K] is B samples.
 
     Returns:
         The whole output, on every rank. # [..., N]
@@ -55,7 +56,7 @@ def row_linear(
     check_tensors(x=x, weight=weight, bias=bias)
     check_linear(x, weight, bias)
     known = samples_of(samples, x)
-    spans_of(known, x)
+    check_rows(known, x)
     check_share(known, weight, bias)
     cut = Cut(weight.shape[1] * tp_group.size, tp_group.size, tp_group.rank)
     return RowLinear.apply(x, weight, bias, cut, tp_group, known)  # type: ignore[no-untyped-call,no-any-return]
@@ -129,6 +130,6 @@ class RowParallelLinear(ParallelLinear):
         Cut(self.in_features, tp_group.size, tp_group.rank)
         split_module(self, {"weight": 1}, tp_group)
 
-    def forward(self, input: Tensor, samples: Samples | None = None) -> Tensor:
+    def forward(self, input: Tensor, samples: Samples | Tensor | None = None) -> Tensor:
         """Compute the whole output [..., N] of this rank's part [..., K/P] of the input."""
         return row_linear(input, self.weight, self.bias, tp_group=self.tp_group, samples=samples)

@@ -15,7 +15,7 @@ from isobit.ops.arguments import check_tensors
 from isobit.ops.derivatives import refuse_second_order
 from isobit.ops.embedding import partial
 from isobit.ops.embedding.op import NO_PADDING, check_embedding
-from isobit.ops.portable.samples import spans_of
+from isobit.ops.portable.samples import check_rows
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.order.samples import Samples
 from isobit.parallel.tensor.parameter_grads import samples_of
@@ -28,7 +28,7 @@ def vocab_embedding(
     weight: Tensor,
     *,
     tp_group: TensorParallelGroup,
-    samples: Samples | None = None,
+    samples: Samples | Tensor | None = None,
     padding_idx: int | None = None,
 ) -> Tensor:
     """Compute `isobit.embedding` of a table whose rows are split over ranks.
@@ -39,7 +39,8 @@ def vocab_embedding(
         ids: Rows of the whole table, on every rank. # [...]
         weight: This rank's rows. # [V/P, H]
         tp_group: The P ranks.
-        samples: Which ids belong to which sample; default: [B, T] is B samples.
+        samples: Which ids belong to which sample, as `Samples` or cumulative lengths
+            (`cu_seqlens`); default: [B, T] is B samples.
         padding_idx: A row of the whole table that gets no gradient.
 
     Returns:
@@ -54,7 +55,7 @@ def vocab_embedding(
     padding = check_embedding(ids, whole, padding_idx)
     check_ids(ids, shard.full)
     known = samples_of(samples, ids.unsqueeze(-1))
-    spans_of(known, ids.unsqueeze(-1))
+    check_rows(known, ids.unsqueeze(-1))
     check_share(known, weight)
     return VocabEmbedding.apply(weight, ids, padding, known, shard, tp_group)  # type: ignore[no-untyped-call,no-any-return]
 
@@ -167,7 +168,7 @@ class VocabParallelEmbedding(nn.Embedding):
             )
         split_module(self, {"weight": 0}, tp_group)
 
-    def forward(self, input: Tensor, samples: Samples | None = None) -> Tensor:
+    def forward(self, input: Tensor, samples: Samples | Tensor | None = None) -> Tensor:
         """Look up ids [...] of the whole table; the output [..., H] is whole on every rank."""
         tp_group = tp_group_of(self)
         assert tp_group is not None

@@ -11,7 +11,7 @@ from isobit.ops.derivatives import refuse_second_order
 from isobit.ops.linear import partial
 from isobit.ops.linear.op import linear_fp32
 from isobit.ops.portable.rounding import round_once
-from isobit.ops.portable.samples import spans_of
+from isobit.ops.portable.samples import check_rows
 from isobit.ops.share import check_share, share_in_force
 from isobit.order.cut import Cut
 from isobit.order.samples import Samples
@@ -20,7 +20,11 @@ from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
 
 
 def vocab_logits(
-    hidden: Tensor, weight: Tensor, *, tp_group: TensorParallelGroup, samples: Samples | None = None
+    hidden: Tensor,
+    weight: Tensor,
+    *,
+    tp_group: TensorParallelGroup,
+    samples: Samples | Tensor | None = None,
 ) -> Tensor:
     """Return all logits in unrounded fp32, with the bits of the unsplit layer.
 
@@ -30,14 +34,15 @@ def vocab_logits(
         hidden: The hidden states, on every rank. # [..., K]
         weight: This rank's rows. # [V/P, K]
         tp_group: The P ranks; P must divide the segments of V.
-        samples: Which rows of hidden belong to which sample; default: [B, T, K] is B samples.
+        samples: Which rows of hidden belong to which sample, as `Samples` or cumulative lengths
+            (`cu_seqlens`); default: [B, T, K] is B samples.
 
     Returns:
         The logits, on every rank. # [..., V]
     """
     cut = Cut(len(weight) * tp_group.size, tp_group.size, tp_group.rank)
     known = samples_of(samples, hidden)
-    spans_of(known, hidden)
+    check_rows(known, hidden)
     check_share(known, weight)
     return VocabLogits.apply(hidden, weight, cut, tp_group, known)  # type: ignore[no-untyped-call,no-any-return]
 

@@ -35,7 +35,7 @@ def vocab_logprob(
     *,
     tp_group: TensorParallelGroup,
     temperature: float = 1.0,
-    samples: Samples | None = None,
+    samples: Samples | Tensor | None = None,
 ) -> Tensor:
     """Compute `isobit.linear_logprob` of a weight that is split over ranks, with the unsplit bits.
 
@@ -45,7 +45,8 @@ def vocab_logprob(
         targets: Tokens of the whole vocabulary, on every rank. # [...]
         tp_group: The P ranks; P must divide the segments of V.
         temperature: Divides the logits.
-        samples: Which rows of hidden belong to which sample; default: [B, T, K] is B samples.
+        samples: Which rows of hidden belong to which sample, as `Samples` or cumulative lengths
+            (`cu_seqlens`); default: [B, T, K] is B samples.
 
     Returns:
         The log-probability of each target in fp32, on every rank. # [...]
@@ -120,7 +121,7 @@ def vocab_cross_entropy(
     temperature: float = 1.0,
     ignore_index: int = IGNORED,
     num_items: float | None = None,
-    samples: Samples | None = None,
+    samples: Samples | Tensor | None = None,
 ) -> Tensor:
     """Compute `isobit.linear_cross_entropy` of a weight that is split over ranks.
 
@@ -132,7 +133,8 @@ def vocab_cross_entropy(
         temperature: Divides the logits.
         ignore_index: Targets that have no loss.
         num_items: What the sum is divided by; None is the number of active targets.
-        samples: Which rows of hidden belong to which sample; default: [B, T, K] is B samples.
+        samples: Which rows of hidden belong to which sample, as `Samples` or cumulative lengths
+            (`cu_seqlens`); default: [B, T, K] is B samples.
 
     Returns:
         The loss, on every rank.

@@ -1,0 +1,149 @@
+"""`isobit.audit`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from isobit.audit_records import AXES, DEFAULT_AXES, AxisReport, Skipped
+from isobit.auditing.auditor import AxisAudit, Progress, Wishes
+from isobit.auditing.axes import AXES_BY_NAME, NotApplicableError
+from isobit.auditing.axes import batch as batch_axis
+from isobit.auditing.blame import BY
+from isobit.auditing.compiled_axis import CompiledAudit
+from isobit.auditing.data_parallel_axis import data_parallel
+from isobit.auditing.gradients import Backward
+from isobit.auditing.inputs import Batch, Inputs, as_inputs
+from isobit.auditing.model_state import left_as_it_was
+from isobit.auditing.report import Report, origin_of
+from isobit.auditing.tensor_parallel_axis import tensor_parallel
+from isobit.auditing.variation import Variation
+from isobit.errors import ArgumentError
+
+
+def audit(
+    model: nn.Module,
+    batch: Batch,
+    vary: Sequence[str] = DEFAULT_AXES,
+    *,
+    backward: bool = False,
+    sample: int = 0,
+    effect: str | None = None,
+    blame: str = "auto",
+    orders: int = 0,
+    progress: Progress | None = None,
+) -> Report:
+    """Find the operators that make a model's results depend on the batch, and rank them by their effect.
+
+    While the model runs, each operator is called again on the rows of one sample, as it would be if that sample ran
+    alone (or without padding, or through a cache …), and the bits of both results are compared. Then the results are
+    substituted one operator after another, which shows what each does to the log-probabilities. No second run has to
+    be aligned with the first, and the model needs no change.
+
+    Args:
+        model: Any module, on any device. It is run about as often as operators are guilty.
+        batch: What the model is called with: a tensor, a dict of keywords, or a tuple. Samples are along the first
+            dimension, tokens along the second. Padding is what `attention_mask` excludes. `labels` of a model of
+            transformers are left out, unless `effect` is "loss".
+        vary: The axes: batch, padding, packing, decode, chunks, threads, repeat, compile, tp (tensor-parallel ranks),
+            dp (data-parallel ranks, with `backward`).
+        backward: Audit gradients, too: every backward operator, and parameters' gradients summed over samples.
+        sample: The sample that runs alone.
+        effect: What the effect is measured on: "logp", "loss", "grad", or the name of an output. By default
+            log-probabilities of the tokens if the model returns logits, with `backward` the gradients.
+        blame: "one" measures each guilty operator, "class" and "layer" measure groups, "bisect" only those that
+            change anything; "auto" chooses one or class by their number.
+        orders: For how many of the guilty operators the order of addition is revealed in both shapes.
+        progress: Called with (stage, done, total).
+
+    Returns:
+        A `Report`.
+
+    Raises:
+        ArgumentError: An axis, `blame`, `effect` or `sample` is not known, or the batch has no tensor.
+
+    Example:
+        >>> import torch, isobit
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.BatchNorm1d(8), isobit.nn.Linear(3, 4))
+        >>> report = isobit.audit(model, torch.randn(4, 8, 3), vary=("batch",))
+        >>> [(one.place.operator, one.place.module, one.kind) for one in report.guilty]
+        [('aten::native_batch_norm', '0', 'error')]
+        >>> report.complete
+        True
+    """
+    inputs = as_inputs(model, batch, effect)
+    check(inputs, vary, blame, sample)
+    if effect == "grad" and not backward:
+        raise ArgumentError(
+            expected="backward=True, to measure the effect on gradients",
+            received="effect='grad' without it",
+            remedy="pass backward=True, or leave effect out",
+        )
+    wishes = Wishes(effect, blame, progress, backward, orders)
+    reports: list[AxisReport] = []
+    skipped: list[Skipped] = []
+    with torch.no_grad(), left_as_it_was(model):
+        for axis in dict.fromkeys(vary):
+            try:
+                reports.append(audit_axis(axis, inputs, sample, wishes))
+            except NotApplicableError as error:
+                skipped.append(Skipped(axis, str(error)))
+    command = f"isobit.audit(model, batch, vary={tuple(vary)!r}, backward={backward})"
+    made = Report(type(model).__name__, str(inputs), tuple(reports), tuple(skipped), backward)
+    return replace(made, provenance=origin_of(command, ""))
+
+
+def check(inputs: Inputs, vary: Sequence[str], blame: str, sample: int) -> None:
+    """Raise ArgumentError for an unknown axis, way of blaming, or sample."""
+    if isinstance(vary, str) or not vary or any(axis not in AXES for axis in vary):
+        raise ArgumentError(
+            expected=f"axes among {', '.join(AXES)}, at least one",
+            received=repr(vary),
+            remedy="leave vary out for the usual ones",
+        )
+    if blame not in ("auto", *BY):
+        raise ArgumentError(
+            expected=f"blame: one of auto, {', '.join(BY)}", received=blame, remedy="leave it out"
+        )
+    if not 0 <= sample < inputs.samples:
+        raise ArgumentError(
+            expected=f"a sample from 0 to {inputs.samples - 1}",
+            received=str(sample),
+            remedy="count the samples of the batch from 0",
+        )
+
+
+def audit_axis(axis: str, inputs: Inputs, sample: int, wishes: Wishes) -> AxisReport:
+    """Audit one axis; raise NotApplicableError if these inputs do not have it."""
+    if axis == "compile":
+        if wishes.backward:
+            raise NotApplicableError("compiled modules are audited forward; leave backward out")
+        return CompiledAudit(inputs, wishes).report()
+    variation = variation_of(axis, inputs, sample, wishes)
+    report = AxisAudit(inputs.model, variation, wishes).report()
+    return variation.after(report) if variation.after else report
+
+
+def variation_of(axis: str, inputs: Inputs, sample: int, wishes: Wishes) -> Variation:
+    """Return what changes on an axis, with a backward pass if it is asked for."""
+    if axis == "dp":
+        if not wishes.backward:
+            raise NotApplicableError("ranks differ in their gradients only: audit with backward")
+        return data_parallel(inputs, wishes.effect)
+    if axis == "tp":
+        if wishes.backward:
+            raise NotApplicableError("tensor parallelism is audited forward; leave backward out")
+        return tensor_parallel(inputs)
+    if axis not in AXES_BY_NAME:
+        raise NotApplicableError(f"isobit.audit cannot vary {axis} in this process")
+    if not wishes.backward:
+        return AXES_BY_NAME[axis](inputs, sample)
+    if axis in ("decode", "chunks"):
+        raise NotApplicableError("a cached call has no backward pass; audit it without backward")
+    every = axis == "batch"
+    made = batch_axis(inputs, sample, every) if every else AXES_BY_NAME[axis](inputs, sample)
+    return Backward(inputs.model, wishes.effect).add_to(made)

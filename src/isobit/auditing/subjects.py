@@ -1,0 +1,114 @@
+"""What `isobit audit` is pointed at: a model by name, a factory, or a script; and its inputs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from isobit.auditing.inputs import Inputs, as_inputs
+from isobit.errors import ArgumentError
+from isobit.integrations.transformers.package import library
+
+
+def from_factory(name: str, effect: str | None = None) -> Inputs:
+    """Call `package.module:factory`, which returns a model and a batch."""
+    module, _, attribute = name.partition(":")
+    try:
+        factory = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ArgumentError(
+            expected="package.module:factory",
+            received=f"{name}: {error}",
+            remedy="name a function that can be imported from the current folder or an installed package",
+        ) from error
+    made = factory()
+    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
+        raise ArgumentError(
+            expected=f"{name}() to return (model, batch)",
+            received=type(made).__name__,
+            remedy="return a module and what it is called with: a tensor, a dict or a tuple",
+        )
+    return as_inputs(*made, effect)
+
+
+def from_transformers(name: str, dtype: torch.dtype | None, device: str) -> tuple[nn.Module, Any]:
+    """Load a causal language model and, if it has one, its tokenizer."""
+    transformers = library()
+    try:
+        given = {} if dtype is None else {"dtype": dtype}
+        model = transformers.AutoModelForCausalLM.from_pretrained(name, **given)
+    except (OSError, ValueError) as error:
+        raise ArgumentError(
+            expected="a folder or hub id of a causal language model",
+            received=f"{name}: {str(error).splitlines()[0]}",
+            remedy="pass a folder that save_pretrained wrote, or package.module:factory for any other model",
+        ) from error
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, KeyError):
+        tokenizer = None
+    return model.to(device).eval(), tokenizer
+
+
+def random_tokens(model: nn.Module, shape: tuple[int, int], seed: int) -> dict[str, Tensor]:
+    """Return random tokens of a model's vocabulary, none of them padding."""
+    size = int(getattr(model, "config").get_text_config().vocab_size)  # noqa: B009 (a Module has no such attribute)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, size, shape, generator=generator)
+    return batch_of(model, list(ids))
+
+
+def read_samples(path: Path, tokenizer: Any) -> list[Tensor]:
+    """Read one sample per line of a JSON Lines file."""
+    samples = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+            samples.append(tokens_of(record, tokenizer))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ArgumentError(
+                expected='lines {"prompt": text} or {"input_ids": [numbers]}',
+                received=f"{path.name}, line {number}: {error}",
+                remedy="write one JSON object per line; text needs a model with a tokenizer",
+            ) from error
+    if not samples:
+        raise ArgumentError(
+            expected="at least one sample", received=f"{path.name}: none", remedy="add lines"
+        )
+    return samples
+
+
+def tokens_of(record: Any, tokenizer: Any) -> Tensor:
+    """Return the tokens of one record."""
+    if "input_ids" in record:
+        ids = [int(i) for i in record["input_ids"]]
+    else:
+        text = next((record[key] for key in ("prompt", "text") if key in record), None)
+        if not isinstance(text, str):
+            raise TypeError("no input_ids, and no prompt that is a text")
+        if tokenizer is None:
+            raise ValueError("the model has no tokenizer, so text cannot be read")
+        ids = tokenizer(text)["input_ids"]
+    if not ids or min(ids) < 0:
+        raise ValueError("no tokens, or a negative one")
+    return torch.tensor(ids)
+
+
+def batch_of(model: nn.Module, samples: Sequence[Tensor]) -> dict[str, Tensor]:
+    """Return samples padded on the left to one width, with their mask, on the model's device."""
+    width = max(len(s) for s in samples)
+    ids = torch.zeros(len(samples), width, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, sample in enumerate(samples):
+        ids[row, width - len(sample) :] = sample
+        mask[row, width - len(sample) :] = 1
+    device = next(model.parameters()).device
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}

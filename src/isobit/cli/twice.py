@@ -1,0 +1,103 @@
+"""`isobit twice`: run a training script twice and name the first difference and its cause."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict, replace
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from isobit.cli.progress import SELDOM, Steps
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console, say_json
+from isobit.errors import ArgumentError
+from isobit.plain_text import one_line
+from isobit.twice.records import Cause, Report
+from isobit.twice.run import run_twice
+
+WORDS = {True: "YES", False: "no", None: "not known"}
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the script twice and print what differs. The exit code is 0 if nothing does."""
+    if not options.script.is_file():
+        raise ArgumentError(
+            expected="a Python script",
+            received=f"{'a folder' if options.script.is_dir() else 'no such file'}: {options.script}",
+            remedy="name a script by its path; words after -- go to the script",
+        )
+    with Steps(options.script.name, options.steps, options.quiet, SELDOM) as steps:
+
+        def tell(what: str, done: int) -> None:
+            steps.at(f"{options.script.name}, {what}", done, options.steps)
+
+        report = run_twice(
+            options.script,
+            options.passed_on,
+            steps=options.steps,
+            causes=options.causes,
+            progress=tell,
+        )
+    if options.json:
+        say_json(as_record(options, report))
+    else:
+        show(make_console(140, soft_wrap=True), report)
+    return report.exit_code
+
+
+def as_record(options: argparse.Namespace, report: Report) -> dict[str, Any]:
+    """Return the report for JSON, without the hashes of variables."""
+    found = replace(report.comparison, evidence=({}, {}))
+    return {
+        "provenance": provenance_of(options, [options.script.read_text(errors="replace")]),
+        "equal": report.comparison.equal,
+        **asdict(replace(report, comparison=found)),
+    }
+
+
+def show(console: Console, report: Report) -> None:
+    """Print the first difference, where it comes from, the causes, and what was compared."""
+    found = report.comparison
+    if found.changed is not None:
+        console.print(
+            f"first difference: step {found.changed.step}, {one_line(str(found.changed))}"
+        )
+    if found.origin is not None:
+        origin = found.origin
+        console.print(f"it comes from:    {one_line(str(origin.call))}, call {origin.call.number}")
+        console.print(f"because of:       {origin.why}: {one_line(origin.detail)}")
+    elif found.changed is not None:
+        console.print("it comes from:    no operator: memory was changed outside of torch")
+    if report.causes:
+        table = Table("cause", "applies", "shown by")
+        for cause in sorted(report.causes, key=rank):
+            table.add_row(cause.name, WORDS[cause.applies], one_line(cause.shown_by))
+        console.print(table)
+    for origin in found.harmless:
+        console.print(f"differs without effect so far: {one_line(str(origin.call))}: {origin.why}")
+    console.print(sentence(report))
+
+
+def rank(cause: Cause) -> int:
+    """Return the place of a cause in the table: those that apply come first."""
+    return {True: 0, None: 1, False: 2}[cause.applies]
+
+
+def sentence(report: Report) -> str:
+    """Return the verdict with its denominators."""
+    found = report.comparison
+    steps = (
+        f"{found.steps[0]}"
+        if found.steps[0] == found.steps[1]
+        else f"{found.steps[0]} and {found.steps[1]}"
+    )
+    share = (
+        "" if found.recording is None else f", {found.recording:.0%} of their time for recording"
+    )
+    return (
+        f"{'equal' if found.equal else 'DIFFER'}: {steps} steps, {found.operators:,} operator calls and "
+        f"{found.tensors:,} tensors of the training's state compared up to the first difference; "
+        f"{report.runs} runs, {report.seconds:.1f} s{share}"
+    )

@@ -1,0 +1,1 @@
+"""The contract audit-v1 with its claims, planted operators, clean models and planted wrong auditors."""
