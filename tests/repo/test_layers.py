@@ -32,6 +32,7 @@ LAYERS = {
     "native": "",
     "records": "plain_text",
     "audit_records": "records",
+    "certify_records": "records",
     "bits": "records",
     "machine": "native processor records",
     "isolation": "machine",
@@ -47,15 +48,16 @@ LAYERS = {
     "contracts": "foundation order reveal",
     "gates": "foundation order ops nn optim parallel guards integrations simulator",
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts "
-    "audit_records auditing",
+    "audit_records auditing certify_records compiled",
     "checkpoints": "foundation",
     "twice": "foundation",
-    "report": "audit_records errors order plain_text records reveal",
+    "compiled": "foundation certify_records order reveal",
+    "report": "audit_records certify_records errors order plain_text records reveal",
     "auditing": "foundation audit_records order reveal ops parallel integrations simulator "
     "checkpoints report",
-    "pytest_plugin": "foundation contracts auditing",
-    "cli": "foundation audit_records order reveal ops simulator integrations contracts gates library "
-    "checkpoints twice auditing report",
+    "pytest_plugin": "foundation contracts auditing compiled",
+    "cli": "foundation audit_records certify_records order reveal ops simulator integrations contracts "
+    "gates library checkpoints twice auditing compiled report",
 }
 # operator -> the operator that it is built on
 BUILT_ON = {("logprob", "linear"), ("logprob", "exact_sum"), ("log_softmax", "softmax")}
