@@ -80,8 +80,12 @@ def add_products(
     WHOLE: tl.constexpr = LENGTH // BLOCK_K * BLOCK_K
     k = tl.arange(0, BLOCK_K)
     for at in range(0, WHOLE, BLOCK_K):
-        a = tl.load(left + (at + k)[None, :] * LEFT_STEP, mask=left_in, other=0.0)  # [BLOCK_M, BLOCK_K]
-        b = tl.load(right + (at + k)[:, None] * RIGHT_STEP, mask=right_in, other=0.0)  # [BLOCK_K, BLOCK_N]
+        a = tl.load(
+            left + (at + k)[None, :] * LEFT_STEP, mask=left_in, other=0.0
+        )  # [BLOCK_M, BLOCK_K]
+        b = tl.load(
+            right + (at + k)[:, None] * RIGHT_STEP, mask=right_in, other=0.0
+        )  # [BLOCK_K, BLOCK_N]
         total = tl.dot(a, b, total, input_precision="ieee")
     if WHOLE < LENGTH:
         if left.dtype.element_ty == tl.float32:
