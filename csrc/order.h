@@ -27,6 +27,9 @@ constexpr int64_t long_segment = 1024;  // a longer segment of a feature axis is
 constexpr int64_t feature_leaf = 512;   // of this length
 constexpr int64_t token_leaf = 256;     // length of a leaf of a sample's tokens
 
+// Keys that attention folds from an empty state. Chunks of them are then merged left to right.
+constexpr int64_t attention_chunk = 2048;
+
 // A run of consecutive elements of the summed axis that one chain sums. `fold`: add it to the
 // segment's accumulator; the first leaf of a segment starts from zero instead.
 struct Leaf {
