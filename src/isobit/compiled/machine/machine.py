@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from isobit.compiled.machine import opcodes  # noqa: F401 (fills the table)
+from isobit.compiled.machine import mma, opcodes  # noqa: F401 (they fill the table)
 from isobit.compiled.machine.access import Access
 from isobit.compiled.machine.control import run_threads
 from isobit.compiled.machine.memory import Buffer, Shared
