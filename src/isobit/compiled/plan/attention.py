@@ -79,7 +79,7 @@ class Head:
     def merged(self, state: State, later: State) -> State:
         """Return the state of both: rescaled to the larger maximum, then added."""
         on = self.plan.on
-        most = on.maximum(state.most, later.most)
+        most = on.maximum([state.most, later.most])
         base = self.finite_or_zero(most)
         left = exp_nonpositive(on, on.sub(state.most, base))
         right = exp_nonpositive(on, on.sub(later.most, base))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import numpy as np
 
 from isobit.compiled import names
 from isobit.compiled.leaf import multiply_accumulate, rule_of
 from isobit.compiled.machine import arithmetic
+from isobit.compiled.machine.registers import select_half
+from isobit.compiled.maxima import SETS
 from isobit.compiled.names import Array
 
-ONE_NAN = {"f32": 0x7FC00000, "bf16": 0x7FC0, "f16": 0x7E00}  # of isobit's results
+ONE_NAN = {"bf16": 0x7FC0, "f16": 0x7E00}  # of isobit's results; that of fp32 is numpy's
 
 
 class Domain(ABC):
@@ -50,12 +53,16 @@ class Domain(ABC):
         """Return the square root."""
 
     @abstractmethod
-    def maximum(self, a: Array, b: Array) -> Array:
-        """Return the larger one; a NaN loses."""
+    def maximum(self, operands: Sequence[Array]) -> Array:
+        """Return the largest of at least two; a NaN loses. It has no order."""
 
     @abstractmethod
     def choose(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
         """Return `yes` where a is "lt" or "eq" b, or where neither is NaN ("num"); else `no`."""
+
+    @abstractmethod
+    def choose16(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
+        """Return what `choose` returns, for 16-bit values `yes` and `no`."""
 
     @abstractmethod
     def shift_left(self, a: Array, count: int) -> Array:
@@ -101,14 +108,18 @@ class Names(Domain):
     def sqrt(self, a: Array) -> Array:
         return names.sqrt(a)
 
-    def maximum(self, a: Array, b: Array) -> Array:
-        return names.maximum(a, b)
+    def maximum(self, operands: Sequence[Array]) -> Array:
+        return SETS.join("max", operands)
 
     def choose(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
-        return names.select(names.compare(test, a, b), yes, no)
+        return names.select(names.make(f"setp.{test}.f32", a, b), yes, no)
+
+    def choose16(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
+        predicate = names.make(f"setp.{test}.f32", a, b)
+        return names.value16(select_half(predicate, names.half16(yes), names.half16(no)))
 
     def shift_left(self, a: Array, count: int) -> Array:
-        return names.shift_left(a, count)
+        return names.make("shl.b32", a, names.constant(count))
 
     def widen(self, a: Array, dtype: str) -> Array:
         return names.widen(dtype, a)
@@ -152,12 +163,15 @@ class Values(Domain):
         with np.errstate(all="ignore"):
             return np.asarray(np.sqrt(a))
 
-    def maximum(self, a: Array, b: Array) -> Array:
-        return np.asarray(np.fmax(a, b))
+    def maximum(self, operands: Sequence[Array]) -> Array:
+        return np.asarray(np.fmax.reduce(np.broadcast_arrays(*operands)))
 
     def choose(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
         tests = {"lt": np.less, "eq": np.equal, "num": lambda x, y: ~(np.isnan(x) | np.isnan(y))}
         return np.where(tests[test](a, b), yes, no)
+
+    def choose16(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
+        return self.choose(test, a, b, yes, no)
 
     def shift_left(self, a: Array, count: int) -> Array:
         bits = np.ascontiguousarray(a).view(np.uint32) << np.uint32(count)

@@ -60,10 +60,9 @@ class Arithmetic:
     def result(self, total: Array) -> Array:
         """Return sums rounded to the elements' dtype, with the one NaN of isobit's results."""
         if self.dtype == "f32":
-            nan = self.on.constant(float(np.uint32(ONE_NAN["f32"]).view(np.float32)))
-        else:
-            nan = self.on.constant16(ONE_NAN[self.dtype])
-        return self.on.choose("num", total, total, self.narrow(total), nan)
+            return self.on.choose("num", total, total, total, self.on.constant(np.nan))
+        nan = self.on.constant16(ONE_NAN[self.dtype])
+        return self.on.choose16("num", total, total, self.narrow(total), nan)
 
 
 def fold(plan: Arithmetic, segments: Sequence[Segment], run: Callable[[Leaf], Array]) -> Array:
@@ -126,9 +125,7 @@ def softmax(plan: Arithmetic, x: Array) -> Array:
 
 def largest(plan: Arithmetic, values: Array, before: Array) -> Array:
     """Return [R, 1], the maximum of `before` [R, 1] and of the columns of values [R, n]."""
-    for column in range(values.shape[1]):
-        before = plan.on.maximum(before, values[:, column : column + 1])
-    return before
+    return plan.on.maximum([before, *np.split(values, values.shape[1], axis=1)])
 
 
 PER_OCTAVE, LOWEST, OCTAVE, OCTAVE_REST = map(
