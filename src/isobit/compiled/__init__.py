@@ -1,0 +1,1 @@
+"""Compiled GPU code, executed and compared without a GPU."""
