@@ -10,10 +10,13 @@ would depend on time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from isobit.compiled.refusals import BarrierWaitError
-from isobit.errors import UnsupportedError
+import numpy as np
+import numpy.typing as npt
+
+Fail = Callable[[str], Exception]  # Takes what was received, and returns the error to raise.
 
 
 @dataclass
@@ -32,6 +35,7 @@ class Mbarrier:
 
     count: int
     missing: int
+    fail: Fail
     phase: int = 0
     bytes: int = 0  # Bytes that were announced and have not come.
     coming: list[Arrival] = field(default_factory=list)
@@ -42,7 +46,7 @@ class Mbarrier:
         self.bytes += announced
         self.missing -= count
         if self.missing < 0:
-            raise wait_error("more arrivals than the phase of a barrier takes")
+            raise self.fail("more arrivals than the phase of a barrier takes")
         self._turn()
 
     def _turn(self) -> None:
@@ -53,7 +57,7 @@ class Mbarrier:
         """Let the phase of this parity end, and return the work that a thread now knows to be done."""
         if self.phase % 2 != parity:  # The phase before this one has the parity: it ended already.
             if self.phase_if_early() != self.phase:
-                raise wait_error("a wait that is answered yes or no by when asynchronous work ends")
+                raise self.fail("a wait that is answered yes or no by when asynchronous work ends")
             return list(self.ended)
         goal = self.phase + 1
         while self.phase < goal and self.coming:
@@ -63,9 +67,9 @@ class Mbarrier:
             self.missing -= arrival.count
             self._turn()
         if self.phase < goal:
-            raise wait_error(f"a wait for phase {self.phase} that nobody completes")
+            raise self.fail(f"a wait for phase {self.phase} that nobody completes")
         if self.phase_if_early() != self.phase:
-            raise wait_error("a barrier whose next phase may end before this wait is answered")
+            raise self.fail("a barrier whose next phase may end before this wait is answered")
         return list(self.ended)
 
     def phase_if_early(self) -> int:
@@ -81,34 +85,37 @@ class Mbarrier:
 class Mbarriers:
     """The barrier objects of one CTA, by address."""
 
-    def __init__(self) -> None:
+    def __init__(self, fail: Fail) -> None:
+        self.fail = fail
         self.live: dict[int, Mbarrier] = {}
+        self.fresh: dict[int, int] = {}  # address -> the thread that made it, until a bar.sync
 
-    def init(self, address: int, count: int) -> None:
+    def init(self, address: int, count: int, thread: int) -> None:
         """Make a barrier object."""
         if address % 8 or count < 1:
-            raise wait_error(f"mbarrier.init of count {count} at {address:#x}")
+            raise self.fail(f"mbarrier.init of count {count} at {address:#x}")
         if address in self.live:
-            raise wait_error(f"mbarrier.init at {address:#x}, where a barrier object is alive")
-        self.live[address] = Mbarrier(count, count)
+            raise self.fail(f"mbarrier.init at {address:#x}, where a barrier object is alive")
+        self.live[address] = Mbarrier(count, count, self.fail)
+        self.fresh[address] = thread
 
-    def invalidate(self, address: int) -> None:
+    def invalidate(self, address: int, thread: int) -> None:
         """End a barrier object, so that its memory may be used for something else."""
-        if self.get(address).coming:
-            raise wait_error(f"mbarrier.inval at {address:#x} while asynchronous work will arrive there")
+        if self.get(address, thread).coming:
+            raise self.fail(f"mbarrier.inval at {address:#x} while asynchronous work will arrive there")
         del self.live[address]
+        self.fresh.pop(address, None)
 
-    def get(self, address: int) -> Mbarrier:
-        """Return the barrier object at an address."""
+    def get(self, address: int, thread: int) -> Mbarrier:
+        """Return the barrier object at an address, for a thread that uses it."""
         if address not in self.live:
-            raise wait_error(f"a barrier object at {address:#x} that was not initialised")
+            raise self.fail(f"a barrier object at {address:#x} that was not initialised")
+        if self.fresh.get(address, thread) != thread:
+            raise self.fail(f"a barrier object at {address:#x} that another thread made, without bar.sync")
         return self.live[address]
 
-
-def wait_error(received: str) -> BarrierWaitError | UnsupportedError:
-    """Return the error for a use of a barrier that cannot be right on a GPU."""
-    return BarrierWaitError(
-        expected="each wait for a barrier's phase to be completed by arrivals that come before it",
-        received=received,
-        remedy="check mbarrier.init, the arrivals and the parity that is waited for",
-    )
+    def touches(self, addresses: npt.NDArray[np.int64], size: int) -> bool:
+        """Whether accesses of memory touch a live barrier object."""
+        return any(
+            bool(((addresses < each + 8) & (addresses + size > each)).any()) for each in self.live
+        )

@@ -29,6 +29,7 @@ class Cells:
     blocks: int
     first: int
     last: int
+    warp: int = -1  # Of a load or store: the warp that executes it.
 
     def overlaps(self, other: Cells) -> bool:
         """Whether both have a cell in common."""
@@ -104,11 +105,14 @@ def message_cells(
     own = lane - warp % 4 * 32
     if shape == "32x32b" and split is None and not own.any():
         lanes, start = lane + thread % 32, column
-        parts = [Cells(0b11 << lane[t] // BLOCK, column[t], column[t] + count) for t in thread[::32]]
+        parts = [
+            Cells(0b11 << lane[t] // BLOCK, column[t], column[t] + count, warp[t])
+            for t in thread[::32]
+        ]
     elif shape == "16x32bx2" and split is not None and np.isin(own, (0, BLOCK)).all():
         lanes, start = lane + thread % 16, column + np.where(thread % 32 < 16, 0, split)
         parts = [
-            Cells(1 << lane[t] // BLOCK, start[t], start[t] + count)
+            Cells(1 << lane[t] // BLOCK, start[t], start[t] + count, warp[t])
             for t in np.concatenate([thread[::32], thread[16::32]])
         ]
     else:
