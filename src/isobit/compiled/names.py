@@ -279,3 +279,46 @@ def half16(name: Names) -> Names:
     """Return the halves of 16-bit values from their names."""
     fixed = is_constant(name)
     return np.where(fixed, FIXED | (name & U64(0xFFFF)), VALUE | name)
+
+
+def pair(low: Names, high: Names) -> Names:
+    """Return the names of the 64-bit values that two 32-bit values make."""
+    return make("pair", low, high)
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+# half made of two bytes -> its bytes. Forgotten when it grows: then a byte of the half gets a name
+# of its own, which is sound (equal names stay equal values) but may tell equal values apart.
+_BYTES: dict[int, tuple[int, int]] = {}
+BYTES_KEPT = 1 << 20
+
+
+def byte_of(half: Names, which: int) -> Names:
+    """Return the names of the lower (0) or the upper (1) bytes of halves.
+
+    A byte of a constant is a constant of 16 bits.
+    """
+    half = np.asarray(half)
+    made = np.where(
+        half >= FIXED,
+        constant16((half >> U64(8 * which)) & U64(0xFF)),
+        make("byte", half, U64(which)),
+    )
+    if _BYTES:
+        for at in np.flatnonzero([int(each) in _BYTES for each in half.reshape(-1)]):
+            made.reshape(-1)[at] = _BYTES[int(half.reshape(-1)[at])][which]
+    return made
+
+
+def half_of_bytes(low: Names, high: Names) -> Names:
+    """Return the halves that two bytes make."""
+    fixed = is_constant(low & high)
+    value = ((high & U64(0xFF)) << U64(8)) | (low & U64(0xFF))
+    made = np.where(fixed, FIXED | value, VALUE | make("bytes", low, high))
+    if len(_BYTES) > BYTES_KEPT:
+        _BYTES.clear()
+    flat = zip(made.reshape(-1), low.reshape(-1), high.reshape(-1), strict=True)
+    for half, first, second in flat:
+        if half < FIXED:
+            _BYTES[int(half)] = (int(first), int(second))
+    return made
