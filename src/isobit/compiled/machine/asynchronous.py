@@ -52,8 +52,11 @@ class Work:
 class Asynchronous:
     """The open work of one CTA."""
 
-    def __init__(self, program: Program, use: RegisterUse, shared_bytes: int) -> None:
+    def __init__(
+        self, program: Program, use: RegisterUse, shared_bytes: int, checked: bool = True
+    ) -> None:
         pieces = -(-shared_bytes // PIECE)
+        self.checked = checked
         self.use = use
         self.everyone = np.ones(program.threads, bool)
         self.program = program
@@ -65,6 +68,7 @@ class Asynchronous:
         # The last instruction (index + 1) that wrote a piece, until a proxy fence and until a barrier.
         self.unfenced = np.zeros(pieces, np.int64)
         self.unsynchronised = np.zeros(pieces, np.int64)
+        self.copied = np.zeros(pieces, np.int64)  # by cp.async, until its group is waited for
         self.outputs: dict[int, Work] = {}  # registers that open work writes
         self.inputs: dict[int, Work] = {}  # registers that open work reads
         self.written: dict[int, Instruction] = {}  # registers written since the last wgmma.fence
@@ -131,7 +135,7 @@ class Asynchronous:
 
     def check_fenced(self, instruction: Instruction, registers: frozenset[int]) -> None:
         """Refuse registers of a wgmma that were written after the last wgmma.fence."""
-        for register in registers:
+        for register in registers if self.checked else ():
             if register in self.written:
                 other = place(self.written[register])
                 raise refuse(
@@ -153,7 +157,7 @@ class Asynchronous:
 
     def touch(self, instruction: Instruction, pieces: Array, threads: Mask, write: bool) -> None:
         """Check an access of threads to shared memory against open work."""
-        if not self.open:
+        if not self.open or not self.checked:
             return
         for table in (self.reader, self.writer) if write else (self.writer,):
             for number in np.unique(table[pieces]):
@@ -165,12 +169,22 @@ class Asynchronous:
     def store(self, instruction: Instruction, pieces: Array, threads: Mask) -> None:
         """Take a write of threads to shared memory."""
         self.touch(instruction, pieces, threads, write=True)
+        self.written_by_threads(instruction, pieces)
+
+    def written_by_threads(self, instruction: Instruction, pieces: Array) -> None:
+        """Note that the tensor core does not see these pieces before a fence and a barrier."""
         self.unfenced[pieces] = self.unsynchronised[pieces] = instruction.index + 1
 
     def check_visible(self, instruction: Instruction, pieces: Array, threads: Mask) -> None:
         """Refuse a read by the tensor core of what threads wrote without a fence and a barrier."""
         self.touch(instruction, pieces, threads, write=False)
-        for table, missing in ((self.unfenced, "fence.proxy.async"), (self.unsynchronised, "bar.sync")):
+        if not self.checked:
+            return
+        for table, missing in (
+            (self.copied, "cp.async.wait_group"),
+            (self.unsynchronised, "bar.sync"),
+            (self.unfenced, "fence.proxy.async"),
+        ):
             if table[pieces].any():
                 writer = self.program.instructions[int(table[pieces].max()) - 1]
                 raise refuse(
@@ -195,7 +209,7 @@ class Asynchronous:
             own: whether it is a load or store of a warp, which needs no barrier after those of the same
                 warp; otherwise an mma, which mma of the same thread never overtake.
         """
-        for work in self.open.values():
+        for work in self.open.values() if self.checked else ():
             of_mma = work.pipe == "tcgen05.mma"
             if (of_mma and not own) or not (threads & ~work.known).any():
                 continue

@@ -16,7 +16,7 @@ from isobit.compiled import names as nm
 from isobit.compiled.machine.asynchronous import Asynchronous
 from isobit.compiled.machine.matrix_descriptors import tcgen05_descriptor
 from isobit.compiled.machine.mbarriers import Arrival
-from isobit.compiled.machine.barrier_objects import barriers, issuing_thread, value_at
+from isobit.compiled.machine.opcodes.barrier_objects import barriers, issuing_thread, value_at
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.registers import Word
 from isobit.compiled.machine.tensor_core import Tile, joined, multiply, named, shared_tile, zeros

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from isobit.compiled.machine.asynchronous_races import AsynchronousRaces
 from isobit.compiled.machine.mbarriers import Arrival, Mbarriers
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.names import Array
@@ -30,6 +31,8 @@ def barriers(machine: Machine) -> Mbarriers:
             )
 
         machine.state["mbarriers"] = Mbarriers(fail)
+        if isinstance(machine.races, AsynchronousRaces):
+            machine.races.barriers = machine.state["mbarriers"]
     found: Mbarriers = machine.state["mbarriers"]
     return found
 
