@@ -121,8 +121,15 @@ class Asynchronous:
             for register in written:
                 if register in self.inputs:
                     raise self.race(instruction, self.inputs[register], "a register that is in use")
-        if not instruction.opcode.startswith("wgmma"):
-            for register in written:
+        if instruction.parts[0] == "wgmma":
+            return
+        # A copy is not a computation: ptxas joins the two registers, and Triton emits copies after the fence.
+        sources = self.use.all[instruction.index] - written
+        copy = instruction.parts[0] == "mov" and not any(each in self.written for each in sources)
+        for register in written:
+            if copy:
+                self.written.pop(register, None)
+            else:
                 self.written[register] = instruction
 
     def chained(self, instruction: Instruction, register: int) -> bool:
