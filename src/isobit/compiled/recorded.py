@@ -22,3 +22,6 @@ class Recorded:
 
     def add_buffer(self, buffer: Any) -> None:
         """Record the names of an input."""
+
+    def add_tile(self, *parts: Any) -> None:
+        """Record a matrix product."""

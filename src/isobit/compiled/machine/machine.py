@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from isobit.compiled.machine import opcodes  # noqa: F401 (fills the table)
+from isobit.compiled.machine import mma, opcodes  # noqa: F401 (they fill the table)
 from isobit.compiled.machine.access import Access
 from isobit.compiled.machine.asynchronous import (
     Asynchronous,
