@@ -113,9 +113,10 @@ class Asynchronous:
     def before(self, instruction: Instruction) -> None:
         """Check the registers of an instruction that is about to run."""
         if self.outputs:
-            for register in self.use.all[instruction.index]:
-                if register in self.outputs and not self.chained(instruction, register):
-                    raise self.race(instruction, self.outputs[register], "a register that is not ready")
+            for register in self.use.all[instruction.index] & self.outputs.keys():
+                work = self.outputs[register]
+                if not self.chained(instruction, work, register):
+                    raise self.race(instruction, work, "a register that is not ready")
         written = self.use.written[instruction.index]
         if self.inputs:
             for register in written:
@@ -132,13 +133,17 @@ class Asynchronous:
             else:
                 self.written[register] = instruction
 
-    def chained(self, instruction: Instruction, register: int) -> bool:
+    def chained(self, instruction: Instruction, work: Work, register: int) -> bool:
         """Whether this is the next wgmma on the same accumulator, which the hardware orders."""
         if not instruction.opcode.startswith("wgmma.mma_async"):
             return False
-        earlier = self.outputs[register].instruction
-        same = earlier.operands[0] == instruction.operands[0] and earlier.opcode == instruction.opcode
-        return same and register not in registers_of(instruction.operands[1:])
+        # The accumulator as a whole: the same registers, used in no other operand.
+        same = work.instruction.operands[0] == instruction.operands[0]
+        return (
+            same
+            and work.instruction.opcode == instruction.opcode
+            and register not in self.use.read[instruction.index]
+        )
 
     def check_fenced(self, instruction: Instruction, registers: frozenset[int]) -> None:
         """Refuse registers of a wgmma that were written after the last wgmma.fence."""
@@ -261,10 +266,11 @@ def registers_of(operands: tuple[Operand, ...]) -> frozenset[int]:
 
 
 class RegisterUse:
-    """By instruction: all its registers, and those that it may write (of its first operand)."""
+    """By instruction: all its registers, and those of its first operand (written) and the others."""
 
     def __init__(self, program: Program) -> None:
         self.all = [registers_of(each.operands) for each in program.instructions]
+        self.read = [registers_of(each.operands[1:]) for each in program.instructions]
         self.written = [
             frozenset()
             if not each.operands or isinstance(each.operands[0], Address)

@@ -20,7 +20,14 @@ from typing import Any
 
 import numpy as np
 
-from isobit.compiled.machine import mma, opcodes  # noqa: F401 (they fill the table)
+from isobit.compiled.machine import (  # noqa: F401 (they fill the table)
+    barrier_objects,
+    bulk_copies,
+    mma,
+    opcodes,
+    tcgen05,
+    wgmma,
+)
 from isobit.compiled.machine.access import Access
 from isobit.compiled.machine.asynchronous import (
     Asynchronous,

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from isobit.compiled import names as nm
-from isobit.compiled.leaf import multiply_accumulate, rule_of
 from isobit.compiled.machine.matrix_descriptors import MatrixDescriptor
 from isobit.compiled.machine.memory import known
+from isobit.compiled.machine.mma import matrix_product
 from isobit.compiled.names import Array, Names
 from isobit.compiled.refusals import AddressError, refuse
 
@@ -26,24 +27,32 @@ def shared_tile(
 ) -> tuple[Array, Names | None, Array]:
     """Read a matrix [rows, k] behind a descriptor: bits, names, and the pieces of memory that it is in."""
     size = SIZES[dtype]
-    addresses = descriptor.addresses(rows, 32 // size, size, k_major)
-    shared = machine.shared
-    if int(addresses.max()) + size > shared.size:
+    index, pieces = elements(descriptor, rows, size, k_major)
+    shared, last = machine.shared, 2 * int(index.max()) + 2
+    if last > shared.size:
         raise refuse(
             AddressError,
             machine.current,
             expected=f"a matrix inside shared memory ({shared.size} bytes)",
-            received=f"byte {int(addresses.max())}",
+            received=f"byte {last}",
             remedy="check the matrix descriptor, or give the launch the kernel's shared memory",
         )
-    index = (addresses // 2)[..., None] + np.arange(size // 2)
     bits, made = shared.halves[index], None
     if machine.names and shared.names is not None:
         found, empty = known(shared.names[index])
         if empty:
             machine.fact("the tensor core reads shared memory that was never written")
         made = named(found)
-    return joined(bits), made, np.unique(addresses // 16)
+    return joined(bits), made, pieces
+
+
+@functools.lru_cache(maxsize=256)
+def elements(
+    descriptor: MatrixDescriptor, rows: int, size: int, k_major: bool
+) -> tuple[Array, Array]:
+    """Return the halves [rows, k, size / 2] of a matrix, and the pieces of 16 bytes that it is in."""
+    addresses = descriptor.addresses(rows, 32 // size, size, k_major)
+    return (addresses // 2)[..., None] + np.arange(size // 2), np.unique(addresses // 16)
 
 
 def joined(halves: Array) -> Array:
@@ -60,11 +69,11 @@ def named(halves: Names) -> Names:
 
 def multiply(machine: Machine, a: Tile, b: Tile, c: Tile, dtype: str) -> Tile:
     """Return c + a @ b.T: a [..., m, k], b [..., n, k], c [..., m, n] as uint32 bits of fp32."""
-    total = multiply_accumulate(a[0], b[0], c[0].view(np.float32), machine.engine, dtype)
-    made = None
+    operands = a[0], b[0], c[0].view(np.float32)
+    names = None
     if a[1] is not None and b[1] is not None and c[1] is not None:
-        products = rule_of(machine.engine, dtype).products
-        made = nm.dot_tile(a[1], b[1], c[1], machine.engine, dtype, products)
+        names = a[1], b[1], c[1]
+    total, made = matrix_product(machine, operands, names, (dtype, dtype))
     return total.view(np.uint32), made
 
 

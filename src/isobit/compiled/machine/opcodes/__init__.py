@@ -1,9 +1,7 @@
 """What each opcode does. Importing this package fills the table."""
 
 from isobit.compiled.machine.opcodes import (
-    barrier_objects,
     bitwise,
-    bulk_copies,
     conversions,
     copies,
     extremes,
@@ -11,16 +9,12 @@ from isobit.compiled.machine.opcodes import (
     integers,
     moves,
     predicates,
-    tcgen05,
     transfers,
     warps,
-    wgmma,
 )
 
 __all__ = [
-    "barrier_objects",
     "bitwise",
-    "bulk_copies",
     "conversions",
     "copies",
     "extremes",
@@ -28,8 +22,6 @@ __all__ = [
     "integers",
     "moves",
     "predicates",
-    "tcgen05",
     "transfers",
     "warps",
-    "wgmma",
 ]

@@ -16,11 +16,12 @@ from isobit.compiled import names as nm
 from isobit.compiled.machine.asynchronous import Asynchronous
 from isobit.compiled.machine.matrix_descriptors import tcgen05_descriptor
 from isobit.compiled.machine.mbarriers import Arrival
-from isobit.compiled.machine.opcodes.barrier_objects import barriers, issuing_thread, value_at
+from isobit.compiled.machine.barrier_objects import barriers, issuing_thread, value_at
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.registers import Word
 from isobit.compiled.machine.tensor_core import Tile, joined, multiply, named, shared_tile, zeros
 from isobit.compiled.machine.tensor_memory import (
+    LANES,
     Cells,
     TensorMemory,
     matrix_cells,
@@ -222,10 +223,12 @@ def mma(instruction: Instruction) -> Step:
         order.check_visible(instruction, everything, one)
         order.touch_cells(instruction, [*reads, cells], one, write=False, own=False)
         order.touch_cells(instruction, [cells], one, write=True, own=False)
-        at = np.ix_(lanes, into)
+        at = (slice(None), slice(into[0], into[0] + columns))  # 128 rows: a view, not a copy
+        if rows != LANES:
+            at = np.ix_(lanes, into)
         c = zeros(machine, (rows, columns))
         if value_at(machine, operands[4], 1, thread):
-            c = (memory.bits[at], None if memory.names is None else named(memory.names[at]))
+            c = (np.ascontiguousarray(memory.bits[at]), None if memory.names is None else named(memory.names[at]))
         total, result = multiply(machine, a, (bits, made), c, dtype)
         memory.bits[at] = total
         if memory.names is not None and result is not None:
@@ -256,7 +259,7 @@ def tensor_tile(
     lanes, columns, cells = matrix_cells(address, rows, 8)
     memory.check_allocated(columns, machine.current.opcode)
     at = np.ix_(lanes, columns)
-    halves = memory.bits[at].view(np.uint16)  # [rows, 16]
+    halves = np.ascontiguousarray(memory.bits[at]).view(np.uint16)  # [rows, 16]
     made = None if memory.names is None else memory.names[at].reshape(rows, 16)
     if dtype == "tf32":
         pairs = halves.reshape(rows, 8, 2)

@@ -8,7 +8,7 @@ import numpy as np
 
 from isobit.compiled import names as nm
 from isobit.compiled.machine.asynchronous import PIECE, Asynchronous, Work
-from isobit.compiled.machine.opcodes.barrier_objects import barriers, issuing_thread, value_at
+from isobit.compiled.machine.barrier_objects import barriers, issuing_thread, value_at
 from isobit.compiled.machine.mbarriers import Arrival
 from isobit.compiled.machine.memory import known
 from isobit.compiled.machine.opcodes.table import Step, decoder

@@ -7,6 +7,7 @@ the group has rows 16 w to 16 w + 15. Register i of the accumulator is row lane 
 
 from __future__ import annotations
 
+import functools
 import re
 from typing import TYPE_CHECKING
 
@@ -178,6 +179,7 @@ def a_fragments(machine: Machine, registers: list[Register], dtype: str) -> Tile
     return bits, made
 
 
+@functools.cache
 def places(count: int) -> tuple[Array, Array]:
     """Return the row and the column of each accumulator register: [registers, 128]."""
     i = np.arange(count)[:, None]
@@ -200,8 +202,13 @@ def gather(machine: Machine, registers: list[Register], tile: Tile) -> Tile:
 def scatter(machine: Machine, registers: list[Register], bits: Array, made: Array | None) -> None:
     """Write a tile [groups, 64, n] into the accumulator."""
     row, column = places(len(registers))
-    values = bits[:, row, column]  # [groups, registers, 128]
-    named = None if made is None else made[:, row, column]
+    values = by_register(bits, row, column)
+    named = None if made is None else by_register(made, row, column)
     for i, register in enumerate(registers):
-        word = None if named is None else Word(np.ascontiguousarray(named[:, i]).reshape(-1))
-        machine.write(register, np.ascontiguousarray(values[:, i]).reshape(-1), None, word)
+        machine.write(register, values[i], None, None if named is None else Word(named[i]))
+
+
+def by_register(tile: Array, row: Array, column: Array) -> Array:
+    """Return the elements of a tile [groups, 64, n] by register and thread."""
+    found = tile[:, row, column].transpose(1, 0, 2)
+    return np.ascontiguousarray(found).reshape(len(row), -1)
