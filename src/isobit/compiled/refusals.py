@@ -49,6 +49,10 @@ class RaceError(MachineError):
     """Two accesses of the same bytes, one of them a write, that no barrier orders."""
 
 
+class BarrierWaitError(MachineError):
+    """A barrier object that is used in a way that no GPU orders, or a wait that never ends."""
+
+
 def place(instruction: Instruction) -> str:
     """Return where an instruction is: the PTX line and, if known, the Python line."""
     text = f"PTX line {instruction.line}: {instruction.text}"

@@ -79,7 +79,11 @@ class Access:
             return False
         if self.values[operand.index] is None:
             self.never_written(operand)
-        return self.named[operand.index] is not None
+        made = self.named[operand.index]
+        if made is None or self.active is None:
+            return made is not None
+        # while warps run apart, what the other warps hold does not matter
+        return not bool(registers.fixed_threads(operand.width, made)[self.active].all())
 
     def names_of(self: Machine, operand: Operand, width: int) -> Any:  # type: ignore[misc]
         """Return names in the form of a register of this width; constants if it is concrete."""

@@ -67,16 +67,20 @@ def gather(machine: Machine, registers: tuple[Operand, ...], bits: int) -> Array
 
 def gather_names(machine: Machine, registers: tuple[Operand, ...], bits: int) -> Names:
     """Return the names of elements of registers [warp, lane * register * part]."""
-    columns: list[Names] = []
-    for each in registers:
-        word: Word = machine.names_of(each, 32)
-        if bits == 32:
-            columns.append(word.value)
-        elif bits == 16:
-            columns += [nm.value16(half) for half in word.halves]
-        else:
-            columns += [nm.byte_of(half, i) for half in word.halves for i in (0, 1)]
-    return np.stack(columns, -1).reshape(machine.threads // 32, -1)
+    columns = [machine.names_of(each, 32).elements(bits) for each in registers]
+    return np.concatenate(columns, -1).reshape(machine.threads // 32, -1)
+
+
+def gather_powers(
+    machine: Machine, registers: tuple[Operand, ...], bits: int, place: Array
+) -> tuple[Names, Names]:
+    """Return `names.powers` of the elements of a fragment [warp, row, k]."""
+    both = [machine.names_of(each, 32).powers(bits) for each in registers]
+    first, second = (
+        np.concatenate([each[i] for each in both], -1).reshape(machine.threads // 32, -1)[:, place]
+        for i in (0, 1)
+    )
+    return first, second
 
 
 def matrix_product(
@@ -97,12 +101,35 @@ def matrix_product(
     out = multiply_accumulate(a, b, c, machine.engine, types[0], types[1])
     if named is None:
         return out, None
-    dtype = types[0] if types[0] == types[1] else f"{types[0]} {types[1]}"
-    products = rule_of(machine.engine, types[0]).products
-    made = nm.dot_tile(*named, machine.engine, dtype, products)
+    operation, products = operation_of(machine.engine, types)
+    made = nm.dot_chain(nm.powers(named[0]), nm.powers(named[1]), named[2], operation, products)
     if machine.recorded is not None:
-        machine.recorded.add_tile(named, made, machine.engine, dtype, products, machine.current)
+        machine.recorded.add_tile(named, made, operation, products, machine.current)
     return out, made
+
+
+def name_products(
+    machine: Machine,
+    registers: tuple[tuple[Operand, ...], ...],
+    places: tuple[Array, Array, Array],
+    bits: int,
+    types: tuple[str, str],
+) -> Names:
+    """Return the names of the products of fragments [warp, row, column]."""
+    operation, products = operation_of(machine.engine, types)
+    c = gather_names(machine, registers[2], 32)[:, places[2]]
+    a, b = (gather_powers(machine, registers[i], bits, places[i]) for i in (0, 1))
+    made = nm.dot_chain(a, b, c, operation, products)
+    if machine.recorded is not None:
+        named = [gather_names(machine, registers[i], bits)[:, places[i]] for i in (0, 1)]
+        machine.recorded.add_tile((*named, c), made, operation, products, machine.current)
+    return made
+
+
+def operation_of(engine: str, types: tuple[str, str]) -> tuple[str, int]:
+    """Return the name of the fused step of an engine, and its products."""
+    dtype = types[0] if types[0] == types[1] else f"{types[0]} {types[1]}"
+    return f"dot {engine} {dtype}", rule_of(engine, types[0]).products
 
 
 @decoder("mma.sync")
@@ -124,16 +151,12 @@ def multiply(instruction: Instruction) -> Step:
 
     def step(machine: Machine, mask: Array | None) -> None:
         machine.whole_warps(mask)
-        a, b = (gather(machine, each, bits)[:, place] for each, place in ((first, places[0]), (second, places[1])))
+        a, b = gather(machine, first, bits)[:, places[0]], gather(machine, second, bits)[:, places[1]]
         c = gather(machine, third, 32).view(np.float32)[:, places[2]]
-        named = None
+        out = multiply_accumulate(a, b, c, machine.engine, types[0], types[1])
+        made = None
         if machine.names:
-            named = (
-                gather_names(machine, first, bits)[:, places[0]],
-                gather_names(machine, second, bits)[:, places[1]],
-                gather_names(machine, third, 32)[:, places[2]],
-            )
-        out, made = matrix_product(machine, (a, b, c), named, types)
+            made = name_products(machine, (first, second, third), places, bits, types)
         result = np.ascontiguousarray(out.reshape(-1, 128)[:, back]).view(np.uint32).reshape(-1, 4)
         columns = None if made is None else made.reshape(-1, 128)[:, back].reshape(-1, 4)
         for i, register in enumerate(target):

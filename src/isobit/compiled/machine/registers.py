@@ -33,12 +33,13 @@ def unknown_names(count: int) -> Names:
 class Word:
     """The names of a 32-bit register: of the whole values, or of their two halves."""
 
-    __slots__ = ("_high", "_low", "_value", "whole")
+    __slots__ = ("_high", "_low", "_powers", "_value", "whole")
 
     def __init__(
         self, value: Names | None = None, low: Names | None = None, high: Names | None = None
     ) -> None:
         self._value, self._low, self._high = value, low, high
+        self._powers: dict[int, tuple[Names, Names]] = {}
         self.whole = low is None  # made from whole values, so that halves add nothing
 
     @classmethod
@@ -60,6 +61,20 @@ class Word:
         if self._low is None or self._high is None:
             self._low, self._high = nm.split(self.value)
         return self._low, self._high
+
+    def elements(self, bits: int) -> Names:
+        """Return the names of the elements of 8, 16 or 32 bits, [threads, elements]."""
+        if bits == 32:
+            return self.value[:, None]
+        if bits == 16:
+            return np.stack([nm.value16(half) for half in self.halves], -1)
+        return np.stack([nm.byte_of(half, i) for half in self.halves for i in (0, 1)], -1)
+
+    def powers(self, bits: int) -> tuple[Names, Names]:
+        """Return `names.powers` of the elements; kept, as a fragment is used by several products."""
+        if bits not in self._powers:
+            self._powers[bits] = nm.powers(self.elements(bits))
+        return self._powers[bits]
 
     def take(self, lanes: Array) -> Word:
         """Return the names that the threads `lanes` hold."""
@@ -121,6 +136,15 @@ def merge(width: int, mask: Array, guard: Names | None, new: Any, old: Any) -> A
     if width == 16:
         return select_half(guard, new, old)
     return nm.select(guard, new, old)
+
+
+def fixed_threads(width: int, made: Any) -> Array:
+    """Tell which threads hold a constant."""
+    if width == 64:
+        return np.asarray(made[0].fixed() & made[1].fixed())
+    if width == 32:
+        return np.asarray(made.fixed())
+    return np.asarray(made >= nm.FIXED) if width == 16 else nm.is_constant(made)
 
 
 def normal(width: int, made: Any) -> Any:
