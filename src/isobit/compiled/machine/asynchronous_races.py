@@ -70,7 +70,7 @@ class AsynchronousRaces(Races):
         super().barrier()
         self.work.barrier()
         if self.barriers is not None:
-            self.barriers.fresh.clear()
+            self.barriers.synchronise()
 
     def mask(self, threads: Array) -> Array:
         """Return the threads as one bool each."""

@@ -139,6 +139,7 @@ def try_wait(instruction: Instruction) -> Step:
                     first = int(np.flatnonzero(waiting)[0])
                     barrier = barriers(machine).get(address, first)
                     end_work(machine, barrier.wait(one), waiting)
+                    barriers(machine).waited.setdefault(address, set()).update(np.flatnonzero(waiting).tolist())
                     if waiting.all():
                         barrier.ended.clear()
         machine.write(target, np.ones(machine.threads, bool), mask)
