@@ -74,7 +74,9 @@ class Asynchronous:
         self.fenced = False  # whether there was a wgmma.fence
         self.touched: dict[int, Instruction] = {}  # registers used since the last one
 
-    def start(self, instruction: Instruction, pipe: str, pieces: Array | None = None, **uses: Any) -> Work:
+    def start(
+        self, instruction: Instruction, pipe: str, pieces: Array | None = None, **uses: Any
+    ) -> Work:
         """Open work that reads these pieces of shared memory."""
         work = Work(self.count, instruction, pipe, np.zeros_like(self.everyone), **uses)
         self.count += 1
@@ -155,7 +157,9 @@ class Asynchronous:
         """Refuse registers of a wgmma that other instructions used after the last wgmma.fence."""
         used = registers & self.touched.keys()
         if self.checked and (used or not self.fenced):
-            where = f"a register used at {place(self.touched[min(used)])}" if used else "none at all"
+            where = (
+                f"a register used at {place(self.touched[min(used)])}" if used else "none at all"
+            )
             raise refuse(
                 RaceError,
                 instruction,
@@ -181,7 +185,11 @@ class Asynchronous:
             for number in np.unique(table[pieces]):
                 work = self.open.get(int(number) - 1)
                 if work is not None and (threads & ~work.known).any():
-                    what = "shared memory that it may still read" if table is self.reader else "its result"
+                    what = (
+                        "shared memory that it may still read"
+                        if table is self.reader
+                        else "its result"
+                    )
                     raise self.race(instruction, work, what)
 
     def store(self, instruction: Instruction, pieces: Array, threads: Mask) -> None:

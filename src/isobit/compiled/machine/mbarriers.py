@@ -104,9 +104,13 @@ class Mbarriers:
     def invalidate(self, address: int, thread: int) -> None:
         """End a barrier object, so that its memory may be used for something else."""
         if self.get(address, thread).coming:
-            raise self.fail(f"mbarrier.inval at {address:#x} while asynchronous work will arrive there")
+            raise self.fail(
+                f"mbarrier.inval at {address:#x} while asynchronous work will arrive there"
+            )
         if self.waited.get(address, set()) - {thread}:
-            raise self.fail(f"mbarrier.inval at {address:#x} without bar.sync after other threads waited")
+            raise self.fail(
+                f"mbarrier.inval at {address:#x} without bar.sync after other threads waited"
+            )
         del self.live[address]
         self.fresh.pop(address, None)
 
@@ -120,7 +124,9 @@ class Mbarriers:
         if address not in self.live:
             raise self.fail(f"a barrier object at {address:#x} that was not initialised")
         if self.fresh.get(address, thread) != thread:
-            raise self.fail(f"a barrier object at {address:#x} that another thread made, without bar.sync")
+            raise self.fail(
+                f"a barrier object at {address:#x} that another thread made, without bar.sync"
+            )
         return self.live[address]
 
     def touches(self, addresses: npt.NDArray[np.int64], size: int) -> bool:
