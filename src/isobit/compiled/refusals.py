@@ -46,7 +46,13 @@ class FloatAtomicError(MachineError):
 
 
 class RaceError(MachineError):
-    """Two accesses of the same bytes, one of them a write, that no barrier orders."""
+    """Two accesses of the same bytes, one of them a write, that no barrier orders.
+
+    `ptx_line` and `source` are of the later access, `other_line` and `other_source` of the earlier.
+    """
+
+    other_line: int = 0
+    other_source: tuple[str, int] | None = None
 
 
 class BarrierWaitError(MachineError):
@@ -55,7 +61,8 @@ class BarrierWaitError(MachineError):
 
 def place(instruction: Instruction) -> str:
     """Return where an instruction is: the PTX line and, if known, the Python line."""
-    text = f"PTX line {instruction.line}: {instruction.text}"
+    shown = instruction.text if len(instruction.text) <= 100 else instruction.text[:97] + "..."
+    text = f"PTX line {instruction.line}: {shown}"
     if instruction.source is not None:
         text += f" ({instruction.source[0]}:{instruction.source[1]})"
     return text
@@ -65,9 +72,7 @@ def refuse(
     kind: type[MachineError], instruction: Instruction, *, expected: str, received: str, remedy: str
 ) -> MachineError:
     """Return an error of `kind` that names the instruction; the caller raises it."""
-    error = kind(
-        expected=expected, received=f"{received}, at {place(instruction)}", remedy=remedy
-    )
+    error = kind(expected=expected, received=f"{received}, at {place(instruction)}", remedy=remedy)
     error.ptx_line, error.source = instruction.line, instruction.source
     return error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from isobit.compiled.machine.asynchronous import Asynchronous
@@ -24,16 +26,35 @@ class AsynchronousRaces(Races):
         self.work, self.barriers = work, None
         self.groups: list[list[tuple[Instruction, Array]]] = [[]]
 
-    def read(self, instruction: Instruction, buffer: Buffer, at: Array, size: int, threads: Array) -> None:
+    def read(
+        self,
+        instruction: Instruction,
+        buffer: Buffer,
+        at: Array,
+        size: int,
+        threads: Array,
+        by_warp: bool = False,
+    ) -> None:
         """Check reads of `size` bytes at offsets by threads."""
-        super().read(instruction, buffer, at, size, threads)
+        super().read(instruction, buffer, at, size, threads, by_warp)
         if isinstance(buffer, Shared):
             self.check_barriers(instruction, at, size)
-            self.work.touch(instruction, self.work.pieces(at, size), self.mask(threads), write=False)
+            self.work.touch(
+                instruction, self.work.pieces(at, size), self.mask(threads), write=False
+            )
 
-    def write(self, instruction: Instruction, buffer: Buffer, at: Array, size: int, threads: Array) -> None:
+    def write(
+        self,
+        instruction: Instruction,
+        buffer: Buffer,
+        at: Array,
+        size: int,
+        threads: Array,
+        unchanged: Callable[[], Array] | None = None,
+        by_warp: bool = False,
+    ) -> None:
         """Check writes."""
-        super().write(instruction, buffer, at, size, threads)
+        super().write(instruction, buffer, at, size, threads, unchanged, by_warp)
         if isinstance(buffer, Shared) and not instruction.opcode.startswith("cp.async.bulk"):
             self.check_barriers(instruction, at, size)
             self.work.store(instruction, self.work.pieces(at, size), self.mask(threads))
@@ -70,7 +91,7 @@ class AsynchronousRaces(Races):
         super().barrier()
         self.work.barrier()
         if self.barriers is not None:
-            self.barriers.fresh.clear()
+            self.barriers.synchronise()
 
     def mask(self, threads: Array) -> Array:
         """Return the threads as one bool each."""

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from isobit.compiled.machine.asynchronous_races import AsynchronousRaces
 from isobit.compiled.machine.mbarriers import Arrival, Mbarriers
 from isobit.compiled.machine.opcodes.table import Step, decoder
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx import Immediate, Instruction, Operand, Pair, Sink
 from isobit.compiled.refusals import BarrierWaitError, DivergentBranchError, refuse, unknown
 
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
-
-def barriers(machine: Machine) -> Mbarriers:
+def barriers(machine: State) -> Mbarriers:
     """Return the barrier objects of the CTA."""
     if "mbarriers" not in machine.state:
 
@@ -37,14 +33,14 @@ def barriers(machine: Machine) -> Mbarriers:
     return found
 
 
-def value_at(machine: Machine, operand: Operand, width: int, thread: int) -> int:
+def value_at(machine: State, operand: Operand, width: int, thread: int) -> int:
     """Return an operand of one thread; refuse one that depends on data."""
     if machine.tainted(operand):
         raise unknown(machine.current, "an operand that depends on float data in")
     return int(machine.bits(operand, width)[thread])
 
 
-def issuing_thread(machine: Machine, mask: Array | None) -> int | None:
+def issuing_thread(machine: State, mask: Array | None) -> int | None:
     """Return the one thread that executes an instruction, or None if none does."""
     threads = np.arange(machine.threads) if mask is None else np.flatnonzero(mask)
     if len(threads) > 1:
@@ -67,7 +63,7 @@ def elect(instruction: Instruction) -> Step:
     if members.value & 0xFFFFFFFF != 0xFFFFFFFF:
         raise unknown(instruction, "a part of a warp in")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         if mask is not None and (mask.reshape(-1, 32).any(1) != mask.reshape(-1, 32).all(1)).any():
             raise unknown(instruction, "a part of a warp in")
         machine.write(pair.first, np.zeros(machine.threads, np.uint32), mask)
@@ -83,7 +79,7 @@ def lifetime(instruction: Instruction) -> Step:
     if instruction.parts[2:] != ("shared::cta", "b64") or len(instruction.operands) != 1 + makes:
         raise unknown(instruction)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         thread = issuing_thread(machine, mask)
         if thread is None:
             return
@@ -107,7 +103,7 @@ def arrive(instruction: Instruction) -> Step:
     if len(instruction.operands) not in ((3,) if announces else (2, 3)):
         raise unknown(instruction, "number of operands of")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         threads = np.arange(machine.threads) if mask is None else np.flatnonzero(mask)
         addresses = machine.address(instruction.operands[1])
         for thread in threads.tolist():
@@ -126,7 +122,7 @@ def try_wait(instruction: Instruction) -> Step:
     if instruction.parts[2:] != ("parity", "shared::cta", "b64") or len(instruction.operands) != 3:
         raise unknown(instruction)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         threads = np.ones(machine.threads, bool) if mask is None else mask
         target, where, parity = instruction.operands
         if machine.tainted(parity):
@@ -139,6 +135,9 @@ def try_wait(instruction: Instruction) -> Step:
                     first = int(np.flatnonzero(waiting)[0])
                     barrier = barriers(machine).get(address, first)
                     end_work(machine, barrier.wait(one), waiting)
+                    barriers(machine).waited.setdefault(address, set()).update(
+                        np.flatnonzero(waiting).tolist()
+                    )
                     if waiting.all():
                         barrier.ended.clear()
         machine.write(target, np.ones(machine.threads, bool), mask)
@@ -146,7 +145,7 @@ def try_wait(instruction: Instruction) -> Step:
     return step
 
 
-def end_work(machine: Machine, arrivals: list[Arrival], threads: Array) -> None:
+def end_work(machine: State, arrivals: list[Arrival], threads: Array) -> None:
     """Let the work behind arrivals end for the threads that waited."""
     order = machine.asynchronous
     if order is None:
@@ -169,7 +168,7 @@ def fence(instruction: Instruction) -> Step:
     if instruction.parts[2:] not in known or instruction.operands:
         raise unknown(instruction)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         if proxy and machine.asynchronous is not None:
             everyone = np.ones(machine.threads, bool)
             machine.asynchronous.fence_proxy(everyone if mask is None else mask)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from isobit.compiled import names as nm
@@ -12,26 +10,24 @@ from isobit.compiled.machine.barrier_objects import barriers, issuing_thread, va
 from isobit.compiled.machine.mbarriers import Arrival
 from isobit.compiled.machine.memory import known
 from isobit.compiled.machine.opcodes.table import Step, decoder
+from isobit.compiled.machine.state import State
 from isobit.compiled.machine.tensor_maps import BY_DIMENSION, SCALARS, TensorMap
 from isobit.compiled.names import Array
 from isobit.compiled.ptx import Address, Immediate, Instruction, Operand, Register, Vector
 from isobit.compiled.refusals import AddressError, OpcodeError, RaceError, refuse, unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 COPY, STORE = "bulk copy", "bulk store"
 LOAD_FORM = ("shared::cta", "global", "mbarrier::complete_tx::bytes")
 STORE_FORM = ("global", "shared::cta", "bulk_group")
 
 
-def maps(machine: Machine) -> dict[tuple[str, int], TensorMap]:
+def maps(machine: State) -> dict[tuple[str, int], TensorMap]:
     """Return the tensor maps of the CTA, by space and address."""
     found: dict[tuple[str, int], TensorMap] = machine.state.setdefault("tensor maps", {})
     return found
 
 
-def order_of(machine: Machine) -> Asynchronous:
+def order_of(machine: State) -> Asynchronous:
     """Return the open work of the CTA."""
     assert machine.asynchronous is not None
     return machine.asynchronous
@@ -45,16 +41,22 @@ def replace(instruction: Instruction) -> Step:
     width = {"b32": 32, "b64": 64}.get(parts[-1], 0)
     if parts[4:-1] != ("shared::cta", "b1024") or not width or len(operands) != 2 + by_dimension:
         raise unknown(instruction)
-    if name not in (*SCALARS, *BY_DIMENSION) or (by_dimension and not isinstance(operands[1], Immediate)):
+    if name not in (*SCALARS, *BY_DIMENSION) or (
+        by_dimension and not isinstance(operands[1], Immediate)
+    ):
         raise unknown(instruction, "field of")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         thread = issuing_thread(machine, mask)
         if thread is None:
             return
         where = ("shared", int(machine.address(operands[0])[thread]))
         made = maps(machine).setdefault(where, TensorMap())
-        key = (name, operands[1].value) if isinstance(operands[1], Immediate) and by_dimension else name
+        key = (
+            (name, operands[1].value)
+            if isinstance(operands[1], Immediate) and by_dimension
+            else name
+        )
         made.fields[key] = value_at(machine, operands[-1], width, thread)
 
     return step
@@ -70,7 +72,7 @@ def publish(instruction: Instruction) -> Step:
     if instruction.parts[2 if copies else 3 :] != expected or size != Immediate(128, "int"):
         raise unknown(instruction)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         threads = np.ones(machine.threads, bool) if mask is None else mask
         if not threads.any():
             return
@@ -105,7 +107,7 @@ def copy(instruction: Instruction) -> Step:
     if not isinstance(shared, Address) or not isinstance(tensor, Register):
         raise unknown(instruction, "operands of")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         threads = np.arange(machine.threads) if mask is None else np.flatnonzero(mask)
         for thread in threads.tolist():
             into = int(machine.address(shared)[thread])
@@ -120,7 +122,7 @@ def copy(instruction: Instruction) -> Step:
 
 
 def box_of(
-    machine: Machine, tensor: Register, coordinates: tuple[Operand, ...], shared: int, thread: int
+    machine: State, tensor: Register, coordinates: tuple[Operand, ...], shared: int, thread: int
 ) -> tuple[Array, Array, Array, int]:
     """Return the elements of the box that a thread asks for."""
     where = ("global", value_at(machine, tensor, 64, thread))
@@ -150,7 +152,7 @@ def box_of(
 
 
 def load(
-    machine: Machine, outer: Array, inner: Array, inside: Array, size: int, thread: int, barrier: int
+    machine: State, outer: Array, inner: Array, inside: Array, size: int, thread: int, barrier: int
 ) -> None:
     """Copy from the tensor to shared memory; what is outside the tensor becomes zero."""
     order, one = order_of(machine), np.arange(machine.threads) == thread
@@ -169,10 +171,16 @@ def load(
             machine.shared.names[index[inside]] = buffer.named()[source]
         if machine.races is not None:
             machine.races.read(
-                machine.current, buffer, outer[inside] - buffer.base, size, np.full(int(inside.sum()), thread)
+                machine.current,
+                buffer,
+                outer[inside] - buffer.base,
+                size,
+                np.full(int(inside.sum()), thread),
             )
     if machine.races is not None:
-        machine.races.write(machine.current, machine.shared, inner, size, np.full(len(inner), thread))
+        machine.races.write(
+            machine.current, machine.shared, inner, size, np.full(len(inner), thread)
+        )
     work = order.start(machine.current, COPY)
     order.writer[pieces] = work.number + 1
     arrival = Arrival(0, len(inner) * size, work.number, COPY)
@@ -180,7 +188,7 @@ def load(
 
 
 def store(
-    machine: Machine, outer: Array, inner: Array, inside: Array, size: int, thread: int
+    machine: State, outer: Array, inner: Array, inside: Array, size: int, thread: int
 ) -> None:
     """Copy from shared memory to the tensor; what is outside the tensor is left out."""
     order, one = order_of(machine), np.arange(machine.threads) == thread
@@ -195,14 +203,18 @@ def store(
             buffer.named()[target] = known(machine.shared.names[index])[0]
         if machine.races is not None:
             machine.races.write(
-                machine.current, buffer, outer[inside] - buffer.base, size, np.full(int(inside.sum()), thread)
+                machine.current,
+                buffer,
+                outer[inside] - buffer.base,
+                size,
+                np.full(int(inside.sum()), thread),
             )
     work = order.start(machine.current, STORE, pieces)
     groups: dict[int, list[list[Work]]] = machine.state.setdefault("bulk groups", {})
     groups.setdefault(thread, [[]])[-1].append(work)
 
 
-def halves_of(machine: Machine, inner: Array, size: int) -> Array:
+def halves_of(machine: State, inner: Array, size: int) -> Array:
     """Return the halves of elements in shared memory; refuse addresses outside."""
     if int(inner.max()) + size > machine.shared.size:
         raise refuse(
@@ -226,7 +238,7 @@ def groups(instruction: Instruction) -> Step:
     if waits and not isinstance(newest, Immediate):
         raise unknown(instruction, "operand of")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         for thread, groups in machine.state.setdefault("bulk groups", {}).items():
             if mask is not None and not mask[thread]:
                 continue
@@ -241,7 +253,7 @@ def groups(instruction: Instruction) -> Step:
     return step
 
 
-def no_map(machine: Machine, address: int) -> Exception:
+def no_map(machine: State, address: int) -> Exception:
     """Return the error for a tensor map that the kernel did not make."""
     return refuse(
         OpcodeError,

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from isobit.compiled import names as nm
 from isobit.compiled.machine.opcodes.table import Step, decoder
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction, Symbol
 from isobit.compiled.refusals import DataBranchError, DivergentBranchError, refuse
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 
 @decoder("bra", "ret", "exit")
 def control(instruction: Instruction) -> Step:
     """Return nothing to run: branches are taken by `run_threads`."""
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         raise AssertionError(instruction.opcode)
 
     return step
 
 
-def guard_mask(machine: Machine, instruction: Instruction, register_only: bool) -> Array:
+def guard_mask(machine: State, instruction: Instruction, register_only: bool) -> Array:
     """Return the threads that a guard lets execute; refuse a guard that depends on data."""
     guard = instruction.guard
     assert guard is not None
@@ -61,7 +58,7 @@ class Apart:
     waiting: list[tuple[int, Array]]
 
 
-def run_threads(machine: Machine) -> None:
+def run_threads(machine: State) -> None:
     """Run the threads of a CTA until all have returned.
 
     Warps that branch apart run apart, one side after the other, until the place that every path
@@ -90,6 +87,9 @@ def run_threads(machine: Machine) -> None:
             mask = guard_mask(machine, instruction, register_only[at])
             if active is not None:
                 mask = mask & active
+                if machine.guard_names is not None:
+                    no = nm.constant_predicate(0)
+                    machine.guard_names = np.where(active, machine.guard_names, no)
         if not kinds[at]:
             if before is not None:
                 before(instruction)
@@ -113,7 +113,7 @@ def run_threads(machine: Machine) -> None:
 
 
 def whole_warps(
-    machine: Machine, instruction: Instruction, mask: Array, active: Array | None
+    machine: State, instruction: Instruction, mask: Array, active: Array | None
 ) -> None:
     """Refuse a branch that the threads of one warp do not take alike."""
     warps = mask.reshape(-1, 32)
@@ -121,9 +121,7 @@ def whole_warps(
     apart = warps.any(1) & other.any(1)
     if apart.any():
         warp = int(np.flatnonzero(apart)[0])
-        thread, beside = (
-            32 * warp + int(np.flatnonzero(each[warp])[0]) for each in (warps, other)
-        )
+        thread, beside = (32 * warp + int(np.flatnonzero(each[warp])[0]) for each in (warps, other))
         raise refuse(
             DivergentBranchError,
             instruction,

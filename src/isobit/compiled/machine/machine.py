@@ -28,7 +28,6 @@ from isobit.compiled.machine import (  # noqa: F401 (they fill the table)
     tcgen05,
     wgmma,
 )
-from isobit.compiled.machine.access import Access
 from isobit.compiled.machine.asynchronous import (
     Asynchronous,
     RegisterUse,
@@ -40,17 +39,17 @@ from isobit.compiled.machine.memory import Buffer, Shared
 from isobit.compiled.machine.opcodes.table import find
 from isobit.compiled.machine.races import Races
 from isobit.compiled.machine.reconvergence import meeting_points
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array, Names
-from isobit.compiled.ptx.program import Instruction, Program, Register
+from isobit.compiled.ptx.program import Instruction, Program
 from isobit.compiled.recorded import Recorded
-from isobit.compiled.refusals import OpcodeError, refuse
 from isobit.errors import ArgumentError
 
 SHARED_BYTES = 232448  # the most that a CTA can have, on sm_90 and sm_100 (227 KB)
 FIRST_ADDRESS, GAP = 1 << 32, 1 << 24
 
 
-class Machine(Access):
+class Machine(State):
     """Runs one kernel on buffers.
 
     Args:
@@ -81,7 +80,7 @@ class Machine(Access):
         # registers of each instruction, if some work of the program is asynchronous
         self.use = RegisterUse(program) if uses_asynchronous_work(program) else None
         kind = Races if self.use is None else AsynchronousRaces
-        self.races = kind(self.threads) if races else None
+        self.races = kind(program) if races else None
         self.asynchronous: Asynchronous | None = None
         self.facts: dict[str, str] = {}  # what a reader of the result must know -> first place
         self.approximate: set[str] = set()  # opcodes whose bits are not those of the hardware
@@ -135,6 +134,9 @@ class Machine(Access):
         for cta in np.ndindex(z, y, x):
             self.start_cta(tuple(reversed(cta)), (x, y, z), size)
             run_threads(self)
+            for each in (self.asynchronous, self.state.get("tensor memory")):
+                if each is not None:
+                    each.finish()
         for buffer in self.buffers:
             buffer.finish()
         return self
@@ -156,6 +158,7 @@ class Machine(Access):
                     argument.prepare(parameter.name)
                 if argument not in self.buffers:
                     at = self.place(argument, at)
+                    self.check_overlap(argument)
                 self.parameters[parameter.name] = argument.base
             else:
                 self.parameters[parameter.name] = scalar_bits(argument, parameter.type)
@@ -181,6 +184,16 @@ class Machine(Access):
             self.recorded.add_buffer(buffer)
         return at + (buffer.size + 4095) // 4096 * 4096 + GAP
 
+    def check_overlap(self, buffer: Buffer) -> None:
+        """Refuse two buffers over one array: names of one would not follow writes to the other."""
+        for other in self.buffers:
+            if other is not buffer and np.may_share_memory(other.data, buffer.data):
+                raise ArgumentError(
+                    expected="one Buffer for each piece of memory",
+                    received=f"{buffer.label} and {other.label}, which overlap",
+                    remedy="pass the same Buffer twice",
+                )
+
     def start_cta(
         self, cta: tuple[int, ...], grid: tuple[int, int, int], shared_bytes: int
     ) -> None:
@@ -197,8 +210,14 @@ class Machine(Access):
             **{f"%nclusterid.{axis}": grid[i] for i, axis in enumerate("xyz")},
             **{f"%cluster_ctaid.{axis}": 0 for axis in "xyz"},
             **{f"%cluster_nctaid.{axis}": 1 for axis in "xyz"},
-            **{"%tid.y": 0, "%tid.z": 0, "%ntid.x": threads, "%ntid.y": 1, "%ntid.z": 1},
-            **{"%cluster_ctarank": 0, "%cluster_nctarank": 1, "%nwarpid": threads // 32},
+            "%tid.y": 0,
+            "%tid.z": 0,
+            "%ntid.x": threads,
+            "%ntid.y": 1,
+            "%ntid.z": 1,
+            "%cluster_ctarank": 0,
+            "%cluster_nctarank": 1,
+            "%nwarpid": threads // 32,
         }
         self.special: dict[str, Array] = {
             name: np.full(threads, value, np.uint32) for name, value in numbers.items()
@@ -211,29 +230,6 @@ class Machine(Access):
             self.asynchronous = Asynchronous(self.program, self.use, shared_bytes, checked)
             if isinstance(self.races, AsynchronousRaces):
                 self.races.start(self.asynchronous)
-
-    def special_register(self, name: str) -> Array:
-        """Return a special register; clocks and places on the chip are refused."""
-        if name not in self.special:
-            raise refuse(
-                OpcodeError,
-                self.current,
-                expected="a special register that every launch has alike",
-                received=name,
-                remedy="a certified kernel cannot depend on clocks or on where it runs",
-            )
-        return self.special[name]
-
-    def fact(self, what: str) -> None:
-        """Record a fact that a reader of the result must know, with its first place."""
-        if what not in self.facts:
-            source = self.current.source
-            python = f" ({source[0]}:{source[1]})" if source else ""
-            self.facts[what] = f"PTX line {self.current.line}: {self.current.text}{python}"
-
-    def register_values(self, register: Register) -> Array | None:
-        """Return the bits of a register, or None if it was never written."""
-        return self.values[register.index]
 
 
 def scalar_bits(value: float, kind: str) -> int:

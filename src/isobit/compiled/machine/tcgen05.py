@@ -8,17 +8,17 @@ bits 4-5 type of D, 7-9 type of A, 10-12 type of B, 13-14 negation, 15-16 transp
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from isobit.compiled import names as nm
 from isobit.compiled.machine.asynchronous import Asynchronous
+from isobit.compiled.machine.barrier_objects import barriers, issuing_thread, value_at
 from isobit.compiled.machine.matrix_descriptors import tcgen05_descriptor
 from isobit.compiled.machine.mbarriers import Arrival
-from isobit.compiled.machine.barrier_objects import barriers, issuing_thread, value_at
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.registers import Word
+from isobit.compiled.machine.state import State
 from isobit.compiled.machine.tensor_core import Tile, joined, multiply, named, shared_tile, zeros
 from isobit.compiled.machine.tensor_memory import (
     LANES,
@@ -31,22 +31,19 @@ from isobit.compiled.names import Array
 from isobit.compiled.ptx import Address, Immediate, Instruction, Operand, Register, Vector
 from isobit.compiled.refusals import DivergentBranchError, RaceError, refuse, unknown
 
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
-
 MMA = "tcgen05.mma"
 # Kind -> code of the operand type -> its name.
 TYPES = {"kind::f16": {0: "f16", 1: "bf16"}, "kind::tf32": {2: "tf32"}}
 KNOWN_BITS = 0b11 << 4 | 0b111 << 7 | 0b111 << 10 | 0b11 << 15 | 0x3F << 17 | 0x1F << 24
 
 
-def tensor_memory(machine: Machine) -> TensorMemory:
+def tensor_memory(machine: State) -> TensorMemory:
     """Return the tensor memory of the CTA."""
     found: TensorMemory = machine.state.setdefault("tensor memory", TensorMemory(machine.names))
     return found
 
 
-def order_of(machine: Machine) -> Asynchronous:
+def order_of(machine: State) -> Asynchronous:
     """Return the open work of the CTA."""
     assert machine.asynchronous is not None
     return machine.asynchronous
@@ -61,10 +58,12 @@ def allocation(instruction: Instruction) -> Step:
         "relinquish_alloc_permit": ("cta_group::1", "sync", "aligned"),
     }
     kind, operands = instruction.parts[1], instruction.operands
-    if instruction.parts[2:] != known[kind] or len(operands) != (0 if kind.startswith("rel") else 2):
+    if instruction.parts[2:] != known[kind] or len(operands) != (
+        0 if kind.startswith("rel") else 2
+    ):
         raise unknown(instruction)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         warp = whole_warps(machine, mask)
         if not warp.any():
             return
@@ -109,10 +108,14 @@ def message(instruction: Instruction) -> Step:
     split = middle.value if isinstance(middle, Immediate) else None
     found = values.items if isinstance(values, Vector) else ()
     registers = [each for each in found if isinstance(each, Register) and each.width == 32]
-    if len(registers) != int(shape[2]) or len(found) != len(registers) or (splits and split is None):
+    if (
+        len(registers) != int(shape[2])
+        or len(found) != len(registers)
+        or (splits and split is None)
+    ):
         raise unknown(instruction, "number of registers of")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         warps = whole_warps(machine, mask)
         if not warps.any():
             return
@@ -136,7 +139,7 @@ def message(instruction: Instruction) -> Step:
 
 
 def load_registers(
-    machine: Machine,
+    machine: State,
     memory: TensorMemory,
     registers: list[Register],
     lanes: Array,
@@ -155,7 +158,7 @@ def load_registers(
 
 
 def store_registers(
-    machine: Machine, memory: TensorMemory, registers: list[Register], lanes: Array, columns: Array
+    machine: State, memory: TensorMemory, registers: list[Register], lanes: Array, columns: Array
 ) -> None:
     """Write cells [threads, registers] from registers."""
     memory.bits[lanes, columns] = np.stack([machine.bits(each, 32) for each in registers], -1)
@@ -171,7 +174,7 @@ def wait(instruction: Instruction) -> Step:
         raise unknown(instruction)
     pipe = f"tcgen05.{instruction.parts[1][-2:]}"
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         if not whole_warps(machine, mask).all():
             raise unknown(instruction, "some warps only that execute")
         order = order_of(machine)
@@ -189,14 +192,16 @@ def mma(instruction: Instruction) -> Step:
     if not isinstance(operands[0], Address):
         raise unknown(instruction, "operands of")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         thread = issuing_thread(machine, mask)
         if thread is None:
             return
         if machine.state.setdefault("mma thread", thread) != thread:
             raise other_thread(machine)
         memory, order = tensor_memory(machine), order_of(machine)
-        rows, columns, dtype, a_k_major, b_k_major = described(machine, operands[3], thread, parts[3])
+        rows, columns, dtype, a_k_major, b_k_major = described(
+            machine, operands[3], thread, parts[3]
+        )
         d_at = int(machine.address(operands[0])[thread])
         lanes, into, cells = matrix_cells(d_at, rows, columns)
         memory.check_allocated(into, instruction.opcode)
@@ -228,7 +233,10 @@ def mma(instruction: Instruction) -> Step:
             at = np.ix_(lanes, into)
         c = zeros(machine, (rows, columns))
         if value_at(machine, operands[4], 1, thread):
-            c = (np.ascontiguousarray(memory.bits[at]), None if memory.names is None else named(memory.names[at]))
+            c = (
+                np.ascontiguousarray(memory.bits[at]),
+                None if memory.names is None else named(memory.names[at]),
+            )
         total, result = multiply(machine, a, (bits, made), c, dtype)
         memory.bits[at] = total
         if memory.names is not None and result is not None:
@@ -239,7 +247,7 @@ def mma(instruction: Instruction) -> Step:
 
 
 def described(
-    machine: Machine, operand: Operand, thread: int, kind: str
+    machine: State, operand: Operand, thread: int, kind: str
 ) -> tuple[int, int, str, bool, bool]:
     """Return rows, columns, operand type and majors from an instruction descriptor."""
     bits = value_at(machine, operand, 32, thread)
@@ -253,7 +261,7 @@ def described(
 
 
 def tensor_tile(
-    machine: Machine, memory: TensorMemory, address: int, rows: int, dtype: str
+    machine: State, memory: TensorMemory, address: int, rows: int, dtype: str
 ) -> tuple[Tile, Cells]:
     """Read A [rows, k] from tensor memory: 32 bytes of k are 8 columns."""
     lanes, columns, cells = matrix_cells(address, rows, 8)
@@ -274,7 +282,7 @@ def commit(instruction: Instruction) -> Step:
     if instruction.parts[2:] != form or len(instruction.operands) != 1:
         raise unknown(instruction)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         thread = issuing_thread(machine, mask)
         if thread is None:
             return
@@ -287,7 +295,7 @@ def commit(instruction: Instruction) -> Step:
     return step
 
 
-def whole_warps(machine: Machine, mask: Array | None) -> Array:
+def whole_warps(machine: State, mask: Array | None) -> Array:
     """Return the threads that execute a .sync.aligned instruction; refuse a part of a warp."""
     threads = np.ones(machine.threads, bool) if mask is None else mask
     warps = threads.reshape(-1, 32)
@@ -302,7 +310,7 @@ def whole_warps(machine: Machine, mask: Array | None) -> Array:
     return threads
 
 
-def other_thread(machine: Machine) -> RaceError:
+def other_thread(machine: State) -> RaceError:
     """Return the error for tensor-core work that two threads issue: nothing orders it."""
     error = refuse(
         RaceError,

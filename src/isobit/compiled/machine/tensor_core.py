@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,11 +10,9 @@ from isobit.compiled import names as nm
 from isobit.compiled.machine.matrix_descriptors import MatrixDescriptor
 from isobit.compiled.machine.memory import known
 from isobit.compiled.machine.mma import matrix_product
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array, Names
 from isobit.compiled.refusals import AddressError, refuse
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 # Operand types by the bytes of an element, with the k of one instruction (32 bytes).
 SIZES = {"f16": 2, "bf16": 2, "tf32": 4}
@@ -23,7 +20,7 @@ Tile = tuple[Array, "Names | None"]
 
 
 def shared_tile(
-    machine: Machine, descriptor: MatrixDescriptor, rows: int, dtype: str, k_major: bool
+    machine: State, descriptor: MatrixDescriptor, rows: int, dtype: str, k_major: bool
 ) -> tuple[Array, Names | None, Array]:
     """Read a matrix [rows, k] behind a descriptor: bits, names, and the pieces of memory that it is in."""
     size = SIZES[dtype]
@@ -64,10 +61,14 @@ def joined(halves: Array) -> Array:
 
 def named(halves: Names) -> Names:
     """Return the names of elements from those of their halves [..., 1 or 2]."""
-    return nm.value16(halves[..., 0]) if halves.shape[-1] == 1 else nm.join(halves[..., 0], halves[..., 1])
+    return (
+        nm.value16(halves[..., 0])
+        if halves.shape[-1] == 1
+        else nm.join(halves[..., 0], halves[..., 1])
+    )
 
 
-def multiply(machine: Machine, a: Tile, b: Tile, c: Tile, dtype: str) -> Tile:
+def multiply(machine: State, a: Tile, b: Tile, c: Tile, dtype: str) -> Tile:
     """Return c + a @ b.T: a [..., m, k], b [..., n, k], c [..., m, n] as uint32 bits of fp32."""
     operands = a[0], b[0], c[0].view(np.float32)
     names = None
@@ -77,7 +78,7 @@ def multiply(machine: Machine, a: Tile, b: Tile, c: Tile, dtype: str) -> Tile:
     return total.view(np.uint32), made
 
 
-def zeros(machine: Machine, shape: tuple[int, ...]) -> Tile:
+def zeros(machine: State, shape: tuple[int, ...]) -> Tile:
     """Return an accumulator of zeros."""
     named_zero = np.full(shape, nm.constant_float(0.0)) if machine.names else None
     return np.zeros(shape, np.uint32), named_zero

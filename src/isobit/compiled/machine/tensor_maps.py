@@ -39,7 +39,9 @@ class TensorMap:
             raise fail(f"a tensor map without {name}")
         return self.fields[key]
 
-    def box(self, at: list[int], shared: int, fail: Fail) -> tuple[Addresses, Addresses, npt.NDArray[np.bool_], int]:
+    def box(
+        self, at: list[int], shared: int, fail: Fail
+    ) -> tuple[Addresses, Addresses, npt.NDArray[np.bool_], int]:
         """Return the elements of the box at these coordinates, as flat arrays.
 
         Returns:
@@ -57,7 +59,9 @@ class TensorMap:
         odd += [self.get(name, None, fail) != 0 for name in ("interleave_layout", "fill_mode")]
         odd += [each % 16 != 0 for each in strides[1:]]
         if any(odd) or (line and (boxes[0] * size > line or shared % (8 * line))) or shared % 128:
-            raise fail("a tensor map with strides of elements, interleaving, or addresses not aligned")
+            raise fail(
+                "a tensor map with strides of elements, interleaving, or addresses not aligned"
+            )
         address = np.full([1] * rank, self.get("global_address", None, fail), np.int64)
         dense, inside = np.zeros([1] * rank, np.int64), np.ones([1] * rank, bool)
         pitch = size
@@ -71,4 +75,9 @@ class TensorMap:
             dense = dense + step * pitch
             pitch *= boxes[dimension]
         placed = shared + dense
-        return address.reshape(-1), (swizzled(placed, line) if line else placed).reshape(-1), inside.reshape(-1), size
+        return (
+            address.reshape(-1),
+            (swizzled(placed, line) if line else placed).reshape(-1),
+            inside.reshape(-1),
+            size,
+        )

@@ -33,7 +33,9 @@ class Cells:
 
     def overlaps(self, other: Cells) -> bool:
         """Whether both have a cell in common."""
-        return bool(self.blocks & other.blocks) and self.first < other.last and other.first < self.last
+        return (
+            bool(self.blocks & other.blocks) and self.first < other.last and other.first < self.last
+        )
 
 
 class TensorMemory:
@@ -61,6 +63,13 @@ class TensorMemory:
             raise refuse("tcgen05.dealloc of what tcgen05.alloc returned", received)
         del self.allocated[address]
 
+    def finish(self) -> None:
+        """Refuse a CTA that ends without returning its columns: the next one would wait for them."""
+        if self.allocated:
+            raise refuse(
+                "tcgen05.dealloc of all columns before a CTA ends", f"{self.allocated} left"
+            )
+
     def check_allocated(self, columns: Indices, what: str) -> None:
         """Refuse an access to columns that nobody allocated."""
         free = np.ones(COLUMNS, bool)
@@ -69,7 +78,9 @@ class TensorMemory:
         inside = (columns >= 0) & (columns < COLUMNS)
         if not inside.all() or free[columns].any():
             bad = int(columns[~inside][0] if not inside.all() else columns[free[columns]][0])
-            raise refuse("an access to allocated columns of tensor memory", f"{what} at column {bad}")
+            raise refuse(
+                "an access to allocated columns of tensor memory", f"{what} at column {bad}"
+            )
 
 
 def matrix_cells(address: int, rows: int, columns: int) -> tuple[Indices, Indices, Cells]:
@@ -82,7 +93,9 @@ def matrix_cells(address: int, rows: int, columns: int) -> tuple[Indices, Indice
         lanes = lane + row // BLOCK * 32 + row % BLOCK
         blocks = 0x55 << lane // BLOCK
     else:
-        raise refuse("a matrix of 128 rows at lane 0, or of 64 at lane 0 or 16", f"{rows} at {lane}")
+        raise refuse(
+            "a matrix of 128 rows at lane 0, or of 64 at lane 0 or 16", f"{rows} at {lane}"
+        )
     return lanes, first + np.arange(columns), Cells(blocks, first, first + columns)
 
 
@@ -101,7 +114,9 @@ def message_cells(
     lane, column = addresses >> 16, addresses & 0xFFFF
     warp = thread // 32
     if (addresses.reshape(-1, 32) != addresses.reshape(-1, 32)[:, :1]).any():
-        raise refuse("one address per warp in tcgen05.ld and tcgen05.st", "threads of a warp that differ")
+        raise refuse(
+            "one address per warp in tcgen05.ld and tcgen05.st", "threads of a warp that differ"
+        )
     own = lane - warp % 4 * 32
     if shape == "32x32b" and split is None and not own.any():
         lanes, start = lane + thread % 32, column

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,13 +16,11 @@ from isobit.compiled import names as nm
 from isobit.compiled.machine.matrix_descriptors import wgmma_descriptor
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.registers import Word
+from isobit.compiled.machine.state import State
 from isobit.compiled.machine.tensor_core import Tile, multiply, shared_tile, zeros
 from isobit.compiled.names import Array
 from isobit.compiled.ptx import Immediate, Instruction, Operand, Register, Vector
 from isobit.compiled.refusals import DivergentBranchError, refuse, unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 DEPTHS = {"f16": 16, "bf16": 16, "tf32": 8}
 THREAD = np.arange(128)
@@ -35,7 +32,12 @@ def mma_async(instruction: Instruction) -> Step:
     """Check the form of a wgmma once, and return what runs it."""
     parts, operands = instruction.parts, instruction.operands
     shape = re.fullmatch(r"m64n(\d+)k(\d+)", parts[4]) if len(parts) == 8 else None
-    if shape is None or parts[2:4] != ("sync", "aligned") or parts[5] != "f32" or parts[6] != parts[7]:
+    if (
+        shape is None
+        or parts[2:4] != ("sync", "aligned")
+        or parts[5] != "f32"
+        or parts[6] != parts[7]
+    ):
         raise unknown(instruction)
     columns, depth, dtype = int(shape[1]), int(shape[2]), parts[6]
     if DEPTHS.get(dtype) != depth:
@@ -51,7 +53,7 @@ def mma_async(instruction: Instruction) -> Step:
     b_k_major = not (transposes and numbers[-1])
     accumulator = items(instruction, operands[0], columns // 2)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         everyone(machine, mask)
         groups = machine.threads // 128
         order = machine.asynchronous
@@ -66,7 +68,7 @@ def mma_async(instruction: Instruction) -> Step:
             a = tiles(machine, operands[1], 64, dtype, a_k_major, pieces)
         b = tiles(machine, operands[2], columns, dtype, b_k_major, pieces)
         outputs = frozenset(each.index for each in accumulator)
-        order.check_fenced(instruction, inputs | outputs)
+        order.check_fenced(instruction, outputs)
         touched = np.unique(np.concatenate(pieces))
         order.check_visible(instruction, touched, order.everyone)
         c = zeros(machine, (groups, 64, columns))
@@ -89,12 +91,13 @@ def ordering(instruction: Instruction) -> Step:
     if len(instruction.operands) != (kind == "wait_group"):
         raise unknown(instruction, "number of operands of")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         everyone(machine, mask)
         order, groups = machine.asynchronous, machine.state.setdefault("wgmma", [[]])
         assert order is not None
         if kind == "fence":
-            order.written.clear()
+            order.fenced = True
+            order.touched.clear()
         elif kind == "commit_group":
             groups.append([])
         else:
@@ -110,7 +113,7 @@ def ordering(instruction: Instruction) -> Step:
     return step
 
 
-def everyone(machine: Machine, mask: Array | None) -> None:
+def everyone(machine: State, mask: Array | None) -> None:
     """Refuse wgmma that only some warps execute, and CTAs without whole warp groups."""
     if (mask is not None and not mask.all()) or machine.threads % 128:
         raise refuse(
@@ -131,7 +134,7 @@ def items(instruction: Instruction, operand: Operand, count: int) -> list[Regist
     return registers
 
 
-def accumulates(machine: Machine, operand: Operand) -> bool:
+def accumulates(machine: State, operand: Operand) -> bool:
     """Return the operand scale-d; all threads must agree."""
     values = machine.bits(operand, 1)
     if machine.tainted(operand) or (values != values[0]).any():
@@ -140,7 +143,7 @@ def accumulates(machine: Machine, operand: Operand) -> bool:
 
 
 def tiles(
-    machine: Machine, operand: Operand, rows: int, dtype: str, k_major: bool, pieces: list[Array]
+    machine: State, operand: Operand, rows: int, dtype: str, k_major: bool, pieces: list[Array]
 ) -> Tile:
     """Read the tile of each warp group: [groups, rows, k]; adds the pieces of memory that were read."""
     descriptors = machine.bits(operand, 64).reshape(-1, 128)
@@ -156,7 +159,7 @@ def tiles(
     return bits, (np.stack([each[1] for each in chosen]) if machine.names else None)
 
 
-def a_fragments(machine: Machine, registers: list[Register], dtype: str) -> Tile:
+def a_fragments(machine: State, registers: list[Register], dtype: str) -> Tile:
     """Read A from registers: [groups, 64, k]."""
     groups, depth = machine.threads // 128, DEPTHS[dtype]
     wide = dtype == "tf32"
@@ -186,7 +189,7 @@ def places(count: int) -> tuple[Array, Array]:
     return ROW + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * QUAD + i % 2
 
 
-def gather(machine: Machine, registers: list[Register], tile: Tile) -> Tile:
+def gather(machine: State, registers: list[Register], tile: Tile) -> Tile:
     """Read an accumulator into a tile [groups, 64, n]."""
     bits, made = tile
     row, column = places(len(registers))
@@ -199,7 +202,7 @@ def gather(machine: Machine, registers: list[Register], tile: Tile) -> Tile:
     return bits, made
 
 
-def scatter(machine: Machine, registers: list[Register], bits: Array, made: Array | None) -> None:
+def scatter(machine: State, registers: list[Register], bits: Array, made: Array | None) -> None:
     """Write a tile [groups, 64, n] into the accumulator."""
     row, column = places(len(registers))
     values = by_register(bits, row, column)
