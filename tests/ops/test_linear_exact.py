@@ -41,7 +41,8 @@ def exact_matrix(segments, left, right, engine, bias=None):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("m", "k", "n"), [(1, 1, 1), (3, 31, 2), (2, 514, 3), (1, 1025, 2), (1, 4100, 1), (2, 1024, 1), (17, 65, 66)]
+    ("m", "k", "n"),
+    [(1, 1, 1), (3, 31, 2), (2, 514, 3), (1, 1025, 2), (1, 4100, 1), (2, 1024, 1), (17, 65, 66)],
 )
 @pytest.mark.parametrize("executor", ["native", "portable"])
 def test_forward_and_input_gradient(dtype, m, k, n, executor):
