@@ -125,12 +125,13 @@ def store_rows(
     DEPTH: tl.constexpr,
 ) -> None:
     """Divide by the sum and store; a zero is +0, and a row that sees no key is +0."""
-    dividend, divisor = tl.broadcast(output + 0.0, total)
-    result = tl.where(divisor == 0.0, 0.0, tl.div_rn(dividend, divisor))
+    divisor = tl.where(total == 0.0, 1.0, total)  # the output is +0 there
+    dividend, divisor = tl.broadcast(output + 0.0, divisor)
+    result = round_once(tl.div_rn(dividend, divisor), y.dtype.element_ty)
     place = (row // GROUP) * KEY_HEADS * GROUP + head * GROUP + row % GROUP
     place = place[:, None] * DEPTH + tl.arange(0, DEPTH)[None, :]
     inside = (row < QUERIES * GROUP)[:, None]
-    tl.store(y + place, round_once(result, y.dtype.element_ty), mask=inside)
+    tl.store(y + place, result, mask=inside)
 
 
 @triton.jit

@@ -13,6 +13,7 @@ say what GPU kernels do:
 - A block of keys of which a query sees no key is not folded into that query. A key that is not seen in a block has the
   score -inf, so its weight is +0, and it takes part in the sum of weights and in the product with its value. A block
   that reaches beyond the last key is filled with keys and values of +0, which are not seen.
+- The output of a query that sees no key, +0, is divided by 1 instead of by the sum of its weights, which is 0.
 - A difference with a constant is the sum with the negated constant, and x - n·c is x + n·(-c): the same value, and
   what compilers make of it.
 """

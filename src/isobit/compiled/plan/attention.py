@@ -97,7 +97,6 @@ class Head:
             if start:
                 state = self.merged(whole, state).where(start <= self.last, whole)
             whole = state
-        quotient = on.div(on.add(whole.output, on.constant(0.0)), whole.total)
-        total = np.broadcast_to(whole.total, quotient.shape)
-        zero = on.constant(0.0)
-        return self.plan.result(on.choose("eq", total, zero, zero, quotient))
+        zero, one = on.constant(0.0), on.constant(1.0)
+        divisor = on.choose("eq", whole.total, zero, one, whole.total)
+        return self.plan.result(on.div(on.add(whole.output, zero), divisor))

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from isobit.compiled import names
+from isobit.compiled import arithmetic, names
 from isobit.compiled.leaf import multiply_accumulate, rule_of
-from isobit.compiled.machine import arithmetic
 from isobit.compiled.machine.registers import select_half
 from isobit.compiled.maxima import SETS
 from isobit.compiled.names import Array
