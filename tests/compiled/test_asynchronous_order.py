@@ -115,4 +115,4 @@ def test_branches_meet_also_before_their_place_in_the_text():
     program = parse(BRANCHES)
     lines = {each.index: each.line for each in program.instructions}
     found = {lines[a]: lines[b] for a, b in meeting_points(program).items()}
-    assert found == {12: 13, 15: 10, 19: 21}
+    assert found == {13: 14, 16: 11, 20: 23}
