@@ -142,7 +142,7 @@ class Machine(State):
                 received=f"{len(arguments)}",
                 remedy="leave out arguments that are tl.constexpr",
             )
-        self.parameters: dict[str, int | Buffer] = {each.name: 0 for each in parameters}
+        self.parameters = {each.name: 0 for each in parameters}
         self.buffers, at = [], FIRST_ADDRESS
         for parameter, argument in zip(parameters, arguments, strict=False):
             if isinstance(argument, Buffer):
@@ -160,7 +160,7 @@ class Machine(State):
             if variable.space == "shared":
                 shared += -shared % max(variable.align, 1)
                 self.symbols[variable.name] = shared
-                shared += variable.bytes
+                shared += variable.size
             else:
                 data = np.frombuffer(variable.data or b"", np.uint8).copy()
                 constants = Buffer(data, label=variable.name, concrete=True)

@@ -9,6 +9,7 @@ import numpy as np
 
 from isobit.compiled import arithmetic as ar
 from isobit.compiled import names as nm
+from isobit.compiled.byte_names import byte_of
 from isobit.compiled.machine import registers
 from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.registers import UNSIGNED, Word
@@ -200,7 +201,7 @@ class RegisterAccess:
         """Return one name per thread for an operand of any width; constants keep their flag."""
         if width == 8:
             made = self.names_of(operand, getattr(operand, "width", 16))
-            return nm.byte_of(made.halves[0] if isinstance(made, Word) else made, 0)
+            return byte_of(made.halves[0] if isinstance(made, Word) else made, 0)
         made = self.names_of(operand, width)
         if width == 1:
             return np.asarray(made)
