@@ -47,6 +47,7 @@ class Work:
     inputs: frozenset[int] = frozenset()
     reads: list[Cells] = field(default_factory=list)
     writes: list[Cells] = field(default_factory=list)
+    box: tuple[Array, int] | None = None  # addresses and bytes of elements that a bulk copy writes
 
 
 class Asynchronous:

@@ -12,7 +12,6 @@ With names=False only bits are computed, and nothing that needs names is checked
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -90,13 +89,9 @@ class Machine(State):
         self.current: Instruction = program.instructions[0]
         self.guard_names: Names | None = None
         self.active: Array | None = None  # the threads that run, while warps run apart
+        self.meeting_points = meeting_points(program)
         self.steps = [find(each)[0](each) for each in program.instructions]
         self.register_only = [find(each)[1] for each in program.instructions]
-
-    @functools.cached_property
-    def meeting_points(self) -> dict[int, int]:
-        """Where the two sides of each branch meet."""
-        return meeting_points(self.program)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -150,7 +145,7 @@ class Machine(State):
                 received=f"{len(arguments)}",
                 remedy="leave out arguments that are tl.constexpr",
             )
-        self.parameters: dict[str, int | Buffer] = {each.name: 0 for each in parameters}
+        self.parameters = {each.name: 0 for each in parameters}
         self.buffers, at = [], FIRST_ADDRESS
         for parameter, argument in zip(parameters, arguments, strict=False):
             if isinstance(argument, Buffer):
@@ -168,7 +163,7 @@ class Machine(State):
             if variable.space == "shared":
                 shared += -shared % max(variable.align, 1)
                 self.symbols[variable.name] = shared
-                shared += variable.bytes
+                shared += variable.size
             else:
                 data = np.frombuffer(variable.data or b"", np.uint8).copy()
                 constants = Buffer(data, label=variable.name, concrete=True)

@@ -227,9 +227,8 @@ class Races:
     def other_cta(self, fields: dict[str, Array], index: Array) -> Array:
         """Tell which granules another CTA of this launch has touched."""
         touched = [fields["write_epoch"][index], fields["first_read"][index]]
-        return np.logical_or.reduce(
-            [(each >= self.launch_start) & (each < self.cta_start) for each in touched]
-        )
+        before = [(each >= self.launch_start) & (each < self.cta_start) for each in touched]
+        return np.asarray(before[0] | before[1])
 
     def note_read(
         self,

@@ -9,6 +9,7 @@ import numpy as np
 
 from isobit.compiled import arithmetic as ar
 from isobit.compiled import names as nm
+from isobit.compiled.byte_names import byte_of
 from isobit.compiled.machine import registers
 from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.registers import UNSIGNED, Word
@@ -40,6 +41,7 @@ class RegisterAccess:
     current: Instruction  # the instruction that runs
     guard_names: Names | None  # of its guard, if the guard depends on data
     recorded: Recorded | None
+    active: Array | None  # the threads that run, while warps run apart
     facts: dict[str, str]  # what a reader of the result must know -> first place
 
     # ---- registers ------------------------------------------------------------------------------
@@ -101,6 +103,15 @@ class RegisterAccess:
     def word(self, operand: Operand) -> Names:
         """Return the names of 32-bit values, one per thread."""
         made: Word = self.names_of(operand, 32)
+        if self.recorded is not None and not made.whole:
+            low, high = made.halves
+            widened = (low == nm.FIXED) & ((high & nm.KIND) == nm.VALUE)
+            if widened.any():
+                names = made.value[widened]
+                self.recorded.add("widen bf16", names, [high[widened]], self.current)
+            if not widened.all():
+                rest = [low[~widened], high[~widened]]
+                self.recorded.add("join", made.value[~widened], rest, self.current)
         return made.value
 
     def halves(self, operand: Operand) -> tuple[Names, Names]:
@@ -190,7 +201,7 @@ class RegisterAccess:
         """Return one name per thread for an operand of any width; constants keep their flag."""
         if width == 8:
             made = self.names_of(operand, getattr(operand, "width", 16))
-            return nm.byte_of(made.halves[0] if isinstance(made, Word) else made, 0)
+            return byte_of(made.halves[0] if isinstance(made, Word) else made, 0)
         made = self.names_of(operand, width)
         if width == 1:
             return np.asarray(made)

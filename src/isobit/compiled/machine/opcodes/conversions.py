@@ -87,7 +87,10 @@ def widen(instruction: Instruction, kind: str) -> Step:
     target, source = instruction.operands
 
     def step(machine: State, mask: Array | None) -> None:
-        bits = ar.widen(machine.bits(source, 16), kind).view(np.uint32)
+        with np.errstate(all="ignore"):
+            bits = ar.widen(machine.bits(source, 16), kind).view(np.uint32)
+        if kind == "f16":
+            bits = ar.canonical(bits)
         made = None
         if machine.names and machine.tainted(source):
             if kind == "bf16":
