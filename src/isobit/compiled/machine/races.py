@@ -120,7 +120,7 @@ class Races:
         log = self.log(buffer)
         index, fields = log.index(at, size), log.arrays
         warp = (threads // 32)[:, None]
-        thread = np.full_like(threads, WHOLE_WARP)[:, None] if by_warp else threads[:, None]
+        thread = WHOLE_WARP - warp if by_warp else threads[:, None]
         if log.any_pending:
             self.check_pending(instruction, buffer, log, index, threads)
         warp_epoch = self.warp_epochs[warp]
