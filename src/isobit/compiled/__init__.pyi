@@ -1,0 +1,2 @@
+from isobit.compiled.interpreter import interpret as interpret
+from isobit.compiled.interpreter import interpreted as interpreted
