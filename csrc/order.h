@@ -25,6 +25,9 @@ constexpr int64_t feature_cap = 8;     // and there are at most this many of the
 constexpr int64_t sample_cap = 1024;   // at most this many segments of the sample axis
 constexpr int64_t token_leaf = 256;    // length of a leaf of a sample's tokens
 
+// Keys that attention folds from an empty state. Chunks of them are then merged left to right.
+constexpr int64_t attention_chunk = 2048;
+
 // A run of consecutive elements of the summed axis that one chain sums. `fold`: add it to the
 // segment's accumulator; the first leaf of a segment starts from zero instead.
 struct Leaf {

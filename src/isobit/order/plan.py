@@ -20,6 +20,7 @@ FEATURE_UNIT, FEATURE_CAP = 256, 8
 SAMPLE_UNIT, SAMPLE_CAP = 1, 1024
 TOKEN_LEAF, LANES = 256, 16
 ATTENTION_BLOCK = 64  # keys per step of online softmax, counted from the start of the sample; queries, in backward
+ATTENTION_CHUNK = 2048  # keys whose blocks are folded from an empty state; chunks are then merged from left to right
 
 
 @dataclass(frozen=True)
