@@ -59,13 +59,14 @@ class KernelFacts:
         engine: the arithmetic of its tensor-core instructions, such as "tc25x16"; "" if it has none.
         tensor_core: tensor-core instructions and how often each is in the text.
         registers: registers per thread by ptxas, or None if ptxas was not run.
-        spill_bytes: bytes per thread that ptxas spilled.
+        spill_bytes: bytes per thread of local memory, where ptxas spills registers to.
         shared_bytes: shared memory per program.
         atomics: atomic instructions by name.
         float_atomics: how many of them add floats.
         flushes: instructions that flush subnormal numbers to zero (`.ftz`), by name.
         fused: fused multiply-adds (`fma` on floats) in the text.
         fusion_allowed: whether the compiler may fuse a product and a sum (`enable_fp_fusion`).
+        open_products: sums of a product that the PTX leaves unfused without forbidding it: ptxas may fuse them.
         approximate: approximate instructions by name, such as {"ex2.approx.ftz.f32": 2}.
         lines: lines of PTX.
     """
@@ -84,6 +85,7 @@ class KernelFacts:
     flushes: dict[str, int] = field(default_factory=dict)
     fused: int = 0
     fusion_allowed: bool = True
+    open_products: int = 0
     approximate: dict[str, int] = field(default_factory=dict)
     lines: int = 0
 
