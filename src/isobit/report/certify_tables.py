@@ -130,7 +130,9 @@ def show_kernels(found: Certified) -> str:
 
 
 def _kernel(one: KernelFacts) -> str:
-    fused = f"{one.fused:,}" + ("" if one.fusion_allowed else "<br><span class='soft'>off</span>")
+    fused = f"{one.fused:,}"
+    if one.open_products:
+        fused += f'<br><span class="soft nowrap">{one.open_products:,} open</span>'
     spilled = _bytes(one.spill_bytes)
     if one.spill_bytes:
         spilled = f'<span class="chip warn">{spilled}</span>'

@@ -28,6 +28,7 @@ FACTS = (
     "spilled",
     "shared",
     "fma",
+    "open",
     "ftz",
     "approx.",
     "atomics",
@@ -108,7 +109,7 @@ def _classes(targets: Sequence[TargetReport]) -> str:
         order = one.formula if one.tree is None else describe_order(one.tree)
         cells = (letter(at), describe_class(one, first), f"{len(one.members)}", cut(order, ORDER))
         rows.append((*cells, " ".join(digests)))
-    where = f"On {listed([target.target for target in targets])}"
+    where = one_line(f"On {listed([target.target for target in targets])}")
     heads = ("expression", "configurations", "count", "order of the first element", "digest")
     return f"{where}: {counted(len(rows), 'expression')}\n{aligned(heads, rows, (2,))}"
 
@@ -185,7 +186,7 @@ def _facts(found: Certified) -> str:
     kernels = [one for target in found.targets for one in target.kernels]
     rows = [_fact(one) for one in kernels[:KERNELS]]
     text = f"Compiled with Triton {found.triton}\n" if found.triton else ""
-    text += aligned(FACTS, rows, (2, 3, 4, 5, 6, 7, 8))
+    text += aligned(FACTS, rows, (2, 3, 4, 5, 6, 7, 8, 9))
     more = len(kernels) - len(rows)
     return f"{text}\nand {more:,} more kernels: --html or --json lists them all" if more else text
 
@@ -198,6 +199,7 @@ def _fact(one: KernelFacts) -> tuple[str, ...]:
         "–" if one.spill_bytes is None else f"{one.spill_bytes:,} B",
         f"{one.shared_bytes:,} B",
         f"{one.fused:,}",
+        f"{one.open_products:,}",
         f"{sum(one.flushes.values()):,}",
         f"{sum(one.approximate.values()):,}",
         f"{sum(one.atomics.values()):,}",

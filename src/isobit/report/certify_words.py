@@ -259,11 +259,11 @@ def cautions(found: Certified) -> list[str]:
         notes.append(
             f"Registers are spilled to memory in {listed(spilled)}: slow, but the same bits."
         )
-    fused = sorted({one.kernel for one in kernels if one.fused and one.fusion_allowed})
-    if fused:
+    opened = sorted({one.kernel for one in kernels if one.open_products})
+    if opened:
         notes.append(
-            f"The compiler was allowed to fuse products and sums in {listed(fused)}. Launch with "
-            "enable_fp_fusion=False if a product should be rounded before it is added."
+            f"ptxas may fuse products and sums in {listed(opened)} ('open' above): PTX leaves it the choice. Launch "
+            "with enable_fp_fusion=False to forbid it."
         )
     flushed = sorted({one.kernel for one in kernels if one.flushes})
     if flushed:
