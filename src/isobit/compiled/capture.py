@@ -23,26 +23,50 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from isobit.compiled.compile import triton_package
 from isobit.errors import ArgumentError, UnsupportedError
 
+DispatchMode: Any = TorchDispatchMode  # untyped in torch
+
 # These read shapes, not values.
 VALUELESS = frozenset(
     f"aten::{name}"
-    for name in "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty "
-    "new_empty_strided new_zeros new_ones new_full size stride sym_size sym_stride is_same_size".split()
+    for name in (
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"),
+        *("size", "stride", "sym_size", "sym_stride", "is_same_size"),
+    )
 )
 CONSTANT = frozenset(
     f"aten::{name}"
-    for name in "zeros zeros_like new_zeros ones ones_like new_ones full full_like new_full".split()
+    for name in [
+        "zeros",
+        "zeros_like",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "new_ones",
+        "full",
+        "full_like",
+        "new_full",
+    ]
 )
 UNINITIALISED = frozenset(
     f"aten::{name}"
-    for name in "empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split()
+    for name in [
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+        "empty_permuted",
+    ]
 )
 
 
 class Receiver(Protocol):
     """What takes the launches of a function."""
 
-    def launch(self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def launch(
+        self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         """Take one launch."""
 
     def knows(self, storage: int) -> bool:
@@ -86,7 +110,7 @@ def changed_by(func: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> li
 
 
 @dataclass(eq=False)
-class Watch(TorchDispatchMode):
+class Watch(DispatchMode):  # type: ignore[misc]
     """Notes what torch makes, and raises an error where torch reads what a kernel wrote."""
 
     receiver: Receiver
@@ -99,7 +123,11 @@ class Watch(TorchDispatchMode):
         super().__init__()
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Check one operator's arguments, call it, and note what it made."""
         kwargs = kwargs or {}
@@ -141,9 +169,7 @@ class Watch(TorchDispatchMode):
         kind = "scratch" if operator in UNINITIALISED else "tensor"
         number = self.counts.get(kind, 0)
         self.counts[kind] = number + 1
-        parents = tuple(
-            self.made[s].key for t in given if (s := storage_of(t)) in self.made
-        )
+        parents = tuple(self.made[s].key for t in given if (s := storage_of(t)) in self.made)
         self.made[storage] = Made(f"{kind} {number}", operator, parents, tuple(tensor.shape))
         self.alive.append(tensor.untyped_storage())
 
@@ -183,8 +209,8 @@ def captured(receiver: Receiver, choices: Choices) -> Iterator[None]:
         ArgumentError: If another capture is open, or Triton's interpreter is on.
     """
     triton_package()
-    from triton.runtime import autotuner, jit
     from triton import knobs
+    from triton.runtime import autotuner, jit
 
     if knobs.runtime.interpret:
         raise ArgumentError(

@@ -185,7 +185,7 @@ class Surveyed:
                 remedy="return the same outputs",
             )
         assert partner.rows is not None
-        found = []
+        found = list[RowAxis | None]()
         for number, ((shape, _), (other, _)) in enumerate(zip(outputs, its, strict=True)):
             axis = find_row_axis(f"output {number}", shape, one.rows, other, partner.rows)
             if axis is None:
@@ -210,7 +210,10 @@ class Surveyed:
         if all(a <= b for a, b in zip(tensor.shape, content.shape, strict=True)):
             for axis, length in enumerate(tensor.shape):
                 content = content.narrow(axis, 0, length)
-            if not any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            if not any(
+                size > 1 and not stride
+                for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+            ):
                 tensor.detach().copy_(content)
 
     def tensors(self) -> tuple[TensorRead, ...]:

@@ -58,7 +58,9 @@ class Pilot:
     layouts: set[tuple[Any, ...]] = field(default_factory=set)
     choices: Choices = field(default_factory=Choices)
 
-    def launch(self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def launch(
+        self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         """Note the tensors of a launch."""
         self.launches.append(kernel.__name__)
         given = dict(zip(kernel.arg_names, arguments, strict=False)) | named
@@ -123,7 +125,9 @@ class Execution:
         labels = np.asarray(self.labels, dtype=np.uint64)
         self.storages = Storages(watch, self.axis_of, labels, self.nonce, self.fill)
 
-    def launch(self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def launch(
+        self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
         """Compile and execute a launch; buffers are written in place."""
         assert self.storages is not None
         with _without_modes():
@@ -247,7 +251,9 @@ def function_error(function: Function, error: Exception) -> FunctionError:
     first = (str(error).strip().splitlines() or [""])[0]
     remedy = "mend the function; it must run on a machine without a GPU"
     if "CUDA" in str(error) or "cuda" in str(error) or "NVIDIA" in str(error):
-        remedy = 'make tensors on the CPU, without device="cuda" or .cuda(): nothing runs on a GPU here'
+        remedy = (
+            'make tensors on the CPU, without device="cuda" or .cuda(): nothing runs on a GPU here'
+        )
     return FunctionError(
         expected=f"{name_of(function)} to run",
         received=f"{type(error).__name__}{where}: {first}",

@@ -11,7 +11,6 @@ compared as expressions, and a row whose name differs only under labels reads an
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -30,10 +29,10 @@ from isobit.compiled.configurations import Planned, Surveyed
 from isobit.compiled.execution import Execution, call
 from isobit.compiled.refusals import FloatAtomicError, MachineError, RaceError
 from isobit.compiled.row_names import Rows, rows_of
+from isobit.compiled.storages import Names
 from isobit.errors import IsobitError
 
 LABELS = 4
-Tell = Callable[[str], None]
 
 
 @dataclass
@@ -57,9 +56,8 @@ class Judge:
 
     surveyed: Surveyed
     compiler: Compiler
-    tell: Tell = lambda text: None
     groups: dict[str, list[Expression]] = field(default_factory=dict)
-    references: dict[tuple[str, int], np.ndarray] = field(default_factory=dict)  # type: ignore[type-arg]
+    references: dict[tuple[str, int], Names] = field(default_factory=dict)
     bits: dict[int, bytes] = field(default_factory=dict)
     kernels: list[KernelFacts] = field(default_factory=list)
     outcomes: list[Outcome] = field(default_factory=list)
@@ -68,7 +66,9 @@ class Judge:
     skipped: list[str] = field(default_factory=list)
     runs: int = 0
 
-    def execute(self, one: Planned, labels: list[int], record: bool = False) -> tuple[Execution, Rows]:
+    def execute(
+        self, one: Planned, labels: list[int], record: bool = False
+    ) -> tuple[Execution, Rows]:
         """Execute a configuration once."""
         self.runs += 1
         surveyed = self.surveyed

@@ -73,7 +73,10 @@ def rows_of(
             integers[row].update(len(value).to_bytes(8, "little") + value)
     joined = [b"".join(part[row].tobytes() for part in bits) for row in range(count)]
     return Rows(
-        np.concatenate(named, axis=1), joined, [each.hexdigest()[:DIGEST] for each in integers], rest
+        np.concatenate(named, axis=1),
+        joined,
+        [each.hexdigest()[:DIGEST] for each in integers],
+        rest,
     )
 
 

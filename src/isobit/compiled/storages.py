@@ -75,7 +75,7 @@ class Storages:
         """Return the buffer that begins at a tensor's first element, with all its elements named."""
         held = self.hold(tensor)
         self.name_view(held, tensor)
-        start = tensor.storage_offset() * tensor.element_size()
+        start = int(tensor.storage_offset()) * tensor.element_size()
         if start % 2:
             raise UnsupportedError(
                 expected="tensors that begin at an even byte of their memory",
@@ -114,7 +114,7 @@ class Storages:
         """Return names of halves by their place in the storage, for elements that no view names."""
         salt = f" run {self.nonce}" if empty else ""
         operation = names.tag(f"input {key}{salt} by place")
-        return names.VALUE | names.mix(operation, np.arange(count, dtype=np.uint64))
+        return np.asarray(names.VALUE | names.mix(operation, np.arange(count, dtype=np.uint64)))
 
     def name_view(self, held: Held, tensor: torch.Tensor) -> None:
         """Name the elements of a view that have no name yet; what a kernel has written keeps its name."""
@@ -207,9 +207,7 @@ def write_halves(
             halves[places * (size // 2) + part] = names.VALUE | names.mix(made, np.uint64(part))
 
 
-def read_halves(
-    halves: Names, places: np.ndarray[Any, np.dtype[np.int64]], size: int
-) -> Names:
+def read_halves(halves: Names, places: np.ndarray[Any, np.dtype[np.int64]], size: int) -> Names:
     """Return one name per element from the names of its halves."""
     if size == 4:
         return names.join(halves[2 * places], halves[2 * places + 1])
