@@ -16,7 +16,6 @@ from isobit.records import Provenance
 EXECUTED = "executed"  # it ran, and its expressions are known
 BROKEN = "broken"  # the result is not fixed by the inputs: a race, an atomic on floats, a row that reads another row
 REFUSED = "refused"  # it could not be executed, such as an unknown instruction
-FAILED = (BROKEN, REFUSED)
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ class KernelFacts:
     """One compiled kernel of one configuration, and what can be read from its text.
 
     Attributes:
-        kernel: the name of the Triton function.
-        target: the GPU that it is compiled for.
+        kernel, target: the name of the Triton function, and the GPU that it is compiled for.
         options: compile options and constants, such as "BLOCK_M=16 num_warps=4 num_stages=3".
         digest: BLAKE3 of the PTX text without its `.loc` lines and file names.
         engine: the arithmetic of its tensor-core instructions, such as "tc25x16"; "" if it has none.
@@ -115,14 +113,12 @@ class Outcome:
         expressions: the expressions of its rows, the one with the most rows first.
         names: output elements whose names were compared.
         unwritten: output elements that no kernel wrote.
-        bits_equal: rows whose bits equal those of the same row in the first configuration of this target.
-        bits_rows: rows whose bits were compared.
+        bits_equal: of `bits_rows`, rows whose bits equal those of the same row in the first configuration that has it.
         launches: kernel launches.
         kernels: indices into `TargetReport.kernels`, in the sequence of the launches.
         executed: instructions executed, counted once per program, not per thread.
         seconds: time to compile and execute.
-        reason: for BROKEN and REFUSED, what was found, in one or two sentences.
-        remedy: what to do about it.
+        reason, remedy: for BROKEN and REFUSED, what was found, and what to do about it.
         where: "file.py:12, PTX line 340", if known.
     """
 
@@ -170,12 +166,9 @@ class Step:
     """One operation of an expression, and where it comes from.
 
     Attributes:
-        operation: such as "add.rn.f32" or "fma.rn.f32".
-        text: the operation with its operands, such as "x[k=0]·w[k=0] + (…)".
-        ptx_line: line of the PTX text, 0 if unknown.
-        ptx: that line's text.
-        source: Python file and line from `.loc`, or ("", 0).
-        python: that line's text, or "".
+        operation, text: such as "add.rn.f32", and with its operands: "x[k=0]·w[k=0] + (…)".
+        ptx_line, ptx: line of the PTX text (0 if unknown), and that line.
+        source, python: Python file and line from `.loc` (or ("", 0)), and that line.
     """
 
     operation: str
@@ -247,11 +240,6 @@ class TargetReport:
     def names(self) -> int:
         """Output elements whose names were compared."""
         return sum(one.names for one in self.outcomes)
-
-    @property
-    def rows(self) -> int:
-        """Output rows whose expressions were compared."""
-        return sum(share.rows for one in self.outcomes for share in one.expressions)
 
     @property
     def digest(self) -> str | None:
