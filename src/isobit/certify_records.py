@@ -16,6 +16,7 @@ from isobit.records import Provenance
 EXECUTED = "executed"  # it ran, and its expressions are known
 BROKEN = "broken"  # the result is not fixed by the inputs: a race, an atomic on floats, a row that reads another row
 REFUSED = "refused"  # it could not be executed, such as an unknown instruction
+FAILED = (BROKEN, REFUSED)
 
 
 @dataclass(frozen=True)
@@ -56,14 +57,11 @@ class KernelFacts:
         digest: BLAKE3 of the PTX text without its `.loc` lines and file names.
         engine: the arithmetic of its tensor-core instructions, such as "tc25x16"; "" if it has none.
         tensor_core: tensor-core instructions and how often each is in the text.
-        registers: registers per thread by ptxas, or None if ptxas was not run.
-        spill_bytes: bytes per thread of local memory, where ptxas spills registers to.
+        registers, spill_bytes: per thread by ptxas, or None; spilled registers go to local memory.
         shared_bytes: shared memory per program.
-        atomics: atomic instructions by name.
-        float_atomics: how many of them add floats.
+        atomics, float_atomics: atomic instructions by name, and how many of them add floats.
         flushes: instructions that flush subnormal numbers to zero (`.ftz`), by name.
-        fused: fused multiply-adds (`fma` on floats) in the text.
-        fusion_allowed: whether the compiler may fuse a product and a sum (`enable_fp_fusion`).
+        fused, fusion_allowed: `fma` on floats in the text, and whether the compiler may make them (`enable_fp_fusion`).
         open_products: sums of a product that the PTX leaves unfused without forbidding it: ptxas may fuse them.
         approximate: approximate instructions by name, such as {"ex2.approx.ftz.f32": 2}.
         lines: lines of PTX.
@@ -94,8 +92,7 @@ class Share:
 
     Attributes:
         digest: BLAKE3 over the names of all elements of such a row, of all outputs.
-        rows: how many rows have it; 1 for a function without `rows`, whose whole output is one row.
-        first: the first of these rows.
+        rows, first: how many rows have it, and the first; without `rows` the whole output is one row.
     """
 
     digest: str
@@ -111,8 +108,7 @@ class Outcome:
         configuration: which one.
         verdict: EXECUTED, BROKEN or REFUSED.
         expressions: the expressions of its rows, the one with the most rows first.
-        names: output elements whose names were compared.
-        unwritten: output elements that no kernel wrote.
+        names, unwritten: output elements whose names were compared, and those that no kernel wrote.
         bits_equal: of `bits_rows`, rows whose bits equal those of the same row in the first configuration that has it.
         launches: kernel launches.
         kernels: indices into `TargetReport.kernels`, in the sequence of the launches.
@@ -185,8 +181,7 @@ class Parting:
 
     Attributes:
         left, right: indices into `TargetReport.classes`; left is always the first class.
-        left_configuration, right_configuration: the configurations that were compared.
-        left_row, right_row: the rows that were compared.
+        left_configuration, left_row, right_configuration, right_row: what was compared.
         output: the output and the element in its row, such as "output 0, element [5]".
         left_step, right_step: the first operation that differs; None where one side has no operation there.
         equal_below: how many operations below this place are the same on both sides.
@@ -242,6 +237,11 @@ class TargetReport:
         return sum(one.names for one in self.outcomes)
 
     @property
+    def rows(self) -> int:
+        """Output rows whose expressions were compared."""
+        return sum(share.rows for one in self.outcomes for share in one.expressions)
+
+    @property
     def digest(self) -> str | None:
         """The digest of the one expression; None if there are several, or none."""
         return self.classes[0].digest if self.kept else None
@@ -271,8 +271,7 @@ class TensorRead:
         role: "input" or "output".
         name: such as "input 0 (x_ptr of matmul_kernel)" or "output 0".
         shape: such as "rows × 256" or "[256, 64]".
-        row_axis: the axis that counts rows, or None if it has none.
-        per_row: entries of that axis per row: 8 for an axis of rows × 8 heads.
+        row_axis, per_row: the axis that counts rows, or None, and its entries per row: 8 if it is rows × 8 heads.
         dtype: such as "bfloat16".
     """
 
