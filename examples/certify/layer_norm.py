@@ -1,0 +1,42 @@
+"""Layer norm in Triton, forward and the gradients of its weight and bias.
+
+isobit certify examples/certify/layer_norm.py:layer_norm
+isobit certify examples/certify/layer_norm.py:layer_norm --vary num_warps=1,2,4,8
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+N = 384  # not a power of two, as in small models
+
+
+@triton.jit
+def layer_norm_kernel(x, weight, bias, out, n_cols, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < n_cols
+    values = tl.load(x + row * n_cols + columns, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(values, axis=0) / n_cols
+    centred = tl.where(inside, values - mean, 0.0)
+    variance = tl.sum(centred * centred, axis=0) / n_cols
+    scaled = centred * (1 / tl.sqrt(variance + eps))
+    w = tl.load(weight + columns, mask=inside)
+    b = tl.load(bias + columns, mask=inside)
+    tl.store(out + row * n_cols + columns, (scaled * w + b).to(out.dtype.element_ty), mask=inside)
+
+
+def normalize(x, weight, bias, eps=1e-5, num_warps=None):
+    """Return the layer norm of each row."""
+    rows, columns = x.shape
+    out = torch.empty_like(x)
+    block = triton.next_power_of_2(columns)
+    # The usual rule: warps from the length of a row. It does not look at the number of rows.
+    warps = num_warps or min(max(block // 256, 1), 8)
+    layer_norm_kernel[(rows,)](x, weight, bias, out, columns, eps, block, num_warps=warps)
+    return out
+
+
+def layer_norm(rows, num_warps=None):
+    """Certify a layer norm: one program per row."""
+    return normalize(torch.randn(rows, N), torch.randn(N), torch.randn(N), num_warps=num_warps)
