@@ -40,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
             rows=options.rows,
             vary=dict(options.vary),
             targets=options.target,
+            ptx=options.ptx,
             progress=steps.at,
         )
     digests = [one.digest for one in found.classes]

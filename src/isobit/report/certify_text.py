@@ -67,7 +67,7 @@ def describe_certificate(found: Certified, width: int = 100) -> str:
     if any(target.kernels for target in found.targets):
         parts.append(_facts(found))
     notes = [*found.notes, *cautions(found)]
-    parts += [textwrap.fill(one_line(note), width) for note in notes]
+    parts += [textwrap.fill(one_line(f"Note: {note}"), width) for note in notes]
     return "\n\n".join([*parts, f"What this covers, and what it does not: {COVERS}"]) + "\n"
 
 

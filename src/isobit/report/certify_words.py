@@ -259,12 +259,6 @@ def cautions(found: Certified) -> list[str]:
         notes.append(
             f"Registers are spilled to memory in {listed(spilled)}: slow, but the same bits."
         )
-    opened = sorted({one.kernel for one in kernels if one.open_products})
-    if opened:
-        notes.append(
-            f"ptxas may fuse products and sums in {listed(opened)} ('open' above): PTX leaves it the choice. Launch "
-            "with enable_fp_fusion=False to forbid it."
-        )
     flushed = sorted({one.kernel for one in kernels if one.flushes})
     if flushed:
         notes.append(f"Some operations flush subnormal numbers to zero in {listed(flushed)}.")
