@@ -16,13 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from isobit.errors import UnsupportedError
-from isobit.order.engines import LEAST_EXPONENT, LEAST_FP32, TENSOR_CORES, TensorCore
+from isobit.order.engines import (
+    CDNA3_SUM_FRACTION,
+    LEAST_EXPONENT,
+    LEAST_FP32,
+    TENSOR_CORES,
+    TensorCore,
+)
 
 Array = npt.NDArray[Any]
 NAN = 0x7FFFFFFF  # every NaN that a matrix instruction returns
 NO_EXPONENT = -8192  # of a zero: below every other
-# F of the sum that CDNA3 rounds to fp32
-CDNA3_SUM_FRACTION = 31
 # exponent bits, fraction bits, low bits of the raw pattern that the hardware ignores
 FORMATS = {
     "bf16": (8, 7, 0),
@@ -153,8 +157,9 @@ def powers(exponents: Array) -> Array:
 def exponents_of(values: Array, of_zero: int) -> Array:
     """Return the exponents of fp32 values in float64, at least that of a subnormal."""
     field = ((values.view(np.int64) >> 52) & 0x7FF) - 1023
-    found = np.clip(field, LEAST_FP32, 300).astype(np.int16)
-    return np.where(values == 0, np.int16(of_zero), found)
+    found: Array = np.clip(field, LEAST_FP32, 300).astype(np.int16)
+    found[values == 0] = of_zero
+    return found
 
 
 def cut(values: Array, fraction: int) -> Array:

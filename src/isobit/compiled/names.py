@@ -54,22 +54,33 @@ _STEP, _START = U64(0x94D049BB133111EB), U64(0x9E3779B97F4A7C15)
 _S29, _S32, _S61, _S62 = U64(29), U64(32), U64(61), U64(62)
 
 
-def mix(*parts: Array | np.uint64) -> Names:
+def mix(*parts: Array | np.uint64, start: np.uint64 = _START) -> Names:
     """Hash parts in their order to 61 bits; arrays broadcast."""
+    return np.asarray(_hash(start, parts) & HASH)
+
+
+def _hash(start: Any, parts: tuple[Array | np.uint64, ...]) -> Any:
+    state = start
     with np.errstate(over="ignore"):
-        state: Any = _START
         for part in parts:
-            state = (state ^ part) * _FIRST + _STEP
+            state = state ^ part
+            state *= _FIRST  # in place from here on: the first line made a new array
+            state += _STEP
             state ^= state >> _S29
             state *= _SECOND
             state ^= state >> _S32
-    return np.asarray(state & HASH)
+    return state
 
 
 @functools.cache
 def tag(operation: str) -> np.uint64:
     """Return the number that stands for an operation in a hash."""
     return U64(int.from_bytes(hashlib.blake2b(operation.encode(), digest_size=8).digest(), "big"))
+
+
+@functools.cache
+def _start(operation: str) -> np.uint64:
+    return U64(_hash(_START, (tag(operation),)))
 
 
 def constant(bits: Any) -> Names:
@@ -136,7 +147,7 @@ def make(operation: str, *operands: Array | np.uint64, folded: Array | None = No
         operands: names.
         folded: the bits of the result; where all operands are constants they name the result.
     """
-    made = mix(tag(operation), *operands)
+    made = mix(*operands, start=_start(operation))
     if folded is not None:
         fixed: Any = functools.reduce(np.bitwise_and, operands) & CONSTANT
         if np.any(fixed):
@@ -211,24 +222,34 @@ def dot(a: Names, b: Names, c: Names, engine: str, dtype: str) -> Names:
     of hashes. Different sets of products are different polynomials in the hashes, so that both sums
     agree by chance with a probability below 2**-100.
     """
-    sums = [np.einsum("...k,...k->...", *_powers(a, b, i)) for i in (0, 1)]
+    sums = [np.einsum("...k,...k->...", x, y) for x, y in zip(powers(a), powers(b), strict=True)]
     return make(f"dot {engine} {dtype}", *sums, c)
 
 
 def dot_tile(a: Names, b: Names, c: Names, engine: str, dtype: str, products: int) -> Names:
     """Name a chain of fused steps: a [..., m, k], b [..., n, k], c [..., m, n]."""
-    powers = [_powers(a, b, i) for i in (0, 1)]
-    for k in range(0, a.shape[-1], products):
-        part = slice(k, k + products)
-        sums = [np.einsum("...mk,...nk->...mn", x[..., part], y[..., part]) for x, y in powers]
-        c = make(f"dot {engine} {dtype}", *sums, c)
+    return dot_chain(powers(a), powers(b), c, f"dot {engine} {dtype}", products)
+
+
+def dot_chain(
+    a: tuple[Names, Names], b: tuple[Names, Names], c: Names, operation: str, products: int
+) -> Names:
+    """Name a chain of fused steps from the `powers` of its operands."""
+    for k in range(0, a[0].shape[-1], products):
+        sums = [
+            np.einsum("...mk,...nk->...mn", x[..., k : k + products], y[..., k : k + products])
+            for x, y in zip(a, b, strict=True)
+        ]
+        c = make(operation, *sums, c)
     return c
 
 
-def _powers(a: Names, b: Names, which: int) -> tuple[Names, Names]:
+def powers(name: Names) -> tuple[Names, Names]:
+    """Return two hashes of 64 bits of names, for the products of `dot`."""
     with np.errstate(over="ignore"):
-        key = tag(f"product {which}")
-        return tuple(mix(key, x) * _FIRST + mix(x, key) for x in (a, b))  # type: ignore[return-value]
+        first = np.asarray(_hash(_start("product"), (name,)))
+        second = (first ^ (first >> U64(31))) * U64(0x9FB21C651E98DF25)
+        return first, second ^ (second >> _S29)
 
 
 # ---- halves -------------------------------------------------------------------------------------
@@ -279,3 +300,46 @@ def half16(name: Names) -> Names:
     """Return the halves of 16-bit values from their names."""
     fixed = is_constant(name)
     return np.where(fixed, FIXED | (name & U64(0xFFFF)), VALUE | name)
+
+
+def pair(low: Names, high: Names) -> Names:
+    """Return the names of the 64-bit values that two 32-bit values make."""
+    return make("pair", low, high)
+
+
+# ---- bytes --------------------------------------------------------------------------------------
+# half made of two bytes -> its bytes. Forgotten when it grows: then a byte of the half gets a name
+# of its own, which is sound (equal names stay equal values) but may tell equal values apart.
+_BYTES: dict[int, tuple[int, int]] = {}
+BYTES_KEPT = 1 << 20
+
+
+def byte_of(half: Names, which: int) -> Names:
+    """Return the names of the lower (0) or the upper (1) bytes of halves.
+
+    A byte of a constant is a constant of 16 bits.
+    """
+    half = np.asarray(half)
+    made = np.where(
+        half >= FIXED,
+        constant16((half >> U64(8 * which)) & U64(0xFF)),
+        make("byte", half, U64(which)),
+    )
+    if _BYTES:
+        for at in np.flatnonzero([int(each) in _BYTES for each in half.reshape(-1)]):
+            made.reshape(-1)[at] = _BYTES[int(half.reshape(-1)[at])][which]
+    return made
+
+
+def half_of_bytes(low: Names, high: Names) -> Names:
+    """Return the halves that two bytes make."""
+    fixed = is_constant(low & high)
+    value = ((high & U64(0xFF)) << U64(8)) | (low & U64(0xFF))
+    made = np.where(fixed, FIXED | value, VALUE | make("bytes", low, high))
+    if len(_BYTES) > BYTES_KEPT:
+        _BYTES.clear()
+    flat = zip(made.reshape(-1), low.reshape(-1), high.reshape(-1), strict=True)
+    for half, first, second in flat:
+        if half < FIXED:
+            _BYTES[int(half)] = (int(first), int(second))
+    return made

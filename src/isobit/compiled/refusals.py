@@ -61,9 +61,7 @@ def refuse(
     kind: type[MachineError], instruction: Instruction, *, expected: str, received: str, remedy: str
 ) -> MachineError:
     """Return an error of `kind` that names the instruction; the caller raises it."""
-    error = kind(
-        expected=expected, received=f"{received}, at {place(instruction)}", remedy=remedy
-    )
+    error = kind(expected=expected, received=f"{received}, at {place(instruction)}", remedy=remedy)
     error.ptx_line, error.source = instruction.line, instruction.source
     return error
 

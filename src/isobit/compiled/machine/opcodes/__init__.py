@@ -1,0 +1,27 @@
+"""What each opcode does. Importing this package fills the table."""
+
+from isobit.compiled.machine.opcodes import (
+    bitwise,
+    conversions,
+    copies,
+    extremes,
+    floats,
+    integers,
+    moves,
+    predicates,
+    transfers,
+    warps,
+)
+
+__all__ = [
+    "bitwise",
+    "conversions",
+    "copies",
+    "extremes",
+    "floats",
+    "integers",
+    "moves",
+    "predicates",
+    "transfers",
+    "warps",
+]

@@ -1,0 +1,82 @@
+"""Instructions across the threads of a warp or a CTA: barriers, shuffles, votes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from isobit.compiled.machine.opcodes.table import Step, decoder, opcode
+from isobit.compiled.machine.registers import Word
+from isobit.compiled.names import Array
+from isobit.compiled.ptx.program import Instruction, Pair
+from isobit.compiled.refusals import unknown
+
+if TYPE_CHECKING:
+    from isobit.compiled.machine.machine import Machine
+
+
+@opcode("bar.sync", "barrier.sync", "barrier.cta.sync")
+def barrier(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+    """Wait for all threads of the CTA."""
+    machine.everyone(mask)
+    if len(instruction.operands) > 1:
+        count = int(machine.concrete(instruction.operands[1])[0])
+        if count != machine.threads:
+            raise unknown(instruction, "barrier of some threads:")
+    if machine.races is not None:
+        machine.races.barrier()
+
+
+@opcode("bar.warp.sync")
+def warp_barrier(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+    """Wait for the threads of each warp."""
+    machine.whole_warps(mask)
+    machine.full_warp(instruction.operands[0])
+    if machine.races is not None:
+        machine.races.warp_barrier(mask)
+
+
+@decoder("shfl.sync")
+def shuffle(instruction: Instruction) -> Step:
+    """Decode a shuffle: each thread reads a register of another thread of its warp."""
+    mode, kind = instruction.parts[2:]
+    if mode not in ("bfly", "idx", "up", "down") or kind != "b32" or len(instruction.parts) != 4:
+        raise unknown(instruction, "modifier of")
+    target, source, by, clamp, members = instruction.operands
+    predicate = target.second if isinstance(target, Pair) else None
+    register = target.first if isinstance(target, Pair) else target
+
+    def step(machine: Machine, mask: Array | None) -> None:
+        machine.whole_warps(mask)
+        machine.full_warp(members)
+        lane = np.arange(machine.threads) % 32
+        amount = machine.concrete(by).astype(np.int64) & 31
+        packed = machine.concrete(clamp).astype(np.int64)
+        segment = (packed >> 8) & 31
+        limit = (lane & segment) | (packed & 31 & ~segment)
+        if mode == "up":
+            other = lane - amount
+            valid = other >= limit
+        elif mode == "down":
+            other = lane + amount
+            valid = other <= limit
+        else:
+            other = lane ^ amount if mode == "bfly" else (lane & segment) | (amount & ~segment)
+            valid = other <= limit
+        other = np.arange(machine.threads) // 32 * 32 + np.where(valid, other, lane)
+        made: Any = None
+        if machine.names and machine.tainted(source):
+            named: Word = machine.names_of(source, 32)
+            made = named.take(other)
+        machine.write(register, machine.bits(source, 32)[other], mask, made)
+        if predicate is not None:
+            machine.write(predicate, valid, mask)
+
+    return step
+
+
+@opcode("activemask")
+def active_mask(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+    """Return all ones: the machine runs whole warps."""
+    machine.write(instruction.operands[0], np.full(machine.threads, 0xFFFFFFFF, np.uint32), mask)
