@@ -34,6 +34,7 @@ VALUELESS = frozenset(
         *("size", "stride", "sym_size", "sym_stride", "is_same_size"),
     )
 )
+MOVES = frozenset(("aten::clone", "aten::_to_copy", "aten::copy", "aten::cat", "aten::stack"))
 CONSTANT = frozenset(
     f"aten::{name}"
     for name in [
@@ -84,6 +85,7 @@ class Made:
         key: its number in the sequence of creation: "tensor 3", or "scratch 0" for uninitialised memory.
         operator: what made it.
         parents: keys of tensors that it was computed from.
+        pointwise: whether every element was computed from one element of each parent, or only moved.
         shape: of the tensor that came with it.
     """
 
@@ -91,6 +93,7 @@ class Made:
     operator: str
     parents: tuple[str, ...]
     shape: tuple[int, ...]
+    pointwise: bool = True
 
 
 def storage_of(tensor: torch.Tensor) -> int:
@@ -139,7 +142,7 @@ class Watch(DispatchMode):  # type: ignore[misc]
         known = {storage_of(t) for t in given}
         for tensor in _pytree.tree_leaves(found):
             if isinstance(tensor, torch.Tensor) and storage_of(tensor) not in known:
-                self.note(tensor, name, given)
+                self.note(tensor, func, given)
         return found
 
     def check(self, name: str, given: list[torch.Tensor], changed: list[torch.Tensor]) -> None:
@@ -161,17 +164,27 @@ class Watch(DispatchMode):  # type: ignore[misc]
                     remedy="prepare inputs before the first launch, or use a new tensor",
                 )
 
-    def note(self, tensor: torch.Tensor, operator: str, given: list[torch.Tensor]) -> None:
-        """Remember a storage that torch made."""
-        storage = storage_of(tensor)
+    def note(self, tensor: torch.Tensor, func: Any, given: list[torch.Tensor]) -> None:
+        """Remember a storage that torch made. A copy keeps the key of what it copies.
+
+        With one row a transposed tensor is contiguous and `contiguous()` copies nothing: the key must not change.
+        """
+        storage, operator = storage_of(tensor), func._schema.name
         if storage in self.made:
+            return
+        self.alive.append(tensor.untyped_storage())
+        if operator == "aten::clone" and (source := self.made.get(storage_of(given[0]))):
+            self.made[storage] = source
             return
         kind = "scratch" if operator in UNINITIALISED else "tensor"
         number = self.counts.get(kind, 0)
         self.counts[kind] = number + 1
-        parents = tuple(self.made[s].key for t in given if (s := storage_of(t)) in self.made)
-        self.made[storage] = Made(f"{kind} {number}", operator, parents, tuple(tensor.shape))
-        self.alive.append(tensor.untyped_storage())
+        read = [] if operator in VALUELESS else given
+        parents = tuple(self.made[s].key for t in read if (s := storage_of(t)) in self.made)
+        pointwise = torch.Tag.pointwise in func.tags or operator in MOVES
+        self.made[storage] = Made(
+            f"{kind} {number}", operator, parents, tuple(tensor.shape), pointwise
+        )
 
     def is_constant(self, storage: int) -> bool:
         """Tell whether torch filled a storage with one number when it made it, and nothing since."""

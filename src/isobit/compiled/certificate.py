@@ -7,7 +7,7 @@ from dataclasses import replace
 from blake3 import blake3
 
 from isobit.certify_records import (
-    BROKEN,
+    EXECUTED,
     Configuration,
     ExpressionClass,
     Outcome,
@@ -119,8 +119,7 @@ def cautions(targets: tuple[TargetReport, ...]) -> list[str]:
             f"in {names} the PTX leaves products and sums unfused that ptxas may still fuse; launch with "
             "enable_fp_fusion=False to fix them"
         )
-    if all(
-        outcome.verdict != BROKEN and not outcome.names for t in targets for outcome in t.outcomes
-    ):
-        notes.append("nothing was compared: give at least two row counts, settings or rows")
+    outcomes = [outcome for target in targets for outcome in target.outcomes]
+    if outcomes and all(one.verdict == EXECUTED and not one.names for one in outcomes):
+        notes.append("nothing was compared: give at least two row counts, or settings that vary")
     return notes

@@ -18,6 +18,7 @@ from isobit.compiled.row_axes import RowAxis, describe_shape, find_row_axis
 from isobit.errors import ArgumentError, UnsupportedError
 
 ROWS = (1, 3, 70, 130)
+FAR = 131  # more rows than a tile has, so that an axis padded to whole tiles changes, too
 Settings = tuple[tuple[str, Any], ...]
 
 
@@ -115,29 +116,38 @@ class Surveyed:
     expanded: list[Planned] = field(default_factory=list)
 
     def survey(self) -> Surveyed:
-        """Run every configuration twice without executing; the second time, what the function keeps is there."""
-        needed = list(self.plans)
-        for one in self.plans:
-            others = [p for p in self.plans if p.settings == one.settings and p.rows != one.rows]
-            if one.rows is not None:
-                # Another number of rows shows which axes count rows.
-                partner = others[0] if others else Planned(one.rows + 1, one.settings)
-                self.partners[one] = partner
-                needed += [] if others else [partner]
+        """Run every configuration twice without executing; the second time, what the function caches is there."""
         for _ in range(2):
-            self.pilots = {one: self.pilot(one) for one in needed}
+            self.pilots = {one: self.pilot(one) for one in self.plans}
+            self.find_partners()
         for one in self.plans:
             seen = self.pilots[one].choices.seen
             choices: list[tuple[tuple[str, str], ...]] = []
             first = tuple((kernel, texts[0]) for kernel, texts in seen.items() if len(texts) > 1)
-            for kernel, text in first:
-                others_ = [pair for pair in first if pair[0] != kernel]
-                choices += [tuple(sorted([*others_, (kernel, t)])) for t in seen[kernel]]
-                del text
+            for kernel, _ in first:
+                # One kernel at a time: if each gives one expression, so does every combination.
+                others = [pair for pair in first if pair[0] != kernel]
+                choices += [tuple(sorted([*others, (kernel, text)])) for text in seen[kernel]]
             self.expanded += [
                 Planned(one.rows, one.settings, each) for each in dict.fromkeys(choices or [()])
             ]
         return self
+
+    def find_partners(self) -> None:
+        """Run each setting with many more rows: the shapes that change show which axes count rows."""
+        most = max((one.rows or 0) for one in self.plans)
+        for one in self.plans:
+            if one.rows is None:
+                continue
+            far = Planned(most + FAR, one.settings)
+            others = [p for p in self.plans if p.settings == one.settings and p.rows != one.rows]
+            if far not in self.pilots:
+                try:
+                    self.pilots[far] = self.pilot(far)
+                except FunctionError:
+                    if not others:
+                        raise
+            self.partners[one] = far if far in self.pilots else others[-1]
 
     def pilot(self, one: Planned) -> Pilot:
         """Run one configuration without executing its launches."""

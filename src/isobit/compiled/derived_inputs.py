@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from isobit.compiled.capture import Made
 from isobit.compiled.configurations import Surveyed
-from isobit.errors import UnsupportedError
 
 
 def derived_notes(surveyed: Surveyed) -> list[str]:
-    """Return a note for every input without rows that torch computed from a tensor whose size follows the rows."""
+    """Return a note for every input that torch computed by combining elements of a tensor with rows."""
     one = surveyed.plans[0]
     if one.rows is None:
         return []
@@ -19,31 +18,23 @@ def derived_notes(surveyed: Surveyed) -> list[str]:
     shapes = {made.key: made.shape for made in other.made.values()}
     notes = []
     for key, views in surveyed.pilots[one].views.items():
-        try:
-            has_rows = surveyed.axis(one, key, 0) is not None
-        except UnsupportedError:
-            has_rows = True
-        if has_rows or key not in mine:
-            continue
-        if source := row_ancestor(key, mine, shapes):
+        if key in mine and (found := combining(key, mine, shapes)):
             notes.append(
-                f"{views[0].argument} is computed by torch ({mine[key].operator}) from a tensor with rows "
-                f"({source.operator}); it is taken as an input of its own, and torch's order is not judged"
+                f"{views[0].argument} was computed by torch ({found.operator}) from a tensor with rows; it is "
+                "taken as an input of its own, and torch's order is not judged"
             )
     return notes
 
 
-def row_ancestor(
-    key: str, mine: dict[str, Made], shapes: dict[str, tuple[int, ...]]
-) -> Made | None:
-    """Return an ancestor whose shape follows the number of rows."""
-    seen, work = {key}, list(mine[key].parents)
+def combining(key: str, mine: dict[str, Made], shapes: dict[str, tuple[int, ...]]) -> Made | None:
+    """Return the operator behind a tensor that combined elements of one whose shape follows the rows."""
+    seen, work = set[str](), [key]
     while work:
-        parent = work.pop()
-        if parent in seen:
+        made = mine[work.pop()]
+        if made.key in seen:
             continue
-        seen.add(parent)
-        if shapes.get(parent) != mine[parent].shape:
-            return mine[parent]
-        work += mine[parent].parents
+        seen.add(made.key)
+        if not made.pointwise and any(shapes.get(p) != mine[p].shape for p in made.parents):
+            return made
+        work += made.parents
     return None

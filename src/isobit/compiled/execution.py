@@ -18,7 +18,15 @@ from isobit.compiled.capture import Choices, Watch, captured, storage_of
 from isobit.compiled.compile import Compiled, Compiler, absent_driver, specialise
 from isobit.compiled.leaf import ENGINE_OF_TARGET
 from isobit.compiled.machine import Buffer, Machine
-from isobit.compiled.storages import AxisOf, Fill, Names, Storages, element_places, read_halves
+from isobit.compiled.storages import (
+    AxisOf,
+    Fill,
+    Names,
+    Storages,
+    element_places,
+    layout_of,
+    read_halves,
+)
 from isobit.errors import ArgumentError, IsobitError, UnsupportedError
 
 Function = Callable[..., Any]
@@ -70,7 +78,7 @@ class Pilot:
                 continue
             self.alive.append(value)
             key = self.watch.key_of(storage_of(value), self.outside)
-            layout = (key, tuple(value.shape), value.stride(), value.storage_offset(), value.dtype)
+            layout = (key, storage_of(value), *layout_of(value))
             if layout not in self.layouts and value.numel():
                 self.layouts.add(layout)
                 with _without_modes():

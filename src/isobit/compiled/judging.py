@@ -10,6 +10,7 @@ compared as expressions, and a row whose name differs only under labels reads an
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field, replace
 
@@ -115,6 +116,8 @@ class Judge:
         first = not self.references
         labels = [0] * count if first else self.draw(count)
         run, rows = self.execute(one, labels)
+        if run.unwritten:
+            return self.described(outcome, run, rows, count, unwritten(run, rows)), [], 0
         found, leaks = None if first else self.match(rows, labels), list[int]()
         if found is None:
             plain = self.execute(one, [0] * count)[1] if any(labels) else rows
@@ -124,33 +127,33 @@ class Judge:
                 labels = self.draw(count)
                 rows = self.execute(one, labels)[1] if any(labels) else rows
             leaks = self.leaks(rows, plain, labels, found)
+        reason = leaking(leaks, count) if leaks else None
+        outcome = self.described(outcome, run, rows, count, reason)
+        return outcome, [] if leaks else found, rows.names.shape[1]
+
+    def described(
+        self,
+        outcome: Outcome,
+        run: Execution,
+        rows: Rows,
+        count: int,
+        broken: tuple[str, str] | None,
+    ) -> Outcome:
+        """Return an outcome with the counts of an execution, broken if there is a reason."""
         outcome = replace(
             outcome,
             unwritten=run.unwritten,
             launches=len(run.launched),
             kernels=tuple(self.kernel_number(facts) for facts in run.facts),
             executed=run.executed,
-            bits_equal=sum(self.bits.get(r, b) == b for r, b in enumerate(rows.bits)),
+            bits_equal=sum(self.bits.get(r) == b for r, b in enumerate(rows.bits)),
             bits_rows=sum(r in self.bits for r in range(count)),
         )
+        if broken is not None:
+            return replace(outcome, verdict=BROKEN, reason=broken[0], remedy=broken[1])
         for row, bits in enumerate(rows.bits):
             self.bits.setdefault(row, bits)
-        if leaks:
-            outcome = replace(
-                outcome,
-                verdict=BROKEN,
-                reason=f"{len(leaks)} of {count} rows depend on another row; the first is row {leaks[0]}",
-                remedy="check the masks and offsets of loads: a row must read its own inputs only",
-            )
-        if run.unwritten:
-            total = rows.names.size
-            outcome = replace(
-                outcome,
-                verdict=BROKEN,
-                reason=f"{run.unwritten} of {total} output elements are not written by any kernel",
-                remedy="store every element of the output; check the grid and the masks of stores",
-            )
-        return outcome, found, rows.names.shape[1]
+        return outcome
 
     def draw(self, count: int) -> list[int]:
         """Draw a label for every row, the same in every process."""
@@ -233,12 +236,28 @@ class Judge:
         return rows * self.elements[number]
 
 
+def unwritten(run: Execution, rows: Rows) -> tuple[str, str]:
+    """Return the reason and the remedy for outputs that are not written."""
+    return (
+        f"{run.unwritten} of {rows.names.size} output elements are not written by any kernel",
+        "store every element of the output; check the grid and the masks of stores",
+    )
+
+
+def leaking(rows: list[int], count: int) -> tuple[str, str]:
+    """Return the reason and the remedy for rows that read another row."""
+    return (
+        f"{len(rows)} of {count} rows depend on another row; the first is row {rows[0]}",
+        "check the masks and offsets of loads: a row must read its own inputs only",
+    )
+
+
 def failed(outcome: Outcome, error: IsobitError) -> Outcome:
     """Return the outcome of a configuration that raised an error."""
     broken = isinstance(error, (RaceError, FloatAtomicError))
     where = ""
     if isinstance(error, MachineError):
-        source = f"{error.source[0]}:{error.source[1]}, " if error.source else ""
+        source = f"{short_path(error.source[0])}:{error.source[1]}, " if error.source else ""
         where = f"{source}PTX line {error.ptx_line}" if error.ptx_line else ""
     return replace(
         outcome,
@@ -247,6 +266,12 @@ def failed(outcome: Outcome, error: IsobitError) -> Outcome:
         remedy=error.remedy,
         where=where,
     )
+
+
+def short_path(path: str) -> str:
+    """Return a path relative to the current folder if it is below it."""
+    here = os.getcwd() + os.sep
+    return path.removeprefix(here)
 
 
 def shown(value: object) -> str:

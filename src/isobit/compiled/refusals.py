@@ -46,12 +46,19 @@ class FloatAtomicError(MachineError):
 
 
 class RaceError(MachineError):
-    """Two accesses of the same bytes, one of them a write, that no barrier orders."""
+    """Two accesses of the same bytes, one of them a write, that no barrier orders.
+
+    `ptx_line` and `source` are of the later access, `other_line` and `other_source` of the earlier.
+    """
+
+    other_line: int = 0
+    other_source: tuple[str, int] | None = None
 
 
 def place(instruction: Instruction) -> str:
     """Return where an instruction is: the PTX line and, if known, the Python line."""
-    text = f"PTX line {instruction.line}: {instruction.text}"
+    shown = instruction.text if len(instruction.text) <= 100 else instruction.text[:97] + "..."
+    text = f"PTX line {instruction.line}: {shown}"
     if instruction.source is not None:
         text += f" ({instruction.source[0]}:{instruction.source[1]})"
     return text

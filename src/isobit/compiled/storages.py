@@ -40,7 +40,6 @@ class Held:
     first: Names
     named: np.ndarray[Any, np.dtype[np.bool_]]  # per byte
     before: bytes | None  # the content of a storage from outside, which is put back
-    views: list[tuple[Any, ...]] = field(default_factory=list)
     uninitialised: bool = False
     buffers: dict[int, Buffer] = field(default_factory=dict)  # by their first byte
 
@@ -61,6 +60,7 @@ class Storages:
     fill: Fill = lambda key, number, tensor: None
     integers: list[list[bytes]] = field(default_factory=list)  # per integer input: content by row
     held: dict[int, Held] = field(default_factory=dict)
+    views: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)  # by key, as they come
     outside: dict[int, str] = field(default_factory=dict)
 
     def knows(self, storage: int) -> bool:
@@ -118,11 +118,12 @@ class Storages:
 
     def name_view(self, held: Held, tensor: torch.Tensor) -> None:
         """Name the elements of a view that have no name yet; what a kernel has written keeps its name."""
-        layout = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
-        if layout in held.views or held.uninitialised or not tensor.numel():
+        layout = (storage_of(tensor), *layout_of(tensor))
+        views = self.views.setdefault(held.key, [])
+        if layout in views or held.uninitialised or not tensor.numel():
             return
-        number = len(held.views)
-        held.views.append(layout)
+        number = len(views)
+        views.append(layout)
         size = tensor.element_size()
         places = element_places(tensor)
         kept = held.names == held.first  # what a kernel has written keeps its name
@@ -180,6 +181,11 @@ class Storages:
         for held in self.held.values():
             if held.before is not None:
                 held.data[:] = np.frombuffer(held.before, dtype=np.uint8)
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what tells two views of one storage apart."""
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
 
 
 def element_places(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:

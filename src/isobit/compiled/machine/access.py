@@ -27,6 +27,7 @@ from isobit.compiled.refusals import (
     AddressError,
     DataAddressError,
     DivergentBranchError,
+    RaceError,
     refuse,
     unknown,
 )
@@ -291,13 +292,42 @@ class Access:
         active = np.arange(self.threads) if mask is None else np.flatnonzero(mask)
         for part, buffer in self.by_buffer(space, addresses, active, 2 * data.shape[1]):
             at = addresses[part] - (0 if space == "shared" else buffer.base)
-            if self.races is not None:
-                self.races.write(self.current, buffer, at, 2 * data.shape[1], part)
-            index = (at >> 1)[:, None] + np.arange(data.shape[1])
-            buffer.halves[index] = data[part]
-            if self.names and (made is not None or buffer.names is not None):
-                new = nm.fixed_half(data[part]) if made is None else made[part]
-                buffer.named()[index] = new
+            self.put(buffer, at, data[part], None if made is None else made[part], part)
+
+    def put(  # type: ignore[misc]
+        self: Machine,
+        buffer: Buffer,
+        at: Array,
+        data: Array,
+        made: Names | None,
+        threads: Array,
+        by_warp: bool = False,
+    ) -> None:
+        """Write halves [n, m] at byte offsets [n] of a buffer, for the threads [n]."""
+        index = (at >> 1)[:, None] + np.arange(data.shape[1])
+        named = None
+        if self.names and (made is not None or buffer.names is not None):
+            named = nm.fixed_half(data) if made is None else made
+
+        def unchanged() -> Array:
+            same = buffer.halves[index] == data
+            return same if named is None else same & (buffer.named()[index] == named)
+
+        if self.races is not None:
+            size = 2 * data.shape[1]
+            self.races.write(self.current, buffer, at, size, threads, unchanged, by_warp)
+        if named is not None:
+            buffer.named()[index] = named
+        buffer.halves[index] = data
+        if self.races is not None and not unchanged().all():
+            row = int(np.nonzero(~unchanged())[0][0])
+            raise refuse(
+                RaceError,
+                self.current,
+                expected="one value for each byte that an instruction writes",
+                received=f"thread {int(threads[row])} and another write different values",
+                remedy="give each thread its own address, or the same value",
+            )
 
     def by_buffer(  # type: ignore[misc]
         self: Machine, space: str, addresses: Array, active: Array, size: int
@@ -338,36 +368,51 @@ class Access:
                 named[half] = nm.half_of_bytes(*((other, new) if odd else (new, other)))
 
     def load_rows(  # type: ignore[misc]
-        self: Machine, addresses: Array, size: int, mask: Array | None
+        self: Machine, addresses: Array, mask: Array | None
     ) -> tuple[Array, Names | None]:
-        """Read rows of shared memory for ldmatrix: eight addresses per warp, read by the warp."""
-        buffer = self.buffer_at("shared", addresses, size)
-        data, made = memory.read(buffer, addresses, size)
+        """Read rows of 16 bytes of shared memory for ldmatrix: addresses [warps, 8].
+
+        Returns:
+            Halves [warps, 8, 8] and their names; zeros for warps that do not execute.
+        """
+        warps, threads = self.rows_of_warps(addresses, mask)
+        data = np.zeros((addresses.shape[0], 8, 8), np.uint16)
+        if not warps.size:
+            return data, None
+        rows = addresses[warps].reshape(-1)
+        buffer = self.buffer_at("shared", rows, 16)
         if self.races is not None:
-            self.races.read(self.current, buffer, addresses, size, self.row_readers(addresses.size))
-        if made is not None:
-            made, empty = memory.known(made)
-            if empty:
-                self.fact("reads shared memory that was never written")
-        return data, made
+            self.races.read(self.current, buffer, rows, 16, threads, by_warp=True)
+        found, made = memory.read(buffer, rows, 16)
+        data[warps] = found.reshape(-1, 8, 8)
+        if made is None:
+            return data, None
+        made, empty = memory.known(made)
+        if empty:
+            self.fact("reads shared memory that was never written")
+        named = np.full(data.shape, nm.FIXED)
+        named[warps] = made.reshape(-1, 8, 8)
+        return data, named
 
     def store_rows(  # type: ignore[misc]
         self: Machine, addresses: Array, data: Array, made: Names | None, mask: Array | None
     ) -> None:
-        """Write rows of shared memory for stmatrix."""
-        buffer = self.buffer_at("shared", addresses, 2 * data.shape[1])
-        if self.races is not None:
-            threads = self.row_readers(addresses.size)
-            self.races.write(self.current, buffer, addresses, 2 * data.shape[1], threads)
-        index = (addresses >> 1)[:, None] + np.arange(data.shape[1])
-        buffer.halves[index] = data
-        if made is not None:
-            buffer.named()[index] = made
+        """Write rows of shared memory for stmatrix: addresses [warps, 8], halves [warps, 8, 8]."""
+        warps, threads = self.rows_of_warps(addresses, mask)
+        if warps.size:
+            rows = addresses[warps].reshape(-1)
+            buffer = self.buffer_at("shared", rows, 16)
+            named = None if made is None else made[warps].reshape(-1, 8)
+            self.put(buffer, rows, data[warps].reshape(-1, 8), named, threads, by_warp=True)
 
-    def row_readers(self: Machine, count: int) -> Array:  # type: ignore[misc]
-        """Return the thread that stands for the warp of each row: the first of the warp."""
-        per_warp = count // (self.threads // 32)
-        return np.repeat(np.arange(0, self.threads, 32), per_warp)
+    def rows_of_warps(  # type: ignore[misc]
+        self: Machine, addresses: Array, mask: Array | None
+    ) -> tuple[Array, Array]:
+        """Return the warps that execute, and for each of their rows the first thread of the warp."""
+        warps = np.arange(addresses.shape[0])
+        if mask is not None:
+            warps = warps[mask.reshape(-1, 32).any(1)]
+        return warps, np.repeat(32 * warps, 8)
 
     def store_async(  # type: ignore[misc]
         self: Machine, addresses: Array, data: Array, made: Names | None, mask: Array | None

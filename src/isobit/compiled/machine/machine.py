@@ -28,7 +28,7 @@ from isobit.compiled.machine.races import Races
 from isobit.compiled.names import Array, Names
 from isobit.compiled.ptx.program import Instruction, Program, Register
 from isobit.compiled.recorded import Recorded
-from isobit.compiled.refusals import OpcodeError, refuse
+from isobit.compiled.refusals import OpcodeError, place, refuse
 from isobit.errors import ArgumentError
 
 SHARED_BYTES = 232448  # the most that a CTA can have, on sm_90 and sm_100 (227 KB)
@@ -63,7 +63,7 @@ class Machine(Access):
                 remedy="compile with num_warps",
             )
         self.recorded = Recorded(program) if record else None
-        self.races = Races(self.threads) if races else None
+        self.races = Races(program) if races else None
         self.facts: dict[str, str] = {}  # what a reader of the result must know -> first place
         self.approximate: set[str] = set()  # opcodes whose bits are not those of the hardware
         self.hits = [0] * len(program.instructions)
@@ -197,9 +197,7 @@ class Machine(Access):
     def fact(self, what: str) -> None:
         """Record a fact that a reader of the result must know, with its first place."""
         if what not in self.facts:
-            source = self.current.source
-            python = f" ({source[0]}:{source[1]})" if source else ""
-            self.facts[what] = f"PTX line {self.current.line}: {self.current.text}{python}"
+            self.facts[what] = place(self.current)
 
     def register_values(self, register: Register) -> Array | None:
         """Return the bits of a register, or None if it was never written."""

@@ -187,15 +187,13 @@ def load_matrix(instruction: Instruction) -> Step:
         machine.whole_warps(mask)
         rows = machine.address(source).reshape(-1, 32)
         for i, target in enumerate(targets):
-            data, made = machine.load_rows(rows[:, 8 * i : 8 * i + 8].reshape(-1), 16, mask)
-            matrices = data.reshape(-1, 8, 8)
+            matrices, made = machine.load_rows(rows[:, 8 * i : 8 * i + 8], mask)
             if transposed:
                 matrices = matrices.transpose(0, 2, 1)
             bits = np.ascontiguousarray(matrices).reshape(-1).view(np.uint32)
             named = None
             if made is not None:
-                grid = made.reshape(-1, 8, 8)
-                grid = (grid.transpose(0, 2, 1) if transposed else grid).reshape(-1, 2)
+                grid = (made.transpose(0, 2, 1) if transposed else made).reshape(-1, 2)
                 named = Word(low=grid[:, 0].copy(), high=grid[:, 1].copy())
             machine.write(target, bits, mask, named)
 
@@ -220,8 +218,8 @@ def store_matrix(instruction: Instruction) -> Step:
             made = None
             if machine.names:
                 made = np.stack(machine.halves(source), -1).reshape(-1, 8, 8)
-                made = (made.transpose(0, 2, 1) if transposed else made).reshape(-1, 8)
-            data = (data.transpose(0, 2, 1) if transposed else data).reshape(-1, 8)
-            machine.store_rows(rows[:, 8 * i : 8 * i + 8].reshape(-1), data, made, mask)
+                made = made.transpose(0, 2, 1) if transposed else made
+            data = data.transpose(0, 2, 1) if transposed else data
+            machine.store_rows(rows[:, 8 * i : 8 * i + 8], data, made, mask)
 
     return step
