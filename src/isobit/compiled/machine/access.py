@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isobit.compiled import arithmetic as ar
 from isobit.compiled import names as nm
-from isobit.compiled.machine import arithmetic as ar
 from isobit.compiled.machine import memory, registers
 from isobit.compiled.machine.memory import Buffer
 from isobit.compiled.machine.naming import Naming
@@ -318,6 +318,8 @@ class Access:
             self.races.write(self.current, buffer, at, size, threads, unchanged, by_warp)
         if named is not None:
             buffer.named()[index] = named
+        elif buffer.names is not None:  # bits only: what a run with names left is no longer true
+            buffer.names[index] = registers.unknown_names(index.size).reshape(index.shape)
         buffer.halves[index] = data
         if self.races is not None and not unchanged().all():
             row = int(np.nonzero(~unchanged())[0][0])
@@ -452,7 +454,10 @@ class Access:
 
     def whole_warps(self: Machine, mask: Array | None) -> None:  # type: ignore[misc]
         """Refuse an instruction of a warp that some of its threads do not execute."""
-        if mask is not None and not (mask.reshape(-1, 32).any(1) == mask.reshape(-1, 32).all(1)).all():
+        if (
+            mask is not None
+            and not (mask.reshape(-1, 32).any(1) == mask.reshape(-1, 32).all(1)).all()
+        ):
             raise refuse(
                 DivergentBranchError,
                 self.current,

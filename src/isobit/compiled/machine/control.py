@@ -78,6 +78,9 @@ def run_threads(machine: Machine) -> None:
                 mask = guard_mask(machine, instruction, register_only[at])
                 if active is not None:
                     mask = mask & active
+                    if machine.guard_names is not None:
+                        no = nm.constant_predicate(0)
+                        machine.guard_names = np.where(active, machine.guard_names, no)
             if not kinds[at]:
                 steps[at](machine, mask)
                 at += 1
@@ -117,9 +120,7 @@ def whole_warps(
     apart = warps.any(1) & other.any(1)
     if apart.any():
         warp = int(np.flatnonzero(apart)[0])
-        thread, beside = (
-            32 * warp + int(np.flatnonzero(each[warp])[0]) for each in (warps, other)
-        )
+        thread, beside = (32 * warp + int(np.flatnonzero(each[warp])[0]) for each in (warps, other))
         raise refuse(
             DivergentBranchError,
             instruction,

@@ -131,6 +131,7 @@ class Machine(Access):
                     argument.prepare(parameter.name)
                 if argument not in self.buffers:
                     at = self.place(argument, at)
+                    self.check_overlap(argument)
                 self.parameters[parameter.name] = argument.base
             else:
                 self.parameters[parameter.name] = scalar_bits(argument, parameter.type)
@@ -156,6 +157,16 @@ class Machine(Access):
             self.recorded.add_buffer(buffer)
         return at + (buffer.size + 4095) // 4096 * 4096 + GAP
 
+    def check_overlap(self, buffer: Buffer) -> None:
+        """Refuse two buffers over one array: names of one would not follow writes to the other."""
+        for other in self.buffers:
+            if other is not buffer and np.may_share_memory(other.data, buffer.data):
+                raise ArgumentError(
+                    expected="one Buffer for each piece of memory",
+                    received=f"{buffer.label} and {other.label}, which overlap",
+                    remedy="pass the same Buffer twice",
+                )
+
     def start_cta(
         self, cta: tuple[int, ...], grid: tuple[int, int, int], shared_bytes: int
     ) -> None:
@@ -172,8 +183,14 @@ class Machine(Access):
             **{f"%nclusterid.{axis}": grid[i] for i, axis in enumerate("xyz")},
             **{f"%cluster_ctaid.{axis}": 0 for axis in "xyz"},
             **{f"%cluster_nctaid.{axis}": 1 for axis in "xyz"},
-            **{"%tid.y": 0, "%tid.z": 0, "%ntid.x": threads, "%ntid.y": 1, "%ntid.z": 1},
-            **{"%cluster_ctarank": 0, "%cluster_nctarank": 1, "%nwarpid": threads // 32},
+            "%tid.y": 0,
+            "%tid.z": 0,
+            "%ntid.x": threads,
+            "%ntid.y": 1,
+            "%ntid.z": 1,
+            "%cluster_ctarank": 0,
+            "%cluster_nctarank": 1,
+            "%nwarpid": threads // 32,
         }
         self.special: dict[str, Array] = {
             name: np.full(threads, value, np.uint32) for name, value in numbers.items()

@@ -151,7 +151,10 @@ def multiply(instruction: Instruction) -> Step:
 
     def step(machine: Machine, mask: Array | None) -> None:
         machine.whole_warps(mask)
-        a, b = gather(machine, first, bits)[:, places[0]], gather(machine, second, bits)[:, places[1]]
+        a, b = (
+            gather(machine, first, bits)[:, places[0]],
+            gather(machine, second, bits)[:, places[1]],
+        )
         c = gather(machine, third, 32).view(np.float32)[:, places[2]]
         out = multiply_accumulate(a, b, c, machine.engine, types[0], types[1])
         made = None

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isobit.compiled import arithmetic as ar
 from isobit.compiled import names as nm
-from isobit.compiled.machine import arithmetic as ar
 from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.opcodes.bitwise import from_halves, half_list
 from isobit.compiled.machine.opcodes.table import Step, decoder
@@ -155,13 +155,17 @@ def number_conversion(instruction: Instruction, to: str, source: str, mode: str)
     """Return a function of bit patterns for a conversion that has a float on one side."""
     if source in FLOATS:
         if to in FLOATS:
-            if (to, source, mode) in (("f64", "f32", ""), ("f32", "f64", "rn"), ("f32", "f32", "rni")):
+            if (to, source, mode) in (
+                ("f64", "f32", ""),
+                ("f32", "f64", "rn"),
+                ("f32", "f32", "rni"),
+            ):
                 return lambda bits: float_to_float(bits, to, source, mode)
             raise unknown(instruction, "types of")
         if mode not in INTEGRAL:
             raise unknown(instruction, "modifier of")
         return lambda bits: float_to_integer(bits, to, source, mode)
-    if mode != "rn" or to == "f64" and WIDTHS[source] == 64:
+    if mode != "rn" or (to == "f64" and WIDTHS[source] == 64):
         raise unknown(instruction, "modifier of")
     number: Any = SIGNED[WIDTHS[source]] if source[0] == "s" else UNSIGNED[WIDTHS[source]]
     if to in ("f32", "f64"):
@@ -185,7 +189,11 @@ INTEGRAL = {"rni": np.rint, "rzi": np.trunc, "rmi": np.floor, "rpi": np.ceil}
 
 def float_to_integer(bits: Array, to: str, source: str, mode: str) -> Array:
     """Return integers of floats, clamped to the type; NaN is 0 (PTX ISA, cvt)."""
-    values = ar.widen(bits, source) if source in ("f16", "bf16") else bits.view(f"f{WIDTHS[source] // 8}")
+    values = (
+        ar.widen(bits, source)
+        if source in ("f16", "bf16")
+        else bits.view(f"f{WIDTHS[source] // 8}")
+    )
     whole = INTEGRAL[mode](values.astype(np.float64))
     kind: Any = SIGNED[WIDTHS[to]] if to[0] == "s" else UNSIGNED[WIDTHS[to]]
     limits = np.iinfo(kind)

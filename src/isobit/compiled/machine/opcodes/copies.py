@@ -28,7 +28,9 @@ def copy(instruction: Instruction) -> Step:
 
     def step(machine: Machine, mask: Array | None) -> None:
         everyone = np.ones(machine.threads, bool) if mask is None else mask
-        live = machine.concrete(more[0]).astype(np.int64) if more else np.full(machine.threads, count)
+        live = (
+            machine.concrete(more[0]).astype(np.int64) if more else np.full(machine.threads, count)
+        )
         live = np.minimum(live, count)
         data, made = machine.load("global", machine.address(source), count, everyone & (live > 0))
         kept = 2 * np.arange(count // 2)[None] < live[:, None]

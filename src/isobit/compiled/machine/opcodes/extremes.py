@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from isobit.compiled.machine import arithmetic as ar
+from isobit.compiled import arithmetic as ar
 from isobit.compiled.machine.naming import Naming, SetNaming
 from isobit.compiled.machine.opcodes.floats import apply, float_type
 from isobit.compiled.machine.opcodes.integers import integer_arithmetic
@@ -28,7 +28,11 @@ def extreme(stem: str, kind: str, nan: bool, ftz: bool, *patterns: Array) -> Arr
     out = values[0]
     for other in values[1:]:
         equal = (out == other) & (out == 0)
-        sign = np.signbit(out) & np.signbit(other) if stem == "max" else np.signbit(out) | np.signbit(other)
+        sign = (
+            np.signbit(out) & np.signbit(other)
+            if stem == "max"
+            else np.signbit(out) | np.signbit(other)
+        )
         zero = np.where(sign, np.float32(-0.0), np.float32(0.0))
         if nan:
             made = np.maximum(out, other) if stem == "max" else np.minimum(out, other)

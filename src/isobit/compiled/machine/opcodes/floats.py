@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isobit.compiled import arithmetic as ar
 from isobit.compiled import names as nm
-from isobit.compiled.machine import arithmetic as ar
 from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.opcodes.integers import integer_arithmetic
 from isobit.compiled.machine.opcodes.table import Step, decoder
@@ -80,13 +80,19 @@ def contractable(instruction: Instruction, kind: str) -> Step:
 def rounded(instruction: Instruction, stem: str, kind: str, ftz: bool) -> Step:
     """Return what runs a correctly rounded operation."""
     target, *sources = instruction.operands
-    operation = stem + (".ftz" if ftz else "") + ("" if kind in ("f32", "f32x2") else f".{kind[:4]}")
+    operation = (
+        stem + (".ftz" if ftz else "") + ("" if kind in ("f32", "f32x2") else f".{kind[:4]}")
+    )
     if kind.startswith(("f16", "bf16")):
         operation = f"{stem}{'.ftz' if ftz else ''}.{kind.removesuffix('x2')}"
     compute = computation(stem, kind.removesuffix("x2"), ftz)
 
+    name = Naming(operation)
+
     def step(machine: Machine, mask: Array | None) -> None:
-        apply(machine, mask, target, sources, kind, compute, Naming(operation))
+        if ftz:
+            machine.fact("flushes subnormals to zero (.ftz)")
+        apply(machine, mask, target, sources, kind, compute, name)
 
     return step
 
@@ -231,14 +237,18 @@ def approximation(instruction: Instruction) -> Step:
     kind, stem = float_type(instruction), instruction.parts[0]
     extra = set(instruction.parts[1:]) - {"approx", "full", "ftz", kind}
     exact = stem == "rcp" and "rn" in extra and kind == "f32"
-    if kind not in ("f32", "f16", "bf16", "f16x2", "bf16x2") or (extra - {"rn"} or bool(extra) != exact):
+    if kind not in ("f32", "f16", "bf16", "f16x2", "bf16x2") or (
+        extra - {"rn"} or bool(extra) != exact
+    ):
         raise unknown(instruction, "modifier of")
     target, *sources = instruction.operands
     if exact:  # correctly rounded
         compute = computation("div", "f32", "ftz" in instruction.parts)
         one = Immediate(0x3F800000, "f32")
         name = Naming("div.ftz" if "ftz" in instruction.parts else "div")
-        return lambda machine, mask: apply(machine, mask, target, [one, *sources], kind, compute, name)
+        return lambda machine, mask: apply(
+            machine, mask, target, [one, *sources], kind, compute, name
+        )
     single, function = kind.removesuffix("x2"), APPROXIMATE[stem]
     ftz = "ftz" in instruction.parts
 

@@ -160,7 +160,9 @@ def extract(letter: str, width: int, value: Array, at: Array, length: Array) -> 
 def insert(letter: str, width: int, a: Array, b: Array, at: Array, length: Array) -> Array:
     """Return b with a field of a put at a place (PTX ISA, bfi)."""
     made = []
-    for x, y, start, count in zip(*(v.tolist() for v in (a, b, at & 0xFF, length & 0xFF)), strict=True):
+    for x, y, start, count in zip(
+        *(v.tolist() for v in (a, b, at & 0xFF, length & 0xFF)), strict=True
+    ):
         field = ((1 << count) - 1) << start
         made.append(((y & ~field) | ((x << start) & field)) & ((1 << width) - 1))
     return np.array(made, UNSIGNED[width])

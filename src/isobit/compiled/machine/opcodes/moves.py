@@ -56,7 +56,9 @@ def unpack(
         machine.write(register, values[:, i].copy(), mask, made)
 
 
-def pack(machine: Machine, mask: Array | None, target: Register, source: Vector, width: int) -> None:
+def pack(
+    machine: Machine, mask: Array | None, target: Register, source: Vector, width: int
+) -> None:
     """Write several registers to the parts of one."""
     part = width // len(source.items)
     values = np.stack([machine.bits(each, part) for each in source.items], -1)

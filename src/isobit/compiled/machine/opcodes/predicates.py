@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from isobit.compiled import arithmetic as ar
 from isobit.compiled import names as nm
-from isobit.compiled.machine import arithmetic as ar
 from isobit.compiled.machine.control import negated
 from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.opcodes.bitwise import COMPUTE as LOGIC
@@ -47,7 +47,11 @@ def comparison(instruction: Instruction, word: str, kind: str) -> Callable[[Arra
     if kind not in FLOATS:
         letter, width = kind[0], int(kind[1:])
         word = UNSIGNED_NAMES.get(word, word)
-        if word not in ORDERED or letter not in "sub" or (letter == "b" and word not in ("eq", "ne")):
+        if (
+            word not in ORDERED
+            or letter not in "sub"
+            or (letter == "b" and word not in ("eq", "ne"))
+        ):
             raise unknown(instruction, "comparison of")
         number: Any = SIGNED[width] if letter == "s" else UNSIGNED[width]
         return lambda x, y: ORDERED[word](x.view(number), y.view(number))

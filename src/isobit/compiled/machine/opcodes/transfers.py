@@ -86,7 +86,9 @@ def load(instruction: Instruction) -> Step:
         for i, target in enumerate(targets):
             part = slice(i * each, (i + 1) * each)
             bits = np.ascontiguousarray(halves[:, part]).view(UNSIGNED[width])[:, 0]
-            columns = [made[:, j] for j in range(i * each, (i + 1) * each)] if made is not None else []
+            columns = (
+                [made[:, j] for j in range(i * each, (i + 1) * each)] if made is not None else []
+            )
             if isinstance(target, Register) and target.width != width:
                 bits, columns = extend(machine, target, bits, columns, width, signed)
             machine.write(target, bits, mask, from_halves(columns) if columns else None)
@@ -125,7 +127,11 @@ def load_byte(
             part = nm.half16(nm.make("sign of byte", name))
             known = nm.is_constant(name)
             columns = [
-                np.where(known, nm.fixed_half((bits >> (16 * i)) & 0xFFFF), nm.VALUE | nm.mix(part, np.uint64(i)))
+                np.where(
+                    known,
+                    nm.fixed_half((bits >> (16 * i)) & 0xFFFF),
+                    nm.VALUE | nm.mix(part, np.uint64(i)),
+                )
                 for i in range(width // 16)
             ]
         else:
