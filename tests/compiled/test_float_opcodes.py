@@ -5,11 +5,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from tests.compiled.snippets import names_of, run, values
 
 from isobit.compiled import arithmetic as ar
 from isobit.compiled import names as nm
 from isobit.compiled.refusals import OpcodeError
+from tests.compiled.snippets import names_of, run, values
 
 A, B, C = (values(seed) for seed in range(3))
 B[A == 0] = 1.0  # zeros of different signs have a test of their own

@@ -105,10 +105,11 @@ class RegisterAccess:
         made: Word = self.names_of(operand, 32)
         if self.recorded is not None and not made.whole:
             low, high = made.halves
-            widened = (low == nm.FIXED) & ((high & nm.KIND) == nm.VALUE)
+            widened = (low == nm.FIXED) & (high < nm.FIXED)
             if widened.any():
                 names = made.value[widened]
-                self.recorded.add("widen bf16", names, [high[widened]], self.current)
+                parts = [nm.value16(high[widened])]
+                self.recorded.add("widen bf16", names, parts, self.current)
             if not widened.all():
                 rest = [low[~widened], high[~widened]]
                 self.recorded.add("join", made.value[~widened], rest, self.current)
