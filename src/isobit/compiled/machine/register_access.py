@@ -110,9 +110,10 @@ class RegisterAccess:
                 names = made.value[widened]
                 parts = [nm.value16(high[widened])]
                 self.recorded.add("widen bf16", names, parts, self.current)
-            if not widened.all():
-                rest = [low[~widened], high[~widened]]
-                self.recorded.add("join", made.value[~widened], rest, self.current)
+            joined = ~widened & (made.value != low & nm.NAME)  # of halves of different values
+            if joined.any():
+                rest = [low[joined], high[joined]]
+                self.recorded.add("join", made.value[joined], rest, self.current)
         return made.value
 
     def halves(self, operand: Operand) -> tuple[Names, Names]:
