@@ -9,7 +9,7 @@ from isobit.compiled.machine import Buffer, Machine
 from isobit.compiled.ptx import parse
 
 pytest.importorskip("triton")
-from tests.compiled.triton_kernels import compiled, matmul, row_sum, softmax  # noqa: E402
+from tests.compiled.triton_kernels import compiled, matmul, row_sum, softmax
 
 RNG = np.random.default_rng(3)
 
