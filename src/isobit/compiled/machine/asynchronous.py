@@ -5,7 +5,7 @@ The machine performs asynchronous work (wgmma, tcgen05, bulk copies) at once, an
 threads know that it has ended. What a GPU does not order is an error, whatever the bits:
 
 * a register that open work will write (an accumulator of wgmma, a result of tcgen05.ld), read or written;
-* a register that open wgmma reads, written; and one that wgmma uses, written after the last wgmma.fence;
+* a register that open wgmma reads, written; and one that wgmma uses, used elsewhere after the last wgmma.fence;
 * shared memory that open work may still read, written; shared memory that a bulk copy writes, touched;
 * shared memory written by threads and read by wgmma or tcgen05.mma without `fence.proxy.async` and a barrier
   between (threads and tensor core reach memory by different paths, PTX ISA "Async proxy");
@@ -47,6 +47,7 @@ class Work:
     inputs: frozenset[int] = frozenset()
     reads: list[Cells] = field(default_factory=list)
     writes: list[Cells] = field(default_factory=list)
+    box: tuple[Array, int] | None = None  # addresses and bytes of elements that a bulk copy writes
 
 
 class Asynchronous:
@@ -71,7 +72,8 @@ class Asynchronous:
         self.copied = np.zeros(pieces, np.int64)  # by cp.async, until its group is waited for
         self.outputs: dict[int, Work] = {}  # registers that open work writes
         self.inputs: dict[int, Work] = {}  # registers that open work reads
-        self.written: dict[int, Instruction] = {}  # registers written since the last wgmma.fence
+        self.fenced = False  # whether there was a wgmma.fence
+        self.touched: dict[int, Instruction] = {}  # registers used since the last one
 
     def start(
         self, instruction: Instruction, pipe: str, pieces: Array | None = None, **uses: Any
@@ -106,6 +108,12 @@ class Asynchronous:
         for work in [each for each in self.open.values() if each.waited or each.known.any()]:
             del self.open[work.number]
 
+    def finish(self) -> None:
+        """Refuse a CTA that ends while bulk stores read its shared memory."""
+        for work in self.open.values() if self.checked else ():
+            if work.pipe == "bulk store" and not work.waited:
+                raise self.race(work.instruction, work, "the end of the CTA")
+
     def fence_proxy(self, threads: Mask) -> None:
         """Take fence.proxy.async; one that only some threads execute orders nothing here."""
         if threads.all():
@@ -126,14 +134,13 @@ class Asynchronous:
                     raise self.race(instruction, self.inputs[register], "a register that is in use")
         if instruction.parts[0] == "wgmma":
             return
-        # A copy is not a computation: ptxas joins the two registers, and Triton emits copies after the fence.
-        sources = self.use.all[instruction.index] - written
-        copy = instruction.parts[0] == "mov" and not any(each in self.written for each in sources)
-        for register in written:
-            if copy:
-                self.written.pop(register, None)
-            else:
-                self.written[register] = instruction
+        # Copies and constants are no computation: ptxas places them, and Triton emits them after the fence.
+        read = self.use.read[instruction.index]
+        copies = instruction.parts[0] == "mov" and self.touched.keys().isdisjoint(read)
+        for register in written if copies else ():
+            self.touched.pop(register, None)
+        if not copies:
+            self.touched.update(dict.fromkeys(self.use.all[instruction.index], instruction))
 
     def chained(self, instruction: Instruction, work: Work, register: int) -> bool:
         """Whether this is the next wgmma on the same accumulator, which the hardware orders."""
@@ -148,17 +155,19 @@ class Asynchronous:
         )
 
     def check_fenced(self, instruction: Instruction, registers: frozenset[int]) -> None:
-        """Refuse registers of a wgmma that were written after the last wgmma.fence."""
-        for register in registers if self.checked else ():
-            if register in self.written:
-                other = place(self.written[register])
-                raise refuse(
-                    RaceError,
-                    instruction,
-                    expected="wgmma.fence between writing a register and wgmma.mma_async",
-                    received=f"a register written at {other}",
-                    remedy="put the fence back; Triton emits one before the first wgmma of a dot",
-                )
+        """Refuse registers of a wgmma that other instructions used after the last wgmma.fence."""
+        used = registers & self.touched.keys()
+        if self.checked and (used or not self.fenced):
+            where = (
+                f"a register used at {place(self.touched[min(used)])}" if used else "none at all"
+            )
+            raise refuse(
+                RaceError,
+                instruction,
+                expected="wgmma.fence between using a register and wgmma.mma_async",
+                received=where,
+                remedy="put the fence back; Triton emits one before the first wgmma of a dot",
+            )
 
     # ---- shared memory ----------------------------------------------------------------------------
     def pieces(self, addresses: Array, size: int) -> Array:

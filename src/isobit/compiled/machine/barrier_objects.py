@@ -135,6 +135,9 @@ def try_wait(instruction: Instruction) -> Step:
                     first = int(np.flatnonzero(waiting)[0])
                     barrier = barriers(machine).get(address, first)
                     end_work(machine, barrier.wait(one), waiting)
+                    barriers(machine).waited.setdefault(address, set()).update(
+                        np.flatnonzero(waiting).tolist()
+                    )
                     if waiting.all():
                         barrier.ended.clear()
         machine.write(target, np.ones(machine.threads, bool), mask)
@@ -155,6 +158,10 @@ def end_work(machine: State, arrivals: list[Arrival], threads: Array) -> None:
             and (each.number == arrival.ends or (each.number < arrival.ends and arrival.count))
         ]
         order.end(works, threads)
+        for work in works:
+            known = work.box is not None and work.number not in order.open
+            if known and isinstance(machine.races, AsynchronousRaces):
+                machine.races.forget(machine.shared, *work.box)
 
 
 @decoder("fence.proxy.async", "fence.mbarrier_init")

@@ -129,6 +129,9 @@ class Machine(State):
         for cta in np.ndindex(z, y, x):
             self.start_cta(tuple(reversed(cta)), (x, y, z), size)
             run_threads(self)
+            for each in (self.asynchronous, self.state.get("tensor memory")):
+                if each is not None:
+                    each.finish()
         for buffer in self.buffers:
             buffer.finish()
         return self

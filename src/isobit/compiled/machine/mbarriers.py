@@ -88,7 +88,9 @@ class Mbarriers:
     def __init__(self, fail: Fail) -> None:
         self.fail = fail
         self.live: dict[int, Mbarrier] = {}
-        self.fresh: dict[int, int] = {}  # address -> the thread that made it, until a bar.sync
+        # Until the next bar.sync: the thread that made a barrier object, and those that waited for it.
+        self.fresh: dict[int, int] = {}
+        self.waited: dict[int, set[int]] = {}
 
     def init(self, address: int, count: int, thread: int) -> None:
         """Make a barrier object."""
@@ -105,8 +107,17 @@ class Mbarriers:
             raise self.fail(
                 f"mbarrier.inval at {address:#x} while asynchronous work will arrive there"
             )
+        if self.waited.get(address, set()) - {thread}:
+            raise self.fail(
+                f"mbarrier.inval at {address:#x} without bar.sync after other threads waited"
+            )
         del self.live[address]
         self.fresh.pop(address, None)
+
+    def synchronise(self) -> None:
+        """Take a bar.sync of all threads."""
+        self.fresh.clear()
+        self.waited.clear()
 
     def get(self, address: int, thread: int) -> Mbarrier:
         """Return the barrier object at an address, for a thread that uses it."""

@@ -7,6 +7,8 @@ the branch to the end of the kernel passes first.
 
 from __future__ import annotations
 
+import itertools
+
 from isobit.compiled.ptx import Program, Symbol
 
 EXIT = ("ret", "exit", "trap")
@@ -37,7 +39,7 @@ def meeting_points(program: Program) -> dict[int, int]:
         if instruction.parts[0] in ("bra", *EXIT):
             starts.add(index + 1)
     firsts = sorted(starts)
-    last_of = {a: b - 1 for a, b in zip(firsts, firsts[1:], strict=False)}
+    last_of = {a: b - 1 for a, b in itertools.pairwise(firsts)}
     edges = {first: successors(program, last) for first, last in last_of.items()}
     order = _postorder_to(end, edges)
     rank = {block: i for i, block in enumerate(order)}

@@ -63,6 +63,13 @@ class TensorMemory:
             raise refuse("tcgen05.dealloc of what tcgen05.alloc returned", received)
         del self.allocated[address]
 
+    def finish(self) -> None:
+        """Refuse a CTA that ends without returning its columns: the next one would wait for them."""
+        if self.allocated:
+            raise refuse(
+                "tcgen05.dealloc of all columns before a CTA ends", f"{self.allocated} left"
+            )
+
     def check_allocated(self, columns: Indices, what: str) -> None:
         """Refuse an access to columns that nobody allocated."""
         free = np.ones(COLUMNS, bool)

@@ -68,7 +68,7 @@ def mma_async(instruction: Instruction) -> Step:
             a = tiles(machine, operands[1], 64, dtype, a_k_major, pieces)
         b = tiles(machine, operands[2], columns, dtype, b_k_major, pieces)
         outputs = frozenset(each.index for each in accumulator)
-        order.check_fenced(instruction, inputs | outputs)
+        order.check_fenced(instruction, outputs)
         touched = np.unique(np.concatenate(pieces))
         order.check_visible(instruction, touched, order.everyone)
         c = zeros(machine, (groups, 64, columns))
@@ -96,7 +96,8 @@ def ordering(instruction: Instruction) -> Step:
         order, groups = machine.asynchronous, machine.state.setdefault("wgmma", [[]])
         assert order is not None
         if kind == "fence":
-            order.written.clear()
+            order.fenced = True
+            order.touched.clear()
         elif kind == "commit_group":
             groups.append([])
         else:
