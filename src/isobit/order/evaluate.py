@@ -7,6 +7,7 @@ import struct
 from collections.abc import Callable, Sequence
 
 from isobit.order.addition import Branch, chain
+from isobit.order.engines import TENSOR_CORES, add_fused, tensor_core
 from isobit.order.exact_sum import round_fp32
 from isobit.order.plan import LANES, Segment
 from isobit.order.tree import merge
@@ -76,6 +77,10 @@ ENGINES: dict[str, Engine] = {
     "chain": chain_engine,
     "amx": amx_engine,
     "striped": striped_engine,
+    # Of bf16 operands; engines.tensor_core(name, "f16") is the one of f16, whose subnormals have another exponent.
+    "tc24x8": tensor_core("tc24x8"),
+    "tc25x16": tensor_core("tc25x16"),
+    "cdna3": tensor_core("cdna3"),
 }
 
 
@@ -117,6 +122,13 @@ def expected_tree(segments: Sequence[Segment], engine: str) -> Branch:
     """Return the tree of additions that probing a kernel must reveal."""
     sums: list[Branch] = []
     for segment in segments:
+        if engine in TENSOR_CORES:
+            total: Branch | None = None
+            for leaf in segment:
+                total = add_fused(engine, total, range(leaf.start, leaf.start + leaf.length))
+            if total is not None:
+                sums.append(total)
+            continue
         terms = [
             term
             for leaf in segment

@@ -1,0 +1,303 @@
+"""Finds races: accesses of the same bytes, one of them a write, that no barrier orders.
+
+[Note: races]
+Lockstep execution gives every program one result, also one that is wrong on a GPU because a barrier
+is missing. So each access is compared with earlier ones of the same bytes since the last barrier (an
+epoch): two threads of which one writes is a race. Inside a warp, `bar.warp.sync` is a barrier too;
+program order alone orders only the accesses of one thread. The bytes that cp.async writes are
+pending until its thread has waited for the group; touching them before is a race, even by the same
+thread. Between CTAs of one launch nothing is ordered: a byte that one writes may not be touched by
+another. A write of the bits and names that are there already is no race inside a CTA (threads that
+hold copies of a value store it several times).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from isobit.compiled.machine.memory import Buffer, Shared
+from isobit.compiled.names import Array
+from isobit.compiled.ptx.program import Instruction
+from isobit.compiled.refusals import RaceError, place, refuse
+
+if TYPE_CHECKING:
+    from isobit.compiled.ptx.program import Program
+
+MANY = -2  # several threads, or several warps
+NOBODY = -1
+WHOLE_WARP = -3  # the reader of ldmatrix: no single thread
+
+
+class Log:
+    """The last accesses of each granule (two bytes; one if bytes are stored) of a buffer."""
+
+    def __init__(self, size: int) -> None:
+        self.granule, count = 2, (size + 1) // 2
+        self.arrays = {name: np.full(count, NOBODY, np.int32) for name in FIELDS}
+        self.pending = np.full(count, NOBODY, np.int32)
+        self.any_pending = False
+
+    def split(self) -> None:
+        """Change from two bytes to one."""
+        self.granule = 1
+        self.arrays = {name: np.repeat(array, 2) for name, array in self.arrays.items()}
+        self.pending = np.repeat(self.pending, 2)
+
+    def index(self, at: Array, size: int) -> Array:
+        """Return the granules [n, size / granule] of accesses at byte offsets."""
+        if size == 1 and self.granule == 2:
+            self.split()
+        start = at if self.granule == 1 else at >> 1
+        return np.asarray(start[:, None] + np.arange(size // self.granule))
+
+
+# write_*: of the last write; read_*: of the last reads; first_read: the epoch of the launch's first
+FIELDS = (
+    "writer",
+    "write_epoch",
+    "write_warp_epoch",
+    "write_line",
+    "reader",
+    "read_warp",
+    "read_epoch",
+    "read_warp_epoch",
+    "read_line",
+    "first_read",
+)
+
+
+class Races:
+    """The accesses of a launch since the barriers of each CTA and warp."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.threads = program, program.threads
+        self.epoch = self.launch_start = self.cta_start = 0
+        self.warp_epochs = np.zeros(self.threads // 32, np.int32)
+        self.open_group: list[tuple[Log, Array, Array, int]] = []
+        self.groups: list[list[tuple[Log, Array, Array, int]]] = []
+
+    def start_launch(self) -> None:
+        """Order everything after the accesses of an earlier launch."""
+        self.epoch += 1
+        self.launch_start = self.epoch
+
+    def start_cta(self, shared: Shared) -> None:
+        """Start a CTA with its own shared memory."""
+        self.epoch += 1
+        self.cta_start = self.epoch
+        shared.access = Log(shared.size)
+        self.open_group, self.groups = [], []
+
+    def barrier(self) -> None:
+        """Order all accesses of the CTA before this point."""
+        self.epoch += 1
+
+    def warp_barrier(self, mask: Array | None) -> None:
+        """Order the accesses of each warp before this point."""
+        self.warp_epochs += 1 if mask is None else mask.reshape(-1, 32).any(1).astype(np.int32)
+
+    def log(self, buffer: Buffer) -> Log:
+        """Return the log of a buffer."""
+        if buffer.access is None:
+            buffer.access = Log(buffer.size)
+        log: Log = buffer.access
+        return log
+
+    # ---- accesses -------------------------------------------------------------------------------
+    def read(
+        self,
+        instruction: Instruction,
+        buffer: Buffer,
+        at: Array,
+        size: int,
+        threads: Array,
+        by_warp: bool = False,
+    ) -> None:
+        """Check reads of `size` bytes at offsets `at` by threads (of a warp as one, if by_warp)."""
+        log = self.log(buffer)
+        index, fields = log.index(at, size), log.arrays
+        warp = (threads // 32)[:, None]
+        thread = np.full_like(threads, WHOLE_WARP)[:, None] if by_warp else threads[:, None]
+        if log.any_pending:
+            self.check_pending(instruction, buffer, log, index, threads)
+        warp_epoch = self.warp_epochs[warp]
+        bad = self.after_write(fields, index, thread, warp, warp_epoch)
+        if bad.any():
+            raise self.race(instruction, buffer, log, index, threads, bad, "write")
+        self.note_read(instruction, fields, index, thread, warp, warp_epoch)
+
+    def write(
+        self,
+        instruction: Instruction,
+        buffer: Buffer,
+        at: Array,
+        size: int,
+        threads: Array,
+        unchanged: Callable[[], Array] | None = None,
+        by_warp: bool = False,
+    ) -> None:
+        """Check writes; `unchanged` tells which 16-bit halves [n, size / 2] have the bits already."""
+        log = self.log(buffer)
+        index, fields = log.index(at, size), log.arrays
+        warp, thread = (threads // 32)[:, None], threads[:, None]
+        if by_warp:
+            thread = np.full_like(thread, WHOLE_WARP)
+        if log.any_pending:
+            self.check_pending(instruction, buffer, log, index, threads)
+        warp_epoch = self.warp_epochs[warp]
+        bad = self.after_write(fields, index, thread, warp, warp_epoch)
+        kind = "write"
+        after_read = self.after_read(fields, index, thread, warp, warp_epoch)
+        if after_read.any():
+            kind = "write" if bad.any() else "read"
+            bad = bad | after_read
+        if bad.any():
+            other_cta = bad & self.other_cta(fields, index)
+            if unchanged is not None and not other_cta.any():
+                same = unchanged()
+                bad = bad & ~(np.repeat(same, 2, -1) if same.shape != bad.shape else same)
+            if bad.any():
+                raise self.race(instruction, buffer, log, index, threads, bad, kind)
+        fields["writer"][index] = thread
+        fields["write_epoch"][index] = self.epoch
+        fields["write_warp_epoch"][index] = warp_epoch
+        fields["write_line"][index] = instruction.index
+
+    def write_later(
+        self, instruction: Instruction, buffer: Buffer, at: Array, size: int, threads: Array
+    ) -> None:
+        """Check writes of cp.async, which are pending until their group is waited for."""
+        self.write(instruction, buffer, at, size, threads)
+        log = self.log(buffer)
+        index = log.index(at, size)
+        log.pending[index] = instruction.index
+        log.any_pending = True
+        self.open_group.append((log, at, threads, size))
+
+    def commit(self) -> None:
+        """Close a group of pending writes."""
+        self.groups.append(self.open_group)
+        self.open_group = []
+
+    def wait(self, instruction: Instruction, pending: int) -> None:
+        """Finish all groups but the last `pending`: their writes happen now, by their threads."""
+        done = self.groups[: len(self.groups) - pending] if pending else self.groups
+        self.groups = self.groups[len(done) :]
+        for log, at, threads, size in (each for group in done for each in group):
+            index = log.index(at, size)
+            log.arrays["writer"][index] = threads[:, None]
+            log.arrays["write_epoch"][index] = self.epoch
+            log.arrays["write_warp_epoch"][index] = self.warp_epochs[threads // 32][:, None]
+            log.pending[index] = NOBODY
+        for log in {id(each[0]): each[0] for group in done for each in group}.values():
+            log.any_pending = bool(self.groups or self.open_group)
+
+    # ---- rules ----------------------------------------------------------------------------------
+    def after_write(
+        self, fields: dict[str, Array], index: Array, thread: Array, warp: Array, warp_epoch: Array
+    ) -> Array:
+        """Tell which granules another thread has written without a barrier since."""
+        epoch = fields["write_epoch"][index]
+        recent = epoch >= self.launch_start
+        if not recent.any():
+            return recent
+        writer = fields["writer"][index]
+        same_warp = writer // 32 == warp
+        unordered = fields["write_warp_epoch"][index] == warp_epoch
+        here = (epoch == self.epoch) & (writer != thread) & (~same_warp | unordered)
+        return np.asarray(here | (recent & (epoch < self.cta_start)))
+
+    def after_read(
+        self, fields: dict[str, Array], index: Array, thread: Array, warp: Array, warp_epoch: Array
+    ) -> Array:
+        """Tell which granules another thread has read without a barrier since."""
+        here = fields["read_epoch"][index] == self.epoch
+        first = fields["first_read"][index]
+        other_cta = (first >= self.launch_start) & (first < self.cta_start)
+        if not here.any():
+            return np.asarray(other_cta)
+        reader_warp, reader = fields["read_warp"][index], fields["reader"][index]
+        unordered = fields["read_warp_epoch"][index] == warp_epoch
+        inside = (reader_warp == warp) & unordered & (reader != thread)
+        return np.asarray((here & ((reader_warp != warp) | inside)) | other_cta)
+
+    def other_cta(self, fields: dict[str, Array], index: Array) -> Array:
+        """Tell which granules another CTA of this launch has touched."""
+        touched = [fields["write_epoch"][index], fields["first_read"][index]]
+        return np.logical_or.reduce(
+            [(each >= self.launch_start) & (each < self.cta_start) for each in touched]
+        )
+
+    def note_read(
+        self,
+        instruction: Instruction,
+        fields: dict[str, Array],
+        index: Array,
+        thread: Array,
+        warp: Array,
+        warp_epoch: Array,
+    ) -> None:
+        """Remember who has read; several threads or warps become MANY."""
+        here = fields["read_epoch"][index] == self.epoch
+        before = fields["read_warp"][index]
+        warps = np.where(here & (before != warp), MANY, warp)
+        again = here & (before == warp) & (fields["read_warp_epoch"][index] == warp_epoch)
+        readers = np.where(again & (fields["reader"][index] != thread), MANY, thread)
+        for name, new in (("read_warp", warps), ("reader", readers)):
+            array = fields[name]
+            array[index] = new
+            lost = array[index] != new  # several accesses of one instruction
+            if lost.any():
+                array[index[lost]] = MANY
+        fields["read_epoch"][index] = self.epoch
+        fields["read_warp_epoch"][index] = warp_epoch
+        fields["read_line"][index] = instruction.index
+        first = fields["first_read"]
+        fresh = first[index] < self.launch_start
+        if fresh.any():
+            first[index[fresh]] = self.epoch
+
+    # ---- reports --------------------------------------------------------------------------------
+    def check_pending(
+        self, instruction: Instruction, buffer: Buffer, log: Log, index: Array, threads: Array
+    ) -> None:
+        """Refuse an access of bytes that cp.async has not finished."""
+        bad = log.pending[index] >= 0
+        if bad.any():
+            raise self.race(instruction, buffer, log, index, threads, bad, "copy")
+
+    def race(
+        self,
+        instruction: Instruction,
+        buffer: Buffer,
+        log: Log,
+        index: Array,
+        threads: Array,
+        bad: Array,
+        kind: str,
+    ) -> RaceError:
+        """Return the error for the first granule of `bad`."""
+        row, column = (int(each[0]) for each in np.nonzero(bad))
+        granule = index[row, column]
+        line = log.pending if kind == "copy" else log.arrays[f"{kind}_line"]
+        other = self.program.instructions[int(line[granule])]
+        by = log.arrays["reader" if kind == "read" else "writer"][granule]
+        who = {MANY: "several threads", WHOLE_WARP: "a warp"}.get(int(by), f"thread {by}")
+        where = "shared memory" if isinstance(buffer, Shared) else f"buffer {buffer.label}"
+        stamp = log.arrays["first_read" if kind == "read" else "write_epoch"][granule]
+        if kind != "copy" and self.launch_start <= stamp < self.cta_start:
+            who += " of another CTA"
+        error = refuse(
+            RaceError,
+            instruction,
+            expected=f"a barrier between two accesses of byte {granule * log.granule} of {where}",
+            received=f"{kind} by {who} at {place(other)}, then thread {int(threads[row])}",
+            remedy="wait for the copy (cp.async.wait_group) and add a barrier between them; between "
+            "CTAs use two launches",
+        )
+        assert isinstance(error, RaceError)
+        error.other_line, error.other_source = other.line, other.source
+        return error
