@@ -60,10 +60,7 @@ class Sets:
         parts = [self.members.get((operation, int(each))) for each in operands]
         united = np.unique(
             np.concatenate(
-                [
-                    operands[i : i + 1] if part is None else part
-                    for i, part in enumerate(parts)
-                ]
+                [operands[i : i + 1] if part is None else part for i, part in enumerate(parts)]
             )
         )
         if ".NaN" in operation and united.size > 1:

@@ -37,6 +37,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from isobit.compiled import arithmetic as ar
+
 Array = npt.NDArray[Any]
 Names = npt.NDArray[np.uint64]
 U64 = np.uint64
@@ -165,7 +167,7 @@ def _fold(compute: Folding, *operands: Array | np.uint64) -> Array | None:
         return None
     values = [np.asarray(each).astype(np.uint32).view(np.float32) for each in operands]
     with np.errstate(all="ignore"):
-        return np.asarray(compute(*values), dtype=np.float32).view(np.uint32)
+        return ar.patterns(compute(*values))
 
 
 def add(a: Names, b: Names) -> Names:
@@ -184,8 +186,8 @@ def mul(a: Names, b: Names) -> Names:
 
 
 def fma(a: Names, b: Names, c: Names) -> Names:
-    """Name a * b + c with one rounding in fp32; constants are not folded here."""
-    return make("fma", *ordered(a, b), c)
+    """Name a * b + c with one rounding in fp32."""
+    return make("fma", *ordered(a, b), c, folded=_fold(ar.fma, a, b, c))
 
 
 def div(a: Names, b: Names) -> Names:
@@ -200,12 +202,21 @@ def sqrt(a: Names) -> Names:
 
 def round_to(dtype: str, a: Names) -> Names:
     """Name the rounding of an fp32 value to "bf16" or "f16" (nearest, ties to even)."""
-    return make(f"round {dtype}", a)
+    made, fixed = make(f"round {dtype}", a), is_constant(a)
+    if not fixed.any():
+        return made
+    bits = np.asarray(a).astype(np.uint32)
+    near = ar.round_bf16(bits) if dtype == "bf16" else ar.round_f16(bits.view(np.float32))
+    return np.where(fixed, constant16(near), made)
 
 
 def widen(dtype: str, a: Names) -> Names:
     """Name the exact fp32 value of a "bf16" or "f16" value."""
-    return make(f"widen {dtype}", a)
+    made, fixed = make(f"widen {dtype}", a), is_constant(a)
+    if not fixed.any():
+        return made
+    exact = ar.widen(np.asarray(a).astype(np.uint16), dtype).view(np.uint32)
+    return np.where(fixed, constant(exact), made)
 
 
 def select(predicate: Names, a: Names, b: Names) -> Names:

@@ -1,6 +1,7 @@
 """What each opcode does. Importing this package fills the table."""
 
 from isobit.compiled.machine.opcodes import (
+    atomics,
     bitwise,
     conversions,
     copies,
@@ -14,6 +15,7 @@ from isobit.compiled.machine.opcodes import (
 )
 
 __all__ = [
+    "atomics",
     "bitwise",
     "conversions",
     "copies",

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from isobit.compiled.machine import arithmetic as ar
+from isobit.compiled import arithmetic as ar
 from isobit.compiled.machine.naming import Naming, SetNaming
 from isobit.compiled.machine.opcodes.floats import apply, float_type
 from isobit.compiled.machine.opcodes.integers import integer_arithmetic
 from isobit.compiled.machine.opcodes.table import Step, decoder
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction
 from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 
 def extreme(stem: str, kind: str, nan: bool, ftz: bool, *patterns: Array) -> Array:
@@ -28,7 +24,11 @@ def extreme(stem: str, kind: str, nan: bool, ftz: bool, *patterns: Array) -> Arr
     out = values[0]
     for other in values[1:]:
         equal = (out == other) & (out == 0)
-        sign = np.signbit(out) & np.signbit(other) if stem == "max" else np.signbit(out) | np.signbit(other)
+        sign = (
+            np.signbit(out) & np.signbit(other)
+            if stem == "max"
+            else np.signbit(out) | np.signbit(other)
+        )
         zero = np.where(sign, np.float32(-0.0), np.float32(0.0))
         if nan:
             made = np.maximum(out, other) if stem == "max" else np.minimum(out, other)
@@ -55,7 +55,7 @@ def maximum(instruction: Instruction) -> Step:
     name = SetNaming(operation if single == "f32" else f"{operation}.{single}")
     target, *sources = instruction.operands
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         def compute(*patterns: Array) -> Array:
             return extreme(stem, single, nan, ftz, *patterns)
 

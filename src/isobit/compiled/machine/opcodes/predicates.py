@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from isobit.compiled import arithmetic as ar
 from isobit.compiled import names as nm
-from isobit.compiled.machine import arithmetic as ar
 from isobit.compiled.machine.control import negated
 from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.opcodes.bitwise import COMPUTE as LOGIC
 from isobit.compiled.machine.opcodes.bitwise import join_predicates
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.registers import SIGNED, UNSIGNED, constant_names, merge, normal
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction, Pair, Sink
 from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 ORDERED: dict[str, Callable[..., Array]] = {
     "lt": np.less,
@@ -47,7 +45,11 @@ def comparison(instruction: Instruction, word: str, kind: str) -> Callable[[Arra
     if kind not in FLOATS:
         letter, width = kind[0], int(kind[1:])
         word = UNSIGNED_NAMES.get(word, word)
-        if word not in ORDERED or letter not in "sub" or (letter == "b" and word not in ("eq", "ne")):
+        if (
+            word not in ORDERED
+            or letter not in "sub"
+            or (letter == "b" and word not in ("eq", "ne"))
+        ):
             raise unknown(instruction, "comparison of")
         number: Any = SIGNED[width] if letter == "s" else UNSIGNED[width]
         return lambda x, y: ORDERED[word](x.view(number), y.view(number))
@@ -83,7 +85,7 @@ def set_predicate(instruction: Instruction) -> Step:
     ftz = ".ftz" if "ftz" in parts else ""
     name = Naming(f"setp.{rest[0]}{ftz}.{'b' + str(width) if alike else kind}", alike)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         with np.errstate(all="ignore"):
             bits = compare(machine.bits(a, width), machine.bits(b, width))
         made = machine.opaque(name, [(a, width), (b, width)], bits, 1)
@@ -113,7 +115,7 @@ def select(instruction: Instruction) -> Step:
     width = int(instruction.parts[1][-2:])
     target, a, b, predicate = instruction.operands
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         chosen = machine.bits(predicate, 1)
         bits = np.where(chosen, machine.bits(a, width), machine.bits(b, width))
         made = None

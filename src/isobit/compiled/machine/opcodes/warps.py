@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from isobit.compiled.machine.naming import SetNaming
+from isobit.compiled.machine.opcodes.extremes import extreme
 from isobit.compiled.machine.opcodes.table import Step, decoder, opcode
 from isobit.compiled.machine.registers import Word
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction, Pair
-from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
+from isobit.compiled.refusals import DataBranchError, refuse, unknown
 
 
 @opcode("bar.sync", "barrier.sync", "barrier.cta.sync")
-def barrier(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+def barrier(machine: State, instruction: Instruction, mask: Array | None) -> None:
     """Wait for all threads of the CTA."""
     machine.everyone(mask)
     if len(instruction.operands) > 1:
@@ -29,7 +29,7 @@ def barrier(machine: Machine, instruction: Instruction, mask: Array | None) -> N
 
 
 @opcode("bar.warp.sync")
-def warp_barrier(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+def warp_barrier(machine: State, instruction: Instruction, mask: Array | None) -> None:
     """Wait for the threads of each warp."""
     machine.whole_warps(mask)
     machine.full_warp(instruction.operands[0])
@@ -47,7 +47,7 @@ def shuffle(instruction: Instruction) -> Step:
     predicate = target.second if isinstance(target, Pair) else None
     register = target.first if isinstance(target, Pair) else target
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         machine.whole_warps(mask)
         machine.full_warp(members)
         lane = np.arange(machine.threads) % 32
@@ -77,6 +77,73 @@ def shuffle(instruction: Instruction) -> Step:
 
 
 @opcode("activemask")
-def active_mask(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+def active_mask(machine: State, instruction: Instruction, mask: Array | None) -> None:
     """Return all ones: the machine runs whole warps."""
     machine.write(instruction.operands[0], np.full(machine.threads, 0xFFFFFFFF, np.uint32), mask)
+
+
+@opcode("vote.sync")
+def vote(machine: State, instruction: Instruction, mask: Array | None) -> None:
+    """Combine a predicate over each warp; it must not depend on float data."""
+    mode = instruction.parts[2]
+    target, source, members = instruction.operands
+    machine.whole_warps(mask)
+    machine.full_warp(members)
+    if machine.tainted(source):
+        raise refuse(
+            DataBranchError,
+            instruction,
+            expected="a vote that does not depend on float data",
+            received=f"operand {getattr(source, 'name', source)}",
+            remedy="use tl.where on values instead",
+        )
+    lanes = machine.bits(source, 1).reshape(-1, 32)
+    if mode == "ballot" and instruction.parts[3] == "b32":
+        made = (lanes.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(1).astype(np.uint32)
+    elif mode in ("all", "any", "uni") and instruction.parts[3] == "pred":
+        made = {"all": lanes.all(1), "any": lanes.any(1), "uni": lanes.all(1) | ~lanes.any(1)}[mode]
+    else:
+        raise unknown(instruction, "modifier of")
+    machine.write(target, np.repeat(made, 32), mask)
+
+
+INTEGER_REDUCTIONS = {
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+}
+
+
+@decoder("redux.sync")
+def reduce_warp(instruction: Instruction) -> Step:
+    """Decode a reduction over a warp: of integers, or the maximum or minimum of floats as a set."""
+    operation, kind = instruction.parts[2], instruction.parts[-1]
+    modifiers = set(instruction.parts[3:-1])
+    target, source, members = instruction.operands
+    is_float = kind == "f32"
+    if is_float and (operation not in ("max", "min") or modifiers - {"NaN"}):
+        raise unknown(instruction, "modifier of")
+    if not is_float and (modifiers or operation not in INTEGER_REDUCTIONS or kind[1:] != "32"):
+        raise unknown(instruction, "modifier of")
+    name = SetNaming(f"{operation}{'.NaN' if 'NaN' in modifiers else ''}")
+
+    def step(machine: State, mask: Array | None) -> None:
+        machine.whole_warps(mask)
+        machine.full_warp(members)
+        if not is_float:
+            lanes = machine.concrete(source).view(np.int32 if kind[0] == "s" else np.uint32)
+            made = INTEGER_REDUCTIONS[operation].reduce(lanes.reshape(-1, 32), 1)
+            machine.write(target, np.repeat(made, 32).view(np.uint32), mask)
+            return
+        lanes = machine.bits(source, 32).reshape(-1, 32)
+        bits = extreme(operation, "f32", "NaN" in modifiers, False, *lanes.T)
+        word = None
+        if machine.names and machine.tainted(source):
+            columns = list(machine.word(source).reshape(-1, 32).T)
+            word = Word(np.repeat(machine.make(name, columns, bits), 32))
+        machine.write(target, np.repeat(bits, 32), mask, word)
+
+    return step
