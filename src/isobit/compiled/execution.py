@@ -119,6 +119,8 @@ class Execution:
     launched: list[Compiled] = field(default_factory=list)
     machines: list[tuple[Machine, Compiled]] = field(default_factory=list)
     executed: int = 0
+    remarks: list[str] = field(default_factory=list)  # of the machine
+    approximate: set[str] = field(default_factory=set)  # opcodes without the hardware's bits
     seconds: float = 0.0
     names: list[Names] = field(default_factory=list)
     bits: list[np.ndarray[Any, Any]] = field(default_factory=list)
@@ -159,6 +161,8 @@ class Execution:
             machine = Machine(made.program, engine=engine, names=True, record=self.record)
             machine.run((*size, 1, 1)[:3], given, shared_bytes=made.shared_bytes)
             self.executed += machine.executed
+            self.remarks += [f"{made.name}: {what}, at {at}" for what, at in machine.facts.items()]
+            self.approximate |= machine.approximate
             if self.record:
                 self.machines.append((machine, made))
 

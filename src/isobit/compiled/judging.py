@@ -64,6 +64,8 @@ class Judge:
     found: list[list[tuple[str, int]]] = field(default_factory=list)  # per outcome and row
     elements: list[int] = field(default_factory=list)  # per outcome: elements of a row
     skipped: list[str] = field(default_factory=list)
+    remarks: dict[str, None] = field(default_factory=dict)
+    approximate: set[str] = field(default_factory=set)
     runs: int = 0
 
     def execute(
@@ -83,6 +85,8 @@ class Judge:
             choices=Choices(dict(one.autotune)),
         )
         call(surveyed.function, one.given, run, self.compiler.target)
+        self.remarks.update(dict.fromkeys(run.remarks))
+        self.approximate |= run.approximate
         shapes = [shape for shape, _ in surveyed.pilots[one.plain].outputs]
         return run, rows_of(run, shapes, surveyed.output_axes(one), one.rows)
 

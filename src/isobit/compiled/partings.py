@@ -45,9 +45,7 @@ def find_parting(
     if pair is None:
         return parting, drawn
     parting = replace(parting, left_step=mine.step(pair[0]), right_step=other.step(pair[1]))
-    return replace(
-        parting, equal_below=equal, detail=in_terms(drawn) or parting.detail, **steps
-    ), drawn
+    return replace(parting, equal_below=equal, detail=in_terms(drawn) or parting.detail), drawn
 
 
 def first_operations(
