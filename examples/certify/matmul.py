@@ -1,4 +1,4 @@
-"""A matrix product in Triton, four ways: does a row's sum depend on how many rows there are?
+"""A matrix product in Triton, five ways: does a row's sum depend on how many rows there are?
 
 isobit certify examples/certify/matmul.py:matmul --vary BLOCK_M=16,64,128
 isobit certify examples/certify/matmul.py:split_k_by_rows
@@ -99,6 +99,17 @@ def split_k_atomic_kernel(
     tl.atomic_add(where, acc, mask=rows[:, None] < M)
 
 
+# The autotuner picks by time, again for every new M. Every configuration is judged.
+autotuned_kernel = triton.autotune(
+    configs=[
+        triton.Config({"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 64}, num_warps=4, num_stages=2),
+        triton.Config({"BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 32}, num_warps=4, num_stages=3),
+        triton.Config({"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 32}, num_warps=8, num_stages=3),
+    ],
+    key=["M", "N", "K"],
+)(matmul_kernel)
+
+
 def multiply(x, w, block_m=64, block_k=32, num_warps=4):
     """Return x @ w: one accumulator per output, which runs through all of K."""
     (m, k), n = x.shape, w.shape[1]
@@ -141,6 +152,16 @@ def operands(rows):
 def matmul(rows, BLOCK_M=64, BLOCK_K=32, num_warps=4):
     """Certify one accumulator per output: the tile may be chosen freely."""
     return multiply(*operands(rows), BLOCK_M, BLOCK_K, num_warps)
+
+
+def autotuned(rows):
+    """Certify what the autotuner may pick: tiles of all shapes, and other stages."""
+    x, w = operands(rows)
+    out = torch.empty((rows, N), dtype=x.dtype)
+    autotuned_kernel[
+        lambda meta: (triton.cdiv(rows, meta["BLOCK_M"]), triton.cdiv(N, meta["BLOCK_N"]))
+    ](x, w, out, rows, N, K)
+    return out
 
 
 def split_k_by_rows(rows):

@@ -61,6 +61,37 @@ def facts(kernel="matmul_kernel", target="sm_90", block=64, **changed):
     return KernelFacts(kernel, target, **{**known, **changed})
 
 
+def parting(classes, at):
+    """The place where the first and another class differ."""
+    left = Step(
+        "add.rn.f32",
+        "(x[k=0…63]·w) + (x[k=64…127]·w)",
+        88,
+        "add.rn.f32 \t%r31, %r29, %r30;",
+        ("matmul.py", 71),
+        "total += tl.load(partials + split * size + at, mask=at < size)",
+    )
+    right = Step(
+        "mma.sync",
+        "(x[k=0…63]·w) + x[k=64]·w + … + x[k=79]·w",
+        412,
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r1, %r2, %r3, %r4}, …;",
+        ("matmul.py", 35),
+        "acc = tl.dot(a, b, acc)",
+    )
+    return Parting(
+        0,
+        at,
+        classes[0].configurations[0],
+        classes[at].configurations[0],
+        output="output 0, element [0]",
+        left_step=left,
+        right_step=right,
+        equal_below=4,
+        detail="One side adds two finished sums, the other adds 16 more products to the first sum.",
+    )
+
+
 def target_of(name, class_of, rows=ROWS, settings=(), trees=(), partings=True, verdict=None):
     """A report of one target: `class_of(rows, settings)` numbers the expression of a configuration."""
     configurations = [
@@ -98,34 +129,7 @@ def target_of(name, class_of, rows=ROWS, settings=(), trees=(), partings=True, v
         )
         for at, found in members.items()
     )
-    parted = tuple(
-        Parting(
-            0,
-            at,
-            classes[0].configurations[0],
-            classes[at].configurations[0],
-            output="output 0, element [0]",
-            left_step=Step(
-                "add.rn.f32",
-                "(x[k=0…63]·w) + (x[k=64…127]·w)",
-                88,
-                "add.rn.f32 \t%r31, %r29, %r30;",
-                ("matmul.py", 71),
-                "total += tl.load(partials + split * size + at, mask=at < size)",
-            ),
-            right_step=Step(
-                "mma.sync",
-                "(x[k=0…63]·w) + x[k=64]·w + … + x[k=79]·w",
-                412,
-                "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%r1, %r2, %r3, %r4}, …;",
-                ("matmul.py", 35),
-                "acc = tl.dot(a, b, acc)",
-            ),
-            equal_below=4,
-            detail="One side adds two finished sums, the other adds 16 more products to the first sum.",
-        )
-        for at in range(1, len(classes))
-    )
+    parted = tuple(parting(classes, at) for at in range(1, len(classes)))
     kernels = (facts(target=name), facts("merge_kernel", name, 256, tensor_core={}, engine=""))
     return TargetReport(
         name, TARGETS[name], tuple(outcomes), classes, parted if partings else (), kernels

@@ -15,7 +15,6 @@ from typing import Any
 
 from isobit import files
 from isobit.certify_records import Certified
-from isobit.cli.options.certify import ROWS
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import say
@@ -38,9 +37,10 @@ def run(options: argparse.Namespace) -> int:
         function = find(options.function, options.trust)
         found = certify(
             function,
-            rows=choose_rows(function, options),
+            rows=options.rows,
             vary=dict(options.vary),
             targets=options.target,
+            ptx=options.ptx,
             progress=steps.at,
         )
     digests = [one.digest for one in found.classes]
@@ -70,29 +70,6 @@ def check_paths(options: argparse.Namespace) -> None:
             raise ArgumentError(
                 expected=expected, received=received, remedy="isobit certify --help"
             )
-
-
-def choose_rows(function: Callable[..., Any], options: argparse.Namespace) -> list[int] | None:
-    """Return the row counts; None for a function without a parameter `rows`."""
-    known = inspect.signature(function).parameters
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in known.values())
-    unknown = [name for name, _ in options.vary if name not in known and not takes_any]
-    if unknown:
-        others = ", ".join(name for name in known if name != "rows") or "none"
-        raise ArgumentError(
-            expected=f"parameters of {options.function}: {others}",
-            received=f"--vary {unknown[0]}",
-            remedy=f"add a parameter {unknown[0]} to the function and pass it on to the kernel",
-        )
-    if "rows" in known:
-        return list(options.rows or ROWS)
-    if options.rows:
-        raise ArgumentError(
-            expected=f"a parameter rows of {options.function}, to pass --rows to",
-            received=f"parameters: {', '.join(known) or 'none'}",
-            remedy="add a parameter rows and make the inputs with so many rows, or leave --rows out",
-        )
-    return None
 
 
 def find(name: str, trust: list[str]) -> Callable[..., Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isobit.certify_records import BROKEN, Certified, Configuration, Outcome, TargetReport
-from isobit.report.certify_words import ROWS, class_of, counted, letter, name_cause, values_of
+from isobit.report.certify_words import ROWS, class_of, counted, letter, name_cause
 from isobit.report.markup import escape
 
 COLOURS = 8  # expressions with a colour of their own; the others are grey
@@ -45,8 +45,8 @@ def draw_map(found: Certified) -> str:
 
 def _side(configuration: Configuration) -> str:
     """Return what a configuration sets besides the number of rows."""
-    rest = [f"{name}={value}" for name, value in values_of(configuration).items() if name != ROWS]
-    return " ".join(rest)
+    rest = [f"{name}={value}" for name, value in configuration.settings]
+    return " ".join([*rest, *(chosen for _, chosen in configuration.autotune)])
 
 
 def _target(target: TargetReport) -> str:

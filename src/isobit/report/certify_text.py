@@ -21,6 +21,7 @@ from isobit.report.certify_words import (
 
 KERNELS, PARTINGS = 12, 2  # compiled kernels and pairs of expressions that are shown
 OPTIONS, ORDER = 60, 64  # characters
+KNOWN = (0, 1, 2, 4)  # columns of expressions without a known order
 FACTS = (
     "kernel",
     "target",
@@ -62,12 +63,12 @@ def describe_certificate(found: Certified, width: int = 100) -> str:
             shown = targets[0].partings[:PARTINGS]
             parts += [_parting(targets[0], one, width) for one in shown]
             more = len(targets[0].partings) - len(shown)
-            parts += [f"and {more:,} more pairs: --html shows them"] if more else []
+            parts += [f"and {counted(more, 'more pair')}: --html shows them"] if more else []
     parts += _failures(found, width)
     if any(target.kernels for target in found.targets):
         parts.append(_facts(found))
     notes = [*found.notes, *cautions(found)]
-    parts += [textwrap.fill(one_line(note), width) for note in notes]
+    parts += [textwrap.fill(one_line(f"Note: {note}"), width) for note in notes]
     return "\n\n".join([*parts, f"What this covers, and what it does not: {COVERS}"]) + "\n"
 
 
@@ -108,15 +109,19 @@ def _classes(targets: Sequence[TargetReport]) -> str:
         digests = list(dict.fromkeys(target.classes[at].digest[:8] for target in targets))
         order = one.formula if one.tree is None else describe_order(one.tree)
         cells = (letter(at), describe_class(one, first), f"{len(one.members)}", cut(order, ORDER))
-        rows.append((*cells, " ".join(digests)))
+        rows.append([*cells, " ".join(digests)])
     where = one_line(f"On {listed([target.target for target in targets])}")
-    heads = ("expression", "configurations", "count", "order of the first element", "digest")
+    heads = ["expression", "configurations", "count", "order of the first element", "digest"]
+    if not any(row[3] for row in rows):
+        heads, rows = [heads[at] for at in KNOWN], [[row[at] for at in KNOWN] for row in rows]
     return f"{where}: {counted(len(rows), 'expression')}\n{aligned(heads, rows, (2,))}"
 
 
 def _parting(target: TargetReport, one: Parting, width: int) -> str:
     pair = f"Expressions {letter(one.left)} and {letter(one.right)} on {target.target}"
-    where = f", in {one.output}" if one.output else ""
+    where = f" in {one.output}" if one.output else ""
+    if one.left_step is None and one.right_step is None:
+        return one_line(f"{pair} differ{where}. {one.detail}")
     lines = [one_line(f"{pair} first differ here{where}:")]
     sides = (
         (one.left, one.left_configuration.label, one.left_row, one.left_step),

@@ -11,6 +11,7 @@ from isobit.certify_records import Certified, Configuration, ExpressionClass, Ta
 COVERS = "https://isobit.github.io/isobit/explanation/what-a-certificate-covers/"
 FEW = 4  # configurations that are listed before "and more"
 ROWS = "rows"
+TUNED = " tuned to"  # ends the name of what an autotuner picks
 
 
 def counted(number: int, noun: str) -> str:
@@ -35,7 +36,7 @@ def values_of(configuration: Configuration) -> dict[str, str]:
     """Return what a configuration sets, by name, without its target."""
     found = {} if configuration.rows is None else {ROWS: str(configuration.rows)}
     found.update(configuration.settings)
-    found.update({f"autotune of {name}": chosen for name, chosen in configuration.autotune})
+    found.update({f"{name}{TUNED}": chosen for name, chosen in configuration.autotune})
     return found
 
 
@@ -149,6 +150,8 @@ def find_causes(target: TargetReport) -> list[str]:
 
 def name_cause(name: str) -> str:
     """Return a name as it is used in a sentence."""
+    if name.endswith(TUNED):
+        return f"what {name.removesuffix(TUNED)} is tuned to"
     return "the number of rows" if name == ROWS else name
 
 
@@ -259,13 +262,4 @@ def cautions(found: Certified) -> list[str]:
         notes.append(
             f"Registers are spilled to memory in {listed(spilled)}: slow, but the same bits."
         )
-    opened = sorted({one.kernel for one in kernels if one.open_products})
-    if opened:
-        notes.append(
-            f"ptxas may fuse products and sums in {listed(opened)} ('open' above): PTX leaves it the choice. Launch "
-            "with enable_fp_fusion=False to forbid it."
-        )
-    flushed = sorted({one.kernel for one in kernels if one.flushes})
-    if flushed:
-        notes.append(f"Some operations flush subnormal numbers to zero in {listed(flushed)}.")
     return notes
