@@ -25,6 +25,7 @@ from isobit.compiled.machine.control import run_threads
 from isobit.compiled.machine.memory import Buffer, Shared
 from isobit.compiled.machine.opcodes.table import find
 from isobit.compiled.machine.races import Races
+from isobit.compiled.machine.short_branches import with_guards
 from isobit.compiled.names import Array, Names
 from isobit.compiled.ptx.program import Instruction, Program, Register
 from isobit.compiled.recorded import Recorded
@@ -54,6 +55,7 @@ class Machine(Access):
         races: bool = True,
         record: bool = False,
     ) -> None:
+        program = with_guards(program)
         self.program, self.engine, self.names = program, engine, names
         self.threads = program.threads
         if self.threads % 32:
