@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from isobit.errors import UnsupportedError
+from isobit.errors import ArgumentError, UnsupportedError
 from isobit.order.engines import (
     CDNA3_SUM_FRACTION,
     LEAST_EXPONENT,
@@ -45,6 +45,13 @@ ENGINE_OF_TARGET = {
     "sm_120": "tc25x16",
     "gfx942": "cdna3",
 }
+# 8-bit operands have engines of their own: Hopper and Blackwell share one for 16-bit operands, not for these.
+EIGHT_BIT_ENGINE_OF_TARGET = {
+    "sm_89": "tc13x16",
+    "sm_90": "tc13x32",
+    "sm_100": "tc25x32",
+    "sm_120": "tc25x32",
+}
 # Temporaries of about this many elements stay in a core's cache.
 BLOCK = 1 << 16
 
@@ -68,15 +75,23 @@ def multiply_accumulate(
 
     Raises:
         UnsupportedError: The engine has no rule for these operand types.
+        ArgumentError: Shapes do not fit, or c is not float32.
     """
     rule = rule_of(engine, dtype)
+    shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2])
+    if a.shape[-1] != b.shape[-1] or c.shape != shape or c.dtype != np.float32:
+        raise ArgumentError(
+            expected="a [..., M, K], b [..., N, K], c [..., M, N] in float32",
+            received=f"a {list(a.shape)}, b {list(b.shape)}, c {list(c.shape)} in {c.dtype}",
+            remedy="pass b with K last, and the accumulator of the whole tile",
+        )
     if rule_of(engine, dtype_b or dtype) != rule:
         raise no_rule(engine, f"{dtype} with {dtype_b}")
     a_values, a_exponents = decode(a, dtype)
     b_values, b_exponents = decode(b, dtype_b or dtype)
-    total = widen(c)
     rows = max(1, BLOCK // (rule.products * max(1, b.shape[-2])))
-    with np.errstate(invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
+        total = widen(c)
         for at in range(0, a.shape[-2], rows):
             part = total[..., at : at + rows, :]
             for k in range(0, a.shape[-1], rule.products):
@@ -88,7 +103,7 @@ def multiply_accumulate(
                     part,
                 )
             total[..., at : at + rows, :] = part
-    return narrow(total)
+        return narrow(total)
 
 
 def fused_sum(a: Array, b: Array, c: Array, engine: str, dtype: str) -> Array:
@@ -96,6 +111,23 @@ def fused_sum(a: Array, b: Array, c: Array, engine: str, dtype: str) -> Array:
     return multiply_accumulate(a[..., None, :], b[..., None, :], c[..., None, None], engine, dtype)[
         ..., 0, 0
     ]
+
+
+def engine_of(target: str, dtype: str) -> str:
+    """Return the engine of a target for an operand type.
+
+    Raises:
+        UnsupportedError: The arithmetic of the target is not known for that type.
+    """
+    engines = EIGHT_BIT_ENGINE_OF_TARGET if dtype in ("e4m3", "e5m2") else ENGINE_OF_TARGET
+    if target not in engines:
+        raise UnsupportedError(
+            expected=f"one of {', '.join(engines)}, whose arithmetic of {dtype} is known",
+            received=target,
+            remedy="compile for one of these targets, or use operands of another type",
+        )
+    rule_of(engines[target], dtype)
+    return engines[target]
 
 
 def rule_of(engine: str, dtype: str) -> TensorCore:
@@ -116,17 +148,24 @@ def no_rule(engine: str, dtype: str) -> UnsupportedError:
 
 
 def step(rule: TensorCore, products: Array, exponents: Array, total: Array) -> Array:
-    """Add one step of products [L, ...] to the accumulator [...], all float64."""
+    """Add one step of products [L, ...] to the accumulator [...], all float64; `products` is overwritten."""
     if rule.late_accumulator:
         return cdna3_step(rule, products, exponents, total)
-    top = exponents.max(0)
-    np.maximum(top, exponents_of(total, -108 - rule.fraction), out=top)
+    top: Array = np.maximum(exponents.max(0), exponent_fields(total))
+    if top.min(initial=0) < LEAST_FP32:
+        np.maximum(top, np.where(total == 0, rule.zero, LEAST_FP32), out=top)
     scale = powers(rule.fraction - top)
     products *= scale
     np.trunc(products, out=products)
-    aligned = np.trunc(total * scale)
+    aligned: Array = np.trunc(total * scale)
     aligned += products.sum(0)
+    aligned += 0.0  # no -0
     aligned *= powers(top - rule.fraction)
+    if top.min(initial=0) >= LEAST_FP32 + rule.fraction and top.max(initial=0) < 120:
+        # No sum is subnormal, none is beyond fp32; cutting bits keeps infinities and NaN.
+        bits = aligned.view(np.int64)
+        bits &= -1 << (52 - rule.result)
+        return aligned
     return cut(aligned, rule.result)
 
 
@@ -135,40 +174,43 @@ def cdna3_step(rule: TensorCore, products: Array, exponents: Array, total: Array
     too_large = np.abs(products) >= 2.0**128
     if too_large.any():
         products[too_large] *= np.inf
-    low = np.maximum(exponents.max(0), -300)
+    low = np.maximum(exponents.max(0).astype(np.int64), -300)
     products *= powers(rule.fraction - low)
     np.trunc(products, out=products)
     dot = products.sum(0)
-    top = np.maximum(low, exponents_of(total, LEAST_FP32))
+    top = np.maximum(low, exponents_of(total))
     unit = CDNA3_SUM_FRACTION + 1
     dot = np.floor(dot * powers(low - top + (unit - rule.fraction)))
     held = np.floor(total * powers(rule.fraction - top)) * 2.0 ** (unit - rule.fraction)
     value = (dot + held) * powers(top - unit)
-    own = exponents_of(value, LEAST_FP32)
+    own = exponents_of(value)
     value = np.floor(value * powers(CDNA3_SUM_FRACTION - own)) * powers(own - CDNA3_SUM_FRACTION)
     return nearest(value)
 
 
 def powers(exponents: Array) -> Array:
-    """Return 2.0**exponents for exponents of normal float64."""
-    return ((exponents.astype(np.int64) + 1023) << 52).view(np.float64)
+    """Return 2.0**exponents for int64 exponents of normal float64."""
+    return (exponents + 1023 << 52).view(np.float64)
 
 
-def exponents_of(values: Array, of_zero: int) -> Array:
-    """Return the exponents of fp32 values in float64, at least that of a subnormal."""
-    field = ((values.view(np.int64) >> 52) & 0x7FF) - 1023
-    found: Array = np.clip(field, LEAST_FP32, 300).astype(np.int16)
-    found[values == 0] = of_zero
+def exponent_fields(values: Array) -> Array:
+    """Return the exponents of float64 as int64; -1023 of a zero, 1024 of what is not finite."""
+    found = values.view(np.int64) >> 52
+    found &= 0x7FF
+    found -= 1023
     return found
 
 
+def exponents_of(values: Array) -> Array:
+    """Return the exponents of fp32 values in float64, at least that of a subnormal."""
+    return np.clip(exponent_fields(values), LEAST_FP32, 300)
+
+
 def cut(values: Array, fraction: int) -> Array:
-    """Round float64 toward zero to the range of fp32 and a number of fractional bits; no -0."""
-    bits = values.view(np.int64)
-    exponent = ((bits >> 52) & 0x7FF) - 1023
-    drop = np.maximum(LEAST_FP32 - exponent, 0) + (52 - fraction)
-    kept = (bits >> np.minimum(drop, 63)) << np.minimum(drop, 63)
-    kept = np.where(drop > 52, 0, kept)
+    """Round float64 toward zero to the range of fp32 and a number of fractional bits; a zero is +0."""
+    drop = np.maximum(LEAST_FP32 - exponent_fields(values), 0) + (52 - fraction)
+    places = np.minimum(drop, 63)
+    kept = np.where(drop > 52, 0, values.view(np.int64) >> places << places)
     result = kept.view(np.float64)
     too_large = np.abs(result) >= 2.0**128
     if too_large.any():
@@ -191,31 +233,29 @@ def nearest(values: Array) -> Array:
 
 
 def widen(c: Array) -> Array:
-    """Return fp32 as float64."""
-    bits = np.ascontiguousarray(c, np.float32).view(np.uint32)
-    with np.errstate(invalid="ignore"):
-        wide = c.astype(np.float64)
-    small = (bits & 0x7F800000) == 0
+    """Return fp32 as float64, contiguous."""
+    wide = np.array(c, np.float64, order="C")
+    bits = np.ascontiguousarray(c).view(np.uint32)
+    small = (bits << 1) - 1 < 0xFFFFFF  # of a zero this wraps around
     if small.any():
-        low = bits[small].astype(np.int64)
-        size = (low & 0x7FFFFF) * 2.0**-149
-        wide[small] = np.where(low >> 31, -size, size)
+        size = (bits[small] & 0x7FFFFF) * 2.0**-149
+        wide[small] = np.where(bits[small] >> 31, -size, size)
     return wide
 
 
 def narrow(values: Array) -> Array:
     """Return float64 that holds fp32 values as fp32; every NaN becomes 0x7FFFFFFF."""
-    bits = np.ascontiguousarray(values).view(np.int64)
-    sign = (bits >> 32) & 0x80000000
-    size = (bits & 0x7FFFFFFFFFFFFFFF) - (896 << 52)
-    found = sign | (size >> 29)
-    magnitude = np.abs(values)
-    small = magnitude < 2.0**-126
-    if small.any():
-        found[small] = sign[small] | (magnitude[small] * 2.0**149).astype(np.int64)
-    found[magnitude == np.inf] = sign[magnitude == np.inf] | 0x7F800000
-    found[np.isnan(values)] = NAN
-    return found.astype(np.uint32).view(np.float32)
+    found = values.astype(np.float32)
+    # neither a normal number nor a zero
+    odd = (exponent_fields(values) + 126).view(np.uint64) > 126 + 127
+    odd &= values != 0
+    if odd.any():
+        bits, rest = found.view(np.uint32), values[odd]
+        sign = np.where(np.signbit(rest), 0x80000000, 0)
+        size = np.where(np.isfinite(rest), np.abs(rest), 0.0) * 2.0**149  # of a subnormal
+        size = np.where(np.isinf(rest), 0x7F800000, size).astype(np.int64)
+        bits[odd] = np.where(np.isnan(rest), NAN, sign | size)
+    return found
 
 
 def decode(raw: Array, dtype: str) -> tuple[Array, Array]:
@@ -229,9 +269,10 @@ def decode(raw: Array, dtype: str) -> tuple[Array, Array]:
             remedy=f"view the array as numpy.uint{width}",
         )
     values, exponents = tables(dtype)
-    raw = np.moveaxis(raw, -1, 0)
-    index = np.ascontiguousarray(raw) >> ignored
-    return values[index], exponents[index]
+    index = np.ascontiguousarray(np.moveaxis(raw, -1, 0))
+    if ignored:
+        index = index >> ignored
+    return values.take(index), exponents.take(index)
 
 
 @cache
