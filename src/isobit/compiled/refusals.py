@@ -55,6 +55,10 @@ class RaceError(MachineError):
     other_source: tuple[str, int] | None = None
 
 
+class BarrierWaitError(MachineError):
+    """A barrier object that is used in a way that no GPU orders, or a wait that never ends."""
+
+
 def place(instruction: Instruction) -> str:
     """Return where an instruction is: the PTX line and, if known, the Python line."""
     shown = instruction.text if len(instruction.text) <= 100 else instruction.text[:97] + "..."

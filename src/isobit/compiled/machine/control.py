@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
 from isobit.compiled import names as nm
 from isobit.compiled.machine.opcodes.table import Step, decoder
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction, Symbol
 from isobit.compiled.refusals import DataBranchError, DivergentBranchError, refuse
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 
 @decoder("bra", "ret", "exit")
 def control(instruction: Instruction) -> Step:
     """Return nothing to run: branches are taken by `run_threads`."""
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         raise AssertionError(instruction.opcode)
 
     return step
 
 
-def guard_mask(machine: Machine, instruction: Instruction, register_only: bool) -> Array:
+def guard_mask(machine: State, instruction: Instruction, register_only: bool) -> Array:
     """Return the threads that a guard lets execute; refuse a guard that depends on data."""
     guard = instruction.guard
     assert guard is not None
     made = machine.named[guard.register.index]
-    if made is not None:
+    if made is not None and machine.tainted(guard.register):
         if not register_only:
             raise refuse(
                 DataBranchError,
@@ -51,68 +49,71 @@ def negated(name: nm.Names) -> nm.Names:
     return np.where(nm.is_constant(name), flipped, nm.make("not", name))
 
 
-def run_threads(machine: Machine) -> None:
+@dataclass
+class Apart:
+    """Warps that branched apart: where they meet, who meets there, and the sides still to run."""
+
+    meet: int
+    active: Array | None
+    waiting: list[tuple[int, Array]]
+
+
+def run_threads(machine: State) -> None:
     """Run the threads of a CTA until all have returned.
 
-    Warps that branch apart run apart: always those with the smallest place in the program, until
-    they meet again.
+    Warps that branch apart run apart, one side after the other, until the place that every path
+    from the branch passes (see reconvergence.py). A return is a jump to the end.
     """
     instructions, steps = machine.program.instructions, machine.steps
     register_only, hits = machine.register_only, machine.hits
     kinds = [{"bra": 1, "ret": 2, "exit": 2}.get(each.parts[0], 0) for each in instructions]
-    places: list[tuple[int, Array | None]] = [(0, None)]
-    while places:
-        at = min(place for place, _ in places)
-        together = [mask for place, mask in places if place == at]
-        places = [(place, mask) for place, mask in places if place != at]
-        active = merged(together)
-        if active is not None and active.all():
-            active = None
-        next_place = min((place for place, _ in places), default=len(instructions) + 1)
-        while at < len(instructions):
-            instruction = machine.current = instructions[at]
-            hits[at] += 1
-            mask = active
-            machine.guard_names = None
-            if instruction.guard is not None:
-                mask = guard_mask(machine, instruction, register_only[at])
-                if active is not None:
-                    mask = mask & active
-                    if machine.guard_names is not None:
-                        no = nm.constant_predicate(0)
-                        machine.guard_names = np.where(active, machine.guard_names, no)
-            if not kinds[at]:
-                steps[at](machine, mask)
-                at += 1
-            elif mask is None or (mask.all() if active is None else (mask == active).all()):
-                if kinds[at] == 2:
-                    break
-                target = instruction.operands[0]
-                assert isinstance(target, Symbol)
-                at = machine.program.labels[target.name]
-            elif not mask.any():
-                at += 1
+    order = machine.asynchronous
+    before = order.before if order is not None and order.checked else None
+    end, at, active = len(instructions), 0, None
+    apart: list[Apart] = []
+    while True:
+        while apart and at == apart[-1].meet:
+            if apart[-1].waiting:
+                at, active = apart[-1].waiting.pop()
             else:
-                whole_warps(machine, instruction, mask, active)
-                if kinds[at] == 1:
-                    target = instruction.operands[0]
-                    assert isinstance(target, Symbol)
-                    places.append((machine.program.labels[target.name], mask))
-                places.append((at + 1, ~mask if active is None else active & ~mask))
-                break
-            if at >= next_place:
-                places.append((at, active))
-                break
-
-
-def merged(masks: list[Array | None]) -> Array | None:
-    """Return the threads of several masks together."""
-    given = [mask for mask in masks if mask is not None]
-    return np.logical_or.reduce(given) if len(given) == len(masks) else None
+                active = apart.pop().active
+        if at >= end:
+            return
+        instruction = machine.current = instructions[at]
+        hits[at] += 1
+        mask = machine.active = active
+        machine.guard_names = None
+        if instruction.guard is not None:
+            mask = guard_mask(machine, instruction, register_only[at])
+            if active is not None:
+                mask = mask & active
+                if machine.guard_names is not None:
+                    no = nm.constant_predicate(0)
+                    machine.guard_names = np.where(active, machine.guard_names, no)
+        if not kinds[at]:
+            if before is not None:
+                before(instruction)
+            steps[at](machine, mask)
+            at += 1
+            continue
+        target = end
+        if kinds[at] == 1:
+            label = instruction.operands[0]
+            assert isinstance(label, Symbol)
+            target = machine.program.labels[label.name]
+        if mask is None or (mask.all() if active is None else (mask == active).all()):
+            at = target
+        elif not mask.any():
+            at += 1
+        else:
+            whole_warps(machine, instruction, mask, active)
+            apart.append(Apart(machine.meeting_points[at], active, [(target, mask)]))
+            active = ~mask if active is None else active & ~mask
+            at += 1
 
 
 def whole_warps(
-    machine: Machine, instruction: Instruction, mask: Array, active: Array | None
+    machine: State, instruction: Instruction, mask: Array, active: Array | None
 ) -> None:
     """Refuse a branch that the threads of one warp do not take alike."""
     warps = mask.reshape(-1, 32)

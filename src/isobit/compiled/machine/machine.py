@@ -12,6 +12,7 @@ With names=False only bits are computed, and nothing that needs names is checked
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -19,24 +20,37 @@ from typing import Any
 
 import numpy as np
 
-from isobit.compiled.machine import mma, opcodes  # noqa: F401 (they fill the table)
-from isobit.compiled.machine.access import Access
+from isobit.compiled.machine import (  # noqa: F401 (they fill the table)
+    barrier_objects,
+    bulk_copies,
+    mma,
+    opcodes,
+    tcgen05,
+    wgmma,
+)
+from isobit.compiled.machine.asynchronous import (
+    Asynchronous,
+    RegisterUse,
+    uses_asynchronous_work,
+)
+from isobit.compiled.machine.asynchronous_races import AsynchronousRaces
 from isobit.compiled.machine.control import run_threads
 from isobit.compiled.machine.memory import Buffer, Shared
 from isobit.compiled.machine.opcodes.table import find
 from isobit.compiled.machine.races import Races
+from isobit.compiled.machine.reconvergence import meeting_points
 from isobit.compiled.machine.short_branches import with_guards
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array, Names
-from isobit.compiled.ptx.program import Instruction, Program, Register
+from isobit.compiled.ptx.program import Instruction, Program
 from isobit.compiled.recorded import Recorded
-from isobit.compiled.refusals import OpcodeError, place, refuse
 from isobit.errors import ArgumentError
 
 SHARED_BYTES = 232448  # the most that a CTA can have, on sm_90 and sm_100 (227 KB)
 FIRST_ADDRESS, GAP = 1 << 32, 1 << 24
 
 
-class Machine(Access):
+class Machine(State):
     """Runs one kernel on buffers.
 
     Args:
@@ -65,7 +79,11 @@ class Machine(Access):
                 remedy="compile with num_warps",
             )
         self.recorded = Recorded(program) if record else None
-        self.races = Races(program) if races else None
+        # registers of each instruction, if some work of the program is asynchronous
+        self.use = RegisterUse(program) if uses_asynchronous_work(program) else None
+        kind = Races if self.use is None else AsynchronousRaces
+        self.races = kind(program) if races else None
+        self.asynchronous: Asynchronous | None = None
         self.facts: dict[str, str] = {}  # what a reader of the result must know -> first place
         self.approximate: set[str] = set()  # opcodes whose bits are not those of the hardware
         self.hits = [0] * len(program.instructions)
@@ -73,8 +91,14 @@ class Machine(Access):
         self.state: dict[str, Any] = {}  # of opcodes that keep state within a CTA
         self.current: Instruction = program.instructions[0]
         self.guard_names: Names | None = None
+        self.active: Array | None = None  # the threads that run, while warps run apart
         self.steps = [find(each)[0](each) for each in program.instructions]
         self.register_only = [find(each)[1] for each in program.instructions]
+
+    @functools.cached_property
+    def meeting_points(self) -> dict[int, int]:
+        """Where the two sides of each branch meet."""
+        return meeting_points(self.program)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -112,6 +136,9 @@ class Machine(Access):
         for cta in np.ndindex(z, y, x):
             self.start_cta(tuple(reversed(cta)), (x, y, z), size)
             run_threads(self)
+            for each in (self.asynchronous, self.state.get("tensor memory")):
+                if each is not None:
+                    each.finish()
         for buffer in self.buffers:
             buffer.finish()
         return self
@@ -200,27 +227,11 @@ class Machine(Access):
         self.special |= {"%tid.x": thread, "%laneid": thread % 32, "%warpid": thread // 32}
         if self.races is not None:
             self.races.start_cta(self.shared)
-
-    def special_register(self, name: str) -> Array:
-        """Return a special register; clocks and places on the chip are refused."""
-        if name not in self.special:
-            raise refuse(
-                OpcodeError,
-                self.current,
-                expected="a special register that every launch has alike",
-                received=name,
-                remedy="a certified kernel cannot depend on clocks or on where it runs",
-            )
-        return self.special[name]
-
-    def fact(self, what: str) -> None:
-        """Record a fact that a reader of the result must know, with its first place."""
-        if what not in self.facts:
-            self.facts[what] = place(self.current)
-
-    def register_values(self, register: Register) -> Array | None:
-        """Return the bits of a register, or None if it was never written."""
-        return self.values[register.index]
+        if self.use is not None:
+            checked = isinstance(self.races, AsynchronousRaces)
+            self.asynchronous = Asynchronous(self.program, self.use, shared_bytes, checked)
+            if isinstance(self.races, AsynchronousRaces):
+                self.races.start(self.asynchronous)
 
 
 def scalar_bits(value: float, kind: str) -> int:

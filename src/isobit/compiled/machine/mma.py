@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,12 +17,10 @@ from isobit.compiled.leaf import multiply_accumulate, rule_of
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.opcodes.transfers import items_of
 from isobit.compiled.machine.registers import Word
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array, Names
 from isobit.compiled.ptx.program import Instruction, Operand
 from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 # bits of an element of A and B by the type in the opcode
 ELEMENT_BITS = {"bf16": 16, "f16": 16, "tf32": 32, "e4m3": 8, "e5m2": 8}
@@ -58,21 +55,21 @@ def accumulator() -> Array:
     return place
 
 
-def gather(machine: Machine, registers: tuple[Operand, ...], bits: int) -> Array:
+def gather(machine: State, registers: tuple[Operand, ...], bits: int) -> Array:
     """Return the elements of registers [warp, lane * register * part]."""
     values = np.stack([machine.bits(each, 32) for each in registers], -1)
     kind = {8: np.uint8, 16: np.uint16, 32: np.uint32}[bits]
     return np.ascontiguousarray(values).view(kind).reshape(machine.threads // 32, -1)
 
 
-def gather_names(machine: Machine, registers: tuple[Operand, ...], bits: int) -> Names:
+def gather_names(machine: State, registers: tuple[Operand, ...], bits: int) -> Names:
     """Return the names of elements of registers [warp, lane * register * part]."""
     columns = [machine.names_of(each, 32).elements(bits) for each in registers]
     return np.concatenate(columns, -1).reshape(machine.threads // 32, -1)
 
 
 def gather_powers(
-    machine: Machine, registers: tuple[Operand, ...], bits: int, place: Array
+    machine: State, registers: tuple[Operand, ...], bits: int, place: Array
 ) -> tuple[Names, Names]:
     """Return `names.powers` of the elements of a fragment [warp, row, k]."""
     both = [machine.names_of(each, 32).powers(bits) for each in registers]
@@ -84,7 +81,7 @@ def gather_powers(
 
 
 def matrix_product(
-    machine: Machine,
+    machine: State,
     operands: tuple[Array, Array, Array],
     named: tuple[Names, Names, Names] | None,
     types: tuple[str, str],
@@ -109,7 +106,7 @@ def matrix_product(
 
 
 def name_products(
-    machine: Machine,
+    machine: State,
     registers: tuple[tuple[Operand, ...], ...],
     places: tuple[Array, Array, Array],
     bits: int,
@@ -149,7 +146,7 @@ def multiply(instruction: Instruction) -> Step:
     places = fragment(16, depth, bits), fragment(8, depth, bits), accumulator()
     back = np.argsort(accumulator().reshape(-1))
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         machine.whole_warps(mask)
         a, b = (
             gather(machine, first, bits)[:, places[0]],

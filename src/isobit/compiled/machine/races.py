@@ -76,8 +76,8 @@ class Races:
         self.program, self.threads = program, program.threads
         self.epoch = self.launch_start = self.cta_start = 0
         self.warp_epochs = np.zeros(self.threads // 32, np.int32)
-        self.open_group: list[tuple[Log, Array, Array, int]] = []
-        self.groups: list[list[tuple[Log, Array, Array, int]]] = []
+        self.open_copies: list[tuple[Log, Array, Array, int]] = []
+        self.copies: list[list[tuple[Log, Array, Array, int]]] = []
 
     def start_launch(self) -> None:
         """Order everything after the accesses of an earlier launch."""
@@ -89,7 +89,7 @@ class Races:
         self.epoch += 1
         self.cta_start = self.epoch
         shared.access = Log(shared.size)
-        self.open_group, self.groups = [], []
+        self.open_copies, self.copies = [], []
 
     def barrier(self) -> None:
         """Order all accesses of the CTA before this point."""
@@ -175,17 +175,17 @@ class Races:
         index = log.index(at, size)
         log.pending[index] = instruction.index
         log.any_pending = True
-        self.open_group.append((log, at, threads, size))
+        self.open_copies.append((log, at, threads, size))
 
     def commit(self) -> None:
         """Close a group of pending writes."""
-        self.groups.append(self.open_group)
-        self.open_group = []
+        self.copies.append(self.open_copies)
+        self.open_copies = []
 
     def wait(self, instruction: Instruction, pending: int) -> None:
         """Finish all groups but the last `pending`: their writes happen now, by their threads."""
-        done = self.groups[: len(self.groups) - pending] if pending else self.groups
-        self.groups = self.groups[len(done) :]
+        done = self.copies[: len(self.copies) - pending] if pending else self.copies
+        self.copies = self.copies[len(done) :]
         for log, at, threads, size in (each for group in done for each in group):
             index = log.index(at, size)
             log.arrays["writer"][index] = threads[:, None]
@@ -193,7 +193,7 @@ class Races:
             log.arrays["write_warp_epoch"][index] = self.warp_epochs[threads // 32][:, None]
             log.pending[index] = NOBODY
         for log in {id(each[0]): each[0] for group in done for each in group}.values():
-            log.any_pending = bool(self.groups or self.open_group)
+            log.any_pending = bool(self.copies or self.open_copies)
 
     # ---- rules ----------------------------------------------------------------------------------
     def after_write(

@@ -138,6 +138,15 @@ def merge(width: int, mask: Array, guard: Names | None, new: Any, old: Any) -> A
     return nm.select(guard, new, old)
 
 
+def fixed_threads(width: int, made: Any) -> Array:
+    """Tell which threads hold a constant."""
+    if width == 64:
+        return np.asarray(made[0].fixed() & made[1].fixed())
+    if width == 32:
+        return np.asarray(made.fixed())
+    return np.asarray(made >= nm.FIXED) if width == 16 else nm.is_constant(made)
+
+
 def normal(width: int, made: Any) -> Any:
     """Return None if all threads hold constants, else the names themselves."""
     if width == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +13,10 @@ from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.opcodes.integers import number_type
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.registers import SIGNED, UNSIGNED, Word, normal
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array, Names
 from isobit.compiled.ptx.program import Immediate, Instruction, Operand
 from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 ONES = np.uint64(0xFFFF)
 COMPUTE: dict[str, Callable[..., Array]] = {
@@ -28,7 +26,7 @@ COMPUTE: dict[str, Callable[..., Array]] = {
 }
 
 
-def half_list(machine: Machine, operand: Operand, width: int) -> list[Names]:
+def half_list(machine: State, operand: Operand, width: int) -> list[Names]:
     """Return the halves of an operand of 16, 32 or 64 bits, the lowest first."""
     made = machine.names_of(operand, width)
     if width == 16:
@@ -76,7 +74,7 @@ def bitwise(instruction: Instruction) -> Step:
         stem, sources = "xor", [*sources, Immediate(-1, "int")]
     compute = COMPUTE[stem]
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         bits = compute(machine.bits(sources[0], width), machine.bits(sources[1], width))
         made = None
         if machine.names and (machine.tainted(sources[0]) or machine.tainted(sources[1])):
@@ -91,7 +89,7 @@ def of_predicates(instruction: Instruction) -> Step:
     """Decode a bitwise operation of predicates."""
     stem, (target, *sources) = instruction.parts[0], instruction.operands
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         values = [machine.bits(each, 1) for each in sources]
         bits = ~values[0] if stem == "not" else COMPUTE[stem](*values)
         made = None
@@ -131,7 +129,7 @@ def shift(instruction: Instruction) -> Step:
     count = amount.value if isinstance(amount, Immediate) else -1
     moved = count // 16 if count % 16 == 0 and 0 <= count < width and not signed else None
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         value, by = machine.bits(source, width).view(kind), machine.bits(amount, 32)
         limit = np.minimum(by, width - 1).astype(kind)
         bits = value << limit if left else value >> limit
@@ -159,7 +157,7 @@ def funnel_shift(instruction: Instruction) -> Step:
     target, low, high, amount = instruction.operands
     left, wrap, name = parts[1] == "l", parts[2] == "wrap", Naming(".".join(parts))
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         joined = machine.bits(low, 32).astype(np.uint64) | (
             machine.bits(high, 32).astype(np.uint64) << np.uint64(32)
         )
@@ -186,7 +184,7 @@ def logic_of_three(instruction: Instruction) -> Step:
         raise unknown(instruction, "modifier of")
     name = Naming(f"lop3 {table.value:#x}")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         a, b, c = (machine.bits(each, 32) for each in sources)
         bits = np.zeros(machine.threads, np.uint32)
         for i in range(8):
@@ -207,7 +205,7 @@ def permute(instruction: Instruction) -> Step:
     target, low, high, selector = instruction.operands
     name = Naming("prmt.b32")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         joined = machine.bits(low, 32).astype(np.uint64) | (
             machine.bits(high, 32).astype(np.uint64) << np.uint64(32)
         )
@@ -227,7 +225,7 @@ def permute(instruction: Instruction) -> Step:
     return step
 
 
-def permuted(machine: Machine, low: Operand, high: Operand, selector: int, made: Any) -> Any:
+def permuted(machine: State, low: Operand, high: Operand, selector: int, made: Any) -> Any:
     """Return the names after a permutation by a constant, byte by byte."""
     nibbles = [(selector >> 4 * i) & 15 for i in range(4)]
     if any(each & 8 for each in nibbles):

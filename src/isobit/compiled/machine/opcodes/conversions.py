@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -12,12 +12,10 @@ from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.opcodes.bitwise import from_halves, half_list
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.registers import SIGNED, UNSIGNED, Word
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import WIDTHS, Instruction
 from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 FLOATS = ("f16", "bf16", "f32", "f64")
 
@@ -53,7 +51,7 @@ def narrow_pair(instruction: Instruction, kind: str) -> Step:
     target, high, low = instruction.operands
     name = Naming(f"round {kind}")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         parts = [round16(machine.bits(each, 32), kind) for each in (low, high)]
         bits = parts[0].astype(np.uint32) | (parts[1].astype(np.uint32) << np.uint32(16))
         made = None
@@ -73,7 +71,7 @@ def narrow(instruction: Instruction, kind: str) -> Step:
     target, source = instruction.operands
     name = Naming(f"round {kind}")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         bits = round16(machine.bits(source, 32), kind)
         made = None
         if machine.names and machine.tainted(source):
@@ -88,7 +86,7 @@ def widen(instruction: Instruction, kind: str) -> Step:
     """Decode the exact fp32 value of a 16-bit one; a bf16 is the upper half of its fp32."""
     target, source = instruction.operands
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         bits = ar.widen(machine.bits(source, 16), kind).view(np.uint32)
         made = None
         if machine.names and machine.tainted(source):
@@ -112,7 +110,7 @@ def integers(instruction: Instruction, to: str, source: str) -> Step:
     name = Naming(f"cvt.{to}.{source}")
     out = getattr(target, "width", wide)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         value = machine.bits(operand, max(narrow_width, 8)).view(number)
         kind: Any = SIGNED[out] if to[0] == "s" else UNSIGNED[out]
         cut: Any = SIGNED[wide] if to[0] == "s" else UNSIGNED[wide]
@@ -143,7 +141,7 @@ def numbers(instruction: Instruction, to: str, source: str, modifiers: set[str])
     out = getattr(target, "width", width)
     compute = number_conversion(instruction, to, source, mode)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         with np.errstate(all="ignore"):
             bits = compute(machine.bits(operand, from_width)).astype(UNSIGNED[out])
         machine.write(target, bits, mask, machine.opaque(name, [(operand, from_width)], bits, out))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from isobit.compiled import names as nm
 from isobit.compiled.machine.opcodes.table import Step, decoder, opcode
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Immediate, Instruction
 from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 
 @decoder("cp.async.ca", "cp.async.cg")
@@ -26,7 +22,7 @@ def copy(instruction: Instruction) -> Step:
         raise unknown(instruction, "modifier of")
     count = size.value if isinstance(size, Immediate) else 0
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         everyone = np.ones(machine.threads, bool) if mask is None else mask
         live = (
             machine.concrete(more[0]).astype(np.int64) if more else np.full(machine.threads, count)
@@ -45,7 +41,7 @@ def copy(instruction: Instruction) -> Step:
 
 
 @opcode("cp.async.commit_group")
-def commit(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+def commit(machine: State, instruction: Instruction, mask: Array | None) -> None:
     """Close a group of copies."""
     machine.everyone(mask)
     if machine.races is not None:
@@ -53,7 +49,7 @@ def commit(machine: Machine, instruction: Instruction, mask: Array | None) -> No
 
 
 @opcode("cp.async.wait_group", "cp.async.wait_all")
-def wait(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+def wait(machine: State, instruction: Instruction, mask: Array | None) -> None:
     """Wait until at most a number of groups are pending."""
     machine.everyone(mask)
     pending = 0
@@ -66,7 +62,7 @@ def wait(machine: Machine, instruction: Instruction, mask: Array | None) -> None
 
 
 @opcode("fence", "membar", "prefetch", "griddepcontrol", "createpolicy", "discard")
-def nothing(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+def nothing(machine: State, instruction: Instruction, mask: Array | None) -> None:
     """Do nothing: a fence orders one thread's accesses, which lockstep keeps in order."""
     if instruction.parts[0] == "createpolicy":
         machine.write(instruction.operands[0], np.zeros(machine.threads, np.uint64), mask)

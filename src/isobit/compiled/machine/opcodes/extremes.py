@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from isobit.compiled import arithmetic as ar
@@ -11,12 +9,10 @@ from isobit.compiled.machine.naming import Naming, SetNaming
 from isobit.compiled.machine.opcodes.floats import apply, float_type
 from isobit.compiled.machine.opcodes.integers import integer_arithmetic
 from isobit.compiled.machine.opcodes.table import Step, decoder
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction
 from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 
 def extreme(stem: str, kind: str, nan: bool, ftz: bool, *patterns: Array) -> Array:
@@ -59,7 +55,7 @@ def maximum(instruction: Instruction) -> Step:
     name = SetNaming(operation if single == "f32" else f"{operation}.{single}")
     target, *sources = instruction.operands
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         def compute(*patterns: Array) -> Array:
             return extreme(stem, single, nan, ftz, *patterns)
 

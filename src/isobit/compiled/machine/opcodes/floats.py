@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,12 +13,10 @@ from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.opcodes.integers import integer_arithmetic
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.registers import Word
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Immediate, Instruction, Operand
 from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 TYPES = ("f32", "f32x2", "f16", "bf16", "f16x2", "bf16x2", "f64")
 
@@ -70,7 +68,7 @@ def contractable(instruction: Instruction, kind: str) -> Step:
     """Decode add, sub or mul without a rounding: ptxas may fuse it, which is a fact to record."""
     inner = rounded(instruction, instruction.parts[0], kind, "ftz" in instruction.parts)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         machine.fact("float arithmetic without .rn, which ptxas may fuse into fma")
         inner(machine, mask)
 
@@ -89,7 +87,7 @@ def rounded(instruction: Instruction, stem: str, kind: str, ftz: bool) -> Step:
 
     name = Naming(operation)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         if ftz:
             machine.fact("flushes subnormals to zero (.ftz)")
         apply(machine, mask, target, sources, kind, compute, name)
@@ -144,7 +142,7 @@ def fma64(a: Array, b: Array, c: Array) -> Array:
 
 
 def apply(
-    machine: Machine,
+    machine: State,
     mask: Array | None,
     target: Operand,
     sources: list[Operand],
@@ -178,7 +176,7 @@ def apply(
 
 
 def vector(
-    machine: Machine,
+    machine: State,
     mask: Array | None,
     target: Operand,
     sources: list[Operand],
@@ -216,7 +214,7 @@ def mixed(instruction: Instruction, kind: str) -> Step:
     target, *sources = instruction.operands
     compute, name = computation(stem, "f32", False), Naming(stem)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         bits = [ar.widen(machine.bits(each, 16), kind).view(np.uint32) for each in sources[:-1]]
         bits.append(machine.bits(sources[-1], 32))
         made = None
@@ -264,7 +262,7 @@ def approximation(instruction: Instruction) -> Step:
 
     name = Naming(operation, commutative=False, folds=False)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         machine.approximate.add(instruction.opcode)
         apply(machine, mask, target, sources, kind, approximate, name)
 

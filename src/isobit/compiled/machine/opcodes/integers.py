@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.registers import SIGNED, UNSIGNED
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction
 from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 Compute = Callable[..., Array]
 
@@ -89,7 +87,7 @@ def integer_arithmetic(instruction: Instruction) -> Step:
     target, *sources = instruction.operands
     kind: Any = SIGNED[width] if letter == "s" else UNSIGNED[width]
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         with np.errstate(all="ignore"):
             values = [machine.bits(each, width).view(kind) for each in sources]
             bits = compute(*values).astype(kind).view(UNSIGNED[width])
@@ -109,7 +107,7 @@ def wide_product(instruction: Instruction, letter: str, width: int) -> Step:
     name = Naming(f"{instruction.parts[0]}.wide.{letter}{width}")
     widths = [width, width, 2 * width][: len(sources)]
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         with np.errstate(all="ignore"):
             x, y = (machine.bits(each, width).view(narrow).astype(wide) for each in sources[:2])
             product = x * y
@@ -133,7 +131,7 @@ def fields(instruction: Instruction) -> Step:
         raise unknown(instruction, "modifier of")
     name = Naming(instruction.opcode)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         values = [machine.bits(each, w) for each, w in zip(sources, widths, strict=True)]
         bits = FIELDS[stem](letter, width, *values).astype(UNSIGNED[out])
         pairs = list(zip(sources, widths, strict=True))

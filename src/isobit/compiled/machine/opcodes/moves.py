@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from isobit.compiled.machine.opcodes.bitwise import from_halves, half_list
 from isobit.compiled.machine.opcodes.table import Step, decoder, opcode
 from isobit.compiled.machine.registers import UNSIGNED
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import WIDTHS, Instruction, Register, Vector
 from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 
 @decoder("mov", register_only=True)
@@ -30,7 +26,7 @@ def move(instruction: Instruction) -> Step:
     if isinstance(source, Vector):
         return lambda machine, mask: pack(machine, mask, target, source, width)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         bits = machine.bits(source, width)
         made = None
         if isinstance(source, Register) and machine.names:
@@ -41,7 +37,7 @@ def move(instruction: Instruction) -> Step:
 
 
 def unpack(
-    machine: Machine, mask: Array | None, target: Vector, source: Register, width: int
+    machine: State, mask: Array | None, target: Vector, source: Register, width: int
 ) -> None:
     """Write the parts of one register to several."""
     part = width // len(target.items)
@@ -56,9 +52,7 @@ def unpack(
         machine.write(register, values[:, i].copy(), mask, made)
 
 
-def pack(
-    machine: Machine, mask: Array | None, target: Register, source: Vector, width: int
-) -> None:
+def pack(machine: State, mask: Array | None, target: Register, source: Vector, width: int) -> None:
     """Write several registers to the parts of one."""
     part = width // len(source.items)
     values = np.stack([machine.bits(each, part) for each in source.items], -1)
@@ -69,7 +63,7 @@ def pack(
 
 
 @opcode("cvta")
-def convert_address(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+def convert_address(machine: State, instruction: Instruction, mask: Array | None) -> None:
     """Copy an address: the machine's spaces have addresses of their own."""
     if "shared" in instruction.opcode and "to" not in instruction.parts:
         raise unknown(instruction, "generic address of shared memory by")

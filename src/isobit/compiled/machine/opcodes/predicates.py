@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,12 +15,10 @@ from isobit.compiled.machine.opcodes.bitwise import COMPUTE as LOGIC
 from isobit.compiled.machine.opcodes.bitwise import join_predicates
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.registers import SIGNED, UNSIGNED, constant_names, merge, normal
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction, Pair, Sink
 from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 ORDERED: dict[str, Callable[..., Array]] = {
     "lt": np.less,
@@ -87,7 +85,7 @@ def set_predicate(instruction: Instruction) -> Step:
     ftz = ".ftz" if "ftz" in parts else ""
     name = Naming(f"setp.{rest[0]}{ftz}.{'b' + str(width) if alike else kind}", alike)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         with np.errstate(all="ignore"):
             bits = compare(machine.bits(a, width), machine.bits(b, width))
         made = machine.opaque(name, [(a, width), (b, width)], bits, 1)
@@ -117,7 +115,7 @@ def select(instruction: Instruction) -> Step:
     width = int(instruction.parts[1][-2:])
     target, a, b, predicate = instruction.operands
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         chosen = machine.bits(predicate, 1)
         bits = np.where(chosen, machine.bits(a, width), machine.bits(b, width))
         made = None

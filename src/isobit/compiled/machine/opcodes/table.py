@@ -11,18 +11,16 @@ runs each time: it is where modifiers are checked and refused.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction
 from isobit.compiled.refusals import unknown
 
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
-
-Step = Callable[["Machine", "Array | None"], None]
+Step = Callable[[State, "Array | None"], None]
 Decoder = Callable[[Instruction], Step]
-Function = Callable[["Machine", Instruction, "Array | None"], None]
+Function = Callable[[State, Instruction, "Array | None"], None]
 
 OPCODES: dict[str, Decoder] = {}
 # Opcodes that only read and write registers of one thread: a guard that depends on data makes
@@ -48,7 +46,7 @@ def opcode(*prefixes: str, register_only: bool = False) -> Callable[[Function], 
 
     def register(function: Function) -> Function:
         def decode(instruction: Instruction) -> Step:
-            def step(machine: Machine, mask: Array | None) -> None:
+            def step(machine: State, mask: Array | None) -> None:
                 function(machine, instruction, mask)
 
             return step

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from isobit.compiled import names as nm
 from isobit.compiled.machine.opcodes.bitwise import from_halves, half_list
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.registers import UNSIGNED, Word
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array, Names
 from isobit.compiled.ptx.program import (
     WIDTHS,
@@ -21,9 +22,6 @@ from isobit.compiled.ptx.program import (
     Vector,
 )
 from isobit.compiled.refusals import unknown
-
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
 
 # Modifiers of where data is cached or how soon it is seen; they change no bits.
 HINTS = {"ca", "cg", "cs", "cv", "wb", "wt", "nc", "relaxed", "weak", "volatile", "gpu", "cta"}
@@ -58,7 +56,7 @@ def load_parameter(instruction: Instruction) -> Step:
     if len(instruction.parts) != 3 or width < 8 or not isinstance(target, Register):
         raise unknown(instruction, "type of")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         if name not in machine.parameters:
             raise unknown(instruction, f"parameter {name} of")
         value = int(machine.parameters[name]) & ((1 << width) - 1)  # type: ignore[call-overload]
@@ -80,7 +78,7 @@ def load(instruction: Instruction) -> Step:
             raise unknown(instruction, "vector of bytes of")
         return lambda machine, mask: load_byte(machine, mask, space, targets[0], source, signed)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         halves, made = machine.load(space, machine.address(source), width // 8 * count, mask)
         each = width // 16
         for i, target in enumerate(targets):
@@ -97,7 +95,7 @@ def load(instruction: Instruction) -> Step:
 
 
 def extend(
-    machine: Machine, target: Register, bits: Array, columns: list[Names], width: int, signed: bool
+    machine: State, target: Register, bits: Array, columns: list[Names], width: int, signed: bool
 ) -> tuple[Array, list[Names]]:
     """Return a loaded value that is widened to its register by zeros."""
     if signed or target.width < width:
@@ -107,7 +105,7 @@ def extend(
 
 
 def load_byte(
-    machine: Machine, mask: Array | None, space: str, target: Operand, source: Operand, signed: bool
+    machine: State, mask: Array | None, space: str, target: Operand, source: Operand, signed: bool
 ) -> None:
     """Load one byte and extend it to the register."""
     addresses = machine.address(source)
@@ -151,7 +149,7 @@ def store(instruction: Instruction) -> Step:
     if width == 8:
         return lambda machine, mask: store_bytes(machine, mask, space, target, sources)
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         values = [np.ascontiguousarray(machine.bits(each, width)) for each in sources]
         halves = np.stack(values, 1).view(np.uint16)
         made = None
@@ -167,7 +165,7 @@ def store(instruction: Instruction) -> Step:
 
 
 def store_bytes(
-    machine: Machine, mask: Array | None, space: str, target: Operand, sources: tuple[Operand, ...]
+    machine: State, mask: Array | None, space: str, target: Operand, sources: tuple[Operand, ...]
 ) -> None:
     """Store bytes: the half around each gets the name of its two bytes."""
     addresses = machine.address(target)
@@ -189,7 +187,7 @@ def load_matrix(instruction: Instruction) -> Step:
     targets, source = items_of(instruction.operands[0]), instruction.operands[1]
     transposed = "trans" in parts
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         machine.whole_warps(mask)
         rows = machine.address(source).reshape(-1, 32)
         for i, target in enumerate(targets):
@@ -216,7 +214,7 @@ def store_matrix(instruction: Instruction) -> Step:
     target, sources = instruction.operands[0], items_of(instruction.operands[1])
     transposed = "trans" in parts
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         machine.whole_warps(mask)
         rows = machine.address(target).reshape(-1, 32)
         for i, source in enumerate(sources):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -10,16 +10,14 @@ from isobit.compiled.machine.naming import SetNaming
 from isobit.compiled.machine.opcodes.extremes import extreme
 from isobit.compiled.machine.opcodes.table import Step, decoder, opcode
 from isobit.compiled.machine.registers import Word
+from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction, Pair
 from isobit.compiled.refusals import DataBranchError, refuse, unknown
 
-if TYPE_CHECKING:
-    from isobit.compiled.machine.machine import Machine
-
 
 @opcode("bar.sync", "barrier.sync", "barrier.cta.sync")
-def barrier(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+def barrier(machine: State, instruction: Instruction, mask: Array | None) -> None:
     """Wait for all threads of the CTA."""
     machine.everyone(mask)
     if len(instruction.operands) > 1:
@@ -31,7 +29,7 @@ def barrier(machine: Machine, instruction: Instruction, mask: Array | None) -> N
 
 
 @opcode("bar.warp.sync")
-def warp_barrier(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+def warp_barrier(machine: State, instruction: Instruction, mask: Array | None) -> None:
     """Wait for the threads of each warp."""
     machine.whole_warps(mask)
     machine.full_warp(instruction.operands[0])
@@ -49,7 +47,7 @@ def shuffle(instruction: Instruction) -> Step:
     predicate = target.second if isinstance(target, Pair) else None
     register = target.first if isinstance(target, Pair) else target
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         machine.whole_warps(mask)
         machine.full_warp(members)
         lane = np.arange(machine.threads) % 32
@@ -79,13 +77,13 @@ def shuffle(instruction: Instruction) -> Step:
 
 
 @opcode("activemask")
-def active_mask(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+def active_mask(machine: State, instruction: Instruction, mask: Array | None) -> None:
     """Return all ones: the machine runs whole warps."""
     machine.write(instruction.operands[0], np.full(machine.threads, 0xFFFFFFFF, np.uint32), mask)
 
 
 @opcode("vote.sync")
-def vote(machine: Machine, instruction: Instruction, mask: Array | None) -> None:
+def vote(machine: State, instruction: Instruction, mask: Array | None) -> None:
     """Combine a predicate over each warp; it must not depend on float data."""
     mode = instruction.parts[2]
     target, source, members = instruction.operands
@@ -132,7 +130,7 @@ def reduce_warp(instruction: Instruction) -> Step:
         raise unknown(instruction, "modifier of")
     name = SetNaming(f"{operation}{'.NaN' if 'NaN' in modifiers else ''}")
 
-    def step(machine: Machine, mask: Array | None) -> None:
+    def step(machine: State, mask: Array | None) -> None:
         machine.whole_warps(mask)
         machine.full_warp(members)
         if not is_float:

@@ -1,0 +1,111 @@
+"""Races between threads and asynchronous work: the race check, and beside it the open work of the CTA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from isobit.compiled.machine.asynchronous import Asynchronous
+from isobit.compiled.machine.mbarriers import Mbarriers
+from isobit.compiled.machine.memory import Buffer, Shared
+from isobit.compiled.machine.races import Races
+from isobit.compiled.names import Array
+from isobit.compiled.ptx.program import Instruction
+from isobit.compiled.refusals import RaceError, refuse
+
+
+class AsynchronousRaces(Races):
+    """The race check of a program with asynchronous work; see [Note: order of asynchronous work]."""
+
+    work: Asynchronous
+    barriers: Mbarriers | None = None
+
+    def start(self, work: Asynchronous) -> None:
+        """Start a CTA with its own open work."""
+        self.work, self.barriers = work, None
+        self.groups: list[list[tuple[Instruction, Array]]] = [[]]
+
+    def read(
+        self,
+        instruction: Instruction,
+        buffer: Buffer,
+        at: Array,
+        size: int,
+        threads: Array,
+        by_warp: bool = False,
+    ) -> None:
+        """Check reads of `size` bytes at offsets by threads."""
+        super().read(instruction, buffer, at, size, threads, by_warp)
+        if isinstance(buffer, Shared):
+            self.check_barriers(instruction, at, size)
+            self.work.touch(
+                instruction, self.work.pieces(at, size), self.mask(threads), write=False
+            )
+
+    def write(
+        self,
+        instruction: Instruction,
+        buffer: Buffer,
+        at: Array,
+        size: int,
+        threads: Array,
+        unchanged: Callable[[], Array] | None = None,
+        by_warp: bool = False,
+    ) -> None:
+        """Check writes."""
+        super().write(instruction, buffer, at, size, threads, unchanged, by_warp)
+        if isinstance(buffer, Shared) and not instruction.opcode.startswith("cp.async.bulk"):
+            self.check_barriers(instruction, at, size)
+            self.work.store(instruction, self.work.pieces(at, size), self.mask(threads))
+
+    def write_later(
+        self, instruction: Instruction, buffer: Buffer, at: Array, size: int, threads: Array
+    ) -> None:
+        """Check writes of cp.async, which are pending until their group is waited for."""
+        super().write_later(instruction, buffer, at, size, threads)
+        if at.size:
+            pieces = self.work.pieces(at, size)
+            self.check_barriers(instruction, at, size)
+            self.work.touch(instruction, pieces, self.mask(threads), write=True)
+            self.work.copied[pieces] = instruction.index + 1
+            self.groups[-1].append((instruction, pieces))
+
+    def commit(self) -> None:
+        """Close a group of pending writes."""
+        super().commit()
+        self.groups.append([])
+
+    def wait(self, instruction: Instruction, pending: int) -> None:
+        """Finish all groups but the last `pending`: they are now writes that threads made."""
+        super().wait(instruction, pending)
+        ended = max(len(self.groups) - 1 - pending, 0)
+        for group in self.groups[:ended]:
+            for copy, pieces in group:
+                self.work.copied[pieces] = 0
+                self.work.written_by_threads(copy, pieces)
+        del self.groups[:ended]
+
+    def barrier(self) -> None:
+        """Order all accesses of the CTA before this point."""
+        super().barrier()
+        self.work.barrier()
+        if self.barriers is not None:
+            self.barriers.synchronise()
+
+    def mask(self, threads: Array) -> Array:
+        """Return the threads as one bool each."""
+        made = np.zeros(self.threads, bool)
+        made[threads] = True
+        return made
+
+    def check_barriers(self, instruction: Instruction, at: Array, size: int) -> None:
+        """Refuse an access of a live barrier object by an ordinary instruction."""
+        if self.barriers is not None and self.barriers.touches(at, size):
+            raise refuse(
+                RaceError,
+                instruction,
+                expected="a barrier object to be used by mbarrier instructions only",
+                received="another access of its bytes",
+                remedy="end the barrier object with mbarrier.inval first",
+            )
