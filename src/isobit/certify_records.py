@@ -110,8 +110,7 @@ class Outcome:
         expressions: the expressions of its rows, the one with the most rows first.
         names, unwritten: output elements whose names were compared, and those that no kernel wrote.
         bits_equal: of `bits_rows`, rows whose bits equal those of the same row in the first configuration that has it.
-        launches: kernel launches.
-        kernels: indices into `TargetReport.kernels`, in the sequence of the launches.
+        launches, kernels: how many, and indices into `TargetReport.kernels` in their sequence.
         executed: instructions executed, counted once per program, not per thread.
         seconds: time to compile and execute.
         reason, remedy: for BROKEN and REFUSED, what was found, and what to do about it.
@@ -182,7 +181,7 @@ class Parting:
     Attributes:
         left, right: indices into `TargetReport.classes`; left is always the first class.
         left_configuration, left_row, right_configuration, right_row: what was compared.
-        output: the output and the element in its row, such as "output 0, element [5]".
+        output: the element that was compared, such as "output 0, element [5]".
         left_step, right_step: the first operation that differs; None where one side has no operation there.
         equal_below: how many operations below this place are the same on both sides.
         detail: one sentence that says how they differ.
@@ -206,8 +205,7 @@ class TargetReport:
     """What was found on one target.
 
     Attributes:
-        target: such as "sm_90".
-        engine: the arithmetic of this target's tensor cores, such as "tc25x16".
+        target, engine: such as "sm_90", and the arithmetic of its tensor cores, such as "tc25x16".
         outcomes: one per configuration.
         classes: expressions; the first has the first configuration that ran.
         partings: one per class after the first.
@@ -268,8 +266,7 @@ class TensorRead:
     """How a tensor of the function was read.
 
     Attributes:
-        role: "input" or "output".
-        name: such as "input 0 (x_ptr of matmul_kernel)" or "output 0".
+        role, name: "input" and its argument, such as "x of matmul_kernel"; or "output" and "output 0".
         shape: such as "rows × 256" or "[256, 64]".
         row_axis, per_row: the axis that counts rows, or None, and its entries per row: 8 if it is rows × 8 heads.
         dtype: such as "bfloat16".
@@ -296,8 +293,7 @@ class Certified:
         groups: targets that share one expression, each group with all its targets; targets that are not kept are
             left out.
         notes: facts that a reader should know, such as inputs that torch computed from others.
-        triton: Triton's version.
-        seconds: time of everything.
+        triton, seconds: Triton's version, and the time of everything.
         provenance: software, machine, command and time.
     """
 

@@ -31,6 +31,7 @@ from isobit.errors import ArgumentError, IsobitError, UnsupportedError
 
 Function = Callable[..., Any]
 SEED = 0
+HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # isobit's own package
 
 
 class FunctionError(ArgumentError):
@@ -145,6 +146,7 @@ class Execution:
             made = self.compiler.compile(kernel, call)
             self.launched.append(made)
             given: list[Buffer | int | float] = []
+            self.storages.start_launch()
             for value in call.arguments:
                 given.append(
                     self.storages.buffer(value) if isinstance(value, torch.Tensor) else value
@@ -230,6 +232,8 @@ def call(
     except IsobitError:
         raise
     except Exception as error:
+        if is_internal(error):
+            raise
         raise function_error(function, error) from error
     finally:
         if isinstance(receiver, Execution):
@@ -269,9 +273,14 @@ def function_error(function: Function, error: Exception) -> FunctionError:
     )
 
 
+def is_internal(error: Exception) -> bool:
+    """Tell whether isobit's own code raised an error: a fault of isobit, not of the function."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return os.path.abspath(last).startswith(HOME + os.sep)
+
+
 def _is_users(file: str) -> bool:
-    home = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    return not os.path.abspath(file).startswith(home + os.sep) and "site-packages" not in file
+    return not os.path.abspath(file).startswith(HOME + os.sep) and "site-packages" not in file
 
 
 def name_of(function: Function) -> str:

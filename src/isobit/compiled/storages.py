@@ -86,6 +86,11 @@ class Storages:
             held.buffers[start] = Buffer(held.data[start:], held.names[start // 2 :])
         return held.buffers[start]
 
+    def start_launch(self) -> None:
+        """Forget the buffers of the launch before: a launch is ordered after it, so no race joins the two."""
+        for held in self.held.values():
+            held.buffers.clear()
+
     def hold(self, tensor: torch.Tensor) -> Held:
         """Return the record of a tensor's storage."""
         storage = storage_of(tensor)

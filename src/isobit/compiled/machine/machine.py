@@ -12,7 +12,6 @@ With names=False only bits are computed, and nothing that needs names is checked
 
 from __future__ import annotations
 
-import functools
 import struct
 from collections import Counter
 from collections.abc import Sequence
@@ -92,13 +91,9 @@ class Machine(State):
         self.current: Instruction = program.instructions[0]
         self.guard_names: Names | None = None
         self.active: Array | None = None  # the threads that run, while warps run apart
+        self.meeting_points = meeting_points(program)
         self.steps = [find(each)[0](each) for each in program.instructions]
         self.register_only = [find(each)[1] for each in program.instructions]
-
-    @functools.cached_property
-    def meeting_points(self) -> dict[int, int]:
-        """Where the two sides of each branch meet."""
-        return meeting_points(self.program)
 
     @property
     def counts(self) -> dict[str, int]:

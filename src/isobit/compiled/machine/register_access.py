@@ -40,6 +40,7 @@ class RegisterAccess:
     current: Instruction  # the instruction that runs
     guard_names: Names | None  # of its guard, if the guard depends on data
     recorded: Recorded | None
+    active: Array | None  # the threads that run, while warps run apart
     facts: dict[str, str]  # what a reader of the result must know -> first place
 
     # ---- registers ------------------------------------------------------------------------------
@@ -101,6 +102,15 @@ class RegisterAccess:
     def word(self, operand: Operand) -> Names:
         """Return the names of 32-bit values, one per thread."""
         made: Word = self.names_of(operand, 32)
+        if self.recorded is not None and not made.whole:
+            low, high = made.halves
+            widened = (low == nm.FIXED) & ((high & nm.KIND) == nm.VALUE)
+            if widened.any():
+                names = made.value[widened]
+                self.recorded.add("widen bf16", names, [high[widened]], self.current)
+            if not widened.all():
+                rest = [low[~widened], high[~widened]]
+                self.recorded.add("join", made.value[~widened], rest, self.current)
         return made.value
 
     def halves(self, operand: Operand) -> tuple[Names, Names]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ class State(MemoryAccess):
     engine: str
     approximate: set[str]  # opcodes whose bits are not those of the hardware
     state: dict[str, Any]  # of opcodes that keep state within a CTA
-    active: Array | None  # the threads that run, while warps run apart
+    steps: list[Callable[[Any, Array | None], None]]  # what runs each instruction
+    register_only: list[bool]
+    hits: list[int]  # how often each instruction was executed
+    meeting_points: dict[int, int]  # where the two sides of each branch meet
     asynchronous: Asynchronous | None
 
     def concrete(self, operand: Operand) -> Array:

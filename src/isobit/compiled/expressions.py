@@ -1,0 +1,229 @@
+"""Expressions behind names: what they add, where two of them differ, how one is drawn."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from isobit.compiled.names import CONSTANT, ONE_BIT, SIXTEEN
+from isobit.order.addition import Branch
+
+LEAVES_SHOWN = 4096  # inputs that a description looks at
+
+Element = tuple[str, tuple[int, ...]]  # label of a buffer and index in it
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation; a fused step of a tensor core has `products` besides its accumulator."""
+
+    name: int
+    operation: str
+    operands: tuple[int, ...]
+    instruction: int
+    products: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of two operations that differ, in words."""
+
+    operation: str
+    operands: tuple[str, ...]
+    ptx_line: int
+    source: tuple[str, int] | None
+    name: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first place where two expressions differ, and how many equal operations lead to it."""
+
+    left: Side
+    right: Side
+    depth: int
+
+
+class Table(Protocol):
+    """What is known about names."""
+
+    def node(self, name: int) -> Node | None:
+        """Return the operation that made a name."""
+
+    def element(self, name: int) -> Element | None:
+        """Return the input that a name stands for."""
+
+    def place_of(self, node: Node) -> tuple[int, tuple[str, int] | None]:
+        """Return the PTX line and the Python place of an operation."""
+
+
+def constant_text(name: int) -> str | None:
+    """Return a constant as text, or None for another name."""
+    if not name & int(CONSTANT):
+        return None
+    value = name & 0xFFFFFFFF
+    if name & int(ONE_BIT):
+        return "true" if value & 1 else "false"
+    if name & int(SIXTEEN):
+        return f"0x{value & 0xFFFF:04X}"
+    return repr(float(np.uint32(value).view(np.float32)))
+
+
+def ranges(elements: Iterable[Element]) -> list[str]:
+    """Return elements as ranges along the last axis, such as `x[0, 32:48]`.
+
+    Example:
+        >>> ranges([("x", (0, 2)), ("x", (0, 1)), ("w", (7,))])
+        ['w[7]', 'x[0, 1:3]']
+    """
+    found = []
+    ordered = sorted(set(elements))
+    at = 0
+    while at < len(ordered):
+        label, index = ordered[at]
+        count = 1
+        while at + count < len(ordered) and ordered[at + count] == (
+            label,
+            (*index[:-1], index[-1] + count),
+        ):
+            count += 1
+        last = str(index[-1]) if count == 1 else f"{index[-1]}:{index[-1] + count}"
+        found.append(f"{label}[{', '.join([*map(str, index[:-1]), last])}]")
+        at += count
+    return found
+
+
+def inputs_under(table: Table, name: int) -> list[Element]:
+    """Return the inputs that an expression depends on, up to `LEAVES_SHOWN` operations."""
+    seen, work, found = {name}, [name], []
+    while work and len(seen) < LEAVES_SHOWN:
+        current = work.pop()
+        element = table.element(current)
+        if element is not None:
+            found.append(element)
+            continue
+        node = table.node(current)
+        if node is None:
+            continue
+        for each in (*node.operands, *(part for pair in node.products for part in pair)):
+            if each not in seen:
+                seen.add(each)
+                work.append(each)
+    return found
+
+
+def describe(table: Table, name: int) -> str:
+    """Return a name in words: an input, a constant, or an operation with the inputs under it."""
+    text = constant_text(name)
+    if text is not None:
+        return text
+    element = table.element(name)
+    if element is not None:
+        return ranges([element])[0]
+    node = table.node(name)
+    if node is None:
+        return "a value that was not recorded"
+    under = ranges(inputs_under(table, name))
+    shown = ", ".join(under[:4]) + (", ..." if len(under) > 4 else "")
+    return f"{node.operation} over {shown}" if under else node.operation
+
+
+def side(table: Table, name: int) -> Side:
+    """Return one operation in words."""
+    node = table.node(name)
+    if node is None:
+        return Side("value", (describe(table, name),), 0, None, name)
+    operands = [describe(table, each) for each in node.operands]
+    if node.products:
+        parts = [e for pair in node.products for e in (table.element(each) for each in pair) if e]
+        operands.append("products of " + (", ".join(ranges(parts)) or "computed values"))
+    line, source = table.place_of(node)
+    return Side(node.operation, tuple(operands), line, source, name)
+
+
+def first_difference(left: Table, a: int, right: Table, b: int) -> Difference | None:
+    """Return the first place where two expressions differ, or None if the names are equal.
+
+    Both are walked from the result toward the inputs, as long as the operations agree and exactly one
+    operand differs; a chain is followed to its start, so that the place is the first in the order of
+    execution.
+    """
+    depth = 0
+    if a == b:
+        return None
+    while True:
+        x, y = left.node(a), right.node(b)
+        if x is None or y is None or x.operation != y.operation:
+            break
+        missing = list((Counter(x.operands) - Counter(y.operands)).elements())
+        extra = list((Counter(y.operands) - Counter(x.operands)).elements())
+        pairs = [
+            (m, e)
+            for m, e in zip(missing, extra, strict=False)
+            if left.node(m) is not None and right.node(e) is not None
+        ]
+        if len(missing) != len(extra) or len(pairs) != len(missing) or not pairs:
+            break
+        a, b = pairs[0]
+        depth += 1
+    return Difference(side(left, a), side(right, b), depth)
+
+
+Term = Callable[[Element], "int | None"]
+
+
+def tree(table: Table, name: int, term: Term) -> Branch | None:
+    """Return the additions of an expression as nested tuples over terms.
+
+    A product is the term of its input; a fused step is one tuple of its accumulator and its terms; an
+    operation that adds nothing (a rounding, a scaling) is passed through; constants are left out.
+
+    Args:
+        table: the recorded operations.
+        name: of the result.
+        term: gives the number of an input element, or None if it is no term (a weight, say).
+    """
+    done: dict[int, Branch | None] = {}
+    work = [name]
+    while work:
+        current = work[-1]
+        if current in done:
+            work.pop()
+            continue
+        element = table.element(current)
+        node = None if element is not None else table.node(current)
+        if element is not None or node is None:
+            done[current] = None if element is None else term(element)
+            work.pop()
+            continue
+        parts = (*node.operands, *(part for pair in node.products for part in pair))
+        waiting = [each for each in parts if each not in done]
+        if waiting:
+            work.extend(waiting)
+            continue
+        work.pop()
+        done[current] = joined(node, done)
+    return done[name]
+
+
+def joined(node: Node, done: dict[int, Branch | None]) -> Branch | None:
+    """Return the addition that a node makes of the branches of its operands."""
+    if node.operation.startswith("fma"):
+        product = [done[each] for each in node.operands[:2] if done[each] is not None]
+        found = [done[node.operands[2]], product[0] if product else None]
+    elif node.products:
+        found = [done[each] for each in node.operands]
+        for pair in node.products:
+            found.append(next((done[each] for each in pair if done[each] is not None), None))
+    else:
+        found = [done[each] for each in node.operands]
+        if node.operation.startswith("mul"):
+            found = [each for each in found if each is not None][:1]
+    kept = [each for each in found if each is not None]
+    if not kept:
+        return None
+    return kept[0] if len(kept) == 1 else tuple(kept)
