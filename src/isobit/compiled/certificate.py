@@ -34,6 +34,12 @@ def judge_target(
         judge.judge(one)
         steps.finish()
     notes += [f"the autotuner would leave out {text}" for text in judge.skipped]
+    notes += [text for text in judge.remarks if text not in notes]
+    if judge.approximate:
+        notes.append(
+            f"on {compiler.target}, {', '.join(sorted(judge.approximate))} gives the GPU's own approximation: "
+            "expressions are compared as ever, but bits printed here are not the GPU's"
+        )
     digests = class_digests(judge)
     outcomes = tuple(
         replace(

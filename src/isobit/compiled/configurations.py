@@ -177,6 +177,10 @@ class Surveyed:
         assert partner.rows is not None
         return find_row_axis(view.argument, view.shape, one.rows, its.shape, partner.rows)
 
+    def argument(self, one: Planned, key: str, number: int) -> str:
+        """Return the name of the kernel's parameter that a view was first passed as."""
+        return self.pilots[one.plain].views[key][number].argument.split(" of ")[0]
+
     def output_axes(self, one: Planned) -> list[RowAxis | None]:
         """Return the axis of rows of every output.
 

@@ -105,7 +105,7 @@ class Execution:
         names: one array [elements] per output, in the order of its index.
         bits: one array of bytes [elements, element size] per output.
         unwritten: elements of the outputs that no kernel wrote.
-        machines: the machine of each launch, if they record.
+        machines: the machine and the kernel of each launch, if they record.
     """
 
     compiler: Compiler
@@ -114,10 +114,13 @@ class Execution:
     nonce: int = 0
     record: bool = False
     fill: Fill = lambda key, number, tensor: None
+    argument_of: Callable[[str, int], str] = lambda key, number: key
     storages: Storages | None = None
     launched: list[Compiled] = field(default_factory=list)
-    machines: list[Machine] = field(default_factory=list)
+    machines: list[tuple[Machine, Compiled]] = field(default_factory=list)
     executed: int = 0
+    remarks: list[str] = field(default_factory=list)  # of the machine
+    approximate: set[str] = field(default_factory=set)  # opcodes without the hardware's bits
     seconds: float = 0.0
     names: list[Names] = field(default_factory=list)
     bits: list[np.ndarray[Any, Any]] = field(default_factory=list)
@@ -133,6 +136,7 @@ class Execution:
         """Begin a run."""
         labels = np.asarray(self.labels, dtype=np.uint64)
         self.storages = Storages(watch, self.axis_of, labels, self.nonce, self.fill)
+        self.storages.argument_of = self.argument_of if self.record else None
 
     def launch(
         self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
@@ -157,8 +161,10 @@ class Execution:
             machine = Machine(made.program, engine=engine, names=True, record=self.record)
             machine.run((*size, 1, 1)[:3], given, shared_bytes=made.shared_bytes)
             self.executed += machine.executed
+            self.remarks += [f"{made.name}: {what}, at {at}" for what, at in machine.facts.items()]
+            self.approximate |= machine.approximate
             if self.record:
-                self.machines.append(machine)
+                self.machines.append((machine, made))
 
     def knows(self, storage: int) -> bool:
         """Tell whether a storage was an argument of a launch."""

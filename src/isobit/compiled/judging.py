@@ -10,7 +10,6 @@ compared as expressions, and a row whose name differs only under labels reads an
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +24,7 @@ from isobit.certify_records import (
     Share,
 )
 from isobit.compiled.capture import Choices
-from isobit.compiled.compile import Compiler, LaunchError
+from isobit.compiled.compile import Compiler, LaunchError, short_path
 from isobit.compiled.configurations import Planned, Surveyed
 from isobit.compiled.execution import Execution, call
 from isobit.compiled.refusals import FloatAtomicError, MachineError, RaceError
@@ -65,6 +64,8 @@ class Judge:
     found: list[list[tuple[str, int]]] = field(default_factory=list)  # per outcome and row
     elements: list[int] = field(default_factory=list)  # per outcome: elements of a row
     skipped: list[str] = field(default_factory=list)
+    remarks: dict[str, None] = field(default_factory=dict)
+    approximate: set[str] = field(default_factory=set)
     runs: int = 0
 
     def execute(
@@ -80,9 +81,12 @@ class Judge:
             nonce=self.runs,
             record=record,
             fill=surveyed.fill,
+            argument_of=lambda key, number: surveyed.argument(one, key, number),
             choices=Choices(dict(one.autotune)),
         )
         call(surveyed.function, one.given, run, self.compiler.target)
+        self.remarks.update(dict.fromkeys(run.remarks))
+        self.approximate |= run.approximate
         shapes = [shape for shape, _ in surveyed.pilots[one.plain].outputs]
         return run, rows_of(run, shapes, surveyed.output_axes(one), one.rows)
 
@@ -267,12 +271,6 @@ def failed(outcome: Outcome, error: IsobitError) -> Outcome:
         remedy=error.remedy,
         where=where,
     )
-
-
-def short_path(path: str) -> str:
-    """Return a path relative to the current folder if it is below it."""
-    here = os.getcwd() + os.sep
-    return path.removeprefix(here)
 
 
 def shown(value: object) -> str:

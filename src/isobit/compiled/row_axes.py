@@ -64,3 +64,9 @@ def describe_shape(shape: Sequence[int], found: RowAxis | None) -> str:
     if found is not None:
         parts[found.axis] = "rows" if found.per_row == 1 else f"rows·{found.per_row}"
     return " × ".join(parts) or "one number"
+
+
+def row_shape(shape: tuple[int, ...], axis: RowAxis) -> tuple[int, ...]:
+    """Return the shape of one row."""
+    inner = () if axis.per_row == 1 else (axis.per_row,)
+    return (*shape[: axis.axis], *inner, *shape[axis.axis + 1 :])

@@ -10,7 +10,7 @@ import numpy as np
 from blake3 import blake3
 
 from isobit.compiled.execution import Execution
-from isobit.compiled.row_axes import RowAxis
+from isobit.compiled.row_axes import RowAxis, row_shape
 from isobit.compiled.storages import Names
 
 DIGEST = 32  # hexadecimal digits
@@ -78,12 +78,6 @@ def rows_of(
         [each.hexdigest()[:DIGEST] for each in integers],
         rest,
     )
-
-
-def row_shape(shape: tuple[int, ...], axis: RowAxis) -> tuple[int, ...]:
-    """Return the shape of one row."""
-    inner = () if axis.per_row == 1 else (axis.per_row,)
-    return (*shape[: axis.axis], *inner, *shape[axis.axis + 1 :])
 
 
 def cut(values: Any, axis: RowAxis | None, count: int) -> Any:

@@ -49,6 +49,16 @@ class Held:
         return not np.array_equal(self.names, self.first)
 
 
+@dataclass(frozen=True)
+class NamedView:
+    """A float input whose elements were named: for descriptions of expressions."""
+
+    argument: str
+    shape: tuple[int, ...]
+    axis: RowAxis | None
+    names: Names
+
+
 @dataclass
 class Storages:
     """All storages that kernels of one run were given."""
@@ -58,6 +68,8 @@ class Storages:
     labels: np.ndarray[Any, np.dtype[np.uint64]]  # of every row
     nonce: int = 0
     fill: Fill = lambda key, number, tensor: None
+    argument_of: Callable[[str, int], str] | None = None  # given if expressions are described
+    named_views: list[NamedView] = field(default_factory=list)
     integers: list[list[bytes]] = field(default_factory=list)  # per integer input: content by row
     held: dict[int, Held] = field(default_factory=dict)
     views: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)  # by key, as they come
@@ -153,7 +165,11 @@ class Storages:
         try:
             found = self.axis_of(held.key, number, tensor)
             if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-                return self.element_names(f"{held.key} view {number}", tensor, found)
+                made = self.element_names(f"{held.key} view {number}", tensor, found)
+                if self.argument_of is not None:
+                    argument = self.argument_of(held.key, number)
+                    self.named_views.append(NamedView(argument, tuple(tensor.shape), found, made))
+                return made
             if found is not None:
                 rows = tensor.movedim(found.axis, 0).reshape(len(self.labels), -1)
                 self.integers.append([row.numpy().tobytes() for row in rows])
