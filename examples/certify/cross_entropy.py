@@ -1,7 +1,9 @@
 """Cross entropy of logits in Triton: a loss per row, and a mean that is added by atomics.
 
-isobit certify examples/certify/cross_entropy.py:cross_entropy
-isobit certify examples/certify/cross_entropy.py:mean_by_atomics
+Try, from the root of the repository:
+
+    isobit certify examples/certify/cross_entropy.py:cross_entropy
+    isobit certify examples/certify/cross_entropy.py:mean_by_atomics
 """
 
 import torch

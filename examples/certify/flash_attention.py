@@ -1,9 +1,12 @@
-"""Flash attention in Triton: a causal prefill with an online softmax, and a decode that splits the keys.
+"""Flash attention in Triton: a causal prefill, and a decode that splits the keys.
 
 A row of the certificate is a sequence of the batch.
 
+Try, from the root of the repository:
+
     isobit certify examples/certify/flash_attention.py:prefill --rows 1,3
     isobit certify examples/certify/flash_attention.py:split_by_batch --rows 1,3,20
+    isobit certify examples/certify/flash_attention.py:split_by_length --rows 1,3,20
 """
 
 import math

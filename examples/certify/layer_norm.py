@@ -1,7 +1,9 @@
-"""Layer norm in Triton, forward and the gradients of its weight and bias.
+"""Layer norm in Triton: warps by a rule, and warps by the autotuner.
 
-isobit certify examples/certify/layer_norm.py:layer_norm
-isobit certify examples/certify/layer_norm.py:layer_norm --vary num_warps=1,2,4,8
+Try, from the root of the repository:
+
+    isobit certify examples/certify/layer_norm.py:layer_norm
+    isobit certify examples/certify/layer_norm.py:autotuned
 """
 
 import torch

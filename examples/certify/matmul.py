@@ -1,7 +1,12 @@
-"""A matrix product in Triton, five ways: does a row's sum depend on how many rows there are?
+"""A matrix product in Triton, five ways: does a row depend on how many rows there are?
 
-isobit certify examples/certify/matmul.py:matmul --vary BLOCK_M=16,64,128
-isobit certify examples/certify/matmul.py:split_k_by_rows
+Try, from the root of the repository:
+
+    isobit certify examples/certify/matmul.py:matmul --vary BLOCK_M=16,64,128
+    isobit certify examples/certify/matmul.py:autotuned
+    isobit certify examples/certify/matmul.py:split_k_by_rows
+    isobit certify examples/certify/matmul.py:split_k_by_features --vary BLOCK_M=16,64
+    isobit certify examples/certify/matmul.py:matmul_atomic
 """
 
 import torch

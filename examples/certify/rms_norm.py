@@ -1,7 +1,9 @@
 """RMS norm in Triton: several rows per program, as many as a heuristic picks.
 
-isobit certify examples/certify/rms_norm.py:rms_norm
-isobit certify examples/certify/rms_norm.py:tile_by_rows
+Try, from the root of the repository:
+
+    isobit certify examples/certify/rms_norm.py:rms_norm
+    isobit certify examples/certify/rms_norm.py:tile_by_rows
 """
 
 import torch

@@ -1,8 +1,10 @@
 """Softmax of rows in Triton: `tl.sum` adds in an order that depends on the number of warps.
 
-isobit certify examples/certify/softmax.py:softmax
-isobit certify examples/certify/softmax.py:warps_by_rows
-isobit certify examples/certify/softmax.py:softmax_tree --vary num_warps=1,2,4,8
+Try, from the root of the repository:
+
+    isobit certify examples/certify/softmax.py:softmax
+    isobit certify examples/certify/softmax.py:warps_by_rows
+    isobit certify examples/certify/softmax.py:softmax_tree --vary num_warps=1,2,4,8
 """
 
 import torch

@@ -259,14 +259,15 @@ def leaking(rows: list[int], count: int) -> tuple[str, str]:
 def failed(outcome: Outcome, error: IsobitError) -> Outcome:
     """Return the outcome of a configuration that raised an error."""
     broken = isinstance(error, (RaceError, FloatAtomicError))
-    where = ""
+    where, received = "", error.received
     if isinstance(error, MachineError):
+        received = received.partition(", at PTX line ")[0]  # `where` has the place
         source = f"{short_path(error.source[0])}:{error.source[1]}, " if error.source else ""
         where = f"{source}PTX line {error.ptx_line}" if error.ptx_line else ""
     return replace(
         outcome,
         verdict=BROKEN if broken else REFUSED,
-        reason=f"expected {error.expected}; received {error.received}",
+        reason=received if broken else f"{received} (expected {error.expected})",
         remedy=error.remedy,
         where=where,
     )
