@@ -146,19 +146,75 @@ Folding = Callable[..., Array]
 
 
 def make(operation: str, *operands: Array | np.uint64, folded: Array | None = None) -> Names:
-    """Return the name of an operation on operands.
+    """Return the name of an operation on operands. See [Note: signs] for add, sub, mul, div, fma.
 
     Args:
         operation: its name, with everything that changes bits (type, rounding, flushing).
         operands: names.
         folded: the bits of the result; where all operands are constants they name the result.
     """
-    made = mix(*operands, start=_start(operation))
+    if operation in _SIGNED:
+        made = _SIGNED[operation](*operands)
+    else:
+        made = mix(*operands, start=_start(operation))
     if folded is not None:
         fixed: Any = functools.reduce(np.bitwise_and, operands) & CONSTANT
         if np.any(fixed):
             made = np.where(np.broadcast_to(fixed != 0, made.shape), constant(folded), made)
     return made
+
+
+# ---- signs --------------------------------------------------------------------------------------
+# [Note: signs]
+# Compilers write x - n * c as x + n * (-c) and back, which are the same bits for all inputs. So the
+# last bit of a hash stands for a sign: h and h ^ 1 are a value and its negative. A difference is
+# the sum with the negative, and the sign of a product or quotient is taken out of its operands.
+# Arithmetic returns one NaN, whatever the signs of its operands. The instruction `neg` keeps a name
+# of its own, because it may change the sign of a NaN. There is no rule -(a + b) = -a - b: it is
+# wrong for sums that are zero.
+_MINUS = U64(1 << 31)  # the sign bit of an fp32 constant
+
+
+def _sign_bit(a: Array | np.uint64) -> Array:
+    return np.where(is_constant(a), _MINUS, U64(1))
+
+
+def _apart(a: Array | np.uint64) -> tuple[Array, Array]:
+    """Return a name without its sign, and the sign: 0 or 1."""
+    bit = _sign_bit(a)
+    return np.asarray(a & ~bit), np.asarray((a & bit) != 0).astype(U64)
+
+
+def _add(a: Array, b: Array) -> Names:
+    return mix(*ordered(a, b), start=_start("add"))
+
+
+def _sub(a: Array, b: Array) -> Names:
+    return _add(a, b ^ _sign_bit(b))
+
+
+def _mul(a: Array, b: Array) -> Names:
+    (a, minus), (b, also) = _apart(a), _apart(b)
+    return mix(*ordered(a, b), start=_start("mul")) ^ (minus ^ also)
+
+
+def _div(a: Array, b: Array) -> Names:
+    (a, minus), (b, also) = _apart(a), _apart(b)
+    return mix(a, b, start=_start("div")) ^ (minus ^ also)
+
+
+def _fma(a: Array, b: Array, c: Array) -> Names:
+    (a, minus), (b, also) = _apart(a), _apart(b)
+    return mix(*ordered(a, b), c, minus ^ also, start=_start("fma"))
+
+
+_SIGNED: dict[str, Callable[..., Names]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "fma": _fma,
+}
 
 
 def ordered(a: Array | np.uint64, b: Array | np.uint64) -> tuple[Array, Array]:
@@ -290,6 +346,12 @@ def join(low: Names, high: Names) -> Names:
     made = np.where(fixed, value, made)
     bf16 = (low == FIXED) & (high < FIXED)
     return np.where(bf16, widen("bf16", value16(high)), made) if bf16.any() else made
+
+
+def is_one_value(low: Names, high: Names) -> Array:
+    """Tell which pairs of halves are the two halves of one 32-bit value, or a constant."""
+    whole = ((low ^ high) == KIND) & ((low & KIND) == LOW)
+    return np.asarray(whole | ((low & high) >= FIXED))
 
 
 def fixed_half(bits: Any) -> Names:

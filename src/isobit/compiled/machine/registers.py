@@ -106,7 +106,12 @@ def choose(predicate: Names, new: Word, old: Word) -> Word:
     if new.whole and old.whole:
         return Word(nm.select(predicate, new.value, old.value))
     (a, b), (c, d) = new.halves, old.halves
-    return Word(low=select_half(predicate, a, c), high=select_half(predicate, b, d))
+    low, high = select_half(predicate, a, c), select_half(predicate, b, d)
+    one = nm.is_one_value(a, b) & nm.is_one_value(c, d)  # halves that were parted and joined again
+    if one.any():
+        first, second = nm.split(nm.select(predicate, new.value, old.value))
+        low, high = np.where(one, first, low), np.where(one, second, high)
+    return Word(low=low, high=high)
 
 
 def select_half(predicate: Names, a: Names, b: Names) -> Names:
