@@ -52,20 +52,16 @@ class KernelFacts:
     """One compiled kernel of one configuration, and what can be read from its text.
 
     Attributes:
-        kernel: the name of the Triton function.
-        target: the GPU that it is compiled for.
+        kernel, target: the name of the Triton function, and the GPU that it is compiled for.
         options: compile options and constants, such as "BLOCK_M=16 num_warps=4 num_stages=3".
         digest: BLAKE3 of the PTX text without its `.loc` lines and file names.
         engine: the arithmetic of its tensor-core instructions, such as "tc25x16"; "" if it has none.
         tensor_core: tensor-core instructions and how often each is in the text.
-        registers: registers per thread by ptxas, or None if ptxas was not run.
-        spill_bytes: bytes per thread of local memory, where ptxas spills registers to.
+        registers, spill_bytes: per thread by ptxas, or None; spilled registers go to local memory.
         shared_bytes: shared memory per program.
-        atomics: atomic instructions by name.
-        float_atomics: how many of them add floats.
+        atomics, float_atomics: atomic instructions by name, and how many of them add floats.
         flushes: instructions that flush subnormal numbers to zero (`.ftz`), by name.
-        fused: fused multiply-adds (`fma` on floats) in the text.
-        fusion_allowed: whether the compiler may fuse a product and a sum (`enable_fp_fusion`).
+        fused, fusion_allowed: `fma` on floats in the text, and whether the compiler may make them (`enable_fp_fusion`).
         open_products: sums of a product that the PTX leaves unfused without forbidding it: ptxas may fuse them.
         approximate: approximate instructions by name, such as {"ex2.approx.ftz.f32": 2}.
         lines: lines of PTX.
@@ -96,8 +92,7 @@ class Share:
 
     Attributes:
         digest: BLAKE3 over the names of all elements of such a row, of all outputs.
-        rows: how many rows have it; 1 for a function without `rows`, whose whole output is one row.
-        first: the first of these rows.
+        rows, first: how many rows have it, and the first; without `rows` the whole output is one row.
     """
 
     digest: str
@@ -113,16 +108,12 @@ class Outcome:
         configuration: which one.
         verdict: EXECUTED, BROKEN or REFUSED.
         expressions: the expressions of its rows, the one with the most rows first.
-        names: output elements whose names were compared.
-        unwritten: output elements that no kernel wrote.
-        bits_equal: rows whose bits equal those of the same row in the first configuration of this target.
-        bits_rows: rows whose bits were compared.
-        launches: kernel launches.
-        kernels: indices into `TargetReport.kernels`, in the sequence of the launches.
+        names, unwritten: output elements whose names were compared, and those that no kernel wrote.
+        bits_equal: of `bits_rows`, rows whose bits equal those of the same row in the first configuration that has it.
+        launches, kernels: how many, and indices into `TargetReport.kernels` in their sequence.
         executed: instructions executed, counted once per program, not per thread.
         seconds: time to compile and execute.
-        reason: for BROKEN and REFUSED, what was found, in one or two sentences.
-        remedy: what to do about it.
+        reason, remedy: for BROKEN and REFUSED, what was found, and what to do about it.
         where: "file.py:12, PTX line 340", if known.
     """
 
@@ -170,12 +161,9 @@ class Step:
     """One operation of an expression, and where it comes from.
 
     Attributes:
-        operation: such as "add.rn.f32" or "fma.rn.f32".
-        text: the operation with its operands, such as "x[k=0]·w[k=0] + (…)".
-        ptx_line: line of the PTX text, 0 if unknown.
-        ptx: that line's text.
-        source: Python file and line from `.loc`, or ("", 0).
-        python: that line's text, or "".
+        operation, text: such as "add.rn.f32", and with its operands: "x[k=0]·w[k=0] + (…)".
+        ptx_line, ptx: line of the PTX text (0 if unknown), and that line.
+        source, python: Python file and line from `.loc` (or ("", 0)), and that line.
     """
 
     operation: str
@@ -192,9 +180,8 @@ class Parting:
 
     Attributes:
         left, right: indices into `TargetReport.classes`; left is always the first class.
-        left_configuration, right_configuration: the configurations that were compared.
-        left_row, right_row: the rows that were compared.
-        output: the output and the element in its row, such as "output 0, element [5]".
+        left_configuration, left_row, right_configuration, right_row: what was compared.
+        output: the element that was compared, such as "output 0, element [5]".
         left_step, right_step: the first operation that differs; None where one side has no operation there.
         equal_below: how many operations below this place are the same on both sides.
         detail: one sentence that says how they differ.
@@ -218,8 +205,7 @@ class TargetReport:
     """What was found on one target.
 
     Attributes:
-        target: such as "sm_90".
-        engine: the arithmetic of this target's tensor cores, such as "tc25x16".
+        target, engine: such as "sm_90", and the arithmetic of its tensor cores, such as "tc25x16".
         outcomes: one per configuration.
         classes: expressions; the first has the first configuration that ran.
         partings: one per class after the first.
@@ -280,11 +266,9 @@ class TensorRead:
     """How a tensor of the function was read.
 
     Attributes:
-        role: "input" or "output".
-        name: such as "input 0 (x_ptr of matmul_kernel)" or "output 0".
+        role, name: "input" and its argument, such as "x of matmul_kernel"; or "output" and "output 0".
         shape: such as "rows × 256" or "[256, 64]".
-        row_axis: the axis that counts rows, or None if it has none.
-        per_row: entries of that axis per row: 8 for an axis of rows × 8 heads.
+        row_axis, per_row: the axis that counts rows, or None, and its entries per row: 8 if it is rows × 8 heads.
         dtype: such as "bfloat16".
     """
 
@@ -309,8 +293,7 @@ class Certified:
         groups: targets that share one expression, each group with all its targets; targets that are not kept are
             left out.
         notes: facts that a reader should know, such as inputs that torch computed from others.
-        triton: Triton's version.
-        seconds: time of everything.
+        triton, seconds: Triton's version, and the time of everything.
         provenance: software, machine, command and time.
     """
 

@@ -71,7 +71,7 @@ def test_examples_run(path, tmp_path):
     if path.name in NEED_TRL:
         pytest.importorskip("trl", reason="pip install -c constraints.txt datasets trl")
     run = [sys.executable, str(path)]
-    subprocess.run(run, check=True, capture_output=True, timeout=120, cwd=tmp_path)
+    subprocess.run(run, check=True, capture_output=True, timeout=600, cwd=tmp_path)
 
 
 def commands():

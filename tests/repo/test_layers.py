@@ -45,7 +45,7 @@ LAYERS = {
     "parallel": "foundation order ops optim",
     "guards": "foundation parallel",
     "integrations": "foundation order ops nn parallel",
-    "contracts": "foundation order reveal",
+    "contracts": "foundation order reveal certify_records compiled",
     "gates": "foundation order ops nn optim parallel guards integrations simulator",
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts "
     "audit_records auditing certify_records compiled",

@@ -52,7 +52,9 @@ def facts_of(
         fused=sum(n for o, n in counts.items() if o.startswith("fma.") and is_float(o)),
         fusion_allowed=fusion_allowed,
         open_products=count_open_products(statements) if fusion_allowed else 0,
-        approximate={o: n for o, n in counts.items() if ".approx" in o or o.startswith("tanh.")},
+        approximate={
+            o: n for o, n in counts.items() if ".approx" in o or o.startswith(("tanh.", "div.full"))
+        },
         lines=ptx.count("\n") + 1,
     )
 

@@ -165,6 +165,12 @@ def say_promise(claim: Claim) -> str:
             loads = params["loads"]
             often = "once" if loads == 1 else f"{loads} times"
             return f"each call launches a kernel with its own sizes, of a binary that is loaded {often}"
+        case "certified":
+            sizes = [f"{len(params['rows'])} row counts"] if "rows" in params else []
+            sizes += [
+                f"{name} {', '.join(map(str, v))}" for name, v in params.get("vary", {}).items()
+            ]
+            return f"compiled for {', '.join(params['targets'])}, a row has one expression at {say_list(sizes)}"
         case "algebra":
             ranges = [say_range(name, *ends[:2]) for name, ends in params["integers"].items()]
             return f"{params['predicate']} is true for all {say_list(ranges)}"

@@ -11,6 +11,7 @@ import torch
 
 from isobit import bits
 from isobit.contracts.judge.bound import Bound
+from isobit.contracts.judge.compiled_code import certified
 from isobit.contracts.judge.integers_search import examine_integers, search_integers
 from isobit.contracts.judge.recipes import Case, Recipe, fixed_recipes
 from isobit.contracts.judge.relations import RELATIONS, refuses
@@ -41,6 +42,8 @@ def examine(
     tally, failing, claim = Tally(), None, bound.claim
     if claim.relation == "refuses":
         refuses(bound, tally, raising=first_only)
+    elif claim.relation == "certified":
+        certified(bound, tally)
     elif claim.relation == "algebra":
         examine_integers(bound, tally, raising=first_only)
     else:
@@ -128,7 +131,7 @@ def find_breach(
 
 def shrink(contract: Contract, bound: Bound, failing: Recipe | None) -> Recipe | str | None:
     """Return a smaller counter-example, or the given one if none is found."""
-    if bound.claim.relation in ("refuses", "algebra"):
+    if bound.claim.relation in ("refuses", "algebra", "certified"):
         return search_integers(bound, Tally(), 1000) if bound.claim.relation == "algebra" else None
     if failing is None:
         return None

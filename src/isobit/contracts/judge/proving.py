@@ -8,6 +8,7 @@ import torch
 
 from isobit.contracts.judge.binding import plant
 from isobit.contracts.judge.bound import Bound
+from isobit.contracts.judge.compiled_code import prove_compiled
 from isobit.contracts.judge.integers_search import domain_of
 from isobit.contracts.judge.recipes import Case, Recipe
 from isobit.contracts.judge.relations import RELATIONS
@@ -56,6 +57,8 @@ def run_proof(contract: Contract, bound: Bound) -> Proof:
                 remedy="return Proof(engine, covers, cases, failure)",
             )
         return found
+    if plan.engine == "compiled":
+        return prove_compiled(bound)
     if plan.engine == "z3":
         return prove_integers(bound)
     return enumerate_values(bound, plan.inputs, contract.inputs[plan.inputs])

@@ -20,7 +20,7 @@ from isobit.contracts.store.tree import library
 def replay(contract: Contract, claim: Claim, options: Options, recipe: str) -> Tally:
     """Judge one case, or all fixed cases if `recipe` is empty."""
     bound, tally = bind(contract, claim, options), Tally()
-    if not recipe or claim.relation == "refuses":
+    if not recipe or claim.relation in ("refuses", "certified"):
         return examine(contract, bound, options.thorough)[0]
     if claim.relation == "algebra":
         examine_integers(bound, tally, recipe)

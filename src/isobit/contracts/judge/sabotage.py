@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit import bits, native
+from isobit.contracts.judge.compiled_code import one_more_product
 from isobit.contracts.language.sabotage_names import LIBRARY_NAMES
 
 Function = Callable[..., Any]
@@ -217,6 +218,7 @@ LIBRARY: dict[str, Callable[[Function], Function]] = {
     "never launched": never_called,
     "made for one size": of_one_size,
     "loaded at each call": loaded_each_time,
+    "one more product elsewhere": one_more_product,
     "order by batch with gradients": in_training(nudged(lambda x: len(x) > 16)),
     "constant output with gradients": in_training(replaced(lambda y, x: torch.zeros_like(y))),
 }

@@ -25,7 +25,7 @@ from isobit.contracts.language.yaml_text import MAX_BYTES, read_yaml
 from isobit.errors import ContractError
 
 # Relations that draw tensors.
-DRAWING = frozenset(RELATIONS) - {"refuses", "algebra"}
+DRAWING = frozenset(RELATIONS) - {"refuses", "algebra", "certified"}
 
 
 def load_contract(path: Path) -> Contract:
@@ -119,6 +119,12 @@ class _Names:
         if claim.relation in ("refuses", "launches") and claim.level != "L2":
             expected = f"L2 in {claim.id}: {claim.relation} draws nothing"
             self.refuse(claim.line, expected, claim.level, "use L2")
+        if claim.relation == "certified" and (
+            claim.level == "L3" or not {"rows", "vary"} & set(claim.params)
+        ):
+            expected = f"L2 or L4 in {claim.id}, and rows, vary or both: certified draws nothing"
+            received = claim.level if claim.level == "L3" else "neither rows nor vary"
+            self.refuse(claim.line, expected, received, "add what may vary; L4 needs a proof")
         for name, pair in claim.params.get("integers", {}).items():
             if len(pair) != 2:
                 expected = f"integers.{name}: [low, high]"
@@ -130,7 +136,10 @@ class _Names:
         if proof is not None:
             if proof.engine == "enumeration" and not proof.by:
                 self.known(proof.inputs, self.contract.inputs, "inputs", claim.line)
-            elif proof.engine != "z3" and not proof.by:
+            elif proof.engine == "compiled" and claim.relation != "certified":
+                expected = f"relation certified for engine compiled of claim {claim.id}"
+                self.refuse(claim.line, expected, claim.relation, "use another engine")
+            elif proof.engine not in ("z3", "compiled") and not proof.by:
                 self.refuse(
                     claim.line, f"by: a function for engine {proof.engine}", "none", "name it"
                 )

@@ -28,6 +28,7 @@ LIBRARY_NAMES = (
     "never launched",
     "made for one size",
     "loaded at each call",
+    "one more product elsewhere",
     "order by batch with gradients",
     "constant output with gradients",
 )
@@ -59,6 +60,7 @@ BY_RELATION = {
     "monotone": ("negated",),
     "roundtrip": ("one ulp off", "constant output"),
     "refuses": ("accepts everything",),
+    "certified": ("one more product elsewhere",),
     "launches": ("never launched", "made for one size", "loaded at each call"),
 }
 

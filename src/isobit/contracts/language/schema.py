@@ -48,7 +48,7 @@ TRANSFORMS = (
     "layout",
     "threads",
 )
-ENGINES = ("enumeration", "order", "z3", "bitwuzla", "interval")
+ENGINES = ("enumeration", "order", "z3", "bitwuzla", "interval", "compiled")
 
 NAME = Text(r"[A-Za-z][A-Za-z0-9._-]{0,99}", "a name of letters, digits, dots, dashes")
 REFERENCE = Text(
@@ -158,6 +158,13 @@ RELATIONS: dict[str, dict[str, Key]] = {
         ),
         "draw": Key(
             REFERENCE, "(random.Random) -> dict of integers, to draw the integers that matter"
+        ),
+    },
+    "certified": {
+        "targets": Key(ListOf(NAME, 1), "GPUs to compile for, such as sm_90", True),
+        "rows": Key(SizeList(), "row counts, passed to the subject as rows"),
+        "vary": Key(
+            MapOf(ListOf(Scalar(), 1), 1), "parameter of the subject: the values that it may have"
         ),
     },
     "holds": {"predicate": Key(REFERENCE, "(subject, case, tally) -> None", True)},

@@ -36,7 +36,7 @@ JUDGED = (
     "could-not-run",
     "kept",
 )  # verdicts that judging a claim can give
-NOT_DRAWN = ("refuses", "launches")  # relations without inputs to draw
+NOT_DRAWN = ("refuses", "launches", "certified")  # relations without inputs to draw
 
 
 def level_number(level: str) -> int:

@@ -123,7 +123,7 @@ class Fold:
 
     def add(self, first: int, k: Tensor, v: Tensor) -> None:
         """Add one block of keys and values, the first at position `first`; blocks are added in order."""
-        if first and first % ATTENTION_CHUNK == 0:
+        if self.begins_chunk(first):
             self._earlier, self._chunk = self.state, State.empty(self._q)
         seen = self._mask.seen(self._positions, first, len(k), self._keys)
         scores = torch.where(seen, self._mask.scaled(product(self._q, k)), -torch.inf)
@@ -141,10 +141,18 @@ class Fold:
         output = before.output * factor + total
         self._chunk = State(most, before.sum * factor + added, output)
 
+    def begins_chunk(self, first: int) -> bool:
+        """Return whether the block at position `first` begins a chunk after the first one."""
+        return first > 0 and first % ATTENTION_CHUNK == 0
+
+    def merge(self, earlier: State, chunk: State) -> State:
+        """Return the state of some chunks and the next one."""
+        return earlier.merged(chunk)
+
     @property
     def state(self) -> State:
         """The state over all keys added so far."""
-        return self._chunk if self._earlier is None else self._earlier.merged(self._chunk)
+        return self._chunk if self._earlier is None else self.merge(self._earlier, self._chunk)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Return y and the log-sum-exp, over all keys added so far."""
