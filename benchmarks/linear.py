@@ -93,7 +93,7 @@ def run(quick, threads, dtypes):
 
 def is_green(console, operator):
     """Times nothing whose claims are not kept."""
-    contract = load_contract(library() / "ops" / operator / "contract.yaml")
+    contract = load_contract(library() / operator / "contract.yaml")
     for record in verify_contract(contract, Options(level=2)):
         console.print(f"{record.claim}: {record.differing} of {record.compared:,} differ")
         if record.verdict != "kept":

@@ -51,7 +51,7 @@ def show(record: dict) -> str:
 def provenance(record: dict) -> str:
     text = (
         f"Run on {record['date']} at commit {record['commit']}: {record['machine']}, torch"
-        f" {record['torch']}."
+        f" {record['torch']}, version {record.get('order', 1)} of the order."
     )
     return textwrap.fill(text, 98)
 

@@ -58,8 +58,8 @@ def main(words: list[str]) -> int:
     return 0
 
 
-def describe_run(commit: str) -> dict[str, str]:
-    """Return the commit, date and machine of a run on this machine."""
+def describe_run(commit: str) -> dict[str, str | int]:
+    """Return the commit, date, machine and version of the order of a run on this machine."""
     git = ["git", "-C", str(ROOT), "rev-parse", "--short=7", commit]
     machine = fingerprint(VERSION)
     return {
@@ -68,6 +68,7 @@ def describe_run(commit: str) -> dict[str, str]:
         "machine": f"{machine.cpu}, {machine.cores} cores, {machine.capability}"
         + " with AMX" * pairs_bf16(),
         "torch": machine.torch,
+        "order": VERSION,
     }
 
 

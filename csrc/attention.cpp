@@ -1,9 +1,11 @@
 // Attention forward: each query folds blocks of 64 keys from left to right by the online softmax.
+// The fold starts anew at every chunk of 2048 keys, and the chunks are merged from left to right.
 //
-// Blocks are cut at absolute positions of the sample, so prefill, chunked prefill and decode are
-// the same fold. A block that a query does not see leaves its sums unchanged: the factor is exp(0)
-// = 1, and the added terms are +0. A tile of queries may therefore visit more blocks than one of
-// its queries sees.
+// Blocks and chunks are cut at absolute positions of the sample, so prefill, chunked prefill and
+// decode are the same fold, and a decoding step may compute chunks apart from each other. A block
+// that a query does not see leaves its sums unchanged: the factor is exp(0) = 1, and the added
+// terms are +0. A tile of queries may therefore visit more blocks, or chunks, than one of its
+// queries sees.
 #include "attention.h"
 
 #include <ATen/Parallel.h>
@@ -39,20 +41,19 @@ class AttentionForward {
         scale_(scale),
         rows_(rows),
         memory_(scratch, (2 * attention_block + rows) * (heads.depth + 16) +
-                             rows * (heads.depth + 64) + tile_rows * (2 * attention_block + 64) +
-                             4096) {
+                             2 * rows * (heads.depth + 64) +
+                             tile_rows * (2 * attention_block + 64) + 4096) {
     const int64_t depth = heads.depth;
     keys_ = memory_.template allocate<T>(attention_block * depth);
     values_ = memory_.template allocate<T>(attention_block * depth);
     queries_ = memory_.template allocate<T>(rows * depth);
     running_ = {memory_.allocate(rows), memory_.allocate(rows), memory_.allocate(rows * depth)};
+    earlier_ = {memory_.allocate(rows), memory_.allocate(rows), memory_.allocate(rows * depth)};
     scores_ = memory_.allocate(tile_rows * attention_block);
     weights_ = memory_.template allocate<T>(tile_rows * attention_block);
     new_max_ = memory_.allocate(tile_rows);
     factor_ = memory_.allocate(tile_rows);
-    std::fill(running_.max, running_.max + rows, -infinity);
-    std::fill(running_.sum, running_.sum + rows, 0.0f);
-    std::fill(running_.output, running_.output + rows * depth, 0.0f);
+    running_.clear(rows, depth);
   }
 
   // [depth]: where the caller writes the query of a row, before run().
@@ -65,7 +66,10 @@ class AttentionForward {
     offset_ = offset;
     key_count_ = keys.count;
     const int64_t begin = visible_keys(0).begin, end = visible_keys(rows_ - 1).end;
-    for (int64_t block = begin / attention_block; block * attention_block < end; block++) {
+    const int64_t first = begin / attention_block;
+    int64_t chunks = 0;  // in earlier_
+    for (int64_t block = first; block * attention_block < end; block++) {
+      if (block > first && block * attention_block % attention_chunk == 0) end_chunk(chunks++);
       const int64_t count = std::min(attention_block, key_count_ - block * attention_block);
       const int64_t start = keys.block_starts[block];
       pack_block_summing_depth<T>({keys.k.at(start, keys.head), keys.k.row_stride}, count,
@@ -74,6 +78,10 @@ class AttentionForward {
                                  heads_.depth, values_);
       for (int64_t row = 0; row < rows_; row += tile_rows)
         fold_block(block, row, std::min(tile_rows, rows_ - row));
+    }
+    if (chunks > 0) {
+      merge_chunk(earlier_, running_, rows_, heads_.depth);
+      std::swap(earlier_, running_);
     }
   }
 
@@ -87,6 +95,15 @@ class AttentionForward {
  private:
   VisibleKeys visible_keys(int64_t row) const {
     return {mask_, offset_ + (first_row_ + row) / heads_.group(), key_count_};
+  }
+
+  // Moves the state of the chunk that ends to earlier_, which holds `chunks` chunks.
+  void end_chunk(int64_t chunks) {
+    if (chunks == 0)
+      std::swap(earlier_, running_);
+    else
+      merge_chunk(earlier_, running_, rows_, heads_.depth);
+    running_.clear(rows_, heads_.depth);
   }
 
   // Folds one block of keys into rows [row, row + rows).
@@ -141,7 +158,8 @@ class AttentionForward {
   T* keys_;                 // [depth][attention_block], packed: the current block
   T* values_;               // [attention_block][depth], packed: the current block
   T* queries_;              // [rows][depth]
-  RunningSoftmax running_;  // of all rows
+  RunningSoftmax running_;  // of all rows: the current chunk; after run(), the whole
+  RunningSoftmax earlier_;  // of all rows: the chunks before it, if there are any
   float* scores_;           // [tile_rows][attention_block]
   T* weights_;              // [tile_rows][attention_block]
   float* new_max_;          // [tile_rows]

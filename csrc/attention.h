@@ -7,8 +7,9 @@
 namespace isobit {
 
 // Part of the order: keys, and in the backward also queries, are cut into blocks of this many at
-// absolute positions of their sample.
+// absolute positions of their sample. Chunks of attention_chunk keys (order.h) are whole blocks.
 constexpr int64_t attention_block = 64;
+static_assert(attention_chunk % attention_block == 0);
 
 struct Heads {
   int64_t query_heads, key_heads, depth;                     // depth: elements of one head

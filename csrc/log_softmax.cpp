@@ -13,13 +13,7 @@ namespace {
 template <class T>
 ISOBIT_INLINE void log_softmax_of_row(const Schedule& schedule, const T* x, int64_t n, T* out) {
   MaxSumTree tree;
-  int64_t segment = 0;
-  for (int64_t leaf = 0; leaf < schedule.leaf_count(); leaf++) {
-    const auto [start, length, fold] = schedule.leaves[leaf];
-    const bool ends_segment = leaf + 1 == schedule.segment_end[segment];
-    tree.add(max_sum_of_leaf(x + start, length), fold, ends_segment);
-    segment += ends_segment;
-  }
+  tree.add(schedule, x);
   const float max = tree.total().max, log_sum = log_positive_scalar(tree.total().sum);
   for (int64_t at = 0; at < n; at += lane_count) {
     const int64_t count = std::min(lane_count, n - at);

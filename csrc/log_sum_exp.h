@@ -1,6 +1,6 @@
 // The log-sum-exp of a feature axis, as a sum of pairs (max, sum of exp(x - max)).
 //
-// Each leaf has its own maximum, and merging two pairs rescales both sums to the larger maximum.
+// Each segment has its own maximum, and merging two pairs rescales both sums to the larger one.
 // Ranks that hold shards of a vocabulary can therefore exchange pairs, and the logits are read only
 // once.
 #pragma once
@@ -30,14 +30,14 @@ struct ExpTerms {
   }
 };
 
-// The pair of one leaf; `x` is [n].
+// The pair of one segment; `x` is [n].
 template <class T>
-ISOBIT_INLINE MaxSum max_sum_of_leaf(const T* x, int64_t n) {
+ISOBIT_INLINE MaxSum max_sum_of_segment(const T* x, int64_t n) {
   const float max = max_of_row(x, n);
   return {max, sum_leaf(0, n, ExpTerms<T>{x, finite_or_zero(max)})};
 }
 
-// Order: one fold or merge of a feature schedule, done by MaxSumTree.
+// Order: one merge of a feature schedule, done by MaxSumTree.
 ISOBIT_INLINE MaxSum merge(const MaxSum& left, const MaxSum& right) {
   const float max = left.max < right.max ? right.max : left.max, reference = finite_or_zero(max);
   Floats factors = {left.max - reference, right.max - reference};
@@ -45,21 +45,23 @@ ISOBIT_INLINE MaxSum merge(const MaxSum& left, const MaxSum& right) {
   return {max, left.sum * factors[0] + right.sum * factors[1]};
 }
 
-// Merges leaves from left to right: folds them within a segment, and keeps the finished subtrees on
-// a stack, as a binary counter does.
+// Merges segments from left to right, and keeps the finished subtrees on a stack, as a binary
+// counter does.
 class MaxSumTree {
  public:
-  ISOBIT_INLINE void add(const MaxSum& leaf, bool fold, bool ends_segment) {
-    segment_ = fold ? merge(segment_, leaf) : leaf;
-    if (!ends_segment) return;
-    stack_[top_++] = segment_;
-    for (int64_t done = ++segments_; done % 2 == 0; done /= 2, top_--)
-      stack_[top_ - 2] = merge(stack_[top_ - 2], stack_[top_ - 1]);
+  // Adds the segments of a schedule; leaf positions count from x.
+  template <class T>
+  ISOBIT_INLINE void add(const Schedule& schedule, const T* x) {
+    for (const Leaf& leaf : schedule.leaves) {
+      stack_[top_++] = max_sum_of_segment(x + leaf.start, leaf.length);
+      for (int64_t done = ++segments_; done % 2 == 0; done /= 2, top_--)
+        stack_[top_ - 2] = merge(stack_[top_ - 2], stack_[top_ - 1]);
+    }
   }
   const MaxSum& total() const { return stack_[0]; }
 
  private:
-  MaxSum segment_, stack_[5];  // at most 16 segments
+  MaxSum stack_[feature_tree_depth];
   int64_t top_ = 0, segments_ = 0;
 };
 

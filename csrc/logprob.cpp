@@ -13,21 +13,18 @@ namespace isobit {
 
 namespace {
 
-constexpr int64_t forward_rows = 1024;  // tokens at a time; not part of the order
+// Tokens at a time, for chunks of some columns: as many as keep the logits in 16 MB, but whole
+// panels of them. Not part of the order.
+int64_t forward_rows(int64_t columns) {
+  return std::clamp<int64_t>((1 << 22) / columns / panel_width, 1, 16) * panel_width;
+}
 
-// Scales the logits [columns] of one token and one chunk in place, and adds their leaves.
+// Scales the logits [columns] of one token and one chunk in place, and adds their segments.
 ISOBIT_CLONES void add_chunk(float* logits, const VocabularyChunk& chunk, float inverse_temperature,
                              MaxSumTree& tree) {
   if (inverse_temperature != 1.0f)
     for (int64_t i = 0; i < chunk.columns(); i++) logits[i] = logits[i] * inverse_temperature;
-  const Schedule& schedule = chunk.schedule;
-  int64_t segment = 0;
-  for (int64_t leaf = 0; leaf < schedule.leaf_count(); leaf++) {
-    const auto [start, length, fold] = schedule.leaves[leaf];
-    const bool last = leaf + 1 == schedule.segment_end[segment];
-    tree.add(max_sum_of_leaf(logits + start, length), fold, last && chunk.ends_segment);
-    segment += last;
-  }
+  tree.add(chunk.schedule, logits);
 }
 
 struct ForwardInputs {
@@ -84,9 +81,9 @@ std::tuple<Tensor, Tensor> logprob_pairs(const Tensor& hidden, const Tensor& wei
   float* pair_data = pairs.mutable_data_ptr<float>();     // [T][2]
   float* chosen_data = chosen.mutable_data_ptr<float>();  // [T]
   dispatch_engine_dtype(rows.scalar_type(), [&](auto tag) {
-    for (int64_t at = 0; at < tokens; at += forward_rows)
-      forward_tokens<typename decltype(tag)::type>(inputs, chunks, at,
-                                                   std::min(forward_rows, tokens - at),
+    const int64_t step = forward_rows(most_columns(chunks));
+    for (int64_t at = 0; at < tokens; at += step)
+      forward_tokens<typename decltype(tag)::type>(inputs, chunks, at, std::min(step, tokens - at),
                                                    pair_data + 2 * at, chosen_data + at);
   });
   return {pairs, chosen};

@@ -48,24 +48,20 @@ class SubtreeCounter {
  public:
   SubtreeCounter(int64_t rows, int64_t cols) : rows_(rows), cols_(cols) {}
 
-  // The tensor to which the chunks of the next subtree are accumulated.
-  Tensor& open() {
-    if (!open_.defined()) open_ = empty_tensor({rows_, cols_}, at::kFloat);
-    return open_;
-  }
+  // Memory for the sum of the next subtree.
+  Tensor make_sum() const { return empty_tensor({rows_, cols_}, at::kFloat); }
 
-  // The open subtree is complete, with its root at `level`.
-  void close(int64_t level) {
+  // Takes the next subtree, with its root at `level`.
+  void push(Tensor sum, int64_t level) {
     while (!levels_.empty() && levels_.back() == level) {
-      merge(done_.back(), open_);
-      open_ = done_.back();
+      merge(done_.back(), sum);
+      sum = done_.back();
       done_.pop_back();
       levels_.pop_back();
       level++;
     }
-    done_.push_back(open_);
+    done_.push_back(sum);
     levels_.push_back(level);
-    open_ = Tensor();
   }
 
   const Tensor& total() const { return done_.front(); }
@@ -81,7 +77,6 @@ class SubtreeCounter {
   }
 
   int64_t rows_, cols_;
-  Tensor open_;                  // undefined if no subtree is open
   std::vector<Tensor> done_;     // subtrees that wait for their right sibling
   std::vector<int64_t> levels_;  // of their roots
 };
@@ -156,13 +151,12 @@ void backward(const BackwardInputs& in, SubtreeCounter& hidden_grad, Tensor& wei
         paired<T> ? narrow_grads.mutable_data_ptr<T>() : reinterpret_cast<T*>(values);
     write_logit_grads(in, chunk, values, grads);
     if (in.wants_hidden) {
-      // Order: a chunk that begins inside a segment continues from what the output contains.
-      const Output<float> output{hidden_grad.open().mutable_data_ptr<float>(), width, 0, nullptr,
-                                 false};
+      Tensor sum = hidden_grad.make_sum();
+      const Output<float> output{sum.mutable_data_ptr<float>(), width, 0, nullptr, false};
       Product<T, float>(chunk.schedule, MatrixView<T>{grads, n, 1},
                         {matrix_view<T>(weight, 1, 0), nullptr}, output, rows, width)
           .run();
-      if (chunk.ends_segment) hidden_grad.close(chunk.level);
+      hidden_grad.push(sum, chunk.level);
     }
     if (in.wants_weight && in.spans.size(0) > 0)
       write_weight_grad<T>(in, chunk, samples, grads, weight_grad);

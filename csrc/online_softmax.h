@@ -1,4 +1,4 @@
-// The elementwise steps of attention's online softmax, for one block of keys.
+// The elementwise steps of attention's online softmax: for one block of keys, and between chunks.
 #pragma once
 
 #include "attention.h"
@@ -12,6 +12,13 @@ struct RunningSoftmax {
   float* max;     // [rows]: the largest score so far
   float* sum;     // [rows]: of the weights so far
   float* output;  // [rows][depth]: of the weights times values so far
+
+  // Makes the state of `rows` rows that of no keys.
+  void clear(int64_t rows, int64_t depth) const {
+    std::fill(max, max + rows, -infinity);
+    std::fill(sum, sum + rows, 0.0f);
+    std::fill(output, output + rows * depth, 0.0f);
+  }
 };
 
 // Scales and masks scores in place, and writes the new running maximum of each row.
@@ -84,6 +91,37 @@ ISOBIT_CLONES inline void rescale(float* output, const float* factor, int64_t ro
   for (int64_t r = 0; r < rows; r++)
     if (factor[r] != 1.0f)
       for (int64_t d = 0; d < depth; d++) output[r * depth + d] = output[r * depth + d] * factor[r];
+}
+
+// Merges the state of the next chunk of keys into that of the chunks before it. Both are rescaled
+// to the larger maximum, then added.
+//
+// Order: chunks are folded left, with the chunks before as the left operand; the two products and
+// the sum are rounded separately. A chunk of which a row sees no key has the state (-inf, 0, 0):
+// the factors are then 1 and 0, so the merge changes no bit of the other state but the sign of a
+// zero, which divide_row removes. An executor may therefore skip such a chunk or compute it.
+ISOBIT_CLONES inline void merge_chunk(const RunningSoftmax total, const RunningSoftmax chunk,
+                                      int64_t rows, int64_t depth) {
+  for (int64_t r = 0; r < rows; r += lane_count) {
+    const int64_t count = std::min(lane_count, rows - r);
+    Floats before, next, factors[2];
+    load_lanes(total.max + r, count, 0.0f, before);
+    load_lanes(chunk.max + r, count, 0.0f, next);
+    const Floats max = next > before ? next : before;
+    const Floats reference = max == -infinity ? Floats{} : max;
+    factors[0] = before - reference;
+    factors[1] = next - reference;
+    exp_nonpositive(factors[0]);
+    exp_nonpositive(factors[1]);
+    store_lanes(max, count, total.max + r);
+    for (int64_t i = 0; i < count; i++) {
+      const float left = factors[0][i], right = factors[1][i];
+      float* sums = total.output + (r + i) * depth;         // [depth]
+      const float* added = chunk.output + (r + i) * depth;  // [depth]
+      total.sum[r + i] = total.sum[r + i] * left + chunk.sum[r + i] * right;
+      for (int64_t d = 0; d < depth; d++) sums[d] = sums[d] * left + added[d] * right;
+    }
+  }
 }
 
 // out = output / sum. `output` and `out` are [depth]. Adding 0 makes every zero +0: a -0 may come

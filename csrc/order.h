@@ -3,8 +3,8 @@
 // [Note: the order of addition] Every sum has one order, which depends only on the length of the
 // summed axis of the whole problem (its extent), never on tiles, threads, batch or ranks:
 //   - the extent is divided into S equal segments, S a power of two (count_segments);
-//   - a long segment is divided into leaves; a leaf is summed by one chain;
-//   - the leaves of a segment are folded left: ((leaf 0 + leaf 1) + leaf 2) + ...;
+//   - a segment of a feature axis is one leaf, summed by one chain;
+//   - a segment of the sample axis has leaves of tokens, folded left: ((leaf 0 + leaf 1) + leaf 2);
 //   - the segments are merged by the balanced binary tree: neighbours first, then pairs of pairs.
 // The definition is src/isobit/order/, in Python. Tests compare the schedules below with it, extent
 // by extent, and the contracts of the operators reveal the order that each kernel really uses.
@@ -19,13 +19,14 @@
 
 namespace isobit {
 
-// Constants of version 1 of the order.
-constexpr int64_t feature_unit = 256;   // a segment of a feature axis has at least this length
-constexpr int64_t feature_cap = 16;     // and there are at most this many of them
-constexpr int64_t sample_cap = 1024;    // at most this many segments of the sample axis
-constexpr int64_t long_segment = 1024;  // a longer segment of a feature axis is cut into leaves
-constexpr int64_t feature_leaf = 512;   // of this length
-constexpr int64_t token_leaf = 256;     // length of a leaf of a sample's tokens
+// Constants of version 2 of the order.
+constexpr int64_t feature_unit = 256;  // a segment of a feature axis has at least this length
+constexpr int64_t feature_cap = 8;     // and there are at most this many of them
+constexpr int64_t sample_cap = 1024;   // at most this many segments of the sample axis
+constexpr int64_t token_leaf = 256;    // length of a leaf of a sample's tokens
+
+// Keys that attention folds from an empty state. Chunks of them are then merged left to right.
+constexpr int64_t attention_chunk = 2048;
 
 // A run of consecutive elements of the summed axis that one chain sums. `fold`: add it to the
 // segment's accumulator; the first leaf of a segment starts from zero instead.
@@ -60,25 +61,23 @@ inline int64_t count_segments(int64_t extent, int64_t unit, int64_t cap) {
   return count;
 }
 
-// Appends the leaves of a run of elements; `fold` is that of the first leaf. An empty run is one
+// Appends the leaves of a sample's tokens; `fold` is that of the first leaf. An empty run is one
 // leaf of length zero: an absent contribution is +0.0, and is added.
-inline void append_leaves(Schedule& schedule, int64_t start, int64_t length, int64_t leaf_length,
-                          bool fold) {
+inline void append_tokens(Schedule& schedule, int64_t start, int64_t length, bool fold) {
   if (length == 0) schedule.leaves.push_back({start, 0, fold});
-  for (int64_t at = 0; at < length; at += leaf_length)
-    schedule.leaves.push_back({start + at, std::min(leaf_length, length - at), fold || at > 0});
+  for (int64_t at = 0; at < length; at += token_leaf)
+    schedule.leaves.push_back({start + at, std::min(token_leaf, length - at), fold || at > 0});
 }
 
-// `segments` segments of a feature axis, from segment `first` on. Leaf positions are relative to
-// the start of that segment.
+// `segments` segments of a feature axis, one leaf each, from segment `first` on. Leaf positions are
+// relative to the start of that segment.
 inline Schedule feature_schedule(int64_t extent, int64_t first, int64_t segments) {
   Schedule schedule;
   schedule.first_segment = first;
-  int64_t length = extent / count_segments(extent, feature_unit, feature_cap);
+  const int64_t length = extent / count_segments(extent, feature_unit, feature_cap);
   for (int64_t s = 0; s < segments; s++) {
-    append_leaves(schedule, s * length, length,
-                  length > long_segment ? feature_leaf : std::max<int64_t>(length, 1), false);
-    schedule.segment_end.push_back(schedule.leaves.size());
+    schedule.leaves.push_back({s * length, length, false});
+    schedule.segment_end.push_back(s + 1);
   }
   return schedule;
 }
@@ -96,7 +95,7 @@ inline Schedule sample_schedule(const int64_t* spans, int64_t count, int64_t fir
   int64_t segment_size = std::max<int64_t>(global / count_segments(global, 1, sample_cap), 1);
   schedule.first_segment = first / segment_size;
   for (int64_t i = 0; i < count; i++) {
-    append_leaves(schedule, spans[2 * i], spans[2 * i + 1], token_leaf, i % segment_size != 0);
+    append_tokens(schedule, spans[2 * i], spans[2 * i + 1], i % segment_size != 0);
     if (i % segment_size == segment_size - 1)
       schedule.segment_end.push_back(schedule.leaves.size());
   }

@@ -29,6 +29,7 @@ template <class T>
 struct PackedLeaves {
   std::vector<int64_t> offset;  // per leaf: elements of the summed axis before it, with padding
   int64_t length = 0;           // elements of the summed axis, with padding
+  int64_t longest = 0;          // elements of the longest leaf, with padding
   bool padded = false;          // some leaf has an odd length, and T is packed in pairs
 
   explicit PackedLeaves(const Schedule& schedule) {
@@ -36,6 +37,7 @@ struct PackedLeaves {
       const int64_t packed = padded_length(leaf.length, static_cast<const T*>(nullptr));
       offset.push_back(length);
       length += packed;
+      longest = std::max(longest, packed);
       padded = padded || packed != leaf.length;
     }
   }

@@ -128,7 +128,8 @@ class Product {
   void run_single_row(const T* panels, int64_t panel_begin, int64_t panel_end) {
     if constexpr (!paired<T>) {
       const int64_t length = schedule_.leaves[0].length, quads = segments_ / 4;
-      float* sums = scratch(4 * panel_width, stack_slot);  // [quads][panel_width]
+      float* sums = scratch(2 * panel_width, stack_slot);  // [quads][panel_width]
+      static_assert(feature_cap == 8);
       for (int64_t p = panel_begin; p < panel_end; p++) {
         const T* panel =  // [segments][length][panel_width]
             panels + (p - panel_begin) * packed_leaves_.length * panel_width;
@@ -137,10 +138,6 @@ class Product {
                         length, sums + q * panel_width);
         Subtrees subtrees{sums};
         if (quads > 1) subtrees.b = sums + panel_width;
-        if (quads > 2) {
-          subtrees.c = sums + 2 * panel_width;
-          subtrees.d = sums + 3 * panel_width;
-        }
         const int64_t col = p * panel_width;
         write_tile(subtrees, {0, 1, col, std::min(panel_width, cols_ - col)}, 0, nullptr);
       }
@@ -155,8 +152,8 @@ class Product {
         empty_tensor({rows_, packed_leaves_.length}, c10::CppTypeToScalarType<T>::value);
     T* packed = owner.template mutable_data_ptr<T>();  // per leaf: [rows][padded length]
     at::parallel_for(0, tiles, 1, [&](int64_t begin, int64_t end) {
-      uint32_t* pairs = reinterpret_cast<uint32_t*>(
-          scratch(long_segment * Tiling<T>::rows, pairs_slot));  // [padded length / 2][rows]
+      uint32_t* pairs = reinterpret_cast<uint32_t*>(  // [longest leaf / 2][rows]
+          scratch(paired<T> ? packed_leaves_.longest / 2 * tile_rows_ : 0, pairs_slot));
       for (int64_t t = begin; t < end; t++)
         for (size_t i = 0; i < schedule_.leaves.size(); i++) {
           const int64_t row = t * tile_rows_;
@@ -184,7 +181,6 @@ class Product {
         stack.nodes[stack.top - 1] = {1, stack.nodes[stack.top - 1].index / 2};
       } else {
         float* sum = stack.slot(stack.top);  // [rows][width]
-        if (s == 0 && schedule_.leaves[0].fold) load_output(tile, sum);
         for (; leaf < schedule_.segment_end[s]; leaf++)
           add_leaf(tile, panel, leaf, sum, schedule_.leaves[leaf].fold);
         stack.nodes[stack.top++] = {0, first_segment + s};
@@ -193,18 +189,6 @@ class Product {
           stack.merge_complete(first_segment, first_segment + segments_, tile.rows * width_, last);
     }
     write_roots(stack, pending, tile);
-  }
-
-  // A call that begins inside a segment continues from what the output contains.
-  // `sum` is [rows][width].
-  void load_output(const Tile& tile, float* sum) const {
-    if constexpr (std::is_same_v<Out, float>) {
-      for (int64_t i = 0; i < tile.rows; i++) {
-        std::copy_n(output_.data + (tile.row + i) * output_.row_stride + tile.col, tile.cols,
-                    sum + i * width_);
-        std::fill(sum + i * width_ + tile.cols, sum + (i + 1) * width_, 0.0f);
-      }
-    }
   }
 
   // The fp32 engine adds a finished chain to the content of the tile. For the right one of two

@@ -152,28 +152,21 @@ ISOBIT_INLINE void sum_leaf_into(int64_t start, int64_t length, const Term& term
   for (int64_t i = 0; i < sums; i++) leaf_sums[i] = merge_lanes(lanes[i]);
 }
 
+// Subtrees that wait for their sibling, where segments are merged from left to right.
+constexpr int64_t feature_tree_depth = 4;
+static_assert(feature_cap == 1 << (feature_tree_depth - 1));
+
 // One row of a feature axis, `sums` sums side by side.
 template <int64_t sums, class Term>
 ISOBIT_INLINE void sum_row_into(const Schedule& schedule, const Term& term, float (&totals)[sums]) {
-  constexpr int64_t depth = 5;  // of a tree of at most 16 segments
-  static_assert(feature_cap == 1 << (depth - 1));
-  float stack[sums][depth];
-  int64_t top = 0, leaf = 0;
-  for (int64_t s = 0; s < schedule.segment_count(); s++) {
-    float segment_sum[sums] = {};
-    for (; leaf < schedule.segment_end[s]; leaf++) {
-      const auto [start, length, fold] = schedule.leaves[leaf];
-      float leaf_sums[sums];
-      sum_leaf_into(start, length, term, leaf_sums);
-      for (int64_t i = 0; i < sums; i++)
-        segment_sum[i] = fold ? segment_sum[i] + leaf_sums[i] : leaf_sums[i];
-    }
-    for (int64_t i = 0; i < sums; i++) stack[i][top] = segment_sum[i];
-    top++;
-    for (int64_t done = s + 1; done % 2 == 0; done /= 2, top--)
-      for (int64_t i = 0; i < sums; i++) stack[i][top - 2] = stack[i][top - 2] + stack[i][top - 1];
+  float stack[feature_tree_depth][sums];
+  int64_t top = 0, segments = 0;
+  for (const Leaf& leaf : schedule.leaves) {
+    sum_leaf_into(leaf.start, leaf.length, term, stack[top++]);
+    for (int64_t done = ++segments; done % 2 == 0; done /= 2, top--)
+      for (int64_t i = 0; i < sums; i++) stack[top - 2][i] = stack[top - 2][i] + stack[top - 1][i];
   }
-  for (int64_t i = 0; i < sums; i++) totals[i] = stack[i][0];
+  for (int64_t i = 0; i < sums; i++) totals[i] = stack[0][i];
 }
 
 // Adapts a term of one vector to sum_row_into and sum_leaf_into.

@@ -6,29 +6,15 @@ namespace isobit {
 std::vector<VocabularyChunk> cut_vocabulary(int64_t extent, int64_t words) {
   const int64_t length = extent / count_segments(extent, feature_unit, feature_cap);
   const int64_t segments = words / length;
-  std::vector<VocabularyChunk> chunks;
-  if (length <= chunk_columns) {  // as many whole segments as fit, a power of two
-    int64_t together = 1, level = 0;
-    while (together * 2 <= segments && together * 2 * length <= chunk_columns) {
-      together *= 2;
-      level++;
-    }
-    for (int64_t s = 0; s < segments; s += together)
-      chunks.push_back({s * length, (s + together) * length, feature_schedule(extent, 0, together),
-                        true, level});
-    return chunks;
+  int64_t together = 1, level = 0;  // segments of a chunk, and the level of their root
+  while (together * 2 <= segments && together * 2 * length <= chunk_columns) {
+    together *= 2;
+    level++;
   }
-  const int64_t leaves = (length + feature_leaf - 1) / feature_leaf;
-  const int64_t most = chunk_columns / feature_leaf, parts = (leaves + most - 1) / most;
-  for (int64_t s = 0; s < segments; s++)
-    for (int64_t p = 0; p < parts; p++) {
-      const int64_t first = leaves * p / parts * feature_leaf;
-      const int64_t last = std::min(leaves * (p + 1) / parts * feature_leaf, length);
-      Schedule schedule;
-      append_leaves(schedule, 0, last - first, feature_leaf, p > 0);
-      schedule.segment_end = {schedule.leaf_count()};
-      chunks.push_back({s * length + first, s * length + last, schedule, p + 1 == parts, 0});
-    }
+  std::vector<VocabularyChunk> chunks;
+  for (int64_t s = 0; s < segments; s += together)
+    chunks.push_back(
+        {s * length, (s + together) * length, feature_schedule(extent, 0, together), level});
   return chunks;
 }
 

@@ -10,7 +10,8 @@
 
 namespace isobit {
 
-constexpr int64_t chunk_columns = 4096;  // of the vocabulary at a time; not part of the order
+// A chunk has at most so many columns, unless one segment has more; not part of the order.
+constexpr int64_t chunk_columns = 4096;
 // With fewer rows, a packed copy of the hidden states would be mostly padding.
 constexpr int64_t packed_rows = 64;
 
@@ -20,12 +21,11 @@ struct VocabularyShard {
   int64_t extent, first;
 };
 
-// Consecutive leaves of a shard: a subtree of whole segments, or a part of one segment.
+// Consecutive segments of a shard: one subtree.
 struct VocabularyChunk {
   int64_t begin, end;  // columns of the shard
   Schedule schedule;   // of the chunk; leaf positions count from `begin`
-  bool ends_segment;
-  int64_t level;  // of the subtree's root, if it has whole segments
+  int64_t level;       // of the subtree's root
 
   int64_t columns() const { return end - begin; }
 };

@@ -1,6 +1,6 @@
-"""Draw the plan of an extent: its segments, leaves and tree. Run by hand; tests compare the result.
+"""Draw the plan of an extent: its segments and tree. Run by hand; tests compare the result.
 
-python docs/pictures/draw_plan.py writes plan_1536.svg and plan_5100.svg beside this file.
+python docs/pictures/draw_plan.py writes plan_1536.svg and plan_14336.svg beside this file.
 """
 
 from pathlib import Path
@@ -12,21 +12,18 @@ WIDTH, LEFT, ROW = 900, 100, 64
 
 
 def draw(extent: int) -> str:
-    """Return an SVG with one row each for the extent, its segments, its leaves and the tree."""
+    """Return an SVG with one row each for the extent, its segments and the tree."""
     plan, canvas = FeaturePlan(extent), Canvas()
     scale = (WIDTH - LEFT - 40) / extent
     canvas.text(10, 20, f"The plan of a feature axis of {extent} elements", "title")
-    for row, words in enumerate(("extent", "segments", "leaves", "tree")):
+    for row, words in enumerate(("extent", "segments", "tree")):
         canvas.text(10, 60 + row * ROW, words)
     box(canvas, LEFT, 0, extent * scale, f"{extent} elements", "axis")
-    for index, segment in enumerate(plan.segments):
-        start = LEFT + segment[0].start * scale
-        box(canvas, start, 1, plan.length * scale, f"segment {index}: {plan.length}", "same")
-        for leaf in segment:
-            words = f"+ {leaf.length}" if leaf.fold else str(leaf.length)
-            box(canvas, LEFT + leaf.start * scale, 2, leaf.length * scale, words, "shared")
+    for index, (leaf,) in enumerate(plan.segments):
+        words = f"{index}: {leaf.length}" if plan.count > 4 else f"segment {index}: {leaf.length}"
+        box(canvas, LEFT + leaf.start * scale, 1, leaf.length * scale, words, "same")
     depth = draw_tree(canvas, [LEFT + (i + 0.5) * plan.length * scale for i in range(plan.count)])
-    return canvas.document(WIDTH, 60 + 3 * ROW + depth * 44 + 60)
+    return canvas.document(WIDTH, 60 + 2 * ROW + depth * 44 + 60)
 
 
 def box(canvas: Canvas, x: float, row: int, width: float, words: str, kind: str) -> None:
@@ -38,10 +35,10 @@ def box(canvas: Canvas, x: float, row: int, width: float, words: str, kind: str)
 
 def draw_tree(canvas: Canvas, places: list[float]) -> int:
     """Draw the additions of neighbours, level by level, and return the number of levels."""
-    y, level, terms = 60 + 3 * ROW - 8, 0, [str(i) for i in range(len(places))]
+    y, level, terms = 60 + 2 * ROW - 8, 0, [str(i) for i in range(len(places))]
     for x, words in zip(places, terms, strict=True):
         canvas.dot(x, y, 4, "same")
-        canvas.text(x + 8, y + 4, f"sum of segment {words}", "quiet")
+        canvas.text(x + 8, y + 4, f"sum {words}", "quiet")
     while len(places) > 1:
         level += 1
         below = y + level * 44
@@ -60,5 +57,5 @@ def draw_tree(canvas: Canvas, places: list[float]) -> int:
 
 
 if __name__ == "__main__":
-    for extent in (1536, 5100):
+    for extent in (1536, 14336):
         Path(__file__).with_name(f"plan_{extent}.svg").write_text(draw(extent))

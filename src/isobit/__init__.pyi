@@ -11,6 +11,7 @@ from isobit import parallel as parallel
 from isobit import reveal as reveal
 from isobit import simulator as simulator
 from isobit.auditing.api import audit as audit
+from isobit.compiled.api import certify as certify
 from isobit.errors import AgreementError as AgreementError
 from isobit.errors import ArgumentError as ArgumentError
 from isobit.errors import ContractError as ContractError

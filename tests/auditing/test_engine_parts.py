@@ -40,7 +40,7 @@ def test_rows_in_the_order_of_the_inputs(labels, right):
 def test_every_tensor_and_number_of_an_output_is_found():
     out = {"a": torch.ones(2), "b": (torch.tensor([1]), 3, True, None)}
     assert sorted(outputs_of(out)) == ["a", "b.0", "b.1", "b.2"]
-    assert choose({"x": torch.tensor([1]), "y": torch.ones(1)}, None, None) == "y"
+    assert choose({"x": torch.tensor([1]), "y": torch.ones(1)}, None) == "y"
 
 
 class Counting(nn.Module):

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from tests.compiled.snippets import run
 
 from isobit.compiled import names as nm
+from tests.compiled.snippets import run
 
 RNG = np.random.default_rng(7)
 X, Y = (RNG.integers(0, 1 << 32, 32, dtype=np.uint64).astype(np.uint32) for _ in range(2))
@@ -57,7 +57,10 @@ def toward_zero(x, y):
         ("prmt.b32 %d, %a, %b, 0x7632;", lambda x, y: x >> 16 | y >> 16 << 16),
         ("shf.l.wrap.b32 %d, %a, %b, 9;", lambda x, y: (y << 32 | x) << 9 >> 32),
         ("lop3.b32 %d, %a, %b, %a, 0x3c;", lambda x, y: x ^ y),
-        ("setp.lt.s32 %p1, %a, %b; selp.b32 %d, %a, %b, %p1;", lambda x, y: min(signed(x), signed(y))),
+        (
+            "setp.lt.s32 %p1, %a, %b; selp.b32 %d, %a, %b, %p1;",
+            lambda x, y: min(signed(x), signed(y)),
+        ),
         ("setp.hs.u32 %p1, %a, %b; selp.b32 %d, 1, 0, %p1;", lambda x, y: x >= y),
         (
             "setp.lt.s32 %p1, %a, 0; setp.eq.and.s32 %p2|%p3, %a, %a, %p1; selp.b32 %d, 1, 0, %p3;",
@@ -66,10 +69,19 @@ def toward_zero(x, y):
         ("mov.b32 {%h1, %h2}, %a; mov.b32 %d, {%h2, %h1};", lambda x, y: x >> 16 | x << 16),
         ("cvt.u16.u32 %h1, %a; cvt.u32.u16 %d, %h1;", lambda x, y: x & 0xFFFF),
         ("cvt.u16.u32 %h1, %a; cvt.s32.s16 %d, %h1;", lambda x, y: signed(x, 16)),
-        ("cvt.s64.s32 %w1, %a; shr.u64 %w2, %w1, 32; cvt.u32.u64 %d, %w2;", lambda x, y: signed(x) >> 32),
-        ("mul.wide.s32 %w1, %a, %b; shr.u64 %w2, %w1, 32; cvt.u32.u64 %d, %w2;", lambda x, y: signed(x) * signed(y) >> 32),
+        (
+            "cvt.s64.s32 %w1, %a; shr.u64 %w2, %w1, 32; cvt.u32.u64 %d, %w2;",
+            lambda x, y: signed(x) >> 32,
+        ),
+        (
+            "mul.wide.s32 %w1, %a, %b; shr.u64 %w2, %w1, 32; cvt.u32.u64 %d, %w2;",
+            lambda x, y: signed(x) * signed(y) >> 32,
+        ),
         ("{ .reg .b32 %a2; add.s32 %a2, %a, 1; mov.b32 %d, %a2; }", lambda x, y: x + 1),
-        ("mov.b32 %d, %a; setp.eq.b32 %p1, %t, 3; @%p1 mov.b32 %d, %b; @!%p1 add.s32 %d, %d, 1;", None),
+        (
+            "mov.b32 %d, %a; setp.eq.b32 %p1, %t, 3; @%p1 mov.b32 %d, %b; @!%p1 add.s32 %d, %d, 1;",
+            None,
+        ),
     ],
 )
 def test_bits_and_no_names(body, expected):

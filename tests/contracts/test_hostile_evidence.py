@@ -8,6 +8,7 @@ import pytest
 from blake3 import blake3
 
 from isobit.contracts.store.evidence import Evidence, chain
+from isobit.order.plan import VERSION
 from isobit.records import Planted, Proof
 from tests.contracts.evidence_made import CONTRACT, DIGEST, PLANTED, finding, read, record
 
@@ -124,7 +125,7 @@ FALSE = {
     "reached a device": at(0, reached={"/dev/zero": "0" * 64}),
     "reached through a null byte": at(0, reached={"a\0b": "0" * 64}),
     "another contract": at(0, contract="matmul-kernel-v1"),
-    "a later form": at(0, form=3),
+    "a later form": at(0, form=4),
     "another field": at(0, extra=1),
     "a record that is a list": lambda lines: lines.__setitem__(1, {}),
 }
@@ -156,6 +157,30 @@ def test_evidence_of_the_older_form_is_recognised_and_does_not_count(tmp_path):
     path = folder / f"{DIGEST}-{blake3(text.encode()).hexdigest()[:32]}.jsonl"
     path.write_text(text)
     assert read(tmp_path) == ([], {str(path): "it is of an older form"})
+
+
+@pytest.mark.parametrize("order", [1, VERSION + 1, float(VERSION), None])
+def test_evidence_of_another_order_is_recognised_and_does_not_count(tmp_path, order):
+    store = Evidence(tmp_path)
+    written = store.write(finding(record()))
+    assert len(read(tmp_path)[0]) == 1
+    header, *rest = [json.loads(line) for line in written.read_text().splitlines()]
+    assert header["order"] == VERSION
+    written.unlink()
+    if order == 1:  # version 1 was written in form 2, which had no version of the order
+        header["form"] = 2
+        del header["order"]
+    else:
+        header["order"] = order
+    lines = [json.dumps(header)]
+    for line in rest:
+        lines.append(json.dumps(line | {"previous": blake3(lines[-1].encode()).hexdigest()}))
+    path = written.with_name(f"{DIGEST}-{blake3(lines[-1].encode()).hexdigest()[:32]}.jsonl")
+    path.write_text("\n".join(lines) + "\n")
+    found, refused = read(tmp_path)
+    assert found == []
+    assert f"under version {order!r} of the order" in refused[str(path)]
+    assert refused[str(path)].endswith(f"this is version {VERSION}: judge again with isobit verify")
 
 
 def test_what_is_no_plain_file_neither_counts_nor_blocks(tmp_path):

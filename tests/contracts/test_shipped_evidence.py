@@ -92,9 +92,17 @@ def change_the_first_record(record):
     lines[1] = lines[1].replace('"compared": ', '"compared": 9')
 
 
+def of_version_1(record):
+    lines = record["contracts"][ID]["lines"]
+    header = json.loads(lines[0]) | {"form": 2}
+    del header["order"]
+    lines[0] = json.dumps(header)
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
+        (of_version_1, "judged under version 1 of the order of addition, and this is version"),
         (lambda r: r["contracts"][ID].update(source="0" * 32), "code that it binds has changed"),
         (lambda r: r["contracts"][ID].update(kernels="0"), "kernels were built from other sources"),
         (lambda r: r["origin"].pop("commit"), "commit"),

@@ -1,6 +1,6 @@
 """Every executor equals the exact evaluator, bit for bit, on small sizes: y, dX, dW and db, whole and in roots.
 
-The sizes take every path of the plan: one leaf, several segments, odd lengths, folded leaves, empty samples.
+The sizes take every path of the plan: one segment, several, odd lengths, long segments, empty samples.
 """
 
 import pytest
@@ -41,7 +41,8 @@ def exact_matrix(segments, left, right, engine, bias=None):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("m", "k", "n"), [(1, 1, 1), (3, 31, 2), (2, 514, 3), (1, 1025, 2), (2, 1024, 1), (17, 65, 66)]
+    ("m", "k", "n"),
+    [(1, 1, 1), (3, 31, 2), (2, 514, 3), (1, 1025, 2), (1, 4100, 1), (2, 1024, 1), (17, 65, 66)],
 )
 @pytest.mark.parametrize("executor", ["native", "portable"])
 def test_forward_and_input_gradient(dtype, m, k, n, executor):

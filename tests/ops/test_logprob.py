@@ -1,6 +1,6 @@
 """Log-probabilities and the loss from hidden states: one order for each sum, and never the logits.
 
-1. Native equals portable, bit for bit, with gradients: one leaf, one segment, several; temperature; −100.
+1. Native equals portable, bit for bit, with gradients: one segment, several, long ones; temperature; −100.
 2. Gradcheck passes in fp64; memory is a tenth of stock's.
 
 logprob-kernel-v1, lm-head-kernel-v1 and cross-entropy-kernel-v1 judge the invariances, the targets, the loss, the
@@ -47,7 +47,7 @@ def gradients(
     return torch.autograd.grad(function(*leaves, targets, **options), leaves, grad)
 
 
-# One leaf with a tail; four segments; folded leaves of one segment; one segment in two runs.
+# One segment with a tail; four segments; one long segment; one longer than a chunk would be.
 @needs_native
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize(

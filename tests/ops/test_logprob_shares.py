@@ -225,7 +225,7 @@ def hard_problem(vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     return hidden, weight, targets
 
 
-# Whole segments by the run; folded leaves; a segment longer than a run.
+# Several segments in a chunk; one; a segment longer than a chunk would be.
 @pytest.mark.parametrize("vocabulary", [4096, 17600, 67200])
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 @pytest.mark.parametrize(

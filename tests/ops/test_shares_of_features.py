@@ -37,8 +37,8 @@ def drawn(shape: tuple[int, ...], seed: int, dtype: torch.dtype) -> Tensor:
 # ---- linears that share an input -------------------------------------------------------------------------
 
 
-# (rows of a group of each weight, groups): leaves inside one part; leaves that cross parts; leaves folded in a segment.
-GROUPS = [((512, 256, 256), 4), ((96, 80, 80), 4), ((1100, 100, 100), 2)]
+# (rows of a group of each weight, groups): segments inside one part; segments that cross parts; long segments.
+GROUPS = [((512, 512), 4), ((512, 256, 256), 4), ((96, 80, 80), 4), ((1001, 40, 40), 2)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

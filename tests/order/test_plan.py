@@ -1,4 +1,4 @@
-"""The plan: segments tile the extent equally, in a power-of-two number; leaves tile each segment."""
+"""The plan: segments tile the extent equally, in a power-of-two number; each is one chain."""
 
 import pytest
 import torch
@@ -14,10 +14,13 @@ from isobit.order.samples import Samples
     ("extent", "count", "length"),
     [
         (1024, 4, 256),
-        (4096, 16, 256),
-        (12288, 16, 768),
+        (2048, 8, 256),
+        (4096, 8, 512),
+        (14336, 8, 1792),
+        (12288, 8, 1536),
         (3072, 8, 384),
-        (151936, 16, 9496),
+        (5100, 4, 1275),
+        (151936, 8, 18992),
         (511, 1, 511),
         (1, 1, 1),
     ],
@@ -27,7 +30,7 @@ def test_known_extents(extent, count, length):
 
 
 @given(st.integers(0, 200_000))
-def test_segments_and_leaves_tile_the_extent(extent):
+def test_segments_tile_the_extent_and_each_is_one_chain(extent):
     plan = FeaturePlan(extent)
     assert plan.count * plan.length == extent
     assert plan.count & (plan.count - 1) == 0
@@ -35,12 +38,17 @@ def test_segments_and_leaves_tile_the_extent(extent):
     assert plan.count == 1 or plan.length >= FEATURE_UNIT
     at = 0
     for segment in plan.segments:
-        assert [leaf.fold for leaf in segment] == [False] + [True] * (len(segment) - 1)
-        for leaf in segment:
-            assert leaf.start == at
-            at += leaf.length
-            assert leaf.length <= 1024
+        (leaf,) = segment
+        assert not leaf.fold
+        assert (leaf.start, leaf.length) == (at, plan.length)
+        at += leaf.length
     assert at == extent
+
+
+@given(st.integers(1, 1000), st.sampled_from([1, 2, 4, 8]))
+def test_hidden_sizes_from_4096_on_can_be_cut_over_eight_ranks(eights, ranks):
+    extent = 4096 + 8 * eights
+    assert FeaturePlan(extent).count % ranks == 0
 
 
 @given(st.integers(1, 10_000), st.integers(1, 300), st.integers(1, 64))

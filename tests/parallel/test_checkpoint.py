@@ -1,5 +1,8 @@
 """A checkpoint saved at one layout and loaded at another continues training with the same bits."""
 
+import json
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,6 +13,7 @@ import isobit
 from isobit import ArgumentError, bits
 from isobit.integrations.transformers.tensor_parallel import shard
 from isobit.optim import AdamW
+from isobit.order.plan import VERSION
 from isobit.parallel.checkpoint import load, save
 from isobit.parallel.tensor.shard import full_state, gather_shards, owner_of, shard_table
 from isobit.parallel.tensor.tensor_parallel_group import TensorParallelGroup
@@ -129,9 +133,34 @@ def test_a_folder_is_whole_or_not_there(saved, tmp_path, monkeypatch):
     save(tmp_path / "cut short", model)  # what was left over is no hindrance
     load(tmp_path / "cut short", model)
     record = tmp_path / "cut short" / "isobit.json"
-    record.write_text(record.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(ArgumentError, match="of format 1\n  received: format 2"):
+    record.write_text(record.read_text().replace('"format": 2', '"format": 3'))
+    with pytest.raises(ArgumentError, match="of format 2\n  received: format 3"):
         load(tmp_path / "cut short", model)
+
+
+@pytest.mark.parametrize("saved_by", [1, VERSION + 1])
+def test_another_version_of_the_order_is_refused_and_the_remedy_works(saved, tmp_path, saved_by):
+    folder = tmp_path / "other"
+    shutil.copytree(saved[0], folder)
+    record = json.loads((folder / "isobit.json").read_text())
+    assert record["order"] == VERSION
+    # Version 1 was saved in format 1, which had no version of the order.
+    record |= {"format": 1} if saved_by == 1 else {"order": saved_by}
+    if saved_by == 1:
+        del record["order"]
+    (folder / "isobit.json").write_text(json.dumps(record))
+    model, optimizer = make(None, seed=1)
+    before = bits.digest(model)
+    with pytest.raises(ArgumentError, match=f"version {VERSION} of the order") as refused:
+        load(folder, model, optimizer)
+    assert f"version {saved_by} in" in refused.value.received
+    assert f"pass order={saved_by}" in refused.value.remedy
+    assert bits.digest(model) == before
+    load(folder, model, optimizer, order=saved_by)
+    load(saved[0], expected := make(None, seed=2)[0])
+    assert bits.digest(model) == bits.digest(expected)
+    with pytest.raises(ArgumentError, match=f"pass order={VERSION}"):
+        load(saved[0], model, order=saved_by)
 
 
 def test_errors_name_the_function(saved, tmp_path):

@@ -32,7 +32,7 @@ LAYERS = {
     "native": "",
     "records": "plain_text",
     "audit_records": "records",
-    "certify_records": "records",
+    "certify_records": "order records",
     "bits": "records",
     "machine": "native processor records",
     "isolation": "machine",
@@ -51,7 +51,7 @@ LAYERS = {
     "audit_records auditing certify_records compiled",
     "checkpoints": "foundation",
     "twice": "foundation",
-    "compiled": "foundation certify_records order reveal",
+    "compiled": "foundation certify_records order reveal report",
     "report": "audit_records certify_records errors order plain_text records reveal",
     "auditing": "foundation audit_records order reveal ops parallel integrations simulator "
     "checkpoints report",

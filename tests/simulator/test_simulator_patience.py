@@ -4,6 +4,7 @@ import os
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 
 import pytest
@@ -12,7 +13,9 @@ import torch.distributed as dist
 
 from isobit.errors import BusyError, DeadlockError, RankFailedError, UnsupportedError
 from isobit.simulator import World
+from isobit.simulator.execution import has_children
 from isobit.simulator.program.script import Script
+from isobit.simulator.program.threads import has_library_threads, pool_of
 from isobit.simulator.sweep import Plan, run_seeds
 
 
@@ -81,11 +84,30 @@ def sleep_for_ever(rank):
 
 
 def test_the_resource_tracker_is_nobody_to_wait_for():
+    before = has_children()  # another test may have left one in this process
     resource_tracker.ensure_running()
-    started = time.monotonic()
-    with pytest.raises(DeadlockError):
-        World(2, patience=600.0).run(sleep_for_ever)
-    assert time.monotonic() - started < 100
+    assert has_children() == before
+
+
+def test_the_compilers_of_torch_are_nobody_to_wait_for():
+    before = has_children(), has_library_threads()
+    compiled = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()))
+    compiled(torch.ones(3, 8))
+    assert any(pool_of(thread) for thread in threading.enumerate())
+    assert (has_children(), has_library_threads()) == before
+
+
+def test_a_pool_at_work_is_waited_for():
+    held = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        idle = has_library_threads()
+        waiting = pool.submit(held.wait)
+        try:
+            assert has_library_threads()
+        finally:
+            held.set()
+        waiting.result()
+        assert has_library_threads() == idle
 
 
 def test_another_process_is_waited_for_as_long_as_patience_lasts():

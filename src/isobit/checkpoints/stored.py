@@ -132,10 +132,15 @@ def check_depth(found: Checkpoint, name: str, value: object, inside: tuple[int, 
 
 def stored_tensor(path: Path, name: str, tensor: torch.Tensor) -> Stored:
     """Return a loaded (or mapped) tensor as an entry; raise for a layout without plain elements."""
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
-        how = (
-            "nested" if tensor.is_nested else "quantized" if tensor.is_quantized else "meta" if tensor.is_meta else str(tensor.layout)
-        )
+    if (
+        tensor.layout is not torch.strided
+        or tensor.is_quantized
+        or tensor.is_meta
+        or tensor.is_nested
+    ):
+        kinds = {"nested": tensor.is_nested, "quantized": tensor.is_quantized}
+        kinds |= {"meta": tensor.is_meta, str(tensor.layout): True}
+        how = next(kind for kind, found in kinds.items() if found)
         raise unreadable(path, "dense tensors", f"a {how} tensor at {name!r}")
     storage = tensor.untyped_storage()
     if tensor.numel() * tensor.element_size() > storage.nbytes() + LARGEST_EXPANSION:

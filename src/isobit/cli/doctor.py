@@ -41,18 +41,18 @@ def run(options: argparse.Namespace) -> int:
 
 
 def engine_names() -> dict[str, str]:
-    """Return a description of the engine by dtype."""
+    """Return the engine of each dtype: its name first, then what carries it out."""
     capability = torch.backends.cpu.get_cpu_capability()
     names = {}
     for dtype in dispatch.NATIVE_DTYPES:
         name = str(dtype).removeprefix("torch.")
         if not dispatch.serves_native(dtype):
-            names[name] = "portable, chain"
+            names[name] = "chain, portable"
         elif dispatch.engine_of(dtype) == "amx":
-            names[name] = "AMX, even and odd chains of 32"
+            names[name] = "amx, even and odd chains of 32"
         else:
             wide = "" if dtype == torch.float32 else ", widened to fp32"
-            names[name] = f"{capability}, chain{wide}"
+            names[name] = f"chain, {capability}{wide}"
     return names
 
 

@@ -18,18 +18,28 @@ KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
 GROUPS = {
     "compute": ("doctor", "chain", "curve"),
     "look": ("audit", "reveal", "bits", "twice"),
-    "judge": ("verify", "status", "explain", "lint", "graph", "new", "replay"),
+    "judge": ("certify", "verify", "status", "explain", "lint", "graph", "new", "replay"),
     "guard": ("simulate",),
 }
 ABOUT = {
     "compute": "check this machine's kernels, and a whole model or training run",
     "look": "find which operators depend on the batch, how a kernel adds, and where two runs differ",
-    "judge": "state what a kernel promises in a contract, and judge it",
+    "judge": "prove what compiled kernels compute; state what a kernel promises, and judge it",
     "guard": "find what goes wrong in a distributed program before it costs GPU time",
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 # Commands whose modules load torch. Their options are in other modules, so that help does not wait for torch.
-LOAD_TORCH = ("audit", "doctor", "reveal", "bits", "twice", "chain", "curve", "simulate")
+LOAD_TORCH = (
+    "audit",
+    "certify",
+    "doctor",
+    "reveal",
+    "bits",
+    "twice",
+    "chain",
+    "curve",
+    "simulate",
+)
 RUN_SCRIPTS = ("audit", "simulate", "twice")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from isobit.errors import UnsupportedError
+from isobit.errors import ArgumentError, UnsupportedError
 from isobit.order.engines import (
     CDNA3_SUM_FRACTION,
     LEAST_EXPONENT,
@@ -45,6 +45,13 @@ ENGINE_OF_TARGET = {
     "sm_120": "tc25x16",
     "gfx942": "cdna3",
 }
+# 8-bit operands have engines of their own: Hopper and Blackwell share one for 16-bit operands, not for these.
+EIGHT_BIT_ENGINE_OF_TARGET = {
+    "sm_89": "tc13x16",
+    "sm_90": "tc13x32",
+    "sm_100": "tc25x32",
+    "sm_120": "tc25x32",
+}
 # Temporaries of about this many elements stay in a core's cache.
 BLOCK = 1 << 16
 
@@ -68,8 +75,16 @@ def multiply_accumulate(
 
     Raises:
         UnsupportedError: The engine has no rule for these operand types.
+        ArgumentError: Shapes do not fit, or c is not float32.
     """
     rule = rule_of(engine, dtype)
+    shape = (*np.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2], b.shape[-2])
+    if a.shape[-1] != b.shape[-1] or c.shape != shape or c.dtype != np.float32:
+        raise ArgumentError(
+            expected="a [..., M, K], b [..., N, K], c [..., M, N] in float32",
+            received=f"a {list(a.shape)}, b {list(b.shape)}, c {list(c.shape)} in {c.dtype}",
+            remedy="pass b with K last, and the accumulator of the whole tile",
+        )
     if rule_of(engine, dtype_b or dtype) != rule:
         raise no_rule(engine, f"{dtype} with {dtype_b}")
     a_values, a_exponents = decode(a, dtype)
@@ -98,6 +113,23 @@ def fused_sum(a: Array, b: Array, c: Array, engine: str, dtype: str) -> Array:
     ]
 
 
+def engine_of(target: str, dtype: str) -> str:
+    """Return the engine of a target for an operand type.
+
+    Raises:
+        UnsupportedError: The arithmetic of the target is not known for that type.
+    """
+    engines = EIGHT_BIT_ENGINE_OF_TARGET if dtype in ("e4m3", "e5m2") else ENGINE_OF_TARGET
+    if target not in engines:
+        raise UnsupportedError(
+            expected=f"one of {', '.join(engines)}, whose arithmetic of {dtype} is known",
+            received=target,
+            remedy="compile for one of these targets, or use operands of another type",
+        )
+    rule_of(engines[target], dtype)
+    return engines[target]
+
+
 def rule_of(engine: str, dtype: str) -> TensorCore:
     """Return the constants of an engine for an operand type."""
     rule = TENSOR_CORES.get(engine, {}).get(dtype)
@@ -121,7 +153,7 @@ def step(rule: TensorCore, products: Array, exponents: Array, total: Array) -> A
         return cdna3_step(rule, products, exponents, total)
     top: Array = np.maximum(exponents.max(0), exponent_fields(total))
     if top.min(initial=0) < LEAST_FP32:
-        np.maximum(top, np.where(total == 0, -108 - rule.fraction, LEAST_FP32), out=top)
+        np.maximum(top, np.where(total == 0, rule.zero, LEAST_FP32), out=top)
     scale = powers(rule.fraction - top)
     products *= scale
     np.trunc(products, out=products)

@@ -288,8 +288,8 @@ def join(low: Names, high: Names) -> Names:
     made = np.where(whole, low & NAME, make("join", low, high))
     value = constant(((high & U64(0xFFFF)) << U64(16)) | (low & U64(0xFFFF)))
     made = np.where(fixed, value, made)
-    bf16 = (low == FIXED) & ((high & KIND) == VALUE)
-    return np.where(bf16, widen("bf16", high), made) if bf16.any() else made
+    bf16 = (low == FIXED) & (high < FIXED)
+    return np.where(bf16, widen("bf16", value16(high)), made) if bf16.any() else made
 
 
 def fixed_half(bits: Any) -> Names:

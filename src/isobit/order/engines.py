@@ -10,7 +10,7 @@ A matrix instruction takes L products a step. It does not round after each of th
    them. Each keeps F fractional bits after the alignment; the bits below are cut off.
 3. The aligned terms are added exactly, and the sum is rounded once to the result.
 
-So the order inside a step does not matter, the order of the steps does. A zero has an exponent too on NVIDIA: -108 - F.
+So the order inside a step does not matter, the order of the steps does. A zero takes part in the alignment on NVIDIA.
 The rules and constants are those of Xie et al., "MMA-Sim: bit-accurate reference model of tensor cores and matrix
 cores" (arXiv 2511.10909), which were fitted to hardware. Nobody has run them on your card before you do.
 """
@@ -43,12 +43,14 @@ class TensorCore:
     Attributes:
         fraction: Fractional bits that each term keeps after alignment (F).
         products: Products a step (L).
+        zero: The exponent of a zero among the terms. CDNA3 ignores zeros.
         result: Fractional bits of a result; fp32 has 23, the 8-bit types of Ada and Hopper return 13.
         late_accumulator: True if the products are added first, and the accumulator to their sum (CDNA3).
     """
 
     fraction: int
     products: int
+    zero: int
     result: int = 23
     late_accumulator: bool = False
 
@@ -57,23 +59,23 @@ class TensorCore:
 # only those.
 TENSOR_CORES: dict[str, dict[str, TensorCore]] = {
     "tc24x8": {
-        "bf16": TensorCore(24, 8),
-        "f16": TensorCore(24, 8),
-        "tf32": TensorCore(24, 4),
+        "bf16": TensorCore(24, 8, -132),
+        "f16": TensorCore(24, 8, -132),
+        "tf32": TensorCore(24, 4, -132),
     },
     "tc25x16": {
-        "bf16": TensorCore(25, 16),
-        "f16": TensorCore(25, 16),
-        "tf32": TensorCore(25, 8),
+        "bf16": TensorCore(25, 16, -133),
+        "f16": TensorCore(25, 16, -133),
+        "tf32": TensorCore(25, 8, -133),
     },
     "cdna3": {
-        "bf16": TensorCore(24, 8, late_accumulator=True),
-        "f16": TensorCore(24, 8, late_accumulator=True),
-        "tf32": TensorCore(24, 4, late_accumulator=True),
+        "bf16": TensorCore(24, 8, LOWEST, late_accumulator=True),
+        "f16": TensorCore(24, 8, LOWEST, late_accumulator=True),
+        "tf32": TensorCore(24, 4, LOWEST, late_accumulator=True),
     },
-    "tc13x16": {"e4m3": TensorCore(13, 16, 13), "e5m2": TensorCore(13, 16, 13)},
-    "tc13x32": {"e4m3": TensorCore(13, 32, 13), "e5m2": TensorCore(13, 32, 13)},
-    "tc25x32": {"e4m3": TensorCore(25, 32), "e5m2": TensorCore(25, 32)},
+    "tc13x16": {"e4m3": TensorCore(13, 16, -132, 13), "e5m2": TensorCore(13, 16, -132, 13)},
+    "tc13x32": {"e4m3": TensorCore(13, 32, -133, 13), "e5m2": TensorCore(13, 32, -133, 13)},
+    "tc25x32": {"e4m3": TensorCore(25, 32, -133), "e5m2": TensorCore(25, 32, -133)},
 }
 
 
@@ -107,9 +109,8 @@ def nvidia_step(
     terms = [a * b for a, b in factors] + [total]
     if not all(map(math.isfinite, terms)):
         return sum(term for term in terms if not math.isfinite(term))
-    of_zero = -108 - rule.fraction
-    exponents = product_exponents(factors, least, of_zero)
-    top = max(*exponents, exponent_of(total, LEAST_FP32) if total else of_zero)
+    exponents = product_exponents(factors, least, rule.zero)
+    top = max(*exponents, exponent_of(total, LEAST_FP32) if total else rule.zero)
     aligned = sum(math.trunc(math.ldexp(term, rule.fraction - top)) for term in terms)
     return cut(aligned, top - rule.fraction, rule.result)
 
@@ -130,7 +131,7 @@ def cdna3_step(
     kept = CDNA3_SUM_FRACTION + 1
     dot = 0
     if any(products):
-        low = max(product_exponents(factors, least, LOWEST))
+        low = max(product_exponents(factors, least, rule.zero))
         dot = sum(math.trunc(math.ldexp(p, rule.fraction - low)) for p in products)
         top = max(top, low)
         dot = shift_down(dot, top - low - kept + rule.fraction)

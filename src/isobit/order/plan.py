@@ -1,10 +1,11 @@
 """How the extent of a sum is cut into segments and leaves.
 
 [Note: the order of addition]
-A sum over an axis is cut into a power of two of equal *segments*, and a segment into *leaves*. A leaf is added by one
-chain or by 16 interleaved chains, leaves are added from left to right, and segments by a balanced tree. The plan is a
-function of the extent: it does not depend on batch size, threads, ranks or the kernel, so that every executor can add
-in the same order, and a rank or micro-batch with whole segments computes whole subtrees.
+A sum over an axis is cut into a power of two of equal *segments*, which are added by a balanced tree. A segment of a
+feature axis is one *leaf*: it is added by one chain, or by 16 interleaved chains. A segment of the sample axis consists
+of leaves of tokens, which are added from left to right. The plan is a function of the extent: it does not depend on
+batch size, threads, ranks or the kernel, so that every executor can add in the same order, and a rank or micro-batch
+with whole segments computes whole subtrees.
 """
 
 from __future__ import annotations
@@ -12,13 +13,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-VERSION = 1
+VERSION = 2
 
-# Constants of version 1. A change of any of them is a new version, with a decision record and new golden digests.
-FEATURE_UNIT, FEATURE_CAP = 256, 16
+# Constants of version 2. A change of any of them is a new version, with a decision record and new golden digests.
+FEATURE_UNIT, FEATURE_CAP = 256, 8
 SAMPLE_UNIT, SAMPLE_CAP = 1, 1024
-LONG_SEGMENT, FEATURE_LEAF, TOKEN_LEAF, LANES = 1024, 512, 256, 16
+TOKEN_LEAF, LANES = 256, 16
 ATTENTION_BLOCK = 64  # keys per step of online softmax, counted from the start of the sample; queries, in backward
+ATTENTION_CHUNK = 2048  # keys whose blocks are folded from an empty state; chunks are then merged from left to right
 
 
 @dataclass(frozen=True)
@@ -46,12 +48,13 @@ def count_segments(extent: int, unit: int, cap: int) -> int:
     return count
 
 
-def cut_into_leaves(start: int, length: int, leaf: int, fold: bool) -> Segment:
-    """Cut a run into leaves, counted from its start; an empty run is one empty leaf, for which +0.0 is added."""
+def cut_tokens(start: int, length: int, fold: bool) -> Segment:
+    """Cut the tokens of a sample into leaves; a sample without tokens is one empty leaf, for which +0.0 is added."""
     if length == 0:
         return (Leaf(start, 0, fold),)
     return tuple(
-        Leaf(start + at, min(leaf, length - at), fold or at > 0) for at in range(0, length, leaf)
+        Leaf(start + at, min(TOKEN_LEAF, length - at), fold or at > 0)
+        for at in range(0, length, TOKEN_LEAF)
     )
 
 
@@ -73,8 +76,5 @@ class FeaturePlan:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The leaves of every segment, in order."""
-        leaf = FEATURE_LEAF if self.length > LONG_SEGMENT else max(self.length, 1)
-        return tuple(
-            cut_into_leaves(s * self.length, self.length, leaf, False) for s in range(self.count)
-        )
+        """The segments in order, each with its only leaf."""
+        return tuple((Leaf(s * self.length, self.length, False),) for s in range(self.count))

@@ -30,10 +30,9 @@ from isobit.errors import ArgumentError, CutError
 from isobit.order.plan import (
     SAMPLE_CAP,
     SAMPLE_UNIT,
-    TOKEN_LEAF,
     Segment,
     count_segments,
-    cut_into_leaves,
+    cut_tokens,
 )
 from isobit.order.tree import Node, find_roots
 
@@ -190,8 +189,7 @@ class Samples:
         """The leaves of every segment of this share, in order."""
         size = segment_size(self.of)
         leaves = [
-            cut_into_leaves(start, length, TOKEN_LEAF, i % size != 0)
-            for i, (start, length) in enumerate(self.spans)
+            cut_tokens(start, length, i % size != 0) for i, (start, length) in enumerate(self.spans)
         ]
         return tuple(
             tuple(leaf for run in leaves[i : i + size] for leaf in run)

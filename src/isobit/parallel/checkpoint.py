@@ -1,7 +1,9 @@
 """Save and load model and optimizer through torch.distributed.checkpoint, at any layout of ranks.
 
 A checkpoint has the names and shapes of the unsplit model, so it can be loaded with other numbers
-of data-parallel and tensor-parallel ranks than it was saved with. The bits are the same.
+of data-parallel and tensor-parallel ranks than it was saved with. The bits are the same. It also
+has the version of the order of addition: a run that continues under another version has other bits
+than the run that saved it, so such a checkpoint is loaded only if the caller names its version.
 """
 
 from __future__ import annotations
@@ -26,12 +28,14 @@ from torch.distributed.tensor import Shard as Placement
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.files import write_text
+from isobit.order.plan import VERSION
 from isobit.parallel.collectives.rank_group import is_first_rank
 from isobit.parallel.tensor.shard import Shard, owner_of, shard_table
 
 __all__ = ["Loaded", "load", "save"]
 
-FORMAT = 1
+FORMAT = 2
+FIRST_FORMAT = 1  # without the version of the order, which was 1
 # A file next to torch's own: the step, the user's extra data and the options of the optimizer.
 RECORD = "isobit.json"
 
@@ -91,7 +95,9 @@ def save(
             remedy="use a new name for each step",
         )
     groups = [] if optimizer is None else describe_groups(optimizer, names_of(model))
-    record = json.dumps({"format": FORMAT, "step": step, "extra": extra or {}, "groups": groups})
+    record = json.dumps(
+        {"format": FORMAT, "order": VERSION, "step": step, "extra": extra or {}, "groups": groups}
+    )
     state = state_views(model, optimizer)
     if is_first_rank():
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -106,7 +112,11 @@ def save(
 
 @torch.no_grad()
 def load(
-    path: str | Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None
+    path: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    order: int = VERSION,
 ) -> Loaded:
     """Read a checkpoint into a model and an optimizer; every rank calls this.
 
@@ -114,13 +124,15 @@ def load(
         path: A folder that `save` wrote, at any layout of ranks.
         model: Receives this rank's parts, in its own memory.
         optimizer: Receives its state and options, or None.
+        order: The version of the order of addition that the checkpoint was saved under. Tensors do
+            not depend on it, but a run that continues from them does.
 
     Returns:
         The step and the extra data.
 
     Raises:
-        ArgumentError: The folder is not a complete checkpoint of this format, or the optimizer has
-            other parameter groups.
+        ArgumentError: The folder is not a complete checkpoint of this format, it was saved under
+            another version of the order, or the optimizer has other parameter groups.
 
     Example: see `save`.
     """
@@ -132,13 +144,7 @@ def load(
             remedy="pass an earlier checkpoint; a folder that ends in .partial was never finished",
         )
     record = json.loads((source / RECORD).read_text())
-    if record.get("format") != FORMAT:
-        raise ArgumentError(
-            expected=f"a checkpoint of format {FORMAT}",
-            received=f"format {record.get('format')!r} in {source}",
-            remedy="load it with the version of isobit that saved it, or read its tensors with "
-            "torch.distributed.checkpoint",
-        )
+    check_record(record, source, order)
     if optimizer is not None:
         restore_groups(optimizer, names_of(model), record["groups"])
         allocate_state(source, model, optimizer)
@@ -146,6 +152,30 @@ def load(
     with with_or_without_ranks() as no_dist:
         read_folder(state, checkpoint_id=source, no_dist=no_dist)
     return Loaded(int(record["step"]), dict(record["extra"]))
+
+
+def check_record(record: dict[str, Any], source: Path, order: int) -> None:
+    """Raise unless a checkpoint has a known format, and the version of the order that is asked for.
+
+    Raises:
+        ArgumentError: It has another.
+    """
+    if record.get("format") not in (FORMAT, FIRST_FORMAT):
+        raise ArgumentError(
+            expected=f"a checkpoint of format {FORMAT}",
+            received=f"format {record.get('format')!r} in {source}",
+            remedy="load it with the version of isobit that saved it, or read its tensors with "
+            "torch.distributed.checkpoint",
+        )
+    saved = 1 if record["format"] == FIRST_FORMAT else record.get("order")
+    if saved != order:
+        raise ArgumentError(
+            expected=f"a checkpoint of version {order} of the order of addition",
+            received=f"version {saved} in {source}",
+            remedy=f"pass order={saved} to load its tensors, which are the same in every version; "
+            f"steps from there on have the bits of version {VERSION}, not those of the run that "
+            "saved it",
+        )
 
 
 def state_views(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

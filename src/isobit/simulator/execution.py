@@ -208,7 +208,7 @@ def waits_for_rank(waiting: Waiting) -> bool:
 
 
 def has_children() -> bool:
-    """Return whether this process has child processes, other than multiprocessing's resource tracker."""
+    """Return whether this process has child processes that a rank may wait for."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except (ChildProcessError, AttributeError):
@@ -220,7 +220,15 @@ def has_children() -> bool:
                 found.update(children.read().split())
     except OSError:  # a thread that has just ended, or a kernel without this file
         return True
-    return bool(found - {str(getattr(resource_tracker._resource_tracker, "_pid", None))})
+    return bool(found - {str(pid) for pid in servants()})
+
+
+def servants() -> set[int | None]:
+    """Return the processes that only serve this one: multiprocessing's resource tracker and torch's compilers."""
+    compilers = getattr(sys.modules.get("torch._inductor.async_compile"), "_pool_set", ())
+    return {getattr(resource_tracker._resource_tracker, "_pid", None)} | {
+        getattr(getattr(pool, "process", None), "pid", None) for pool in compilers
+    }
 
 
 def interrupt_thread(ident: int) -> None:

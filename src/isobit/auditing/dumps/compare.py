@@ -162,9 +162,9 @@ class _Comparing:
                 if entry.stored is not None
             )
             if not a and not b:
-            self._skip(pair, "neither dump has a value of it")
-            return
-        verdict = self._compare_all(a, b)
+                self._skip(pair, "neither dump has a value of it")
+                return
+            verdict = self._compare_all(a, b)
         except UnreadableError as error:
             self._skip(pair, f"unreadable: {error}")
             return

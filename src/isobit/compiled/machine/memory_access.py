@@ -49,6 +49,9 @@ class MemoryAccess(RegisterAccess):
         else:
             at = int(np.searchsorted(self.bases, low, side="right")) - 1
             found = self.buffers[max(at, 0)] if self.buffers else self.shared
+            if 0 <= at < len(self.buffers) - 1 and low >= found.base + found.size:
+                after = self.buffers[at + 1]
+                found = after if after.base - low < low - found.base - found.size else found
         base = 0 if space == "shared" else found.base
         outside = low < base or high > base + found.size
         if outside or (not self.buffers and space != "shared"):

@@ -105,13 +105,15 @@ class RegisterAccess:
         made: Word = self.names_of(operand, 32)
         if self.recorded is not None and not made.whole:
             low, high = made.halves
-            widened = (low == nm.FIXED) & ((high & nm.KIND) == nm.VALUE)
+            widened = (low == nm.FIXED) & (high < nm.FIXED)
             if widened.any():
                 names = made.value[widened]
-                self.recorded.add("widen bf16", names, [high[widened]], self.current)
-            if not widened.all():
-                rest = [low[~widened], high[~widened]]
-                self.recorded.add("join", made.value[~widened], rest, self.current)
+                parts = [nm.value16(high[widened])]
+                self.recorded.add("widen bf16", names, parts, self.current)
+            joined = ~widened & (made.value != low & nm.NAME)  # of halves of different values
+            if joined.any():
+                rest = [low[joined], high[joined]]
+                self.recorded.add("join", made.value[joined], rest, self.current)
         return made.value
 
     def halves(self, operand: Operand) -> tuple[Names, Names]:

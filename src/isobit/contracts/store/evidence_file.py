@@ -1,8 +1,9 @@
 """Write and read one evidence file: lines of JSON, each with the digest of the line before.
 
 [Note: Evidence files]
-The first line describes the judging: contract, digest, subject, level, date, machine, engine, and the files that
-the code opened. Each further line is the record of one claim, with the BLAKE3 of the line before under `previous`.
+The first line describes the judging: contract, digest, subject, level, date, machine, engine, the version of the
+order of addition, and the files that the code opened. Each further line is the record of one claim, with the BLAKE3
+of the line before under `previous`.
 The file is named `DIGEST-LAST.jsonl`, where LAST is the digest of its last line: a line that is changed, moved, added
 or removed breaks the chain or the name. No line states a level: `ladder.earned_level` computes it from counts, planted
 subjects and proofs. Anyone who can write to the folder can still write a chain; a signature of LAST (signing.py) shows
@@ -26,9 +27,11 @@ from isobit.contracts.language.contract import Claim, Contract
 from isobit.contracts.language.sabotage_names import planted_names
 from isobit.contracts.store import ladder, opened_files
 from isobit.contracts.store.sources import machine
+from isobit.order.plan import VERSION
 from isobit.records import ClaimRecord, Planted, Proof
 
-FORM = 2
+FORM = 3
+UNORDERED_FORM = 2  # without the version of the order, which was 1
 LARGEST = 64 << 20  # bytes of a file; a larger one is not evidence that we wrote
 COUNTS = ("at", "cases", "inputs", "drawn", "compared", "differing")
 TEXTS = ("claim", "relation", "verdict", "detail", "replay")
@@ -79,7 +82,13 @@ def chain(finding: Finding) -> list[bytes]:
     }
     lines = [
         encode(
-            {"form": FORM, **about, "reached": dict(finding.reached), "count": len(finding.records)}
+            {
+                "form": FORM,
+                "order": VERSION,
+                **about,
+                "reached": dict(finding.reached),
+                "count": len(finding.records),
+            }
         )
     ]
     for record in finding.records:
@@ -126,11 +135,23 @@ def is_older(data: bytes, name: str) -> bool:
     )
 
 
+def check_form(header: dict[str, Any]) -> None:
+    """Remove form and version of the order from a first line; raise NotEvidence unless both are this version's."""
+    form = header.pop("form", None)
+    if form not in (FORM, UNORDERED_FORM):
+        raise NotEvidence("it is of another form than this version reads")
+    order = 1 if form == UNORDERED_FORM else header.pop("order", None)
+    if type(order) is not int or order != VERSION:
+        raise NotEvidence(
+            f"it was judged under version {order!r} of the order of addition, and this is version {VERSION}: "
+            "judge again with isobit verify"
+        )
+
+
 def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Finding:
     """Build a finding from the lines of a file: check types, chain and claims, and compute levels."""
     header, *found = json.loads(b"[%b]" % b",".join(lines))
-    if header.pop("form", None) != FORM:
-        raise NotEvidence("it is of another form than this version reads")
+    check_form(header)
     if header["digest"] != digest or header["contract"] != contract.id:
         raise NotEvidence("it is about another contract")
     asked, reached, count = header.pop("asked"), header.pop("reached"), header.pop("count")

@@ -26,7 +26,13 @@ from blake3 import blake3
 from isobit import files
 from isobit.contracts.store import ladder
 from isobit.contracts.store.evidence import Evidence, merge_records
-from isobit.contracts.store.evidence_file import Finding, NotEvidence, chain, finding_from
+from isobit.contracts.store.evidence_file import (
+    Finding,
+    NotEvidence,
+    chain,
+    check_form,
+    finding_from,
+)
 from isobit.contracts.store.facts import Entry
 from isobit.contracts.store.opened_files import ABSENT
 from isobit.contracts.store.sources import ROOT, hash_text
@@ -71,11 +77,12 @@ class ShippedEvidence:
         if known is None or not is_own(entry):
             return None
         try:
+            lines = [line.encode("ascii") for line in known["lines"]]
+            check_form(json.loads(lines[0]))
             if known["kernels"] != kernel_sources():
                 raise NotEvidence("the kernels were built from other sources")
             if known["source"] != self.source_digest(entry.id):
                 raise NotEvidence("the contract or the code that it binds has changed")
-            lines = [line.encode("ascii") for line in known["lines"]]
             finding = finding_from(lines, json.loads(lines[0])["digest"], entry.outline())
             origin = Origin(**self._read()["origin"])
             weak = self._weakest(entry)

@@ -21,6 +21,7 @@ from isobit.ops.linear.op import linear
 from isobit.ops.rms_norm.op import rms_norm
 from isobit.ops.rotary.op import rotary
 from isobit.ops.swiglu.op import swiglu
+from isobit.order.plan import FEATURE_CAP
 from isobit.order.samples import Samples
 from isobit.parallel.tensor.column_linear import column_linear_group
 from isobit.parallel.tensor.head_norm import head_norm
@@ -246,11 +247,11 @@ def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[
 
 
 def share_count(features: int) -> int:
-    """Return into how many equal parts gate and up are cut for dX: the largest power of two up to 16.
+    """Return into how many equal parts gate and up are cut for dX: a power of two, at most that of segments.
 
     So a tensor-parallel rank that owns a share of both owns whole segments of that sum.
     """
     shares = 1
-    while shares < 16 and features % (2 * shares) == 0:
+    while shares < FEATURE_CAP and features % (2 * shares) == 0:
         shares *= 2
     return shares

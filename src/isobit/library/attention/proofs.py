@@ -16,7 +16,7 @@ from isobit.library.bounds import EXP_ERROR, U, prove_bound
 from isobit.library.subjects import Subject
 from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.ops.portable.sums import multiply_add
-from isobit.order.plan import ATTENTION_BLOCK
+from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
 from isobit.order.tree import merge
 from isobit.records import Proof
 
@@ -26,25 +26,36 @@ SUM_LIMIT, ERROR_LIMIT, DEPTH, LARGEST = (1024, 1.0e-5), (1024, 2.0e-4), 16, 32.
 UNDERFLOW = 2.0**-120  # what rescaling may lose to underflow; the denominator is at least 1
 
 
+def rescalings(keys: int) -> int:
+    """Return at most how often a term is rescaled: once a block of its chunk, once a merge that it is part of.
+
+    A term of the first chunk is part of every merge, of which there are one fewer than chunks; a later one of at most
+    as many.
+    """
+    blocks, chunks = -(-keys // ATTENTION_BLOCK), -(-keys // ATTENTION_CHUNK)
+    return min(blocks, ATTENTION_CHUNK // ATTENTION_BLOCK) + max(chunks - 1, 0)
+
+
 @lru_cache
 def share_bound(keys: int) -> float:
     """Bound how far the computed shares are from summing to 1: both sums have the same weights."""
     arb = load_arb()
-    u, blocks = arb(U), -(-keys // ATTENTION_BLOCK)
-    # A term passes its order's additions, and is rescaled once a block; then one division.
-    above = (1 + u) ** (depth_of(expected_order(keys, "chain")) + 1 + blocks)
-    below = (1 + u) ** (depth_of(expected_order(keys, "striped")) + blocks)
+    u, rescaled = arb(U), rescalings(keys)
+    # A term passes its order's additions, and is rescaled; then one division.
+    above = (1 + u) ** (depth_of(expected_order(keys, "chain")) + 1 + rescaled)
+    below = (1 + u) ** (depth_of(expected_order(keys, "striped")) + rescaled)
     return float((above * (1 + u) / (2 - below) - 1 + keys * arb(UNDERFLOW)).abs_upper())
 
 
 def error_bound(keys: int, depth: int, largest: float) -> float:
     """Bound |y − exact| / max|v|, where Σ|q·k|·scale is at most `largest` for every key."""
     arb = load_arb()
-    u, exp, blocks = arb(U), arb(EXP_ERROR) * 2 * arb(U), -(-keys // ATTENTION_BLOCK)
+    u, exp = arb(U), arb(EXP_ERROR) * 2 * arb(U)
     # A chain over the depth, the scale, and its own rounding.
     score = ((1 + u) ** (depth + 2) - 1) * arb(largest)
-    # Differences to the maxima add up to at most twice the largest score, whatever the number of blocks.
-    weight = (2 * score + 3 * u * arb(largest)).exp() * (1 + exp) ** (blocks + 1) - 1
+    # The maximum that a term is relative to never falls, in a block or a merge, so that the differences add up to at
+    # most twice the largest score, however many there are.
+    weight = (2 * score + 3 * u * arb(largest)).exp() * (1 + exp) ** (rescalings(keys) + 1) - 1
     total = (1 + weight) / (1 - weight) * (1 + arb(share_bound(keys))) - 1
     return float((total + keys * arb(UNDERFLOW)).abs_upper())
 

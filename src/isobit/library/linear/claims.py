@@ -22,7 +22,7 @@ from isobit.order.plan import FeaturePlan
 from isobit.order.samples import Samples
 
 MICRO_BATCHES = (1, 2, 4)
-CUTS = (2, 4, 8, 16)
+CUTS = (2, 4, 8)
 STOCK_FACTOR = 1.25
 
 

@@ -40,7 +40,7 @@ def prove_cuts(subject: Subject) -> Proof:
                 failure = f"{count} segments shared as {shares} merge to another tree"
                 return Proof(engine, "", cases, failure)
         count *= 2
-    for extent, parts in itertools.product(EXTENTS, (2, 4, 8, 16)):
+    for extent, parts in itertools.product(EXTENTS, (2, 4, 8)):
         if FeaturePlan(extent).count % parts == 0:
             cases += 1
             if not cut_is_whole(subject, extent, parts):

@@ -27,7 +27,7 @@ def _cut_by_threads(logits: Tensor) -> MaxSum:
 
 
 def _not_rescaled(logits: Tensor) -> MaxSum:
-    """Add a leaf's sum as it is, though the maximum has changed."""
+    """Add the sum of a run as it is, though the maximum has changed."""
     plan = FeaturePlan(logits.shape[1])
     size = max(min(plan.length, 512), 1)
     parts = [sum_pairs(logits[:, at : at + size]) for at in range(0, logits.shape[1], size)]

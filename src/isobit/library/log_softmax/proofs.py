@@ -26,7 +26,7 @@ from isobit.records import Proof
 from isobit.reveal import targets
 from isobit.reveal.targets.tensor_target import TensorTarget
 
-# (width, rows, threads): one leaf, four segments, three folded leaves.
+# (width, rows, threads): one segment, four segments, one long segment with a tail.
 SUMS = ((64, 5, 1), (300, 33, 1), (64, 33, 2), (1024, 5, 1), (1101, 33, 1))
 ERROR_LIMIT = (64, 2.5e-5)  # as the contract states it
 LOG_ERROR = 1.0  # ulp of the result; `prove_logarithm` tries every mantissa
@@ -129,9 +129,8 @@ def prove_logarithm(rows: Subject) -> Proof:
 def roundings(width: int) -> tuple[int, int]:
     """Return the most additions and rescalings that a term passes."""
     plan = FeaturePlan(width)
-    segments = plan.segments
     merges = plan.count.bit_length() - 1
-    return depth_of(expected_tree(segments[:1], "striped")) + merges, len(segments[0]) - 1 + merges
+    return depth_of(expected_tree(plan.segments[:1], "striped")) + merges, merges
 
 
 def bound_of(width: int, reach: float) -> float:
@@ -176,7 +175,7 @@ def prove_sign(rows: Subject) -> Proof:
             failure = f"the model of rows of {width} is not what the kernel does"
             return Proof(engine, "", cases, failure)
         if not smt.is_unsatisfiable(sum_formula(width)):
-            return Proof(engine, "", cases, f"a leaf of {width} with a sum below 1")
+            return Proof(engine, "", cases, f"a segment of {width} with a sum below 1")
     for formula in (merge_formula(), result_formula()):
         cases += 1
         if not smt.is_unsatisfiable(formula):
@@ -186,7 +185,7 @@ def prove_sign(rows: Subject) -> Proof:
     if not bits.equal(rows(wide), (wide - total.max) - log_positive(total.sum)):
         return Proof(engine, "", cases, "rows of 1100 are not merged as in the model")
     covers = (
-        "every fp32 row whose leaves have 2, 3 or 8 columns, and every merge of two leaves: the sum is "
+        "every fp32 row whose segments have 2, 3 or 8 columns, and every merge of two: the sum is "
         "at least 1 and the result at most 0; exp and log abstracted by range; the model agrees with "
         "the kernel on 12,352 rows"
     )
@@ -207,7 +206,7 @@ def in_unit(*names: str) -> str:
 
 
 def sum_formula(width: int) -> str:
-    """Return a formula that is satisfiable if a leaf's sum, one of whose terms is 1, is below 1."""
+    """Return a formula that is satisfiable if a segment's sum, one of whose terms is 1, is below 1."""
     names, one = [f"e{i}" for i in range(width)], smt.number(1.0)
     text = smt.declare(names) + in_unit(*names)
     text += f"(assert (or {' '.join(f'(fp.eq {n} {one})' for n in names)}))\n"

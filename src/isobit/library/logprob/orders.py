@@ -29,7 +29,7 @@ Picked = Callable[
     [Tensor, Tensor, Tensor], Tensor
 ]  # (hidden, weight, targets) -> log-probabilities
 
-# (words, rows, threads): one leaf, four segments, three folded leaves; a second thread where a call has rows for it.
+# (words, rows, threads): one segment, four segments, one long segment; a second thread where a call has rows for it.
 SUMS = ((64, 5, 1), (300, 33, 1), (64, 33, 2), (1100, 33, 1), (1101, 33, 1))
 TOKENS = (2, 11, 257)
 DTYPES = (torch.float32, torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Compare the native attention with its portable executor, bit for bit, across the edge of a block."""
+"""Compare the native attention with its portable executor, bit for bit, across the edges of a block and of a chunk."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import torch
 from isobit import bits
 from isobit.ops.attention import portable
 from isobit.ops.portable.hard_inputs import wide_values
+from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
 
 KEYS, DEPTH = 66, 16  # a whole block and a part of the next
+# Two queries that see the end of a chunk, a whole block of the next, and a part of another.
+QUERIES, END, WINDOW = 2, ATTENTION_CHUNK + KEYS, 2 * KEYS
 
 
 def difference(dtype: torch.dtype) -> str | None:
@@ -35,4 +38,35 @@ def difference(dtype: torch.dtype) -> str | None:
     for name, (left, right) in zip(("outputs", "dq", "dk", "dv"), pairs, strict=True):
         if not bits.equal(left, right):
             return f"attention's {name}"
+    return difference_across_chunks(generator)
+
+
+def difference_across_chunks(generator: torch.Generator) -> str | None:
+    """Return what differs first where a window is cut by the edge of a chunk, or None.
+
+    The keys before the window are NaN. Only blocks that a query sees are computed here, so that this takes little time;
+    the contract has whole chunks.
+    """
+    mask = portable.Mask(0.25, True, WINDOW)
+    q, k, v = (torch.randn((rows, 1, DEPTH), generator=generator) for rows in (QUERIES, END, END))
+    first = END - QUERIES + 1 - WINDOW  # the first key that is seen
+    k[:first] = v[:first] = torch.nan
+    starts = range(0, END, ATTENTION_BLOCK)
+    found, found_lse = torch.ops.isobit.attention(
+        q,
+        k,
+        v,
+        torch.tensor([[0, QUERIES]]),
+        torch.tensor([list(starts)]),
+        torch.tensor([END]),
+        mask.scale,
+        mask.causal,
+        mask.window,
+    )
+    fold = portable.Fold(q[:, 0], torch.arange(END - QUERIES, END), END, mask)
+    for at in starts[first // ATTENTION_BLOCK :]:
+        fold.add(at, k[at : at + ATTENTION_BLOCK, 0], v[at : at + ATTENTION_BLOCK, 0])
+    y, lse = fold.finish()
+    if not bits.equal(found[:, 0], y) or not bits.equal(found_lse[:, 0], lse):
+        return "attention's outputs across a chunk's edge"
     return None

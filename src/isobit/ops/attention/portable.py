@@ -1,4 +1,24 @@
-"""The portable executor of attention: online softmax over blocks of 64 keys, in plain torch operations."""
+"""The portable executor of attention: online softmax over blocks of 64 keys, in plain torch operations.
+
+[Note: chunks of keys]
+The state of a query is (max, sum, output): the largest score, the sum of the weights exp(score - max), and the sum of
+the weights times the values. No keys have the state (-inf, 0, 0).
+
+- Keys are cut into chunks of 2048, at positions 0, 2048, 4096, ... of the sample, and a chunk into blocks of 64.
+- A chunk folds its blocks left, starting from the state of no keys (`Fold.add`).
+- The states of the chunks are folded left (`State.merged`). A sample of up to 2048 keys has one chunk and no merge.
+
+A merge changes nothing if one of the two has the state of no keys: its factor is exp(-inf) = 0 and the other's is
+exp(0) = 1, so what is added is +0. Hence an executor may skip a chunk of which a query sees no key, or compute it, and
+chunks may be computed apart from each other (split-KV decoding) and merged from left to right later. Infinities and
+NaN need no rule of their own. A score of +inf makes the maximum +inf and all sums NaN, which a merge keeps. A score
+that is NaN does not enter the maximum, but its weight is NaN and so are the sums. Two exceptions to "nothing" cannot
+be seen: -0 becomes +0 when +0 is added, and `Fold.finish` adds +0 in any case; a NaN stays a NaN, and results have one
+NaN.
+
+The backward has no chunks: dq folds blocks of keys left, dk and dv fold blocks of queries left. It reads the
+log-sum-exp of the whole row, so each block's contribution is final and needs no rescaling.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +31,7 @@ from isobit.ops.portable.elementary import exp_nonpositive, log_positive
 from isobit.ops.portable.rounding import round_once
 from isobit.ops.portable.sums import multiply_add, sum_last, sum_leaf, sum_rows
 from isobit.ops.share import accumulation_dtype
-from isobit.order.plan import ATTENTION_BLOCK, Leaf
+from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK, Leaf
 
 
 @dataclass(frozen=True)
@@ -55,56 +75,88 @@ def attention(
         positions = torch.arange(rows) + (keys - rows)
         for head in range(q.shape[1] if rows else 0):
             fold = Fold(q[start : start + rows, head].to(wide), positions, keys, mask)
-            for block in range(-(-keys // ATTENTION_BLOCK)):
-                at = slice(
-                    starts[block],
-                    starts[block] + min(ATTENTION_BLOCK, keys - block * ATTENTION_BLOCK),
-                )
-                fold.add(
-                    block * ATTENTION_BLOCK,
-                    k[at, head // group].to(wide),
-                    v[at, head // group].to(wide),
-                )
+            for first in range(0, keys, ATTENTION_BLOCK):
+                row = starts[first // ATTENTION_BLOCK]
+                at = slice(row, row + min(ATTENTION_BLOCK, keys - first))
+                fold.add(first, k[at, head // group].to(wide), v[at, head // group].to(wide))
             y[start : start + rows, head], lse[start : start + rows, head] = fold.finish()
     return round_once(y, q.dtype), lse.float()
 
 
+@dataclass(frozen=True)
+class State:
+    """The online softmax of queries over some keys: max and sum [queries, 1], output [queries, D]."""
+
+    max: Tensor
+    sum: Tensor
+    output: Tensor
+
+    @staticmethod
+    def empty(q: Tensor) -> State:
+        """Return the state of no keys."""
+        column = q.new_zeros(len(q), 1)
+        return State(torch.full_like(column, -torch.inf), column, torch.zeros_like(q))
+
+    def merged(self, later: State) -> State:
+        """Return the state of both, with this one as the left operand: rescale to the larger maximum, then add."""
+        most = torch.maximum(self.max, later.max)
+        base = torch.where(most == -torch.inf, 0.0, most)
+        left, right = exp_nonpositive(self.max - base), exp_nonpositive(later.max - base)
+        total = self.sum * left + later.sum * right
+        return State(most, total, self.output * left + later.output * right)
+
+    def finish(self) -> tuple[Tensor, Tensor]:
+        """Return y, in which zero is always +0, and the log-sum-exp."""
+        none = self.sum == 0
+        y = torch.where(none, 0.0, (self.output + 0.0) / self.sum)
+        log = log_positive(torch.where(none, 1.0, self.sum))
+        return y, torch.where(none, torch.inf, self.max + log).squeeze(1)
+
+
 class Fold:
-    """Online softmax: the maximum, the sum and the output of queries over the blocks of keys added so far."""
+    """The states of queries over the keys added so far: the chunks that are complete, and the last chunk."""
 
     def __init__(self, q: Tensor, positions: Tensor, keys: int, mask: Mask) -> None:
         self._q, self._positions, self._keys, self._mask = q, positions, keys, mask
-        self._max = q.new_full((len(q), 1), -torch.inf)
-        self._sum = q.new_zeros(len(q), 1)
-        self._output = torch.zeros_like(q)
+        self._earlier: State | None = None
+        self._chunk = State.empty(q)
 
     def add(self, first: int, k: Tensor, v: Tensor) -> None:
-        """Add one block of keys and values, the first at position `first`."""
+        """Add one block of keys and values, the first at position `first`; blocks are added in order."""
+        if self.begins_chunk(first):
+            self._earlier, self._chunk = self.state, State.empty(self._q)
         seen = self._mask.seen(self._positions, first, len(k), self._keys)
         scores = torch.where(seen, self._mask.scaled(product(self._q, k)), -torch.inf)
         known = torch.where(scores.isnan(), -torch.inf, scores)
-        most = torch.maximum(self._max, known.amax(1, keepdim=True))
+        before = self._chunk
+        most = torch.maximum(before.max, known.amax(1, keepdim=True))
         base = torch.where(most == -torch.inf, 0.0, most)
-        factor, weights = exp_nonpositive(self._max - base), exp_nonpositive(scores - base)
-        self._sum = self._sum * factor + sum_rows(((Leaf(0, len(k), False),),), weights.t())[
-            0
-        ].unsqueeze(1)
-        total = torch.zeros_like(self._output)
+        factor, weights = exp_nonpositive(before.max - base), exp_nonpositive(scores - base)
+        added = sum_rows(((Leaf(0, len(k), False),),), weights.t())[0].unsqueeze(1)
+        total = torch.zeros_like(before.output)
         # A key that is not seen adds nothing, whatever its value: 0 · inf would be NaN.
         for key in range(len(k)):
             longer = multiply_add(weights[:, key, None], v[key], total)
             total = torch.where(seen[:, key, None], longer, total)
-        self._output = self._output * factor + total
-        self._max = most
+        output = before.output * factor + total
+        self._chunk = State(most, before.sum * factor + added, output)
+
+    def begins_chunk(self, first: int) -> bool:
+        """Return whether the block at position `first` begins a chunk after the first one."""
+        return first > 0 and first % ATTENTION_CHUNK == 0
+
+    def merge(self, earlier: State, chunk: State) -> State:
+        """Return the state of some chunks and the next one."""
+        return earlier.merged(chunk)
+
+    @property
+    def state(self) -> State:
+        """The state over all keys added so far."""
+        return self._chunk if self._earlier is None else self.merge(self._earlier, self._chunk)
 
     def finish(self) -> tuple[Tensor, Tensor]:
-        """Return y, in which zero is always +0, and the log-sum-exp."""
-        none = self._sum == 0
-        y = torch.where(none, 0.0, (self._output + 0.0) / self._sum)
-        lse = torch.where(
-            none, torch.inf, self._max + log_positive(torch.where(none, 1.0, self._sum))
-        )
-        return y, lse.squeeze(1)
+        """Return y and the log-sum-exp, over all keys added so far."""
+        return self.state.finish()
 
 
 @dataclass(frozen=True)

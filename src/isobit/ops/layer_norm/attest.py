@@ -8,7 +8,7 @@ from isobit import bits
 from isobit.ops.layer_norm import portable
 from isobit.ops.portable.hard_inputs import spans_and_samples, wide_values
 
-# (tokens, n): two leaves of tokens and a tail alone; folded leaves of features.
+# (tokens, n): two leaves of tokens and a tail alone; one long segment of features.
 CASES = ((270, 7), (3, 1025))
 EPS = 1e-5
 

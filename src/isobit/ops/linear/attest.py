@@ -17,9 +17,9 @@ from isobit.reveal.tree import reveal
 
 # 1 and 5 take the paths for few rows, 33 leaves a tail in the tile engine, 130 a second tile.
 ROW_COUNTS = (1, 5, 33, 130)
-# Two segments of one leaf; one segment of three folded leaves, the last one with a single element; a leaf that is not a
-# multiple of the engine's block.
-EXTENTS = (512, 1025, 300)
+# Two segments; one long chain, which an engine that cuts K into blocks would break; a chain that is not a multiple of
+# the engine's block.
+EXTENTS = (512, 4099, 300)
 
 
 def attest_kernels() -> tuple[Attestation, ...]:

@@ -9,7 +9,7 @@ from isobit.ops.logprob import portable
 from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.samples import Samples
 
-VOCABULARY, WIDTH, ROWS = 1026, 16, 3  # three folded leaves, the last of two
+VOCABULARY, WIDTH, ROWS = 1026, 16, 3  # two segments, each with a tail
 
 
 def difference(dtype: torch.dtype) -> str | None:

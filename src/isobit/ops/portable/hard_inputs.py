@@ -10,8 +10,7 @@ from torch import Tensor
 
 from isobit.order.samples import Samples
 
-# A vector tail only; two segments of one leaf; one segment of folded leaves, the last one with a single element; tails
-# in both segments.
+# A vector tail only; two segments; one long segment, whose tail is a single element; tails in both segments.
 ROW_LENGTHS = (7, 512, 1025, 1050)
 
 

@@ -47,16 +47,16 @@ def finite_or_zero(most: Tensor) -> Tensor:
 
 
 def merge_pairs(rows: Tensor, segments: Sequence[Segment], kind: type[Kind]) -> Kind:
-    """Return the pair of all columns of rows [R, n], whose leaves are those of `segments`."""
+    """Return the pair of all columns of rows [R, n]: a pair for each of the segments, merged by the tree."""
 
-    def of_leaf(leaf: Leaf) -> Kind:
+    def of_segment(leaf: Leaf) -> Kind:
         part = rows[:, leaf.start : leaf.start + leaf.length]
         known = torch.where(part.isnan(), -torch.inf, part)  # the sum takes up the NaN
         most = known.amax(1, keepdim=True)
         terms = exp_nonpositive(part - finite_or_zero(most))
         return kind(most, sum_striped(Leaf(0, leaf.length, False), terms.t()).unsqueeze(1))
 
-    (total,) = merge_segments(segments, of_leaf, 0)
+    (total,) = merge_segments(segments, of_segment, 0)
     return total  # type: ignore[no-any-return]
 
 

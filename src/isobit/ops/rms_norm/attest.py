@@ -8,7 +8,7 @@ from isobit import bits
 from isobit.ops.portable.hard_inputs import spans_and_samples, wide_values
 from isobit.ops.rms_norm import portable
 
-# (tokens, heads, n): two leaves of tokens and a tail alone; folded leaves of features; heads in segments of three.
+# (tokens, heads, n): two leaves of tokens and a tail alone; one long segment of features; heads in segments of three.
 CASES = ((270, 0, 7), (3, 0, 1025), (20, 6, 24))
 EPS = 1e-6
 

@@ -257,9 +257,18 @@ def pool_of(thread: threading.Thread) -> Any:
 def has_library_threads() -> bool:
     """Return whether a thread without the baton is alive that may wake a rank."""
     return any(thread.is_alive() for thread in SERVED) or any(
-        pool_of(thread) is not None and "isobit_strand" not in vars(thread)
+        (pool := pool_of(thread)) is not None
+        and "isobit_strand" not in vars(thread)
+        and not waits_for_work(thread, pool)
         for thread in threading.enumerate()
     )
+
+
+def waits_for_work(thread: threading.Thread, pool: Any) -> bool:
+    """Return whether a pool's thread has nothing to do, as those that torch.compile leaves behind."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    worker: Any = concurrent.futures.thread._worker
+    return pool._work_queue.empty() and frame is not None and frame.f_code is worker.__code__
 
 
 @contextmanager

@@ -1,0 +1,177 @@
+"""`isobit certify`: exit codes, records, files, and errors with a remedy; the engine is replaced by records."""
+
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+from isobit.cli import certify as command
+from isobit.cli.main import build_parser, main
+from isobit.errors import UnsupportedError
+from tests.report import fake_certificates as fakes
+
+KERNELS = """
+import torch, triton, triton.language as tl
+
+@triton.jit
+def double(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
+
+def doubled(rows, BLOCK=64, num_warps=4):
+    print("hello")
+    x = torch.randn(rows, 32)
+    out = torch.empty_like(x)
+    double[(triton.cdiv(rows * 32, BLOCK),)](x, out, rows * 32, BLOCK, num_warps=num_warps)
+    return out
+
+number = 5
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "kernels.py").write_text(KERNELS)
+    (tmp_path / "broken.py").write_text("import surely_not_installed\n")
+    (tmp_path / "leaves.py").write_text("raise SystemExit(7)\n")
+    (tmp_path / "sibling.py").write_text("import beside\ndef f(rows): pass\n")
+    (tmp_path / "beside.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Replace the engine: what it is asked for, and what it answers."""
+    asked = {}
+
+    def install(found):
+        def certify(function, **options):
+            asked.update(options, function=function)
+            options["progress"]("compiling", 1, 2)
+            if isinstance(found, Exception):
+                raise found
+            return found
+
+        monkeypatch.setattr(command, "certify", certify)
+        return asked
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("kept", 0), ("split by rows", 1), ("atomics", 1), ("refused", 2), ("rows differ", 1)],
+)
+def test_exit_codes(name, code, folder, engine, capsys):
+    engine(fakes.CASES[name]())
+    assert main(["certify", "kernels.py:doubled"]) == code
+    assert "Certificate of kernels.py:doubled" in capsys.readouterr().out
+
+
+def test_options_reach_the_engine(folder, engine):
+    asked = engine(fakes.kept())
+    words = ["--rows", "1,17", "--vary", "BLOCK=16,64", "--vary", "num_warps=2,4"]
+    assert main(["certify", "kernels.py:doubled", *words, "--target", "sm_80,sm_90"]) == 0
+    assert asked["function"].__name__ == "doubled"
+    assert asked["rows"] == [1, 17]
+    assert asked["vary"] == {"BLOCK": [16, 64], "num_warps": [2, 4]}
+    assert asked["targets"] == ["sm_80", "sm_90"]
+    assert main(["certify", "kernels:doubled"]) == 0
+    assert asked["rows"] is None
+    assert asked["vary"] == {}
+
+
+def test_values_of_a_setting():
+    parse = build_parser(["certify"]).parse_args
+    found = parse(["certify", "f", "--vary", "x=1,-2,0.5,true,None,ieee"]).vary
+    assert found == [("x", [1, -2, 0.5, True, None, "ieee"])]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--vary", "BLOCK"],
+        ["--vary", "BLOCK="],
+        ["--vary", "rows=1,2"],
+        ["--vary", "B=1,1"],
+        ["--vary", "a b=1"],
+        ["--rows", "0"],
+        ["--rows", "x"],
+        ["--target", ""],
+        ["--target", "sm_80,sm_80"],
+    ],
+)
+def test_options_that_cannot_be(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["certify", "kernels.py:doubled", *words])
+    assert stop.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("function", "words", "says"),
+    [
+        ("kernels.py", [], "FILE.py:function"),
+        (":doubled", [], "FILE.py:function"),
+        ("nowhere.py:doubled", [], "no such file"),
+        ("kernels.py:trippled", [], "doubled"),
+        ("kernels.py:double", [], "the kernel double itself"),
+        ("kernels.py:number", [], "a int"),
+        ("broken.py:f", [], "pip install surely_not_installed"),
+        ("leaves.py:f", [], "SystemExit"),
+        ("no_such_module:f", [], "no_such_module"),
+        ("sibling.py:f", [], "--trust beside"),
+        ("kernels.py:doubled", ["--html", "nowhere/x.html"], "--html"),
+        ("kernels.py:doubled", ["--html", "."], "--html"),
+        ("kernels.py:doubled", ["--ptx", "kernels.py"], "--ptx"),
+        ("kernels.py:doubled", ["--vary", "B=1", "--vary", "B=2"], "--vary B twice"),
+    ],
+)
+def test_refusals_have_a_remedy(function, words, says, folder, engine, capsys):
+    engine(fakes.kept())
+    assert main(["certify", function, *words]) == 2
+    shown = capsys.readouterr().err
+    assert says in shown
+    assert "remedy:" in shown
+
+
+def test_a_trusted_sibling_is_found(folder, engine):
+    engine(fakes.kept())
+    assert main(["certify", "sibling.py:f", "--trust", "beside"]) == 0
+    assert "sibling" not in sys.modules
+
+
+def test_an_error_of_the_engine_is_one_of_the_command(folder, engine, capsys):
+    error = UnsupportedError(expected="an instruction", received="lop3", remedy="report it")
+    engine(error)
+    assert main(["certify", "kernels.py:doubled"]) == 2
+    assert "remedy: report it" in capsys.readouterr().err
+
+
+def test_json_has_provenance_and_is_all_of_the_output(folder, engine, capsys):
+    engine(replace(fakes.split_by_rows(), provenance=None))
+    assert main(["certify", "kernels.py:doubled", "--json", "-q"]) == 1
+    shown = capsys.readouterr()
+    record = json.loads(shown.out)
+    assert record["format"] == "isobit certificate 1"
+    assert record["function"] == "kernels.py:doubled"
+    assert record["provenance"]["command"] == "isobit certify kernels.py:doubled --json -q"
+    assert shown.err == ""
+
+
+def test_the_page_is_written_whole_or_not_at_all(folder, engine, monkeypatch):
+    engine(fakes.split_by_rows())
+    assert main(["certify", "kernels.py:doubled", "--html", "page.html", "-q"]) == 1
+    page = (folder / "page.html").read_text()
+    assert "Certificate of kernels.py:doubled" in page
+
+    def fails(found):
+        raise OSError("no space")
+
+    monkeypatch.setattr(command, "write_certificate_page", fails)
+    assert main(["certify", "kernels.py:doubled", "--html", "page.html", "-q"]) == 2
+    assert (folder / "page.html").read_text() == page
+    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
