@@ -13,7 +13,15 @@ from random import Random
 import torch
 
 from isobit.compiled.refusals import MachineError, PtxSyntaxError
-from tests.compiled.cases import attention_case, judge, linear_case, patterns, rms_norm_case, softmax_case, weight_grad_case
+from tests.compiled.cases import (
+    attention_case,
+    judge,
+    linear_case,
+    patterns,
+    rms_norm_case,
+    softmax_case,
+    weight_grad_case,
+)
 from tests.compiled.running import Session, raw
 
 FLOAT = re.compile(
@@ -68,11 +76,19 @@ def swap_operands(line, lines, random):
 
 def change_opcode(line, lines, random):
     """Replace the operation by another one with as many operands."""
-    if line.stem not in OTHER or line.stem == "fma" or (line.stem == "max" and len(line.operands) > 3):
+    if (
+        line.stem not in OTHER
+        or line.stem == "fma"
+        or (line.stem == "max" and len(line.operands) > 3)
+    ):
         return None
     other = OTHER[line.stem]
     rounded = line.opcode if "rn" in line.opcode else line.opcode.replace(".f32", ".rn.f32")
-    line.opcode = line.opcode.replace("max", "min") if line.stem == "max" else rounded.replace(line.stem, other, 1)
+    line.opcode = (
+        line.opcode.replace("max", "min")
+        if line.stem == "max"
+        else rounded.replace(line.stem, other, 1)
+    )
     return line
 
 
@@ -92,7 +108,11 @@ def change_register(line, lines, random):
         if each.at < line.at and each.opcode == line.opcode and not each.operands[0].startswith("{")
         for match in REGISTER.findall(each.operands[0])
     ]
-    places = [i for i in range(1, len(line.operands)) if line.operands[i].startswith("%") and (line.stem != "selp" or i < 3)]
+    places = [
+        i
+        for i in range(1, len(line.operands))
+        if line.operands[i].startswith("%") and (line.stem != "selp" or i < 3)
+    ]
     if not written or not places:
         return None
     place, other = random.choice(places), random.choice(written)
@@ -149,8 +169,13 @@ def swap_dependent(text, line, lines, random):
     rows = text.splitlines()
     results = set(REGISTER.findall(line.operands[0]))
     for each in lines:
-        if line.at < each.at <= line.at + 40 and results & set(REGISTER.findall(" ".join(each.operands[1:]))):
-            if any(re.match(r"\s*(\$\w+:|.*\bbra)", row) and "tmp" not in row for row in rows[line.at : each.at]):
+        if line.at < each.at <= line.at + 40 and results & set(
+            REGISTER.findall(" ".join(each.operands[1:]))
+        ):
+            if any(
+                re.match(r"\s*(\$\w+:|.*\bbra)", row) and "tmp" not in row
+                for row in rows[line.at : each.at]
+            ):
                 return None
             rows[line.at], rows[each.at] = rows[each.at], rows[line.at]
             return "\n".join(rows)
@@ -169,7 +194,9 @@ def mutate(text, random):
             if changed is not None and changed != text:
                 return kind, before, changed
             continue
-        made = KINDS[kind](Line(line.at, line.guard, line.opcode, list(line.operands)), lines, random)
+        made = KINDS[kind](
+            Line(line.at, line.guard, line.opcode, list(line.operands)), lines, random
+        )
         if made is None:
             continue
         rows = text.splitlines()
@@ -183,7 +210,7 @@ SUBJECTS = (
     ("sm_80", lambda: linear_case("f32", 16, 16, 32, (16, 16, 16))),
     ("sm_100", lambda: linear_case("f32", 16, 16, 32, (16, 16, 16))),
     ("sm_90", lambda: rms_norm_case("f32", 2, 64)),
-    ("sm_100", lambda: softmax_case("bf16", 2, 64)),
+    ("sm_100", lambda: softmax_case("bf16", 2, 256)),
     ("sm_90", lambda: attention_case("bf16", 8, 64, depth=16, chunk=128)),
     ("sm_80", lambda: weight_grad_case("bf16", [32, 16], 16, 16, (16, 16, 16))),
 )
@@ -249,7 +276,9 @@ def neutral(case, target, drawn):
         generator = torch.Generator().manual_seed(seed)
         for tensor in case.inputs.values():
             values = torch.randn(tensor.shape, generator=generator)
-            tensor.copy_(torch.ldexp(values, torch.randint(-8, 9, tensor.shape, generator=generator)))
+            tensor.copy_(
+                torch.ldexp(values, torch.randint(-8, 9, tensor.shape, generator=generator))
+            )
         outputs = []
         for change in (None, lambda kernel, _: text):
             case.output.fill_(float("nan"))
