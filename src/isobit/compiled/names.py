@@ -153,10 +153,8 @@ def make(operation: str, *operands: Array | np.uint64, folded: Array | None = No
         operands: names.
         folded: the bits of the result; where all operands are constants they name the result.
     """
-    if operation in _SIGNED:
-        made = _SIGNED[operation](*operands)
-    else:
-        made = mix(*operands, start=_start(operation))
+    signed = _SIGNED.get(operation)
+    made = mix(*operands, start=_start(operation)) if signed is None else signed(*operands)
     if folded is not None:
         fixed: Any = functools.reduce(np.bitwise_and, operands) & CONSTANT
         if np.any(fixed):
