@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 
 from isobit.compiled import names
 from isobit.compiled.leaf import multiply_accumulate, rule_of
-from isobit.compiled.machine import Buffer, Machine
+from isobit.compiled.machine import Buffer, Machine, TensorArgument
 from isobit.compiled.ptx import parse
 
 ENGINE = "tc25x16"
@@ -73,9 +73,30 @@ def gemm_descriptors(
     c_map.store([row, column], acc)
 
 
+@triton.jit
+def gemm_of_host_descriptors(
+    a_map, b_map, c_map, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """The same with descriptors that the host passes."""
+    pid = tl.program_id(0)
+    columns = tl.cdiv(N, BN)
+    row, column = pid // columns * BM, pid % columns * BN
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        acc = tl.dot(a_map.load([row, k]), b_map.load([column, k]).T, acc)
+    c_map.store([row, column], acc)
+
+
 @functools.cache
 def compiled(kernel, target, types, constants, stages, warps):
     """Return (PTX, bytes of shared memory) of a kernel; types and constants are tuples of pairs."""
+    made = build(kernel, target, types, constants, stages, warps)
+    return made.asm["ptx"], made.metadata.shared
+
+
+@functools.cache
+def build(kernel, target, types, constants, stages, warps):
+    """Compile a kernel without a GPU."""
     types, constants = dict(types), dict(constants)
     signature = {
         n: types.get(n, "constexpr" if n in constants else "i32") for n in kernel.arg_names
@@ -88,8 +109,7 @@ def compiled(kernel, target, types, constants, stages, warps):
         attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
     )
     options = {"enable_fp_fusion": False, "num_stages": stages, "num_warps": warps}
-    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    return made.asm["ptx"], made.metadata.shared
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
 def gemm_ptx(target, dtype, BM, BN, BK, K, M=None, N=None, stages=3, warps=4, trans=(0, 0)):
@@ -169,7 +189,7 @@ def run_gemm(
 
 def run_two_dots(target, BM, BK, BN, K, stages, warps, edit=None):
     """Run `two_dots` and compare it with the plan."""
-    types = tuple((name, "*bf16") for name in "ABD") + (("C", "*fp32"),)
+    types = (*((name, "*bf16") for name in "ABD"), ("C", "*fp32"))
     constants = (("K", K), ("BM", BM), ("BK", BK), ("BN", BN))
     ptx, shared = compiled(two_dots, target, types, constants, stages, warps)
     a, b = operands("bf16", BM, K, BN)
@@ -210,6 +230,25 @@ def run_descriptors(target, BM, BN, BK, K, M, N, stages=2, warps=4, edit=None):
     return differences(c, *planned("bf16", a, b))
 
 
+def run_host_descriptors(target, BM, BN, BK, K, M, N, stages=2, warps=4):
+    """Run `gemm_of_host_descriptors` and compare it with the plan."""
+    boxes = {"a_map": ("bf16", BM, BK), "b_map": ("bf16", BN, BK), "c_map": ("fp32", BM, BN)}
+    types = tuple((name, f"tensordesc<{t}[{r},{c}]>") for name, (t, r, c) in boxes.items())
+    constants = (("K", K), ("BM", BM), ("BN", BN), ("BK", BK))
+    made = build(gemm_of_host_descriptors, target, types, constants, stages, warps)
+    a, b = operands("bf16", M, N, K)
+    c = Buffer(np.full((M, N), np.nan, np.float32), label="C")
+    buffers = [Buffer(a, label="A"), Buffer(b, label="B"), c]
+    arguments = []
+    for buffer, metadata in zip(buffers, made.metadata.tensordesc_meta, strict=True):
+        shape = buffer.data.shape
+        arguments += TensorArgument(buffer, shape, (shape[1], 1), metadata).arguments()
+    machine = Machine(parse(made.asm["ptx"]), engine=ENGINE)
+    grid = (-(-M // BM) * -(-N // BN),)
+    machine.run(grid, [*arguments, M, N], shared_bytes=made.metadata.shared)
+    return differences(c, *planned("bf16", a, b))
+
+
 def without(pattern, which=0):
     """Return an edit that removes one line of the PTX text; of a wait, its loop too."""
 
@@ -230,7 +269,8 @@ def exchanged(first, second, limit=0):
     """Return an edit that exchanges two texts; `limit` is how often each (0: always)."""
 
     def edit(ptx):
-        assert first in ptx and second in ptx, (first, second)
+        assert first in ptx
+        assert second in ptx
         count = limit or -1
         return ptx.replace(first, "\0", count).replace(second, first, count).replace("\0", second)
 

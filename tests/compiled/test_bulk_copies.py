@@ -3,8 +3,11 @@
 import numpy as np
 import pytest
 
+from isobit.compiled.machine import Buffer, Machine
 from isobit.compiled.machine.tensor_maps import TensorMap
-from isobit.compiled.refusals import BarrierWaitError, OpcodeError, RaceError
+from isobit.compiled.ptx import parse
+from isobit.compiled.refusals import BarrierWaitError, OpcodeError, PtxSyntaxError, RaceError
+from isobit.errors import ArgumentError
 from tests.compiled import asynchronous_kernels as kernels
 
 SHAPE = {"BM": 64, "BN": 64, "BK": 64, "K": 192, "M": 64, "N": 64}
@@ -19,6 +22,35 @@ def test_gemm_is_the_plan(target):
 def test_rows_outside_the_tensor_are_zeros_and_not_written(target):
     shape = {**SHAPE, "BN": 32, "BK": 32, "K": 64, "M": 40, "N": 24}
     assert kernels.run_descriptors(target, **shape) == (0, 0)
+
+
+@pytest.mark.parametrize("target", [90, 100])
+def test_descriptors_of_the_host_are_the_plan(target):
+    shape = {**SHAPE, "BN": 32, "K": 128, "M": 40}
+    assert kernels.run_host_descriptors(target, **shape) == (0, 0)
+
+
+def test_buffer_in_place_of_a_descriptor_is_refused():
+    types = (("a_map", "tensordesc<bf16[64,64]>"), ("b_map", "tensordesc<bf16[32,64]>"))
+    types += (("c_map", "tensordesc<fp32[64,32]>"),)
+    constants = (("K", 128), ("BM", 64), ("BN", 32), ("BK", 64))
+    ptx, _ = kernels.compiled(kernels.gemm_of_host_descriptors, 90, types, constants, 2, 4)
+    with pytest.raises(ArgumentError, match="TensorArgument"):
+        Machine(parse(ptx)).run((1,), [Buffer(np.zeros((64, 128), np.uint16))])
+
+
+WARP_SPECIALISED = kernels.replaced(
+    r"(\n\s*)ret;", lambda m: f"{m[1]}setmaxnreg.inc.sync.aligned.u32 64;{m[0]}"
+)
+CLUSTER = kernels.replaced(r"\.reqntid 128", ".reqntid 128 .explicitcluster .reqnctapercluster 2")
+
+
+@pytest.mark.parametrize(
+    ("edit", "remedy"), [(WARP_SPECIALISED, "warp_specialize=False"), (CLUSTER, "num_ctas=1")]
+)
+def test_specialised_warps_and_clusters_are_refused(edit, remedy):
+    with pytest.raises((OpcodeError, PtxSyntaxError), match=remedy):
+        kernels.run_descriptors(90, **SHAPE, edit=edit)
 
 
 @pytest.mark.parametrize(

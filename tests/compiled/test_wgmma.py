@@ -24,28 +24,20 @@ def test_operand_from_registers_is_the_plan():
     assert kernels.run_two_dots(90, 64, 32, 64, 96, 2, 4) == (0, 0)
 
 
+TILES = [(64, 16), (64, 64), (128, 32), (128, 128), (64, 256), (256, 64)]
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("warps", [4, 8])
-@pytest.mark.parametrize("trans", [(0, 0), (0, 1), (1, 0), (1, 1)])
 @pytest.mark.parametrize("BK", [16, 32, 64, 128])
-@pytest.mark.parametrize(
-    ("BM", "BN"), [(64, 16), (64, 64), (128, 32), (128, 128), (64, 256), (256, 64)]
-)
+@pytest.mark.parametrize(("BM", "BN"), TILES)
 @pytest.mark.parametrize("target", [90, 100])
-def test_every_tile_is_the_plan(target, BM, BN, BK, trans, warps):
-    stages = 1 + (BM + BN + BK + trans[0]) % 4
-    if (BM + BN) * BK * 2 * stages > 200_000:
-        stages = 2
-    shape = {
-        "BM": BM,
-        "BN": BN,
-        "BK": BK,
-        "K": 3 * BK,
-        "trans": trans,
-        "warps": warps,
-        "stages": stages,
-    }
-    assert kernels.run_gemm(target, "bf16", **shape) == (0, 0)
+def test_every_tile_is_the_plan(target, BM, BN, BK):
+    """Transposes, warps, stages and the operand type go round with the tile."""
+    turn = TILES.index((BM, BN)) + BK // 16
+    stages = 2 if (BM + BN) * BK > 20_000 else 1 + turn % 4
+    shape = {"trans": (turn & 1, turn >> 1 & 1), "warps": 4 << (turn >> 2 & 1), "stages": stages}
+    dtype = "fp16" if turn % 3 == 0 else "bf16"
+    assert kernels.run_gemm(target, dtype, BM, BN, BK, 3 * BK, **shape) == (0, 0)
 
 
 @pytest.mark.parametrize(

@@ -139,6 +139,8 @@ class Parser:
         rest = KNOWN_ENTRY.sub("", found[3]).strip()
         sizes = {kind: (int(x), y or "1", z or "1") for kind, x, y, z in SIZES.findall(found[3])}
         size = sizes.get("reqntid") or sizes.get("maxntid")
+        if ".reqnctapercluster" in rest:
+            raise wrong(statement.line, found[3], "a CTA that runs by itself (num_ctas=1)")
         if rest or size is None or size[1:] != ("1", "1"):
             raise wrong(statement.line, found[3], "a kernel with .reqntid along x")
         self.made.threads = size[0]
@@ -176,6 +178,8 @@ class Parser:
             self.declare(statement, text)
         elif text.startswith(".pragma"):
             return
+        elif text.startswith(".branchtargets"):
+            raise wrong(statement.line, text, "no warp specialisation (warp_specialize=False)")
         elif text.startswith("."):
             self.variable(statement, text)
         elif self.scopes:
