@@ -57,8 +57,15 @@ class Judgement:
     @property
     def instruction(self):
         """The instruction that multiplies matrices."""
-        found = {name for name in ("mma.sync", "wgmma", "tcgen05") for op in self.opcodes if op.startswith(name)}
-        return ", ".join(sorted(found)) or ("fma.f32x2" if "fma.rn.f32x2" in self.opcodes else "fma")
+        found = {
+            name
+            for name in ("mma.sync", "wgmma", "tcgen05")
+            for op in self.opcodes
+            if op.startswith(name)
+        }
+        return ", ".join(sorted(found)) or (
+            "fma.f32x2" if "fma.rn.f32x2" in self.opcodes else "fma"
+        )
 
 
 def judge(case, target, *, engine=None, mutate=None, races=True):
@@ -91,7 +98,9 @@ def judge(case, target, *, engine=None, mutate=None, races=True):
 
 def named_inputs(case):
     return {
-        name: names.input_names(name, tensor.numel(), 8 * tensor.element_size()).reshape(tensor.shape)
+        name: names.input_names(name, tensor.numel(), 8 * tensor.element_size()).reshape(
+            tensor.shape
+        )
         for name, tensor in case.inputs.items()
     }
 
@@ -115,9 +124,15 @@ def into(plan, dtype):
 
 
 # ---- linear -------------------------------------------------------------------------------------
-def linear_case(dtype, m, n, k, block=(16, 16, 32), form="tile", out="f32", segments=None, warps=4, stages=2):
+def linear_case(
+    dtype, m, n, k, block=(16, 16, 32), form="tile", out="f32", segments=None, warps=4, stages=2
+):
     """y = x · weightᵀ by one of three kernels; `segments` other than the plan's is a wrong kernel."""
-    x, weight, y = draw(m, k, dtype=dtype, seed=1), draw(n, k, dtype=dtype, seed=2), empty(m, n, dtype=out)
+    x, weight, y = (
+        draw(m, k, dtype=dtype, seed=1),
+        draw(n, k, dtype=dtype, seed=2),
+        empty(m, n, dtype=out),
+    )
     count = segments or FeaturePlan(k).count
     tiles = math.ceil(m / block[0]) * math.ceil(n / block[1])
     sizes = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), block, strict=True))
@@ -134,7 +149,9 @@ def linear_case(dtype, m, n, k, block=(16, 16, 32), form="tile", out="f32", segm
         scratch = (empty(count, m, n),)
         merge = {"partial": scratch[0], "y": y, "SIZE": m * n, "SEGMENTS": count, "BLOCK": 64}
         launches = (
-            Launch(linear.linear_segments, (tiles, count), {**common, "partial": scratch[0]}, options),
+            Launch(
+                linear.linear_segments, (tiles, count), {**common, "partial": scratch[0]}, options
+            ),
             Launch(linear.merge_segments, (math.ceil(m * n / 64),), merge, {"num_warps": 2}),
         )
     same = dtype == "f32" and out == "f32"
@@ -147,9 +164,22 @@ def linear_case(dtype, m, n, k, block=(16, 16, 32), form="tile", out="f32", segm
 
 # ---- rows ---------------------------------------------------------------------------------------
 def rms_norm_case(dtype, m, n, rows_per_program=2, warps=4):
-    x, weight, y = draw(m, n, dtype=dtype, seed=3), draw(n, dtype=dtype, seed=4), empty(m, n, dtype=dtype)
+    x, weight, y = (
+        draw(m, n, dtype=dtype, seed=3),
+        draw(n, dtype=dtype, seed=4),
+        empty(m, n, dtype=dtype),
+    )
     count = FeaturePlan(n).count
-    given = {"x": x, "weight": weight, "y": y, "M": m, "EPS": 1e-6, "N": n, "SEGMENTS": count, "ROWS": rows_per_program}
+    given = {
+        "x": x,
+        "weight": weight,
+        "y": y,
+        "M": m,
+        "EPS": 1e-6,
+        "N": n,
+        "SEGMENTS": count,
+        "ROWS": rows_per_program,
+    }
     grid = (math.ceil(m / rows_per_program),)
     return Case(
         "rms_norm", dtype, "rows", f"{rows_per_program} rows", count, {"x": x, "weight": weight}, y,
@@ -178,8 +208,17 @@ def attention_case(dtype, queries, keys, key_heads=1, group=2, depth=16, tile=16
     q = draw(queries, key_heads * group, depth, dtype=dtype, seed=6, spread=1)
     k, v = (draw(keys, key_heads, depth, dtype=dtype, seed=seed, spread=1) for seed in (7, 8))
     y, scale = empty(*q.shape, dtype=dtype), float(np.float32(depth**-0.5))
-    constants = {"KEY_HEADS": key_heads, "GROUP": group, "DEPTH": depth, "CHUNK": chunk, "ROWS": tile}
-    grid, options = (math.ceil(queries * group / tile), key_heads), {"num_warps": warps, "num_stages": stages}
+    constants = {
+        "KEY_HEADS": key_heads,
+        "GROUP": group,
+        "DEPTH": depth,
+        "CHUNK": chunk,
+        "ROWS": tile,
+    }
+    grid, options = (
+        (math.ceil(queries * group / tile), key_heads),
+        {"num_warps": warps, "num_stages": stages},
+    )
     given = {"q": q, "k": k, "v": v, "QUERIES": queries, "KEYS": keys, "SCALE": scale, **constants}
     count, scratch = math.ceil(keys / chunk), ()
     if form == "fold":
@@ -197,7 +236,15 @@ def attention_case(dtype, queries, keys, key_heads=1, group=2, depth=16, tile=16
     def expected(plan, given):
         last = keys - queries + np.arange(queries)
         out = [
-            Head(plan, given["q"][:, h], given["k"][:, h // group], given["v"][:, h // group], last, scale, chunk).attend()
+            Head(
+                plan,
+                given["q"][:, h],
+                given["k"][:, h // group],
+                given["v"][:, h // group],
+                last,
+                scale,
+                chunk,
+            ).attend()
             for h in range(key_heads * group)
         ]
         return np.stack(out, 1)
@@ -211,7 +258,10 @@ def attention_case(dtype, queries, keys, key_heads=1, group=2, depth=16, tile=16
 # ---- weight gradient ----------------------------------------------------------------------------
 def weight_grad_case(dtype, lengths, n, k, block=(16, 16, 32), warps=4, stages=2):
     samples = isobit.Samples.packed(lengths)
-    grad, x = draw(samples.rows, n, dtype=dtype, seed=9), draw(samples.rows, k, dtype=dtype, seed=10)
+    grad, x = (
+        draw(samples.rows, n, dtype=dtype, seed=9),
+        draw(samples.rows, k, dtype=dtype, seed=10),
+    )
     dw, spans = empty(n, k), torch.tensor(samples.spans, dtype=torch.int64)
     count, tiles = len(samples.segments), math.ceil(n / block[0]) * math.ceil(k / block[1])
     levels = count.bit_length() - 1

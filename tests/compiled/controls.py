@@ -14,7 +14,10 @@ WARPS = (1, 2, 4, 8)
 
 
 def shown(found):
-    return found.names_differ > 0, f"names differ {found.names_differ} of {found.names}, bits {found.bits_differ}"
+    return (
+        found.names_differ > 0,
+        f"names differ {found.names_differ} of {found.names}, bits {found.bits_differ}",
+    )
 
 
 def split_by_rows():
@@ -75,12 +78,17 @@ def sums_by_warps():
     for warps in WARPS:
         y = torch.zeros(1)
         session = Session("sm_90")
-        launch = Launch(wrong_kernels.row_sum, (1,), {"x": x, "y": y, "N": 1024}, {"num_warps": warps})
+        launch = Launch(
+            wrong_kernels.row_sum, (1,), {"x": x, "y": y, "N": 1024}, {"num_warps": warps}
+        )
         session.run(launch)
         found[warps] = int(session.names_of(y)[0])
         values.add(raw(y).tobytes())
     orders = len(set(found.values()))
-    return orders > 1, f"{orders} orders at {len(WARPS)} warp counts; {len(values)} different values"
+    return (
+        orders > 1,
+        f"{orders} orders at {len(WARPS)} warp counts; {len(values)} different values",
+    )
 
 
 def missing_barrier():
@@ -116,7 +124,9 @@ def added_dot():
     """x + tl.dot(a, b), which Triton turns into tl.dot(a, b, x)."""
     case = linear_case("bf16", 16, 16, 512, (16, 16, 256))
     (launch,) = case.launches
-    return shown(judge(replace(case, launches=(replace(launch, kernel=wrong_kernels.added_dot),)), "sm_80"))
+    return shown(
+        judge(replace(case, launches=(replace(launch, kernel=wrong_kernels.added_dot),)), "sm_80")
+    )
 
 
 CONTROLS = {

@@ -8,7 +8,8 @@ expressions, for all inputs. Where a plan leaves an executor some freedom that c
 say what GPU kernels do:
 
 - A run of products on a tensor core ends with a whole instruction: it is padded with products of +0 and +0 to a
-  multiple of 16. Such products change no bits; tests/compiled/test_padding.py compares every engine.
+  multiple of 16. Such products change no bits of NVIDIA's engines, and turn a sum of -0 into +0 on CDNA3;
+  tests/compiled/test_padding.py compares every engine.
 - A run of fp32 products is not padded.
 - A block of keys of which a query sees no key is not folded into that query. A key that is not seen in a block has the
   score -inf, so its weight is +0, and it takes part in the sum of weights and in the product with its value. A block
