@@ -52,6 +52,10 @@ DIFFERENT = {
         "mov.b32 %d, 1; setp.gt.f32 %p1, %a, 0f00000000; @%p1 mov.b32 %d, 2;",
         "mov.b32 %d, 1; setp.gt.f32 %p1, %b, 0f00000000; @%p1 mov.b32 %d, 2;",
     ),
+    "a skip by a branch on data": (
+        "mov.b32 %d, %c; setp.gt.f32 %p1, %a, %b; @%p1 bra END; add.rn.f32 %d, %a, %c; END:",
+        "mov.b32 %d, %c; setp.ge.f32 %p1, %a, %b; @%p1 bra END; add.rn.f32 %d, %a, %c; END:",
+    ),
     "predicates joined": (
         "setp.lt.f32 %p1, %a, %b; setp.lt.f32 %p2, %b, %c; and.pred %p3, %p1, %p2; selp.b32 %d, %a, %c, %p3;",
         "setp.lt.f32 %p1, %a, %b; setp.lt.f32 %p2, %b, %c; or.pred %p3, %p1, %p2; selp.b32 %d, %a, %c, %p3;",
@@ -127,6 +131,17 @@ EQUAL = {
     "widening in the addition": (
         "mov.b32 {%h1, %h2}, %a; add.rn.f32.bf16 %d, %h2, %c;",
         "mov.b32 {%h1, %h2}, %a; cvt.f32.bf16 %r1, %h2; add.rn.f32 %d, %r1, %c;",
+    ),
+    "a branch on data that only skips arithmetic": (
+        "mov.b32 %d, %c; setp.gt.f32 %p1, %a, %b; @%p1 bra END; mul.rn.f32 %r5, %a, %a; "
+        "add.rn.f32 %d, %r5, %c; END:",
+        "mov.b32 %d, %c; setp.gt.f32 %p1, %a, %b; mul.rn.f32 %r5, %a, %a; @!%p1 add.rn.f32 %d, %r5, %c;",
+    ),
+    "two sides of a branch on data": (
+        "setp.gt.f32 %p1, %a, %b; @%p1 bra ELSE; add.rn.f32 %r5, %a, %b; mul.rn.f32 %d, %r5, %c; "
+        "bra END; ELSE: sub.rn.f32 %d, %a, %b; END:",
+        "setp.gt.f32 %p1, %a, %b; add.rn.f32 %r5, %a, %b; mul.rn.f32 %r6, %r5, %c; "
+        "sub.rn.f32 %r7, %a, %b; selp.b32 %d, %r7, %r6, %p1;",
     ),
     "constants folded": (
         "mov.b32 %r1, 0f3F800000; add.rn.f32 %r2, %r1, %r1; mul.rn.f32 %d, %a, %r2;",

@@ -22,11 +22,15 @@ A, B, C = values(0), values(1), values(2)
 @pytest.mark.parametrize(
     ("kind", "body", "words"),
     [
-        (DataBranchError, "setp.gt.f32 %p1, %a, %b; @%p1 bra END; mov.b32 %d, %c; END:", "%p1"),
-        (DataBranchError, "setp.gt.s32 %p1, %a, 5; @%p1 bra END; END:", "float data"),
         (
             DataBranchError,
-            "cvt.rzi.s32.f32 %r1, %a; setp.eq.b32 %p1, %r1, 5; @%p1 bra END; END:",
+            "setp.gt.f32 %p1, %a, %b; @%p1 bra END; st.global.b32 [%o], %c; END:",
+            "%p1",
+        ),
+        (DataBranchError, "setp.gt.s32 %p1, %a, 5; @%p1 bra END; bar.sync 0; END:", "float data"),
+        (
+            DataBranchError,
+            "cvt.rzi.s32.f32 %r1, %a; setp.eq.b32 %p1, %r1, 5; L: @%p1 bra L;",
             "%p1",
         ),
         (DataBranchError, "setp.gt.f32 %p1, %a, %b; @%p1 ld.global.b32 %d, [%o];", "%p1"),
@@ -70,7 +74,7 @@ def test_planted(kind, body, words):
 
 
 def test_the_python_line_is_named():
-    body = ".loc 1 42 7\nsetp.gt.f32 %p1, %a, %b;\n@%p1 bra END;\nEND:"
+    body = ".loc 1 42 7\nsetp.gt.f32 %p1, %a, %b;\n@%p1 bra END;\nbar.sync 0;\nEND:"
     program = text(body).rstrip() + '\n.file 1 "/somewhere/kernel.py"\n'
     arrays = [
         Buffer(each.view(np.uint32), label=str(i), concrete=False)
@@ -85,8 +89,9 @@ def test_integers_of_integer_buffers_may_decide():
     body = "setp.gt.s32 %p1, %a, -1; @%p1 bra END; mov.b32 %d, 1; END: mov.b32 %d, 2;"
     bits, _, _ = run(body, np.full(32, 3, np.int32), concrete=True)
     assert (bits == 2).all()
+    looping = "END: setp.gt.s32 %p1, %a, 4; @%p1 bra END; mov.b32 %d, 2;"
     with pytest.raises(DataBranchError):
-        run(body, np.full(32, 3, np.int32))
+        run(looping, np.full(32, 3, np.int32))
 
 
 def test_whole_warps_may_branch_apart():

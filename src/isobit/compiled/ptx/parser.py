@@ -23,6 +23,7 @@ from isobit.compiled.ptx.program import (
     Vector,
 )
 from isobit.compiled.ptx.statements import Splitter, Statement, wrong
+from isobit.compiled.refusals import PtxSyntaxError
 
 ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\((.*)\))?([^)]*)$", re.S)
 PARAMETER = re.compile(
@@ -204,6 +205,12 @@ class Parser:
 
     def variable(self, statement: Statement, text: str) -> None:
         """Declare a variable in shared or global memory."""
+        if text.startswith(".local"):
+            raise PtxSyntaxError(
+                expected="a kernel without arrays in local memory",
+                received=f"PTX line {statement.line}: {text}",
+                remedy="tl.sin and tl.cos need them, and branch on their argument: use a polynomial",
+            )
         found = VARIABLE.match(text)
         if not found or found[3] not in WIDTHS:
             raise wrong(statement.line, text)

@@ -33,6 +33,8 @@ def convert(instruction: Instruction) -> Step:
         return narrow(instruction, to)
     if to == "f32" and source in ("bf16", "f16") and not modifiers:
         return widen(instruction, source)
+    if instruction.opcode == "cvt.rna.tf32.f32":
+        return to_tf32(instruction)
     if to in FLOATS or source in FLOATS:
         return numbers(instruction, to, source, modifiers)
     if to in WIDTHS and source in WIDTHS and not modifiers:
@@ -101,6 +103,21 @@ def widen(instruction: Instruction, kind: str) -> Step:
             else:
                 made = Word(machine.widened(source, kind))
         machine.write(target, bits, mask, made)
+
+    return step
+
+
+def to_tf32(instruction: Instruction) -> Step:
+    """Decode a rounding to tf32: ten fraction bits, ties away from zero, the other bits zero."""
+    target, source = instruction.operands
+    name = Naming(instruction.opcode)
+
+    def step(machine: State, mask: Array | None) -> None:
+        value = machine.bits(source, 32)
+        near = (value + np.uint32(0x1000)) & np.uint32(0xFFFFE000)
+        nan = (value & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+        bits = np.where(nan, np.uint32(0x7FFFFFFF), near)
+        machine.write(target, bits, mask, machine.opaque(name, [(source, 32)], bits, 32))
 
     return step
 
