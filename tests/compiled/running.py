@@ -46,7 +46,7 @@ class Launch:
     def compile(self, target):
         """Return the compiled kernel."""
         named = {"enable_fp_fusion": False, "num_warps": 4, "num_stages": 2, **self.options}
-        given = {**{key: value for key, value in self.arguments.items()}, **named}
+        given = {**self.arguments, **named}
         call = specialise(self.kernel, target, (), given)
         return compiler(target).compile(self.kernel, call), call
 
