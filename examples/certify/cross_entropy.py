@@ -2,7 +2,7 @@
 
 Try, from the root of the repository:
 
-    isobit certify examples/certify/cross_entropy.py:cross_entropy
+    isobit certify examples/certify/cross_entropy.py:cross_entropy --rows 1,3,20
     isobit certify examples/certify/cross_entropy.py:mean_by_atomics
 """
 

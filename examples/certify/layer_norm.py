@@ -2,8 +2,8 @@
 
 Try, from the root of the repository:
 
-    isobit certify examples/certify/layer_norm.py:layer_norm
-    isobit certify examples/certify/layer_norm.py:autotuned
+    isobit certify examples/certify/layer_norm.py:layer_norm --rows 1,3,20
+    isobit certify examples/certify/layer_norm.py:autotuned --rows 1,3,20
 """
 
 import torch

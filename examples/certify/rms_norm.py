@@ -2,8 +2,8 @@
 
 Try, from the root of the repository:
 
-    isobit certify examples/certify/rms_norm.py:rms_norm
-    isobit certify examples/certify/rms_norm.py:tile_by_rows
+    isobit certify examples/certify/rms_norm.py:rms_norm --rows 1,3,20
+    isobit certify examples/certify/rms_norm.py:tile_by_rows --rows 1,3,20
 """
 
 import torch

@@ -2,9 +2,9 @@
 
 Try, from the root of the repository:
 
-    isobit certify examples/certify/softmax.py:softmax
-    isobit certify examples/certify/softmax.py:warps_by_rows
-    isobit certify examples/certify/softmax.py:softmax_tree --vary num_warps=1,2,4,8
+    isobit certify examples/certify/softmax.py:softmax --rows 1,3,20
+    isobit certify examples/certify/softmax.py:warps_by_rows --rows 1,3,20
+    isobit certify examples/certify/softmax.py:softmax_tree --rows 1,3,20 --vary num_warps=1,2,4,8
 """
 
 import torch

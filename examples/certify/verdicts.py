@@ -14,6 +14,7 @@ from isobit.report.certify_words import count_configurations, find_causes, liste
 
 HERE = Path(__file__).parent
 TARGETS = ("sm_80", "sm_90", "sm_100")
+DEFAULT = (1, 3, 70, 130)  # rows, if a command line has none
 MARKS = "<!-- verdicts -->", "<!-- /verdicts -->"
 
 
@@ -23,7 +24,7 @@ class Example:
 
     function: str
     exit_code: int
-    rows: tuple[int, ...] | None = (1, 3, 70, 130)
+    rows: tuple[int, ...] | None = (1, 3, 20)
     vary: tuple[tuple[str, tuple[int, ...]], ...] = ()
     few_rows: tuple[int, ...] | None = (1, 3)  # for a quick run that has the same verdict
     why: str = ""
@@ -32,7 +33,7 @@ class Example:
     def command(self):
         """The command line, from the root of the repository."""
         words = ["isobit certify", f"examples/certify/{self.function}"]
-        if self.rows not in (None, (1, 3, 70, 130)):
+        if self.rows not in (None, DEFAULT):
             words.append(f"--rows {','.join(map(str, self.rows))}")
         words += [f"--vary {name}={','.join(map(str, values))}" for name, values in self.vary]
         return " ".join(words)
@@ -43,18 +44,30 @@ EXAMPLES = (
     Example(
         "matmul.py:matmul",
         0,
+        DEFAULT,
         vary=(("BLOCK_M", (16, 64, 128)),),
         why="one accumulator runs through K, whatever the tile",
     ),
-    Example("matmul.py:autotuned", 0, why="so the autotuner may pick any tile, also by rows"),
+    Example(
+        "matmul.py:autotuned", 0, DEFAULT, why="so the autotuner may pick any tile, also by rows"
+    ),
     Example(
         "matmul.py:split_k_by_rows",
         1,
+        DEFAULT,
         few_rows=(3, 20),
         why="the number of splits follows the number of rows",
     ),
-    Example("matmul.py:split_k_by_features", 0, vary=(("BLOCK_M", (16, 64)),), why="it follows K"),
-    Example("matmul.py:matmul_atomic", 1, why="the order is whichever program comes first"),
+    Example(
+        "matmul.py:split_k_by_features",
+        0,
+        DEFAULT,
+        vary=(("BLOCK_M", (16, 64)),),
+        why="it follows K",
+    ),
+    Example(
+        "matmul.py:matmul_atomic", 1, DEFAULT, why="the order is whichever program comes first"
+    ),
     Example("softmax.py:softmax", 0, why="warps do not depend on the rows"),
     Example("softmax.py:warps_by_rows", 1, few_rows=(3, 9), why="`tl.sum` follows the warps"),
     Example("softmax.py:softmax_tree", 0, vary=(WARPS,), why="sums by `+` of neighbours"),
@@ -66,10 +79,9 @@ EXAMPLES = (
     Example(
         "flash_attention.py:split_by_batch",
         1,
-        rows=(1, 3, 20),
         why="the number of splits follows the batch",
     ),
-    Example("flash_attention.py:split_by_length", 0, rows=(1, 3, 20), why="it follows the keys"),
+    Example("flash_attention.py:split_by_length", 0, why="it follows the keys"),
     Example("cross_entropy.py:cross_entropy", 0, why="one program per row"),
     Example(
         "cross_entropy.py:mean_by_atomics",
@@ -115,11 +127,16 @@ def judge(found):
     return f"{count} expressions: depends on {listed(words) or 'the row'}"
 
 
+def first_cell(example):
+    """Return the start of an example's row."""
+    return f"| `{example.command.removeprefix('isobit certify examples/certify/')}`"
+
+
 def row(example):
     """Return one row of the table."""
     found = certify(example)
     cells = (
-        f"`{example.command.removeprefix('isobit certify examples/certify/')}`",
+        first_cell(example).removeprefix("| "),
         count_configurations(found),
         judge(found),
         str(found.exit_code),
@@ -129,20 +146,33 @@ def row(example):
     return f"| {' | '.join(cells)} |", found
 
 
+def known_rows():
+    """Return the rows of the table in README.md, by their first cell."""
+    table = (HERE / "README.md").read_text().partition(MARKS[0])[2].partition(MARKS[1])[0]
+    return {line.split(" | ")[0]: line for line in table.splitlines() if line.startswith("| `")}
+
+
+def write_table(rows):
+    """Put rows into the table of README.md, in the order of EXAMPLES; others stay as they are."""
+    rows = {**known_rows(), **{line.split(" | ")[0]: line for line in rows}}
+    lines = [rows[first_cell(one)] for one in EXAMPLES if first_cell(one) in rows]
+    head = ["| `isobit certify` | compared | verdict | exit code | why |", "| --- " * 5 + "|"]
+    before, _, rest = (HERE / "README.md").read_text().partition(MARKS[0])
+    text = "\n".join([MARKS[0], *head, *lines, MARKS[1]])
+    (HERE / "README.md").write_text(before + text + rest.partition(MARKS[1])[2])
+
+
 def main():
-    """Print the table, and write it with --write."""
-    lines = ["| `isobit certify` | compared | verdict | exit code | why |", "| --- " * 5 + "|"]
+    """Print a row per example; with --write, put them into the table."""
+    words = [word for word in sys.argv[1:] if not word.startswith("-")]
     for example in EXAMPLES:
+        if words and not any(word in example.function for word in words):
+            continue
         line, found = row(example)
-        print(f"{line}  # {found.seconds:.1f} s, {found.names:,} names", file=sys.stderr)
-        lines.append(line)
-    table = "\n".join(lines)
-    print(table)
-    if "--write" in sys.argv:
-        readme = HERE / "README.md"
-        before, _, rest = readme.read_text().partition(MARKS[0])
-        after = rest.partition(MARKS[1])[2]
-        readme.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{after}")
+        print(line, flush=True)
+        print(f"{found.seconds:.1f} s, {found.names:,} names", file=sys.stderr)
+        if "--write" in sys.argv:
+            write_table([line])
 
 
 if __name__ == "__main__":

@@ -175,3 +175,27 @@ def test_the_page_is_written_whole_or_not_at_all(folder, engine, monkeypatch):
     assert main(["certify", "kernels.py:doubled", "--html", "page.html", "-q"]) == 2
     assert (folder / "page.html").read_text() == page
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_real_kernel_from_the_command_line(folder, capsys):
+    words = ["certify", "kernels.py:doubled", "--rows", "1,3", "--target", "sm_80", "-q"]
+    assert main([*words, "--vary", "BLOCK=32,64", "--ptx", "compiled", "--json"]) == 0
+    shown = capsys.readouterr()
+    record = json.loads(shown.out)
+    assert "hello" in shown.err  # what the wrapper prints is not in the record
+    assert record["conclusion"].startswith("One expression in all 4 configurations on sm_80")
+    assert record["names"] == 2 * (1 + 3) * 32
+    (target,) = record["targets"]
+    written = sorted(path.name for path in (folder / "compiled").iterdir())
+    digests = sorted({kernel["digest"][:12] for kernel in target["kernels"]})
+    assert written == [f"double-sm_80-{digest}.ptx" for digest in digests]
+    assert ".target sm_80" in (folder / "compiled" / written[0]).read_text()
+
+
+def test_options_state_the_defaults_of_the_engine():
+    from isobit.cli.options import certify as options
+    from isobit.compiled.api import TARGETS
+    from isobit.compiled.configurations import ROWS
+
+    assert options.ROWS == ROWS
+    assert options.TARGETS == TARGETS

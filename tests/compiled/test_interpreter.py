@@ -32,8 +32,8 @@ TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "tf32": torch.float32}
 
 
 def run(dtype, engine=None, precision="tf32", block=64):
-    torch.manual_seed(1)
-    a, b = torch.randn(M, K).to(dtype), torch.randn(N, K).to(dtype)
+    own = torch.Generator().manual_seed(1)  # threads share torch's
+    a, b = (torch.randn(n, K, generator=own).to(dtype) for n in (M, N))
     c = torch.empty(M, N)
     kernel = kernels.two_segments
     kernel = interpret(kernel, engine) if engine else kernel

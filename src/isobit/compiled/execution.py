@@ -161,7 +161,12 @@ class Execution:
             machine = Machine(made.program, engine=engine, names=True, record=self.record)
             machine.run((*size, 1, 1)[:3], given, shared_bytes=made.shared_bytes)
             self.executed += machine.executed
-            self.remarks += [f"{made.name}: {what}, at {at}" for what, at in machine.facts.items()]
+            self.remarks += [
+                f"{made.name}: {what}, at {at}"
+                for what, at in machine.facts.items()
+                # A sum alone cannot be fused: static facts count the products that can be.
+                if "ptxas may fuse" not in what
+            ]
             self.approximate |= machine.approximate
             if self.record:
                 self.machines.append((machine, made))

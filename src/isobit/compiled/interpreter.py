@@ -215,6 +215,7 @@ def launch(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
     jit, interpreter = triton_modules()
     core = import_module("triton.language.core")
     scope = interpreter._LangPatchScope()
+    own = set(vars(core.tensor))
     REWRITTEN.clear()
     try:
         # A helper that is a method, as in x.sum(): a JITFunction does not bind itself.
@@ -230,6 +231,8 @@ def launch(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
         raise (cause or error) from None
     finally:
         scope.restore()
+        for name in set(vars(core.tensor)) - own:  # inherited ones, which Triton "restores" as own
+            delattr(core.tensor, name)
         REWRITTEN.clear()
 
 

@@ -32,122 +32,128 @@ Replacement = tuple[Any, str, Callable[[Any], Any]]
 
 
 def replacements_of_operations(settings: Callable[[], Any]) -> list[Replacement]:
-    """Return (owner, name, function of the original); `settings` is None for a thread without a context."""
+    """Return (owner, name, function of the original); `settings` is None for a thread without a context.
+
+    A replacement is called with the original method, the settings, and what the method is called with.
+    """
     interpreter = import_module("triton.runtime.interpreter")
-    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    builder = {
+        "create_dot": create_dot,
+        "create_fma": create_fma,
+        "create_fadd": create_fadd,
+        "binary_op": compute_patterns,
+        "unary_op": compute_patterns,
+        "ternary_op": compute_patterns,
+        "create_atomic_rmw": create_atomic_rmw,
+        **{name: refuse_approximation(name) for name in APPROXIMATE},
+    }
+    found = [(interpreter.InterpreterBuilder, name, new) for name, new in builder.items()]
+    found += [
+        (owner, "apply_impl", reduce) for owner in (interpreter.ReduceOps, interpreter.ScanOps)
+    ]
+    return [(owner, name, when_set(settings, new)) for owner, name, new in found]
 
-    def when_set(replacement: Callable[..., Any]) -> Callable[[Any], Any]:
-        """Make a method that calls `replacement(original, settings, self, ...)`, or the original."""
 
-        def make(original: Any) -> Any:
-            def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-                found = settings()
-                if found is None:
-                    return original(self, *args, **kwargs)
-                return replacement(original, found, self, *args, **kwargs)
+def when_set(settings: Callable[[], Any], new: Callable[..., Any]) -> Callable[[Any], Any]:
+    """Return a function of a method: the method that calls `new` in a thread with settings."""
 
-            return method
+    def make(original: Any) -> Any:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            found = settings()
+            if found is None:
+                return original(self, *args, **kwargs)
+            return new(original, found, self, *args, **kwargs)
 
-        return make
+        return method
 
-    def create_dot(
-        _o: Any, found: Any, _s: Any, a: Any, b: Any, d: Any, precision: Any, acc: int
-    ) -> Any:
-        if not a.dtype.scalar.is_floating():
-            return _o(_s, a, b, d, precision, acc)  # integers have no order
-        data = dot(a, b, d, precision, found.engine)
-        attributes = {} if d.data.view(np.uint32).any() else {ZERO_DOT: True}
-        return handle(data, d.dtype.scalar, attributes)
+    return make
 
-    def create_fma(_o: Any, _f: Any, _s: Any, x: Any, y: Any, z: Any) -> Any:
-        refuse_type("tl.math.fma", ("fp32",), x, y, z)
-        return handle(
-            fused_multiply_add(*np.broadcast_arrays(x.data, y.data, z.data)), z.dtype.scalar
+
+def create_dot(
+    original: Any, settings: Any, self: Any, a: Any, b: Any, d: Any, precision: Any, imprecise: Any
+) -> Any:
+    if not a.dtype.scalar.is_floating():
+        return original(self, a, b, d, precision, imprecise)  # integers have no order
+    result = type(d)(dot(a, b, d, precision, settings.engine), d.dtype.scalar)
+    if not d.data.view(np.uint32).any():
+        result.set_attr(ZERO_DOT, True)
+    return result
+
+
+def create_fma(_original: Any, _settings: Any, _self: Any, x: Any, y: Any, z: Any) -> Any:
+    refuse_type("tl.math.fma", ("fp32",), x, y, z)
+    operands = np.broadcast_arrays(x.data, y.data, z.data)
+    return type(z)(fused_multiply_add(*operands), z.dtype.scalar)
+
+
+def create_fadd(original: Any, _settings: Any, self: Any, lhs: Any, rhs: Any) -> Any:
+    if ZERO_DOT in lhs.attr or ZERO_DOT in rhs.attr:
+        raise UnsupportedError(
+            expected="a product with its accumulator: acc = tl.dot(a, b, acc)",
+            received="tl.dot(a, b) + acc, which Triton's compiler changes into tl.dot(a, b, acc)",
+            remedy="pass the accumulator to tl.dot",
         )
+    return original(self, lhs, rhs)
 
-    def create_fadd(original: Any, _f: Any, self: Any, lhs: Any, rhs: Any) -> Any:
-        if ZERO_DOT in lhs.attr or ZERO_DOT in rhs.attr:
+
+def compute_patterns(original: Any, _settings: Any, self: Any, *args: Any) -> Any:
+    """Refuse arithmetic on types that the interpreter holds as integers; the last argument is the operation."""
+    *operands, operation = args
+    for operand in operands:
+        scalar = operand.dtype.scalar
+        if (scalar.is_bf16() or scalar.is_fp8()) and operation is not np.where:
+            what = f"arithmetic ({operation.__name__}) in the interpreter"
+            refuse_type(what, ("fp16", "fp32", "fp64"), operand)
+    return original(self, *args)
+
+
+def refuse_approximation(name: str) -> Callable[..., Any]:
+    shown, exact = APPROXIMATE[name]
+
+    def check(original: Any, settings: Any, self: Any, *args: Any) -> Any:
+        if "approximations" not in settings.allow:
             raise UnsupportedError(
-                expected="a product with its accumulator: acc = tl.dot(a, b, acc)",
-                received="tl.dot(a, b) + acc, which Triton's compiler changes into tl.dot(a, b, acc)",
-                remedy="pass the accumulator to tl.dot",
+                expected="operations that are rounded correctly",
+                received=f"{shown}, which a GPU approximates",
+                remedy=f'use {exact}, or pass allow=["approximations"] for numpy\'s value',
             )
-        return original(self, lhs, rhs)
-
-    def on_patterns(original: Any, _f: Any, self: Any, *args: Any) -> Any:
-        """Refuse arithmetic on types that the interpreter holds as integers."""
-        for operand in args[:-1]:
-            scalar = operand.dtype.scalar
-            if (scalar.is_bf16() or scalar.is_fp8()) and args[-1] is not np.where:
-                refuse_type(
-                    f"arithmetic ({args[-1].__name__}) in the interpreter",
-                    ("fp16", "fp32", "fp64"),
-                    operand,
-                )
         return original(self, *args)
 
-    def approximate(name: str) -> Callable[[Any], Any]:
-        shown, exact = APPROXIMATE[name]
+    return check
 
-        def check(original: Any, found: Any, self: Any, *args: Any) -> Any:
-            if "approximations" not in found.allow:
-                raise UnsupportedError(
-                    expected="operations that are rounded correctly",
-                    received=f"{shown}, which a GPU approximates",
-                    remedy=f'use {exact}, or pass allow=["approximations"] for numpy\'s value',
-                )
-            return original(self, *args)
 
-        return when_set(check)
+def reduce(original: Any, settings: Any, self: Any, operands: Any) -> Any:
+    """Refuse reductions and scans of floats, except maxima and minima."""
+    standard = import_module("triton.language.standard")
+    free = (
+        standard._elementwise_max,
+        standard._elementwise_min,
+        standard._argmax_combine_tie_break_left,
+        standard._argmin_combine_tie_break_left,
+    )
+    floats = any(operand.dtype.is_floating() for operand in operands)
+    ordered = floats and not any(self.combine_fn is function for function in free)
+    if ordered and "reductions" not in settings.allow:
+        raise UnsupportedError(
+            expected="sums of floats whose order the kernel states",
+            received="a reduction or scan (tl.sum, tl.reduce, tl.cumsum), whose order depends on the layout",
+            remedy="write the tree: reshape to (..., n // 2, 2), tl.split, add; or certify the compiled kernel; "
+            'or pass allow=["reductions"] for numpy\'s order, which no GPU has',
+        )
+    return original(self, operands)
 
-    def apply_impl(original: Any, found: Any, self: Any, operands: Any) -> Any:
-        standard = import_module("triton.language.standard")
-        free = [
-            standard._elementwise_max,
-            standard._elementwise_min,
-            standard._argmax_combine_tie_break_left,
-            standard._argmin_combine_tie_break_left,
-        ]
-        floats = any(operand.dtype.is_floating() for operand in operands)
-        if (
-            floats
-            and "reductions" not in found.allow
-            and not any(self.combine_fn is f for f in free)
-        ):
-            raise UnsupportedError(
-                expected="sums of floats whose order the kernel states",
-                received="a reduction or scan (tl.sum, tl.reduce, tl.cumsum), whose order depends on the layout",
-                remedy="write the tree: reshape to (..., n // 2, 2), tl.split, add; or certify the compiled kernel; "
-                'or pass allow=["reductions"] for numpy\'s order, which no GPU has',
-            )
-        return original(self, operands)
 
-    def create_atomic_rmw(
-        original: Any, found: Any, self: Any, kind: Any, ptr: Any, val: Any, *rest: Any
-    ) -> Any:
-        if val.dtype.scalar.is_floating() and "FADD" in str(kind) and "atomics" not in found.allow:
-            raise UnsupportedError(
-                expected="sums of floats whose order the kernel states",
-                received="tl.atomic_add of floats: programs add in the order in which they arrive",
-                remedy='store partial sums and add them in a second kernel, or pass allow=["atomics"] for one order',
-            )
-        return original(self, kind, ptr, val, *rest)
-
-    methods = {
-        "create_dot": when_set(create_dot),
-        "create_fma": when_set(create_fma),
-        "create_fadd": when_set(create_fadd),
-        "binary_op": when_set(on_patterns),
-        "unary_op": when_set(on_patterns),
-        "ternary_op": when_set(on_patterns),
-        "create_atomic_rmw": when_set(create_atomic_rmw),
-        **{name: approximate(name) for name in APPROXIMATE},
-    }
-    reductions = [
-        (owner, "apply_impl", when_set(apply_impl))
-        for owner in (interpreter.ReduceOps, interpreter.ScanOps)
-    ]
-    return [(builder, name, make) for name, make in methods.items()] + reductions
+def create_atomic_rmw(
+    original: Any, settings: Any, self: Any, kind: Any, ptr: Any, val: Any, *rest: Any
+) -> Any:
+    adds = val.dtype.scalar.is_floating() and "FADD" in str(kind)
+    if adds and "atomics" not in settings.allow:
+        raise UnsupportedError(
+            expected="sums of floats whose order the kernel states",
+            received="tl.atomic_add of floats: programs add in the order in which they arrive",
+            remedy='store partial sums and add them in a second kernel, or pass allow=["atomics"] for one order',
+        )
+    return original(self, kind, ptr, val, *rest)
 
 
 def dot(a: Any, b: Any, d: Any, precision: Any, engine: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +16,7 @@ from isobit.compiled.row_axes import row_shape
 from isobit.compiled.row_names import Rows
 from isobit.compiled.sum_trees import sum_tree
 from isobit.order.addition import Branch, find_difference
+from isobit.report.certify_orders import gather_steps
 
 Drawn = tuple[Branch | None, str]
 MOST_COUNTED = 30_000
@@ -61,10 +63,10 @@ def first_operations(
         found = difference_from_the_result(mine, x, other, y)
         return (None if found is None else (found.left.name, found.right.name)), 0
     shared = left.keys() & right.keys()
-    own = [node for node in left.values() if node.name not in shared]
-    first = [node for node in own if not any(p in left and p not in shared for p in parts_of(node))]
+    own = above(left, x, shared)
+    first = [node for node in own.values() if not any(part in own for part in parts_of(node))]
     theirs: dict[int, Node] = {}
-    for node in sorted((n for n in right.values() if n.name not in shared), key=other.moment):
+    for node in sorted(above(right, y, shared).values(), key=other.moment):
         for part in parts_of(node):
             theirs.setdefault(part, node)
     for node in sorted(first, key=mine.moment):
@@ -75,10 +77,27 @@ def first_operations(
     return (x, y), len(shared)
 
 
+def above(nodes: dict[int, Node], name: int, shared: Collection[int]) -> dict[int, Node]:
+    """Return the operations between a result and what both expressions have.
+
+    What is below a shared operation is left out: a maximum has one name whichever way it was found.
+    """
+    found, work = dict[int, Node](), [name]
+    while work:
+        at = work.pop()
+        if at in nodes and at not in shared and at not in found:
+            found[at] = nodes[at]
+            work += parts_of(nodes[at])
+    return found
+
+
 def in_terms(drawn: tuple[Drawn, Drawn]) -> str:
     """Return the first addition of terms that differs, as a sentence; "" if both are not sums that differ."""
     left, right = drawn[0][0], drawn[1][0]
-    found = find_difference(left, right) if left is not None and right is not None else None
+    found = None
+    if left is not None and right is not None:
+        # The products of a tensor-core step together: a sentence, not a list of them.
+        found = find_difference(gather_steps(left), gather_steps(right))
     return (
         "" if found is None else f"By terms of the row, one adds {found[0]}, the other {found[1]}."
     )

@@ -21,9 +21,9 @@ from isobit.report.certify_tables import (
 from isobit.report.certify_text import alike
 from isobit.report.certify_words import (
     COVERS,
-    cautions,
     conclude,
     count_configurations,
+    join_notes,
     listed,
     tone,
 )
@@ -46,10 +46,10 @@ LEGEND = (
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>{title}</title><style>{style}</style>
 <h1>{title}</h1><p class="soft">{about}</p>
-<p class="conclusion {tone}">{conclusion}</p>{notes}
+<p class="conclusion {tone}">{conclusion}</p>
 <h2>Which configurations share an expression</h2>{map}{failures}
 {expressions}
-<h2>Compiled kernels</h2>{kernels}{cautions}
+<h2>Compiled kernels</h2>{kernels}{notes}
 <h2>What was compared</h2>{tensors}{runs}
 <h2>What this covers</h2>{covers}
 {repeat}{origin}
@@ -80,12 +80,11 @@ def write_certificate_page(found: Certified) -> str:
         about=_about(found),
         tone=tone(found),
         conclusion=escape(conclude(found)),
-        notes=_list(found.notes),
         map=draw_map(found),
         failures=show_failures(found),
         expressions=f"<h2>Expressions</h2>{expressions}" if expressions else "",
         kernels=show_kernels(found),
-        cautions=_list(cautions(found)),
+        notes=_list(join_notes(found)),
         tensors=show_tensors(found),
         runs=show_runs(found),
         covers=_covers(found),
@@ -114,7 +113,7 @@ def _about(found: Certified) -> str:
     return escape("; ".join(parts))
 
 
-def _list(notes: list[str] | tuple[str, ...]) -> str:
+def _list(notes: list[str]) -> str:
     items = "".join(f"<li>{escape(note)}" for note in notes)
     return f'<ul class="conclusions">{items}</ul>' if items else ""
 

@@ -10,11 +10,11 @@ from isobit.plain_text import one_line
 from isobit.report.certify_orders import describe_order
 from isobit.report.certify_words import (
     COVERS,
-    cautions,
     conclude,
     counted,
     describe_class,
     describe_members,
+    join_notes,
     letter,
     listed,
 )
@@ -67,8 +67,7 @@ def describe_certificate(found: Certified, width: int = 100) -> str:
     parts += _failures(found, width)
     if any(target.kernels for target in found.targets):
         parts.append(_facts(found))
-    notes = [*found.notes, *cautions(found)]
-    parts += [textwrap.fill(one_line(f"Note: {note}"), width) for note in notes]
+    parts += [textwrap.fill(one_line(f"Note: {note}"), width) for note in join_notes(found)]
     return "\n\n".join([*parts, f"What this covers, and what it does not: {COVERS}"]) + "\n"
 
 

@@ -263,3 +263,16 @@ def cautions(found: Certified) -> list[str]:
             f"Registers are spilled to memory in {listed(spilled)}: slow, but the same bits."
         )
     return notes
+
+
+def join_notes(found: Certified) -> list[str]:
+    """Return all notes, those that say the same of several targets joined: `on sm_80 and sm_90, …`."""
+    groups: dict[str, list[str]] = {}
+    for note in (*found.notes, *cautions(found)):
+        target = next((t.target for t in found.targets if note.startswith(f"on {t.target}, ")), "")
+        groups.setdefault(note.removeprefix(f"on {target}, ") if target else note, []).append(
+            target
+        )
+    return [
+        f"on {listed(targets)}, {rest}" if targets[0] else rest for rest, targets in groups.items()
+    ]
