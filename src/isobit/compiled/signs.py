@@ -21,7 +21,7 @@ _MINUS = U64(1 << 31)  # the sign bit of an fp32 constant
 
 
 def _sign_bit(a: Array | np.uint64) -> Array:
-    return np.where(is_constant(a), _MINUS, U64(1))
+    return np.asarray(np.where(is_constant(a), _MINUS, U64(1)))
 
 
 def _apart(a: Array | np.uint64) -> tuple[Array, Array]:

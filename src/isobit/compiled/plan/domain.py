@@ -174,7 +174,8 @@ class Values(Domain):
     def settle(self, a: Array, dtype: str) -> Array:
         wide = a if dtype == "f32" else arithmetic.widen(a, dtype)
         bits = np.ascontiguousarray(a).view(np.uint32 if dtype == "f32" else np.uint16)
-        return np.where(np.isnan(wide), bits.dtype.type(ONE_NAN[dtype]), bits).view(a.dtype)
+        settled = np.where(np.isnan(wide), bits.dtype.type(ONE_NAN[dtype]), bits)
+        return np.asarray(settled.view(a.dtype))
 
     def shift_left(self, a: Array, count: int) -> Array:
         bits = np.ascontiguousarray(a).view(np.uint32) << np.uint32(count)
