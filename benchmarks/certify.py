@@ -83,7 +83,7 @@ def cases(quick):
 
 def run(quick, threads, dtypes):
     """Print the tables; return 1 if a name or a bit differs, or if a wrong kernel or a mutation is not caught."""
-    console, begun = Console(highlight=False, width=200), time.process_time()
+    console, begun = Console(highlight=False, width=280), time.process_time()
     good, total = show_kernels(console, quick)
     caught = show_controls(console)
     tally = show_mutations(console, 40 if quick else MUTATIONS)
@@ -161,7 +161,7 @@ def show_mutations(console, count):
     console.print(
         f"of the {names} caught by names, {tally.bits} changed a bit of the output on the input of the case"
     )
-    console.print(f"drawn again, because they change nothing: {again or 'none'}")
+    console.print(f"drawn again, because they provably change nothing: {again or 'none'}")
     for missed in tally.missed:
         console.print(f"missed: {missed}")
     return tally

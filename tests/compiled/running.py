@@ -1,5 +1,6 @@
 """Launch a Triton kernel in the PTX machine, for a GPU that is not there."""
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 
@@ -55,13 +56,15 @@ class Session:
     """Runs launches one after another on tensors that keep their names.
 
     `engine` replaces the tensor core of the target, and `mutate` changes the PTX text of each launch.
+    `watch.look(machine)` is called before each execution of the instruction at `watch.line`.
     """
 
-    def __init__(self, target, engine=None, names=True, mutate=None, races=True):
+    def __init__(self, target, engine=None, names=True, mutate=None, races=True, watch=None):
         self.target, self.names, self.races = target, names, races
         self.engine = engine or ENGINE_OF_TARGET[target]
         self.mutate = mutate or (lambda kernel, text: text)
-        self.buffers, self.counts, self.executed, self.opcodes = {}, {}, 0, set()
+        self.buffers, self.executed, self.opcodes = {}, 0, set()
+        self.hits, self.watch = Counter(), watch
 
     def buffer(self, name, tensor):
         key = tensor.data_ptr()
@@ -74,6 +77,8 @@ class Session:
         text = self.mutate(launch.kernel, compiled.ptx)
         program = compiled.program if text is compiled.ptx else parse(text)
         machine = Machine(program, self.engine, names=self.names, races=self.races)
+        if self.watch is not None:
+            look_before(machine, self.watch)
         arguments = [
             self.buffer(name, value) if isinstance(value, torch.Tensor) else value
             for name, value in call.bound.items()
@@ -81,8 +86,23 @@ class Session:
         ]
         machine.run(launch.grid, arguments, shared_bytes=compiled.shared_bytes)
         self.executed += machine.executed
+        for index, count in enumerate(machine.hits):
+            self.hits[program.name, index] += count
         self.opcodes |= set(machine.counts)
         return machine
 
     def names_of(self, tensor):
         return self.buffers[tensor.data_ptr()].element_names()
+
+
+def look_before(machine, watch):
+    """Call `watch.look` before the machine executes an instruction."""
+    for index, instruction in enumerate(machine.program.instructions):
+        if instruction.line == watch.line:
+            step = machine.steps[index]
+
+            def looking(state, mask, step=step):
+                watch.look(machine)
+                step(state, mask)
+
+            machine.steps[index] = looking
