@@ -9,10 +9,10 @@ import numpy as np
 
 from isobit.compiled import names as nm
 from isobit.compiled.byte_names import byte_of, half_of_bytes
-from isobit.compiled.machine.predicate_names import negated
 from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.opcodes.integers import number_type
 from isobit.compiled.machine.opcodes.table import Step, decoder
+from isobit.compiled.machine.predicate_names import negated
 from isobit.compiled.machine.registers import SIGNED, UNSIGNED, Word, normal
 from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array, Names
