@@ -174,6 +174,7 @@ def test_reports_draw_and_compute_nothing():
         assert "import torch" not in path.read_text(), path.name
         assert {layer_of(name) for name in imports_of(path)} <= {
             "audit_records",
+            "certify_records",
             "errors",
             "order",
             "plain_text",
