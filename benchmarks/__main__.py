@@ -21,6 +21,7 @@ CASES = (
     "bugs",
     "audit",
     "audit_whole",
+    "leaf",
 )
 
 if sys.argv[1:2] in (["record"], ["pages"], ["follow"]):

@@ -15,7 +15,7 @@ TILES = 40  # at once: what stays in memory
 
 def run(quick, threads, dtypes):
     """Compare at least a million outputs an instruction, or 20,000 with --quick."""
-    console = Console(highlight=False, width=118)
+    console = Console(highlight=False, width=140)
     table = Table(
         "target", "instruction", "engine", "outputs", "subnormal", "±0", "±inf", "NaN", "differ"
     )

@@ -34,6 +34,8 @@ COMMANDS = {
     "simulator": "python -m benchmarks simulator --quick",
     "audit": "python -m benchmarks audit --quick --threads 2",
     "audit-whole": "python -m benchmarks audit_whole --threads 2",
+    "certify": "python -m benchmarks certify",
+    "leaf": "python -m benchmarks leaf",
 }
 
 

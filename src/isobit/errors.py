@@ -42,6 +42,7 @@ PACKAGES = (
     "isobit.parallel.checkpoint",
     "isobit.integrations.transformers",
     "isobit.reveal",
+    "isobit.compiled",
     "isobit.guards",
     "isobit.simulator",
 )

@@ -1,6 +1,7 @@
 """Kernels whose dots are wgmma on sm_90 and tcgen05 on sm_100, and what the plan says of their results."""
 
 import functools
+import re
 
 import numpy as np
 import triton
@@ -10,6 +11,8 @@ from triton.compiler import ASTSource
 
 from isobit.compiled import names
 from isobit.compiled.leaf import multiply_accumulate, rule_of
+from isobit.compiled.machine import Buffer, Machine, TensorArgument
+from isobit.compiled.ptx import parse
 
 ENGINE = "tc25x16"
 DTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "tf32"}
@@ -54,7 +57,9 @@ def two_dots(A, B, D, C, K: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, BN
 
 
 @triton.jit
-def gemm_descriptors(A, B, C, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def gemm_descriptors(
+    A, B, C, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
     """The same with tensor descriptors that the kernel makes: bulk copies (TMA)."""
     pid = tl.program_id(0)
     columns = tl.cdiv(N, BN)
@@ -68,11 +73,34 @@ def gemm_descriptors(A, B, C, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.co
     c_map.store([row, column], acc)
 
 
+@triton.jit
+def gemm_of_host_descriptors(
+    a_map, b_map, c_map, M, N, K: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr
+):
+    """The same with descriptors that the host passes."""
+    pid = tl.program_id(0)
+    columns = tl.cdiv(N, BN)
+    row, column = pid // columns * BM, pid % columns * BN
+    acc = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, K, BK):
+        acc = tl.dot(a_map.load([row, k]), b_map.load([column, k]).T, acc)
+    c_map.store([row, column], acc)
+
+
 @functools.cache
 def compiled(kernel, target, types, constants, stages, warps):
     """Return (PTX, bytes of shared memory) of a kernel; types and constants are tuples of pairs."""
+    made = build(kernel, target, types, constants, stages, warps)
+    return made.asm["ptx"], made.metadata.shared
+
+
+@functools.cache
+def build(kernel, target, types, constants, stages, warps):
+    """Compile a kernel without a GPU."""
     types, constants = dict(types), dict(constants)
-    signature = {n: types.get(n, "constexpr" if n in constants else "i32") for n in kernel.arg_names}
+    signature = {
+        n: types.get(n, "constexpr" if n in constants else "i32") for n in kernel.arg_names
+    }
     pointers = [i for i, n in enumerate(kernel.arg_names) if signature[n].startswith("*")]
     source = ASTSource(
         fn=kernel,
@@ -81,8 +109,7 @@ def compiled(kernel, target, types, constants, stages, warps):
         attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
     )
     options = {"enable_fp_fusion": False, "num_stages": stages, "num_warps": warps}
-    made = triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
-    return made.asm["ptx"], made.metadata.shared
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
 def gemm_ptx(target, dtype, BM, BN, BK, K, M=None, N=None, stages=3, warps=4, trans=(0, 0)):
@@ -101,14 +128,18 @@ def operands(dtype, M, N, K, seed=0):
     """Return raw A [M, K] and B [N, K] as unsigned patterns."""
     generator = np.random.default_rng(seed)
     a, b = (
-        (generator.standard_normal((rows, K)) * 2.0 ** generator.integers(-6, 7, (rows, 1))).astype(np.float32)
+        (generator.standard_normal((rows, K)) * 2.0 ** generator.integers(-6, 7, (rows, 1))).astype(
+            np.float32
+        )
         for rows in (M, N)
     )
     if dtype == "fp32":
         return a.view(np.uint32), b.view(np.uint32)
     if dtype == "fp16":
         return a.astype(np.float16).view(np.uint16), b.astype(np.float16).view(np.uint16)
-    return tuple(np.ascontiguousarray(x.view(np.uint16).reshape(len(x), K, 2)[..., 1]) for x in (a, b))
+    return tuple(
+        np.ascontiguousarray(x.view(np.uint16).reshape(len(x), K, 2)[..., 1]) for x in (a, b)
+    )
 
 
 def stored(matrix, transposed):
@@ -128,3 +159,132 @@ def planned(dtype, a, b, label_a="A", label_b="B", trans=(0, 0)):
     ]  # fmt: skip
     zero = np.full(total.shape, names.constant_float(0.0))
     return total, names.dot_tile(*named, zero, ENGINE, kind, rule_of(ENGINE, kind).products)
+
+
+def differences(buffer, bits, named):
+    """Return how many results differ from the plan: in bits, and in names."""
+    wrong_bits = int((buffer.data.view(np.uint32) != bits.view(np.uint32)).sum())
+    return wrong_bits, int((buffer.element_names() != named).sum())
+
+
+def run_gemm(
+    target, dtype, BM, BN, BK, K, M=None, N=None, stages=3, warps=4, trans=(0, 0), edit=None
+):
+    """Run `gemm` and compare it with the plan; `edit` changes the PTX text first."""
+    M, N = M or BM, N or BN
+    ptx, shared = gemm_ptx(target, dtype, BM, BN, BK, K, M, N, stages, warps, trans)
+    a, b = operands(dtype, M, N, K)
+    c = Buffer(np.full((M, N), np.nan, np.float32), label="C")
+    arguments = [
+        Buffer(stored(a, trans[0]), label="A"),
+        Buffer(stored(b, trans[1]), label="B"),
+        c,
+        M,
+        N,
+    ]
+    machine = Machine(parse(edit(ptx) if edit else ptx), engine=ENGINE)
+    machine.run((-(-M // BM) * -(-N // BN),), arguments, shared_bytes=shared)
+    return differences(c, *planned(dtype, a, b, trans=trans))
+
+
+def run_two_dots(target, BM, BK, BN, K, stages, warps, edit=None):
+    """Run `two_dots` and compare it with the plan."""
+    types = (*((name, "*bf16") for name in "ABD"), ("C", "*fp32"))
+    constants = (("K", K), ("BM", BM), ("BK", BK), ("BN", BN))
+    ptx, shared = compiled(two_dots, target, types, constants, stages, warps)
+    a, b = operands("bf16", BM, K, BN)
+    d = operands("bf16", K, K, BN, seed=3)[0]
+    c = Buffer(np.full((BM, BN), np.nan, np.float32), label="C")
+    buffers = [Buffer(x, label=label) for x, label in ((a, "A"), (b, "B"), (d, "D"))]
+    machine = Machine(parse(edit(ptx) if edit else ptx), engine=ENGINE)
+    machine.run((1,), [*buffers, c], shared_bytes=shared)
+    an, bn, dn = (
+        names.input_names(label, x.size, 16).reshape(x.shape)
+        for x, label in ((a, "A"), (b, "B"), (d, "D"))
+    )
+    total, half = np.zeros((BM, BN), np.float32), names.constant_float(0.5)
+    named = np.full((BM, BN), names.constant_float(0.0))
+    for k in range(0, K, BK):
+        block = slice(k, k + BK)
+        x = multiply_accumulate(a, b[block], np.zeros((BM, BK), np.float32), ENGINE, "bf16")
+        zero = np.full((BM, BK), names.constant_float(0.0))
+        xn = names.round_to("bf16", names.dot_tile(an, bn[block], zero, ENGINE, "bf16", 16))
+        bits = x.view(np.uint32).astype(np.uint64)
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        turned = np.ascontiguousarray(d[block].T)
+        total = multiply_accumulate(rounded, turned, total * np.float32(0.5), ENGINE, "bf16")
+        named = names.dot_tile(xn, dn[block].T, names.mul(named, half), ENGINE, "bf16", 16)
+    return differences(c, total, named)
+
+
+def run_descriptors(target, BM, BN, BK, K, M, N, stages=2, warps=4, edit=None):
+    """Run `gemm_descriptors` and compare it with the plan."""
+    types = (("A", "*bf16"), ("B", "*bf16"), ("C", "*fp32"))
+    constants = (("K", K), ("BM", BM), ("BN", BN), ("BK", BK))
+    ptx, shared = compiled(gemm_descriptors, target, types, constants, stages, warps)
+    a, b = operands("bf16", M, N, K)
+    c = Buffer(np.full((M, N), np.nan, np.float32), label="C")
+    machine = Machine(parse(edit(ptx) if edit else ptx), engine=ENGINE)
+    arguments = [Buffer(a, label="A"), Buffer(b, label="B"), c, M, N]
+    machine.run((-(-M // BM) * -(-N // BN),), arguments, shared_bytes=shared)
+    return differences(c, *planned("bf16", a, b))
+
+
+def run_host_descriptors(target, BM, BN, BK, K, M, N, stages=2, warps=4):
+    """Run `gemm_of_host_descriptors` and compare it with the plan."""
+    boxes = {"a_map": ("bf16", BM, BK), "b_map": ("bf16", BN, BK), "c_map": ("fp32", BM, BN)}
+    types = tuple((name, f"tensordesc<{t}[{r},{c}]>") for name, (t, r, c) in boxes.items())
+    constants = (("K", K), ("BM", BM), ("BN", BN), ("BK", BK))
+    made = build(gemm_of_host_descriptors, target, types, constants, stages, warps)
+    a, b = operands("bf16", M, N, K)
+    c = Buffer(np.full((M, N), np.nan, np.float32), label="C")
+    buffers = [Buffer(a, label="A"), Buffer(b, label="B"), c]
+    arguments = []
+    for buffer, metadata in zip(buffers, made.metadata.tensordesc_meta, strict=True):
+        shape = buffer.data.shape
+        arguments += TensorArgument(buffer, shape, (shape[1], 1), metadata).arguments()
+    machine = Machine(parse(made.asm["ptx"]), engine=ENGINE)
+    grid = (-(-M // BM) * -(-N // BN),)
+    machine.run(grid, [*arguments, M, N], shared_bytes=made.metadata.shared)
+    return differences(c, *planned("bf16", a, b))
+
+
+def without(pattern, which=0):
+    """Return an edit that removes one line of the PTX text; of a wait, its loop too."""
+
+    def edit(ptx):
+        lines = ptx.splitlines()
+        found = [i for i, line in enumerate(lines) if re.search(pattern, line)]
+        assert found, f"{pattern} is not in the PTX"
+        at = found[which]
+        if "try_wait" in lines[at]:
+            lines[at + 1] = ""
+        lines[at] = ""
+        return "\n".join(lines)
+
+    return edit
+
+
+def exchanged(first, second, limit=0):
+    """Return an edit that exchanges two texts; `limit` is how often each (0: always)."""
+
+    def edit(ptx):
+        assert first in ptx
+        assert second in ptx
+        count = limit or -1
+        return ptx.replace(first, "\0", count).replace(second, first, count).replace("\0", second)
+
+    return edit
+
+
+def replaced(pattern, by, which=0):
+    """Return an edit that replaces one match of a pattern; `by` is text or a function of the match."""
+
+    def edit(ptx):
+        found = list(re.finditer(pattern, ptx))
+        assert found, f"{pattern} is not in the PTX"
+        match = found[which]
+        new = by(match) if callable(by) else by
+        return ptx[: match.start()] + new + ptx[match.end() :]
+
+    return edit

@@ -39,6 +39,7 @@ SENTENCES = {
     "relation: refuses, error: 'isobit:ArgumentError', calls: 'isobit.a:c'": "raises isobit:ArgumentError with",
     "relation: launches, loads: 1": "of a binary that is loaded once",
     "relation: algebra, predicate: 'isobit.a:p', integers: {k: [1, null], n: [0, 8]}": "k in 1..∞ and n in 0..8",
+    "relation: certified, rows: [1, 3], targets: [sm_80]": "a row has one expression at 2 row counts",
     "relation: holds, predicate: 'isobit.a:p'": "isobit.a:p holds",
 }
 

@@ -77,7 +77,7 @@ def with_one_nan(t):
     return torch.where(t.isnan(), torch.nan, t)
 
 
-@pytest.mark.parametrize("scores", itertools.product(SCORES, SCORES))
+@pytest.mark.parametrize("scores", list(itertools.product(SCORES, SCORES)))
 def test_a_chunk_without_a_visible_key_changes_nothing(scores):
     """Two keys of any scores and values, merged with the state of no keys on either side."""
     q, k, v = torch.zeros(1, 16), torch.zeros(2, 16), torch.ones(2, 16)

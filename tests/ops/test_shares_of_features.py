@@ -47,9 +47,9 @@ def test_groups_merge_to_the_whole(rows, groups, dtype, executor):
     if executor == "portable" and sum(rows) > 256:
         pytest.skip("slow, and the same functions")
     weights = [drawn((groups * n, 3), 5 + at, dtype) for at, n in enumerate(rows)]
-    x = drawn((2, 3), 1, dtype).requires_grad_()
+    x = drawn((8, 3), 1, dtype).requires_grad_()
     outputs = linear_group(x, weights, groups=groups)
-    grads = [drawn((2, groups * n), 9 + at, dtype) for at, n in enumerate(rows)]
+    grads = [drawn((8, groups * n), 9 + at, dtype) for at, n in enumerate(rows)]
     (whole,) = torch.autograd.grad(outputs, x, grads)
     extent = groups * sum(rows)
     for parts in (1, 2, 4):

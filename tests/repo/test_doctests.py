@@ -14,6 +14,7 @@ UNFINISHED = ()
 NAMESPACES = (
     "isobit",
     "isobit.bits",
+    "isobit.compiled",
     "isobit.guards",
     "isobit.nn",
     "isobit.optim",

@@ -10,6 +10,7 @@ import isobit
 
 PACKAGES = [
     "isobit",
+    "isobit.compiled",
     "isobit.guards",
     "isobit.integrations.transformers",
     "isobit.nn",

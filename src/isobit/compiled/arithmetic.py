@@ -67,24 +67,27 @@ def round_bf16(bits: Array) -> Array:
         np.uint16
     )
     nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
-    return np.where(nan, np.uint16(0x7FFF), near)
+    return np.asarray(np.where(nan, np.uint16(0x7FFF), near))
 
 
 def round_f16(values: Array) -> Array:
     """Return fp16 bits (uint16) of fp32 or fp64 values, to nearest, ties to even."""
-    return canonical(values.astype(np.float16).view(np.uint16), "f16")
+    near: Array = values.astype(np.float16).view(np.uint16)
+    return canonical(near, "f16")
 
 
 def widen(bits: Array, kind: str) -> Array:
     """Return the fp32 values of 16-bit patterns."""
     if kind == "bf16":
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return bits.view(np.float16).astype(np.float32)
+        made: Array = (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return made
+    return np.asarray(bits.view(np.float16).astype(np.float32))
 
 
 def floats(bits: Array) -> Array:
     """Return the fp32 values of 32-bit patterns."""
-    return np.ascontiguousarray(bits).view(np.float32)
+    values: Array = np.ascontiguousarray(bits).view(np.float32)
+    return values
 
 
 def patterns(values: Any) -> Array:

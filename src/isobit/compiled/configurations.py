@@ -51,7 +51,8 @@ def plan(
     """
     parameters = inspect.signature(function).parameters
     for name, values in vary.items():
-        if name not in parameters or name == "rows":
+        takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+        if name == "rows" or (name not in parameters and not takes_any):
             near = difflib.get_close_matches(name, [n for n in parameters if n != "rows"], 1)
             raise ArgumentError(
                 expected=f"a parameter of {name_of(function)}: {', '.join(parameters) or 'it has none'}",

@@ -222,7 +222,7 @@ def joined(node: Node, done: dict[int, Branch | None]) -> Branch | None:
     else:
         found = [done[each] for each in node.operands]
         if node.operation.startswith("mul"):
-            found = [each for each in found if each is not None][:1]
+            found = [next((each for each in found if each is not None), None)]
     kept = [each for each in found if each is not None]
     if not kept:
         return None

@@ -77,12 +77,15 @@ def _hash(start: Any, parts: tuple[Array | np.uint64, ...]) -> Any:
 @functools.cache
 def tag(operation: str) -> np.uint64:
     """Return the number that stands for an operation in a hash."""
-    return U64(int.from_bytes(hashlib.blake2b(operation.encode(), digest_size=8).digest(), "big"))
+    digest = hashlib.blake2b(operation.encode(), digest_size=8).digest()
+    number: np.uint64 = np.uint64(int.from_bytes(digest, "big"))
+    return number
 
 
 @functools.cache
 def _start(operation: str) -> np.uint64:
-    return U64(_hash(_START, (tag(operation),)))
+    start: np.uint64 = np.uint64(_hash(_START, (tag(operation),)))
+    return start
 
 
 def constant(bits: Any) -> Names:
@@ -97,7 +100,8 @@ def constant_float(value: float) -> np.uint64:
         >>> int(constant_float(0.0)) == int(CONSTANT)
         True
     """
-    return U64(constant(np.float32(value).view(np.uint32)))
+    made: np.uint64 = np.uint64(constant(np.float32(value).view(np.uint32)))
+    return made
 
 
 def constant16(bits: Any) -> Names:
@@ -128,7 +132,7 @@ def inputs(label: str, count: int, bits: int) -> Names:
     """
     if bits == 32:
         return np.stack(split(input_names(label, count, bits)), -1).reshape(-1)
-    return VALUE | input_names(label, (count * bits + 15) // 16, 16)
+    return np.asarray(VALUE | input_names(label, (count * bits + 15) // 16, 16))
 
 
 def input_names(label: str, count: int, bits: int) -> Names:
@@ -142,19 +146,75 @@ Folding = Callable[..., Array]
 
 
 def make(operation: str, *operands: Array | np.uint64, folded: Array | None = None) -> Names:
-    """Return the name of an operation on operands.
+    """Return the name of an operation on operands. See [Note: signs] for add, sub, mul, div, fma.
 
     Args:
         operation: its name, with everything that changes bits (type, rounding, flushing).
         operands: names.
         folded: the bits of the result; where all operands are constants they name the result.
     """
-    made = mix(*operands, start=_start(operation))
+    if operation in _SIGNED:
+        made = _SIGNED[operation](*operands)
+    else:
+        made = mix(*operands, start=_start(operation))
     if folded is not None:
         fixed: Any = functools.reduce(np.bitwise_and, operands) & CONSTANT
         if np.any(fixed):
             made = np.where(np.broadcast_to(fixed != 0, made.shape), constant(folded), made)
     return made
+
+
+# ---- signs --------------------------------------------------------------------------------------
+# [Note: signs]
+# Compilers write x - n * c as x + n * (-c) and back, which are the same bits for all inputs. So the
+# last bit of a hash stands for a sign: h and h ^ 1 are a value and its negative. A difference is
+# the sum with the negative, and the sign of a product or quotient is taken out of its operands.
+# Arithmetic returns one NaN, whatever the signs of its operands. The instruction `neg` keeps a name
+# of its own, because it may change the sign of a NaN. There is no rule -(a + b) = -a - b: it is
+# wrong for sums that are zero.
+_MINUS = U64(1 << 31)  # the sign bit of an fp32 constant
+
+
+def _sign_bit(a: Array | np.uint64) -> Array:
+    return np.where(is_constant(a), _MINUS, U64(1))
+
+
+def _apart(a: Array | np.uint64) -> tuple[Array, Array]:
+    """Return a name without its sign, and the sign: 0 or 1."""
+    bit = _sign_bit(a)
+    return np.asarray(a & ~bit), np.asarray((a & bit) != 0).astype(U64)
+
+
+def _add(a: Array, b: Array) -> Names:
+    return mix(*ordered(a, b), start=_start("add"))
+
+
+def _sub(a: Array, b: Array) -> Names:
+    return _add(a, b ^ _sign_bit(b))
+
+
+def _mul(a: Array, b: Array) -> Names:
+    (a, minus), (b, also) = _apart(a), _apart(b)
+    return mix(*ordered(a, b), start=_start("mul")) ^ (minus ^ also)
+
+
+def _div(a: Array, b: Array) -> Names:
+    (a, minus), (b, also) = _apart(a), _apart(b)
+    return mix(a, b, start=_start("div")) ^ (minus ^ also)
+
+
+def _fma(a: Array, b: Array, c: Array) -> Names:
+    (a, minus), (b, also) = _apart(a), _apart(b)
+    return mix(*ordered(a, b), c, minus ^ also, start=_start("fma"))
+
+
+_SIGNED: dict[str, Callable[..., Names]] = {
+    "add": _add,
+    "sub": _sub,
+    "mul": _mul,
+    "div": _div,
+    "fma": _fma,
+}
 
 
 def ordered(a: Array | np.uint64, b: Array | np.uint64) -> tuple[Array, Array]:
@@ -279,13 +339,19 @@ def join(low: Names, high: Names) -> Names:
     whole = (low ^ high) == KIND  # LOW ^ HIGH, and the same name
     whole &= (low & KIND) == LOW
     if whole.all():
-        return low & NAME
+        return np.asarray(low & NAME)
     fixed = (low & high) >= FIXED
     made = np.where(whole, low & NAME, make("join", low, high))
     value = constant(((high & U64(0xFFFF)) << U64(16)) | (low & U64(0xFFFF)))
     made = np.where(fixed, value, made)
-    bf16 = (low == FIXED) & ((high & KIND) == VALUE)
-    return np.where(bf16, widen("bf16", high), made) if bf16.any() else made
+    bf16 = (low == FIXED) & (high < FIXED)
+    return np.where(bf16, widen("bf16", value16(high)), made) if bf16.any() else made
+
+
+def is_one_value(low: Names, high: Names) -> Array:
+    """Tell which pairs of halves are the two halves of one 32-bit value, or a constant."""
+    whole = ((low ^ high) == KIND) & ((low & KIND) == LOW)
+    return np.asarray(whole | ((low & high) >= FIXED))
 
 
 def fixed_half(bits: Any) -> Names:
@@ -295,7 +361,7 @@ def fixed_half(bits: Any) -> Names:
 
 def half_is_fixed(half: Names) -> Array:
     """Tell which halves are constants."""
-    return half >= FIXED
+    return np.asarray(half >= FIXED)
 
 
 def value16(half: Names) -> Names:
@@ -310,47 +376,9 @@ def value16(half: Names) -> Names:
 def half16(name: Names) -> Names:
     """Return the halves of 16-bit values from their names."""
     fixed = is_constant(name)
-    return np.where(fixed, FIXED | (name & U64(0xFFFF)), VALUE | name)
+    return np.asarray(np.where(fixed, FIXED | (name & U64(0xFFFF)), VALUE | name))
 
 
 def pair(low: Names, high: Names) -> Names:
     """Return the names of the 64-bit values that two 32-bit values make."""
     return make("pair", low, high)
-
-
-# ---- bytes --------------------------------------------------------------------------------------
-# half made of two bytes -> its bytes. Forgotten when it grows: then a byte of the half gets a name
-# of its own, which is sound (equal names stay equal values) but may tell equal values apart.
-_BYTES: dict[int, tuple[int, int]] = {}
-BYTES_KEPT = 1 << 20
-
-
-def byte_of(half: Names, which: int) -> Names:
-    """Return the names of the lower (0) or the upper (1) bytes of halves.
-
-    A byte of a constant is a constant of 16 bits.
-    """
-    half = np.asarray(half)
-    made = np.where(
-        half >= FIXED,
-        constant16((half >> U64(8 * which)) & U64(0xFF)),
-        make("byte", half, U64(which)),
-    )
-    if _BYTES:
-        for at in np.flatnonzero([int(each) in _BYTES for each in half.reshape(-1)]):
-            made.reshape(-1)[at] = _BYTES[int(half.reshape(-1)[at])][which]
-    return made
-
-
-def half_of_bytes(low: Names, high: Names) -> Names:
-    """Return the halves that two bytes make."""
-    fixed = is_constant(low & high)
-    value = ((high & U64(0xFF)) << U64(8)) | (low & U64(0xFF))
-    made = np.where(fixed, FIXED | value, VALUE | make("bytes", low, high))
-    if len(_BYTES) > BYTES_KEPT:
-        _BYTES.clear()
-    flat = zip(made.reshape(-1), low.reshape(-1), high.reshape(-1), strict=True)
-    for half, first, second in flat:
-        if half < FIXED:
-            _BYTES[int(half)] = (int(first), int(second))
-    return made

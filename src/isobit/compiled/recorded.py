@@ -133,10 +133,10 @@ class Recorded:
         at = int(np.searchsorted(names, np.uint64(name)))
         if at >= names.size or int(names[at]) != name:
             return None
-        found, row = self.chunks[int(chunks[at])], int(rows[at])
+        found, number = self.chunks[int(chunks[at])], int(rows[at])
         if isinstance(found, Tile):
-            return self.step_of(found, row, name)
-        operands = tuple(int(each) for each in found.operands[row])
+            return self.step_of(found, number, name)
+        operands = tuple(int(each) for each in found.operands[number])
         return Node(name, found.operation, operands, found.instruction)
 
     def step_of(self, tile: Tile, row: int, name: int) -> Node:

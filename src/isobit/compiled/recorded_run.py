@@ -85,9 +85,17 @@ class RecordedRun:
 
     def moment(self, node: Node) -> tuple[int, int, tuple[str, tuple[int, ...]]]:
         """Return when an operation is executed: launch, instruction, and its first input within a loop."""
-        parts = (*node.operands, *(part for pair in node.products for part in pair))
-        inputs = [found for part in parts if (found := self.element(part)) is not None]
-        return self.homes[node.name], node.instruction, min(inputs, default=("~", (0,)))
+        return self.homes[node.name], node.instruction, self.first_input(node)
+
+    def first_input(self, node: Node, depth: int = 3) -> Element:
+        """Return the smallest input within a few operations."""
+        inputs = []
+        for part in (*node.operands, *(part for pair in node.products for part in pair)):
+            if (found := self.element(part)) is not None:
+                inputs.append(found)
+            elif depth and (inner := self.node(part)) is not None:
+                inputs.append(self.first_input(inner, depth - 1))
+        return min(inputs, default=("~", (0,)))
 
     def step(self, name: int) -> Step:
         """Return the record of one operation."""

@@ -2,5 +2,6 @@
 
 from isobit.compiled.machine.machine import Machine
 from isobit.compiled.machine.memory import Buffer
+from isobit.compiled.machine.tensor_maps import TensorArgument
 
-__all__ = ["Buffer", "Machine"]
+__all__ = ["Buffer", "Machine", "TensorArgument"]

@@ -47,6 +47,7 @@ class Work:
     inputs: frozenset[int] = frozenset()
     reads: list[Cells] = field(default_factory=list)
     writes: list[Cells] = field(default_factory=list)
+    box: tuple[Array, int] | None = None  # addresses and bytes of elements that a bulk copy writes
 
 
 class Asynchronous:
@@ -199,7 +200,10 @@ class Asynchronous:
 
     def written_by_threads(self, instruction: Instruction, pieces: Array) -> None:
         """Note that the tensor core does not see these pieces before a fence and a barrier."""
-        self.unfenced[pieces] = self.unsynchronised[pieces] = instruction.index + 1
+        self.unsynchronised[pieces] = instruction.index + 1
+        # tcgen05.alloc is no store of a thread: Triton lets a bulk copy reuse its four bytes without a fence.
+        if not instruction.opcode.startswith("tcgen05.alloc"):
+            self.unfenced[pieces] = instruction.index + 1
 
     def check_visible(self, instruction: Instruction, pieces: Array, threads: Mask) -> None:
         """Refuse a read by the tensor core of what threads wrote without a fence and a barrier."""

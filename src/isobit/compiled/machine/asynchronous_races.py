@@ -9,7 +9,7 @@ import numpy as np
 from isobit.compiled.machine.asynchronous import Asynchronous
 from isobit.compiled.machine.mbarriers import Mbarriers
 from isobit.compiled.machine.memory import Buffer, Shared
-from isobit.compiled.machine.races import Races
+from isobit.compiled.machine.races import NOBODY, Races
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction
 from isobit.compiled.refusals import RaceError, refuse
@@ -92,6 +92,11 @@ class AsynchronousRaces(Races):
         self.work.barrier()
         if self.barriers is not None:
             self.barriers.synchronise()
+
+    def forget(self, buffer: Buffer, at: Array, size: int) -> None:
+        """Take the wait of all threads for a bulk copy: it orders its writes, without a barrier."""
+        log = self.log(buffer)
+        log.arrays["write_epoch"][log.index(at, size)] = NOBODY
 
     def mask(self, threads: Array) -> Array:
         """Return the threads as one bool each."""

@@ -10,7 +10,13 @@ from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx import Immediate, Instruction, Operand, Pair, Sink
-from isobit.compiled.refusals import BarrierWaitError, DivergentBranchError, refuse, unknown
+from isobit.compiled.refusals import (
+    BarrierWaitError,
+    DivergentBranchError,
+    OpcodeError,
+    refuse,
+    unknown,
+)
 
 
 def barriers(machine: State) -> Mbarriers:
@@ -158,6 +164,11 @@ def end_work(machine: State, arrivals: list[Arrival], threads: Array) -> None:
             and (each.number == arrival.ends or (each.number < arrival.ends and arrival.count))
         ]
         order.end(works, threads)
+        for work in works:
+            if work.box is None or work.number in order.open:
+                continue
+            if isinstance(machine.races, AsynchronousRaces):
+                machine.races.forget(machine.shared, *work.box)
 
 
 @decoder("fence.proxy.async", "fence.mbarrier_init")
@@ -174,3 +185,16 @@ def fence(instruction: Instruction) -> Step:
             machine.asynchronous.fence_proxy(everyone if mask is None else mask)
 
     return step
+
+
+@decoder("setmaxnreg", "brx.idx", "barrier.cluster", "mapa", "clusterlaunchcontrol")
+def refused(instruction: Instruction) -> Step:
+    """Refuse by name what Triton emits for warp specialisation and for clusters of CTAs."""
+    specialised = instruction.parts[0] in ("setmaxnreg", "brx")
+    raise refuse(
+        OpcodeError,
+        instruction,
+        expected="warps that run the same code" if specialised else "CTAs that run by themselves",
+        received="warp specialisation" if specialised else "a cluster of CTAs",
+        remedy="compile with warp_specialize=False" if specialised else "compile with num_ctas=1",
+    )

@@ -181,7 +181,7 @@ def load(
         machine.races.write(
             machine.current, machine.shared, inner, size, np.full(len(inner), thread)
         )
-    work = order.start(machine.current, COPY)
+    work = order.start(machine.current, COPY, box=(inner, size))
     order.writer[pieces] = work.number + 1
     arrival = Arrival(0, len(inner) * size, work.number, COPY)
     barriers(machine).get(barrier, thread).coming.append(arrival)

@@ -8,6 +8,8 @@ import numpy as np
 
 from isobit.compiled import names as nm
 from isobit.compiled.machine.opcodes.table import Step, decoder
+from isobit.compiled.machine.predicate_names import negated
+from isobit.compiled.machine.skips import is_skip, run_skip
 from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction, Symbol
@@ -41,12 +43,6 @@ def guard_mask(machine: State, instruction: Instruction, register_only: bool) ->
         machine.guard_names = negated(made) if guard.negated else made
     values = machine.bits(guard.register, 1)
     return ~values if guard.negated else values
-
-
-def negated(name: nm.Names) -> nm.Names:
-    """Return the names of "not predicate"."""
-    flipped = nm.constant_predicate(1 - (name & np.uint64(1)))
-    return np.where(nm.is_constant(name), flipped, nm.make("not", name))
 
 
 @dataclass
@@ -84,6 +80,13 @@ def run_threads(machine: State) -> None:
         mask = machine.active = active
         machine.guard_names = None
         if instruction.guard is not None:
+            if kinds[at] == 1 and machine.tainted(instruction.guard.register):
+                meet = machine.meeting_points.get(at, end)
+                if is_skip(machine.program, register_only, at, meet):
+                    machine.fact("a branch on float data skips arithmetic only: run as a select")
+                    run_skip(machine, at, meet, active)
+                    at = meet
+                    continue
             mask = guard_mask(machine, instruction, register_only[at])
             if active is not None:
                 mask = mask & active

@@ -40,6 +40,7 @@ from isobit.compiled.machine.races import Races
 from isobit.compiled.machine.reconvergence import meeting_points
 from isobit.compiled.machine.short_branches import with_guards
 from isobit.compiled.machine.state import State
+from isobit.compiled.machine.tensor_maps import TensorArgument, TensorMap
 from isobit.compiled.names import Array, Names
 from isobit.compiled.ptx.program import Instruction, Program
 from isobit.compiled.recorded import Recorded
@@ -47,6 +48,7 @@ from isobit.errors import ArgumentError
 
 SHARED_BYTES = 232448  # the most that a CTA can have, on sm_90 and sm_100 (227 KB)
 FIRST_ADDRESS, GAP = 1 << 32, 1 << 24
+PARAMETERS = 1 << 31  # where tensor maps of the host are
 
 
 class Machine(State):
@@ -113,7 +115,7 @@ class Machine(State):
     def run(
         self,
         grid: Sequence[int],
-        arguments: Sequence[Buffer | int | float],
+        arguments: Sequence[Buffer | TensorArgument | int | float],
         shared_bytes: int | None = None,
     ) -> Machine:
         """Run the kernel; may be called again with the same buffers.
@@ -138,7 +140,7 @@ class Machine(State):
             buffer.finish()
         return self
 
-    def place_arguments(self, arguments: Sequence[Buffer | int | float]) -> None:
+    def place_arguments(self, arguments: Sequence[Buffer | TensorArgument | int | float]) -> None:
         """Give buffers their addresses and parameters their values."""
         parameters = self.program.parameters
         if len(arguments) > len(parameters):
@@ -147,25 +149,37 @@ class Machine(State):
                 received=f"{len(arguments)}",
                 remedy="leave out arguments that are tl.constexpr",
             )
-        self.parameters: dict[str, int | Buffer] = {each.name: 0 for each in parameters}
+        self.parameters = {each.name: 0 for each in parameters}
         self.buffers, at = [], FIRST_ADDRESS
+        self.symbols: dict[str, int] = {}
+        self.host_maps: dict[tuple[str, int], TensorMap] = {}
         for parameter, argument in zip(parameters, arguments, strict=False):
-            if isinstance(argument, Buffer):
+            if isinstance(argument, TensorArgument) != bool(parameter.size):
+                raise ArgumentError(
+                    expected="a TensorArgument for each tensor descriptor, and for nothing else",
+                    received=f"{type(argument).__name__} for {parameter.name}",
+                    remedy="pass TensorArgument(...).arguments() for a descriptor of the host",
+                )
+            if isinstance(argument, (Buffer, TensorArgument)):
+                buffer = argument if isinstance(argument, Buffer) else argument.buffer
                 if self.names:
-                    argument.prepare(parameter.name)
-                if argument not in self.buffers:
-                    at = self.place(argument, at)
-                    self.check_overlap(argument)
-                self.parameters[parameter.name] = argument.base
+                    buffer.prepare(parameter.name)
+                if buffer not in self.buffers:
+                    at = self.place(buffer, at)
+                    self.check_overlap(buffer)
+                self.parameters[parameter.name] = buffer.base
+                if isinstance(argument, TensorArgument):
+                    # the kernel takes the address of the parameter: one below all buffers
+                    self.symbols[parameter.name] = PARAMETERS + 128 * len(self.host_maps)
+                    self.host_maps["global", self.symbols[parameter.name]] = argument.tensor_map()
             else:
                 self.parameters[parameter.name] = scalar_bits(argument, parameter.type)
-        self.symbols: dict[str, int] = {}
         shared = 0
         for variable in self.program.variables.values():
             if variable.space == "shared":
                 shared += -shared % max(variable.align, 1)
                 self.symbols[variable.name] = shared
-                shared += variable.bytes
+                shared += variable.size
             else:
                 data = np.frombuffer(variable.data or b"", np.uint8).copy()
                 constants = Buffer(data, label=variable.name, concrete=True)
@@ -199,7 +213,7 @@ class Machine(State):
         self.values: list[Array | None] = [None] * len(self.program.registers)
         self.named: list[Any] = [None] * len(self.program.registers)
         self.shared = Shared(shared_bytes, self.names)
-        self.state = {}
+        self.state = {"tensor maps": dict(self.host_maps)} if self.host_maps else {}
         numbers = {
             **{f"%ctaid.{axis}": cta[i] for i, axis in enumerate("xyz")},
             **{f"%nctaid.{axis}": grid[i] for i, axis in enumerate("xyz")},

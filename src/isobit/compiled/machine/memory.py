@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from isobit.compiled import names as nm
+from isobit.compiled.byte_names import byte_of
 from isobit.compiled.machine.registers import unknown_names
 from isobit.compiled.names import Array, Names
 
@@ -72,7 +73,7 @@ class Buffer:
         halves, shape = self.named(), self.data.shape
         size = self.data.dtype.itemsize
         if size == 1:
-            both = np.stack([nm.byte_of(halves, 0), nm.byte_of(halves, 1)], -1).reshape(-1)
+            both = np.stack([byte_of(halves, 0), byte_of(halves, 1)], -1).reshape(-1)
             return both[: self.size].reshape(shape)
         if size == 2:
             return nm.value16(halves).reshape(shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from isobit.compiled import names as nm
+from isobit.compiled.byte_names import byte_of, half_of_bytes
 from isobit.compiled.machine import memory, registers
 from isobit.compiled.machine.memory import Buffer, Shared
 from isobit.compiled.machine.races import Races
@@ -48,6 +49,9 @@ class MemoryAccess(RegisterAccess):
         else:
             at = int(np.searchsorted(self.bases, low, side="right")) - 1
             found = self.buffers[max(at, 0)] if self.buffers else self.shared
+            if 0 <= at < len(self.buffers) - 1 and low >= found.base + found.size:
+                after = self.buffers[at + 1]
+                found = after if after.base - low < low - found.base - found.size else found
         base = 0 if space == "shared" else found.base
         outside = low < base or high > base + found.size
         if outside or (not self.buffers and space != "shared"):
@@ -129,7 +133,7 @@ class MemoryAccess(RegisterAccess):
 
         def unchanged() -> Array:
             same = buffer.halves[index] == data
-            return same if named is None else same & (buffer.named()[index] == named)
+            return np.asarray(same if named is None else same & (buffer.named()[index] == named))
 
         if self.races is not None:
             size = 2 * data.shape[1]
@@ -184,8 +188,8 @@ class MemoryAccess(RegisterAccess):
                 mine = (at & 1) == odd
                 half = (at >> 1)[mine]
                 before, _ = memory.known(named[half])
-                other, new = nm.byte_of(before, 1 - odd), name[part][mine]
-                named[half] = nm.half_of_bytes(*((other, new) if odd else (new, other)))
+                other, new = byte_of(before, 1 - odd), name[part][mine]
+                named[half] = half_of_bytes(*((other, new) if odd else (new, other)))
 
     def load_rows(self, addresses: Array, mask: Array | None) -> tuple[Array, Names | None]:
         """Read rows of 16 bytes of shared memory for ldmatrix: addresses [warps, 8].

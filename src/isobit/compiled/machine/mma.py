@@ -118,8 +118,8 @@ def name_products(
     a, b = (gather_powers(machine, registers[i], bits, places[i]) for i in (0, 1))
     made = nm.dot_chain(a, b, c, operation, products)
     if machine.recorded is not None:
-        named = [gather_names(machine, registers[i], bits)[:, places[i]] for i in (0, 1)]
-        machine.recorded.add_tile((*named, c), made, operation, products, machine.current)
+        x, y = (gather_names(machine, registers[i], bits)[:, places[i]] for i in (0, 1))
+        machine.recorded.add_tile((x, y, c), made, operation, products, machine.current)
     return made
 
 

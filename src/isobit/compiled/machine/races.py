@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 MANY = -2  # several threads, or several warps
 NOBODY = -1
-WHOLE_WARP = -3  # the reader of ldmatrix: no single thread
+WHOLE_WARP = -3  # the reader of ldmatrix: no single thread. Warp w as the writer of stmatrix is -3 - w.
 
 
 class Log:
@@ -120,7 +120,7 @@ class Races:
         log = self.log(buffer)
         index, fields = log.index(at, size), log.arrays
         warp = (threads // 32)[:, None]
-        thread = np.full_like(threads, WHOLE_WARP)[:, None] if by_warp else threads[:, None]
+        thread = WHOLE_WARP - warp if by_warp else threads[:, None]
         if log.any_pending:
             self.check_pending(instruction, buffer, log, index, threads)
         warp_epoch = self.warp_epochs[warp]
@@ -144,7 +144,7 @@ class Races:
         index, fields = log.index(at, size), log.arrays
         warp, thread = (threads // 32)[:, None], threads[:, None]
         if by_warp:
-            thread = np.full_like(thread, WHOLE_WARP)
+            thread = WHOLE_WARP - warp
         if log.any_pending:
             self.check_pending(instruction, buffer, log, index, threads)
         warp_epoch = self.warp_epochs[warp]
@@ -205,7 +205,7 @@ class Races:
         if not recent.any():
             return recent
         writer = fields["writer"][index]
-        same_warp = writer // 32 == warp
+        same_warp = np.where(writer <= WHOLE_WARP, WHOLE_WARP - writer, writer // 32) == warp
         unordered = fields["write_warp_epoch"][index] == warp_epoch
         here = (epoch == self.epoch) & (writer != thread) & (~same_warp | unordered)
         return np.asarray(here | (recent & (epoch < self.cta_start)))
@@ -227,9 +227,8 @@ class Races:
     def other_cta(self, fields: dict[str, Array], index: Array) -> Array:
         """Tell which granules another CTA of this launch has touched."""
         touched = [fields["write_epoch"][index], fields["first_read"][index]]
-        return np.logical_or.reduce(
-            [(each >= self.launch_start) & (each < self.cta_start) for each in touched]
-        )
+        before = [(each >= self.launch_start) & (each < self.cta_start) for each in touched]
+        return np.asarray(before[0] | before[1])
 
     def note_read(
         self,
@@ -285,7 +284,7 @@ class Races:
         line = log.pending if kind == "copy" else log.arrays[f"{kind}_line"]
         other = self.program.instructions[int(line[granule])]
         by = log.arrays["reader" if kind == "read" else "writer"][granule]
-        who = {MANY: "several threads", WHOLE_WARP: "a warp"}.get(int(by), f"thread {by}")
+        who = f"thread {by}" if by >= 0 else "several threads" if by == MANY else "a warp"
         where = "shared memory" if isinstance(buffer, Shared) else f"buffer {buffer.label}"
         stamp = log.arrays["first_read" if kind == "read" else "write_epoch"][granule]
         if kind != "copy" and self.launch_start <= stamp < self.cta_start:

@@ -9,6 +9,7 @@ import numpy as np
 
 from isobit.compiled import arithmetic as ar
 from isobit.compiled import names as nm
+from isobit.compiled.byte_names import byte_of
 from isobit.compiled.machine import registers
 from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.registers import UNSIGNED, Word
@@ -104,13 +105,15 @@ class RegisterAccess:
         made: Word = self.names_of(operand, 32)
         if self.recorded is not None and not made.whole:
             low, high = made.halves
-            widened = (low == nm.FIXED) & ((high & nm.KIND) == nm.VALUE)
+            widened = (low == nm.FIXED) & (high < nm.FIXED)
             if widened.any():
                 names = made.value[widened]
-                self.recorded.add("widen bf16", names, [high[widened]], self.current)
-            if not widened.all():
-                rest = [low[~widened], high[~widened]]
-                self.recorded.add("join", made.value[~widened], rest, self.current)
+                parts = [nm.value16(high[widened])]
+                self.recorded.add("widen bf16", names, parts, self.current)
+            joined = ~widened & (made.value != low & nm.NAME)  # of halves of different values
+            if joined.any():
+                rest = [low[joined], high[joined]]
+                self.recorded.add("join", made.value[joined], rest, self.current)
         return made.value
 
     def halves(self, operand: Operand) -> tuple[Names, Names]:
@@ -200,7 +203,7 @@ class RegisterAccess:
         """Return one name per thread for an operand of any width; constants keep their flag."""
         if width == 8:
             made = self.names_of(operand, getattr(operand, "width", 16))
-            return nm.byte_of(made.halves[0] if isinstance(made, Word) else made, 0)
+            return byte_of(made.halves[0] if isinstance(made, Word) else made, 0)
         made = self.names_of(operand, width)
         if width == 1:
             return np.asarray(made)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from isobit.compiled import names as nm
+from isobit.compiled.byte_names import byte_of
 from isobit.compiled.names import Array, Names
 
 UNSIGNED: dict[int, Any] = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64, 1: np.bool_}
@@ -51,7 +52,8 @@ class Word:
     def value(self) -> Names:
         """The names of the 32-bit values."""
         if self._value is None:
-            assert self._low is not None and self._high is not None
+            assert self._low is not None
+            assert self._high is not None
             self._value = nm.join(self._low, self._high)
         return self._value
 
@@ -68,7 +70,7 @@ class Word:
             return self.value[:, None]
         if bits == 16:
             return np.stack([nm.value16(half) for half in self.halves], -1)
-        return np.stack([nm.byte_of(half, i) for half in self.halves for i in (0, 1)], -1)
+        return np.stack([byte_of(half, i) for half in self.halves for i in (0, 1)], -1)
 
     def powers(self, bits: int) -> tuple[Names, Names]:
         """Return `names.powers` of the elements; kept, as a fragment is used by several products."""
@@ -88,7 +90,7 @@ class Word:
         if self.whole:
             return nm.is_constant(self.value)
         low, high = self.halves
-        return (low & high) >= nm.FIXED
+        return np.asarray((low & high) >= nm.FIXED)
 
 
 def where(mask: Array, new: Word, old: Word) -> Word:
@@ -104,7 +106,12 @@ def choose(predicate: Names, new: Word, old: Word) -> Word:
     if new.whole and old.whole:
         return Word(nm.select(predicate, new.value, old.value))
     (a, b), (c, d) = new.halves, old.halves
-    return Word(low=select_half(predicate, a, c), high=select_half(predicate, b, d))
+    low, high = select_half(predicate, a, c), select_half(predicate, b, d)
+    one = nm.is_one_value(a, b) & nm.is_one_value(c, d)  # halves that were parted and joined again
+    if one.any():
+        first, second = nm.split(nm.select(predicate, new.value, old.value))
+        low, high = np.where(one, first, low), np.where(one, second, high)
+    return Word(low=low, high=high)
 
 
 def select_half(predicate: Names, a: Names, b: Names) -> Names:

@@ -8,6 +8,7 @@ bits 4-5 type of D, 7-9 type of A, 10-12 type of B, 13-14 negation, 15-16 transp
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import numpy as np
 
@@ -228,9 +229,9 @@ def mma(instruction: Instruction) -> Step:
         order.check_visible(instruction, everything, one)
         order.touch_cells(instruction, [*reads, cells], one, write=False, own=False)
         order.touch_cells(instruction, [cells], one, write=True, own=False)
-        at = (slice(None), slice(into[0], into[0] + columns))  # 128 rows: a view, not a copy
-        if rows != LANES:
-            at = np.ix_(lanes, into)
+        at: tuple[Any, ...] = np.ix_(lanes, into)
+        if rows == LANES:
+            at = (slice(None), slice(into[0], into[0] + columns))  # a view, not a copy
         c = zeros(machine, (rows, columns))
         if value_at(machine, operands[4], 1, thread):
             c = (

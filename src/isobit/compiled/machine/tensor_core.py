@@ -56,7 +56,8 @@ def joined(halves: Array) -> Array:
     """Return elements from their halves [..., 1 or 2]."""
     if halves.shape[-1] == 1:
         return halves[..., 0]
-    return halves[..., 0] | halves[..., 1].astype(np.uint32) << np.uint32(16)
+    whole: Array = halves[..., 0] | halves[..., 1].astype(np.uint32) << np.uint32(16)
+    return whole
 
 
 def named(halves: Names) -> Names:

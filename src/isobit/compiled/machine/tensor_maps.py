@@ -7,13 +7,15 @@ shared memory, and are left out when it is copied from there (PTX ISA, "Tensors"
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from isobit.compiled.machine.matrix_descriptors import swizzled
+from isobit.compiled.machine.memory import Buffer
 
 Addresses = npt.NDArray[np.int64]
 Fail = Callable[[str], Exception]
@@ -81,3 +83,50 @@ class TensorMap:
             inside.reshape(-1),
             size,
         )
+
+
+@dataclass
+class TensorArgument:
+    """A tensor descriptor that the host passes: an argument of a kernel, in place of a Buffer.
+
+    Args:
+        buffer: the tensor's memory.
+        shape: sizes, the outermost dimension first.
+        strides: in elements; the last is 1.
+        metadata: what the compiler chose, one entry of Triton's `metadata.tensordesc_meta`: "swizzle",
+            "elem_type" and "block_size".
+        padding: what elements outside the tensor are: "zero"; anything else is refused when it is used.
+
+    The kernel has parameters for the map, then for each size, then for each stride: see `arguments`.
+    """
+
+    buffer: Buffer
+    shape: Sequence[int]
+    strides: Sequence[int]
+    metadata: Mapping[str, Any]
+    padding: str = "zero"
+
+    def arguments(self) -> list[TensorArgument | int]:
+        """Return what stands in the list of arguments for this descriptor."""
+        return [self, *self.shape, *self.strides]
+
+    def tensor_map(self) -> TensorMap:
+        """Return the map, when the buffer has its address."""
+        rank, size = len(self.shape), self.buffer.data.dtype.itemsize
+        made = TensorMap(ready=True)
+        made.fields = {
+            "global_address": self.buffer.base,
+            "rank": rank - 1,
+            "elemtype": int(self.metadata["elem_type"]),
+            "interleave_layout": 0,
+            "swizzle_mode": int(self.metadata["swizzle"]),
+            "fill_mode": int(self.padding != "zero"),
+        }
+        for d in range(rank):
+            outer = rank - 1 - d
+            made.fields["box_dim", d] = int(self.metadata["block_size"][outer])
+            made.fields["global_dim", d] = int(self.shape[outer])
+            made.fields["element_stride", d] = 1
+            if d:
+                made.fields["global_stride", d - 1] = int(self.strides[outer]) * size
+        return made

@@ -155,8 +155,8 @@ def tiles(
         found[each] = (bits, made)
         pieces.append(read)
     chosen = [found[each] for each in descriptors[:, 0].tolist()]
-    bits = np.stack([each[0] for each in chosen])
-    return bits, (np.stack([each[1] for each in chosen]) if machine.names else None)
+    named = [each[1] for each in chosen if each[1] is not None]
+    return np.stack([each[0] for each in chosen]), (np.stack(named) if named else None)
 
 
 def a_fragments(machine: State, registers: list[Register], dtype: str) -> Tile:

@@ -23,6 +23,7 @@ from isobit.compiled.ptx.program import (
     Vector,
 )
 from isobit.compiled.ptx.statements import Splitter, Statement, wrong
+from isobit.compiled.refusals import PtxSyntaxError
 
 ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\((.*)\))?([^)]*)$", re.S)
 PARAMETER = re.compile(
@@ -139,6 +140,8 @@ class Parser:
         rest = KNOWN_ENTRY.sub("", found[3]).strip()
         sizes = {kind: (int(x), y or "1", z or "1") for kind, x, y, z in SIZES.findall(found[3])}
         size = sizes.get("reqntid") or sizes.get("maxntid")
+        if ".reqnctapercluster" in rest:
+            raise wrong(statement.line, found[3], "a CTA that runs by itself (num_ctas=1)")
         if rest or size is None or size[1:] != ("1", "1"):
             raise wrong(statement.line, found[3], "a kernel with .reqntid along x")
         self.made.threads = size[0]
@@ -176,6 +179,8 @@ class Parser:
             self.declare(statement, text)
         elif text.startswith(".pragma"):
             return
+        elif text.startswith(".branchtargets"):
+            raise wrong(statement.line, text, "no warp specialisation (warp_specialize=False)")
         elif text.startswith("."):
             self.variable(statement, text)
         elif self.scopes:
@@ -200,6 +205,12 @@ class Parser:
 
     def variable(self, statement: Statement, text: str) -> None:
         """Declare a variable in shared or global memory."""
+        if text.startswith(".local"):
+            raise PtxSyntaxError(
+                expected="a kernel without arrays in local memory",
+                received=f"PTX line {statement.line}: {text}",
+                remedy="tl.sin and tl.cos need them, and branch on their argument: use a polynomial",
+            )
         found = VARIABLE.match(text)
         if not found or found[3] not in WIDTHS:
             raise wrong(statement.line, text)

@@ -119,7 +119,7 @@ class Parameter:
 
     type: str
     name: str
-    bytes: int = 0  # of an array parameter, such as a tensor map; 0 for a scalar
+    size: int = 0  # bytes of an array parameter, such as a tensor map; 0 for a scalar
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Variable:
     name: str
     space: str
     align: int
-    bytes: int
+    size: int
     data: bytes | None = None
 
 
@@ -150,4 +150,4 @@ class Program:
     @property
     def shared_bytes(self) -> int:
         """Bytes of shared memory that the text itself declares."""
-        return sum(each.bytes for each in self.variables.values() if each.space == "shared")
+        return sum(each.size for each in self.variables.values() if each.space == "shared")

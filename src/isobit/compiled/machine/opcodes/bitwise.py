@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from isobit.compiled import names as nm
-from isobit.compiled.machine.control import negated
+from isobit.compiled.byte_names import byte_of, half_of_bytes
 from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.opcodes.integers import number_type
 from isobit.compiled.machine.opcodes.table import Step, decoder
+from isobit.compiled.machine.predicate_names import negated
 from isobit.compiled.machine.registers import SIGNED, UNSIGNED, Word, normal
 from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array, Names
@@ -236,6 +237,6 @@ def permuted(machine: State, low: Operand, high: Operand, selector: int, made: A
         if first % 2 == 0 and second == first + 1:
             out.append(halves[first // 2])
         else:
-            a, b = (nm.byte_of(halves[each // 2], each % 2) for each in (first, second))
-            out.append(nm.half_of_bytes(a, b))
+            a, b = (byte_of(halves[each // 2], each % 2) for each in (first, second))
+            out.append(half_of_bytes(a, b))
     return from_halves(out)

@@ -81,7 +81,7 @@ def sign(instruction: Instruction) -> Step:
         if ftz:
             value = ar.flush(ar.floats(value)).view(np.uint32)
         if stem == "copysign":
-            return (patterns[1] & ~top) | (patterns[0] & top)
+            return np.asarray((patterns[1] & ~top) | (patterns[0] & top))
         made = value ^ top if stem == "neg" else value & ~top
         return ar.canonical(made, single)
 

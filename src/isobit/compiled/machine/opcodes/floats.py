@@ -113,9 +113,8 @@ def computation(stem: str, kind: str, ftz: bool) -> Callable[..., Array]:
     def narrow(*patterns: Array) -> Array:  # fp16 and bf16: exact in fp64, then rounded once
         values = [ar.widen(p, kind).astype(np.float64) for p in patterns]
         if stem == "fma":
-            made = ar.odd_sum(values[0] * values[1], values[2])
-        else:
-            made = COMPUTE[stem](*values)
+            values = [ar.odd_sum(values[0] * values[1], values[2])]
+        made = values[0] if stem == "fma" else COMPUTE[stem](*values)
         if kind == "f16":
             return ar.round_f16(made)
         return ar.round_bf16(ar.narrow_odd(made).view(np.uint32))
@@ -155,7 +154,7 @@ def apply(
         if kind == "f32":
             inputs = [machine.bits(each, 32) for each in sources]
             bits = compute(*inputs)
-            made = None
+            made: Any = None
             if machine.names and (not name.folds or any(map(machine.tainted, sources))):
                 made = Word(machine.make(name, [machine.word(each) for each in sources], bits))
             machine.write(target, bits, mask, made)

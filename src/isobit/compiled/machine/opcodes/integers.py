@@ -45,7 +45,7 @@ def high_product(x: Array, y: Array) -> Array:
     """Return the upper half of a product of 16 or 32 bits."""
     width = 8 * x.dtype.itemsize
     wide = np.int64 if x.dtype.kind == "i" else np.uint64
-    return ((x.astype(wide) * y.astype(wide)) >> wide(width)).astype(x.dtype)
+    return np.asarray(((x.astype(wide) * y.astype(wide)) >> wide(width)).astype(x.dtype))
 
 
 def high_product64(x: Array, y: Array) -> Array:

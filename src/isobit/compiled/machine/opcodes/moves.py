@@ -9,7 +9,7 @@ from isobit.compiled.machine.opcodes.table import Step, decoder, opcode
 from isobit.compiled.machine.registers import UNSIGNED
 from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
-from isobit.compiled.ptx.program import WIDTHS, Instruction, Register, Vector
+from isobit.compiled.ptx.program import WIDTHS, Instruction, Operand, Register, Vector
 from isobit.compiled.refusals import unknown
 
 
@@ -36,9 +36,7 @@ def move(instruction: Instruction) -> Step:
     return step
 
 
-def unpack(
-    machine: State, mask: Array | None, target: Vector, source: Register, width: int
-) -> None:
+def unpack(machine: State, mask: Array | None, target: Vector, source: Operand, width: int) -> None:
     """Write the parts of one register to several."""
     part = width // len(target.items)
     values = np.ascontiguousarray(machine.bits(source, width)).view(UNSIGNED[part])
@@ -52,7 +50,7 @@ def unpack(
         machine.write(register, values[:, i].copy(), mask, made)
 
 
-def pack(machine: State, mask: Array | None, target: Register, source: Vector, width: int) -> None:
+def pack(machine: State, mask: Array | None, target: Operand, source: Vector, width: int) -> None:
     """Write several registers to the parts of one."""
     part = width // len(source.items)
     values = np.stack([machine.bits(each, part) for each in source.items], -1)

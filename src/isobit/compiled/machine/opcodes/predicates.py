@@ -9,11 +9,11 @@ import numpy as np
 
 from isobit.compiled import arithmetic as ar
 from isobit.compiled import names as nm
-from isobit.compiled.machine.control import negated
 from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.opcodes.bitwise import COMPUTE as LOGIC
 from isobit.compiled.machine.opcodes.bitwise import join_predicates
 from isobit.compiled.machine.opcodes.table import Step, decoder
+from isobit.compiled.machine.predicate_names import negated
 from isobit.compiled.machine.registers import SIGNED, UNSIGNED, constant_names, merge, normal
 from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from isobit.compiled import names as nm
+from isobit.compiled.byte_names import byte_of, half_of_bytes
 from isobit.compiled.machine.opcodes.bitwise import from_halves, half_list
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.registers import UNSIGNED, Word
@@ -59,7 +60,7 @@ def load_parameter(instruction: Instruction) -> Step:
     def step(machine: State, mask: Array | None) -> None:
         if name not in machine.parameters:
             raise unknown(instruction, f"parameter {name} of")
-        value = int(machine.parameters[name]) & ((1 << width) - 1)  # type: ignore[call-overload]
+        value = machine.parameters[name] & ((1 << width) - 1)
         machine.write(target, np.full(machine.threads, value, UNSIGNED[target.width]), mask)
 
     return step
@@ -119,7 +120,7 @@ def load_byte(
         bits = byte.astype(UNSIGNED[width])
     named: Any = None
     if made is not None:
-        name = np.where(odd, nm.byte_of(made[:, 0], 1), nm.byte_of(made[:, 0], 0))
+        name = np.where(odd, byte_of(made[:, 0], 1), byte_of(made[:, 0], 0))
         zeros = np.full(machine.threads, nm.FIXED)
         if signed:
             part = nm.half16(nm.make("sign of byte", name))
@@ -133,7 +134,7 @@ def load_byte(
                 for i in range(width // 16)
             ]
         else:
-            low = nm.half_of_bytes(name, nm.constant16(np.zeros(machine.threads)))
+            low = half_of_bytes(name, nm.constant16(np.zeros(machine.threads)))
             columns = [low, zeros, zeros, zeros][: width // 16]
         named = from_halves(columns)
     machine.write(target, bits, mask, named)

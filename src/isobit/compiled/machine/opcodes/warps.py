@@ -135,7 +135,8 @@ def reduce_warp(instruction: Instruction) -> Step:
         machine.full_warp(members)
         if not is_float:
             lanes = machine.concrete(source).view(np.int32 if kind[0] == "s" else np.uint32)
-            made = INTEGER_REDUCTIONS[operation].reduce(lanes.reshape(-1, 32), 1)
+            function = INTEGER_REDUCTIONS[operation]
+            made = function.reduce(lanes.reshape(-1, 32), 1, dtype=lanes.dtype)
             machine.write(target, np.repeat(made, 32).view(np.uint32), mask)
             return
         lanes = machine.bits(source, 32).reshape(-1, 32)

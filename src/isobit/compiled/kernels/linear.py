@@ -1,0 +1,177 @@
+"""y = x · weightᵀ: K is cut into SEGMENTS equal segments, each one run of products, merged by the balanced tree.
+
+Three kernels with one order. `linear_tile` keeps partial sums in registers. `linear_counter` keeps those of the upper
+levels in memory. `linear_segments` and `merge_segments` compute one segment per program, for few rows.
+x is [M, K], weight [N, K] and y [M, N], all contiguous. The grid is one-dimensional over tiles, columns fastest.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from isobit.compiled.kernels.elementary import round_once
+from isobit.compiled.kernels.sums import add_products, merge_columns
+
+
+@triton.jit
+def sum_segment(
+    x: tl.tensor,
+    weight: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    M: tl.tensor,
+    N: tl.tensor,
+    segment: tl.tensor,
+    K: tl.constexpr,
+    LENGTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Return [BLOCK_M, BLOCK_N], the sum of one segment of LENGTH products."""
+    return add_products(
+        tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
+        x + rows[:, None] * K + segment * LENGTH,
+        weight + columns[None, :] * K + segment * LENGTH,
+        rows[:, None] < M,
+        columns[None, :] < N,
+        LENGTH,
+        1,
+        1,
+        BLOCK_K,
+    )
+
+
+@triton.jit
+def linear_tile(
+    x: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    M: tl.tensor,
+    N: tl.tensor,
+    K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Compute a tile of y with all partial sums in registers; at most 8 segments."""
+    tl.static_assert(SEGMENTS <= 8)
+    LENGTH: tl.constexpr = K // SEGMENTS
+    tile, across = tl.program_id(0), tl.cdiv(N, BLOCK_N)
+    rows = (tile // across) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (tile % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    one, two, four = total, total, total  # finished sums of 1, 2 and 4 segments
+    for segment in tl.static_range(SEGMENTS):
+        total = sum_segment(
+            x, weight, rows, columns, M, N, segment, K, LENGTH, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        if segment % 2 == 0:
+            one = total
+        else:
+            total = one + total
+            if segment % 4 == 1:
+                two = total
+            else:
+                total = two + total
+                if segment % 8 == 3:
+                    four = total
+                else:
+                    total = four + total
+    inside = (rows[:, None] < M) & (columns[None, :] < N)
+    tl.store(
+        y + rows[:, None] * N + columns[None, :],
+        round_once(total, y.dtype.element_ty),
+        mask=inside,
+    )
+
+
+@triton.jit
+def linear_counter(
+    x: tl.tensor,
+    weight: tl.tensor,
+    y: tl.tensor,
+    scratch: tl.tensor,
+    M: tl.tensor,
+    N: tl.tensor,
+    K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Compute a tile of y with a binary counter: the sum of a pair is in registers, larger ones in `scratch`.
+
+    scratch is fp32 [programs, LEVELS, BLOCK_M, BLOCK_N], with LEVELS = log2(SEGMENTS) - 1 and SEGMENTS at least 2.
+    See [Note: binary counter] in isobit/order/tree.py.
+    """
+    LENGTH: tl.constexpr = K // SEGMENTS
+    TILE: tl.constexpr = BLOCK_M * BLOCK_N
+    tile, across = tl.program_id(0), tl.cdiv(N, BLOCK_N)
+    rows = (tile // across) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (tile % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    own = scratch + tile.to(tl.int64) * (LEVELS * TILE) + own
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for pair in range(SEGMENTS // 2):
+        left = sum_segment(
+            x, weight, rows, columns, M, N, 2 * pair, K, LENGTH, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        right = sum_segment(
+            x, weight, rows, columns, M, N, 2 * pair + 1, K, LENGTH, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+        total = left + right
+        for level in tl.static_range(LEVELS):
+            if (pair & ((1 << level) - 1)) == (1 << level) - 1:  # all lower digits carried
+                if (pair >> level) & 1:
+                    total = tl.load(own + level * TILE) + total
+                else:
+                    tl.store(own + level * TILE, total)
+    inside = (rows[:, None] < M) & (columns[None, :] < N)
+    tl.store(
+        y + rows[:, None] * N + columns[None, :],
+        round_once(total, y.dtype.element_ty),
+        mask=inside,
+    )
+
+
+@triton.jit
+def linear_segments(
+    x: tl.tensor,
+    weight: tl.tensor,
+    partial: tl.tensor,
+    M: tl.tensor,
+    N: tl.tensor,
+    K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Compute a tile of one segment, program_id(1); partial is fp32 [SEGMENTS, M, N]."""
+    LENGTH: tl.constexpr = K // SEGMENTS
+    tile, across, segment = tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.program_id(1)
+    rows = (tile // across) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (tile % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = sum_segment(
+        x, weight, rows, columns, M, N, segment, K, LENGTH, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    inside = (rows[:, None] < M) & (columns[None, :] < N)
+    place = (segment * M + rows[:, None]).to(tl.int64) * N + columns[None, :]
+    tl.store(partial + place, total, mask=inside)
+
+
+@triton.jit
+def merge_segments(
+    partial: tl.tensor, y: tl.tensor, SIZE: tl.tensor, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Merge partial [SEGMENTS, SIZE] into y [SIZE] by the balanced tree."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    segment = tl.arange(0, SEGMENTS)
+    inside = at[:, None] < SIZE
+    place = segment[None, :].to(tl.int64) * SIZE + at[:, None]
+    total = merge_columns(tl.load(partial + place, mask=inside, other=0.0), BLOCK, SEGMENTS)
+    tl.store(y + at[:, None], round_once(total, y.dtype.element_ty), mask=inside)

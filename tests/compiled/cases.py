@@ -1,0 +1,287 @@
+"""The kernels of isobit.compiled.kernels as cases: tensors, launches, and the plan that they must follow."""
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+
+import isobit
+from isobit.compiled import names
+from isobit.compiled.kernels import attention, linear, rows, weight_grad
+from isobit.compiled.plan import operators
+from isobit.compiled.plan.attention import Head
+from isobit.compiled.plan.domain import Names, Values
+from isobit.compiled.plan.operators import Arithmetic
+from isobit.order.plan import ATTENTION_CHUNK, FeaturePlan
+from tests.compiled.running import Launch, Session, draw, raw
+
+POISON = float("nan")  # outputs start as NaN, so that what is not written shows
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operator, computed by launches; `expected(plan, inputs)` gives its output in either domain."""
+
+    operator: str
+    dtype: str
+    form: str
+    tile: str
+    segments: int
+    inputs: dict
+    output: torch.Tensor
+    launches: tuple
+    expected: Callable
+    cpu: Callable | None = None  # isobit's own operator, where its arithmetic is the same
+    scratch: tuple = field(default=())
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What one case gave on one target."""
+
+    names: int
+    names_differ: int
+    bits_differ: int
+    cpu_differ: int | None
+    executed: int
+    seconds: float  # of one core, without compiling
+    opcodes: frozenset
+
+    @property
+    def right(self):
+        return self.names > 0 and not (self.names_differ or self.bits_differ or self.cpu_differ)
+
+    @property
+    def instruction(self):
+        """The instruction that multiplies matrices."""
+        found = {
+            name
+            for name in ("mma.sync", "wgmma", "tcgen05")
+            for op in self.opcodes
+            if op.startswith(name)
+        }
+        return ", ".join(sorted(found)) or (
+            "fma.f32x2" if "fma.rn.f32x2" in self.opcodes else "fma"
+        )
+
+
+def judge(case, target, *, engine=None, mutate=None, races=True):
+    """Run a case for a target, and compare names and bits with the plan."""
+    for tensor in (case.output, *case.scratch):
+        tensor.fill_(POISON)
+    session = Session(target, engine, mutate=mutate, races=races)
+    for launch in case.launches:
+        launch.compile(target)
+    begun = time.process_time()
+    for launch in case.launches:
+        session.run(launch)
+    seconds = time.process_time() - begun
+    found, values = session.names_of(case.output), raw(case.output)
+    # The plan is always over the target's own engine: another `engine` is a wrong leaf.
+    own = Session(target).engine
+    want = case.expected(Arithmetic(Names(), case.dtype, own), named_inputs(case))
+    bits = case.expected(Arithmetic(Values(), case.dtype, own), values_of(case))
+    cpu = None
+    if case.cpu is not None:
+        cpu = int((patterns(values) != patterns(raw(case.cpu()))).sum())
+    return Judgement(
+        found.size,
+        int((found != want).sum()),
+        int((patterns(values) != patterns(bits)).sum()),
+        cpu,
+        session.executed,
+        seconds,
+        frozenset(session.opcodes),
+    )
+
+
+def named_inputs(case):
+    return {
+        name: names.input_names(name, tensor.numel(), 8 * tensor.element_size()).reshape(
+            tensor.shape
+        )
+        for name, tensor in case.inputs.items()
+    }
+
+
+def values_of(case):
+    return {name: raw(tensor) for name, tensor in case.inputs.items()}
+
+
+def patterns(array):
+    """Raw bits."""
+    return np.ascontiguousarray(array).view({2: np.uint16, 4: np.uint32}[array.itemsize])
+
+
+def empty(*shape, dtype="f32"):
+    return draw(*shape, dtype=dtype, seed=0)
+
+
+def into(plan, dtype):
+    """The plan's rounding to the dtype of the output."""
+    return replace(plan, dtype=dtype)
+
+
+# ---- linear -------------------------------------------------------------------------------------
+def linear_case(
+    dtype, m, n, k, block=(16, 16, 32), form="tile", out="f32", segments=None, warps=4, stages=2
+):
+    """y = x · weightᵀ by one of three kernels; `segments` other than the plan's is a wrong kernel."""
+    x, weight, y = (
+        draw(m, k, dtype=dtype, seed=1),
+        draw(n, k, dtype=dtype, seed=2),
+        empty(m, n, dtype=out),
+    )
+    count = segments or FeaturePlan(k).count
+    tiles = math.ceil(m / block[0]) * math.ceil(n / block[1])
+    sizes = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), block, strict=True))
+    common = {"x": x, "weight": weight, "M": m, "N": n, "K": k, "SEGMENTS": count, **sizes}
+    options, scratch = {"num_warps": warps, "num_stages": stages}, ()
+    if form == "tile":
+        launches = (Launch(linear.linear_tile, (tiles,), {**common, "y": y}, options),)
+    elif form == "counter":
+        levels = count.bit_length() - 2
+        scratch = (empty(tiles, max(levels, 1), *block[:2]),)
+        given = {**common, "y": y, "scratch": scratch[0], "LEVELS": levels}
+        launches = (Launch(linear.linear_counter, (tiles,), given, options),)
+    else:
+        scratch = (empty(count, m, n),)
+        merge = {"partial": scratch[0], "y": y, "SIZE": m * n, "SEGMENTS": count, "BLOCK": 64}
+        launches = (
+            Launch(
+                linear.linear_segments, (tiles, count), {**common, "partial": scratch[0]}, options
+            ),
+            Launch(linear.merge_segments, (math.ceil(m * n / 64),), merge, {"num_warps": 2}),
+        )
+    same = dtype == "f32" and out == "f32"
+    return Case(
+        "linear", dtype, form, "×".join(map(str, block)), count, {"x": x, "weight": weight}, y, launches,
+        lambda plan, given: into(plan, out).result(operators.linear(plan, given["x"], given["weight"])),
+        (lambda: isobit.linear(x, weight)) if same else None, scratch,
+    )  # fmt: skip
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+def rms_norm_case(dtype, m, n, rows_per_program=2, warps=4):
+    x, weight, y = (
+        draw(m, n, dtype=dtype, seed=3),
+        draw(n, dtype=dtype, seed=4),
+        empty(m, n, dtype=dtype),
+    )
+    count = FeaturePlan(n).count
+    given = {
+        "x": x,
+        "weight": weight,
+        "y": y,
+        "M": m,
+        "EPS": 1e-6,
+        "N": n,
+        "SEGMENTS": count,
+        "ROWS": rows_per_program,
+    }
+    grid = (math.ceil(m / rows_per_program),)
+    return Case(
+        "rms_norm", dtype, "rows", f"{rows_per_program} rows", count, {"x": x, "weight": weight}, y,
+        (Launch(rows.rms_norm, grid, given, {"num_warps": warps}),),
+        lambda plan, given: operators.rms_norm(plan, given["x"], given["weight"], 1e-6),
+        lambda: isobit.rms_norm(x, weight, 1e-6),
+    )  # fmt: skip
+
+
+def softmax_case(dtype, m, n, rows_per_program=2, warps=4):
+    x, y = draw(m, n, dtype=dtype, seed=5), empty(m, n, dtype=dtype)
+    count = FeaturePlan(n).count
+    given = {"x": x, "y": y, "M": m, "N": n, "SEGMENTS": count, "ROWS": rows_per_program}
+    grid = (math.ceil(m / rows_per_program),)
+    return Case(
+        "softmax", dtype, "rows", f"{rows_per_program} rows", count, {"x": x}, y,
+        (Launch(rows.softmax, grid, given, {"num_warps": warps}),),
+        lambda plan, given: operators.softmax(plan, given["x"]),
+        lambda: isobit.softmax(x),
+    )  # fmt: skip
+
+
+# ---- attention ----------------------------------------------------------------------------------
+def attention_case(dtype, queries, keys, key_heads=1, group=2, depth=16, tile=16, form="fold", chunk=ATTENTION_CHUNK, warps=4, stages=2):  # fmt: skip
+    """The last `queries` of a sample of `keys`; form "fold" for one program per tile, "chunks" for split-KV."""
+    q = draw(queries, key_heads * group, depth, dtype=dtype, seed=6, spread=1)
+    k, v = (draw(keys, key_heads, depth, dtype=dtype, seed=seed, spread=1) for seed in (7, 8))
+    y, scale = empty(*q.shape, dtype=dtype), float(np.float32(depth**-0.5))
+    constants = {
+        "KEY_HEADS": key_heads,
+        "GROUP": group,
+        "DEPTH": depth,
+        "CHUNK": chunk,
+        "ROWS": tile,
+    }
+    grid, options = (
+        (math.ceil(queries * group / tile), key_heads),
+        {"num_warps": warps, "num_stages": stages},
+    )
+    given = {"q": q, "k": k, "v": v, "QUERIES": queries, "KEYS": keys, "SCALE": scale, **constants}
+    count, scratch = math.ceil(keys / chunk), ()
+    if form == "fold":
+        launches = (Launch(attention.attention, grid, {**given, "y": y}, options),)
+    else:
+        shape = (count, key_heads, queries * group)
+        scratch = (empty(*shape), empty(*shape), empty(*shape, depth))
+        partial = dict(zip(("most_of", "total_of", "output_of"), scratch, strict=True))
+        merging = {"QUERIES": queries, "KEYS": keys, **partial, "y": y, **constants}
+        launches = (
+            Launch(attention.attention_chunks, (*grid, count), {**given, **partial}, options),
+            Launch(attention.merge_chunks, grid, merging, options),
+        )
+
+    def expected(plan, given):
+        last = keys - queries + np.arange(queries)
+        out = [
+            Head(
+                plan,
+                given["q"][:, h],
+                given["k"][:, h // group],
+                given["v"][:, h // group],
+                last,
+                scale,
+                chunk,
+            ).attend()
+            for h in range(key_heads * group)
+        ]
+        return np.stack(out, 1)
+
+    return Case(
+        "attention", dtype, form, f"{tile} rows", count, {"q": q, "k": k, "v": v}, y, launches, expected,
+        None, scratch,
+    )  # fmt: skip
+
+
+# ---- weight gradient ----------------------------------------------------------------------------
+def weight_grad_case(dtype, lengths, n, k, block=(16, 16, 32), warps=4, stages=2):
+    samples = isobit.Samples.packed(lengths)
+    grad, x = (
+        draw(samples.rows, n, dtype=dtype, seed=9),
+        draw(samples.rows, k, dtype=dtype, seed=10),
+    )
+    dw, spans = empty(n, k), torch.tensor(samples.spans, dtype=torch.int64)
+    count, tiles = len(samples.segments), math.ceil(n / block[0]) * math.ceil(k / block[1])
+    levels = count.bit_length() - 1
+    scratch = (empty(tiles, max(levels, 1), *block[:2]),)
+    sizes = dict(zip(("BLOCK_N", "BLOCK_K", "BLOCK_T"), block, strict=True))
+    given = {"grad": grad, "x": x, "spans": spans, "dw": dw, "scratch": scratch[0], "N": n, "K": k,
+             "SAMPLES": len(lengths), "SEGMENTS": count, "LEVELS": levels, **sizes}  # fmt: skip
+
+    def cpu():
+        from isobit.ops.linear import portable
+
+        return portable.weight_grad(grad, x, samples)
+
+    return Case(
+        "weight gradient", dtype, "counter", "×".join(map(str, block)), count, {"grad": grad, "x": x}, dw,
+        (Launch(weight_grad.weight_grad, (tiles,), given, {"num_warps": warps, "num_stages": stages}),),
+        lambda plan, given: into(plan, "f32").result(
+            operators.weight_grad(plan, given["grad"], given["x"], samples)
+        ),
+        cpu if dtype == "f32" else None, scratch,
+    )  # fmt: skip

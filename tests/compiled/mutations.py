@@ -1,0 +1,291 @@
+"""Random changes of one float operation in PTX text, and whether the comparison with the plan catches them.
+
+A mutation counts if its instruction is executed. One that leaves all names as they were must be shown to change
+nothing: its result is never read, or the outputs have the same bits on inputs of several kinds. Such a mutation is
+drawn again, and the reason is counted. Everything else that leaves the names alone is a miss.
+"""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+
+from isobit.compiled.refusals import MachineError, PtxSyntaxError
+from tests.compiled.cases import (
+    attention_case,
+    judge,
+    linear_case,
+    patterns,
+    rms_norm_case,
+    softmax_case,
+    weight_grad_case,
+)
+from tests.compiled.running import Session, raw
+
+FLOAT = re.compile(
+    r"^\s*(@!?%\w+\s+)?((?:add|sub|mul|fma|div|sqrt|max)\.[\w.]*f32(?:x2)?|cvt\.rn\.(?:bf16|f16)(?:x2)?\.f32"
+    r"|selp\.f32|mma\.sync[\w.]*)\s+(.*);"
+)
+OTHER = {"add": "sub", "sub": "add", "mul": "add", "max": "min", "div": "mul", "fma": "fma"}
+REGISTER = re.compile(r"%\w+")
+
+
+@dataclass
+class Line:
+    """One float instruction of a PTX text."""
+
+    at: int
+    guard: str
+    opcode: str
+    operands: list
+
+    def text(self):
+        return f"\t{self.guard}{self.opcode} \t{', '.join(self.operands)};"
+
+    @property
+    def stem(self):
+        return self.opcode.split(".")[0]
+
+
+def float_lines(text):
+    """Return the float instructions of a text, outside of inline assembly that spans lines."""
+    found = []
+    for at, line in enumerate(text.splitlines()):
+        match = FLOAT.match(line)
+        if match:
+            operands = re.findall(r"\{[^}]*\}|[^,{}\s]+", match[3])
+            found.append(Line(at, match[1] or "", match[2], operands))
+    return found
+
+
+def swap_operands(line, lines, random):
+    """Exchange two operands whose order matters."""
+    places = {"sub": (1, 2), "div": (1, 2), "fma": (2, 3), "selp": (1, 2)}.get(line.stem)
+    if places is None and line.opcode.startswith("cvt") and "x2" in line.opcode:
+        places = (1, 2)
+    if places is None:
+        return None
+    i, j = places
+    if line.operands[i] == line.operands[j]:
+        return None
+    line.operands[i], line.operands[j] = line.operands[j], line.operands[i]
+    return line
+
+
+def change_opcode(line, lines, random):
+    """Replace the operation by another one with as many operands."""
+    if (
+        line.stem not in OTHER
+        or line.stem == "fma"
+        or (line.stem == "max" and len(line.operands) > 3)
+    ):
+        return None
+    other = OTHER[line.stem]
+    rounded = line.opcode if "rn" in line.opcode else line.opcode.replace(".f32", ".rn.f32")
+    line.opcode = (
+        line.opcode.replace("max", "min")
+        if line.stem == "max"
+        else rounded.replace(line.stem, other, 1)
+    )
+    return line
+
+
+def change_rounding(line, lines, random):
+    """Round toward zero instead of to nearest."""
+    if ".rn" not in line.opcode:
+        return None
+    line.opcode = line.opcode.replace(".rn", ".rz", 1)
+    return line
+
+
+def change_register(line, lines, random):
+    """Read another register that a float instruction has written before."""
+    written = [
+        match
+        for each in lines
+        if each.at < line.at and each.opcode == line.opcode and not each.operands[0].startswith("{")
+        for match in REGISTER.findall(each.operands[0])
+    ]
+    places = [
+        i
+        for i in range(1, len(line.operands))
+        if line.operands[i].startswith("%") and (line.stem != "selp" or i < 3)
+    ]
+    if not written or not places:
+        return None
+    place, other = random.choice(places), random.choice(written)
+    if other == line.operands[place]:
+        return None
+    line.operands[place] = other
+    return line
+
+
+def change_fragment(line, lines, random):
+    """Exchange two registers inside a fragment of a tensor-core instruction: A, B or the accumulator."""
+    if line.stem != "mma":
+        return None
+    place = random.choice((1, 2, 3))
+    items = re.findall(r"[^,{}\s]+", line.operands[place])
+    i, j = random.sample(range(len(items)), 2)
+    if items[i] == items[j]:
+        return None
+    items[i], items[j] = items[j], items[i]
+    line.operands[place] = "{" + ", ".join(items) + "}"
+    return line
+
+
+def change_constant(line, lines, random):
+    """Flip a bit of the fraction of a float constant."""
+    places = [i for i, each in enumerate(line.operands) if re.fullmatch(r"0f[0-9A-Fa-f]{8}", each)]
+    if not places:
+        return None
+    place = random.choice(places)
+    bits = int(line.operands[place][2:], 16) ^ (1 << random.randrange(23))
+    line.operands[place] = f"0f{bits:08X}"
+    return line
+
+
+def drop(line, lines, random):
+    """Leave the instruction out."""
+    line.opcode, line.operands = "", []
+    return line
+
+
+KINDS = {
+    "operands swapped": swap_operands,
+    "opcode changed": change_opcode,
+    "rounding changed": change_rounding,
+    "register replaced": change_register,
+    "fragment registers swapped": change_fragment,
+    "constant changed": change_constant,
+    "instruction dropped": drop,
+}
+
+
+def swap_dependent(text, line, lines, random):
+    """Exchange an instruction with the next float instruction that reads its result."""
+    rows = text.splitlines()
+    results = set(REGISTER.findall(line.operands[0]))
+    for each in lines:
+        if line.at < each.at <= line.at + 40 and results & set(
+            REGISTER.findall(" ".join(each.operands[1:]))
+        ):
+            if any(
+                re.match(r"\s*(\$\w+:|.*\bbra)", row) and "tmp" not in row
+                for row in rows[line.at : each.at]
+            ):
+                return None
+            rows[line.at], rows[each.at] = rows[each.at], rows[line.at]
+            return "\n".join(rows)
+    return None
+
+
+def mutate(text, random):
+    """Return (kind, description, text) of one mutation."""
+    lines = float_lines(text)
+    while True:
+        line = random.choice(lines)
+        kind = random.choice([*KINDS, "dependent instructions swapped"])
+        before = text.splitlines()[line.at].strip()
+        if kind == "dependent instructions swapped":
+            changed = swap_dependent(text, line, lines, random)
+            if changed is not None and changed != text:
+                return kind, before, changed
+            continue
+        made = KINDS[kind](
+            Line(line.at, line.guard, line.opcode, list(line.operands)), lines, random
+        )
+        if made is None:
+            continue
+        rows = text.splitlines()
+        rows[line.at] = made.text() if made.opcode else ""
+        return kind, f"{before} -> {rows[line.at].strip() or 'nothing'}", "\n".join(rows)
+
+
+SUBJECTS = (
+    ("sm_80", lambda: linear_case("bf16", 16, 16, 64)),
+    ("sm_90", lambda: linear_case("f16", 16, 8, 512, (16, 8, 64), warps=1)),
+    ("sm_80", lambda: linear_case("f32", 16, 16, 32, (16, 16, 16))),
+    ("sm_100", lambda: linear_case("f32", 16, 16, 32, (16, 16, 16))),
+    ("sm_90", lambda: rms_norm_case("f32", 2, 64)),
+    ("sm_100", lambda: softmax_case("bf16", 2, 256)),
+    ("sm_90", lambda: attention_case("bf16", 8, 64, depth=16, chunk=128)),
+    ("sm_80", lambda: weight_grad_case("bf16", [32, 16], 16, 16, (16, 16, 16))),
+)
+
+
+@dataclass
+class Tally:
+    """What became of the mutations that were drawn."""
+
+    caught: Counter = field(default_factory=Counter)  # by kind
+    how: Counter = field(default_factory=Counter)  # names, or the refusal
+    again: Counter = field(default_factory=Counter)  # drawn again, by reason
+    bits: int = 0  # of those caught by names, how many changed a bit of the output on one input
+    missed: list = field(default_factory=list)
+
+
+def try_mutations(count, seed, subjects=SUBJECTS):
+    """Draw mutations until `count` are judged."""
+    random, tally, made = Random(seed), Tally(), {}
+    while sum(tally.caught.values()) + len(tally.missed) < count:
+        number = random.randrange(len(subjects))
+        target, make = subjects[number]
+        if number not in made:
+            made[number] = make()
+        judge_one(made[number], target, random, tally)
+    return tally
+
+
+def judge_one(case, target, random, tally):
+    """Draw one mutation of a case and judge it."""
+    drawn = {}
+
+    def change(kernel, text):
+        drawn["kind"], drawn["what"], made = mutate(text, random)
+        drawn["text"] = made
+        return made
+
+    try:
+        found = judge(case, target, mutate=change)
+    except (MachineError, PtxSyntaxError) as error:
+        tally.caught[drawn["kind"]] += 1
+        tally.how[f"refused ({type(error).__name__})"] += 1
+        return
+    if found.names_differ:
+        tally.caught[drawn["kind"]] += 1
+        tally.how["names"] += 1
+        tally.bits += found.bits_differ > 0
+        return
+    reason = neutral(case, target, drawn)
+    if reason:
+        tally.again[reason] += 1
+    else:
+        tally.missed.append((target, case.operator, case.dtype, drawn["kind"], drawn["what"]))
+
+
+def neutral(case, target, drawn):
+    """Return why a mutation changes nothing, or "" if that cannot be shown."""
+    text = drawn["text"]
+    result = REGISTER.search(drawn["what"])
+    if result and len(re.findall(re.escape(result[0]) + r"\b", text)) == 1:
+        return "its result is never read"
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for tensor in case.inputs.values():
+            values = torch.randn(tensor.shape, generator=generator)
+            tensor.copy_(
+                torch.ldexp(values, torch.randint(-8, 9, tensor.shape, generator=generator))
+            )
+        outputs = []
+        for change in (None, lambda kernel, _: text):
+            case.output.fill_(float("nan"))
+            session = Session(target, names=False, mutate=change, races=False)
+            for launch in case.launches:
+                session.run(launch)
+            outputs.append(patterns(raw(case.output)).copy())
+        if (outputs[0] != outputs[1]).any():
+            return ""
+    return "all outputs have the same bits on inputs of three kinds"

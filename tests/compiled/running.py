@@ -1,0 +1,88 @@
+"""Launch a Triton kernel in the PTX machine, for a GPU that is not there."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from isobit.compiled.compile import Compiler, specialise
+from isobit.compiled.leaf import ENGINE_OF_TARGET
+from isobit.compiled.machine import Buffer, Machine
+from isobit.compiled.ptx import parse
+
+DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
+
+
+@cache
+def compiler(target):
+    return Compiler(target, resources=False)
+
+
+def raw(tensor):
+    """The memory of a tensor as numpy has it: 16-bit floats are uint16."""
+    if tensor.dtype in (torch.bfloat16, torch.float16):
+        return tensor.view(torch.int16).numpy().view(np.uint16)
+    return tensor.numpy()
+
+
+def draw(*shape, dtype, seed, spread=3):
+    """Normal values times powers of two, so that the order of addition shows."""
+    generator = torch.Generator().manual_seed(seed)
+    exponent = torch.randint(-spread, spread + 1, shape, generator=generator)
+    values = torch.ldexp(torch.randn(shape, generator=generator), exponent)
+    return values.to(DTYPES[dtype])
+
+
+@dataclass
+class Launch:
+    """One call of a kernel: the kernel, its grid, arguments by name, constants and options of Triton."""
+
+    kernel: object
+    grid: tuple
+    arguments: dict
+    options: dict
+
+    def compile(self, target):
+        """Return the compiled kernel."""
+        named = {"enable_fp_fusion": False, "num_warps": 4, "num_stages": 2, **self.options}
+        given = {**self.arguments, **named}
+        call = specialise(self.kernel, target, (), given)
+        return compiler(target).compile(self.kernel, call), call
+
+
+class Session:
+    """Runs launches one after another on tensors that keep their names.
+
+    `engine` replaces the tensor core of the target, and `mutate` changes the PTX text of each launch.
+    """
+
+    def __init__(self, target, engine=None, names=True, mutate=None, races=True):
+        self.target, self.names, self.races = target, names, races
+        self.engine = engine or ENGINE_OF_TARGET[target]
+        self.mutate = mutate or (lambda kernel, text: text)
+        self.buffers, self.counts, self.executed, self.opcodes = {}, {}, 0, set()
+
+    def buffer(self, name, tensor):
+        key = tensor.data_ptr()
+        if key not in self.buffers:
+            self.buffers[key] = Buffer(raw(tensor), label=name)
+        return self.buffers[key]
+
+    def run(self, launch):
+        compiled, call = launch.compile(self.target)
+        text = self.mutate(launch.kernel, compiled.ptx)
+        program = compiled.program if text is compiled.ptx else parse(text)
+        machine = Machine(program, self.engine, names=self.names, races=self.races)
+        arguments = [
+            self.buffer(name, value) if isinstance(value, torch.Tensor) else value
+            for name, value in call.bound.items()
+            if call.signature[name] != "constexpr"
+        ]
+        machine.run(launch.grid, arguments, shared_bytes=compiled.shared_bytes)
+        self.executed += machine.executed
+        self.opcodes |= set(machine.counts)
+        return machine
+
+    def names_of(self, tensor):
+        return self.buffers[tensor.data_ptr()].element_names()

@@ -1,0 +1,85 @@
+"""The compiled kernels compute the plan's expressions: names for all inputs, bits against the oracle."""
+
+import pytest
+
+from isobit.order.plan import ATTENTION_CHUNK
+from tests.compiled.cases import (
+    attention_case,
+    judge,
+    linear_case,
+    rms_norm_case,
+    softmax_case,
+    weight_grad_case,
+)
+
+TARGETS = ("sm_80", "sm_90", "sm_100")
+
+
+def check(case, target, instruction=None):
+    found = judge(case, target)
+    assert found.names > 0
+    assert (found.names_differ, found.bits_differ) == (0, 0)
+    assert not found.cpu_differ
+    if instruction:
+        assert found.instruction == instruction
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_linear_with_tails_in_every_axis(target):
+    check(linear_case("bf16", 5, 20, 100), target, "mma.sync")
+    check(linear_case("f32", 5, 20, 50), target)
+
+
+@pytest.mark.parametrize(("target", "instruction"), [("sm_90", "wgmma"), ("sm_100", "tcgen05")])
+def test_large_tiles_of_linear(target, instruction):
+    check(linear_case("f16", 70, 40, 512, (64, 32, 64)), target, instruction)
+
+
+@pytest.mark.parametrize("form", ["counter", "segments"])
+def test_four_segments_in_memory(form):
+    check(linear_case("bf16", 5, 20, 1024, form=form, out="bf16"), "sm_80")
+
+
+def test_rows():
+    check(rms_norm_case("bf16", 2, 530, 1), "sm_80")
+    check(softmax_case("f32", 2, 530, 1), "sm_90")
+
+
+def test_attention_over_a_chunk_boundary():
+    check(attention_case("bf16", 2, 150, chunk=128), "sm_80")
+    check(attention_case("bf16", 2, 150, chunk=128, form="chunks"), "sm_80")
+
+
+def test_weight_gradient_of_ragged_samples():
+    check(weight_grad_case("bf16", [260, 0], 16, 16), "sm_80")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("form", ["tile", "counter", "segments"])
+@pytest.mark.parametrize("k", [512, 1024, 2048])
+def test_linear_in_every_form(target, dtype, form, k):
+    check(linear_case(dtype, 5, 20, k, form=form), target)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+def test_attention_over_the_chunk_of_the_order(target):
+    keys = ATTENTION_CHUNK + 30
+    check(attention_case("bf16", 2, keys, group=1), target)
+    check(attention_case("bf16", 2, keys, group=1, form="chunks"), target)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("tile", [16, 64])
+def test_attention_tiles_of_decode_and_prefill(target, tile):
+    check(attention_case("bf16", 40, 300, chunk=128, tile=tile), target)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+def test_weight_gradient_of_more_samples(target):
+    check(weight_grad_case("bf16", [300, 0, 17, 5], 20, 20), target)
+    check(weight_grad_case("f32", [300, 17], 20, 20), target)
