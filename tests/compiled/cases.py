@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import isobit
-from isobit.compiled import names
+from isobit.compiled.input_names import input_names
 from isobit.compiled.kernels import attention, linear, rows, weight_grad
 from isobit.compiled.plan import operators
 from isobit.compiled.plan.attention import Head
@@ -100,9 +100,7 @@ def judge(case, target, *, engine=None, mutate=None, races=True):
 
 def named_inputs(case):
     return {
-        name: names.input_names(name, tensor.numel(), 8 * tensor.element_size()).reshape(
-            tensor.shape
-        )
+        name: input_names(name, tensor.numel(), 8 * tensor.element_size()).reshape(tensor.shape)
         for name, tensor in case.inputs.items()
     }
 

@@ -58,10 +58,11 @@ _S29, _S32, _S61, _S62 = U64(29), U64(32), U64(61), U64(62)
 
 def mix(*parts: Array | np.uint64, start: np.uint64 = _START) -> Names:
     """Hash parts in their order to 61 bits; arrays broadcast."""
-    return np.asarray(_hash(start, parts) & HASH)
+    return np.asarray(hash64(start, parts) & HASH)
 
 
-def _hash(start: Any, parts: tuple[Array | np.uint64, ...]) -> Any:
+def hash64(start: Any, parts: tuple[Array | np.uint64, ...]) -> Any:
+    """Hash parts in their order to 64 bits."""
     state = start
     with np.errstate(over="ignore"):
         for part in parts:
@@ -83,8 +84,9 @@ def tag(operation: str) -> np.uint64:
 
 
 @functools.cache
-def _start(operation: str) -> np.uint64:
-    start: np.uint64 = np.uint64(_hash(_START, (tag(operation),)))
+def start_of(operation: str) -> np.uint64:
+    """Return the hash that names of an operation start from."""
+    start: np.uint64 = np.uint64(hash64(_START, (tag(operation),)))
     return start
 
 
@@ -119,28 +121,6 @@ def is_constant(name: Array | np.uint64) -> Array:
     return np.asarray((name >> _S61) & U64(1)).astype(bool)
 
 
-def inputs(label: str, count: int, bits: int) -> Names:
-    """Return the halves of a buffer of `count` elements that is an input called `label`.
-
-    Args:
-        label: the name of the buffer; equal labels and indices mean the same input.
-        count: elements.
-        bits: of one element: 8, 16, 32 or 64.
-
-    Returns:
-        One uint64 per 16-bit half.
-    """
-    if bits == 32:
-        return np.stack(split(input_names(label, count, bits)), -1).reshape(-1)
-    return np.asarray(VALUE | input_names(label, (count * bits + 15) // 16, 16))
-
-
-def input_names(label: str, count: int, bits: int) -> Names:
-    """Return the names of the elements of an input; of 64 bits and 8 bits, of their halves."""
-    operation = tag(f"input {label} of {bits} bits")
-    return mix(operation, np.arange(count, dtype=U64))
-
-
 # ---- operations ---------------------------------------------------------------------------------
 Folding = Callable[..., Array]
 
@@ -153,10 +133,8 @@ def make(operation: str, *operands: Array | np.uint64, folded: Array | None = No
         operands: names.
         folded: the bits of the result; where all operands are constants they name the result.
     """
-    if operation in _SIGNED:
-        made = _SIGNED[operation](*operands)
-    else:
-        made = mix(*operands, start=_start(operation))
+    signed = _SIGNED.get(operation)
+    made = signed(*operands) if signed else mix(*operands, start=start_of(operation))
     if folded is not None:
         fixed: Any = functools.reduce(np.bitwise_and, operands) & CONSTANT
         if np.any(fixed):
@@ -186,7 +164,7 @@ def _apart(a: Array | np.uint64) -> tuple[Array, Array]:
 
 
 def _add(a: Array, b: Array) -> Names:
-    return mix(*ordered(a, b), start=_start("add"))
+    return mix(*ordered(a, b), start=start_of("add"))
 
 
 def _sub(a: Array, b: Array) -> Names:
@@ -195,17 +173,17 @@ def _sub(a: Array, b: Array) -> Names:
 
 def _mul(a: Array, b: Array) -> Names:
     (a, minus), (b, also) = _apart(a), _apart(b)
-    return mix(*ordered(a, b), start=_start("mul")) ^ (minus ^ also)
+    return mix(*ordered(a, b), start=start_of("mul")) ^ (minus ^ also)
 
 
 def _div(a: Array, b: Array) -> Names:
     (a, minus), (b, also) = _apart(a), _apart(b)
-    return mix(a, b, start=_start("div")) ^ (minus ^ also)
+    return mix(a, b, start=start_of("div")) ^ (minus ^ also)
 
 
 def _fma(a: Array, b: Array, c: Array) -> Names:
     (a, minus), (b, also) = _apart(a), _apart(b)
-    return mix(*ordered(a, b), c, minus ^ also, start=_start("fma"))
+    return mix(*ordered(a, b), c, minus ^ also, start=start_of("fma"))
 
 
 _SIGNED: dict[str, Callable[..., Names]] = {
@@ -284,43 +262,6 @@ def select(predicate: Names, a: Names, b: Names) -> Names:
     made = make("select", predicate, a, b)
     known, true = is_constant(predicate), (predicate & U64(1)).astype(bool)
     return np.where(known, np.where(true, a, b), np.where(a == b, a, made))
-
-
-def dot(a: Names, b: Names, c: Names, engine: str, dtype: str) -> Names:
-    """Name one fused step of a tensor core: products of a and b over the last axis, and c.
-
-    The products have no order and no side: the name has two sums over k, modulo 2**64, of products
-    of hashes. Different sets of products are different polynomials in the hashes, so that both sums
-    agree by chance with a probability below 2**-100.
-    """
-    sums = [np.einsum("...k,...k->...", x, y) for x, y in zip(powers(a), powers(b), strict=True)]
-    return make(f"dot {engine} {dtype}", *sums, c)
-
-
-def dot_tile(a: Names, b: Names, c: Names, engine: str, dtype: str, products: int) -> Names:
-    """Name a chain of fused steps: a [..., m, k], b [..., n, k], c [..., m, n]."""
-    return dot_chain(powers(a), powers(b), c, f"dot {engine} {dtype}", products)
-
-
-def dot_chain(
-    a: tuple[Names, Names], b: tuple[Names, Names], c: Names, operation: str, products: int
-) -> Names:
-    """Name a chain of fused steps from the `powers` of its operands."""
-    for k in range(0, a[0].shape[-1], products):
-        sums = [
-            np.einsum("...mk,...nk->...mn", x[..., k : k + products], y[..., k : k + products])
-            for x, y in zip(a, b, strict=True)
-        ]
-        c = make(operation, *sums, c)
-    return c
-
-
-def powers(name: Names) -> tuple[Names, Names]:
-    """Return two hashes of 64 bits of names, for the products of `dot`."""
-    with np.errstate(over="ignore"):
-        first = np.asarray(_hash(_start("product"), (name,)))
-        second = (first ^ (first >> U64(31))) * U64(0x9FB21C651E98DF25)
-        return first, second ^ (second >> _S29)
 
 
 # ---- halves -------------------------------------------------------------------------------------

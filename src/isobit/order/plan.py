@@ -1,11 +1,11 @@
 """How the extent of a sum is cut into segments and leaves.
 
 [Note: the order of addition]
-A sum over an axis is cut into a power of two of equal *segments*, which are added by a balanced tree. A segment consists
-of *leaves*, which are added from left to right: 256 products of a chain of multiply-adds, 256 tokens of a sample. A
-segment of a row sum is one leaf, added by 16 interleaved chains, and so is a segment of products on a tensor core. The plan is a function of the extent: it does not depend on
-batch size, threads, ranks or the kernel, so that every executor can add in the same order, and a rank or micro-batch
-with whole segments computes whole subtrees.
+A sum over an axis is cut into a power of two of equal *segments*, which are added by a balanced tree. A segment
+consists of *leaves*, which are added from left to right: 256 products of a chain of multiply-adds, 256 tokens of a
+sample. A segment of a row sum is one leaf, added by 16 interleaved chains, and so is a segment of products on a
+tensor core. The plan is a function of the extent: it does not depend on batch size, threads, ranks or the kernel, so
+that every executor can add in the same order, and a rank or micro-batch with whole segments computes whole subtrees.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ def cut_into_leaves(start: int, length: int, fold: bool) -> Segment:
     if length == 0:
         return (Leaf(start, 0, fold),)
     return tuple(
-        Leaf(start + at, min(LEAF, length - at), fold or at > 0)
-        for at in range(0, length, LEAF)
+        Leaf(start + at, min(LEAF, length - at), fold or at > 0) for at in range(0, length, LEAF)
     )
 
 

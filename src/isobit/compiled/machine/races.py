@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 MANY = -2  # several threads, or several warps
 NOBODY = -1
-WHOLE_WARP = -3  # the reader of ldmatrix: no single thread. Warp w as the writer of stmatrix is -3 - w.
+WHOLE_WARP = (
+    -3
+)  # the reader of ldmatrix: no single thread. Warp w as the writer of stmatrix is -3 - w.
 
 
 class Log:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from isobit.compiled import arithmetic, names
+from isobit.compiled import arithmetic, dot_names, names
 from isobit.compiled.leaf import multiply_accumulate, rule_of
 from isobit.compiled.machine.registers import select_half
 from isobit.compiled.maxima import SETS
@@ -127,7 +127,7 @@ class Names(Domain):
         return names.round_to(dtype, a)
 
     def dot(self, a: Array, b: Array, c: Array, engine: str, dtype: str) -> Array:
-        return names.dot_tile(a, b, c, engine, dtype, rule_of(engine, dtype).products)
+        return dot_names.dot_tile(a, b, c, engine, dtype, rule_of(engine, dtype).products)
 
 
 class Values(Domain):
