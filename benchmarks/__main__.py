@@ -21,6 +21,7 @@ CASES = (
     "bugs",
     "audit",
     "audit_whole",
+    "certify",
     "leaf",
 )
 

@@ -32,7 +32,7 @@ HEADER = (
 
 
 def cases(quick):
-    """Yield (kernel, cases): a row of the table for each dtype and target and instruction."""
+    """Yield (kernel, cases) or (kernel, cases, targets): a row for each dtype, target and instruction."""
     counts = (512, 1024) if quick else (256, 512, 1024, 2048)  # 1, 2, 4 and 8 segments
     for dtype in ("f32", "bf16", "f16"):
         yield "linear, one tile", [linear_case(dtype, 5, 20, k) for k in counts]
@@ -64,13 +64,9 @@ def cases(quick):
         ],
     )
     yield "attention, decode and prefill", [attention_case("f32", 3, 150, chunk=128)]
-    yield (
-        f"attention over {ATTENTION_CHUNK} keys",
-        [
-            attention_case("bf16", 2, ATTENTION_CHUNK + 30, group=1, form=form)
-            for form in ("fold", "chunks")[quick:]
-        ],
-    )
+    whole = f"attention over {ATTENTION_CHUNK:,} keys"
+    for form, targets in (("fold", ("sm_80", "sm_100")), ("chunks", ("sm_90",))):
+        yield whole, [attention_case("bf16", 1, ATTENTION_CHUNK + 30, form=form)], targets
     for dtype in ("f32", "bf16"):
         blocks = [(16, 16, 32)] if dtype == "f32" else [(16, 16, 32), (64, 16, 32)]
         yield (
@@ -98,9 +94,9 @@ def show_kernels(console, quick):
     table, rows, sums = Table(*HEADER), {}, Counter()
     todo = [
         (kernel, case, target)
-        for kernel, found in cases(quick)
+        for kernel, found, *targets in cases(quick)
         for case in found
-        for target in TARGETS
+        for target in (targets[0] if targets else TARGETS)
     ]
     for kernel, case, target in track(
         todo, "running", console=Console(stderr=True), transient=True

@@ -9,8 +9,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from isobit.compiled import dot_names, names
-from isobit.compiled.input_names import input_names
+from isobit.compiled import names
 from isobit.compiled.leaf import multiply_accumulate, rule_of
 from isobit.compiled.machine import Buffer, Machine, TensorArgument
 from isobit.compiled.ptx import parse
@@ -154,12 +153,12 @@ def planned(dtype, a, b, label_a="A", label_b="B", trans=(0, 0)):
     bits = 32 if dtype == "fp32" else 16
     total = multiply_accumulate(a, b, np.zeros((len(a), len(b)), np.float32), ENGINE, kind)
     named = [
-        (input_names(label, x.size, bits).reshape(x.shape[::-1]).T if t
-         else input_names(label, x.size, bits).reshape(x.shape))
+        (names.input_names(label, x.size, bits).reshape(x.shape[::-1]).T if t
+         else names.input_names(label, x.size, bits).reshape(x.shape))
         for x, label, t in ((a, label_a, trans[0]), (b, label_b, trans[1]))
     ]  # fmt: skip
     zero = np.full(total.shape, names.constant_float(0.0))
-    return total, dot_names.dot_tile(*named, zero, ENGINE, kind, rule_of(ENGINE, kind).products)
+    return total, names.dot_tile(*named, zero, ENGINE, kind, rule_of(ENGINE, kind).products)
 
 
 def differences(buffer, bits, named):
@@ -200,7 +199,7 @@ def run_two_dots(target, BM, BK, BN, K, stages, warps, edit=None):
     machine = Machine(parse(edit(ptx) if edit else ptx), engine=ENGINE)
     machine.run((1,), [*buffers, c], shared_bytes=shared)
     an, bn, dn = (
-        input_names(label, x.size, 16).reshape(x.shape)
+        names.input_names(label, x.size, 16).reshape(x.shape)
         for x, label in ((a, "A"), (b, "B"), (d, "D"))
     )
     total, half = np.zeros((BM, BN), np.float32), names.constant_float(0.5)
@@ -209,12 +208,12 @@ def run_two_dots(target, BM, BK, BN, K, stages, warps, edit=None):
         block = slice(k, k + BK)
         x = multiply_accumulate(a, b[block], np.zeros((BM, BK), np.float32), ENGINE, "bf16")
         zero = np.full((BM, BK), names.constant_float(0.0))
-        xn = names.round_to("bf16", dot_names.dot_tile(an, bn[block], zero, ENGINE, "bf16", 16))
+        xn = names.round_to("bf16", names.dot_tile(an, bn[block], zero, ENGINE, "bf16", 16))
         bits = x.view(np.uint32).astype(np.uint64)
         rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
         turned = np.ascontiguousarray(d[block].T)
         total = multiply_accumulate(rounded, turned, total * np.float32(0.5), ENGINE, "bf16")
-        named = dot_names.dot_tile(xn, dn[block].T, names.mul(named, half), ENGINE, "bf16", 16)
+        named = names.dot_tile(xn, dn[block].T, names.mul(named, half), ENGINE, "bf16", 16)
     return differences(c, total, named)
 
 

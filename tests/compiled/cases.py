@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import isobit
-from isobit.compiled.input_names import input_names
+from isobit.compiled import names
 from isobit.compiled.kernels import attention, linear, rows, weight_grad
 from isobit.compiled.plan import operators
 from isobit.compiled.plan.attention import Head
@@ -100,7 +100,9 @@ def judge(case, target, *, engine=None, mutate=None, races=True):
 
 def named_inputs(case):
     return {
-        name: input_names(name, tensor.numel(), 8 * tensor.element_size()).reshape(tensor.shape)
+        name: names.input_names(name, tensor.numel(), 8 * tensor.element_size()).reshape(
+            tensor.shape
+        )
         for name, tensor in case.inputs.items()
     }
 
@@ -203,7 +205,19 @@ def softmax_case(dtype, m, n, rows_per_program=2, warps=4):
 
 
 # ---- attention ----------------------------------------------------------------------------------
-def attention_case(dtype, queries, keys, key_heads=1, group=2, depth=16, tile=16, form="fold", chunk=ATTENTION_CHUNK, warps=4, stages=2):  # fmt: skip
+def attention_case(
+    dtype,
+    queries,
+    keys,
+    key_heads=1,
+    group=2,
+    depth=16,
+    tile=16,
+    form="fold",
+    chunk=ATTENTION_CHUNK,
+    warps=4,
+    stages=2,
+):
     """The last `queries` of a sample of `keys`; form "fold" for one program per tile, "chunks" for split-KV."""
     q = draw(queries, key_heads * group, depth, dtype=dtype, seed=6, spread=1)
     k, v = (draw(keys, key_heads, depth, dtype=dtype, seed=seed, spread=1) for seed in (7, 8))

@@ -3,9 +3,7 @@
 import numpy as np
 import pytest
 
-from isobit.compiled import dot_names
 from isobit.compiled import names as nm
-from isobit.compiled.input_names import input_names, inputs
 from isobit.compiled.leaf import multiply_accumulate, rule_of
 from isobit.compiled.machine import Buffer, Machine
 from isobit.compiled.ptx import parse
@@ -47,11 +45,11 @@ def test_matmul_has_the_bits_of_the_leaf_and_the_names_of_its_chain(operands):
     expected = multiply_accumulate(a, b, zero, "tc24x8", "bf16")
     np.testing.assert_array_equal(bits.view(np.uint32), expected.view(np.uint32))
     left, right = (
-        inputs(label, each.size, 16).reshape(each.shape) for label, each in (("A", a), ("B", b))
+        nm.inputs(label, each.size, 16).reshape(each.shape) for label, each in (("A", a), ("B", b))
     )
     start = np.full(zero.shape, nm.constant_float(0.0))
     products = rule_of("tc24x8", "bf16").products
-    chain = dot_names.dot_tile(left, right, start, "tc24x8", "bf16", products)
+    chain = nm.dot_tile(left, right, start, "tc24x8", "bf16", products)
     assert (names == chain).all()
     assert machine.counts["mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"] > 0
     assert not machine.facts
@@ -72,7 +70,7 @@ def test_tiles_are_one_expression_and_engines_are_not(operands):
 def test_fp32_matmul_is_a_chain_of_fma():
     a, b = (RNG.standard_normal((16, 32)).astype(np.float32) for _ in range(2))
     bits, names, _ = run_matmul("fp32", (16, 16, 16), a, b)
-    left, right = (input_names(label, 512, 32).reshape(16, 32) for label in "AB")
+    left, right = (nm.input_names(label, 512, 32).reshape(16, 32) for label in "AB")
     chain = np.full((16, 16), nm.constant_float(0.0))
     for k in range(32):
         chain = nm.fma(left[:, None, k], right[None, :, k], chain)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.compiled.input_names import input_names
+from isobit.compiled import names as nm
 from isobit.compiled.maxima import maximum
 from isobit.compiled.refusals import DataBranchError
 from tests.compiled.snippets import names_of, run, values
@@ -199,7 +199,7 @@ def test_memory_that_was_never_written_has_names_of_its_own():
 
 
 def test_maxima_are_sets():
-    x = input_names("x", 64, 32)
+    x = nm.input_names("x", 64, 32)
     left = right = x[:1]
     for each in x:
         left = maximum(left, each[None])

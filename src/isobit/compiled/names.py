@@ -14,6 +14,7 @@ Point Comparisons" and the `.f32` notes of add, mul, fma):
   add(a, b) = add(b, a); mul(a, b) = mul(b, a); fma(a, b, c) = fma(b, a, c)
   the products of one fused tensor-core step have no order
   max and min are sets: associative, commutative, idempotent (see `Sets`)
+  x - y is x + (-y), and a sign is taken out of a product (see [Note: signs] in signs.py)
   an operation on constants only, correctly rounded, is the constant that it gives
 There is no rule x + 0 = x (it is wrong for -0) and no rule x * 1 = x (it is wrong for a NaN), so a
 tensor-core step over products of zeros stays in the name: a kernel that pads with zeros equals
@@ -30,64 +31,28 @@ name, a bf16 above a zero half is its exact widening, anything else is a hash of
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from isobit.compiled import arithmetic as ar
+from isobit.compiled.hashes import CONSTANT as CONSTANT
+from isobit.compiled.hashes import HASH as HASH
+from isobit.compiled.hashes import U64, hash_parts, start_of
+from isobit.compiled.hashes import Array as Array
+from isobit.compiled.hashes import Names as Names
+from isobit.compiled.hashes import is_constant as is_constant
+from isobit.compiled.hashes import mix as mix
+from isobit.compiled.hashes import ordered as ordered
+from isobit.compiled.hashes import tag as tag
+from isobit.compiled.signs import SIGNED
 
-Array = npt.NDArray[Any]
-Names = npt.NDArray[np.uint64]
-U64 = np.uint64
-
-CONSTANT = U64(1 << 61)
-HASH = U64((1 << 61) - 1)
 NAME = U64((1 << 62) - 1)
 VALUE, LOW, HIGH, FIXED = U64(0), U64(1 << 62), U64(2 << 62), U64(3 << 62)
 KIND = U64(3 << 62)
 SIXTEEN = U64(1 << 32)  # marks the constant of 16 bits; one of 32 bits has no mark
 ONE_BIT = U64(2 << 32)  # marks the constant of a predicate
-
-_FIRST, _SECOND = U64(0xBF58476D1CE4E5B9), U64(0xD6E8FEB86659FD93)
-_STEP, _START = U64(0x94D049BB133111EB), U64(0x9E3779B97F4A7C15)
-_S29, _S32, _S61, _S62 = U64(29), U64(32), U64(61), U64(62)
-
-
-def mix(*parts: Array | np.uint64, start: np.uint64 = _START) -> Names:
-    """Hash parts in their order to 61 bits; arrays broadcast."""
-    return np.asarray(hash64(start, parts) & HASH)
-
-
-def hash64(start: Any, parts: tuple[Array | np.uint64, ...]) -> Any:
-    """Hash parts in their order to 64 bits."""
-    state = start
-    with np.errstate(over="ignore"):
-        for part in parts:
-            state = state ^ part
-            state *= _FIRST  # in place from here on: the first line made a new array
-            state += _STEP
-            state ^= state >> _S29
-            state *= _SECOND
-            state ^= state >> _S32
-    return state
-
-
-@functools.cache
-def tag(operation: str) -> np.uint64:
-    """Return the number that stands for an operation in a hash."""
-    digest = hashlib.blake2b(operation.encode(), digest_size=8).digest()
-    number: np.uint64 = np.uint64(int.from_bytes(digest, "big"))
-    return number
-
-
-@functools.cache
-def start_of(operation: str) -> np.uint64:
-    """Return the hash that names of an operation start from."""
-    start: np.uint64 = np.uint64(hash64(_START, (tag(operation),)))
-    return start
 
 
 def constant(bits: Any) -> Names:
@@ -116,9 +81,26 @@ def constant_predicate(bits: Any) -> Names:
     return np.asarray(CONSTANT | ONE_BIT | np.asarray(bits).astype(U64))
 
 
-def is_constant(name: Array | np.uint64) -> Array:
-    """Tell which names are constants."""
-    return np.asarray((name >> _S61) & U64(1)).astype(bool)
+def inputs(label: str, count: int, bits: int) -> Names:
+    """Return the halves of a buffer of `count` elements that is an input called `label`.
+
+    Args:
+        label: the name of the buffer; equal labels and indices mean the same input.
+        count: elements.
+        bits: of one element: 8, 16, 32 or 64.
+
+    Returns:
+        One uint64 per 16-bit half.
+    """
+    if bits == 32:
+        return np.stack(split(input_names(label, count, bits)), -1).reshape(-1)
+    return np.asarray(VALUE | input_names(label, (count * bits + 15) // 16, 16))
+
+
+def input_names(label: str, count: int, bits: int) -> Names:
+    """Return the names of the elements of an input; of 64 bits and 8 bits, of their halves."""
+    operation = tag(f"input {label} of {bits} bits")
+    return mix(operation, np.arange(count, dtype=U64))
 
 
 # ---- operations ---------------------------------------------------------------------------------
@@ -126,78 +108,20 @@ Folding = Callable[..., Array]
 
 
 def make(operation: str, *operands: Array | np.uint64, folded: Array | None = None) -> Names:
-    """Return the name of an operation on operands. See [Note: signs] for add, sub, mul, div, fma.
+    """Return the name of an operation on operands. See signs.py for add, sub, mul, div, fma.
 
     Args:
         operation: its name, with everything that changes bits (type, rounding, flushing).
         operands: names.
         folded: the bits of the result; where all operands are constants they name the result.
     """
-    signed = _SIGNED.get(operation)
-    made = signed(*operands) if signed else mix(*operands, start=start_of(operation))
+    signed = SIGNED.get(operation)
+    made = mix(*operands, start=start_of(operation)) if signed is None else signed(*operands)
     if folded is not None:
         fixed: Any = functools.reduce(np.bitwise_and, operands) & CONSTANT
         if np.any(fixed):
             made = np.where(np.broadcast_to(fixed != 0, made.shape), constant(folded), made)
     return made
-
-
-# ---- signs --------------------------------------------------------------------------------------
-# [Note: signs]
-# Compilers write x - n * c as x + n * (-c) and back, which are the same bits for all inputs. So the
-# last bit of a hash stands for a sign: h and h ^ 1 are a value and its negative. A difference is
-# the sum with the negative, and the sign of a product or quotient is taken out of its operands.
-# Arithmetic returns one NaN, whatever the signs of its operands. The instruction `neg` keeps a name
-# of its own, because it may change the sign of a NaN. There is no rule -(a + b) = -a - b: it is
-# wrong for sums that are zero.
-_MINUS = U64(1 << 31)  # the sign bit of an fp32 constant
-
-
-def _sign_bit(a: Array | np.uint64) -> Array:
-    return np.where(is_constant(a), _MINUS, U64(1))
-
-
-def _apart(a: Array | np.uint64) -> tuple[Array, Array]:
-    """Return a name without its sign, and the sign: 0 or 1."""
-    bit = _sign_bit(a)
-    return np.asarray(a & ~bit), np.asarray((a & bit) != 0).astype(U64)
-
-
-def _add(a: Array, b: Array) -> Names:
-    return mix(*ordered(a, b), start=start_of("add"))
-
-
-def _sub(a: Array, b: Array) -> Names:
-    return _add(a, b ^ _sign_bit(b))
-
-
-def _mul(a: Array, b: Array) -> Names:
-    (a, minus), (b, also) = _apart(a), _apart(b)
-    return mix(*ordered(a, b), start=start_of("mul")) ^ (minus ^ also)
-
-
-def _div(a: Array, b: Array) -> Names:
-    (a, minus), (b, also) = _apart(a), _apart(b)
-    return mix(a, b, start=start_of("div")) ^ (minus ^ also)
-
-
-def _fma(a: Array, b: Array, c: Array) -> Names:
-    (a, minus), (b, also) = _apart(a), _apart(b)
-    return mix(*ordered(a, b), c, minus ^ also, start=start_of("fma"))
-
-
-_SIGNED: dict[str, Callable[..., Names]] = {
-    "add": _add,
-    "sub": _sub,
-    "mul": _mul,
-    "div": _div,
-    "fma": _fma,
-}
-
-
-def ordered(a: Array | np.uint64, b: Array | np.uint64) -> tuple[Array, Array]:
-    """Return two operands in the order that a commutative operation is named with."""
-    return np.minimum(a, b), np.maximum(a, b)
 
 
 def _fold(compute: Folding, *operands: Array | np.uint64) -> Array | None:
@@ -262,6 +186,43 @@ def select(predicate: Names, a: Names, b: Names) -> Names:
     made = make("select", predicate, a, b)
     known, true = is_constant(predicate), (predicate & U64(1)).astype(bool)
     return np.where(known, np.where(true, a, b), np.where(a == b, a, made))
+
+
+def dot(a: Names, b: Names, c: Names, engine: str, dtype: str) -> Names:
+    """Name one fused step of a tensor core: products of a and b over the last axis, and c.
+
+    The products have no order and no side: the name has two sums over k, modulo 2**64, of products
+    of hashes. Different sets of products are different polynomials in the hashes, so that both sums
+    agree by chance with a probability below 2**-100.
+    """
+    sums = [np.einsum("...k,...k->...", x, y) for x, y in zip(powers(a), powers(b), strict=True)]
+    return make(f"dot {engine} {dtype}", *sums, c)
+
+
+def dot_tile(a: Names, b: Names, c: Names, engine: str, dtype: str, products: int) -> Names:
+    """Name a chain of fused steps: a [..., m, k], b [..., n, k], c [..., m, n]."""
+    return dot_chain(powers(a), powers(b), c, f"dot {engine} {dtype}", products)
+
+
+def dot_chain(
+    a: tuple[Names, Names], b: tuple[Names, Names], c: Names, operation: str, products: int
+) -> Names:
+    """Name a chain of fused steps from the `powers` of its operands."""
+    for k in range(0, a[0].shape[-1], products):
+        sums = [
+            np.einsum("...mk,...nk->...mn", x[..., k : k + products], y[..., k : k + products])
+            for x, y in zip(a, b, strict=True)
+        ]
+        c = make(operation, *sums, c)
+    return c
+
+
+def powers(name: Names) -> tuple[Names, Names]:
+    """Return two hashes of 64 bits of names, for the products of `dot`."""
+    with np.errstate(over="ignore"):
+        first = np.asarray(hash_parts(start_of("product"), (name,)))
+        second = (first ^ (first >> U64(31))) * U64(0x9FB21C651E98DF25)
+        return first, second ^ (second >> U64(29))
 
 
 # ---- halves -------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from isobit.compiled import dot_names, expressions
+from isobit.compiled import expressions
 from isobit.compiled import names as nm
 from isobit.compiled.expressions import Difference, Element, Node
 from isobit.compiled.names import Array, Names
@@ -145,7 +145,7 @@ class Recorded:
         a, b, c = tile.a[n, m], tile.b[n, column], tile.c[n, m, column]
         for k in range(0, a.size, tile.products):
             x, y = a[k : k + tile.products], b[k : k + tile.products]
-            parts = zip(dot_names.powers(x), dot_names.powers(y), strict=True)
+            parts = zip(nm.powers(x), nm.powers(y), strict=True)
             sums = [np.einsum("k,k->", p, q) for p, q in parts]
             made = int(nm.make(tile.operation, *sums, c))
             pairs = tuple((int(p), int(q)) for p, q in zip(x, y, strict=True))

@@ -9,6 +9,6 @@ The order of a kernel must be visible in its source, and the compiler must keep 
 - Division is `tl.div_rn` and the square root `tl.sqrt_rn`; `tl.exp` and `tl.log` are approximations, so elementary.py
   has isobit's own.
 - Extents and row strides are `tl.constexpr`. With an extent at run time, loads are scalar and registers run out.
-- The result of a `tl.dot` that starts from zero is never added to another tile directly: Triton would start the dot from
-  that tile instead, which is another sum. sums.py has `fresh_dot` for it.
+- The result of a `tl.dot` that starts from zero is never added to another tile directly: Triton would start the dot
+  from that tile instead, which is another sum. sums.py has `fresh_dot` for it.
 """

@@ -89,7 +89,7 @@ def weight_grad(
             first, count = tl.load(spans + 2 * sample), tl.load(spans + 2 * sample + 1).to(tl.int32)
             start = tl.minimum(count, LEAF)
             run = sum_tokens(grad, x, first, start, rows, columns, N, K, BLOCK_N, BLOCK_K, BLOCK_T)
-            if sample == segment * SIZE:
+            if sample == segment * SIZE:  # noqa: SIM108 (a ternary of tensors would compute both)
                 total = run
             else:
                 total = total + run

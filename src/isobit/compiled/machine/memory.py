@@ -8,7 +8,6 @@ import numpy as np
 
 from isobit.compiled import names as nm
 from isobit.compiled.byte_names import byte_of
-from isobit.compiled.input_names import inputs
 from isobit.compiled.machine.registers import unknown_names
 from isobit.compiled.names import Array, Names
 
@@ -53,7 +52,7 @@ class Buffer:
         self.label = self.label or label
         if self.names is None and not self.concrete:
             bits = 8 * self.data.dtype.itemsize
-            self.names = inputs(self.label, self.data.size, bits)
+            self.names = nm.inputs(self.label, self.data.size, bits)
 
     def named(self) -> Names:
         """Return the halves' names; a concrete buffer is constants."""

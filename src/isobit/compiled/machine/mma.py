@@ -12,7 +12,7 @@ from functools import cache
 
 import numpy as np
 
-from isobit.compiled import dot_names
+from isobit.compiled import names as nm
 from isobit.compiled.leaf import multiply_accumulate, rule_of
 from isobit.compiled.machine.opcodes.table import Step, decoder
 from isobit.compiled.machine.opcodes.transfers import items_of
@@ -71,7 +71,7 @@ def gather_names(machine: State, registers: tuple[Operand, ...], bits: int) -> N
 def gather_powers(
     machine: State, registers: tuple[Operand, ...], bits: int, place: Array
 ) -> tuple[Names, Names]:
-    """Return `dot_names.powers` of the elements of a fragment [warp, row, k]."""
+    """Return `names.powers` of the elements of a fragment [warp, row, k]."""
     both = [machine.names_of(each, 32).powers(bits) for each in registers]
     first, second = (
         np.concatenate([each[i] for each in both], -1).reshape(machine.threads // 32, -1)[:, place]
@@ -99,9 +99,7 @@ def matrix_product(
     if named is None:
         return out, None
     operation, products = operation_of(machine.engine, types)
-    made = dot_names.dot_chain(
-        dot_names.powers(named[0]), dot_names.powers(named[1]), named[2], operation, products
-    )
+    made = nm.dot_chain(nm.powers(named[0]), nm.powers(named[1]), named[2], operation, products)
     if machine.recorded is not None:
         machine.recorded.add_tile(named, made, operation, products, machine.current)
     return out, made
@@ -118,7 +116,7 @@ def name_products(
     operation, products = operation_of(machine.engine, types)
     c = gather_names(machine, registers[2], 32)[:, places[2]]
     a, b = (gather_powers(machine, registers[i], bits, places[i]) for i in (0, 1))
-    made = dot_names.dot_chain(a, b, c, operation, products)
+    made = nm.dot_chain(a, b, c, operation, products)
     if machine.recorded is not None:
         x, y = (gather_names(machine, registers[i], bits)[:, places[i]] for i in (0, 1))
         machine.recorded.add_tile((x, y, c), made, operation, products, machine.current)

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from isobit.compiled import dot_names
 from isobit.compiled import names as nm
 from isobit.compiled.byte_names import byte_of
 from isobit.compiled.names import Array, Names
@@ -74,9 +73,9 @@ class Word:
         return np.stack([byte_of(half, i) for half in self.halves for i in (0, 1)], -1)
 
     def powers(self, bits: int) -> tuple[Names, Names]:
-        """Return `dot_names.powers` of the elements; kept, as a fragment is used by several products."""
+        """Return `nm.powers` of the elements; kept, as a fragment is used by several products."""
         if bits not in self._powers:
-            self._powers[bits] = dot_names.powers(self.elements(bits))
+            self._powers[bits] = nm.powers(self.elements(bits))
         return self._powers[bits]
 
     def take(self, lanes: Array) -> Word:

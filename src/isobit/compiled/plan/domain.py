@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from isobit.compiled import arithmetic, dot_names, names
+from isobit.compiled import arithmetic, names
 from isobit.compiled.leaf import multiply_accumulate, rule_of
 from isobit.compiled.machine.registers import select_half
 from isobit.compiled.maxima import SETS
@@ -127,7 +127,7 @@ class Names(Domain):
         return names.round_to(dtype, a)
 
     def dot(self, a: Array, b: Array, c: Array, engine: str, dtype: str) -> Array:
-        return dot_names.dot_tile(a, b, c, engine, dtype, rule_of(engine, dtype).products)
+        return names.dot_tile(a, b, c, engine, dtype, rule_of(engine, dtype).products)
 
 
 class Values(Domain):
@@ -166,15 +166,16 @@ class Values(Domain):
         return np.asarray(np.fmax.reduce(np.broadcast_arrays(*operands)))
 
     def choose(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
-        tests = {"lt": np.less, "eq": np.equal, "num": lambda x, y: ~(np.isnan(x) | np.isnan(y))}
-        return np.where(tests[test](a, b), yes, no)
+        if test == "num":
+            return np.where(np.isnan(a) | np.isnan(b), no, yes)
+        return np.where({"lt": np.less, "eq": np.equal}[test](a, b), yes, no)
 
     def choose16(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
         return self.choose(test, a, b, yes, no)
 
     def shift_left(self, a: Array, count: int) -> Array:
         bits = np.ascontiguousarray(a).view(np.uint32) << np.uint32(count)
-        return bits.view(np.float32)
+        return np.asarray(bits.view(np.float32))
 
     def widen(self, a: Array, dtype: str) -> Array:
         return arithmetic.widen(a, dtype)
