@@ -37,7 +37,7 @@ def replacements_of_operations(settings: Callable[[], Any]) -> list[Replacement]
     A replacement is called with the original method, the settings, and what the method is called with.
     """
     interpreter = import_module("triton.runtime.interpreter")
-    builder = {
+    builder: dict[str, Callable[..., Any]] = {
         "create_dot": create_dot,
         "create_fma": create_fma,
         "create_fadd": create_fadd,
