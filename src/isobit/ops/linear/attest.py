@@ -16,8 +16,8 @@ from isobit.reveal.tree import reveal
 
 # 1 and 5 take the paths for few rows, 33 leaves a tail in the tile engine, 130 a second tile.
 ROW_COUNTS = (1, 5, 33, 130)
-# Two segments; one long segment of many leaves, the last of them short; a leaf and a chain that is not a multiple of the
-# engine's block.
+# Two segments; one long segment of many leaves, the last of them short; a leaf that is not a multiple of the engine's
+# block.
 EXTENTS = (512, 4099, 300)
 
 
