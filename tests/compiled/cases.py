@@ -215,8 +215,6 @@ def attention_case(
     tile=16,
     form="fold",
     chunk=ATTENTION_CHUNK,
-    warps=4,
-    stages=2,
 ):
     """The last `queries` of a sample of `keys`; form "fold" for one program per tile, "chunks" for split-KV."""
     q = draw(queries, key_heads * group, depth, dtype=dtype, seed=6, spread=1)
@@ -229,22 +227,19 @@ def attention_case(
         "CHUNK": chunk,
         "ROWS": tile,
     }
-    grid, options = (
-        (math.ceil(queries * group / tile), key_heads),
-        {"num_warps": warps, "num_stages": stages},
-    )
+    grid = (math.ceil(queries * group / tile), key_heads)
     given = {"q": q, "k": k, "v": v, "QUERIES": queries, "KEYS": keys, "SCALE": scale, **constants}
     count, scratch = math.ceil(keys / chunk), ()
     if form == "fold":
-        launches = (Launch(attention.attention, grid, {**given, "y": y}, options),)
+        launches = (Launch(attention.attention, grid, {**given, "y": y}, {}),)
     else:
         shape = (count, key_heads, queries * group)
         scratch = (empty(*shape), empty(*shape), empty(*shape, depth))
         partial = dict(zip(("most_of", "total_of", "output_of"), scratch, strict=True))
         merging = {"QUERIES": queries, "KEYS": keys, **partial, "y": y, **constants}
         launches = (
-            Launch(attention.attention_chunks, (*grid, count), {**given, **partial}, options),
-            Launch(attention.merge_chunks, grid, merging, options),
+            Launch(attention.attention_chunks, (*grid, count), {**given, **partial}, {}),
+            Launch(attention.merge_chunks, grid, merging, {}),
         )
 
     def expected(plan, given):

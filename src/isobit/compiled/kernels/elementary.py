@@ -26,5 +26,17 @@ def exp_nonpositive(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def round_once(total: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Round a sum to the dtype of the result; every NaN becomes the one NaN of isobit's results."""
-    return tl.where(total == total, total.to(dtype), float("nan"))
+    """Round the result of arithmetic to a dtype; every NaN becomes the one NaN of isobit's results.
+
+    A NaN that arithmetic returns is 0x7fffffff, or 0x7fff in 16 bits, which is the largest signed integer. So one
+    integer minimum replaces it, and no predicate is carried from layout to layout.
+    """
+    rounded = total.to(dtype)
+    if dtype == tl.float32:
+        bits = tl.minimum(rounded.to(tl.int32, bitcast=True), 0x7FC00000)
+    elif dtype == tl.bfloat16:
+        bits = tl.minimum(rounded.to(tl.int16, bitcast=True), tl.full((), 0x7FC0, tl.int16))
+    else:
+        tl.static_assert(dtype == tl.float16)
+        bits = tl.minimum(rounded.to(tl.int16, bitcast=True), tl.full((), 0x7E00, tl.int16))
+    return bits.to(dtype, bitcast=True)

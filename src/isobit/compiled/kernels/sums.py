@@ -37,21 +37,6 @@ def merge_columns(x: tl.tensor, ROWS: tl.constexpr, N: tl.constexpr) -> tl.tenso
 
 
 @triton.jit
-def merge_halves(x: tl.tensor, ROWS: tl.constexpr, N: tl.constexpr, TO: tl.constexpr) -> tl.tensor:
-    """Return [ROWS, TO]: the trees over N / TO neighbouring columns of x [ROWS, N], at most 16 of them."""
-    tl.static_assert(N // TO <= 16)
-    if N // TO >= 16:
-        x = halve(x, ROWS, TO * 16)
-    if N // TO >= 8:
-        x = halve(x, ROWS, TO * 8)
-    if N // TO >= 4:
-        x = halve(x, ROWS, TO * 4)
-    if N // TO >= 2:
-        x = halve(x, ROWS, TO * 2)
-    return x
-
-
-@triton.jit
 def fresh_dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
     """Return a @ b from an accumulator of zeros, also where the result is added to another tile.
 

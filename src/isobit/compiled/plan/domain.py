@@ -9,11 +9,10 @@ import numpy as np
 
 from isobit.compiled import arithmetic, names
 from isobit.compiled.leaf import multiply_accumulate, rule_of
-from isobit.compiled.machine.registers import select_half
 from isobit.compiled.maxima import SETS
 from isobit.compiled.names import Array
 
-ONE_NAN = {"bf16": 0x7FC0, "f16": 0x7E00}  # of isobit's results; that of fp32 is numpy's
+ONE_NAN = {"f32": 0x7FC00000, "bf16": 0x7FC0, "f16": 0x7E00}  # of isobit's results
 
 
 class Domain(ABC):
@@ -57,11 +56,11 @@ class Domain(ABC):
 
     @abstractmethod
     def choose(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
-        """Return `yes` where a is "lt" or "eq" b, or where neither is NaN ("num"); else `no`."""
+        """Return `yes` where a is less than ("lt") or equal to ("eq") b, else `no`."""
 
     @abstractmethod
-    def choose16(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
-        """Return what `choose` returns, for 16-bit values `yes` and `no`."""
+    def settle(self, a: Array, dtype: str) -> Array:
+        """Return results of arithmetic in dtype with every NaN replaced by the one of isobit's results."""
 
     @abstractmethod
     def shift_left(self, a: Array, count: int) -> Array:
@@ -113,9 +112,13 @@ class Names(Domain):
     def choose(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
         return names.select(names.make(f"setp.{test}.f32", a, b), yes, no)
 
-    def choose16(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
-        predicate = names.make(f"setp.{test}.f32", a, b)
-        return names.value16(select_half(predicate, names.half16(yes), names.half16(no)))
+    def settle(self, a: Array, dtype: str) -> Array:
+        # As signed integers, every other result is below the NaN of isobit, which is below that of arithmetic.
+        if dtype == "f32":
+            return names.make("min.s32", a, names.constant(ONE_NAN[dtype]))
+        return names.value16(
+            names.half16(names.make("min.s16", a, names.constant16(ONE_NAN[dtype])))
+        )
 
     def shift_left(self, a: Array, count: int) -> Array:
         return names.make("shl.b32", a, names.constant(count))
@@ -166,12 +169,13 @@ class Values(Domain):
         return np.asarray(np.fmax.reduce(np.broadcast_arrays(*operands)))
 
     def choose(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
-        if test == "num":
-            return np.where(np.isnan(a) | np.isnan(b), no, yes)
-        return np.where({"lt": np.less, "eq": np.equal}[test](a, b), yes, no)
+        return np.where((np.less if test == "lt" else np.equal)(a, b), yes, no)
 
-    def choose16(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
-        return self.choose(test, a, b, yes, no)
+    def settle(self, a: Array, dtype: str) -> Array:
+        wide = a if dtype == "f32" else arithmetic.widen(a, dtype)
+        bits = np.ascontiguousarray(a).view(np.uint32 if dtype == "f32" else np.uint16)
+        settled = np.where(np.isnan(wide), bits.dtype.type(ONE_NAN[dtype]), bits)
+        return np.asarray(settled.view(a.dtype))
 
     def shift_left(self, a: Array, count: int) -> Array:
         bits = np.ascontiguousarray(a).view(np.uint32) << np.uint32(count)

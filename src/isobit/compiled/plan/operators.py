@@ -9,7 +9,7 @@ from functools import reduce
 import numpy as np
 
 from isobit.compiled.names import Array
-from isobit.compiled.plan.domain import ONE_NAN, Domain
+from isobit.compiled.plan.domain import Domain
 from isobit.order.evaluate import feature_segments
 from isobit.order.plan import LANES, FeaturePlan, Leaf, Segment
 from isobit.order.samples import Samples
@@ -60,10 +60,7 @@ class Arithmetic:
 
     def result(self, total: Array) -> Array:
         """Return sums rounded to the elements' dtype, with the one NaN of isobit's results."""
-        if self.dtype == "f32":
-            return self.on.choose("num", total, total, total, self.on.constant(np.nan))
-        nan = self.on.constant16(ONE_NAN[self.dtype])
-        return self.on.choose16("num", total, total, self.narrow(total), nan)
+        return self.on.settle(self.narrow(total), self.dtype)
 
 
 def fold(plan: Arithmetic, segments: Sequence[Segment], run: Callable[[Leaf], Array]) -> Array:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from isobit.compiled import arithmetic as ar
+from isobit.compiled import names as nm
 from isobit.compiled.machine.naming import Naming, SetNaming
 from isobit.compiled.machine.opcodes.floats import apply, float_type
 from isobit.compiled.machine.opcodes.integers import integer_arithmetic
 from isobit.compiled.machine.opcodes.table import Step, decoder
+from isobit.compiled.machine.registers import Word
 from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction
@@ -45,6 +47,8 @@ def extreme(stem: str, kind: str, nan: bool, ftz: bool, *patterns: Array) -> Arr
 def maximum(instruction: Instruction) -> Step:
     """Decode max and min; of floats they are named as sets."""
     stem, kind = instruction.parts[0], float_type(instruction)
+    if instruction.parts[1:] in (("s16x2",), ("u16x2",)):
+        return packed_integers(instruction)
     if kind is None:
         return integer_arithmetic(instruction)
     modifiers = set(instruction.parts[1:-1])
@@ -60,6 +64,29 @@ def maximum(instruction: Instruction) -> Step:
             return extreme(stem, single, nan, ftz, *patterns)
 
         apply(machine, mask, target, sources, kind, compute, name)
+
+    return step
+
+
+def packed_integers(instruction: Instruction) -> Step:
+    """Return what runs max and min of two 16-bit integers side by side; a half is named as one of 16 bits."""
+    stem, kind = instruction.parts[0], instruction.parts[1].removesuffix("x2")
+    number = np.int16 if kind == "s16" else np.uint16
+    compute, name = np.maximum if stem == "max" else np.minimum, Naming(f"{stem}.{kind}")
+    target, *sources = instruction.operands
+
+    def step(machine: State, mask: Array | None) -> None:
+        parts = [np.ascontiguousarray(machine.bits(each, 32)).view(number) for each in sources]
+        bits = compute(*parts).view(np.uint16)
+        made = None
+        if machine.names and any(map(machine.tainted, sources)):
+            both = [machine.names_of(each, 32).halves for each in sources]
+            halves = []
+            for i in (0, 1):
+                operands = [nm.value16(each[i]) for each in both]
+                halves.append(name.halves(machine.make(name, operands, None), operands, bits[i::2]))
+            made = Word(low=halves[0], high=halves[1])
+        machine.write(target, bits.view(np.uint32), mask, made)
 
     return step
 
