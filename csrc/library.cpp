@@ -59,6 +59,8 @@ TORCH_LIBRARY(isobit, m) {
   m.def("pairs_bf16() -> bool", [] { return engine_pairs_bf16(); });
   m.def("feature_schedule(int extent) -> Tensor",
         [](int64_t extent) { return schedule_table(feature_schedule(extent)); });
+  m.def("product_schedule(int extent) -> Tensor",
+        [](int64_t extent) { return schedule_table(product_schedule(extent)); });
   m.def("sample_schedule(Tensor spans, int first, int of) -> Tensor",
         [](const at::Tensor& spans, int64_t first, int64_t of) {
           return schedule_table(

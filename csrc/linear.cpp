@@ -24,10 +24,10 @@ std::vector<int64_t> output_shape(const Tensor& like, int64_t last, const Tensor
   return shape;
 }
 
-Schedule feature_schedule(const SummedAxis& axis, int64_t length) {
+Schedule product_schedule(const SummedAxis& axis, int64_t length) {
   const int64_t segments = count_segments(axis.extent, feature_unit, feature_cap);
   const int64_t size = std::max<int64_t>(axis.extent / segments, 1);
-  return feature_schedule(axis.extent, axis.first / size,
+  return product_schedule(axis.extent, axis.first / size,
                           axis.extent == length ? segments : length / size);
 }
 
@@ -108,7 +108,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
   const Tensor left = as_matrix(x, dtype);
   const int64_t rows = left.size(0), cols = weight.size(0);
   const Tensor fp32_bias = bias ? bias->to(at::kFloat).contiguous() : Tensor();
-  const Schedule schedule = feature_schedule(axis, left.size(1));
+  const Schedule schedule = product_schedule(axis, left.size(1));
   ProductSpec spec{schedule, rows, cols, axis.output_dtype(x.scalar_type()), axis.returns_roots};
   // Without a packed weight the smaller operand is packed. The leaf is symmetric in its operands,
   // so swapping them does not change bits.
@@ -124,7 +124,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
 Tensor input_grad(const Tensor& grad, const Tensor& weight, const SummedAxis& axis) {
   const at::ScalarType dtype = engine_dtype(grad.scalar_type());
   const Tensor left = as_matrix(grad, dtype), right = weight.to(dtype);
-  const Schedule schedule = feature_schedule(axis, left.size(1));
+  const Schedule schedule = product_schedule(axis, left.size(1));
   const ProductSpec spec{schedule, left.size(0), right.size(1),
                          axis.output_dtype(grad.scalar_type()), axis.returns_roots};
   const Tensor out = multiply(left, 1, right, 0, spec);

@@ -60,7 +60,7 @@ std::vector<int64_t> output_shape(const Tensor& like, int64_t last, const Tensor
                                   bool has_roots);
 
 // The schedule of a feature axis of which this call has `length` elements.
-Schedule feature_schedule(const SummedAxis& axis, int64_t length);
+Schedule product_schedule(const SummedAxis& axis, int64_t length);
 
 // How many roots remain after `segments` segments from `first` on are merged as far as possible.
 int64_t count_roots(int64_t first, int64_t segments);

@@ -61,7 +61,7 @@ Tensor group_input_grad(at::TensorList grads, at::TensorList weights, int64_t gr
     right.push_back(weights[i].to(dtype));
     length += grads[i].size(-1);
   }
-  const Schedule schedule = feature_schedule(axis, length);
+  const Schedule schedule = product_schedule(axis, length);
   const ProductSpec spec{schedule, left[0].size(0), right[0].size(1),
                          axis.output_dtype(grads[0].scalar_type()), axis.returns_roots};
   const std::vector<Part> parts = cut_parts(left, right, groups);

@@ -153,8 +153,9 @@ void backward(const BackwardInputs& in, SubtreeCounter& hidden_grad, Tensor& wei
     if (in.wants_hidden) {
       Tensor sum = hidden_grad.make_sum();
       const Output<float> output{sum.mutable_data_ptr<float>(), width, 0, nullptr, false};
-      Product<T, float>(chunk.schedule, MatrixView<T>{grads, n, 1},
-                        {matrix_view<T>(weight, 1, 0), nullptr}, output, rows, width)
+      const Schedule words = product_schedule(in.shard.extent, 0, chunk.schedule.segment_count());
+      Product<T, float>(words, MatrixView<T>{grads, n, 1}, {matrix_view<T>(weight, 1, 0), nullptr},
+                        output, rows, width)
           .run();
       hidden_grad.push(sum, chunk.level);
     }

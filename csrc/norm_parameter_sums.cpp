@@ -35,7 +35,7 @@ Tensor sum_heads(const Tensor& spans, int64_t heads, int64_t all_heads, int64_t 
   Tensor out = empty_tensor({count, n}, at::kFloat);
   for (int64_t sample = 0, first_leaf = 0; sample < count; sample++) {
     Schedule tokens;
-    append_tokens(tokens, span[2 * sample], span[2 * sample + 1], false);
+    append_leaves(tokens, span[2 * sample], span[2 * sample + 1], false);
     tokens.segment_end.push_back(tokens.leaves.size());
     auto sum_leaf = [&](int64_t leaf, float* dst) {
       quarters.sum_leaf(first_leaf + leaf, 0, heads * n, dst);

@@ -3,8 +3,9 @@
 // [Note: the order of addition] Every sum has one order, which depends only on the length of the
 // summed axis of the whole problem (its extent), never on tiles, threads, batch or ranks:
 //   - the extent is divided into S equal segments, S a power of two (count_segments);
-//   - a segment of a feature axis is one leaf, summed by one chain;
-//   - a segment of the sample axis has leaves of tokens, folded left: ((leaf 0 + leaf 1) + leaf 2);
+//   - a segment of products, or of a sample's tokens, has leaves of 256; a leaf is summed by one
+//     chain, and leaves are folded left: ((leaf 0 + leaf 1) + leaf 2);
+//   - a segment of a row sum (norms, softmax) is one leaf, striped over lanes;
 //   - the segments are merged by the balanced binary tree: neighbours first, then pairs of pairs.
 // The definition is src/isobit/order/, in Python. Tests compare the schedules below with it, extent
 // by extent, and the contracts of the operators reveal the order that each kernel really uses.
@@ -23,7 +24,7 @@ namespace isobit {
 constexpr int64_t feature_unit = 256;  // a segment of a feature axis has at least this length
 constexpr int64_t feature_cap = 8;     // and there are at most this many of them
 constexpr int64_t sample_cap = 1024;   // at most this many segments of the sample axis
-constexpr int64_t token_leaf = 256;    // length of a leaf of a sample's tokens
+constexpr int64_t leaf_length = 256;   // of products over features, and of a sample's tokens
 
 // Keys that attention folds from an empty state. Chunks of them are then merged left to right.
 constexpr int64_t attention_chunk = 2048;
@@ -61,16 +62,16 @@ inline int64_t count_segments(int64_t extent, int64_t unit, int64_t cap) {
   return count;
 }
 
-// Appends the leaves of a sample's tokens; `fold` is that of the first leaf. An empty run is one
-// leaf of length zero: an absent contribution is +0.0, and is added.
-inline void append_tokens(Schedule& schedule, int64_t start, int64_t length, bool fold) {
+// Cuts a run into leaves; `fold` is that of the first leaf. An empty run is one leaf of length
+// zero: an absent contribution is +0.0, and is added.
+inline void append_leaves(Schedule& schedule, int64_t start, int64_t length, bool fold) {
   if (length == 0) schedule.leaves.push_back({start, 0, fold});
-  for (int64_t at = 0; at < length; at += token_leaf)
-    schedule.leaves.push_back({start + at, std::min(token_leaf, length - at), fold || at > 0});
+  for (int64_t at = 0; at < length; at += leaf_length)
+    schedule.leaves.push_back({start + at, std::min(leaf_length, length - at), fold || at > 0});
 }
 
-// `segments` segments of a feature axis, one leaf each, from segment `first` on. Leaf positions are
-// relative to the start of that segment.
+// `segments` segments of a feature axis in row sums, one leaf each, from segment `first` on. Leaf
+// positions are relative to the start of that segment.
 inline Schedule feature_schedule(int64_t extent, int64_t first, int64_t segments) {
   Schedule schedule;
   schedule.first_segment = first;
@@ -82,9 +83,24 @@ inline Schedule feature_schedule(int64_t extent, int64_t first, int64_t segments
   return schedule;
 }
 
-// The whole feature axis.
+// The same segments in products, cut into leaves.
+inline Schedule product_schedule(int64_t extent, int64_t first, int64_t segments) {
+  Schedule schedule;
+  schedule.first_segment = first;
+  const int64_t length = extent / count_segments(extent, feature_unit, feature_cap);
+  for (int64_t s = 0; s < segments; s++) {
+    append_leaves(schedule, s * length, length, false);
+    schedule.segment_end.push_back(schedule.leaf_count());
+  }
+  return schedule;
+}
+
+// The whole feature axis, in row sums and in products.
 inline Schedule feature_schedule(int64_t extent) {
   return feature_schedule(extent, 0, count_segments(extent, feature_unit, feature_cap));
+}
+inline Schedule product_schedule(int64_t extent) {
+  return product_schedule(extent, 0, count_segments(extent, feature_unit, feature_cap));
 }
 
 // The tokens of `count` samples that begin at sample `first` of a global batch of `global` samples.
@@ -95,7 +111,7 @@ inline Schedule sample_schedule(const int64_t* spans, int64_t count, int64_t fir
   int64_t segment_size = std::max<int64_t>(global / count_segments(global, 1, sample_cap), 1);
   schedule.first_segment = first / segment_size;
   for (int64_t i = 0; i < count; i++) {
-    append_tokens(schedule, spans[2 * i], spans[2 * i + 1], i % segment_size != 0);
+    append_leaves(schedule, spans[2 * i], spans[2 * i + 1], i % segment_size != 0);
     if (i % segment_size == segment_size - 1)
       schedule.segment_end.push_back(schedule.leaves.size());
   }

@@ -20,7 +20,7 @@ namespace isobit {
 
 Tensor pack_weight(const Tensor& weight) {
   const Tensor w = weight.to(engine_dtype(weight.scalar_type()));
-  const Schedule schedule = feature_schedule(w.size(1));
+  const Schedule schedule = product_schedule(w.size(1));
   const int64_t columns = w.size(0), panels = (columns + panel_width - 1) / panel_width;
   return dispatch_engine_dtype(w.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;

@@ -69,10 +69,9 @@ class Product {
     width_ = right.packed ? panel_width : std::min(panel_width, (cols + 15) / 16 * 16);
     tile_rows_ = width_ <= Tiling<T>::narrow_width ? Tiling<T>::narrow_rows : Tiling<T>::rows;
     // Every four segments are then one subtree of the tree: their count is a power of two.
-    const bool quads_of_leaves =
-        segments_ % 4 == 0 && schedule.first_segment == 0 && schedule.leaf_count() == segments_;
+    const bool quads = segments_ % 4 == 0 && schedule.first_segment == 0;
     single_row_ = !paired<T> && rows == 1 && right.packed && !output.transposed &&
-                  left_.leaves.empty() && left_in_place_ && quads_of_leaves;
+                  left_.leaves.empty() && left_in_place_ && quads;
   }
 
   void run() {
@@ -127,7 +126,7 @@ class Product {
   // `panels` is [panel_end - panel_begin][segments][length][panel_width].
   void run_single_row(const T* panels, int64_t panel_begin, int64_t panel_end) {
     if constexpr (!paired<T>) {
-      const int64_t length = schedule_.leaves[0].length, quads = segments_ / 4;
+      const int64_t length = packed_leaves_.length / segments_, quads = segments_ / 4;
       float* sums = scratch(2 * panel_width, stack_slot);  // [quads][panel_width]
       static_assert(feature_cap == 8);
       for (int64_t p = panel_begin; p < panel_end; p++) {

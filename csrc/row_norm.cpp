@@ -151,7 +151,7 @@ std::tuple<Tensor, Tensor> backward_rows(const BackwardInputs& in, const Tensor&
                                in.means ? in.means->const_data_ptr<float>() : nullptr,
                                in.scales.const_data_ptr<float>(),
                                dx.mutable_data_ptr<T>()};
-    at::parallel_for(0, 4 * leaves, row_grain(token_leaf / 4 * width),
+    at::parallel_for(0, 4 * leaves, row_grain(leaf_length / 4 * width),
                      [&](int64_t begin, int64_t end) {
                        thread_local Scratch scratch;
                        FixedFpEnvironment fp_environment;

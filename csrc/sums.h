@@ -244,19 +244,29 @@ inline void round_sums(const float* sums, int64_t n, Out* out) {
 ISOBIT_CLONES inline void row_by_panel4(const float* __restrict x, const float* __restrict panel,
                                         int64_t length, float* __restrict out) {
   const int64_t step = length * panel_width, ahead = 16 * panel_width;
-  float a[panel_width] = {}, b[panel_width] = {}, c[panel_width] = {}, d[panel_width] = {};
-  for (int64_t k = 0; k < length; k++) {
-    const float* w = panel + k * panel_width;  // [panel_width] of the first segment
-    for (int64_t i = 0; i < panel_width; i += 16)
-      for (int64_t s = 0; s < 4; s++) __builtin_prefetch(w + i + s * step + ahead, 0, 3);
+  float sums[4][panel_width];
+  for (int64_t start = 0; start < length; start += leaf_length) {
+    float a[panel_width] = {}, b[panel_width] = {}, c[panel_width] = {}, d[panel_width] = {};
+    for (int64_t k = start; k < std::min(length, start + leaf_length); k++) {
+      const float* w = panel + k * panel_width;  // [panel_width] of the first segment
+      for (int64_t i = 0; i < panel_width; i += 16)
+        for (int64_t s = 0; s < 4; s++) __builtin_prefetch(w + i + s * step + ahead, 0, 3);
+      for (int64_t i = 0; i < panel_width; i++) {
+        a[i] = std::fma(x[k], w[i], a[i]);
+        b[i] = std::fma(x[k + length], w[i + step], b[i]);
+        c[i] = std::fma(x[k + 2 * length], w[i + 2 * step], c[i]);
+        d[i] = std::fma(x[k + 3 * length], w[i + 3 * step], d[i]);
+      }
+    }
     for (int64_t i = 0; i < panel_width; i++) {
-      a[i] = std::fma(x[k], w[i], a[i]);
-      b[i] = std::fma(x[k + length], w[i + step], b[i]);
-      c[i] = std::fma(x[k + 2 * length], w[i + 2 * step], c[i]);
-      d[i] = std::fma(x[k + 3 * length], w[i + 3 * step], d[i]);
+      sums[0][i] = start ? sums[0][i] + a[i] : a[i];
+      sums[1][i] = start ? sums[1][i] + b[i] : b[i];
+      sums[2][i] = start ? sums[2][i] + c[i] : c[i];
+      sums[3][i] = start ? sums[3][i] + d[i] : d[i];
     }
   }
-  for (int64_t i = 0; i < panel_width; i++) out[i] = (a[i] + b[i]) + (c[i] + d[i]);
+  for (int64_t i = 0; i < panel_width; i++)
+    out[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i]);
 }
 
 }  // namespace isobit

@@ -24,7 +24,7 @@ struct VocabularyShard {
 // Consecutive segments of a shard: one subtree.
 struct VocabularyChunk {
   int64_t begin, end;  // columns of the shard
-  Schedule schedule;   // of the chunk; leaf positions count from `begin`
+  Schedule schedule;   // of its row sums; leaf positions count from `begin`
   int64_t level;       // of the subtree's root
 
   int64_t columns() const { return end - begin; }
@@ -52,7 +52,7 @@ class ChunkLogits {
   // `hidden` is [tokens, K] in the engine's dtype.
   ChunkLogits(const Tensor& hidden, int64_t most_columns)
       : hidden_(hidden),
-        schedule_(feature_schedule(hidden.size(1))),
+        schedule_(product_schedule(hidden.size(1))),
         rows_(hidden.size(0)),
         logits_(empty_tensor({rows_ * most_columns}, at::kFloat)),
         packed_(rows_ < packed_rows ? Tensor() : pack_weight(hidden)) {}

@@ -12,16 +12,18 @@ WIDTH, LEFT, ROW = 900, 100, 64
 
 
 def draw(extent: int) -> str:
-    """Return an SVG with one row each for the extent, its segments and the tree."""
+    """Return an SVG with one row each for the extent, its segments with their leaves, and the tree."""
     plan, canvas = FeaturePlan(extent), Canvas()
     scale = (WIDTH - LEFT - 40) / extent
     canvas.text(10, 20, f"The plan of a feature axis of {extent} elements", "title")
     for row, words in enumerate(("extent", "segments", "tree")):
         canvas.text(10, 60 + row * ROW, words)
     box(canvas, LEFT, 0, extent * scale, f"{extent} elements", "axis")
-    for index, (leaf,) in enumerate(plan.segments):
-        words = f"{index}: {leaf.length}" if plan.count > 4 else f"segment {index}: {leaf.length}"
-        box(canvas, LEFT + leaf.start * scale, 1, leaf.length * scale, words, "same")
+    for index, leaves in enumerate(plan.products):
+        words = f"{index}: {plan.length}" if plan.count > 4 else f"segment {index}: {plan.length}"
+        canvas.text(LEFT + (index + 0.5) * plan.length * scale, 54 + ROW, words, "quiet", "middle")
+        for leaf in leaves:
+            box(canvas, LEFT + leaf.start * scale, 1, leaf.length * scale, "", "same")
     depth = draw_tree(canvas, [LEFT + (i + 0.5) * plan.length * scale for i in range(plan.count)])
     return canvas.document(WIDTH, 60 + 2 * ROW + depth * 44 + 60)
 

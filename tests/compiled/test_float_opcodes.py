@@ -32,6 +32,8 @@ def same(bits, expected):
         ("sqrt.rn.f32 %d, %a;", lambda: np.sqrt(A)),
         ("rcp.rn.f32 %d, %a;", lambda: np.float32(1) / A),
         ("neg.f32 %d, %a;", lambda: -A),
+        ("cvt.rmi.f32.f32 %d, %a;", lambda: np.floor(A)),
+        ("cvt.rpi.ftz.f32.f32 %d, %a;", lambda: np.ceil(ar.flush(A))),
         ("abs.f32 %d, %a;", lambda: np.abs(A)),
         ("max.f32 %d, %a, %b;", lambda: np.fmax(A, B)),
         ("min.f32 %d, %a, %b;", lambda: np.fmin(A, B)),

@@ -57,7 +57,7 @@ def test_forward_and_input_gradient(dtype, m, k, n, executor):
         )
     else:
         y, dx, engine = op.portable_linear(x, w, b, None), op.portable_input_grad(x, w.t()), "chain"
-    segments = FeaturePlan(k).segments
+    segments = FeaturePlan(k).products
     assert bits.first_difference(y, exact_matrix(segments, x, w, engine, b).to(dtype)) is None
     assert bits.first_difference(dx, exact_matrix(segments, x, w, engine).to(dtype)) is None
 
@@ -113,7 +113,7 @@ def test_shares_are_the_segments_themselves(dtype):
         run = slice(cut.start, cut.start + cut.length)
         share = partial.output(x[:, run], w[:, run], cut)
         factors = list(zip(x[1].double().tolist(), w[0].double().tolist(), strict=True))
-        want = evaluate_segment(plan.segments[i], factors, ENGINES[engine])
+        want = evaluate_segment(plan.products[i], factors, ENGINES[engine])
         assert share.values[0, 1, 0].item() == want
         pieces.append(share)
     assert bits.equal(partial.merge(reversed(pieces), dtype=dtype), isobit.linear(x, w))

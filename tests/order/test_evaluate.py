@@ -16,9 +16,9 @@ from isobit.order.evaluate import (
     chain_engine,
     evaluate,
     expected_tree,
+    feature_segments,
     fma_fp32,
 )
-from isobit.order.plan import FeaturePlan
 from isobit.reveal.self_check import PlainSum
 from isobit.reveal.tree import reveal
 
@@ -68,7 +68,7 @@ def test_engines_differ():
 def test_expected_tree_is_what_probing_the_evaluator_shows():
     for engine in ENGINES:
         for extent in (1, 5, 33, 96, 300)[: 4 if engine in TENSOR_CORES else 5]:
-            segments = FeaturePlan(extent).segments
+            segments = feature_segments(extent, engine)
 
             def total(values, segments=segments, engine=engine):
                 return evaluate(segments, [(value, 1.0) for value in values], ENGINES[engine])

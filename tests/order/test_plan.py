@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isobit import native
-from isobit.order.plan import FEATURE_CAP, FEATURE_UNIT, FeaturePlan, count_segments
+from isobit.order.plan import FEATURE_CAP, FEATURE_UNIT, LEAF, FeaturePlan, count_segments
 from isobit.order.samples import Samples
 
 
@@ -30,7 +30,7 @@ def test_known_extents(extent, count, length):
 
 
 @given(st.integers(0, 200_000))
-def test_segments_tile_the_extent_and_each_is_one_chain(extent):
+def test_segments_and_leaves_tile_the_extent(extent):
     plan = FeaturePlan(extent)
     assert plan.count * plan.length == extent
     assert plan.count & (plan.count - 1) == 0
@@ -43,6 +43,14 @@ def test_segments_tile_the_extent_and_each_is_one_chain(extent):
         assert (leaf.start, leaf.length) == (at, plan.length)
         at += leaf.length
     assert at == extent
+    for (whole,), leaves in zip(plan.segments, plan.products, strict=True):
+        lengths = [leaf.length for leaf in leaves]
+        assert sum(lengths) == whole.length
+        assert lengths[:-1] == [LEAF] * (len(lengths) - 1)
+        assert lengths[-1] <= LEAF
+        starts = range(whole.start, whole.start + max(whole.length, 1), LEAF)
+        assert [leaf.start for leaf in leaves] == list(starts)
+        assert [leaf.fold for leaf in leaves] == [False] + [True] * (len(leaves) - 1)
 
 
 @given(st.integers(1, 1000), st.sampled_from([1, 2, 4, 8]))
@@ -75,6 +83,9 @@ def test_native_plan_is_this_plan():
     for extent in [*range(1, 3000), 3072, 4096, 6144, 12288, 24576, 151936, 151937]:
         assert torch.ops.isobit.feature_schedule(extent).tolist() == rows(
             FeaturePlan(extent).segments
+        ), extent
+        assert torch.ops.isobit.product_schedule(extent).tolist() == rows(
+            FeaturePlan(extent).products
         ), extent
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from isobit.auditing.call import form_of, operator_name
-from isobit.order.plan import TOKEN_LEAF
+from isobit.order.plan import LEAF
 from isobit.order.samples import segment_size
 from isobit.order.tree import merge
 
@@ -56,7 +56,7 @@ def ask_for_share(func: Any, flat: list[Any], of: int, samples: int = 1) -> list
     if not is_sum_of_samples(of, int(made[at][0, 1])):
         raise IndexError(
             f"isobit adds {segment_size(of)} samples of {of} in one segment, leaf by leaf, so that one sample's part "
-            f"of more than {TOKEN_LEAF} rows is not defined"
+            f"of more than {LEAF} rows is not defined"
         )
     made[names.index("of")] = 2
     return made
@@ -67,7 +67,7 @@ def is_sum_of_samples(of: int, rows: int) -> bool:
 
     Segments with one sample each are; so are segments of several samples, each of them one leaf.
     """
-    return segment_size(of) == 1 or rows <= TOKEN_LEAF
+    return segment_size(of) == 1 or rows <= LEAF
 
 
 class Parts:

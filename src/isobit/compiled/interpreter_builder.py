@@ -37,7 +37,7 @@ def replacements_of_operations(settings: Callable[[], Any]) -> list[Replacement]
     A replacement is called with the original method, the settings, and what the method is called with.
     """
     interpreter = import_module("triton.runtime.interpreter")
-    builder = {
+    builder: dict[str, Callable[..., Any]] = {
         "create_dot": create_dot,
         "create_fma": create_fma,
         "create_fadd": create_fadd,
@@ -47,6 +47,7 @@ def replacements_of_operations(settings: Callable[[], Any]) -> list[Replacement]
         "create_atomic_rmw": create_atomic_rmw,
         **{name: refuse_approximation(name) for name in APPROXIMATE},
     }
+    found: list[tuple[Any, str, Callable[..., Any]]]
     found = [(interpreter.InterpreterBuilder, name, new) for name, new in builder.items()]
     found += [
         (owner, "apply_impl", reduce) for owner in (interpreter.ReduceOps, interpreter.ScanOps)

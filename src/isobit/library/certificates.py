@@ -10,8 +10,7 @@ from isobit.contracts.judge.transforms import THREADS
 from isobit.errors import RevealError, in_one_line
 from isobit.machine import thread_count
 from isobit.order.addition import Branch, digest
-from isobit.order.evaluate import expected_tree
-from isobit.order.plan import FeaturePlan
+from isobit.order.evaluate import expected_tree, feature_segments
 from isobit.order.samples import Samples
 from isobit.records import Proof
 from isobit.reveal.self_check import check_revealing
@@ -79,7 +78,7 @@ def on_all_threads(configurations: Iterable[Configuration]) -> list[Configuratio
 
 def feature_order(width: int, engine: str, probed: int | None = None) -> Branch:
     """Return the order over `width` features; with `probed`, of its first terms alone."""
-    order = expected_tree(FeaturePlan(width).segments, engine)
+    order = expected_tree(feature_segments(width, engine), engine)
     if probed is None:
         return order
     first = _first_terms(order, probed)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from isobit.order.addition import Branch, chain
 from isobit.order.engines import TENSOR_CORES, add_fused, tensor_core
 from isobit.order.exact_sum import round_fp32
-from isobit.order.plan import LANES, Segment
+from isobit.order.plan import LANES, FeaturePlan, Segment
 from isobit.order.tree import merge
 
 SMALLEST_NORMAL = 2.0**-126
@@ -73,15 +73,36 @@ def striped_engine(before: float | None, factors: Sequence[tuple[float, float]])
     return total if before is None else add_fp32(before, total)
 
 
+def by_leaf(engine: Engine) -> Engine:
+    """Return an engine whose runs start from zero, and are added to the accumulator when they are finished."""
+
+    def add(before: float | None, factors: Sequence[tuple[float, float]]) -> float:
+        total = engine(None, factors)
+        return total if before is None else add_fp32(before, total)
+
+    return add
+
+
 ENGINES: dict[str, Engine] = {
     "chain": chain_engine,
     "amx": amx_engine,
     "striped": striped_engine,
     # Of bf16 operands; engines.tensor_core(name, "f16") is the one of f16, whose subnormals have another exponent.
-    "tc24x8": tensor_core("tc24x8"),
-    "tc25x16": tensor_core("tc25x16"),
-    "cdna3": tensor_core("cdna3"),
+    "tc24x8": by_leaf(tensor_core("tc24x8")),
+    "tc25x16": by_leaf(tensor_core("tc25x16")),
+    "cdna3": by_leaf(tensor_core("cdna3")),
 }
+
+
+def feature_segments(extent: int, engine: str) -> tuple[Segment, ...]:
+    """Return the segments of a feature axis for an engine.
+
+    A chain of multiply-adds is cut into leaves, because a finished leaf is added to the accumulator at no cost, and the
+    error of a short chain is smaller. AMX continues from the accumulator, so leaves do not change its bits. A tensor
+    core would need a second tile for a finished leaf; its segments are one chain.
+    """
+    plan = FeaturePlan(extent)
+    return plan.products if engine in ("chain", "amx") else plan.segments
 
 
 def evaluate_segment(
@@ -112,6 +133,9 @@ def leaf_tree(engine: str, indices: Sequence[int]) -> list[Branch]:
         lanes += [None] * (LANES - filled)  # +0.0, which no probe can see
         total = merge(lanes, lambda a, b: b if a is None else a if b is None else (a, b))
         return [] if total is None else [total]
+    if engine in TENSOR_CORES:
+        fused = add_fused(engine, None, indices)
+        return [] if fused is None else [fused]
     blocks = [indices[at : at + AMX_BLOCK] for at in range(0, len(indices), AMX_BLOCK)]
     return [
         (chain(block[0::2]), chain(block[1::2])) if len(block) > 1 else block[0] for block in blocks
@@ -122,13 +146,6 @@ def expected_tree(segments: Sequence[Segment], engine: str) -> Branch:
     """Return the tree of additions that probing a kernel must reveal."""
     sums: list[Branch] = []
     for segment in segments:
-        if engine in TENSOR_CORES:
-            total: Branch | None = None
-            for leaf in segment:
-                total = add_fused(engine, total, range(leaf.start, leaf.start + leaf.length))
-            if total is not None:
-                sums.append(total)
-            continue
         terms = [
             term
             for leaf in segment

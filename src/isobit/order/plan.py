@@ -1,11 +1,11 @@
 """How the extent of a sum is cut into segments and leaves.
 
 [Note: the order of addition]
-A sum over an axis is cut into a power of two of equal *segments*, which are added by a balanced tree. A segment of a
-feature axis is one *leaf*: it is added by one chain, or by 16 interleaved chains. A segment of the sample axis consists
-of leaves of tokens, which are added from left to right. The plan is a function of the extent: it does not depend on
-batch size, threads, ranks or the kernel, so that every executor can add in the same order, and a rank or micro-batch
-with whole segments computes whole subtrees.
+A sum over an axis is cut into a power of two of equal *segments*, which are added by a balanced tree. A segment
+consists of *leaves*, which are added from left to right: 256 products of a chain of multiply-adds, 256 tokens of a
+sample. A segment of a row sum is one leaf, added by 16 interleaved chains, and so is a segment of products on a
+tensor core. The plan is a function of the extent: it does not depend on batch size, threads, ranks or the kernel, so
+that every executor can add in the same order, and a rank or micro-batch with whole segments computes whole subtrees.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VERSION = 2
 # Constants of version 2. A change of any of them is a new version, with a decision record and new golden digests.
 FEATURE_UNIT, FEATURE_CAP = 256, 8
 SAMPLE_UNIT, SAMPLE_CAP = 1, 1024
-TOKEN_LEAF, LANES = 256, 16
+LEAF, LANES = 256, 16
 ATTENTION_BLOCK = 64  # keys per step of online softmax, counted from the start of the sample; queries, in backward
 ATTENTION_CHUNK = 2048  # keys whose blocks are folded from an empty state; chunks are then merged from left to right
 
@@ -48,13 +48,12 @@ def count_segments(extent: int, unit: int, cap: int) -> int:
     return count
 
 
-def cut_tokens(start: int, length: int, fold: bool) -> Segment:
-    """Cut the tokens of a sample into leaves; a sample without tokens is one empty leaf, for which +0.0 is added."""
+def cut_into_leaves(start: int, length: int, fold: bool) -> Segment:
+    """Cut products or tokens into leaves; none of them is one empty leaf, for which +0.0 is added."""
     if length == 0:
         return (Leaf(start, 0, fold),)
     return tuple(
-        Leaf(start + at, min(TOKEN_LEAF, length - at), fold or at > 0)
-        for at in range(0, length, TOKEN_LEAF)
+        Leaf(start + at, min(LEAF, length - at), fold or at > 0) for at in range(0, length, LEAF)
     )
 
 
@@ -76,5 +75,12 @@ class FeaturePlan:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """The segments in order, each with its only leaf."""
+        """The segments of a row sum in order, each with its only leaf."""
         return tuple((Leaf(s * self.length, self.length, False),) for s in range(self.count))
+
+    @property
+    def products(self) -> tuple[Segment, ...]:
+        """The segments of a sum of products, cut into leaves."""
+        return tuple(
+            cut_into_leaves(s * self.length, self.length, False) for s in range(self.count)
+        )

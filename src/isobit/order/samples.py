@@ -32,7 +32,7 @@ from isobit.order.plan import (
     SAMPLE_UNIT,
     Segment,
     count_segments,
-    cut_tokens,
+    cut_into_leaves,
 )
 from isobit.order.tree import Node, find_roots
 
@@ -189,7 +189,8 @@ class Samples:
         """The leaves of every segment of this share, in order."""
         size = segment_size(self.of)
         leaves = [
-            cut_tokens(start, length, i % size != 0) for i, (start, length) in enumerate(self.spans)
+            cut_into_leaves(start, length, i % size != 0)
+            for i, (start, length) in enumerate(self.spans)
         ]
         return tuple(
             tuple(leaf for run in leaves[i : i + size] for leaf in run)

@@ -1,4 +1,4 @@
-"""y = x · weightᵀ: K is cut into SEGMENTS equal segments, each one run of products, merged by the balanced tree.
+"""y = x · weightᵀ: K is cut into SEGMENTS equal segments, merged by the balanced tree.
 
 Three kernels with one order. `linear_tile` keeps partial sums in registers. `linear_counter` keeps those of the upper
 levels in memory. `linear_segments` and `merge_segments` compute one segment per program, for few rows.
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from isobit.compiled.kernels.elementary import round_once
-from isobit.compiled.kernels.sums import add_products, merge_columns
+from isobit.compiled.kernels.sums import LEAF, add_products, merge_columns
 
 
 @triton.jit
@@ -29,18 +29,26 @@ def sum_segment(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> tl.tensor:
-    """Return [BLOCK_M, BLOCK_N], the sum of one segment of LENGTH products."""
-    return add_products(
-        tl.zeros((BLOCK_M, BLOCK_N), tl.float32),
-        x + rows[:, None] * K + segment * LENGTH,
-        weight + columns[None, :] * K + segment * LENGTH,
-        rows[:, None] < M,
-        columns[None, :] < N,
-        LENGTH,
-        1,
-        1,
-        BLOCK_K,
-    )
+    """Return [BLOCK_M, BLOCK_N], the sum of one segment of LENGTH products.
+
+    It is one run on a tensor core, and leaves of 256, folded left, in fp32.
+    """
+    left = x + rows[:, None] * K + segment * LENGTH
+    right = weight + columns[None, :] * K + segment * LENGTH
+    left_in, right_in = rows[:, None] < M, columns[None, :] < N
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    FIRST: tl.constexpr = LENGTH if x.dtype.element_ty != tl.float32 else min(LENGTH, LEAF)
+    total = add_products(zeros, left, right, left_in, right_in, FIRST, 1, 1, BLOCK_K)
+    WHOLE: tl.constexpr = FIRST + (LENGTH - FIRST) // LEAF * LEAF
+    for at in range(FIRST, WHOLE, LEAF):
+        total = total + add_products(
+            zeros, left + at, right + at, left_in, right_in, LEAF, 1, 1, BLOCK_K
+        )
+    if WHOLE < LENGTH:
+        total = total + add_products(
+            zeros, left + WHOLE, right + WHOLE, left_in, right_in, LENGTH - WHOLE, 1, 1, BLOCK_K
+        )
+    return total
 
 
 @triton.jit

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+LEAF = tl.constexpr(256)  # of isobit.order.plan
+
 
 @triton.jit
 def halve(x: tl.tensor, ROWS: tl.constexpr, N: tl.constexpr) -> tl.tensor:

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 
 from isobit.compiled.kernels.elementary import round_once
-
-LEAF = tl.constexpr(256)
+from isobit.compiled.kernels.sums import LEAF
 
 
 @triton.jit

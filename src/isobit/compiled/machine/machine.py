@@ -38,7 +38,6 @@ from isobit.compiled.machine.memory import Buffer, Shared
 from isobit.compiled.machine.opcodes.table import find
 from isobit.compiled.machine.races import Races
 from isobit.compiled.machine.reconvergence import meeting_points
-from isobit.compiled.machine.short_branches import with_guards
 from isobit.compiled.machine.state import State
 from isobit.compiled.machine.tensor_maps import TensorArgument, TensorMap
 from isobit.compiled.names import Array, Names
@@ -70,7 +69,6 @@ class Machine(State):
         races: bool = True,
         record: bool = False,
     ) -> None:
-        program = with_guards(program)
         self.program, self.engine, self.names = program, engine, names
         self.threads = program.threads
         if self.threads % 32:

@@ -73,7 +73,7 @@ class Word:
         return np.stack([byte_of(half, i) for half in self.halves for i in (0, 1)], -1)
 
     def powers(self, bits: int) -> tuple[Names, Names]:
-        """Return `names.powers` of the elements; kept, as a fragment is used by several products."""
+        """Return `nm.powers` of the elements; kept, as a fragment is used by several products."""
         if bits not in self._powers:
             self._powers[bits] = nm.powers(self.elements(bits))
         return self._powers[bits]

@@ -179,7 +179,7 @@ class Values(Domain):
 
     def shift_left(self, a: Array, count: int) -> Array:
         bits = np.ascontiguousarray(a).view(np.uint32) << np.uint32(count)
-        return bits.view(np.float32)
+        return np.asarray(bits.view(np.float32))
 
     def widen(self, a: Array, dtype: str) -> Array:
         return arithmetic.widen(a, dtype)

@@ -10,6 +10,7 @@ import numpy as np
 
 from isobit.compiled.names import Array
 from isobit.compiled.plan.domain import Domain
+from isobit.order.evaluate import feature_segments
 from isobit.order.plan import LANES, FeaturePlan, Leaf, Segment
 from isobit.order.samples import Samples
 from isobit.order.tree import merge
@@ -24,7 +25,7 @@ class Arithmetic:
     Attributes:
         on: The domain.
         dtype: Of the elements: "f32", "bf16" or "f16".
-        engine: The tensor core of 16-bit elements; fp32 products are one chain of fused multiply-adds.
+        engine: The tensor core of 16-bit elements; fp32 products are chains of fused multiply-adds.
     """
 
     on: Domain
@@ -75,7 +76,8 @@ def linear(plan: Arithmetic, x: Array, weight: Array) -> Array:
         part = slice(leaf.start, leaf.start + leaf.length)
         return plan.run(x[:, part], weight[:, part])
 
-    return fold(plan, FeaturePlan(x.shape[1]).segments, run)
+    engine = "chain" if plan.dtype == "f32" else plan.engine
+    return fold(plan, feature_segments(x.shape[1], engine), run)
 
 
 def weight_grad(plan: Arithmetic, grad: Array, x: Array, samples: Samples) -> Array:

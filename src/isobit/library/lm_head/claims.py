@@ -102,7 +102,7 @@ def executors_agree(subject: Head, case: Case, tally: Tally) -> None:
     """Logits have the portable executor's bits."""
     hidden, weight = case.arguments["hidden"], case.arguments["weight"]
     tally.count(case.rows)
-    segments = FeaturePlan(hidden.shape[1]).segments
+    segments = FeaturePlan(hidden.shape[1]).products
     known = sum_products(segments, widen_rows(hidden), widen_rows(weight))[0]
     tally.same(subject.logits(hidden, weight), known, "logits")
 

@@ -21,7 +21,7 @@ from isobit.library.subjects import Subject
 from isobit.ops.rms_norm.op import rms_norm
 from isobit.order.addition import Branch, chain
 from isobit.order.evaluate import leaf_tree
-from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, TOKEN_LEAF
+from isobit.order.plan import FEATURE_CAP, LEAF, SAMPLE_CAP
 from isobit.order.samples import Samples
 from isobit.order.tree import merge_items
 from isobit.records import Proof
@@ -65,9 +65,7 @@ def head_order(samples: Samples, heads: int) -> Branch:
 
     def head(start: int, length: int, h: int) -> Branch:
         rows = [(start + i) * heads + h for i in range(length)]
-        leaves = [
-            leaf_tree("striped", rows[at : at + TOKEN_LEAF]) for at in range(0, length, TOKEN_LEAF)
-        ]
+        leaves = [leaf_tree("striped", rows[at : at + LEAF]) for at in range(0, length, LEAF)]
         return chain(term for leaf in leaves for term in leaf)
 
     totals = [

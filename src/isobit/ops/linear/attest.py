@@ -8,8 +8,7 @@ from isobit import native
 from isobit.errors import RevealError, in_one_line
 from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.addition import digest
-from isobit.order.evaluate import ENGINES, evaluate, expected_tree
-from isobit.order.plan import FeaturePlan
+from isobit.order.evaluate import ENGINES, evaluate, expected_tree, feature_segments
 from isobit.records import Attestation
 from isobit.reveal.targets import products
 from isobit.reveal.targets.tensor_target import TensorTarget
@@ -17,8 +16,8 @@ from isobit.reveal.tree import reveal
 
 # 1 and 5 take the paths for few rows, 33 leaves a tail in the tile engine, 130 a second tile.
 ROW_COUNTS = (1, 5, 33, 130)
-# Two segments; one long chain, which an engine that cuts K into blocks would break; a chain that is not a multiple of
-# the engine's block.
+# Two segments; one long segment of many leaves, the last of them short; a leaf that is not a multiple of the engine's
+# block.
 EXTENTS = (512, 4099, 300)
 
 
@@ -34,7 +33,7 @@ def attest_dtype(dtype: torch.dtype, engine: str) -> Attestation:
     """Reveal the tree at several row counts, then compare values with the exact evaluator."""
     name, checks = str(dtype).removeprefix("torch."), 0
     extent = EXTENTS[0]
-    expected = digest(expected_tree(FeaturePlan(extent).segments, engine))
+    expected = digest(expected_tree(feature_segments(extent, engine), engine))
     for rows in ROW_COUNTS:
         checks += 1
         try:
@@ -66,7 +65,7 @@ def values_agree(dtype: torch.dtype, engine: str, extent: int) -> bool:
     generator = torch.Generator().manual_seed(extent)
     x, weight = (wide_values((n, extent), dtype, generator) for n in (2, 1))
     got = torch.ops.isobit.linear_roots(x, weight, extent, 0)[0, :, 0]
-    segments = FeaturePlan(extent).segments
+    segments = feature_segments(extent, engine)
     column = weight[0].double().tolist()
     want = [
         evaluate(segments, list(zip(row, column, strict=True)), ENGINES[engine])

@@ -160,9 +160,8 @@ def check_share(name: str, tensor: Tensor, cut: Cut) -> None:
 
 def _portable(cut: Cut, left: Tensor, right: Tensor) -> Tensor:
     share = FeaturePlan(cut.extent).count // cut.parts
-    segments = FeaturePlan(cut.extent).segments[
-        :share
-    ]  # positions are counted from the share's start
+    # Positions are counted from the share's start.
+    segments = FeaturePlan(cut.extent).products[:share]
     return keeping_subnormals(sum_products)(segments, left, right, cut.index * share)
 
 

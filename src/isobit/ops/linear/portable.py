@@ -14,7 +14,7 @@ from isobit.order.samples import Samples
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """Return [rows, N], the sums over K in the accumulation dtype, before bias and rounding."""
-    return sum_products(FeaturePlan(x.shape[-1]).segments, widen_rows(x), widen_rows(weight))[0]
+    return sum_products(FeaturePlan(x.shape[-1]).products, widen_rows(x), widen_rows(weight))[0]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -27,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     """Return dX [..., K], summed over N."""
-    segments = FeaturePlan(grad.shape[-1]).segments
+    segments = FeaturePlan(grad.shape[-1]).products
     total = sum_products(segments, widen_rows(grad), widen_rows(weight).t())[0]
     return round_once(total, grad.dtype).reshape(*grad.shape[:-1], weight.shape[1])
 

@@ -12,8 +12,7 @@ from isobit.ops import dispatch
 from isobit.ops.linear.op import linear, linear_with_packed
 from isobit.ops.linear.packed import PackedWeight
 from isobit.order.addition import Branch
-from isobit.order.evaluate import expected_tree
-from isobit.order.plan import FeaturePlan
+from isobit.order.evaluate import expected_tree, feature_segments
 from isobit.order.samples import Samples
 from isobit.reveal import targets
 from isobit.reveal.targets.tensor_target import TensorTarget
@@ -62,5 +61,6 @@ TARGETS: dict[str, Callable[..., TensorTarget]] = {
 def expected_order(name: str, k: int, dtype: torch.dtype) -> Branch:
     """Return the order that the target `name` must show over k terms (features, or tokens of one sample)."""
     features = name in ("linear", "frozen", "input_grad")
-    segments = FeaturePlan(k).segments if features else Samples.packed([k]).segments
-    return expected_tree(segments, "striped" if name == "bias_grad" else dispatch.engine_of(dtype))
+    engine = "striped" if name == "bias_grad" else dispatch.engine_of(dtype)
+    segments = feature_segments(k, engine) if features else Samples.packed([k]).segments
+    return expected_tree(segments, engine)

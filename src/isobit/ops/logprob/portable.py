@@ -17,7 +17,7 @@ from isobit.order.samples import Samples
 
 def logits_of(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
     """Return logits [T, V] divided by the temperature."""
-    segments = FeaturePlan(hidden.shape[1]).segments
+    segments = FeaturePlan(hidden.shape[1]).products
     total = sum_products(segments, widen_rows(hidden), widen_rows(weight))[0]
     return total if temperature == 1.0 else total * inverse(temperature, total.dtype)
 
@@ -97,7 +97,9 @@ def shard_backward(
     chosen = torch.arange(cut.start, cut.start + cut.length) == targets.unsqueeze(1)
     scaled = torch.where(targets < 0, 0.0, grad * inverse(temperature, grad.dtype)).unsqueeze(1)
     spread = torch.where(chosen, 1.0 - weights, -weights) * scaled
-    by_token = sum_products(segments_of(cut), spread, widen_rows(weight).t())[0]
+    plan = FeaturePlan(cut.extent)
+    words = plan.products[: plan.count // cut.parts]
+    by_token = sum_products(words, spread, widen_rows(weight).t())[0]
     by_word = sum_products(samples.segments, spread.t(), widen_rows(hidden).t())
     total = by_word[0] if len(by_word) else torch.zeros_like(weight, dtype=spread.dtype)
     return by_token, round_once(total, gradient_dtype(weight.dtype, len(samples.spans), samples.of))

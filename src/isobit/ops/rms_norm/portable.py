@@ -9,7 +9,7 @@ from isobit.ops.portable.norms import input_grad, scale_of
 from isobit.ops.portable.rounding import one_nan, round_once, widen_rows
 from isobit.ops.portable.sums import sum_rows, sum_samples
 from isobit.ops.share import gradient_dtype
-from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, cut_tokens
+from isobit.order.plan import FEATURE_CAP, SAMPLE_CAP, cut_into_leaves
 from isobit.order.samples import Samples
 from isobit.order.tree import merge_items
 
@@ -53,7 +53,7 @@ def sum_heads(terms: Tensor, samples: Samples, heads: int, of: int = 0) -> Tenso
     totals = terms.new_zeros(len(samples.spans), terms.shape[1])
     tokens = terms.reshape(-1, heads * terms.shape[1])
     for at, (start, length) in enumerate(samples.spans):
-        (total,) = sum_rows([cut_tokens(start, length, False)], tokens)
+        (total,) = sum_rows([cut_into_leaves(start, length, False)], tokens)
         totals[at] = one_nan(
             merge_items(list(total.reshape(heads, -1)), FEATURE_CAP, torch.add, of)
         )

@@ -17,6 +17,7 @@ from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import WIDTHS, Instruction
 from isobit.compiled.refusals import unknown
 
+INTEGRAL_FP32 = ("f32", "f32")  # tl.floor and the like
 FLOATS = ("f16", "bf16", "f32", "f64")
 
 
@@ -153,13 +154,21 @@ def numbers(instruction: Instruction, to: str, source: str, modifiers: set[str])
     """Decode a conversion between integers and floats, or of a float to integral values."""
     target, operand = instruction.operands
     rounding = modifiers & {"rn", "rz", "rm", "rp", "rni", "rzi", "rmi", "rpi"}
-    if len(rounding) > 1 or modifiers - rounding - {"ftz"} or "ftz" in modifiers:
+    flushes = "ftz" in modifiers
+    if (
+        len(rounding) > 1
+        or modifiers - rounding - {"ftz"}
+        or (flushes and (to, source) != INTEGRAL_FP32)
+    ):
         raise unknown(instruction, "modifier of")
     mode = min(rounding, default="")
     name = Naming(instruction.opcode)
     width, from_width = WIDTHS[to], WIDTHS[source]
     out = getattr(target, "width", width)
-    compute = number_conversion(instruction, to, source, mode)
+    convert_bits = number_conversion(instruction, to, source, mode)
+
+    def compute(bits: Array) -> Array:
+        return convert_bits(ar.flush(ar.floats(bits)).view(np.uint32) if flushes else bits)  # type: ignore[no-any-return]
 
     def step(machine: State, mask: Array | None) -> None:
         with np.errstate(all="ignore"):
@@ -176,8 +185,7 @@ def number_conversion(instruction: Instruction, to: str, source: str, mode: str)
             if (to, source, mode) in (
                 ("f64", "f32", ""),
                 ("f32", "f64", "rn"),
-                ("f32", "f32", "rni"),
-            ):
+            ) or ((to, source) == INTEGRAL_FP32 and mode in INTEGRAL):
                 return lambda bits: float_to_float(bits, to, source, mode)
             raise unknown(instruction, "types of")
         if mode not in INTEGRAL:
@@ -225,8 +233,8 @@ def float_to_integer(bits: Array, to: str, source: str, mode: str) -> Array:
 def float_to_float(bits: Array, to: str, source: str, mode: str) -> Array:
     """Return fp64 of fp32, fp32 of fp64, or fp32 rounded to an integral value."""
     values = bits.view(np.float32 if source == "f32" else np.float64)
-    if mode == "rni":
-        return ar.patterns(np.rint(values))
+    if mode in INTEGRAL:
+        return ar.patterns(INTEGRAL[mode](values))
     if to == "f32":
         return ar.patterns(values.astype(np.float32))
     wide = values.astype(np.float64)
