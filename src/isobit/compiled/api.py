@@ -47,6 +47,17 @@ class Certificate(Certified):
         targets: one report per target, with outcomes, static facts and where expressions differ.
         groups: targets that share one expression.
         exit_code: 0 if kept, 1 if it fails on a target, 2 if not enough ran to say.
+
+    Example:
+        >>> from isobit.compiled.kernels.rows import softmax
+        >>> def attend(rows):
+        ...     x = torch.randn(rows, 64)
+        ...     y = torch.empty_like(x)
+        ...     softmax[(rows,)](x, y, rows, N=64, SEGMENTS=1, ROWS=1)
+        ...     return y
+        >>> found = isobit.certify(attend, rows=(2, 3), targets=("sm_80",))
+        >>> found.exit_code, [report.target for report in found.targets]
+        (0, ['sm_80'])
     """
 
     def to_dict(self) -> dict[str, Any]:
@@ -107,6 +118,17 @@ def certify(
     Raises:
         ArgumentError: If the function raises, launches nothing, or lacks a parameter.
         EngineError: If triton is not installed.
+
+    Example:
+        >>> from isobit.compiled.kernels.rows import softmax
+        >>> def attend(rows):
+        ...     x = torch.randn(rows, 64)
+        ...     y = torch.empty_like(x)
+        ...     softmax[(rows,)](x, y, rows, N=64, SEGMENTS=1, ROWS=1)
+        ...     return y
+        >>> found = isobit.certify(attend, rows=(1, 3), targets=("sm_80",))
+        >>> found.kept, len(found.classes)
+        (True, 1)
     """
     began = time.perf_counter()
     triton = triton_package()
