@@ -140,7 +140,7 @@ def _by_threads(hidden: Tensor, weight: Tensor) -> Tensor:
     """Sum in another order on more than one thread."""
     if torch.get_num_threads() == 1:
         return linear_fp32(hidden, weight)
-    return _stock_logits(hidden.float(), weight.float())
+    return linear_fp32(hidden.flip(-1), weight.flip(-1))
 
 
 def _without_the_last_feature(hidden: Tensor, weight: Tensor) -> Tensor:
