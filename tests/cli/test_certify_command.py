@@ -34,7 +34,7 @@ number = 5
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    (tmp_path / "kernels.py").write_text(KERNELS)
+    (tmp_path / "certified_kernels.py").write_text(KERNELS)
     (tmp_path / "broken.py").write_text("import surely_not_installed\n")
     (tmp_path / "leaves.py").write_text("raise SystemExit(7)\n")
     (tmp_path / "sibling.py").write_text("import beside\ndef f(rows): pass\n")
@@ -68,19 +68,19 @@ def engine(monkeypatch):
 )
 def test_exit_codes(name, code, folder, engine, capsys):
     engine(fakes.CASES[name]())
-    assert main(["certify", "kernels.py:doubled"]) == code
-    assert "Certificate of kernels.py:doubled" in capsys.readouterr().out
+    assert main(["certify", "certified_kernels.py:doubled"]) == code
+    assert "Certificate of certified_kernels.py:doubled" in capsys.readouterr().out
 
 
 def test_options_reach_the_engine(folder, engine):
     asked = engine(fakes.kept())
     words = ["--rows", "1,17", "--vary", "BLOCK=16,64", "--vary", "num_warps=2,4"]
-    assert main(["certify", "kernels.py:doubled", *words, "--target", "sm_80,sm_90"]) == 0
+    assert main(["certify", "certified_kernels.py:doubled", *words, "--target", "sm_80,sm_90"]) == 0
     assert asked["function"].__name__ == "doubled"
     assert asked["rows"] == [1, 17]
     assert asked["vary"] == {"BLOCK": [16, 64], "num_warps": [2, 4]}
     assert asked["targets"] == ["sm_80", "sm_90"]
-    assert main(["certify", "kernels:doubled"]) == 0
+    assert main(["certify", "certified_kernels:doubled"]) == 0
     assert asked["rows"] is None
     assert asked["vary"] == {}
 
@@ -107,27 +107,27 @@ def test_values_of_a_setting():
 )
 def test_options_that_cannot_be(words, capsys):
     with pytest.raises(SystemExit) as stop:
-        main(["certify", "kernels.py:doubled", *words])
+        main(["certify", "certified_kernels.py:doubled", *words])
     assert stop.value.code == 2
 
 
 @pytest.mark.parametrize(
     ("function", "words", "says"),
     [
-        ("kernels.py", [], "FILE.py:function"),
+        ("certified_kernels.py", [], "FILE.py:function"),
         (":doubled", [], "FILE.py:function"),
         ("nowhere.py:doubled", [], "no such file"),
-        ("kernels.py:trippled", [], "doubled"),
-        ("kernels.py:double", [], "the kernel double itself"),
-        ("kernels.py:number", [], "a int"),
+        ("certified_kernels.py:trippled", [], "doubled"),
+        ("certified_kernels.py:double", [], "the kernel double itself"),
+        ("certified_kernels.py:number", [], "a int"),
         ("broken.py:f", [], "pip install surely_not_installed"),
         ("leaves.py:f", [], "SystemExit"),
         ("no_such_module:f", [], "no_such_module"),
         ("sibling.py:f", [], "--trust beside"),
-        ("kernels.py:doubled", ["--html", "nowhere/x.html"], "--html"),
-        ("kernels.py:doubled", ["--html", "."], "--html"),
-        ("kernels.py:doubled", ["--ptx", "kernels.py"], "--ptx"),
-        ("kernels.py:doubled", ["--vary", "B=1", "--vary", "B=2"], "--vary B twice"),
+        ("certified_kernels.py:doubled", ["--html", "nowhere/x.html"], "--html"),
+        ("certified_kernels.py:doubled", ["--html", "."], "--html"),
+        ("certified_kernels.py:doubled", ["--ptx", "certified_kernels.py"], "--ptx"),
+        ("certified_kernels.py:doubled", ["--vary", "B=1", "--vary", "B=2"], "--vary B twice"),
     ],
 )
 def test_refusals_have_a_remedy(function, words, says, folder, engine, capsys):
@@ -147,38 +147,40 @@ def test_a_trusted_sibling_is_found(folder, engine):
 def test_an_error_of_the_engine_is_one_of_the_command(folder, engine, capsys):
     error = UnsupportedError(expected="an instruction", received="lop3", remedy="report it")
     engine(error)
-    assert main(["certify", "kernels.py:doubled"]) == 2
+    assert main(["certify", "certified_kernels.py:doubled"]) == 2
     assert "remedy: report it" in capsys.readouterr().err
 
 
 def test_json_has_provenance_and_is_all_of_the_output(folder, engine, capsys):
     engine(replace(fakes.split_by_rows(), provenance=None))
-    assert main(["certify", "kernels.py:doubled", "--json", "-q"]) == 1
+    assert main(["certify", "certified_kernels.py:doubled", "--json", "-q"]) == 1
     shown = capsys.readouterr()
     record = json.loads(shown.out)
     assert record["format"] == "isobit certificate 1"
-    assert record["function"] == "kernels.py:doubled"
-    assert record["provenance"]["command"] == "isobit certify kernels.py:doubled --json -q"
+    assert record["function"] == "certified_kernels.py:doubled"
+    assert (
+        record["provenance"]["command"] == "isobit certify certified_kernels.py:doubled --json -q"
+    )
     assert shown.err == ""
 
 
 def test_the_page_is_written_whole_or_not_at_all(folder, engine, monkeypatch):
     engine(fakes.split_by_rows())
-    assert main(["certify", "kernels.py:doubled", "--html", "page.html", "-q"]) == 1
+    assert main(["certify", "certified_kernels.py:doubled", "--html", "page.html", "-q"]) == 1
     page = (folder / "page.html").read_text()
-    assert "Certificate of kernels.py:doubled" in page
+    assert "Certificate of certified_kernels.py:doubled" in page
 
     def fails(found):
         raise OSError("no space")
 
     monkeypatch.setattr(command, "write_certificate_page", fails)
-    assert main(["certify", "kernels.py:doubled", "--html", "page.html", "-q"]) == 2
+    assert main(["certify", "certified_kernels.py:doubled", "--html", "page.html", "-q"]) == 2
     assert (folder / "page.html").read_text() == page
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == []
 
 
 def test_a_real_kernel_from_the_command_line(folder, capsys):
-    words = ["certify", "kernels.py:doubled", "--rows", "1,3", "--target", "sm_80", "-q"]
+    words = ["certify", "certified_kernels.py:doubled", "--rows", "1,3", "--target", "sm_80", "-q"]
     assert main([*words, "--vary", "BLOCK=32,64", "--ptx", "compiled", "--json"]) == 0
     shown = capsys.readouterr()
     record = json.loads(shown.out)

@@ -48,7 +48,10 @@ def difference_across_chunks(generator: torch.Generator) -> str | None:
     the contract has whole chunks.
     """
     mask = portable.Mask(0.25, True, WINDOW)
-    q, k, v = (torch.randn((rows, 1, DEPTH), generator=generator) for rows in (QUERIES, END, END))
+    q, k, v = (
+        torch.randn((rows, 1, DEPTH), generator=generator, dtype=torch.float32)
+        for rows in (QUERIES, END, END)
+    )
     first = END - QUERIES + 1 - WINDOW  # the first key that is seen
     k[:first] = v[:first] = torch.nan
     starts = range(0, END, ATTENTION_BLOCK)
