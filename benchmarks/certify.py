@@ -161,7 +161,7 @@ def show_mutations(console, count):
     console.print(
         f"of the {names} caught by names, {tally.bits} changed a bit of the output on the input of the case"
     )
-    console.print(f"drawn again, because they provably change nothing: {again or 'none'}")
+    console.print(f"drawn again, because they change nothing: {again or 'none'}")
     for missed in tally.missed:
         console.print(f"missed: {missed}")
     return tally

@@ -1,9 +1,10 @@
 """Random changes of one float operation in PTX text, and whether the comparison with the plan catches them.
 
 A mutation that leaves all names as they were is a miss, unless it provably changes nothing: its instruction is never
-executed at these sizes, nothing reads its result, or the registers that it exchanges hold the same constant whenever it
-is executed. Such a mutation is drawn again, and the reason is counted. That the bits of the outputs are equal is no
-reason.
+executed at these sizes, the registers that it exchanges hold the same constant whenever it is executed, or no output
+depends on its result: the outputs keep their bits when the result is replaced by NaN, which arithmetic passes on, and
+by other numbers (a thread that computes a copy of a value that another thread stores). Such a mutation is drawn again,
+and the reason is counted. That the mutation itself leaves the bits of the outputs alone is no reason.
 """
 
 import re
@@ -11,16 +12,19 @@ from collections import Counter
 from dataclasses import dataclass, field
 from random import Random
 
+import numpy as np
+
 from isobit.compiled.refusals import MachineError, PtxSyntaxError
 from tests.compiled.cases import (
     attention_case,
     judge,
     linear_case,
+    patterns,
     rms_norm_case,
     softmax_case,
     weight_grad_case,
 )
-from tests.compiled.running import Session
+from tests.compiled.running import Session, raw
 
 FLOAT = re.compile(
     r"^\s*(@!?%\w+\s+)?((?:add|sub|mul|fma|div|sqrt|max)\.[\w.]*f32(?:x2)?|cvt\.rn\.(?:bf16|f16)(?:x2)?\.f32"
@@ -288,26 +292,51 @@ def neutral(case, target, drawn):
             session.run(each)
         if not any(session.hits[program.name, each.index] for each in changed):
             return "never executed at these sizes"
-        if not any(is_read(program, each) for each in changed):
-            return "nothing reads the result"
         if contents.same:
             return "the exchanged registers hold the same constant"
+        if not any(reaches_an_output(case, target, each) for each in changed):
+            return "no output depends on the result"
     return ""
 
 
-def is_read(program, instruction):
-    """Whether another instruction, or this one, has a result of `instruction` among the operands it reads."""
-    results = set(registers(instruction.operands[:1]))
-    return any(results & set(registers(each.operands[1:])) for each in program.instructions) or any(
-        results & set(registers(each.operands))
-        for each in program.instructions
-        if each.opcode.startswith(("st", "bra")) or each.guard
-    )
+REPLACEMENTS = (
+    0x7FC00000,
+    0x7F7FFFFF,
+    0xC2F6E979,
+    0x3F800000,
+)  # NaN, the largest number, -123.456, 1
 
 
-def registers(operands):
-    """Return the names of the registers in operands, also inside vectors and addresses."""
-    return REGISTER.findall(repr(operands))
+def reaches_an_output(case, target, instruction):
+    """Whether an output changes when the result of an instruction is replaced in all threads."""
+    outputs = []
+    for bits in (None, *REPLACEMENTS):
+        case.output.fill_(float("nan"))
+        watch = None if bits is None else Replaced(instruction, bits)
+        session = Session(target, names=False, races=False, watch=watch)
+        for launch in case.launches:
+            session.run(launch)
+        outputs.append(patterns(raw(case.output)).copy())
+    return any((outputs[0] != each).any() for each in outputs[1:])
+
+
+class Replaced:
+    """Writes other bits over the result of an instruction after each execution."""
+
+    def __init__(self, instruction, bits):
+        self.line, self.bits = instruction.line, bits
+        self.results = REGISTER.findall(repr(instruction.operands[:1]))
+
+    def look(self, machine):
+        pass
+
+    def after(self, machine):
+        for register in machine.program.registers:
+            if register.name in self.results:
+                kind = machine.values[register.index].dtype.type
+                both = self.bits if register.width <= 32 else self.bits * 0x1_0000_0001
+                value = both >> 16 if register.width == 16 else both
+                machine.values[register.index] = np.full(machine.threads, value, kind)
 
 
 class Contents:
@@ -322,3 +351,6 @@ class Contents:
         named = [machine.named[places[name]] for name in self.exchanged]
         constant = all(each is None for each in named)  # no thread's value depends on float data
         self.same = self.same and constant and (held[0] == held[1]).all()
+
+    def after(self, machine):
+        pass

@@ -56,7 +56,7 @@ class Session:
     """Runs launches one after another on tensors that keep their names.
 
     `engine` replaces the tensor core of the target, and `mutate` changes the PTX text of each launch.
-    `watch.look(machine)` is called before each execution of the instruction at `watch.line`.
+    `watch.look(machine)` and `watch.after(machine)` are called around the instruction at `watch.line`.
     """
 
     def __init__(self, target, engine=None, names=True, mutate=None, races=True, watch=None):
@@ -78,7 +78,7 @@ class Session:
         program = compiled.program if text is compiled.ptx else parse(text)
         machine = Machine(program, self.engine, names=self.names, races=self.races)
         if self.watch is not None:
-            look_before(machine, self.watch)
+            look_around(machine, self.watch)
         arguments = [
             self.buffer(name, value) if isinstance(value, torch.Tensor) else value
             for name, value in call.bound.items()
@@ -95,8 +95,8 @@ class Session:
         return self.buffers[tensor.data_ptr()].element_names()
 
 
-def look_before(machine, watch):
-    """Call `watch.look` before the machine executes an instruction."""
+def look_around(machine, watch):
+    """Call `watch.look` before and `watch.after` after the machine executes an instruction."""
     for index, instruction in enumerate(machine.program.instructions):
         if instruction.line == watch.line:
             step = machine.steps[index]
@@ -104,5 +104,6 @@ def look_before(machine, watch):
             def looking(state, mask, step=step):
                 watch.look(machine)
                 step(state, mask)
+                watch.after(machine)
 
             machine.steps[index] = looking
