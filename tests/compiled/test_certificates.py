@@ -3,6 +3,9 @@
 All subjects are in certify_subjects.py. They are compiled and executed for one target, without a GPU.
 """
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -41,6 +44,24 @@ def test_right_kernels_have_one_expression(function, per_row):
     assert found.names == sum(ROWS) * per_row
     assert {outcome.verdict for outcome in only_target(found).outcomes} == {EXECUTED}
     assert all(o.bits_equal == o.bits_rows for o in only_target(found).outcomes)
+
+
+def test_a_copy_of_a_file_is_shown_in_its_own_place(tmp_path):
+    """Triton's cache does not look at paths; the lines that are shown are those of the file that was given."""
+    for folder in ("first", "second"):
+        copy = tmp_path / folder / "copied_subjects.py"
+        copy.parent.mkdir()
+        copy.write_text(Path(subjects.__file__).read_text())
+        found = certify(load_module(copy).norm, rows=(1,), vary={"num_warps": (1, 4)})
+        (parting,) = only_target(found).partings
+        assert parting.left_step.source[0] == str(copy)
+
+
+def load_module(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def test_warps_change_the_order_of_a_sum_and_it_is_shown_where():

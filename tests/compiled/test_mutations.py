@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.compiled.mutations import SUBJECTS, float_lines, reaches_an_output, try_mutations
+from tests.compiled.mutations import SUBJECTS, reaches_an_output, try_mutations
+from tests.compiled.ptx_changes import float_lines
 
 
 def check(tally, count):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -215,13 +216,13 @@ class Compiler:
         return self.done[key]
 
     def _compile(self, kernel: Any, call: Specialised) -> Compiled:
-        from triton.compiler import ASTSource
         from triton.compiler import compile as triton_compile
 
-        source = ASTSource(kernel, call.signature, call.constants, call.attributes)
         try:
             made = triton_compile(
-                source, target=gpu_target(self.target), options=call.options.__dict__
+                source_of(kernel, call),
+                target=gpu_target(self.target),
+                options=call.options.__dict__,
             )
         except Exception as error:
             last = [line for line in str(error).splitlines() if line.strip()] or [repr(error)]
@@ -248,6 +249,21 @@ class Compiler:
             cubin=made.asm.get("cubin") if self.resources else None,
         )
         return Compiled(kernel.__name__, ptx, parse(ptx), shared, facts)
+
+
+def source_of(kernel: Any, call: Specialised) -> Any:
+    """Return what Triton compiles, known to its cache by the file's path too.
+
+    Triton's cache does not look at paths: a copy of a file would get the PTX of the first one, whose lines point into
+    a folder that may be gone.
+    """
+    from triton.compiler import ASTSource
+
+    source = ASTSource(kernel, call.signature, call.constants, call.attributes)
+    named = f"{source.hash()} {kernel.fn.__code__.co_filename}"
+    digest = hashlib.sha256(named.encode()).hexdigest()
+    source.hash = lambda: digest
+    return source
 
 
 def python_line(source: tuple[str, int] | None) -> str:
