@@ -8,7 +8,7 @@ from rich.progress import track
 from rich.table import Table
 
 from isobit.compiled.compile import Compiler, specialise
-from isobit.compiled.kernels import linear
+from isobit.ops.gpu import linear
 from isobit.order.plan import ATTENTION_CHUNK
 from tests.compiled.cases import (
     attention_case,

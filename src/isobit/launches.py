@@ -17,7 +17,7 @@ class Launch:
     """One forward call of an operator with its sizes: (rows, K, N) for linear, (rows, n) for a function of rows."""
 
     operator: str
-    executor: str  # native or portable
+    executor: str  # native, portable or triton
     dtype: str
     sizes: tuple[int, ...]
 
@@ -49,10 +49,8 @@ def is_recording() -> bool:
     return not torch.compiler.is_compiling() and bool(_recordings)
 
 
-def record(operator: str, native: bool, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
+def record(operator: str, executor: str, dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
     """Add a launch to every open recording."""
-    launch = Launch(
-        operator, "native" if native else "portable", str(dtype).removeprefix("torch."), sizes
-    )
+    launch = Launch(operator, executor, str(dtype).removeprefix("torch."), sizes)
     for recording in _recordings:
         recording.append(launch)

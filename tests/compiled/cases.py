@@ -1,4 +1,4 @@
-"""The kernels of isobit.compiled.kernels as cases: tensors, launches, and the plan that they must follow."""
+"""The Triton kernels of operators as cases: tensors, launches, and the plan that they must follow."""
 
 import math
 import time
@@ -10,11 +10,12 @@ import torch
 
 import isobit
 from isobit.compiled import names
-from isobit.compiled.kernels import attention, linear, rows, weight_grad
 from isobit.compiled.plan import operators
 from isobit.compiled.plan.attention import Head
 from isobit.compiled.plan.domain import Names, Values
 from isobit.compiled.plan.operators import Arithmetic
+from isobit.ops.gpu import attention, linear, rows, weight_grad
+from isobit.ops.rms_norm.triton import normalise_rows
 from isobit.order.plan import ATTENTION_CHUNK, FeaturePlan
 from tests.compiled.running import Launch, Session, draw, raw
 
@@ -171,11 +172,12 @@ def rms_norm_case(dtype, m, n, rows_per_program=2, warps=4):
         draw(n, dtype=dtype, seed=4),
         empty(m, n, dtype=dtype),
     )
-    count = FeaturePlan(n).count
+    count, scales = FeaturePlan(n).count, empty(m)
     given = {
         "x": x,
         "weight": weight,
         "y": y,
+        "scales": scales,
         "M": m,
         "EPS": 1e-6,
         "N": n,
@@ -185,9 +187,9 @@ def rms_norm_case(dtype, m, n, rows_per_program=2, warps=4):
     grid = (math.ceil(m / rows_per_program),)
     return Case(
         "rms_norm", dtype, "rows", f"{rows_per_program} rows", count, {"x": x, "weight": weight}, y,
-        (Launch(rows.rms_norm, grid, given, {"num_warps": warps}),),
+        (Launch(normalise_rows, grid, given, {"num_warps": warps}),),
         lambda plan, given: operators.rms_norm(plan, given["x"], given["weight"], 1e-6),
-        lambda: isobit.rms_norm(x, weight, 1e-6),
+        lambda: isobit.rms_norm(x, weight, 1e-6), (scales,),
     )  # fmt: skip
 
 

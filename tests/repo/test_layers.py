@@ -16,13 +16,14 @@ SOURCE = ROOT / "src" / "isobit"
 
 # "foundation" stands for the small modules at the root of the package.
 FOUNDATION = (
-    "bits errors files isolation launches lazy machine majority native plain_text processor records "
-    "trusted_folder"
+    "backends bits errors files isolation launches lazy machine majority native plain_text processor "
+    "records trusted_folder"
 )
 # layer -> the layers that it may import, besides itself.
 LAYERS = {
     "errors": "",
     "lazy": "",
+    "backends": "",
     "launches": "",
     "plain_text": "",
     "processor": "",
@@ -150,12 +151,12 @@ def test_only_gates_and_commands_know_of_the_simulator():
     ids=lambda p: f"{p.parent.name}/{p.stem}",
 )
 def test_operators_share_code_through_portable(path):
-    """An operator imports its own folder, ops/portable and ops/*.py; of another operator only what it is built on.
+    """An operator imports its own folder, ops/portable, ops/gpu and ops/*.py; of others only what it is built on.
 
     The one thing that another operator may offer is its op.py: linear_logprob is built on linear, the loss on
     exact_sum, and log_softmax registers itself as softmax does.
     """
-    shared = {p.stem for p in (SOURCE / "ops").glob("*.py")} | {"portable", path.parent.name}
+    shared = {p.stem for p in (SOURCE / "ops").glob("*.py")} | {"portable", "gpu", path.parent.name}
     for name in imports_of(path):
         parts = name.split(".")
         if parts[1] == "ops" and parts[2] not in shared:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from isobit.compiled.arithmetic import round_bf16, widen
 from isobit.compiled.fma import chain, fused_multiply_add
 from isobit.compiled.leaf import multiply_accumulate
 from isobit.errors import UnsupportedError
@@ -41,6 +42,7 @@ def replacements_of_operations(settings: Callable[[], Any]) -> list[Replacement]
         "create_dot": create_dot,
         "create_fma": create_fma,
         "create_fadd": create_fadd,
+        "cast_impl": cast,
         "binary_op": compute_patterns,
         "unary_op": compute_patterns,
         "ternary_op": compute_patterns,
@@ -95,6 +97,18 @@ def create_fadd(original: Any, _settings: Any, self: Any, lhs: Any, rhs: Any) ->
             remedy="pass the accumulator to tl.dot",
         )
     return original(self, lhs, rhs)
+
+
+def cast(original: Any, _settings: Any, self: Any, src: Any, dst_type: Any) -> Any:
+    """Convert between fp32 and bf16 as a GPU does; Triton's interpreter truncates to bf16."""
+    source, target = src.dtype.scalar, dst_type.scalar
+    if source.is_fp32() and target.is_bf16():
+        data = round_bf16(np.ascontiguousarray(src.data).view(np.uint32))
+    elif source.is_bf16() and target.is_fp32():
+        data = widen(np.ascontiguousarray(src.data).view(np.uint16), "bf16")
+    else:
+        return original(self, src, dst_type)
+    return type(src)(data.reshape(src.data.shape), target)
 
 
 def compute_patterns(original: Any, _settings: Any, self: Any, *args: Any) -> Any:

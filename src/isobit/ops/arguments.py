@@ -10,10 +10,11 @@ from isobit.errors import ArgumentError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DEVICES = ("cpu", "meta")
+WITH_GPU = (*DEVICES, "cuda")  # of operators with a Triton executor; AMD's GPUs are "cuda" too
 
 
-def check_tensors(**tensors: torch.Tensor | None) -> None:
-    """Raise unless all are strided tensors of one supported dtype on one supported device; None is skipped."""
+def check_tensors(devices: tuple[str, ...] = DEVICES, /, **tensors: torch.Tensor | None) -> None:
+    """Raise unless all are strided tensors of one supported dtype on one of `devices`; None is skipped."""
     known = {name: t for name, t in tensors.items() if t is not None}
     first = next(iter(known.values()))
     # This runs before every call of every operator: one pass decides, and only a failure is looked at closely.
@@ -25,12 +26,12 @@ def check_tensors(**tensors: torch.Tensor | None) -> None:
             and tensor.dtype in DTYPES
             and tensor.dtype is first.dtype
             and tensor.device == first.device
-            and tensor.device.type in DEVICES
+            and tensor.device.type in devices
         ):
-            refuse_tensors(known)
+            refuse_tensors(known, devices)
 
 
-def refuse_tensors(known: dict[str, torch.Tensor]) -> NoReturn:
+def refuse_tensors(known: dict[str, torch.Tensor], devices: tuple[str, ...]) -> NoReturn:
     """Raise an ArgumentError for the first tensor that is not supported."""
     for name, tensor in known.items():
         if not isinstance(tensor, torch.Tensor):
@@ -51,9 +52,10 @@ def refuse_tensors(known: dict[str, torch.Tensor]) -> NoReturn:
                 received="a nested tensor",
                 remedy=f"pass {name}.to_padded_tensor(0.0), or join its rows, and describe them by samples=",
             )
-        if tensor.device.type not in DEVICES:
+        if tensor.device.type not in devices:
+            places = "the CPU or a GPU" if "cuda" in devices else "the CPU"
             raise ArgumentError(
-                expected=f"{name} on the CPU, where this version has kernels",
+                expected=f"{name} on {places}, where this version has kernels",
                 received=f"device {tensor.device}",
                 remedy=f"pass {name}.cpu()",
             )
@@ -80,14 +82,20 @@ def refuse_shape(name: str, tensor: torch.Tensor, expected: str, remedy: str) ->
 
 def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """Cast to the autocast dtype, as torch.autocast does with the inputs of a linear layer."""
-    if not torch.is_autocast_enabled("cpu"):
+    device = autocast_device(tensors)
+    if not torch.is_autocast_enabled(device):
         return tensors
-    dtype = torch.get_autocast_dtype("cpu")
+    dtype = torch.get_autocast_dtype(device)
     return tuple(None if t is None else t.to(dtype) for t in tensors)
 
 
 def widen_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """Cast to fp32 under torch.autocast, which leaves a norm's weight in fp32 and its rows in 16 bits."""
-    if not torch.is_autocast_enabled("cpu"):
+    if not torch.is_autocast_enabled(autocast_device(tensors)):
         return tensors
     return tuple(None if t is None else t.float() for t in tensors)
+
+
+def autocast_device(tensors: tuple[torch.Tensor | None, ...]) -> str:
+    """Return the device whose autocast applies to a call."""
+    return "cuda" if any(isinstance(t, torch.Tensor) and t.is_cuda for t in tensors) else "cpu"

@@ -21,8 +21,8 @@ from typing import Generic, TypeVar
 
 import torch
 
-from isobit import native
-from isobit.errors import PortableWarning
+from isobit import backends, native
+from isobit.errors import PortableWarning, UnsupportedError
 from isobit.isolation import run_apart
 from isobit.records import Attestation
 
@@ -152,12 +152,33 @@ def has_native() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_native(dtype: torch.dtype) -> bool:
-    """Return whether calls of this dtype use native kernels; warn once where they should and cannot."""
+    """Return whether calls of this dtype use native kernels; warn once where they should and cannot.
+
+    Raises:
+        UnsupportedError: If a backend for Triton executors is chosen: what asks here has none.
+    """
+    refuse_chosen()
     if serves_native(dtype):
         return True
     if dtype in NATIVE_DTYPES:
         warn_of_portable()
     return False
+
+
+def refuse_chosen() -> None:
+    """Raise if a backend for Triton executors is chosen; called by what has only native and portable executors."""
+    backend = backends.chosen()
+    if backend is not None:
+        raise UnsupportedError(
+            expected="functions with a Triton executor while a backend is chosen",
+            received=f"one that only the CPU's executors serve, while {backend} is chosen",
+            remedy="call it outside of isobit.compiled.executing",
+        )
+
+
+def executor_of(dtype: torch.dtype) -> str:
+    """Return the name of the executor that serves calls of this dtype on the CPU."""
+    return "native" if is_native(dtype) else "portable"
 
 
 def serves_native(dtype: torch.dtype) -> bool:

@@ -1,7 +1,8 @@
 """Register an operator with torch (schema, fake, gradient, both executors), and call it.
 
 An operator `name` is two torch operators: `isobit::portable_<name>`, made here from a Python function, and the native
-`isobit::<name>`, which csrc defines. Both have the same arguments and the same formulas.
+`isobit::<name>`, which csrc defines. Both have the same arguments and the same formulas, and so has the third that some
+have, `isobit::triton_<name>`; see [Note: a third executor] in isobit/ops/gpu/executors.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from isobit import launches
 from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.derivatives import check_derivatives, refuse_second_order, refuse_vmap
+from isobit.ops.gpu import executors
 
 _library = torch.library.Library("isobit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _portable: set[str] = set()
@@ -41,19 +43,28 @@ def is_portable_operator(name: str) -> bool:
     return name in _portable
 
 
-def declare(name: str, register_formulas: Callable[[str], None], *, native: bool = True) -> None:
+def declare(
+    name: str,
+    register_formulas: Callable[[str], None],
+    *,
+    native: bool = True,
+    triton: str = "",
+) -> None:
     """Register the formulas of `isobit::portable_<name>` now, and of `isobit::<name>` when kernels are attested.
 
     Args:
         name: The operator's name in `torch.ops.isobit`.
         register_formulas: Calls `register_operator` for the forward and backward operators with a given prefix.
         native: False for an operator that has no native kernel; every call then uses the portable executor.
+        triton: The module that defines `isobit::triton_<name>`; its formulas are registered on first use.
     """
     register_formulas(f"portable_{name}")
     if native:
         dispatch.when_attested(lambda: register_formulas(name))
     else:
         _without_kernel.add(name)
+    if triton:
+        executors.declare_triton(name, register_formulas, triton)
 
 
 def register_operator(
@@ -89,19 +100,28 @@ def register_operator(
 
 
 def launch(name: str, sizes: tuple[int, ...], *given: Any, dtype: torch.dtype | None = None) -> Any:
-    """Call the operator `name` with `given`, on the executor that serves its dtype.
+    """Call the operator `name` with `given`, on the executor that serves its dtype and device.
 
     Args:
         name: The operator's name, without `portable_`.
         sizes: The sizes of the call, for `isobit.launches.record_launches`.
         given: The operator's arguments.
         dtype: The dtype that chooses the executor; by default that of the first argument.
+
+    Raises:
+        UnsupportedError: If a tensor is on a GPU or a backend is chosen, and the operator has no Triton executor.
     """
     chosen = given[0].dtype if dtype is None else dtype
-    native = name not in _without_kernel and dispatch.is_native(chosen)
+    if executors.is_asked_for(given):
+        executors.prepare(name, chosen)
+        executor, prefix = "triton", "triton_"
+    elif name not in _without_kernel and dispatch.is_native(chosen):
+        executor, prefix = "native", ""
+    else:
+        executor, prefix = "portable", "portable_"
     if launches.is_recording():
-        launches.record(name, native, chosen, sizes)
-    return getattr(torch.ops.isobit, name if native else f"portable_{name}")(*given)
+        launches.record(name, executor, chosen, sizes)
+    return getattr(torch.ops.isobit, prefix + name)(*given)
 
 
 def rows_and_columns(x: Tensor) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from isobit.compiled import arithmetic, names
 from isobit.compiled.leaf import multiply_accumulate, rule_of
+from isobit.compiled.machine.registers import select_half
 from isobit.compiled.maxima import SETS
 from isobit.compiled.names import Array
 
@@ -59,8 +60,8 @@ class Domain(ABC):
         """Return `yes` where a is less than ("lt") or equal to ("eq") b, else `no`."""
 
     @abstractmethod
-    def settle(self, a: Array, dtype: str) -> Array:
-        """Return results of arithmetic in dtype with every NaN replaced by the one of isobit's results."""
+    def settle(self, total: Array, rounded: Array, dtype: str) -> Array:
+        """Return fp32 results, rounded to dtype, with every NaN replaced by the one of isobit's results."""
 
     @abstractmethod
     def shift_left(self, a: Array, count: int) -> Array:
@@ -112,13 +113,12 @@ class Names(Domain):
     def choose(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
         return names.select(names.make(f"setp.{test}.f32", a, b), yes, no)
 
-    def settle(self, a: Array, dtype: str) -> Array:
-        # As signed integers, every other result is below the NaN of isobit, which is below that of arithmetic.
+    def settle(self, total: Array, rounded: Array, dtype: str) -> Array:
+        is_nan = names.make("setp.nan.f32", total, total)
         if dtype == "f32":
-            return names.make("min.s32", a, names.constant(ONE_NAN[dtype]))
-        return names.value16(
-            names.half16(names.make("min.s16", a, names.constant16(ONE_NAN[dtype])))
-        )
+            return names.select(is_nan, names.constant(ONE_NAN[dtype]), rounded)
+        one_nan = names.half16(names.constant16(ONE_NAN[dtype]))
+        return names.value16(select_half(is_nan, one_nan, names.half16(rounded)))
 
     def shift_left(self, a: Array, count: int) -> Array:
         return names.make("shl.b32", a, names.constant(count))
@@ -171,11 +171,10 @@ class Values(Domain):
     def choose(self, test: str, a: Array, b: Array, yes: Array, no: Array) -> Array:
         return np.where((np.less if test == "lt" else np.equal)(a, b), yes, no)
 
-    def settle(self, a: Array, dtype: str) -> Array:
-        wide = a if dtype == "f32" else arithmetic.widen(a, dtype)
-        bits = np.ascontiguousarray(a).view(np.uint32 if dtype == "f32" else np.uint16)
-        settled = np.where(np.isnan(wide), bits.dtype.type(ONE_NAN[dtype]), bits)
-        return np.asarray(settled.view(a.dtype))
+    def settle(self, total: Array, rounded: Array, dtype: str) -> Array:
+        bits = np.ascontiguousarray(rounded).view(np.uint32 if dtype == "f32" else np.uint16)
+        settled = np.where(np.isnan(total), bits.dtype.type(ONE_NAN[dtype]), bits)
+        return np.asarray(settled.view(rounded.dtype))
 
     def shift_left(self, a: Array, count: int) -> Array:
         bits = np.ascontiguousarray(a).view(np.uint32) << np.uint32(count)

@@ -60,7 +60,7 @@ class Arithmetic:
 
     def result(self, total: Array) -> Array:
         """Return sums rounded to the elements' dtype, with the one NaN of isobit's results."""
-        return self.on.settle(self.narrow(total), self.dtype)
+        return self.on.settle(total, self.narrow(total), self.dtype)
 
 
 def fold(plan: Arithmetic, segments: Sequence[Segment], run: Callable[[Leaf], Array]) -> Array:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.arguments import check_tensors, widen_for_autocast
+from isobit.ops.arguments import WITH_GPU, check_tensors, widen_for_autocast
 from isobit.ops.portable.norms import check_norm, empty_statistics
 from isobit.ops.portable.samples import describe, whole_samples
 from isobit.ops.registration import (
@@ -56,7 +56,7 @@ def rms_norm(
         True
     """
     x, weight = widen_for_autocast(x, weight)
-    check_tensors(x=x, weight=weight)
+    check_tensors(WITH_GPU, x=x, weight=weight)
     check_norm(x, weight, eps, 2 if heads else 1)
     spans, of = describe(samples, x.select(-2, 0) if heads else x, weight)
     return launch("rms_norm", rows_and_columns(x), x, weight, eps, spans, heads, of)[0]  # type: ignore[no-any-return]
@@ -127,4 +127,4 @@ def portable_rms_norm_backward(
     return portable.rms_norm_backward(grad, x, weight, scales, samples, x.shape[-2] if heads else 0)
 
 
-declare("rms_norm", register_formulas)
+declare("rms_norm", register_formulas, triton="isobit.ops.rms_norm.triton")

@@ -81,7 +81,7 @@ class RowLinear(torch.autograd.Function):
         total = partial.output(x, weight, cut).values[0]
         if launches.is_recording():
             sizes = (x.shape[:-1].numel(), *reversed(weight.shape))
-            launches.record("linear", dispatch.is_native(x.dtype), x.dtype, sizes)
+            launches.record("linear", dispatch.executor_of(x.dtype), x.dtype, sizes)
         tp_group.all_reduce(total)
         if bias is not None:
             add_to_rows(total, bias.to(total.dtype))

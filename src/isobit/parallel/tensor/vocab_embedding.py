@@ -88,7 +88,7 @@ class VocabEmbedding(torch.autograd.Function):
         ctx.padding, ctx.samples, ctx.shard, ctx.share = padding, samples, shard, share_in_force()
         if launches.is_recording():
             sizes = (ids.numel(), *weight.shape)
-            launches.record("embedding", dispatch.is_native(weight.dtype), weight.dtype, sizes)
+            launches.record("embedding", dispatch.executor_of(weight.dtype), weight.dtype, sizes)
         return tp_group.combine_bits(partial.lookup(ids, weight, shard.offset))
 
     @staticmethod

@@ -87,7 +87,9 @@ class VocabLogprob(torch.autograd.Function):
         pairs, chosen = partial.forward(hidden, weight, targets, temperature, cut)
         if launches.is_recording():
             sizes = (targets.numel(), *reversed(weight.shape))
-            launches.record("linear_logprob", dispatch.is_native(hidden.dtype), hidden.dtype, sizes)
+            launches.record(
+                "linear_logprob", dispatch.executor_of(hidden.dtype), hidden.dtype, sizes
+            )
         held = tp_group.all_gather(torch.cat([pairs, chosen.unsqueeze(1)], 1))  # [P, T, 3]
         owner = targets.clamp(min=0) // cut.length  # the rank that has the target's logit
         of_target = held[:, :, 2].gather(0, owner.unsqueeze(0)).squeeze(0)

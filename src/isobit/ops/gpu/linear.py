@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isobit.compiled.kernels.elementary import round_once
-from isobit.compiled.kernels.sums import LEAF, add_products, merge_columns
+from isobit.ops.gpu.elementary import round_once
+from isobit.ops.gpu.sums import LEAF, add_products, merge_columns
 
 
 @triton.jit

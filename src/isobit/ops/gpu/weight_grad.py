@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isobit.compiled.kernels.elementary import round_once
-from isobit.compiled.kernels.sums import LEAF
+from isobit.ops.gpu.elementary import round_once
+from isobit.ops.gpu.sums import LEAF
 
 
 @triton.jit

@@ -16,8 +16,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isobit.compiled.kernels.elementary import exp_nonpositive, round_once
-from isobit.compiled.kernels.sums import fresh_dot, merge_columns
+from isobit.ops.gpu.elementary import exp_nonpositive, round_once
+from isobit.ops.gpu.sums import fresh_dot, merge_columns
 
 BLOCK = tl.constexpr(64)
 

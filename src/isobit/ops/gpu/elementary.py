@@ -28,15 +28,14 @@ def exp_nonpositive(x: tl.tensor) -> tl.tensor:
 def round_once(total: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
     """Round the result of arithmetic to a dtype; every NaN becomes the one NaN of isobit's results.
 
-    A NaN that arithmetic returns is 0x7fffffff, or 0x7fff in 16 bits, which is the largest signed integer. So one
-    integer minimum replaces it, and no predicate is carried from layout to layout.
+    Which NaN arithmetic returns depends on the machine, so the test is one of fp32 values, before the rounding.
     """
     rounded = total.to(dtype)
     if dtype == tl.float32:
-        bits = tl.minimum(rounded.to(tl.int32, bitcast=True), 0x7FC00000)
+        one_nan = tl.full(rounded.shape, 0x7FC00000, tl.int32).to(tl.float32, bitcast=True)
     elif dtype == tl.bfloat16:
-        bits = tl.minimum(rounded.to(tl.int16, bitcast=True), tl.full((), 0x7FC0, tl.int16))
+        one_nan = tl.full(rounded.shape, 0x7FC0, tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         tl.static_assert(dtype == tl.float16)
-        bits = tl.minimum(rounded.to(tl.int16, bitcast=True), tl.full((), 0x7E00, tl.int16))
-    return bits.to(dtype, bitcast=True)
+        one_nan = tl.full(rounded.shape, 0x7E00, tl.int16).to(tl.float16, bitcast=True)
+    return tl.where(total != total, one_nan, rounded)

@@ -10,44 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isobit.compiled.kernels.elementary import exp_nonpositive, round_once
-from isobit.compiled.kernels.sums import merge_columns
-
-
-@triton.jit
-def rms_norm(
-    x: tl.tensor,
-    weight: tl.tensor,
-    y: tl.tensor,
-    M: tl.tensor,
-    EPS: tl.tensor,
-    N: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    """Compute y = (x · scale) · weight with scale = 1 / sqrt(Σ x² / N + EPS)."""
-    LENGTH: tl.constexpr = N // SEGMENTS
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, SEGMENTS * 16)[None, :]
-    lane = column % 16
-    place = row * N + (column // 16) * LENGTH + lane
-    total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
-    for at in range(0, LENGTH // 16 * 16, 16):
-        value = tl.load(x + place + at, mask=row < M, other=0.0).to(tl.float32)
-        total = total + value * value
-    if LENGTH % 16 != 0:  # the lanes beyond the end add nothing
-        TAIL: tl.constexpr = LENGTH // 16 * 16
-        inside = TAIL + lane < LENGTH
-        value = tl.load(x + place + TAIL, mask=(row < M) & inside, other=0.0).to(tl.float32)
-        total = tl.where(inside, total + value * value, total)
-    mean = tl.div_rn(merge_columns(total, ROWS, SEGMENTS * 16), N * 1.0)
-    scale = tl.div_rn(1.0, tl.sqrt_rn(mean + EPS))  # [ROWS, 1]
-    for at in range(0, LENGTH, 16):
-        inside = (row < M) & (at + lane < LENGTH)
-        value = tl.load(x + place + at, mask=inside, other=0.0).to(tl.float32)
-        factor = tl.load(weight + place - row * N + at, mask=inside, other=0.0).to(tl.float32)
-        result = round_once((value * scale) * factor, y.dtype.element_ty)
-        tl.store(y + place + at, result, mask=inside)
+from isobit.ops.gpu.elementary import exp_nonpositive, round_once
+from isobit.ops.gpu.sums import merge_columns
 
 
 @triton.jit

@@ -1,0 +1,105 @@
+"""Register the Triton executors of operators with torch, each on its first use.
+
+[Note: a third executor]
+An operator `name` has a native executor `isobit::<name>` in csrc, a portable one `isobit::portable_<name>`, and may
+have a Triton one, `isobit::triton_<name>`, with the same arguments and the same formulas. It is in a module of its own,
+`isobit.ops.<operator>.triton`, which is imported when the executor is used for the first time: Triton is an extra on a
+machine without a GPU. This module does not import Triton.
+
+Import and formulas are completed under a lock before the executor is used; see [Note: complete before it is used] in
+isobit/ops/dispatch.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit import backends
+from isobit.errors import EngineError, UnsupportedError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_library = torch.library.Library("isobit", "FRAGMENT")  # type: ignore[no-untyped-call]
+_lock = threading.RLock()
+_formulas: dict[str, Callable[[str], None]] = {}
+_modules: dict[str, str] = {}
+_ready: set[str] = set()
+
+
+def triton_operator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorate a function as the new operator `isobit::triton_<name>` for tensors on a GPU, or on the CPU.
+
+    On the CPU it needs a chosen backend. The operator replaces the function.
+    """
+
+    def register(function: Callable[..., Any]) -> Callable[..., Any]:
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _library.define(f"triton_{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+        for key in ("CPU", "CUDA"):
+            _library.impl(f"triton_{name}", function, key)  # type: ignore[no-untyped-call]
+        return getattr(torch.ops.isobit, f"triton_{name}")  # type: ignore[no-any-return]
+
+    return register
+
+
+def declare_triton(name: str, register_formulas: Callable[[str], None], module: str) -> None:
+    """Note the module of an operator's Triton executor, and the formulas to register when it is imported."""
+    _formulas[name], _modules[name] = register_formulas, module
+
+
+def has_triton(name: str) -> bool:
+    """Return whether an operator has a Triton executor."""
+    return name in _modules
+
+
+def is_asked_for(given: tuple[Any, ...]) -> bool:
+    """Return whether a call is one for the Triton executor: a backend is chosen, or a tensor is on a GPU."""
+    return backends.chosen() is not None or any(isinstance(t, Tensor) and t.is_cuda for t in given)
+
+
+@torch.compiler.assume_constant_result
+def prepare(name: str, dtype: torch.dtype) -> bool:
+    """Import and register an operator's Triton executor; return True.
+
+    Raises:
+        UnsupportedError: If the operator has none, or none for this dtype.
+        EngineError: If Triton is not installed.
+    """
+    if not has_triton(name):
+        raise UnsupportedError(
+            expected=f"an operator with a Triton executor: {', '.join(sorted(_modules))}",
+            received=f"{name}, which has none",
+            remedy="call it with tensors on the CPU, outside of isobit.compiled.executing",
+        )
+    if dtype not in DTYPES:
+        raise UnsupportedError(
+            expected=f"one of {', '.join(str(d) for d in DTYPES)} on a GPU",
+            received=f"{dtype} of {name}",
+            remedy="convert with .to(torch.float32), or call it with tensors on the CPU",
+        )
+    with _lock:
+        if name not in _ready:
+            import_executor(_modules[name])
+            _formulas[name](f"triton_{name}")
+            _ready.add(name)
+    return True
+
+
+def import_executor(module: str) -> None:
+    """Import a module that needs Triton."""
+    try:
+        import_module(module)
+    except ImportError as error:
+        if (error.name or "").split(".")[0] != "triton":
+            raise
+        raise EngineError(
+            expected="the package triton, which compiles the kernels",
+            received=str(error),
+            remedy="pip install triton (Linux)",
+        ) from error

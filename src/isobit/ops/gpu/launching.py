@@ -1,0 +1,64 @@
+"""Launch a kernel of a Triton executor: on the chosen backend, else on the GPU of its tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from isobit import backends
+from isobit.errors import UnsupportedError
+
+
+def run(
+    kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, stages: int = 2, **constants: Any
+) -> None:
+    """Launch a kernel, without fusion of products and sums; a grid without programs launches nothing.
+
+    Args:
+        kernel: A `@triton.jit` function.
+        grid: Programs along one to three axes.
+        args: Contiguous tensors and numbers, in the order of the kernel's parameters.
+        warps: Warps per program.
+        stages: Stages of the compiler's software pipeline.
+        constants: The kernel's `tl.constexpr` parameters.
+
+    Raises:
+        UnsupportedError: If tensors are on the CPU and no backend is chosen, or TRITON_INTERPRET replaced the kernel.
+    """
+    if 0 in grid:
+        return
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False}
+    backend = backends.chosen()
+    if backend is not None:
+        backend.launch(kernel, grid, args, constants, options)
+        return
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    if device.type != "cuda":
+        raise UnsupportedError(
+            expected="tensors on a GPU, or a chosen backend",
+            received=f"tensors on {device} for the kernel {kernel.__name__}, and no backend",
+            remedy="call forward and backward within isobit.compiled.executing(...), or move tensors to a GPU",
+        )
+    if not isinstance(kernel, JITFunction):
+        raise UnsupportedError(
+            expected="kernels that Triton compiles",
+            received="TRITON_INTERPRET, which replaces them by Python with another arithmetic",
+            remedy="unset TRITON_INTERPRET",
+        )
+    with torch.cuda.device(device):
+        kernel[grid](*args, **constants, **options)
+
+
+def target_of(tensor: Tensor) -> str:
+    """Return the GPU that kernels on a tensor are for, such as "sm_90" or "gfx942"."""
+    backend = backends.chosen()
+    if backend is not None:
+        return backend.target
+    if torch.version.hip:
+        properties: Any = torch.cuda.get_device_properties(tensor.device)
+        return str(properties.gcnArchName).partition(":")[0]
+    major, minor = torch.cuda.get_device_capability(tensor.device)
+    return f"sm_{major}{minor}"

@@ -1,0 +1,137 @@
+"""Sum rows in the order of samples: leaves of tokens, folded left within a segment, and segments merged by the tree.
+
+[Note: sums over tokens on a GPU]
+A gradient of a parameter is a sum of one row of terms per token. Three kernels compute it, each over blocks of columns:
+
+1. An operator's own kernel computes the sum of every leaf, up to 256 tokens, from terms that it makes on the fly. It
+   adds with `merge_lanes`: 16 interleaved chains, merged by the tree. Its programs know a leaf's tokens from a table.
+2. `fold_runs` adds the leaves of every segment from left to right.
+3. `merge_runs` adds up to 16 neighbouring segments by the tree; it is launched until one row is left.
+
+The tables are made on the host from the spans of the samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isobit.ops.gpu.elementary import round_once
+from isobit.ops.gpu.launching import run
+from isobit.ops.gpu.sums import merge_columns
+from isobit.order.plan import Segment, count_segments
+
+BLOCK, WARPS = 64, 4  # columns of a program
+WIDEST = 16  # rows that one program of merge_runs adds
+
+
+@dataclass(frozen=True)
+class Leaves:
+    """The leaves of some segments, on the device of the sums.
+
+    Attributes:
+        table: int64 [leaves, 2], the first token and the number of tokens of each leaf.
+        bounds: int64 [segments + 1], the first leaf of each segment, and the number of leaves.
+    """
+
+    table: Tensor
+    bounds: Tensor
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], device: torch.device) -> Leaves:
+        """Return the tables of segments."""
+        leaves = [(leaf.start, leaf.length) for segment in segments for leaf in segment]
+        bounds = list(accumulate((len(segment) for segment in segments), initial=0))
+        return cls(
+            torch.tensor(leaves, dtype=torch.int64, device=device).reshape(-1, 2),
+            torch.tensor(bounds, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def count(self) -> int:
+        """The number of leaves."""
+        return len(self.table)
+
+
+@triton.jit
+def merge_lanes(lanes: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
+    """Return [BLOCK, 1], the tree over the lanes of a leaf, lanes [16, BLOCK]."""
+    return merge_columns(tl.trans(lanes), BLOCK, 16)
+
+
+@triton.jit
+def fold_runs(
+    rows: tl.tensor, bounds: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Store out [runs, WIDTH], the sums from left to right of rows [bounds[i], bounds[i + 1]), at least one each."""
+    at, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    begin, end = tl.load(bounds + at), tl.load(bounds + at + 1)
+    inside = column < WIDTH
+    total = tl.load(rows + begin * WIDTH + column, mask=inside, other=0.0)
+    for i in range(begin + 1, end):
+        total = total + tl.load(rows + i * WIDTH + column, mask=inside, other=0.0)
+    place = at.to(tl.int64) * WIDTH + column
+    tl.store(out + place, round_once(total, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def merge_runs(
+    rows: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Store out [runs, WIDTH], the balanced tree over each COUNT neighbours of rows [runs * COUNT, WIDTH]."""
+    at = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[:, None]  # [BLOCK, 1]
+    inside = column < WIDTH
+    place = (at * COUNT + tl.arange(0, COUNT)[None, :]) * WIDTH + column
+    total = merge_columns(tl.load(rows + place, mask=inside, other=0.0), BLOCK, COUNT)
+    tl.store(out + at * WIDTH + column, round_once(total, out.dtype.element_ty), mask=inside)
+
+
+def fold(rows: Tensor, bounds: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [runs, n], the sums of runs of rows [rows, n] from left to right, rounded to dtype."""
+    runs, width = len(bounds) - 1, rows.shape[1]
+    out = torch.empty(runs, width, dtype=dtype, device=rows.device)
+    grid = (runs, triton.cdiv(width, BLOCK))
+    run(fold_runs, grid, rows, bounds, out, warps=WARPS, WIDTH=width, BLOCK=BLOCK)
+    return out
+
+
+def merge(rows: Tensor, count: int, dtype: torch.dtype) -> Tensor:
+    """Return [rows / count, n], the tree over each `count` neighbours, a power of two above 1, rounded to dtype."""
+    width = rows.shape[1]
+    while count > 1:
+        merged = min(count, WIDEST)
+        count //= merged
+        kind = torch.float32 if count > 1 else dtype
+        out = torch.empty(len(rows) // merged, width, dtype=kind, device=rows.device)
+        grid = (len(out), triton.cdiv(width, BLOCK))
+        run(merge_runs, grid, rows, out, warps=WARPS, WIDTH=width, COUNT=merged, BLOCK=BLOCK)
+        rows = out
+    return rows
+
+
+def sum_leaves(sums: Tensor, leaves: Leaves, dtype: torch.dtype) -> Tensor:
+    """Return [n], the sum of all leaves, sums [leaves, n] fp32, in their order, rounded to dtype; zero if none."""
+    segments = len(leaves.bounds) - 1
+    if not segments:
+        return torch.zeros(sums.shape[1], dtype=dtype, device=sums.device)
+    folded = fold(sums, leaves.bounds, torch.float32 if segments > 1 else dtype)
+    return merge(folded, segments, dtype)[0] if segments > 1 else folded[0]
+
+
+def merge_items(rows: Tensor, items: int, cap: int, dtype: torch.dtype, of: int = 0) -> Tensor:
+    """Return [rows / items, n], the sums of each `items` neighbours in the order of `isobit.order.tree.merge_items`.
+
+    The items are one subtree of `of` items, or all of them if `of` is 0.
+    """
+    size = (of or items) // count_segments(of or items, 1, cap)
+    count = items // size
+    bounds = torch.arange(0, len(rows) + 1, size, dtype=torch.int64, device=rows.device)
+    rows = fold(rows, bounds, torch.float32 if count > 1 else dtype)
+    return merge(rows, count, dtype) if count > 1 else rows
