@@ -14,8 +14,9 @@ from isobit.compiled.plan import operators
 from isobit.compiled.plan.attention import Head
 from isobit.compiled.plan.domain import Names, Values
 from isobit.compiled.plan.operators import Arithmetic
-from isobit.ops.gpu import attention, linear, rows, weight_grad
+from isobit.ops.gpu import attention, linear, weight_grad
 from isobit.ops.rms_norm.triton import normalise_rows
+from isobit.ops.softmax.triton import softmax
 from isobit.order.plan import ATTENTION_CHUNK, FeaturePlan
 from tests.compiled.running import Launch, Session, draw, raw
 
@@ -200,7 +201,7 @@ def softmax_case(dtype, m, n, rows_per_program=2, warps=4):
     grid = (math.ceil(m / rows_per_program),)
     return Case(
         "softmax", dtype, "rows", f"{rows_per_program} rows", count, {"x": x}, y,
-        (Launch(rows.softmax, grid, given, {"num_warps": warps}),),
+        (Launch(softmax, grid, given, {"num_warps": warps}),),
         lambda plan, given: operators.softmax(plan, given["x"]),
         lambda: isobit.softmax(x),
     )  # fmt: skip

@@ -49,7 +49,7 @@ class Certificate(Certified):
         exit_code: 0 if kept, 1 if it fails on a target, 2 if not enough ran to say.
 
     Example:
-        >>> from isobit.ops.gpu.rows import softmax
+        >>> from isobit.ops.softmax.triton import softmax
         >>> def attend(rows):
         ...     x = torch.randn(rows, 64)
         ...     y = torch.empty_like(x)
@@ -120,7 +120,7 @@ def certify(
         EngineError: If triton is not installed.
 
     Example:
-        >>> from isobit.ops.gpu.rows import softmax
+        >>> from isobit.ops.softmax.triton import softmax
         >>> def attend(rows):
         ...     x = torch.randn(rows, 64)
         ...     y = torch.empty_like(x)

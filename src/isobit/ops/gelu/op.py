@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.ops.arguments import check_tensors
+from isobit.ops.arguments import WITH_GPU, check_tensors
 from isobit.ops.gelu import portable
 from isobit.ops.registration import (
     declare,
@@ -37,7 +37,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
         >>> torch.equal(isobit.gelu(x)[1000:], isobit.gelu(x[1000:]))
         True
     """
-    check_tensors(x=x)
+    check_tensors(WITH_GPU, x=x)
     if approximate not in ("none", "tanh"):
         raise ArgumentError(
             expected='approximate = "none" or "tanh"',
@@ -73,4 +73,4 @@ def portable_gelu_backward(grad: Tensor, x: Tensor, tanh: bool) -> Tensor:
     return portable.gelu_backward(grad, x, tanh)
 
 
-declare("gelu", register_formulas)
+declare("gelu", register_formulas, triton="isobit.ops.gelu.triton")

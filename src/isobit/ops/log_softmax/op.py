@@ -42,4 +42,4 @@ def portable_log_softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
     return portable.log_softmax_backward(grad, y)
 
 
-declare("log_softmax", register_formulas)
+declare("log_softmax", register_formulas, triton="isobit.ops.log_softmax.triton")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
 from isobit.ops.rotary import portable
 
@@ -38,7 +38,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         >>> torch.equal(isobit.rotary(x[3:], angles[3:].cos(), angles[3:].sin()), whole[3:])
         True
     """
-    check_tensors(x=x)
+    check_tensors(WITH_GPU, x=x)
     check_angles(x, cos, sin)
     sizes = (x.shape[:-2].numel(), x.shape[-2], x.shape[-1])
     return launch("rotary", sizes, x, cos, sin)  # type: ignore[no-any-return]
@@ -46,7 +46,7 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def check_angles(x: Tensor, cos: Tensor, sin: Tensor) -> None:
     """Raise unless there are a cosine and a sine for every element of a head."""
-    check_tensors(cos=cos, sin=sin)
+    check_tensors(WITH_GPU, cos=cos, sin=sin)
     if x.dim() < 2 or x.shape[-1] % 2:
         refuse_shape("x", x, "[..., heads, D], D even", "pass one head as x.unsqueeze(-2)")
     if cos.dtype not in (x.dtype, torch.float32) or cos.device != x.device:
@@ -105,4 +105,4 @@ def portable_rotary_backward(grad: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return portable.rotary_backward(grad, cos, sin)
 
 
-declare("rotary", register_formulas)
+declare("rotary", register_formulas, triton="isobit.ops.rotary.triton")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.arguments import check_tensors
+from isobit.ops.arguments import WITH_GPU, check_tensors
 from isobit.ops.registration import (
     declare,
     launch,
@@ -35,7 +35,7 @@ def silu(x: Tensor) -> Tensor:
         >>> torch.equal(isobit.silu(x)[1000:], isobit.silu(x[1000:]))
         True
     """
-    check_tensors(x=x)
+    check_tensors(WITH_GPU, x=x)
     return launch("silu", rows_and_columns(x), x)  # type: ignore[no-any-return]
 
 
@@ -64,4 +64,4 @@ def portable_silu_backward(grad: Tensor, x: Tensor) -> Tensor:
     return portable.silu_backward(grad, x)
 
 
-declare("silu", register_formulas)
+declare("silu", register_formulas, triton="isobit.ops.silu.triton")

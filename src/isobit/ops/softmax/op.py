@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.registration import (
     declare,
     launch,
@@ -42,7 +42,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
 
 def along_axis(name: str, x: Tensor, dim: int) -> Tensor:
     """Apply the operator `name`, a function of rows, along the axis `dim`."""
-    check_tensors(x=x)
+    check_tensors(WITH_GPU, x=x)
     check_axis(x, dim)
     last = dim in (-1, x.dim() - 1)
     rows = x if last else x.movedim(dim, -1)
@@ -78,7 +78,7 @@ def backward_with(prefix: str) -> Any:
 
 def register_formulas(prefix: str) -> None:
     """Register shapes and gradients of one executor's operators, for a gradient that needs only the output."""
-    public = prefix.removeprefix("portable_")
+    public = prefix.removeprefix("portable_").removeprefix("triton_")
     register_operator(
         public, prefix, lambda x: x.new_empty(x.shape), backward_with(prefix), setup_context
     )
@@ -95,4 +95,4 @@ def portable_softmax_backward(grad: Tensor, y: Tensor) -> Tensor:
     return portable.softmax_backward(grad, y)
 
 
-declare("softmax", register_formulas)
+declare("softmax", register_formulas, triton="isobit.ops.softmax.triton")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.registration import (
     declare,
     launch,
@@ -36,7 +36,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         >>> torch.equal(isobit.swiglu(gate, up)[1000:], isobit.swiglu(gate[1000:], up[1000:]))
         True
     """
-    check_tensors(gate=gate, up=up)
+    check_tensors(WITH_GPU, gate=gate, up=up)
     if gate.shape != up.shape:
         refuse_shape(
             "up", up, str(list(gate.shape)), "pass gate and up of one shape; nothing is broadcast"
@@ -74,4 +74,4 @@ def portable_swiglu_backward(grad: Tensor, gate: Tensor, up: Tensor) -> tuple[Te
     return portable.swiglu_backward(grad, gate, up)
 
 
-declare("swiglu", register_formulas)
+declare("swiglu", register_formulas, triton="isobit.ops.swiglu.triton")
