@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.embedding import portable
 from isobit.ops.portable.samples import describe, whole_samples
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
@@ -52,7 +52,7 @@ def embedding(
         tensor([[4., 5.],
                 [0., 1.]])
     """
-    check_tensors(weight=weight)
+    check_tensors(WITH_GPU, weight=weight)
     padding = check_embedding(ids, weight, padding_idx)
     spans, of = describe(samples, ids.unsqueeze(-1), weight)
     given = (ids, weight, spans, padding, of)
@@ -146,4 +146,4 @@ def portable_weight_grad(
     )
 
 
-declare("embedding", register_formulas)
+declare("embedding", register_formulas, triton="isobit.ops.embedding.triton")

@@ -11,7 +11,7 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
-from isobit.ops.arguments import check_tensors
+from isobit.ops.arguments import WITH_GPU, check_tensors
 from isobit.ops.exact_sum import portable
 from isobit.ops.portable.rounding import round_once
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
@@ -34,12 +34,13 @@ def exact_sum(x: Tensor) -> Tensor:
         >>> isobit.exact_sum(torch.tensor([1.0, 2.0**60, -(2.0**60)]))
         tensor(1.)
     """
-    check_tensors(x=x)
+    check_tensors(WITH_GPU, x=x)
     return launch("exact_sum", (x.numel(),), x)  # type: ignore[no-any-return]
 
 
 def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
     """Return the exact sum over several tensors as int64 digits; the sum of two states is the state of both."""
+    dispatch.refuse_chosen()
     for tensor in tensors:
         check_tensors(tensor=tensor)
         if tensor.dtype == torch.float64:
@@ -58,6 +59,7 @@ def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
 
 def round_state(state: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the value of a state, or of a sum of states, rounded once to fp32 or fp64."""
+    dispatch.refuse_chosen()
     if dispatch.has_native():
         return torch.ops.isobit.exact_round(state, dtype)  # type: ignore[no-any-return]
     return keeping_subnormals(portable.round_state)(state, dtype)
@@ -76,15 +78,20 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.shape, ctx.dtype = x.shape, x.dtype
 
 
-def backward(ctx: Any, grad: Tensor) -> Tensor:
-    """Return the gradient: every element has that of the sum, rounded once."""
-    return torch.ops.isobit.portable_exact_sum_backward(grad, ctx.shape, ctx.dtype)  # type: ignore[no-any-return]
+def backward_with(prefix: str) -> Any:
+    """Return the backward: every element has the gradient of the sum, rounded once."""
+    name = f"{'triton' if prefix.startswith('triton') else 'portable'}_exact_sum_backward"
+
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return getattr(torch.ops.isobit, name)(grad, ctx.shape, ctx.dtype)  # type: ignore[no-any-return]
+
+    return backward
 
 
 def register_formulas(prefix: str) -> None:
     """Register shapes and gradients of one executor's operators; only the native one has operators for states."""
-    register_operator("exact_sum", prefix, fake_sum, backward, setup_context)
-    if prefix != "exact_sum":  # one gradient serves both executors
+    register_operator("exact_sum", prefix, fake_sum, backward_with(prefix), setup_context)
+    if prefix != "exact_sum":  # one gradient serves both executors of the CPU
         register_operator("exact_sum", f"{prefix}_backward", fake_backward)
         return
     state_size = portable.STATE_SIZE
@@ -108,4 +115,4 @@ def portable_exact_sum_backward(grad: Tensor, shape: Sequence[int], dtype: torch
     return round_once(grad, dtype).expand(shape).contiguous()
 
 
-declare("exact_sum", register_formulas)
+declare("exact_sum", register_formulas, triton="isobit.ops.exact_sum.triton")

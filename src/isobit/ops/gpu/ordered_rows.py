@@ -3,8 +3,8 @@
 [Note: sums over tokens on a GPU]
 A gradient of a parameter is a sum of one row of terms per token. Three kernels compute it, each over blocks of columns:
 
-1. An operator's own kernel computes the sum of every leaf, up to 256 tokens, from terms that it makes on the fly. It
-   adds with `merge_lanes`: 16 interleaved chains, merged by the tree. Its programs know a leaf's tokens from a table.
+1. `sum_leaf_rows`, or an operator's own kernel that makes its terms on the fly, computes the sum of every leaf, up to
+   256 tokens: 16 interleaved chains, merged by the tree. Its programs know a leaf's tokens from a table.
 2. `fold_runs` adds the leaves of every segment from left to right.
 3. `merge_runs` adds up to 16 neighbouring segments by the tree; it is launched until one row is left.
 
@@ -66,6 +66,25 @@ def merge_lanes(lanes: tl.tensor, BLOCK: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def sum_leaf_rows(
+    rows: tl.tensor, leaves: tl.tensor, sums: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Store sums [leaves, WIDTH], the sums of the rows [tokens, WIDTH] of each leaf; leaves is int64 [leaves, 2]."""
+    leaf = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    start, length = tl.load(leaves + leaf * 2), tl.load(leaves + leaf * 2 + 1)
+    lane = tl.arange(0, 16)[:, None]
+    total = tl.zeros((16, BLOCK), tl.float32)
+    for at in range(0, length, 16):
+        known = at + lane < length
+        place = (start + at + lane) * WIDTH + column
+        value = tl.load(rows + place, mask=known & (column < WIDTH), other=0.0).to(tl.float32)
+        total = tl.where(known, total + value, total)
+    place = leaf.to(tl.int64) * WIDTH + tl.trans(column)  # [BLOCK, 1]
+    tl.store(sums + place, merge_lanes(total, BLOCK), mask=tl.trans(column) < WIDTH)
+
+
+@triton.jit
 def fold_runs(
     rows: tl.tensor, bounds: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ) -> None:
@@ -114,6 +133,15 @@ def merge(rows: Tensor, count: int, dtype: torch.dtype) -> Tensor:
         run(merge_runs, grid, rows, out, warps=WARPS, WIDTH=width, COUNT=merged, BLOCK=BLOCK)
         rows = out
     return rows
+
+
+def sum_rows(rows: Tensor, segments: Sequence[Segment], dtype: torch.dtype) -> Tensor:
+    """Return [n], the sum of contiguous rows [tokens, n] over segments of tokens, rounded to dtype; zero if none."""
+    leaves, width = Leaves.of(segments, rows.device), rows.shape[1]
+    sums = torch.empty(leaves.count, width, dtype=torch.float32, device=rows.device)
+    grid = (leaves.count, triton.cdiv(width, BLOCK))
+    run(sum_leaf_rows, grid, rows, leaves.table, sums, warps=WARPS, WIDTH=width, BLOCK=BLOCK)
+    return sum_leaves(sums, leaves, dtype)
 
 
 def sum_leaves(sums: Tensor, leaves: Leaves, dtype: torch.dtype) -> Tensor:

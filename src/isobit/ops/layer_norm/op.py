@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.ops.arguments import check_tensors, refuse_shape, widen_for_autocast
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape, widen_for_autocast
 from isobit.ops.layer_norm import portable
 from isobit.ops.portable.norms import check_norm, empty_statistics
 from isobit.ops.portable.samples import describe, whole_samples
@@ -56,7 +56,7 @@ def layer_norm(
         True
     """
     x, weight, bias = widen_for_autocast(x, weight, bias)
-    check_tensors(x=x, weight=weight, bias=bias)
+    check_tensors(WITH_GPU, x=x, weight=weight, bias=bias)
     check_norm(x, weight, eps, 1)
     if bias is not None and bias.shape != weight.shape:
         refuse_shape("bias", bias, f"{list(weight.shape)}", "pass one bias per feature")
@@ -130,4 +130,4 @@ def portable_layer_norm_backward(
     )
 
 
-declare("layer_norm", register_formulas)
+declare("layer_norm", register_formulas, triton="isobit.ops.layer_norm.triton")
