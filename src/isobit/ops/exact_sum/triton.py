@@ -54,9 +54,7 @@ def add_values(x: tl.tensor, states: tl.tensor, SIZE: tl.tensor, BLOCK: tl.const
 
 
 @triton.jit(do_not_specialize=["COUNT"])
-def add_states(
-    states: tl.tensor, out: tl.tensor, COUNT: tl.tensor, GROUP: tl.constexpr
-) -> None:
+def add_states(states: tl.tensor, out: tl.tensor, COUNT: tl.tensor, GROUP: tl.constexpr) -> None:
     """Store the sums of GROUP neighbouring states [COUNT, STATE] in out [programs, STATE]."""
     at = tl.program_id(0).to(tl.int64) * GROUP + tl.arange(0, GROUP)
     for i in tl.static_range(DIGITS + 3):
@@ -69,10 +67,9 @@ def bit_length(x: tl.tensor) -> tl.tensor:
     """Return the number of bits of x < 2^32."""
     length = (x > 0).to(tl.int64)
     for step in tl.static_range(5):
-        by: tl.constexpr = 16 >> step
-        large = x >= (1 << by)
-        length += tl.where(large, by, 0)
-        x = tl.where(large, x >> by, x)
+        large = x >= (1 << (16 >> step))
+        length += tl.where(large, 16 >> step, 0)
+        x = tl.where(large, x >> (16 >> step), x)
     return length
 
 
