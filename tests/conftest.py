@@ -8,6 +8,21 @@ import torch
 hypothesis.settings.register_profile("isobit", deadline=None)
 hypothesis.settings.load_profile("isobit")
 
+# Files that take a minute or more, longest first. A worker takes a whole file, so these start first: otherwise one
+# worker would be left with the longest of them at the end, while the other has nothing to do.
+LONG = (
+    "test_library",
+    "test_twice",
+    "test_docs",
+    "test_reveal",
+    "test_arithmetic",
+    "test_positive_probe",
+)
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _poison_memory():

@@ -127,11 +127,11 @@ def test_arguments_are_checked():
 # ---- speed --------------------------------------------------------------------------------------------------
 
 
-def test_linear_at_4096_takes_under_five_seconds():
-    start = time.perf_counter()
+def test_linear_at_4096_takes_under_five_seconds_of_a_core():
+    start = time.process_time()
     tree = reveal(targets.linear(4096, 16))
     assert tree.replayed
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 @pytest.mark.full
