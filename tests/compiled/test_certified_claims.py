@@ -5,6 +5,8 @@ import pytest
 from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.options import Options
+from isobit.contracts.store.sources import ROOT, Sources
+from isobit.contracts.store.tree import JUDGE
 from isobit.errors import ContractError
 
 HERE = "tests.compiled.certify_subjects"
@@ -67,3 +69,16 @@ def test_what_cannot_be_executed_is_not_kept(tmp_path):
 def test_claims_that_say_nothing_are_refused(tmp_path, old, new):
     with pytest.raises(ContractError):
         contract(tmp_path, **{old: new})
+
+
+def test_only_evidence_of_certified_claims_depends_on_the_compiled_code(tmp_path):
+    sources = Sources()
+
+    def covered(found):
+        files = set().union(*(sources.files_of(each) for each in (*found.code(), JUDGE)))
+        return {path.name for path in files if path.parent.name == "compiled"}
+
+    assert {"api.py", "judging.py"} <= covered(contract(tmp_path))
+    plain = load_contract(ROOT / "library" / "softmax" / "contract.yaml")
+    assert plain.code()
+    assert not covered(plain)

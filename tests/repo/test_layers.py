@@ -46,10 +46,10 @@ LAYERS = {
     "parallel": "foundation order ops optim",
     "guards": "foundation parallel",
     "integrations": "foundation order ops nn parallel",
-    "contracts": "foundation order reveal certify_records compiled",
+    "contracts": "foundation order reveal certify_records",
     "gates": "foundation order ops nn optim parallel guards integrations simulator",
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts "
-    "audit_records auditing certify_records compiled",
+    "audit_records auditing",
     "checkpoints": "foundation",
     "twice": "foundation",
     "compiled": "foundation certify_records order reveal report",

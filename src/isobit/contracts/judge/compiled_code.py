@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from isobit.certify_records import Certified
 from isobit.contracts.judge.bound import Bound
 from isobit.contracts.judge.tally import Tally
+from isobit.contracts.language.contract import CERTIFY, PLANT
 from isobit.errors import EngineError
 from isobit.records import Proof
 
@@ -84,13 +86,23 @@ def _certificate(
     vary: Values,
     targets: tuple[str, ...],
 ) -> Certified:
-    from isobit.compiled.api import certify
-
-    return certify(wrap(subject), rows=rows, vary=dict(vary), targets=targets)
+    found = load(CERTIFY)(wrap(subject), rows=rows, vary=dict(vary), targets=targets)
+    assert isinstance(found, Certified)
+    return found
 
 
 def one_more_product(function: Callable[..., Any]) -> Callable[..., Any]:
     """Plant one more product in every configuration but the first."""
-    from isobit.compiled.planted import one_more_product as plant
+    planted: Callable[..., Any] = load(PLANT)(function)
+    return planted
 
-    return plant(function)
+
+def load(reference: str) -> Callable[..., Any]:
+    """Import what judges compiled code.
+
+    By name: the evidence of a contract without this relation must not depend on that code. `Contract.code` names it for
+    the others.
+    """
+    module, _, name = reference.partition(":")
+    found: Callable[..., Any] = getattr(import_module(module), name)
+    return found

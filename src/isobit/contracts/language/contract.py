@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Params = Mapping[str, Any]
+# What judges compiled code: certifies a function, and plants a fault in it.
+CERTIFY = "isobit.compiled.api:certify"
+PLANT = "isobit.compiled.planted:one_more_product"
 
 
 @dataclass(frozen=True)
@@ -101,9 +104,10 @@ class Contract:
     path: str = ""  # the file; empty if the text was not read from one
 
     def code(self) -> tuple[str, ...]:
-        """Return every `package:function` that the contract names, each once."""
+        """Return every `package:function` that the contract names, each once; with what judges compiled code."""
         found = [self.subject, *self.subjects.values()]
         for claim in self.claims:
+            found += [CERTIFY, PLANT] if claim.relation == "certified" else []
             found += [
                 *claim.sabotage,
                 *claim.control,
