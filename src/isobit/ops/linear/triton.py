@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import triton
 from torch import Tensor
 
 from isobit.errors import UnsupportedError
@@ -97,7 +96,7 @@ def multiply_segments(
     run(linear_segments, grid, x, weight, partial, rows, **constants, **blocks(tile))
     run(
         merge_segments,
-        (triton.cdiv(rows * columns, BLOCK),),
+        (-(-rows * columns // BLOCK),),
         partial,
         bias,
         y,
@@ -151,7 +150,7 @@ def sum_bias_grad(grad: Tensor, samples: Samples) -> Tensor:
     """Return db [N], summed over the samples of grad [..., N]."""
     columns, leaves = grad.shape[-1], Leaves.of(samples.segments, grad.device)
     sums = partial_sums(grad, leaves.count, columns)
-    grid = (leaves.count, triton.cdiv(columns, COLUMNS))
+    grid = (leaves.count, -(-columns // COLUMNS))
     given = grad.contiguous(), leaves.table, sums
     run(sum_leaf_rows, grid, *given, N=columns, BLOCK=COLUMNS, warps=WARPS)
     return sum_leaves(sums, leaves, gradient_dtype(grad.dtype, len(samples.spans), samples.of))
@@ -171,7 +170,7 @@ def blocks(tile: ProductTile) -> dict[str, int]:
 
 def count_tiles(rows: int, columns: int, tile: ProductTile) -> int:
     """Return the number of tiles of a matrix."""
-    return triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
+    return -(-rows // tile.rows) * -(-columns // tile.columns)
 
 
 def partial_sums(like: Tensor, *shape: int) -> Tensor:
