@@ -8,7 +8,7 @@ from rich.progress import track
 from rich.table import Table
 
 from isobit.compiled.compile import Compiler, specialise
-from isobit.ops.gpu import linear
+from isobit.ops.linear import triton_products as linear
 from isobit.order.plan import ATTENTION_CHUNK
 from tests.compiled.cases import (
     attention_case,
@@ -186,6 +186,7 @@ def show_registers(console, quick):
             x = empty(16, 16, dtype="bf16")
             given = {"x": x, "weight": x, "y": x, "M": 4096, "N": 4096, "K": k, "SEGMENTS": count,
                      "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3,
+                     "bias": x, "HAS_BIAS": False, "TRANSPOSED": False, "FIRST": 0,
                      "enable_fp_fusion": False}  # fmt: skip
             kernel = linear.linear_tile
             if form == "counter":

@@ -14,7 +14,9 @@ from isobit.compiled.plan import operators
 from isobit.compiled.plan.attention import Head
 from isobit.compiled.plan.domain import Names, Values
 from isobit.compiled.plan.operators import Arithmetic
-from isobit.ops.gpu import attention, linear, weight_grad
+from isobit.ops.gpu import attention
+from isobit.ops.linear import triton_products as linear
+from isobit.ops.linear.triton_weight_grad import weight_grad
 from isobit.ops.rms_norm.triton import normalise_rows
 from isobit.ops.softmax.triton import softmax
 from isobit.order.plan import ATTENTION_CHUNK, FeaturePlan
@@ -127,6 +129,11 @@ def into(plan, dtype):
     return replace(plan, dtype=dtype)
 
 
+def no_bias(x):
+    """The arguments of a kernel without a bias."""
+    return {"bias": x, "HAS_BIAS": False}
+
+
 # ---- linear -------------------------------------------------------------------------------------
 def linear_case(
     dtype, m, n, k, block=(16, 16, 32), form="tile", out="f32", segments=None, warps=4, stages=2
@@ -141,17 +148,20 @@ def linear_case(
     tiles = math.ceil(m / block[0]) * math.ceil(n / block[1])
     sizes = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), block, strict=True))
     common = {"x": x, "weight": weight, "M": m, "N": n, "K": k, "SEGMENTS": count, **sizes}
+    common |= {"TRANSPOSED": False}
+    whole = {**common, "y": y, "FIRST": 0, **no_bias(x)}
     options, scratch = {"num_warps": warps, "num_stages": stages}, ()
     if form == "tile":
-        launches = (Launch(linear.linear_tile, (tiles,), {**common, "y": y}, options),)
+        launches = (Launch(linear.linear_tile, (tiles,), whole, options),)
     elif form == "counter":
         levels = count.bit_length() - 2
         scratch = (empty(tiles, max(levels, 1), *block[:2]),)
-        given = {**common, "y": y, "scratch": scratch[0], "LEVELS": levels}
+        given = {**whole, "scratch": scratch[0], "LEVELS": levels}
         launches = (Launch(linear.linear_counter, (tiles,), given, options),)
     else:
         scratch = (empty(count, m, n),)
-        merge = {"partial": scratch[0], "y": y, "SIZE": m * n, "SEGMENTS": count, "BLOCK": 64}
+        merge = {"partial": scratch[0], "y": y, "M": m, "N": n, "SEGMENTS": count, "BLOCK": 64}
+        merge |= no_bias(x)
         launches = (
             Launch(
                 linear.linear_segments, (tiles, count), {**common, "partial": scratch[0]}, options
@@ -280,7 +290,7 @@ def weight_grad_case(dtype, lengths, n, k, block=(16, 16, 32), warps=4, stages=2
     scratch = (empty(tiles, max(levels, 1), *block[:2]),)
     sizes = dict(zip(("BLOCK_N", "BLOCK_K", "BLOCK_T"), block, strict=True))
     given = {"grad": grad, "x": x, "spans": spans, "dw": dw, "scratch": scratch[0], "N": n, "K": k,
-             "SAMPLES": len(lengths), "SEGMENTS": count, "LEVELS": levels, **sizes}  # fmt: skip
+             "FIRST": 0, "SIZE": len(lengths) // count, "SEGMENTS": count, "LEVELS": levels, **sizes}  # fmt: skip
 
     def cpu():
         from isobit.ops.linear import portable
@@ -289,7 +299,7 @@ def weight_grad_case(dtype, lengths, n, k, block=(16, 16, 32), warps=4, stages=2
 
     return Case(
         "weight gradient", dtype, "counter", "×".join(map(str, block)), count, {"grad": grad, "x": x}, dw,
-        (Launch(weight_grad.weight_grad, (tiles,), given, {"num_warps": warps, "num_stages": stages}),),
+        (Launch(weight_grad, (tiles,), given, {"num_warps": warps, "num_stages": stages}),),
         lambda plan, given: into(plan, "f32").result(
             operators.weight_grad(plan, given["grad"], given["x"], samples)
         ),

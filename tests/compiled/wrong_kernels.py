@@ -20,8 +20,9 @@ def branch_on_data(x, y, N: tl.constexpr):
 
 
 @triton.jit
-def added_dot(x, weight, y, M, N, K: tl.constexpr, SEGMENTS: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+def added_dot(x, weight, bias, y, M, FIRST, N: tl.constexpr, K: tl.constexpr, SEGMENTS: tl.constexpr,
+              TRANSPOSED: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+              BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
     """Two segments of one step each, added: Triton starts the second product from the first sum."""
     row, column, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     left, right = x + row[:, None] * K + k[None, :], weight + column[None, :] * K + k[:, None]

@@ -77,6 +77,12 @@ def fresh_dot(a: tl.tensor, b: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def add_dot(a: tl.tensor, b: tl.tensor, total: tl.tensor) -> tl.tensor:
+    """Return total + a @ b; a total that is known to be zero is not replaced by what the result is added to."""
+    return tl.dot(a, b, total, input_precision="ieee", max_num_imprecise_acc=1)
+
+
+@triton.jit
 def add_products(
     total: tl.tensor,
     left: tl.tensor,
@@ -103,7 +109,7 @@ def add_products(
         b = tl.load(
             right + (at + k)[:, None] * RIGHT_STEP, mask=right_in, other=0.0
         )  # [BLOCK_K, BLOCK_N]
-        total = tl.dot(a, b, total, input_precision="ieee")
+        total = add_dot(a, b, total)
     if WHOLE < LENGTH:
         if left.dtype.element_ty == tl.float32:
             for at in range(WHOLE, LENGTH):
@@ -125,5 +131,5 @@ def add_products(
                     mask=right_in & inside[:, None],
                     other=0.0,
                 )
-                total = tl.dot(a, b, total, input_precision="ieee")
+                total = add_dot(a, b, total)
     return total

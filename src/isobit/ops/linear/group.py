@@ -10,13 +10,14 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops import dispatch
-from isobit.ops.arguments import cast_for_autocast, check_tensors
+from isobit.ops.arguments import WITH_GPU, cast_for_autocast, check_tensors
 from isobit.ops.derivatives import (
     check_derivatives,
     refuse_forward_mode,
     refuse_second_order,
     refuse_vmap,
 )
+from isobit.ops.gpu.executors import is_asked_for
 from isobit.ops.linear.op import check_linear, sizes_of
 from isobit.ops.portable.samples import describe
 from isobit.ops.registration import launch
@@ -69,7 +70,7 @@ def linear_group(
     x, *cast = cast_for_autocast(x, *weights, *given)
     weights, given = cast[: len(weights)], tuple(cast[len(weights) :])
     for weight, bias in zip(weights, given, strict=True):
-        check_tensors(x=x, weight=weight, bias=bias)
+        check_tensors(WITH_GPU, x=x, weight=weight, bias=bias)
         check_linear(x, weight, bias)
         check_groups(weight, groups)
     check_derivatives("linear_group", (x, *weights, *given))
@@ -96,6 +97,13 @@ def interleave(tensors: Sequence[Tensor], axis: int, groups: int) -> Tensor:
     return torch.cat([share[g] for g in range(groups) for share in shares], axis)
 
 
+def prefix_of(x: Tensor) -> str:
+    """Return the prefix of the operators that serve a call."""
+    if is_asked_for((x,)):
+        return "triton_linear"
+    return "linear" if dispatch.is_native(x.dtype) else "portable_linear"
+
+
 class _Group(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -111,7 +119,7 @@ class _Group(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, spans, ctx.of, ctx.groups, count, *parameters = inputs
         ctx.save_for_backward(x, spans, *parameters[:count])
-        ctx.prefix = "linear" if dispatch.is_native(x.dtype) else "portable_linear"
+        ctx.prefix = prefix_of(x)
         ctx.has_bias = [bias is not None for bias in parameters[count:]]
         ctx.share = share_in_force()
 
@@ -131,7 +139,7 @@ class _Group(torch.autograd.Function):
             input_grad = ops.linear_group_input_grad(list(grads), weights, ctx.groups)
         elif want[0]:
             joined = interleave(grads, -1, ctx.groups), interleave(weights, 0, ctx.groups)
-            input_grad = ops.portable_linear_input_grad(*joined)
+            input_grad = getattr(ops, f"{ctx.prefix}_input_grad")(*joined)
         weight_grad, bias_grad = (
             getattr(ops, f"{ctx.prefix}_{kind}_grad") for kind in ("weight", "bias")
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
-from isobit.ops.arguments import cast_for_autocast, check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, cast_for_autocast, check_tensors, refuse_shape
 from isobit.ops.linear import portable
 from isobit.ops.portable.samples import describe, whole_samples
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
@@ -61,7 +61,7 @@ def linear_with_packed(
 ) -> Tensor:
     """Compute `linear` with a packed form of the weight that is known to be current, or None."""
     x, weight, bias = cast_for_autocast(x, weight, bias)
-    check_tensors(x=x, weight=weight, bias=bias)
+    check_tensors(WITH_GPU, x=x, weight=weight, bias=bias)
     check_linear(x, weight, bias)
     spans, of = describe(samples, x, weight, bias)
     return launch("linear", sizes_of(x, weight), x, weight, bias, spans, packed, of)  # type: ignore[no-any-return]
@@ -169,4 +169,4 @@ def portable_bias_grad(grad: Tensor, spans: Tensor | None, of: int = 0) -> Tenso
     return portable.bias_grad(grad, whole_samples(grad, spans, of))
 
 
-declare("linear", register_formulas)
+declare("linear", register_formulas, triton="isobit.ops.linear.triton")

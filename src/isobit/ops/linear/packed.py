@@ -28,6 +28,12 @@ class PackedWeight:
     _place: tuple[object, ...]
 
     def __init__(self, weight: Tensor) -> None:
+        if weight.is_cuda:
+            raise EngineError(
+                expected="a weight on the CPU",
+                received=f"one on {weight.device}, whose kernels read the weight itself",
+                remedy="do not freeze modules on a GPU",
+            )
         if not dispatch.is_native(weight.dtype):
             raise EngineError(
                 expected=f"native kernels for {weight.dtype}",

@@ -1,0 +1,59 @@
+"""The tiles of products: by operator, dtype and GPU, smaller for small matrices, and by the number of rows.
+
+Every tile gives the same bits: it decides which elements a program computes and never the order in which it adds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+FEWEST = 16  # rows, columns or products that a tensor core can take
+
+
+@dataclass(frozen=True)
+class ProductTile:
+    """What one program computes: rows × columns of a product, `depth` products of each at a time."""
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    def fit(self, columns: int, length: int) -> ProductTile:
+        """Return a tile that is not wider than a matrix, and not deeper than its segments of `length` products."""
+        depth = self.depth
+        while depth > FEWEST and depth > length:
+            depth //= 2
+        return replace(self, columns=min(self.columns, at_least(columns)), depth=depth)
+
+
+def at_least(size: int) -> int:
+    """Return the smallest extent of a tile that covers `size`."""
+    return max(FEWEST, 1 << max(size - 1, 0).bit_length())
+
+
+# (kernel, dtype or None for all, target or None for all) -> its tile
+TILES: dict[tuple[str, torch.dtype | None, str | None], ProductTile] = {
+    ("many rows", None, None): ProductTile(128, 128, 64, 8, 3),
+    ("many rows", torch.float32, None): ProductTile(64, 64, 16, 4, 2),
+    ("few rows", None, None): ProductTile(64, 64, 64, 4, 3),
+    ("few rows", torch.float32, None): ProductTile(32, 64, 16, 4, 2),
+    ("one tile of rows", None, None): ProductTile(16, 64, 128, 4, 3),
+    ("one tile of rows", torch.float32, None): ProductTile(16, 64, 16, 4, 2),
+    ("weight gradient", None, None): ProductTile(128, 128, 64, 8, 3),
+    ("weight gradient", torch.float32, None): ProductTile(64, 64, 16, 4, 2),
+}
+
+
+def tile_of(kernel: str, dtype: torch.dtype, target: str) -> ProductTile:
+    """Return the tile of a kernel; the most specific entry counts."""
+    keys = (
+        (kernel, dtype, target),
+        (kernel, None, target),
+        (kernel, dtype, None),
+        (kernel, None, None),
+    )
+    return next(TILES[key] for key in keys if key in TILES)

@@ -1,0 +1,233 @@
+"""y = x · weightᵀ + bias: K is cut into SEGMENTS equal segments, merged by the balanced tree.
+
+Three kernels with one order. `linear_tile` keeps partial sums in registers. `linear_counter` keeps those of the upper
+levels in memory. `linear_segments` and `merge_segments` compute one segment per program, for few rows.
+x is [M, K], y [M, N] and weight [N, K], or [K, N] if TRANSPOSED, all contiguous. The weight has fewer than 2^31
+elements. The grid is one-dimensional over tiles; program 0 computes the tile FIRST.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from isobit.ops.gpu.elementary import round_once
+from isobit.ops.gpu.sums import LEAF, add_products, merge_columns
+
+GROUP = tl.constexpr(
+    8
+)  # tiles of rows whose programs run side by side, so that they share columns in the cache
+
+
+@triton.jit
+def find_tile(
+    tile: tl.tensor, M: tl.tensor, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the first row (int64) and the first column of a tile."""
+    down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    group, inside = tile // (GROUP * across), tile % (GROUP * across)
+    height = tl.minimum(down - group * GROUP, GROUP)
+    row = (group * GROUP + inside % height).to(tl.int64) * BLOCK_M
+    return row, (inside // height) * BLOCK_N
+
+
+@triton.jit
+def sum_segment(
+    x: tl.tensor,
+    weight: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    segment: tl.tensor,
+    M: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> tl.tensor:
+    """Return [BLOCK_M, BLOCK_N], the sum of one segment of the products of a tile.
+
+    It is one run on a tensor core, and leaves of 256, folded left, in fp32.
+    """
+    LENGTH: tl.constexpr = K // SEGMENTS
+    STEP: tl.constexpr = N if TRANSPOSED else 1
+    rows, columns = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    left = x + (row * K + segment * LENGTH) + rows * K
+    if TRANSPOSED:
+        right = weight + (column + segment * (LENGTH * N)) + columns
+    else:
+        right = weight + (column.to(tl.int64) * K + segment * LENGTH) + columns * K
+    left_in, right_in = row + rows < M, column + columns < N
+    zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    FIRST: tl.constexpr = LENGTH if x.dtype.element_ty != tl.float32 else min(LENGTH, LEAF)
+    total = add_products(zeros, left, right, left_in, right_in, FIRST, 1, STEP, BLOCK_K)
+    WHOLE: tl.constexpr = FIRST + (LENGTH - FIRST) // LEAF * LEAF
+    for at in range(FIRST, WHOLE, LEAF):
+        total = total + add_products(
+            zeros, left + at, right + at * STEP, left_in, right_in, LEAF, 1, STEP, BLOCK_K
+        )
+    if WHOLE < LENGTH:
+        REST: tl.constexpr = LENGTH - WHOLE
+        total = total + add_products(
+            zeros, left + WHOLE, right + WHOLE * STEP, left_in, right_in, REST, 1, STEP, BLOCK_K
+        )
+    return total
+
+
+@triton.jit
+def store_tile(
+    total: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    row: tl.tensor,
+    column: tl.tensor,
+    M: tl.tensor,
+    N: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+) -> None:
+    """Add the bias to a tile, round and store it."""
+    rows, columns = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    if HAS_BIAS:
+        known = column + columns < N
+        total = total + tl.load(bias + column + columns, mask=known, other=0.0).to(tl.float32)
+    inside = (row + rows < M) & (column + columns < N)
+    place = y + (row * N + column) + (rows * N + columns)
+    tl.store(place, round_once(total, y.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["M", "FIRST"])
+def linear_tile(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    M: tl.tensor,
+    FIRST: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Compute a tile of y with all partial sums in registers; at most 8 segments."""
+    tl.static_assert(SEGMENTS <= 8)
+    row, column = find_tile(FIRST + tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    one, two, four = total, total, total  # finished sums of 1, 2 and 4 segments
+    for segment in tl.static_range(SEGMENTS):
+        total = sum_segment(
+            x, weight, row, column, segment, M, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+        if segment % 2 == 0:
+            one = total
+        else:
+            total = one + total
+            if segment % 4 == 1:
+                two = total
+            else:
+                total = two + total
+                if segment % 8 == 3:
+                    four = total
+                else:
+                    total = four + total
+    store_tile(total, bias, y, row, column, M, N, HAS_BIAS, BLOCK_M, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["M", "FIRST"])
+def linear_counter(
+    x: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    scratch: tl.tensor,
+    M: tl.tensor,
+    FIRST: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Compute a tile of y with a binary counter: the sum of a pair is in registers, larger ones in `scratch`.
+
+    scratch is fp32 [programs, LEVELS, BLOCK_M, BLOCK_N], with LEVELS = log2(SEGMENTS) - 1 and SEGMENTS at least 2.
+    See [Note: binary counter] in isobit/order/tree.py.
+    """
+    TILE: tl.constexpr = BLOCK_M * BLOCK_N
+    row, column = find_tile(FIRST + tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    own = scratch + tl.program_id(0).to(tl.int64) * (LEVELS * TILE) + own
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for pair in range(SEGMENTS // 2):
+        left = sum_segment(
+            x, weight, row, column, 2 * pair, M, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+        right = sum_segment(
+            x, weight, row, column, 2 * pair + 1, M, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
+        total = left + right
+        for level in tl.static_range(LEVELS):
+            if (pair & ((1 << level) - 1)) == (1 << level) - 1:  # all lower digits carried
+                if (pair >> level) & 1:
+                    total = tl.load(own + level * TILE) + total
+                else:
+                    tl.store(own + level * TILE, total)
+    store_tile(total, bias, y, row, column, M, N, HAS_BIAS, BLOCK_M, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["M"])
+def linear_segments(
+    x: tl.tensor,
+    weight: tl.tensor,
+    partial: tl.tensor,
+    M: tl.tensor,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+) -> None:
+    """Compute a tile of one segment, program_id(1); partial is fp32 [SEGMENTS, M, N]."""
+    segment = tl.program_id(1)
+    row, column = find_tile(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
+    total = sum_segment(
+        x, weight, row, column, segment, M, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    rows, columns = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+    inside = (row + rows < M) & (column + columns < N)
+    place = partial + ((segment * M + row) * N + column) + (rows * N + columns)
+    tl.store(place, total, mask=inside)
+
+
+@triton.jit(do_not_specialize=["M"])
+def merge_segments(
+    partial: tl.tensor,
+    bias: tl.tensor,
+    y: tl.tensor,
+    M: tl.tensor,
+    N: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Merge partial [SEGMENTS, M, N] into y [M, N] by the balanced tree."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[:, None]
+    inside, size = at < M.to(tl.int64) * N, M.to(tl.int64) * N
+    place = tl.arange(0, SEGMENTS)[None, :] * size + at
+    total = merge_columns(tl.load(partial + place, mask=inside, other=0.0), BLOCK, SEGMENTS)
+    if HAS_BIAS:
+        total = total + tl.load(bias + at % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + at, round_once(total, y.dtype.element_ty), mask=inside)
