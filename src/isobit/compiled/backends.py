@@ -15,10 +15,10 @@ import torch
 from isobit import backends
 from isobit.compiled.compile import Compiler, check_target, specialise
 from isobit.compiled.interpreter import interpreted
-from isobit.compiled.leaf import ENGINE_OF_TARGET
 from isobit.compiled.machine import Buffer, Machine
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.isolation import keeping_subnormals
+from isobit.order.engines import ENGINE_OF_TARGET
 
 KINDS = ("interpreter", "machine")
 _compiling = threading.Lock()

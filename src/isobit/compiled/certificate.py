@@ -16,9 +16,9 @@ from isobit.certify_records import (
 from isobit.compiled.compile import Compiler
 from isobit.compiled.configurations import Surveyed
 from isobit.compiled.judging import Expression, Judge
-from isobit.compiled.leaf import ENGINE_OF_TARGET
 from isobit.compiled.partings import draw_class, find_parting
 from isobit.compiled.steps import Steps
+from isobit.order.engines import ENGINE_OF_TARGET
 
 # Classes after the first whose difference is looked for: each takes two more executions.
 LOOKED_AT = 4

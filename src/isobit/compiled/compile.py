@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isobit.certify_records import KernelFacts
-from isobit.compiled.leaf import ENGINE_OF_TARGET
 from isobit.compiled.ptx.parser import parse
 from isobit.compiled.ptx.program import Program
 from isobit.compiled.static_facts import facts_of
 from isobit.errors import ArgumentError, EngineError, IsobitError, UnsupportedError
+from isobit.order.engines import ENGINE_OF_TARGET
 
 # Shared memory that one program may have, in bytes: CUDA C++ Programming Guide, "Compute Capabilities".
 SHARED_LIMIT = {

@@ -16,7 +16,6 @@ import torch
 from isobit.certify_records import KernelFacts
 from isobit.compiled.capture import Choices, Watch, captured, storage_of
 from isobit.compiled.compile import Compiled, Compiler, absent_driver, specialise
-from isobit.compiled.leaf import ENGINE_OF_TARGET
 from isobit.compiled.machine import Buffer, Machine
 from isobit.compiled.storages import (
     AxisOf,
@@ -28,6 +27,7 @@ from isobit.compiled.storages import (
     read_halves,
 )
 from isobit.errors import ArgumentError, IsobitError, UnsupportedError
+from isobit.order.engines import ENGINE_OF_TARGET
 
 Function = Callable[..., Any]
 SEED = 0

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.order.engines import (
     CDNA3_SUM_FRACTION,
+    ENGINE_OF_TARGET,
     LEAST_EXPONENT,
     LEAST_FP32,
     TENSOR_CORES,
@@ -34,16 +35,6 @@ FORMATS = {
     "tf32": (8, 10, 13),
     "e4m3": (4, 3, 0),
     "e5m2": (5, 2, 0),
-}
-ENGINE_OF_TARGET = {
-    "sm_80": "tc24x8",
-    "sm_86": "tc24x8",
-    "sm_87": "tc24x8",
-    "sm_89": "tc24x8",
-    "sm_90": "tc25x16",
-    "sm_100": "tc25x16",
-    "sm_120": "tc25x16",
-    "gfx942": "cdna3",
 }
 # 8-bit operands have engines of their own: Hopper and Blackwell share one for 16-bit operands, not for these.
 EIGHT_BIT_ENGINE_OF_TARGET = {

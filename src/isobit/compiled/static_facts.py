@@ -12,7 +12,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from isobit.certify_records import KernelFacts
-from isobit.compiled.leaf import ENGINE_OF_TARGET
+from isobit.order.engines import ENGINE_OF_TARGET
 
 FLOATS = ("f16", "bf16", "f32", "f64", "f16x2", "bf16x2", "f32x2")
 ROUNDED = (".rn", ".rz", ".rm", ".rp", ".rna")

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
-from isobit import launches
+from isobit import backends, launches
 from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.derivatives import check_derivatives, refuse_second_order, refuse_vmap
-from isobit.ops.gpu import executors
+from isobit.ops.gpu import attestation, executors
 
 _library = torch.library.Library("isobit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _portable: set[str] = set()
@@ -114,6 +114,8 @@ def launch(name: str, sizes: tuple[int, ...], *given: Any, dtype: torch.dtype | 
     chosen = given[0].dtype if dtype is None else dtype
     if executors.is_asked_for(given):
         executors.prepare(name, chosen)
+        if given[0].is_cuda and backends.chosen() is None:
+            attestation.require(name, chosen, given[0].device)
         executor, prefix = "triton", "triton_"
     elif name not in _without_kernel and dispatch.is_native(chosen):
         executor, prefix = "native", ""

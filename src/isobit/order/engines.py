@@ -77,6 +77,17 @@ TENSOR_CORES: dict[str, dict[str, TensorCore]] = {
     "tc13x32": {"e4m3": TensorCore(13, 32, -133, 13), "e5m2": TensorCore(13, 32, -133, 13)},
     "tc25x32": {"e4m3": TensorCore(25, 32, -133), "e5m2": TensorCore(25, 32, -133)},
 }
+# The engine of 16-bit operands of each GPU, by the name that Triton compiles for.
+ENGINE_OF_TARGET = {
+    "sm_80": "tc24x8",
+    "sm_86": "tc24x8",
+    "sm_87": "tc24x8",
+    "sm_89": "tc24x8",
+    "sm_90": "tc25x16",
+    "sm_100": "tc25x16",
+    "sm_120": "tc25x16",
+    "gfx942": "cdna3",
+}
 
 
 def tensor_core(engine: str, dtype: str = "bf16") -> Engine:

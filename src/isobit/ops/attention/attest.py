@@ -1,4 +1,4 @@
-"""Compare the native attention with its portable executor, bit for bit, across the edges of a block and of a chunk."""
+"""Compare an executor's attention with the portable one, bit for bit, across the edges of a block and of a chunk."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from isobit import bits
 from isobit.ops.attention import portable
+from isobit.ops.attesting import Call, call_native
 from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
 
@@ -14,7 +15,7 @@ KEYS, DEPTH = 66, 16  # a whole block and a part of the next
 QUERIES, END, WINDOW = 2, ATTENTION_CHUNK + KEYS, 2 * KEYS
 
 
-def difference(dtype: torch.dtype) -> str | None:
+def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
     """Return what differs first, or None; other dtypes than fp32 share the code."""
     if dtype != torch.float32:
         return None
@@ -25,11 +26,9 @@ def difference(dtype: torch.dtype) -> str | None:
         torch.tensor([[0, 64]]),
         torch.tensor([KEYS]),
     )
-    y, lse = torch.ops.isobit.attention(q, k, v, spans, blocks, lengths, 0.25, True, 0)
+    y, lse = call("attention", q, k, v, spans, blocks, lengths, 0.25, True, 0)
     mask = portable.Mask(0.25, True, 0)
-    found = torch.ops.isobit.attention_backward(
-        grad, q, k, v, y, lse, spans, blocks, lengths, 0.25, True, 0
-    )
+    found = call("attention_backward", grad, q, k, v, y, lse, spans, blocks, lengths, 0.25, True, 0)
     known = portable.attention_backward(portable.Saved(grad, q, k, v, y, lse), spans, mask)
     pairs = [
         (y, portable.attention(q, k, v, spans, blocks, lengths, mask)[0]),
@@ -38,10 +37,10 @@ def difference(dtype: torch.dtype) -> str | None:
     for name, (left, right) in zip(("outputs", "dq", "dk", "dv"), pairs, strict=True):
         if not bits.equal(left, right):
             return f"attention's {name}"
-    return difference_across_chunks(generator)
+    return difference_across_chunks(generator, call)
 
 
-def difference_across_chunks(generator: torch.Generator) -> str | None:
+def difference_across_chunks(generator: torch.Generator, call: Call) -> str | None:
     """Return what differs first where a window is cut by the edge of a chunk, or None.
 
     The keys before the window are NaN. Only blocks that a query sees are computed here, so that this takes little time;
@@ -55,7 +54,8 @@ def difference_across_chunks(generator: torch.Generator) -> str | None:
     first = END - QUERIES + 1 - WINDOW  # the first key that is seen
     k[:first] = v[:first] = torch.nan
     starts = range(0, END, ATTENTION_BLOCK)
-    found, found_lse = torch.ops.isobit.attention(
+    found, found_lse = call(
+        "attention",
         q,
         k,
         v,

@@ -58,6 +58,21 @@ def has_triton(name: str) -> bool:
     return name in _modules
 
 
+def all_names() -> tuple[str, ...]:
+    """Return the operators that have a Triton executor, of those whose modules are imported."""
+    return tuple(sorted(_modules))
+
+
+def folder_of(name: str) -> str:
+    """Return the folder of isobit.ops that an operator's Triton executor is in."""
+    return _modules[name].split(".")[2]
+
+
+def names_of(folder: str) -> tuple[str, ...]:
+    """Return the operators with a Triton executor in a folder of isobit.ops."""
+    return tuple(name for name in all_names() if folder_of(name) == folder)
+
+
 def is_asked_for(given: tuple[Any, ...]) -> bool:
     """Return whether a call is one for the Triton executor: a backend is chosen, or a tensor is on a GPU."""
     return backends.chosen() is not None or any(isinstance(t, Tensor) and t.is_cuda for t in given)

@@ -1,10 +1,11 @@
-"""Compare the native linear_logprob with its portable executor, bit for bit."""
+"""Compare an executor's linear_logprob with the portable one, bit for bit."""
 
 from __future__ import annotations
 
 import torch
 
 from isobit import bits
+from isobit.ops.attesting import Call, call_native
 from isobit.ops.logprob import portable
 from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.samples import Samples
@@ -12,7 +13,7 @@ from isobit.order.samples import Samples
 VOCABULARY, WIDTH, ROWS = 1026, 16, 3  # two segments, each with a tail
 
 
-def difference(dtype: torch.dtype) -> str | None:
+def difference(dtype: torch.dtype, call: Call = call_native) -> str | None:
     """Return what differs first, or None; other dtypes than fp32 share the code."""
     if dtype != torch.float32:
         return None
@@ -24,9 +25,9 @@ def difference(dtype: torch.dtype) -> str | None:
     )
     samples = Samples.packed([ROWS])
     spans = torch.tensor(samples.spans)
-    found, stats = torch.ops.isobit.linear_logprob(hidden, weight, targets, 0.7, spans)
-    given = torch.ops.isobit.linear_logprob_backward(
-        grad, hidden, weight, targets, stats, spans, 0.7, True, True
+    found, stats = call("linear_logprob", hidden, weight, targets, 0.7, spans)
+    given = call(
+        "linear_logprob_backward", grad, hidden, weight, targets, stats, spans, 0.7, True, True
     )
     known = portable.linear_logprob(hidden, weight, targets, 0.7)
     grads = portable.linear_logprob_backward(grad, hidden, weight, targets, stats, samples, 0.7)

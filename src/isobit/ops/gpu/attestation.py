@@ -1,0 +1,88 @@
+"""Attest the Triton executors on the GPU that is there: each operator before its first use, bit for bit.
+
+[Note: what a GPU is held to]
+Row and element operators, and all products in fp32, must have the bits of the portable executor on the CPU. Products of
+16-bit operands must have those of the tensor-core engine that isobit.order.engines defines for the GPU: sums over
+features before rounding, on values of many magnitudes, by the kernels for few rows and for many. An operator that
+differs is refused at every call. What is compared is in the operators' attest.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from isobit.errors import EngineError, in_one_line
+from isobit.isolation import run_apart
+from isobit.ops.attesting import calls_on
+from isobit.ops.gpu import executors
+from isobit.order.engines import ENGINE_OF_TARGET
+from isobit.records import Attestation
+
+PRODUCTS = ("linear", "attention", "logprob")
+
+_lock = threading.RLock()
+_found: dict[tuple[str, torch.dtype, torch.device], Attestation] = {}
+
+
+@torch.compiler.assume_constant_result
+def require(name: str, dtype: torch.dtype, device: torch.device) -> bool:
+    """Attest an operator on a device, once per process; return True.
+
+    Raises:
+        EngineError: If it is not attested; at every call.
+    """
+    if not torch.cuda.is_available():
+        return True  # fake tensors: nothing is computed
+    operator = executors.folder_of(name)
+    with _lock:
+        key = (operator, dtype, device)
+        if key not in _found:
+            _found[key] = run_apart(lambda: attest_operator(operator, dtype, device))
+        found = _found[key]
+    if not found.kept:
+        raise EngineError(
+            expected=f"the Triton executor of {operator} in {dtype} to keep the order on {device}",
+            received=found.detail,
+            remedy=f"run `isobit doctor --device {device.type} --record FILE` and report it; the CPU serves meanwhile",
+        )
+    return True
+
+
+def attest_operator(operator: str, dtype: torch.dtype, device: torch.device) -> Attestation:
+    """Compare an operator on a device, or on the chosen backend where the device is the CPU, with its definition."""
+    from isobit.ops.gpu.launching import target_of  # needs Triton
+
+    name, engine = str(dtype).removeprefix("torch."), "chain"
+    target = target_of(torch.empty(0, device=device))
+    if operator in PRODUCTS and dtype != torch.float32:
+        engine = ENGINE_OF_TARGET.get(target, "")
+        if not engine:
+            detail = f"the arithmetic of matrix products on {target} is not known"
+            return Attestation(name, "unknown", False, 0, detail)
+    try:
+        for each in executors.names_of(operator):
+            executors.prepare(each, dtype)
+        attest: Any = import_module(f"isobit.ops.{operator}.attest")
+        call, given = calls_on(device), (device, engine) if operator == "linear" else ()
+        own = hasattr(attest, "difference_on_gpu")
+        compare = attest.difference_on_gpu if own else attest.difference
+        found = compare(dtype, call, *given)
+    except EngineError:
+        raise
+    except Exception as error:
+        return Attestation(name, engine, False, 0, f"{operator}: {in_one_line(error)}")
+    detail = f"{found} differs from its definition" if found else operator
+    return Attestation(name, engine, found is None, 1, detail)
+
+
+def attest_all(device: torch.device) -> dict[str, tuple[Attestation, ...]]:
+    """Attest every operator that has a Triton executor, in every dtype: {operator: attestations}."""
+    operators = dict.fromkeys(map(executors.folder_of, executors.all_names()))
+    return {
+        operator: tuple(attest_operator(operator, dtype, device) for dtype in executors.DTYPES)
+        for operator in sorted(operators)
+    }
