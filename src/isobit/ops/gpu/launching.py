@@ -36,12 +36,7 @@ def run(
         backend.launch(kernel, grid, args, constants, options)
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    if device.type != "cuda":
-        raise UnsupportedError(
-            expected="tensors on a GPU, or a chosen backend",
-            received=f"tensors on {device} for the kernel {kernel.__name__}, and no backend",
-            remedy="call forward and backward within isobit.compiled.executing(...), or move tensors to a GPU",
-        )
+    check_gpu(device)
     if not isinstance(kernel, JITFunction):
         raise UnsupportedError(
             expected="kernels that Triton compiles",
@@ -52,11 +47,22 @@ def run(
         kernel[grid](*args, **constants, **options)
 
 
+def check_gpu(device: torch.device) -> None:
+    """Raise unless a device is a GPU, which Triton's runtime needs."""
+    if device.type != "cuda":
+        raise UnsupportedError(
+            expected="tensors on a GPU, or a chosen backend",
+            received=f"tensors on {device} for a Triton executor, and no backend",
+            remedy="call forward and backward within isobit.compiled.executing(...), or move tensors to a GPU",
+        )
+
+
 def target_of(tensor: Tensor) -> str:
     """Return the GPU that kernels on a tensor are for, such as "sm_90" or "gfx942"."""
     backend = backends.chosen()
     if backend is not None:
         return backend.target
+    check_gpu(tensor.device)
     if torch.version.hip:
         properties: Any = torch.cuda.get_device_properties(tensor.device)
         return str(properties.gcnArchName).partition(":")[0]

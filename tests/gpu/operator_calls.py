@@ -1,0 +1,196 @@
+"""Calls of every operator that has a Triton executor, and the comparison of its bits with the CPU's executor."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+import isobit
+from isobit.ops.portable.hard_inputs import special_values, wide_values
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+TARGETS = ["sm_80", "sm_90", "sm_100"]
+HARD_SUMS = [
+    [],
+    [-0.0, -0.0],
+    [1.0, 2.0**-24, 2.0**-149],
+    [1.0, 2.0**-24],
+    [2.0**100, 1.0, -(2.0**100), 2.0**-100],
+    [2.0**-149] * 3,
+    [3.4028234663852886e38, 2.0**103],
+    [-1.0, -(2.0**-24), -(2.0**-140)],
+    [-torch.inf, -3.0],
+    [torch.inf, -torch.inf],
+    [torch.nan, torch.inf],
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function of tensors that all have gradients."""
+
+    function: Callable
+    tensors: tuple
+
+    def results(self):
+        """Return the output, then the gradients."""
+        given = [t.detach().clone().requires_grad_() for t in self.tensors]
+        y = self.function(*given)
+        generator = torch.Generator().manual_seed(7)
+        upstream = wide_values(tuple(y.shape), y.dtype, generator)
+        return [y.detach(), *torch.autograd.grad(y, given, upstream)]
+
+
+def generator_of(dtype):
+    return torch.Generator().manual_seed(DTYPES.index(dtype))
+
+
+def special_rows(rows, n, dtype):
+    """Rows of which some have NaN, infinities, zeros of both signs, or nothing but -inf."""
+    x = wide_values((rows, n), dtype, generator_of(dtype))
+    x[:1, n // 2 :] = -0.0
+    if rows > 5:
+        x[1, n - 1] = torch.nan
+        x[2, 0] = torch.inf
+        x[3] = -torch.inf
+        x[4, : n // 2] = -torch.inf
+        x[5] *= 2.0**-14 if dtype == torch.float16 else 2.0**-130  # subnormals
+    return x
+
+
+def row_calls(name, dtype, shapes):
+    function = getattr(isobit, name)
+    return [Call(function, (special_rows(*shape, dtype),)) for shape in shapes]
+
+
+def norm_calls(name, dtype, shapes):
+    """Shapes are (rows, n, lengths of samples or None)."""
+    generator, function = generator_of(dtype), getattr(isobit, name)
+    calls = []
+    for rows, n, lengths in shapes:
+        x = special_rows(rows, n, dtype) if lengths is None else wide_values((rows, n), dtype, generator)
+        samples = isobit.Samples.packed(lengths) if lengths else None
+        parameters = [wide_values((n,), dtype, generator) for _ in range(1 + (name == "layer_norm"))]
+
+        def call(*given, samples=samples):
+            return function(*given, samples=samples)
+
+        calls.append(Call(call, (x, *parameters)))
+    return calls
+
+
+def head_calls(dtype, shapes):
+    generator = generator_of(dtype)
+    return [
+        Call(
+            lambda x, w: isobit.rms_norm(x, w, heads=True),
+            (wide_values(shape, dtype, generator), wide_values(shape[-1:], dtype, generator)),
+        )
+        for shape in shapes
+    ]
+
+
+def element_calls(name, dtype, sizes):
+    generator, calls = generator_of(dtype), []
+    for rows, columns in sizes:
+        x = special_values((rows, columns), dtype, generator)
+        if name == "swiglu":
+            calls.append(Call(isobit.swiglu, (x, wide_values((rows, columns), dtype, generator))))
+            calls.append(Call(isobit.swiglu, (x.flip(0), x)))
+        elif name == "gelu by tanh":
+            calls.append(Call(lambda x: isobit.gelu(x, "tanh"), (x,)))
+        else:
+            calls.append(Call(getattr(isobit, name), (x,)))
+    return calls
+
+
+def rotary_calls(dtype, shapes):
+    """Shapes are (x, angles)."""
+    generator, calls = generator_of(dtype), []
+    for shape, angles in shapes:
+        for kind in (torch.float32, dtype):
+            cos, sin = (wide_values(angles, kind, generator) for _ in range(2))
+            x = wide_values(shape, dtype, generator)
+            calls.append(Call(lambda x, cos=cos, sin=sin: isobit.rotary(x, cos, sin), (x,)))
+    return calls
+
+
+def embedding_calls(dtype, shapes):
+    """Shapes are (ids, rows, width, lengths of samples or None, padding)."""
+    generator, calls = generator_of(dtype), []
+    for shape, rows, width, lengths, padding in shapes:
+        ids = torch.randint(0, rows - 2, shape, generator=generator)
+        samples = isobit.Samples.packed(lengths) if lengths else None
+
+        def call(w, ids=ids, samples=samples, padding=padding):
+            return isobit.embedding(ids, w, samples=samples, padding_idx=padding)
+
+        calls.append(Call(call, (wide_values((rows, width), dtype, generator),)))
+    return calls
+
+
+def sum_calls(dtype, sizes, hard):
+    generator = generator_of(dtype)
+    tensors = [wide_values((size,), dtype, generator) for size in sizes]
+    tensors += [torch.tensor(values, dtype=torch.float32).to(dtype) for values in hard]
+    return [Call(isobit.exact_sum, (x,)) for x in tensors]
+
+
+# Small calls are for the PTX machine: two segments with tails; two leaves of tokens, and a tree over samples.
+SMALL = {
+    "rms_norm": lambda d: norm_calls("rms_norm", d, [(2, 530, None), (270, 3, [258, 0, 7, 5])]),
+    "rms_norm over heads": lambda d: head_calls(d, [(2, 3, 6, 20)]),
+    "layer_norm": lambda d: norm_calls("layer_norm", d, [(2, 530, None), (270, 3, [258, 0, 7, 5])]),
+    "softmax": lambda d: row_calls("softmax", d, [(6, 530)]),
+    "log_softmax": lambda d: row_calls("log_softmax", d, [(6, 530)]),
+    "silu": lambda d: element_calls("silu", d, [(2, 81)]),
+    "gelu": lambda d: element_calls("gelu", d, [(2, 81)]),
+    "gelu by tanh": lambda d: element_calls("gelu by tanh", d, [(2, 81)]),
+    "swiglu": lambda d: element_calls("swiglu", d, [(2, 81)])[:1],
+    "rotary": lambda d: rotary_calls(d, [((2, 5, 3, 10), (5, 10))]),
+    "embedding": lambda d: embedding_calls(d, [((290,), 9, 5, [258, 0, 20, 12], 2)]),
+    "exact_sum": lambda d: sum_calls(d, [600], HARD_SUMS[2:5]),
+}
+# Odd calls are for the interpreter.
+ODD = {
+    "rms_norm": lambda d: norm_calls(
+        "rms_norm",
+        d,
+        [(7, 1, None), (9, 1025, None), (6, 4096, None), (0, 8, None), (270, 5, [257, 6, 7])]
+        + [(64, 70, [2] * 32), (44, 3, [1, 0] * 20 + [24, 0, 0, 0])],
+    ),
+    "rms_norm over heads": lambda d: head_calls(d, [(1, 17, 1, 5), (3, 2, 8, 16), (2, 5, 12, 3)]),
+    "layer_norm": lambda d: norm_calls(
+        "layer_norm", d, [(7, 1, None), (9, 1025, None), (0, 8, None), (64, 70, [2] * 32)]
+    ),
+    "softmax": lambda d: row_calls("softmax", d, [(6, 1), (7, 1025), (6, 2048), (0, 9), (35, 17)]),
+    "log_softmax": lambda d: row_calls(
+        "log_softmax", d, [(6, 1), (7, 1025), (6, 2048), (0, 9), (35, 17)]
+    ),
+    "silu": lambda d: element_calls("silu", d, [(17, 81)]),
+    "gelu": lambda d: element_calls("gelu", d, [(17, 81)]),
+    "gelu by tanh": lambda d: element_calls("gelu by tanh", d, [(17, 81)]),
+    "swiglu": lambda d: element_calls("swiglu", d, [(17, 81)]),
+    "rotary": lambda d: rotary_calls(
+        d, [((2, 5, 3, 10), (2, 1, 10)), ((4, 1, 64), (1, 64)), ((0, 3, 2), (1, 2))]
+    ),
+    "embedding": lambda d: embedding_calls(
+        d, [((4, 9), 12, 70, None, None), ((300,), 5, 3, [2, 257, 40, 1], 0), ((0,), 5, 3, None, None)]
+    ),
+    "exact_sum": lambda d: sum_calls(d, [1, 5000], HARD_SUMS[::2] if d != torch.float32 else HARD_SUMS),
+}
+
+
+def differences(calls, kind, target):
+    """Return (call, result) of every result whose bits differ from those of the CPU's executor."""
+    import isobit.compiled
+
+    found = []
+    for number, call in enumerate(calls):
+        expected = call.results()
+        with isobit.compiled.executing(kind, target=target):
+            received = call.results()
+        assert len(expected) == len(received) >= 2
+        pairs = zip(expected, received, strict=True)
+        found += [(number, at) for at, (a, b) in enumerate(pairs) if not isobit.bits.equal(a, b)]
+    return found
