@@ -84,7 +84,11 @@ class Judge:
             argument_of=lambda key, number: surveyed.argument(one, key, number),
             choices=Choices(dict(one.autotune)),
         )
-        call(surveyed.function, one.given, run, self.compiler.target)
+        try:
+            call(surveyed.function, one.given, run, self.compiler.target)
+        finally:  # also what was compiled before something went wrong
+            for facts in run.facts:
+                self.kernel_number(facts)
         self.remarks.update(dict.fromkeys(run.remarks))
         self.approximate |= run.approximate
         shapes = [shape for shape, _ in surveyed.pilots[one.plain].outputs]
