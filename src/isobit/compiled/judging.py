@@ -24,9 +24,10 @@ from isobit.certify_records import (
     Share,
 )
 from isobit.compiled.capture import Choices
-from isobit.compiled.compile import Compiler, LaunchError, short_path
+from isobit.compiled.compile import Compiler, LaunchError
 from isobit.compiled.configurations import Planned, Surveyed
 from isobit.compiled.execution import Execution, call
+from isobit.compiled.paths import short_path
 from isobit.compiled.refusals import FloatAtomicError, MachineError, RaceError
 from isobit.compiled.row_names import Rows, rows_of
 from isobit.compiled.storages import Names
