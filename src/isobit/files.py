@@ -9,7 +9,13 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a file's contents in one step, so that neither readers nor crashes see half of it."""
+    """Replace a file's contents in one step, so that neither readers nor crashes see half of it.
+
+    Raises:
+        OSError: If it cannot be written; also for a device, a pipe or a folder, which must not be replaced.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is not a regular file")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:

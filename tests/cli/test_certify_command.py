@@ -1,6 +1,7 @@
 """`isobit certify`: exit codes, records, files, and errors with a remedy; the engine is replaced by records."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+from isobit import files
 from isobit.cli import certify as command
 from isobit.cli.main import build_parser, main
 from isobit.errors import UnsupportedError
@@ -201,3 +203,39 @@ def test_options_state_the_defaults_of_the_engine():
 
     assert options.ROWS == ROWS
     assert options.TARGETS == TARGETS
+
+
+def test_a_certificate_is_printed_though_its_page_cannot_be_written(
+    folder, engine, monkeypatch, capsys
+):
+    engine(fakes.kept())
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(command.files, "write_text", full)
+    code = main(["certify", "certified_kernels.py:doubled", "--html", "page.html", "-q"])
+    printed = capsys.readouterr()
+    assert code == 2  # nobody may take the missing page for one that was written
+    assert "One expression" in printed.out
+    assert "No space left" in printed.err
+    assert "remedy: give --html another path" in printed.err
+
+
+@pytest.mark.parametrize("option", ["--html", "--ptx"])
+def test_devices_are_not_replaced(option, folder, engine, capsys):
+    asked = engine(fakes.kept())
+    os.mkfifo(folder / "pipe")
+    assert main(["certify", "certified_kernels.py:doubled", option, "pipe", "-q"]) == 2
+    assert f"{option} pipe" in capsys.readouterr().err
+    assert not asked  # before anything is compiled
+    with pytest.raises(OSError, match="not a regular file"):
+        files.write_text(folder / "pipe", "text")
+    assert (folder / "pipe").is_fifo()
+    assert sorted(p.name for p in folder.iterdir() if p.name.startswith(".pipe")) == []
+
+
+def test_a_function_that_exits_has_no_verdict(folder, capsys):
+    (folder / "exits.py").write_text(KERNELS + "\ndef leaves(rows):\n    raise SystemExit(0)\n")
+    assert main(["certify", "exits.py:leaves", "--rows", "1", "--target", "sm_80", "-q"]) == 2
+    assert "SystemExit at exits.py" in capsys.readouterr().err

@@ -46,15 +46,16 @@ def test_right_kernels_have_one_expression(function, per_row):
     assert all(o.bits_equal == o.bits_rows for o in only_target(found).outcomes)
 
 
-def test_a_copy_of_a_file_is_shown_in_its_own_place(tmp_path):
+def test_a_copy_of_a_file_is_shown_in_its_own_place(tmp_path, monkeypatch):
     """Triton's cache does not look at paths; the lines that are shown are those of the file that was given."""
+    monkeypatch.chdir(tmp_path)
     for folder in ("first", "second"):
         copy = tmp_path / folder / "copied_subjects.py"
         copy.parent.mkdir()
         copy.write_text(Path(subjects.__file__).read_text())
         found = certify(load_module(copy).norm, rows=(1,), vary={"num_warps": (1, 4)})
         (parting,) = only_target(found).partings
-        assert parting.left_step.source[0] == str(copy)
+        assert parting.left_step.source[0] == f"{folder}/copied_subjects.py"
 
 
 def load_module(path):
@@ -247,3 +248,15 @@ def test_progress_and_everything_is_put_back():
     assert steps[-1][1:] == (2, 2)
     assert (jit.JITFunction.run, autotuner.Autotuner.run) == before[:2]
     assert torch.equal(torch.get_rng_state(), before[2])
+
+
+def test_no_expression_is_listed_that_no_judged_row_has():
+    """Rows that read row 0 break every configuration with several rows; what they would compute is no class."""
+    found = certify(subjects.reads_row_zero)
+    target = only_target(found)
+    assert {one.verdict for one in target.outcomes} == {EXECUTED, BROKEN}
+    assert target.classes
+    assert all(one.members for one in target.classes)
+    found = certify(subjects.reads_row_zero, rows=(3, 5))
+    assert only_target(found).classes == ()
+    assert found.exit_code == 1

@@ -15,6 +15,21 @@ from isobit.compiled.refusals import DataBranchError
 from tests.compiled.snippets import names_of, run, values
 
 DIFFERENT = {
+    "a predicate kept as a number, turned round": (
+        "setp.lt.f32 %p1, %a, %b; selp.b32 %d, %a, %c, %p1;",
+        "setp.lt.f32 %p1, %a, %b; selp.b32 %r1, 1, 0, %p1; setp.eq.b32 %p2, %r1, 0; "
+        "selp.b32 %d, %a, %c, %p2;",
+    ),
+    "a predicate kept as one of two numbers that are not zero": (
+        "setp.lt.f32 %p1, %a, %b; selp.b32 %d, %a, %c, %p1;",
+        "setp.lt.f32 %p1, %a, %b; selp.b32 %r1, 1, 2, %p1; setp.ne.b32 %p2, %r1, 0; "
+        "selp.b32 %d, %a, %c, %p2;",
+    ),
+    "a predicate kept as a number, compared with one": (
+        "setp.lt.f32 %p1, %a, %b; selp.b32 %d, %a, %c, %p1;",
+        "setp.lt.f32 %p1, %a, %b; selp.b32 %r1, 1, 0, %p1; setp.ne.b32 %p2, %r1, 1; "
+        "selp.b32 %d, %a, %c, %p2;",
+    ),
     "order of additions": (
         "add.rn.f32 %r1, %a, %b; add.rn.f32 %d, %r1, %c;",
         "add.rn.f32 %r1, %b, %c; add.rn.f32 %d, %r1, %a;",
@@ -106,6 +121,16 @@ def test_different_flows_have_different_names(case):
 
 
 EQUAL = {
+    "a predicate kept as a number": (
+        "setp.lt.f32 %p1, %a, %b; selp.b32 %d, %a, %c, %p1;",
+        "setp.lt.f32 %p1, %a, %b; selp.b32 %r1, 1, 0, %p1; setp.ne.b32 %p2, %r1, 0; "
+        "selp.b32 %d, %a, %c, %p2;",
+    ),
+    "a predicate kept as a 16-bit number, moved and compared the other way": (
+        "setp.lt.f32 %p1, %a, %b; selp.b32 %d, %a, %c, %p1;",
+        "setp.lt.f32 %p1, %a, %b; selp.b16 %h1, 0, -1, %p1; mov.b16 %h2, %h1; "
+        "setp.eq.b16 %p2, %h2, 0; selp.b32 %d, %a, %c, %p2;",
+    ),
     "sides of an addition": ("add.rn.f32 %d, %a, %b;", "add.rn.f32 %d, %b, %a;"),
     "sides of a fused product": ("fma.rn.f32 %d, %a, %b, %c;", "fma.rn.f32 %d, %b, %a, %c;"),
     "grouping of a maximum": (

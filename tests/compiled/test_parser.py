@@ -123,3 +123,27 @@ def test_one_kernel_of_one_dimension():
         parse(".version 8.0\n.target sm_80\n")
     with pytest.raises(PtxSyntaxError, match="along x"):
         parse(HEAD.replace(".maxntid 128, 1, 1", ".maxntid 64, 2, 1"))
+
+
+@pytest.mark.parametrize("between", [" {", "{", " { // %bb.0", "\n{", " {.reg .b32 %unused;"])
+def test_the_brace_may_stand_on_the_line_of_the_entry(between):
+    head = ".version 8.0\n.target sm_80\n.address_size 64\n.visible .entry one(.param .u64 one_0) "
+    program = parse(
+        f"{head}.reqntid 64{between}\n.reg .b64 %w<2>;\nld.param.b64 %w1, [one_0];\nret;\n}}"
+    )
+    assert (program.name, program.threads) == ("one", 64)
+    assert [each.opcode for each in program.instructions] == ["ld.param.b64", "ret"]
+
+
+@pytest.mark.parametrize(
+    ("declared", "what"),
+    [
+        ("(.param .b32 func_retval0) vprintf (.param .b64 a)", "tl.device_print"),
+        ("__assertfail (.param .b64 a)", "tl.device_assert"),
+        ("somebody (.param .b64 a)", "a function call"),
+    ],
+)
+def test_functions_of_the_run_time_are_refused_by_what_they_are_in_triton(declared, what):
+    with pytest.raises(PtxSyntaxError) as caught:
+        parse(f".version 8.0\n.target sm_80\n.extern .func {declared};\n")
+    assert caught.value.received.startswith(f"{what}: PTX line 3")

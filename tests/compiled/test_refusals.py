@@ -129,3 +129,13 @@ def test_counts_and_grid():
     assert [int(out[32 * i]) for i in (0, 1, 10, 11)] == [0, 1, 10, 11]
     assert machine.counts["mad.lo.s32"] == 4
     assert machine.executed == 4 * len(machine.program.instructions)
+
+
+@pytest.mark.parametrize("size", [232449, 1 << 40, -1])
+def test_more_shared_memory_than_a_gpu_has_is_refused_by_name(size):
+    machine = Machine(parse(text("mov.b32 %d, %a;")))
+    buffers = [Buffer(each.copy(), label=f"x{at}") for at, each in enumerate((A, B, C, C))]
+    with pytest.raises(ArgumentError, match="232448") as caught:
+        machine.run((1,), buffers, shared_bytes=size)
+    assert f"shared_bytes={size}" in caught.value.received
+    machine.run((1,), buffers, shared_bytes=232448)

@@ -27,7 +27,7 @@ CASES = {
     "nothing judged": lambda: fakes.audit_of(fakes.clean_axis(judged=0, complete=False)),
     "no axis": lambda: fakes.audit_of(provenance=None),
 }
-VOID = {"meta", "img", "br"}
+VOID = {"meta", "img", "br", "wbr"}
 UNCLOSED = {"td", "th", "tr", "li", "dt", "dd", "p"}  # their end tags may be left out
 
 

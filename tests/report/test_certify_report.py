@@ -135,11 +135,15 @@ def test_tensor_core_steps_are_drawn_as_groups():
 def test_json_has_orders_as_words_and_no_deep_lists():
     record = json.loads(certificate_as_json(fakes.split_by_rows()))
     order = record["targets"][0]["classes"][0]["order"]
+    steps = order.pop("steps")
     assert order == {
         "words": "4 × (4 × (16 fused), then folded), then folded",
         "digest": digest(fakes.split(4)),
         "terms": 256,
+        "first_step": 256,
     }
+    assert steps[0] == list(range(16))
+    assert len(steps) == 16 + 3
     deep = ExpressionClass("0a" * 16, (), chain(range(20_000)))
     found = fakes.certified([replace(fakes.kept().targets[0], classes=(deep,))])
     assert "20000" in certificate_as_json(found)

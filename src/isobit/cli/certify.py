@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -57,13 +58,13 @@ def check_paths(options: argparse.Namespace) -> None:
     twice = sorted({name for name in given if given.count(name) > 1})
     wrong = [(bool(twice), "every parameter in one --vary", f"--vary {', '.join(twice)} twice")]
     if options.html:
-        folder = options.html.parent
-        reachable = folder.is_dir() and not options.html.is_dir()
-        wrong.append((not reachable, "a file in a folder that exists", f"--html {options.html}"))
+        folder, page = options.html.parent, options.html
+        regular = page.is_file() or not page.exists()
+        reachable = folder.is_dir() and regular and os.access(folder, os.W_OK)
+        wrong.append((not reachable, "a file in a folder that can be written", f"--html {page}"))
     if options.ptx:
-        reachable = options.ptx.is_dir() or (
-            not options.ptx.exists() and options.ptx.parent.is_dir()
-        )
+        inside = options.ptx if options.ptx.exists() else options.ptx.parent
+        reachable = inside.is_dir() and os.access(inside, os.W_OK)
         wrong.append((not reachable, "a folder, or a new one in one", f"--ptx {options.ptx}"))
     for is_wrong, expected, received in wrong:
         if is_wrong:
@@ -163,7 +164,17 @@ def could_not_import(name: str, error: BaseException) -> ArgumentError:
 
 
 def write(options: argparse.Namespace, found: Certified) -> None:
-    """Write the files that were asked for, and print the text or the record."""
+    """Write the page if it was asked for, and print the text or the record, also if the page cannot be written."""
+    failed: OSError | None = None
     if options.html:
-        files.write_text(options.html, write_certificate_page(found))
+        try:
+            files.write_text(options.html, write_certificate_page(found))
+        except OSError as error:
+            failed = error
     say(certificate_as_json(found) if options.json else describe_certificate(found))
+    if failed is not None:
+        raise ArgumentError(
+            expected="a page that can be written",
+            received=in_one_line(failed),
+            remedy="give --html another path; the certificate is printed above",
+        ) from failed

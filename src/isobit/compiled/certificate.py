@@ -50,15 +50,16 @@ def judge_target(
         for number, outcome in enumerate(judge.outcomes)
     )
     drawn, partings = {}, []
-    if len(digests) > 1:
-        for number in range(1, min(len(digests), LOOKED_AT + 1)):
-            tell(f"{compiler.target}: where expressions 1 and {number + 1} differ")
-            if (pair := comparable(judge, number)) is not None:
-                parting, trees = find_parting(judge, number, *pair)
+    numbers = list(digests)
+    if len(numbers) > 1:
+        for place, number in enumerate(numbers[1 : LOOKED_AT + 1], 1):
+            tell(f"{compiler.target}: where expressions 1 and {place + 1} differ")
+            if (pair := comparable(judge, numbers[0], number)) is not None:
+                parting, trees = find_parting(judge, place, *pair)
                 partings.append(parting)
-                drawn[0], drawn[number] = trees
-    elif digests:
-        first = next(iter(judge.groups.values()))[0]
+                drawn[numbers[0]], drawn[number] = trees
+    elif numbers:
+        first = next(f[numbers[0]] for f in judge.groups.values() if numbers[0] < len(f))
         tell(f"{compiler.target}: the order of its sums")
         drawn[0] = draw_class(judge, first)
     classes = tuple(
@@ -76,10 +77,12 @@ def judge_target(
 
 
 def class_digests(judge: Judge) -> dict[int, str]:
-    """Return the digest of every expression; rows with other integers have their own, and all count."""
-    most = max((len(found) for found in judge.groups.values()), default=0)
+    """Return the digest of every expression that a judged row has; of rows with other integers, all count.
+
+    A configuration that turned out to be broken may have added expressions that no other row has.
+    """
     digests = {}
-    for number in range(most):
+    for number in sorted({expression for rows in judge.found for _, expression in rows}):
         each = [found[number].digest for found in judge.groups.values() if number < len(found)]
         joined = blake3("\n".join(sorted(each)).encode()).hexdigest()[:32]
         digests[number] = each[0] if len(judge.groups) == 1 else joined
@@ -98,11 +101,11 @@ def members(
     )
 
 
-def comparable(judge: Judge, number: int) -> tuple[Expression, Expression] | None:
-    """Return the first expression and another one of rows with the same integers."""
+def comparable(judge: Judge, first: int, other: int) -> tuple[Expression, Expression] | None:
+    """Return two expressions of rows with the same integers."""
     for found in judge.groups.values():
-        if number < len(found):
-            return found[0], found[number]
+        if max(first, other) < len(found):
+            return found[first], found[other]
     return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -273,9 +272,3 @@ def python_line(source: tuple[str, int] | None) -> str:
     import linecache
 
     return re.sub(r"\s+", " ", linecache.getline(*source)).strip()
-
-
-def short_path(path: str) -> str:
-    """Return a path relative to the current folder if it is below it."""
-    here = os.getcwd() + os.sep
-    return path.removeprefix(here)

@@ -16,7 +16,7 @@ import torch
 from isobit.certify_records import KernelFacts
 from isobit.compiled.capture import Choices, Watch, captured, storage_of
 from isobit.compiled.compile import Compiled, Compiler, absent_driver, specialise
-from isobit.compiled.machine import Buffer, Machine
+from isobit.compiled.machine import Machine
 from isobit.compiled.storages import (
     AxisOf,
     Fill,
@@ -149,12 +149,7 @@ class Execution:
             size = (size,) if isinstance(size, int) else tuple(int(each) for each in size)
             made = self.compiler.compile(kernel, call)
             self.launched.append(made)
-            given: list[Buffer | int | float] = []
-            self.storages.start_launch()
-            for value in call.arguments:
-                given.append(
-                    self.storages.buffer(value) if isinstance(value, torch.Tensor) else value
-                )
+            given = self.storages.arguments(call.arguments)
             if 0 in size:
                 return
             engine = ENGINE_OF_TARGET[self.compiler.target]
@@ -182,6 +177,12 @@ class Execution:
     def read(self, outputs: Sequence[torch.Tensor]) -> None:
         """Read the names and bits of the outputs."""
         assert self.storages is not None
+        if not any(tensor.numel() for tensor in outputs):
+            raise UnsupportedError(
+                expected="outputs with at least one element",
+                received=", ".join(str(list(tensor.shape)) for tensor in outputs),
+                remedy="choose sizes that are not zero",
+            )
         for number, tensor in enumerate(outputs):
             storage = storage_of(tensor)
             if tensor.numel() and not self.storages.wrote(storage):
@@ -242,7 +243,7 @@ def call(
         return outputs
     except IsobitError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # its exit code is not the verdict
         if is_internal(error):
             raise
         raise function_error(function, error) from error
@@ -261,13 +262,21 @@ def as_outputs(function: Function, found: Any) -> tuple[torch.Tensor, ...]:
     if not all(isinstance(each, torch.Tensor) for each in outputs):
         raise FunctionError(
             expected=f"{name_of(function)} to return a tensor, or a tuple of tensors",
-            received=type(found).__name__,
-            remedy="return what the kernel writes",
+            received=describe_returned(found),
+            remedy="return the tensor, or a tuple of the tensors, that the kernels write",
         )
     return tuple(outputs)
 
 
-def function_error(function: Function, error: Exception) -> FunctionError:
+def describe_returned(found: Any) -> str:
+    """Return the type of what a function returned, and of what is in it."""
+    name = type(found).__name__
+    if isinstance(found, (tuple, list)):
+        return f"a {name} of {', '.join(type(each).__name__ for each in found[:6]) or 'nothing'}"
+    return name
+
+
+def function_error(function: Function, error: BaseException) -> FunctionError:
     """Return an error that names the line of the user's code where it was raised."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
     where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
@@ -284,7 +293,7 @@ def function_error(function: Function, error: Exception) -> FunctionError:
     )
 
 
-def is_internal(error: Exception) -> bool:
+def is_internal(error: BaseException) -> bool:
     """Tell whether isobit's own code raised an error: a fault of isobit, not of the function."""
     last = traceback.extract_tb(error.__traceback__)[-1].filename
     return os.path.abspath(last).startswith(HOME + os.sep)

@@ -24,9 +24,10 @@ from isobit.certify_records import (
     Share,
 )
 from isobit.compiled.capture import Choices
-from isobit.compiled.compile import Compiler, LaunchError, short_path
+from isobit.compiled.compile import Compiler, LaunchError
 from isobit.compiled.configurations import Planned, Surveyed
 from isobit.compiled.execution import Execution, call
+from isobit.compiled.paths import short_path
 from isobit.compiled.refusals import FloatAtomicError, MachineError, RaceError
 from isobit.compiled.row_names import Rows, rows_of
 from isobit.compiled.storages import Names
@@ -84,7 +85,11 @@ class Judge:
             argument_of=lambda key, number: surveyed.argument(one, key, number),
             choices=Choices(dict(one.autotune)),
         )
-        call(surveyed.function, one.given, run, self.compiler.target)
+        try:
+            call(surveyed.function, one.given, run, self.compiler.target)
+        finally:  # also what was compiled before something went wrong
+            for facts in run.facts:
+                self.kernel_number(facts)
         self.remarks.update(dict.fromkeys(run.remarks))
         self.approximate |= run.approximate
         shapes = [shape for shape, _ in surveyed.pilots[one.plain].outputs]

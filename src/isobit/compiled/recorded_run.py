@@ -8,11 +8,23 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from isobit.certify_records import Step
-from isobit.compiled.compile import python_line, short_path
+from isobit.compiled.compile import python_line
 from isobit.compiled.execution import Execution
 from isobit.compiled.expressions import Element, Node, constant_text, describe
+from isobit.compiled.paths import short_path
 from isobit.compiled.storages import NamedView, Names
 
+# Functions of one argument as Triton writes them.
+FUNCTIONS = {
+    "ex2": "exp2",
+    "lg2": "log2",
+    "rcp": "reciprocal",
+    "sqrt": "sqrt",
+    "rsqrt": "rsqrt",
+    "sin": "sin",
+    "cos": "cos",
+    "tanh": "tanh",
+}
 MOST_SHOWN = 3  # operands of a fused step that a text has
 
 
@@ -147,6 +159,8 @@ def written(operation: str, parts: list[str]) -> str:
     """Return one operation with its operands as text."""
     signs = {"add": " + ", "sub": " − ", "mul": "·", "div": " / "}
     stem = operation.split(".")[0]
+    if stem in FUNCTIONS and len(parts) == 1:
+        return f"{FUNCTIONS[stem]}({parts[0]})"
     if stem in signs and len(parts) == 2:
         return f"({signs[stem].join(parts)})"
     if stem == "fma" and len(parts) == 3:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from isobit.compiled.paths import short_path
 from isobit.errors import ArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def place(instruction: Instruction) -> str:
     shown = instruction.text if len(instruction.text) <= 100 else instruction.text[:97] + "..."
     text = f"PTX line {instruction.line}: {shown}"
     if instruction.source is not None:
-        text += f" ({instruction.source[0]}:{instruction.source[1]})"
+        text += f" ({short_path(instruction.source[0])}:{instruction.source[1]})"
     return text
 
 

@@ -10,7 +10,7 @@ a result that depends on it never equals another.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,12 @@ import torch
 
 from isobit.compiled import names
 from isobit.compiled.capture import Watch, storage_of
-from isobit.compiled.machine import Buffer
+from isobit.compiled.machine import Buffer, Pointer
 from isobit.compiled.row_axes import RowAxis
 from isobit.errors import UnsupportedError
 
 Names = names.Names
+ALIGNED = 256  # bytes
 # (key of the storage, number of the view, tensor) -> the axis of rows
 AxisOf = Callable[[str, int, torch.Tensor], RowAxis | None]
 Fill = Callable[[str, int, torch.Tensor], None]
@@ -41,7 +42,7 @@ class Held:
     named: np.ndarray[Any, np.dtype[np.bool_]]  # per byte
     before: bytes | None  # the content of a storage from outside, which is put back
     uninitialised: bool = False
-    buffers: dict[int, Buffer] = field(default_factory=dict)  # by their first byte
+    buffer: Buffer | None = None  # of the current launch
 
     @property
     def written(self) -> bool:
@@ -83,25 +84,46 @@ class Storages:
         """Tell whether a kernel wrote a storage."""
         return storage in self.held and self.held[storage].written
 
-    def buffer(self, tensor: torch.Tensor) -> Buffer:
-        """Return the buffer that begins at a tensor's first element, with all its elements named."""
+    def arguments(self, values: Sequence[Any]) -> list[Buffer | Pointer | int | float]:
+        """Return the arguments of a launch; views of one storage are pointers into one buffer."""
+        self.start_launch()
+        starts: dict[int, list[int]] = {}
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.numel():
+                starts.setdefault(storage_of(value), []).append(first_byte(value))
+        # A buffer of several views begins at a multiple of what vector accesses are aligned to.
+        first = {
+            storage: found[0] if len(set(found)) == 1 else min(found) // ALIGNED * ALIGNED
+            for storage, found in starts.items()
+        }
+        return [
+            self.buffer(value, first.get(storage_of(value), 0))
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in values
+        ]
+
+    def buffer(self, tensor: torch.Tensor, begin: int) -> Buffer | Pointer:
+        """Return a tensor's first element in the buffer that begins at a byte of its storage; elements are named."""
+        if not tensor.numel():
+            return Buffer(np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.uint64))
         held = self.hold(tensor)
         self.name_view(held, tensor)
-        start = int(tensor.storage_offset()) * tensor.element_size()
+        start = first_byte(tensor)
         if start % 2:
             raise UnsupportedError(
                 expected="tensors that begin at an even byte of their memory",
                 received=f"a view of {list(tensor.shape)} that begins at byte {start}",
                 remedy="pass a tensor of its own, such as view.clone()",
             )
-        if start not in held.buffers:
-            held.buffers[start] = Buffer(held.data[start:], held.names[start // 2 :])
-        return held.buffers[start]
+        if held.buffer is None:
+            held.buffer = Buffer(held.data[begin:], held.names[begin // 2 :])
+        return held.buffer if start == begin else Pointer(held.buffer, start - begin)
 
     def start_launch(self) -> None:
         """Forget the buffers of the launch before: a launch is ordered after it, so no race joins the two."""
         for held in self.held.values():
-            held.buffers.clear()
+            held.buffer = None
 
     def hold(self, tensor: torch.Tensor) -> Held:
         """Return the record of a tensor's storage."""
@@ -202,6 +224,11 @@ class Storages:
         for held in self.held.values():
             if held.before is not None:
                 held.data[:] = np.frombuffer(held.before, dtype=np.uint8)
+
+
+def first_byte(tensor: torch.Tensor) -> int:
+    """Return the byte of its storage where a tensor begins."""
+    return int(tensor.storage_offset()) * tensor.element_size()
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from isobit.report.markup import escape
 COLOURS = 8  # expressions with a colour of their own; the others are grey
 # Colours with equal lightness that also people with colour blindness tell apart; light and dark pages.
 STYLE = """
-:root{--c0:#4f7cac;--c1:#d9631e;--c2:#3f9b7d;--c3:#8a6fb5;--c4:#b8922a;--c5:#b0527f;--c6:#5f8a2f;--c7:#7a6a5d}
+:root{--c0:#446f9e;--c1:#b84f12;--c2:#2b7d62;--c3:#7a5fa8;--c4:#8a6a12;--c5:#a4476f;--c6:#4c7322;--c7:#7a6a5d}
 @media (prefers-color-scheme:dark){:root{--c0:#7fb0e3;--c1:#f08a4b;--c2:#6cc7a8;--c3:#b79be3;--c4:#dcb95a;--c5:#e08ab3;
 --c6:#9cc46a;--c7:#b3a294}}
 .maps{display:flex;flex-wrap:wrap;gap:1.2rem 2.2rem;margin:.6rem 0}.map{border-collapse:separate;border-spacing:3px;
@@ -65,7 +65,7 @@ def _target(target: TargetReport) -> str:
         + "</tr>"
         for side, cells in sides.items()
     )
-    return f'<table class="map"><caption>{caption}</caption>{head}{body}</table>'
+    return f'<div class="map-box"><table class="map"><caption>{caption}</caption>{head}{body}</table></div>'
 
 
 def _say(target: TargetReport) -> str:

@@ -12,7 +12,7 @@ from isobit.report.order_picture import WIDTH, OrderPicture
 from isobit.report.svg import STYLE, Canvas
 from isobit.reveal.tree import Tree
 
-GAP, HEAD = 16, 50
+HEAD = 50
 WORDS_A_LINE = 84
 PICTURES = 6  # expressions that are drawn
 
@@ -56,7 +56,7 @@ def describe_order(branch: Branch) -> str:
 
 
 def draw_expressions(target: TargetReport) -> str:
-    """Draw the orders of a target's expressions in panels; "" if none is one sum."""
+    """Draw the orders of a target's expressions, a picture each; "" if none is one sum."""
     chosen = [at for at, one in enumerate(target.classes) if is_drawable(one.tree)][:PICTURES]
     trees = [as_tree(target.classes[at].tree or 0) for at in chosen]
     if not trees:
@@ -66,25 +66,23 @@ def draw_expressions(target: TargetReport) -> str:
         OrderPicture(tree, [other for other in made if other is not made[at]])
         for at, tree in enumerate(trees)
     ]
-    columns = 1 if len(pictures) == 1 else 2
-    whole, y = Canvas(), 6.0
-    for at in range(0, len(pictures), columns):
-        row = pictures[at : at + columns]
-        height = max(one.height for one in row) + HEAD
-        for column, picture in enumerate(row):
-            x = 4 + column * (WIDTH + GAP)
-            place = chosen[at + column]
-            head = f"{letter(place)}: {describe_class(target.classes[place], target)}"
-            whole.panel(x, y, WIDTH, height)
-            whole.text(x + 12, y + 20, _cut(head, 70), "title")
-            whole.text(x + 12, y + 37, _cut(str(trees[at + column]), WORDS_A_LINE))
-            whole.place(picture.canvas, x, y + height - picture.height)
-        y += height + GAP
-    drawn = whole.document(8 + columns * WIDTH + (columns - 1) * GAP, y)
-    words = "; ".join(f"{letter(place)}: {tree}" for place, tree in zip(chosen, trees, strict=True))
-    return drawn.replace(f"<style>{STYLE}</style>", "").replace(
-        'role="img"', f'role="img" aria-label="{escape(words)}"', 1
+    return "".join(
+        _panel(f"{letter(place)}: {describe_class(target.classes[place], target)}", tree, picture)
+        for place, tree, picture in zip(chosen, trees, pictures, strict=True)
     )
+
+
+def _panel(head: str, tree: Tree, picture: OrderPicture) -> str:
+    """Return one order as a picture of its own, so that narrow pages put it below the others."""
+    whole, height = Canvas(), picture.height + HEAD
+    whole.panel(1, 1, WIDTH, height)
+    whole.text(13, 21, _cut(head, 70), "title")
+    whole.text(13, 38, _cut(str(tree), WORDS_A_LINE))
+    whole.place(picture.canvas, 1, 1 + HEAD)
+    drawn = whole.document(WIDTH + 2, height + 2).replace(f"<style>{STYLE}</style>", "")
+    named = f'role="img" aria-label="{escape(f"{head}: {tree}")}"'
+    drawn = drawn.replace('role="img"', named, 1)
+    return f'<div class="wide">{drawn}</div>'
 
 
 def undrawn(target: TargetReport) -> Sequence[int]:

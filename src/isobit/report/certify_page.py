@@ -23,6 +23,7 @@ from isobit.report.certify_words import (
     COVERS,
     conclude,
     count_configurations,
+    counted,
     join_notes,
     listed,
     tone,
@@ -36,7 +37,9 @@ STYLE = """
 .card{border:1px solid var(--line);border-left:4px solid var(--tone,var(--line));border-radius:8px;
 padding:.5rem .9rem;margin:.6rem 0;min-width:0}.pair .card{border-left-width:1px;margin:0}
 .formula{font:14px/1.5 ui-monospace,Menlo,Consolas,monospace;overflow-wrap:anywhere}
-h3 .key{font-weight:650}.lead{max-width:60rem}
+h3 .key{font-weight:650}.lead{max-width:60rem}code.opcode{overflow-wrap:normal}
+.orders{display:flex;flex-wrap:wrap;gap:1rem;margin:.6rem 0}.orders .wide{max-width:100%}.orders svg{max-width:none;
+display:block}.map-box{max-width:100%;overflow-x:auto}
 """
 LEGEND = (
     "Terms run along the horizontal axis; a bar is a chain of neighbours, dots on a line a chain of separate "
@@ -72,8 +75,9 @@ def write_certificate_page(found: Certified) -> str:
         >>> "Nothing was compiled" in write_certificate_page(Certified("matmul.py:matmul", ()))
         True
     """
-    groups = [targets for targets in alike(found) if targets[0].classes]
-    expressions = "".join(_expressions(targets) for targets in groups)
+    groups = [targets for targets in alike(found, exactly=True) if targets[0].classes]
+    firsts = [targets[0] for targets in alike(found)]
+    expressions = "".join(_expressions(each, each[0] not in firsts) for each in groups)
     return PAGE.format(
         title=escape(f"Certificate of {found.function}"),
         style=PICTURES + audit_template.STYLE + certify_map.STYLE + STYLE + FOOTER_STYLE,
@@ -118,26 +122,29 @@ def _list(notes: list[str]) -> str:
     return f'<ul class="conclusions">{items}</ul>' if items else ""
 
 
-def _expressions(targets: list[TargetReport]) -> str:
-    """Return the expressions of targets that divide their configurations alike; drawn for the first."""
+def _expressions(targets: list[TargetReport], repeated: bool) -> str:
+    """Return the expressions that targets share; repeated: others have divided their configurations alike."""
     first = targets[0]
-    names = listed([escape(one.target) for one in targets])
     picture = draw_expressions(first)
-    drawn = f'<div class="wide">{picture}</div><p class="soft">{LEGEND}</p>' if picture else ""
+    drawn = f'<div class="orders">{picture}</div>' if picture else ""
     without = ""
     if picture and undrawn(first):
-        without = f'<p class="soft">{len(undrawn(first)):,} more expressions are not drawn.</p>'
+        without = (
+            f'<p class="soft">{counted(len(undrawn(first)), "more expression")} not drawn.</p>'
+        )
     elif not picture:
         without = '<p class="soft">There is no picture: an element of the output is more than one sum.</p>'
     parts = "".join(show_parting(one) for one in first.partings[:PARTINGS])
     more = len(first.partings) - PARTINGS
-    rest = f'<p class="soft">{more:,} more pairs differ.</p>' if more > 0 else ""
-    also = ""
-    if len(targets) > 1:
-        also = (
-            f'<p class="soft">Drawn for {escape(first.target)}; the others are divided alike.</p>'
-        )
-    return f"<h3>On {names}</h3>{also}{show_classes(first)}{drawn}{without}{parts}{rest}"
+    rest = f'<p class="soft">{counted(more, "more pair")} differ.</p>' if more > 0 else ""
+    if parts and len(targets) > 1:
+        rest += f'<p class="soft">Lines of PTX are those of {escape(first.target)}.</p>'
+    if parts and repeated:
+        parts = f"<details><summary>Where they first differ</summary>{parts}{rest}</details>"
+        rest = ""
+    names = listed([escape(one.target) for one in targets])
+    legend = f'<p class="soft">{LEGEND}</p>' if picture and not repeated else ""
+    return f"<h3>On {names}</h3>{show_classes(first)}{drawn}{legend}{without}{parts}{rest}"
 
 
 def _covers(found: Certified) -> str:

@@ -15,9 +15,10 @@ from isobit.certify_records import (
     TargetReport,
 )
 from isobit.report.audit_tables import table
+from isobit.report.certify_failures import gather_failures
 from isobit.report.certify_map import key
 from isobit.report.certify_orders import describe_order
-from isobit.report.certify_words import describe_class, describe_members
+from isobit.report.certify_words import describe_class
 from isobit.report.markup import escape
 
 MISSING = "–"
@@ -39,13 +40,14 @@ RUNS = ("configuration", "expression", "names", "rows with equal bits", "instruc
 
 def show_classes(target: TargetReport) -> str:
     """Return the expressions of a target with their configurations."""
-    rows = []
+    rows, total = [], len(target.outcomes)
     for at, one in enumerate(target.classes):
         order = describe_order(one.tree) if one.tree is not None else one.formula
         rows.append(
             f"<tr><td>{key(at)}<td>{escape(describe_class(one, target))}"
-            f'<td class="figure">{len(one.members):,}<td class="name">{escape(order) or MISSING}'
-            f"<td><code>{escape(one.digest[:16])}</code>"
+            f'<td class="figure">{len(one.members):,} of {total:,}'
+            f'<td class="name">{escape(order) or MISSING}'
+            f'<td class="nowrap"><code>{escape(one.digest[:16])}</code>'
         )
     heads = ("", "configurations", "how many", "order of the first element", "digest")
     return table(heads, rows)
@@ -59,7 +61,7 @@ def show_parting(one: Parting) -> str:
     )
     cards = "".join(
         f'<div class="card"><p>{key(at)} <b>{escape(label)}</b> '
-        f'<span class="soft">row {row:,}</span></p>{_step(step)}</div>'
+        f'<span class="soft nowrap">row {row:,}</span></p>{_step(step)}</div>'
         for at, label, row, step in sides
     )
     where = f" in {escape(one.output)}" if one.output else ""
@@ -93,30 +95,27 @@ def _step(step: Step | None) -> str:
 def show_failures(found: Certified) -> str:
     """Return what is broken or could not be run: the reason, the place and the remedy."""
     shown = []
-    for target in found.targets:
-        among = [one.configuration for one in target.outcomes]
-        groups: dict[tuple[str, str, str, str], list[Outcome]] = {}
-        for one in target.outcomes:
-            if one.verdict in FAILED:
-                groups.setdefault((one.verdict, one.reason, one.remedy, one.where), []).append(one)
-        for (verdict, reason, remedy, where), outcomes in groups.items():
-            named = describe_members([one.configuration for one in outcomes], among)
-            tone = "bad" if verdict == BROKEN else "mute"
-            facts = [("what", reason), ("where", where), ("remedy", remedy)]
-            rows = "".join(f"<dt>{name}<dd>{escape(text)}" for name, text in facts if text)
-            shown.append(
-                f'<div class="card {tone}"><p><span class="chip {tone}">{escape(verdict)}</span> '
-                f"<b>{escape(target.target)}</b> {escape(named)}</p>"
-                f'<dl class="facts">{rows}</dl></div>'
-            )
+    for one in gather_failures(found):
+        tone = "bad" if one.verdict == BROKEN else "mute"
+        facts = [("what", one.reason), ("where", one.where), ("remedy", one.remedy)]
+        rows = "".join(f"<dt>{name}<dd>{escape(text)}" for name, text in facts if text)
+        shown.append(
+            f'<div class="card {tone}"><p><span class="chip {tone}">{escape(one.verdict)}</span> '
+            f'<b>{escape(", ".join(one.labels))}</b></p><dl class="facts">{rows}</dl></div>'
+        )
     return "".join(shown)
+
+
+def _instruction(name: str) -> str:
+    """Return the name of an instruction, which may be broken after its dots only."""
+    return f'<code class="opcode">{escape(name).replace(".", ".<wbr>")}</code>'
 
 
 def _counts(found: dict[str, int]) -> str:
     """Return instructions with how often each is in the text."""
     if not found:
         return "0"
-    return "<br>".join(f"{count:,} × <code>{escape(name)}</code>" for name, count in found.items())
+    return "<br>".join(f"{count:,} × {_instruction(name)}" for name, count in found.items())
 
 
 def _bytes(number: int | None) -> str:
@@ -150,7 +149,7 @@ def _kernel(one: KernelFacts) -> str:
         _counts(one.flushes),
         _counts(one.approximate),
         atomics,
-        f"{one.lines:,} lines<br><code>{escape(one.digest[:12])}</code>",
+        f'<span class="nowrap">{one.lines:,} lines<br><code>{escape(one.digest[:12])}</code></span>',
     )
     return "<tr>" + "".join(f"<td>{cell}" for cell in cells)
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from isobit.certify_records import Certified, KernelFacts, Parting, Step, TargetReport
 from isobit.plain_text import one_line
+from isobit.report.certify_failures import gather_failures
 from isobit.report.certify_orders import describe_order
 from isobit.report.certify_words import (
     COVERS,
     conclude,
     counted,
     describe_class,
-    describe_members,
     join_notes,
     letter,
     listed,
@@ -71,12 +71,13 @@ def describe_certificate(found: Certified, width: int = 100) -> str:
     return "\n\n".join([*parts, f"What this covers, and what it does not: {COVERS}"]) + "\n"
 
 
-def alike(found: Certified) -> list[list[TargetReport]]:
-    """Return targets in groups that divide their configurations into classes in the same way."""
+def alike(found: Certified, exactly: bool = False) -> list[list[TargetReport]]:
+    """Return targets in groups that divide their configurations in the same way; exactly: by equal expressions."""
     groups: dict[tuple[object, ...], list[TargetReport]] = {}
     for target in found.targets:
         key = tuple(
-            tuple((c.label, rows, of) for c, rows, of in one.members) for one in target.classes
+            (one.digest if exactly else "", *((c.label, rows, of) for c, rows, of in one.members))
+            for one in target.classes
         )
         groups.setdefault(key, []).append(target)
     return list(groups.values())
@@ -153,29 +154,15 @@ def _places(step: Step | None) -> list[str]:
 
 def _failures(found: Certified, width: int) -> list[str]:
     """Return what was found broken or could not be run, by reason."""
-    groups: dict[tuple[str, str, str, str], list[str]] = {}
-    for target in found.targets:
-        among = [one.configuration for one in target.outcomes]
-        reasons: dict[tuple[str, str, str, str], list[int]] = {}
-        for at, one in enumerate(target.outcomes):
-            if one in (*target.broken, *target.refused):
-                key = (one.verdict, one.reason, one.remedy, "")
-                reasons.setdefault(key, []).append(at)
-        for key, places in reasons.items():
-            outcomes = [target.outcomes[at] for at in places]
-            where = next((one.where for one in outcomes if one.where), "")
-            named = describe_members([one.configuration for one in outcomes], among)
-            label = target.target if named == "all" else f"{target.target} ({named})"
-            groups.setdefault((*key[:3], where), []).append(label)
     shown = []
-    for (verdict, reason, remedy, where), targets in groups.items():
-        lines = [f"{verdict}: {', '.join(targets)}", f"  {reason}"]
-        lines += [f"  at {where}"] if where else []
-        lines += [f"  remedy: {remedy}"] if remedy else []
+    for one in gather_failures(found):
+        lines = [f"{one.verdict}: {', '.join(one.labels)}", one.reason]
+        lines += [f"at {one.where}"] if one.where else []
+        lines += [f"remedy: {one.remedy}"] if one.remedy else []
         shown.append(
             "\n".join(
                 textwrap.fill(
-                    one_line(line.strip()),
+                    one_line(line),
                     width,
                     initial_indent="  " if at else "",
                     subsequent_indent="    ",

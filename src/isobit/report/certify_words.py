@@ -244,7 +244,7 @@ def _reasons(outcomes: Sequence[object]) -> str:
     reasons = list(
         dict.fromkeys(str(getattr(one, "reason", "")) or "no reason" for one in outcomes)
     )
-    more = f" (and {len(reasons) - 1} other reasons)" if len(reasons) > 1 else ""
+    more = f" (and {counted(len(reasons) - 1, 'other reason')})" if len(reasons) > 1 else ""
     return f"{reasons[0].rstrip('.')}{more}."
 
 

@@ -13,6 +13,7 @@ from isobit.reveal.tree import Tree
 
 WIDTH, LEFT, RIGHT, ROW = 560, 14, 132, 20
 WHOLE_TREE = 32  # the largest number of terms for which every addition is drawn
+WORDS = 110  # pixels that "⋯ 128 of these ⋯" needs
 SIDE_BY_SIDE, STACKED, DOTS, SMALLEST = 16, 5, 33, 30  # items, items, dots, pixels
 
 
@@ -193,8 +194,11 @@ class OrderPicture:
         ends = [self._draw(item, moved, row) for item, moved in shown]
         tops = max(end.row for end in ends) + 0.9
         if count > len(shown):
-            middle = (ends[1].x + ends[2].x) / 2
-            self._note(middle, row, f"⋯ {count} of these ⋯", "quiet", "middle")
+            gap, words = ends[2].x - ends[1].x, f"⋯ {count} of these ⋯"
+            if gap < WORDS:
+                self._note(ends[2].x + 8, row, words, "quiet")
+            else:
+                self._note(ends[1].x + gap / 2, row, words, "quiet", "middle")
         if outline.kind == "pairs" and count == len(shown):
             return self._merge_pairs(ends, tops)
         kinds = [self._joined(ends[0].term, end.term) for end in ends[1:]]

@@ -4,7 +4,9 @@
 The machine performs asynchronous work (wgmma, tcgen05, bulk copies) at once, and remembers it as open until the
 threads know that it has ended. What a GPU does not order is an error, whatever the bits:
 
-* a register that open work will write (an accumulator of wgmma, a result of tcgen05.ld), read or written;
+* a register that open work will write (an accumulator of wgmma, a result of tcgen05.ld), read or written; a `mov`
+  that copies a result of tcgen05.ld is no use of it, but its target is not ready either: Triton emits such pairs of
+  registers before tcgen05.wait::ld, and ptxas makes no instruction of them;
 * a register that open wgmma reads, written; and one that wgmma uses, used elsewhere after the last wgmma.fence;
 * shared memory that open work may still read, written; shared memory that a bulk copy writes, touched;
 * shared memory written by threads and read by wgmma or tcgen05.mma without `fence.proxy.async` and a barrier
@@ -44,6 +46,7 @@ class Work:
     known: Mask  # Threads that know that it has ended.
     waited: bool = False  # Its own threads waited; the others know after the next bar.sync.
     outputs: frozenset[int] = frozenset()
+    copies: frozenset[int] = frozenset()  # Outputs that a mov wrote.
     inputs: frozenset[int] = frozenset()
     reads: list[Cells] = field(default_factory=list)
     writes: list[Cells] = field(default_factory=list)
@@ -125,7 +128,9 @@ class Asynchronous:
         if self.outputs:
             for register in self.use.all[instruction.index] & self.outputs.keys():
                 work = self.outputs[register]
-                if not self.chained(instruction, work, register):
+                if not (
+                    self.chained(instruction, work, register) or self.copied_on(instruction, work)
+                ):
                     raise self.race(instruction, work, "a register that is not ready")
         written = self.use.written[instruction.index]
         if self.inputs:
@@ -141,6 +146,22 @@ class Asynchronous:
             self.touched.pop(register, None)
         if not copies:
             self.touched.update(dict.fromkeys(self.use.all[instruction.index], instruction))
+
+    def copied_on(self, instruction: Instruction, work: Work) -> bool:
+        """Whether this only copies results of tcgen05.ld; then the copy, too, is not ready until the work ends."""
+        index = instruction.index
+        written = self.use.written[index]
+        if (
+            instruction.parts[0] != "mov"
+            or instruction.guard is not None
+            or work.pipe != "tcgen05.ld"
+            or any(self.outputs.get(each, work) is not work for each in self.use.all[index])
+            or not written.isdisjoint(work.outputs - work.copies)
+        ):
+            return False
+        work.outputs, work.copies = work.outputs | written, work.copies | written
+        self.outputs.update(dict.fromkeys(written, work))
+        return True
 
     def chained(self, instruction: Instruction, work: Work, register: int) -> bool:
         """Whether this is the next wgmma on the same accumulator, which the hardware orders."""

@@ -34,7 +34,7 @@ from isobit.compiled.machine.asynchronous import (
 )
 from isobit.compiled.machine.asynchronous_races import AsynchronousRaces
 from isobit.compiled.machine.control import run_threads
-from isobit.compiled.machine.memory import Buffer, Shared
+from isobit.compiled.machine.memory import Buffer, Pointer, Shared
 from isobit.compiled.machine.opcodes.table import find
 from isobit.compiled.machine.races import Races
 from isobit.compiled.machine.reconvergence import meeting_points
@@ -113,7 +113,7 @@ class Machine(State):
     def run(
         self,
         grid: Sequence[int],
-        arguments: Sequence[Buffer | TensorArgument | int | float],
+        arguments: Sequence[Buffer | Pointer | TensorArgument | int | float],
         shared_bytes: int | None = None,
     ) -> Machine:
         """Run the kernel; may be called again with the same buffers.
@@ -122,8 +122,17 @@ class Machine(State):
             grid: CTAs along x, y and z.
             arguments: buffers and numbers, in the order of the kernel's parameters.
             shared_bytes: dynamic shared memory; the most that a CTA can have if not given.
+
+        Raises:
+            ArgumentError: If no GPU gives a CTA that much shared memory.
         """
         x, y, z = (*grid, 1, 1)[:3]
+        if shared_bytes is not None and not 0 <= shared_bytes <= SHARED_BYTES:
+            raise ArgumentError(
+                expected=f"at most {SHARED_BYTES} bytes of dynamic shared memory",
+                received=f"shared_bytes={shared_bytes}",
+                remedy="pass what the compiled kernel asks for: its metadata has it as `shared`",
+            )
         self.place_arguments(arguments)
         size = (SHARED_BYTES if shared_bytes is None else shared_bytes) + self.program.shared_bytes
         if self.races is not None:
@@ -138,7 +147,9 @@ class Machine(State):
             buffer.finish()
         return self
 
-    def place_arguments(self, arguments: Sequence[Buffer | TensorArgument | int | float]) -> None:
+    def place_arguments(
+        self, arguments: Sequence[Buffer | Pointer | TensorArgument | int | float]
+    ) -> None:
         """Give buffers their addresses and parameters their values."""
         parameters = self.program.parameters
         if len(arguments) > len(parameters):
@@ -158,14 +169,15 @@ class Machine(State):
                     received=f"{type(argument).__name__} for {parameter.name}",
                     remedy="pass TensorArgument(...).arguments() for a descriptor of the host",
                 )
-            if isinstance(argument, (Buffer, TensorArgument)):
+            if isinstance(argument, (Buffer, Pointer, TensorArgument)):
                 buffer = argument if isinstance(argument, Buffer) else argument.buffer
                 if self.names:
                     buffer.prepare(parameter.name)
                 if buffer not in self.buffers:
                     at = self.place(buffer, at)
                     self.check_overlap(buffer)
-                self.parameters[parameter.name] = buffer.base
+                offset = argument.offset if isinstance(argument, Pointer) else 0
+                self.parameters[parameter.name] = buffer.base + offset
                 if isinstance(argument, TensorArgument):
                     # the kernel takes the address of the parameter: one below all buffers
                     self.symbols[parameter.name] = PARAMETERS + 128 * len(self.host_maps)
@@ -200,7 +212,7 @@ class Machine(State):
                 raise ArgumentError(
                     expected="one Buffer for each piece of memory",
                     received=f"{buffer.label} and {other.label}, which overlap",
-                    remedy="pass the same Buffer twice",
+                    remedy="pass the same Buffer twice, or a Pointer into it",
                 )
 
     def start_cta(

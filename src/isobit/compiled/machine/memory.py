@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,14 @@ from isobit.compiled.machine.registers import unknown_names
 from isobit.compiled.names import Array, Names
 
 UNWRITTEN = np.uint64(0)  # a half of shared memory that nothing has written
+
+
+@dataclass(frozen=True)
+class Pointer:
+    """A pointer into a buffer, `offset` bytes after its start: two views of one storage."""
+
+    buffer: Buffer
+    offset: int
 
 
 class Buffer:

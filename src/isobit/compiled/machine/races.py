@@ -296,9 +296,22 @@ class Races:
             instruction,
             expected=f"a barrier between two accesses of byte {granule * log.granule} of {where}",
             received=f"{kind} by {who} at {place(other)}, then thread {int(threads[row])}",
-            remedy="wait for the copy (cp.async.wait_group) and add a barrier between them; between "
-            "CTAs use two launches",
+            remedy=remedy_of(kind, isinstance(buffer, Shared), "another CTA" in who),
         )
         assert isinstance(error, RaceError)
         error.other_line, error.other_source = other.line, other.source
         return error
+
+
+def remedy_of(kind: str, shared: bool, between_ctas: bool) -> str:
+    """Return what a kernel's author can do about a race."""
+    if kind == "copy":
+        return "wait for the copy (cp.async.wait_group) and add a barrier between them"
+    if between_ctas:
+        return "use two launches, or write to another tensor than the one that is read"
+    if shared:
+        return "add a barrier between them (tl.debug_barrier())"
+    return (
+        "write to another tensor than the one that is read; or, if every program reads only what it writes, launch "
+        "with fewer warps or larger blocks, so that no two threads load one element"
+    )

@@ -91,6 +91,26 @@ def operands_of(text: str) -> list[str]:
     return found
 
 
+def calls_function(line: int, text: str) -> PtxSyntaxError:
+    """Return the error for a kernel that calls a function at run time, by what it is in Triton."""
+    words = {
+        "vprintf": ("tl.device_print", "remove it from the kernel: it changes no result"),
+        "__assertfail": (
+            "tl.device_assert",
+            "remove it, or compile without debug: TRITON_DEBUG=0, and no debug=True at the launch",
+        ),
+    }
+    what, remedy = next(
+        (found for name, found in words.items() if name in text),
+        ("a function call", "leave out noinline=True and functions of external libraries"),
+    )
+    return PtxSyntaxError(
+        expected="a kernel that calls no function at run time",
+        received=f"{what}: PTX line {line}: {text[:80]}",
+        remedy=remedy,
+    )
+
+
 class Parser:
     """One pass over the statements of a module."""
 
@@ -181,6 +201,8 @@ class Parser:
             return
         elif text.startswith(".branchtargets"):
             raise wrong(statement.line, text, "no warp specialisation (warp_specialize=False)")
+        elif text.startswith((".extern .func", ".visible .func", ".func")):
+            raise calls_function(statement.line, text)
         elif text.startswith("."):
             self.variable(statement, text)
         elif self.scopes:

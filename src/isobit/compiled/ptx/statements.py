@@ -14,6 +14,7 @@ INLINED = re.compile(r"inlined_at\s+(\d+)\s+(\d+)")
 INLINED_COMMENT = re.compile(r"@\[\s*([^\s:]+):(\d+)")
 FILE = re.compile(r'^\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?')
 # Directives that end with their line, not with a semicolon.
+ENTRIES = (".visible .entry", ".entry", ".weak .entry")
 LINE_DIRECTIVES = (".version", ".target", ".address_size", ".loc", ".file", ".section")
 
 Place = tuple[int, int]  # file number and line
@@ -87,12 +88,9 @@ class Splitter:
                         yield self.statement("label", label[1], number)
                         line = line[label.end() :]
                         continue
-                    if line.startswith((".visible .entry", ".entry", ".weak .entry")):
-                        buffer = line
-                        break
-                if buffer.startswith((".visible .entry", ".entry", ".weak .entry")):
+                if (buffer or line).startswith(ENTRIES):
                     head, brace, rest = line.partition("{")
-                    buffer += " " + head
+                    buffer = f"{buffer} {head}".strip()
                     if brace:
                         yield self.statement("entry", buffer, start)
                         yield self.statement("open", "{", number)

@@ -257,7 +257,7 @@ def approximation(instruction: Instruction) -> Step:
         made = function(*values)
         return ar.patterns(ar.flush(made) if ftz else made)
 
-    operation = instruction.opcode.replace("x2", "")
+    operation = instruction.opcode.replace("f16x2", "f16")  # a pair is two of the single
 
     name = Naming(operation, commutative=False, folds=False)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from isobit.compiled import arithmetic as ar
 from isobit.compiled import names as nm
+from isobit.compiled.machine import flags
 from isobit.compiled.machine.naming import Naming
 from isobit.compiled.machine.opcodes.bitwise import COMPUTE as LOGIC
 from isobit.compiled.machine.opcodes.bitwise import join_predicates
@@ -17,7 +18,7 @@ from isobit.compiled.machine.predicate_names import negated
 from isobit.compiled.machine.registers import SIGNED, UNSIGNED, constant_names, merge, normal
 from isobit.compiled.machine.state import State
 from isobit.compiled.names import Array
-from isobit.compiled.ptx.program import Instruction, Pair, Sink
+from isobit.compiled.ptx.program import Immediate, Instruction, Pair, Sink
 from isobit.compiled.refusals import unknown
 
 ORDERED: dict[str, Callable[..., Array]] = {
@@ -82,6 +83,7 @@ def set_predicate(instruction: Instruction) -> Step:
     compare = comparison(instruction, rest[0], kind)
     target, a, b, *more = instruction.operands
     alike = rest[0] in ("eq", "ne") and kind not in FLOATS
+    compares_to_zero = alike and isinstance(b, Immediate) and b.value == 0 and width in flags.WIDTHS
     ftz = ".ftz" if "ftz" in parts else ""
     name = Naming(f"setp.{rest[0]}{ftz}.{'b' + str(width) if alike else kind}", alike)
 
@@ -89,6 +91,8 @@ def set_predicate(instruction: Instruction) -> Step:
         with np.errstate(all="ignore"):
             bits = compare(machine.bits(a, width), machine.bits(b, width))
         made = machine.opaque(name, [(a, width), (b, width)], bits, 1)
+        if made is not None and compares_to_zero:
+            made = flags.recall(machine, made, a, width, negate=rest[0] == "eq")
         results = [(target, bits, made)]
         if isinstance(target, Pair):
             other = None if made is None else negated(made)
@@ -123,6 +127,8 @@ def select(instruction: Instruction) -> Step:
             guard = machine.names_of(predicate, 1) if machine.tainted(predicate) else None
             x, y = machine.names_of(a, width), machine.names_of(b, width)
             made = normal(width, merge(width, chosen, guard, x, y))
+            if guard is not None and made is not None and width in flags.WIDTHS:
+                flags.remember(machine, width, made, guard, a, b)
             if machine.recorded is not None and made is not None and width == 32:
                 known = nm.constant_predicate(chosen) if guard is None else guard
                 operands = [known, x.value, y.value]
