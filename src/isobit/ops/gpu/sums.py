@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from isobit.ops.gpu.elementary import exp_nonpositive
+
 LEAF = tl.constexpr(256)  # of isobit.order.plan
 
 
@@ -34,6 +36,34 @@ def merge_columns(x: tl.tensor, ROWS: tl.constexpr, N: tl.constexpr) -> tl.tenso
     if N >= 2:
         x = halve(x, ROWS, 2)
     return x
+
+
+@triton.jit
+def halve_pairs(
+    most: tl.tensor, total: tl.tensor, ROWS: tl.constexpr, N: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Merge neighbouring pairs (maximum, sum of exp(x − maximum)), both [ROWS, N]: rescale to the larger maximum."""
+    left, right = tl.split(tl.reshape(most, (ROWS, N // 2, 2)))
+    left_total, right_total = tl.split(tl.reshape(total, (ROWS, N // 2, 2)))
+    new = tl.maximum(left, right)
+    base = tl.where(new == -float("inf"), 0.0, new)
+    left_total = left_total * exp_nonpositive(left - base)
+    return new, left_total + right_total * exp_nonpositive(right - base)
+
+
+@triton.jit
+def merge_pairs(
+    most: tl.tensor, total: tl.tensor, ROWS: tl.constexpr, N: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the pairs [ROWS, 1], the balanced tree over N pairs; N is a power of two up to 8."""
+    tl.static_assert(N <= 8)
+    if N >= 8:
+        most, total = halve_pairs(most, total, ROWS, 8)
+    if N >= 4:
+        most, total = halve_pairs(most, total, ROWS, 4)
+    if N >= 2:
+        most, total = halve_pairs(most, total, ROWS, 2)
+    return most, total
 
 
 @triton.jit
