@@ -25,8 +25,9 @@ from isobit.ops.share import gradient_dtype
 from isobit.order.plan import LEAF, FeaturePlan
 from isobit.order.samples import Samples, segment_size
 
-# Below this number of rows each segment has programs of its own. Both forms compute one expression.
-MANY_ROWS = 128
+# Fewer rows have smaller tiles, and if these are fewer than ENOUGH, each segment has programs of its own. All forms
+# compute one expression.
+MANY_ROWS, ENOUGH = 128, 256
 IN_REGISTERS = 2  # segments whose partial sums a program keeps in registers
 SCRATCH = 1 << 26  # elements of the partial sums of one launch
 ADDRESSABLE = 1 << 31
@@ -49,10 +50,10 @@ def multiply(
     rows, plan = x.shape[:-1].numel(), FeaturePlan(extent)
     given = x.contiguous(), weight.contiguous(), weight if bias is None else bias.contiguous()
     constants = {"N": columns, "K": extent, "SEGMENTS": plan.count, "TRANSPOSED": transposed}
-    if rows < MANY_ROWS and plan.count > 1:
-        multiply_segments(given, y, rows, constants, bias is not None)
-    else:
-        multiply_tiles(given, y, rows, constants, bias is not None)
+    tile = fitted(x, rows, constants)
+    few = rows < MANY_ROWS and count_tiles(rows, columns, tile) < ENOUGH
+    form = multiply_segments if few and plan.count > 1 else multiply_tiles
+    form(given, y, rows, tile, constants, bias is not None)
     return y
 
 
@@ -60,13 +61,12 @@ def multiply_tiles(
     given: tuple[Tensor, Tensor, Tensor],
     y: Tensor,
     rows: int,
+    tile: ProductTile,
     constants: dict[str, int],
     has_bias: bool,
 ) -> None:
     """Compute y by one program per tile, which adds all segments."""
     x, weight, bias = given
-    kind = "many rows" if rows >= MANY_ROWS else "few rows" if rows > 16 else "one tile of rows"
-    tile = fitted(kind, x, constants)
     tiles, segments = count_tiles(rows, constants["N"], tile), constants["SEGMENTS"]
     how = {**constants, **blocks(tile), "HAS_BIAS": has_bias}
     if segments <= IN_REGISTERS:
@@ -84,12 +84,12 @@ def multiply_segments(
     given: tuple[Tensor, Tensor, Tensor],
     y: Tensor,
     rows: int,
+    tile: ProductTile,
     constants: dict[str, int],
     has_bias: bool,
 ) -> None:
     """Compute y by one program per tile and segment, and merge the segments."""
     x, weight, bias = given
-    tile = fitted("few rows" if rows > 16 else "one tile of rows", x, constants)
     columns, segments = constants["N"], constants["SEGMENTS"]
     partial = partial_sums(x, segments, rows, columns)
     grid = (count_tiles(rows, columns, tile), segments)
@@ -109,10 +109,10 @@ def multiply_segments(
     )
 
 
-def sum_weight_grad(grad: Tensor, x: Tensor, samples: Samples) -> Tensor:
-    """Return dW [N, K], summed over the samples of grad [..., N] and x [..., K]."""
+def sum_weight_grad(grad: Tensor, x: Tensor, samples: Samples, dtype: torch.dtype) -> Tensor:
+    """Return dW [N, K], summed over the samples of grad [..., N] and x [..., K], rounded to dtype."""
     outputs, inputs = grad.shape[-1], x.shape[-1]
-    shape, dtype = (outputs, inputs), gradient_dtype(x.dtype, len(samples.spans), samples.of)
+    shape = (outputs, inputs)
     if not samples.spans:
         return torch.zeros(shape, dtype=dtype, device=x.device)
     dw = torch.empty(shape, dtype=dtype, device=x.device)
@@ -156,8 +156,9 @@ def sum_bias_grad(grad: Tensor, samples: Samples) -> Tensor:
     return sum_leaves(sums, leaves, gradient_dtype(grad.dtype, len(samples.spans), samples.of))
 
 
-def fitted(kind: str, x: Tensor, constants: dict[str, int]) -> ProductTile:
-    """Return the tile of a kernel for the constants of a call."""
+def fitted(x: Tensor, rows: int, constants: dict[str, int]) -> ProductTile:
+    """Return the tile of a call."""
+    kind = "many rows" if rows >= MANY_ROWS else "few rows" if rows > 16 else "one tile of rows"
     length = constants["K"] // constants["SEGMENTS"]
     return tile_of(kind, x.dtype, target_of(x)).fit(constants["N"], length)
 
@@ -207,7 +208,9 @@ def triton_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
 
 @triton_operator("linear_weight_grad")
 def triton_weight_grad(grad: Tensor, x: Tensor, spans: Tensor | None, of: int = 0) -> Tensor:
-    return sum_weight_grad(grad, x, whole_samples(grad, spans, of))
+    samples = whole_samples(grad, spans, of)
+    dtype = gradient_dtype(x.dtype, len(samples.spans), samples.of)
+    return sum_weight_grad(grad, x, samples, dtype)
 
 
 @triton_operator("linear_bias_grad")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.linear.op import check_linear
 from isobit.ops.logprob import portable
 from isobit.ops.portable.samples import as_samples, spans_of, whole_samples
@@ -63,7 +63,7 @@ def linear_logprob(
         >>> torch.equal(found[1:2], isobit.linear_logprob(hidden[1:2], weight, targets[1:2]))
         True
     """
-    check_tensors(hidden=hidden, weight=weight)
+    check_tensors(WITH_GPU, hidden=hidden, weight=weight)
     check_linear(hidden, weight, None)
     check_targets(hidden, len(weight), targets)
     check_temperature(temperature)
@@ -195,4 +195,4 @@ def portable_linear_logprob_backward(
     )
 
 
-declare("linear_logprob", register_formulas)
+declare("linear_logprob", register_formulas, triton="isobit.ops.logprob.triton")

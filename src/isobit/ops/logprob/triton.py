@@ -1,0 +1,193 @@
+"""The Triton executor of linear_logprob.
+
+[Note: logits on a GPU]
+Logits are computed by the kernels of the linear layer, unrounded, for as many tokens at a time as fit in CHUNK
+elements, so that [tokens, vocabulary] never exists. The backward computes them again: for some tokens and all words
+for dhidden, and for all tokens and some words for dweight. How many at a time is not part of the order.
+
+The gradients of bf16 logits are rounded to bf16 before they are multiplied, as those of a tensor core must be. Those of
+fp16 logits are not rounded, since fp16 has too few exponents for them: they are multiplied in fp32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from isobit.ops.gpu.elementary import exp_nonpositive, log_positive, round_once
+from isobit.ops.gpu.executors import triton_operator
+from isobit.ops.gpu.launching import run
+from isobit.ops.gpu.row_tiles import row_launch
+from isobit.ops.gpu.sums import merge_columns, merge_pairs
+from isobit.ops.linear.triton import multiply, sum_weight_grad
+from isobit.ops.logprob.portable import inverse
+from isobit.ops.portable.samples import whole_samples
+from isobit.ops.share import gradient_dtype
+
+CHUNK = 1 << 26  # logits at a time
+WHOLE_TILES = 128
+BLOCK, WARPS = 1024, 4
+
+
+@triton.jit(do_not_specialize=["M"])
+def choose_words(
+    logits: tl.tensor,
+    targets: tl.tensor,
+    found: tl.tensor,
+    stats: tl.tensor,
+    M: tl.tensor,
+    INVERSE: tl.tensor,
+    N: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Store log-probabilities of targets, found [M], and each row's maximum and log of its sum, stats [M, 2].
+
+    logits is fp32 [M, N], targets int64 [M]. A tile is [ROWS, SEGMENTS * 16]: one column per lane, the lanes of a
+    segment side by side.
+    """
+    LENGTH: tl.constexpr = N // SEGMENTS
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    column = tl.arange(0, SEGMENTS * 16)[None, :]
+    lane = column % 16
+    place = row * N + (column // 16) * LENGTH + lane
+    most = tl.full((ROWS, SEGMENTS * 16), -float("inf"), tl.float32)
+    for at in range(0, LENGTH, 16):
+        inside = (row < M) & (at + lane < LENGTH)
+        value = tl.load(logits + place + at, mask=inside, other=-float("inf")) * INVERSE
+        most = tl.maximum(most, value)
+    tops = tl.max(tl.reshape(most, (ROWS, SEGMENTS, 16)), 2)  # [ROWS, SEGMENTS]
+    base = tl.where(tops == -float("inf"), 0.0, tops)
+    base = tl.broadcast_to(base[:, :, None], (ROWS, SEGMENTS, 16))
+    base = tl.reshape(base, (ROWS, SEGMENTS * 16))
+    total = tl.zeros((ROWS, SEGMENTS * 16), tl.float32)
+    for at in range(0, LENGTH, 16):
+        known = at + lane < LENGTH
+        value = tl.load(logits + place + at, mask=(row < M) & known, other=0.0) * INVERSE
+        total = tl.where(known, total + exp_nonpositive(value - base), total)
+    sums = merge_columns(tl.reshape(total, (ROWS * SEGMENTS, 16)), ROWS * SEGMENTS, 16)
+    top, whole = merge_pairs(tops, tl.reshape(sums, (ROWS, SEGMENTS)), ROWS, SEGMENTS)
+    log_sum = log_positive(whole)  # [ROWS, 1]
+    target = tl.load(targets + row, mask=row < M, other=-1)
+    chosen = tl.load(logits + row * N + target, mask=target >= 0, other=0.0) * INVERSE
+    result = tl.where(target < 0, 0.0, (chosen - top) - log_sum)
+    tl.store(found + row, round_once(result, tl.float32), mask=row < M)
+    tl.store(stats + row * 2, round_once(top, tl.float32), mask=row < M)
+    tl.store(stats + row * 2 + 1, round_once(log_sum, tl.float32), mask=row < M)
+
+
+@triton.jit(do_not_specialize=["FIRST", "COLUMNS"])
+def differentiate_logits(
+    logits: tl.tensor,
+    targets: tl.tensor,
+    stats: tl.tensor,
+    grad: tl.tensor,
+    out: tl.tensor,
+    FIRST: tl.tensor,
+    COLUMNS: tl.tensor,
+    INVERSE: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Store out = (onehot(target) − softmax) · grad / temperature for the words from FIRST on.
+
+    logits is fp32 [M, COLUMNS], out has its shape, targets is int64 [M], grad fp32 [M] and stats fp32 [M, 2].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < COLUMNS
+    target = tl.load(targets + row)
+    scaled = tl.where(target < 0, 0.0, tl.load(grad + row) * INVERSE)
+    value = tl.load(logits + row * COLUMNS + column, mask=inside, other=0.0) * INVERSE
+    weight = exp_nonpositive((value - tl.load(stats + row * 2)) - tl.load(stats + row * 2 + 1))
+    spread = tl.where(column + FIRST == target, 1.0 - weight, 0.0 - weight) * scaled
+    result = round_once(spread, out.dtype.element_ty)
+    tl.store(out + row * COLUMNS + column, result, mask=inside)
+
+
+def at_a_time(size: int) -> int:
+    """Return how many rows of `size` logits are computed at a time: whole tiles, if there is memory for one."""
+    rows = max(CHUNK // max(size, 1), 1)
+    return rows // WHOLE_TILES * WHOLE_TILES or rows
+
+
+def spread_of(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    stats: Tensor,
+    grad: Tensor,
+    first: int,
+    scale: float,
+) -> Tensor:
+    """Return the gradients of the logits [tokens, words] of the words from `first` on, in the dtype of products."""
+    logits = multiply(hidden, weight, None, torch.float32)
+    dtype = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
+    out = logits if dtype == torch.float32 else torch.empty_like(logits, dtype=dtype)
+    grid = (logits.shape[0], -(-logits.shape[1] // BLOCK))
+    given = logits, targets, stats, grad, out, first, logits.shape[1], scale
+    run(differentiate_logits, grid, *given, BLOCK=BLOCK, warps=WARPS)
+    return out
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Return the other factor of gradients of logits: fp16 is multiplied in fp32."""
+    return tensor.float() if tensor.dtype == torch.float16 else tensor
+
+
+@triton_operator("linear_logprob")
+def triton_linear_logprob(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    spans: Tensor | None,
+    of: int = 0,
+) -> tuple[Tensor, Tensor]:
+    tokens, words = hidden.shape[0], weight.shape[0]
+    hidden, weight, targets = hidden.contiguous(), weight.contiguous(), targets.contiguous()
+    found = torch.empty(tokens, dtype=torch.float32, device=hidden.device)
+    stats = torch.empty(tokens, 2, dtype=torch.float32, device=hidden.device)
+    scale, step = float(inverse(temperature, torch.float32)), at_a_time(words)
+    for at in range(0, tokens, step):
+        part = slice(at, at + step)
+        logits = multiply(hidden[part], weight, None, torch.float32)
+        rows, grid, how = row_launch("linear_logprob", logits)
+        run(choose_words, grid, logits, targets[part], found[part], stats[part], rows, scale, **how)
+    return found, stats
+
+
+@triton_operator("linear_logprob_backward")
+def triton_linear_logprob_backward(
+    grad: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    stats: Tensor,
+    spans: Tensor,
+    temperature: float,
+    want_hidden: bool,
+    want_weight: bool,
+    of: int = 0,
+) -> tuple[Tensor, Tensor]:
+    samples = whole_samples(hidden, spans, of if want_weight else 0)
+    grad, hidden, weight = grad.contiguous(), hidden.contiguous(), weight.contiguous()
+    targets, stats = targets.contiguous(), stats.contiguous()
+    tokens, words = hidden.shape[0], weight.shape[0]
+    scale = float(inverse(temperature, torch.float32))
+    dhidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    step = at_a_time(words)
+    for at in range(0, tokens if want_hidden else 0, step):
+        part = slice(at, at + step)
+        given = hidden[part], weight, targets[part], stats[part], grad[part]
+        spread = spread_of(*given, 0, scale)
+        dhidden[part] = multiply(spread, widen(weight), None, hidden.dtype, transposed=True)
+    dtype = gradient_dtype(weight.dtype, len(samples.spans), samples.of)
+    dweight = torch.empty(weight.shape, dtype=dtype, device=hidden.device)
+    step = at_a_time(tokens)
+    for at in range(0, words if want_weight else 0, step):
+        part = slice(at, at + step)
+        spread = spread_of(hidden, weight[part], targets, stats, grad, at, scale)
+        dweight[part] = sum_weight_grad(spread, widen(hidden), samples, dtype)
+    return dhidden, dweight
