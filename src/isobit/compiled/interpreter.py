@@ -22,6 +22,8 @@ from importlib import import_module
 from types import FunctionType
 from typing import Any
 
+import numpy as np
+
 from isobit.compiled.interpreter_builder import ALLOWED, replacements_of_operations
 from isobit.compiled.leaf import rule_of
 from isobit.errors import ArgumentError, IsobitError, UnsupportedError
@@ -223,7 +225,9 @@ def launch(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
             if isinstance(member, jit.JITFunction):
                 scope.set_attr(core.tensor, name, bind(member))
         hooks = kernel.pre_run_hooks
-        interpreter.GridExecutor(rewrite(kernel.fn), kernel.arg_names, grid, hooks)(*args, **kwargs)
+        run = interpreter.GridExecutor(rewrite(kernel.fn), kernel.arg_names, grid, hooks)
+        with np.errstate(all="ignore"):  # a GPU has no warnings
+            run(*args, **kwargs)
     except interpreter.InterpreterError as error:
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, IsobitError):

@@ -78,7 +78,8 @@ def create_dot(
     if not a.dtype.scalar.is_floating():
         return original(self, a, b, d, precision, imprecise)  # integers have no order
     result = type(d)(dot(a, b, d, precision, settings.engine), d.dtype.scalar)
-    if not d.data.view(np.uint32).any():
+    # A product with max_num_imprecise_acc starts from its accumulator also where it is added to a tile.
+    if not imprecise and not d.data.view(np.uint32).any():
         result.set_attr(ZERO_DOT, True)
     return result
 

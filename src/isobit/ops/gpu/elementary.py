@@ -1,4 +1,6 @@
-"""exp, log and the one NaN, operation by operation as csrc/exponential.h and csrc/logarithm.h have them.
+"""exp, log, the logistic function, the normal distribution and the one NaN: the operations of csrc, one by one.
+
+The chains are those of csrc/exponential.h, logarithm.h and elementary.h, and of isobit/ops/portable/elementary.py.
 
 None of the operations may be fused: compile with `enable_fp_fusion=False`.
 """
@@ -22,6 +24,70 @@ def exp_nonpositive(x: tl.tensor) -> tl.tensor:
     mantissa = (r + r * r * q) + 1.0
     scale = (shifted.to(tl.uint32, bitcast=True) << 23).to(tl.float32, bitcast=True)
     return tl.where(x < -87.33654022216797, 0.0, mantissa * scale)
+
+
+@triton.jit
+def log_positive(x: tl.tensor) -> tl.tensor:
+    """Return log(x) of fp32 x of at least 2^-126; a NaN stays NaN, and +inf stays +inf."""
+    bits = x.to(tl.int32, bitcast=True)
+    mantissa = ((bits & 0x007FFFFF) | 0x3F000000).to(tl.float32, bitcast=True)  # in [1/2, 1)
+    small = mantissa < 0.7071067690849304
+    whole = (((bits >> 23) & 0x1FF) - 126).to(tl.float32)
+    n = tl.where(small, whole - 1.0, whole)
+    f = tl.where(small, mantissa + mantissa, mantissa) - 1.0
+    z = f * f
+    p = f * 7.0376836292e-2 + -1.1514610310e-1
+    p = p * f + 1.1676998740e-1
+    p = p * f + -1.2420140846e-1
+    p = p * f + 1.4249322787e-1
+    p = p * f + -1.6668057665e-1
+    p = p * f + 2.0000714765e-1
+    p = p * f + -2.4999993993e-1
+    p = p * f + 3.3333331174e-1
+    rest = ((p * f) * z + n * -0.00021219444170128554) - 0.5 * z
+    return tl.where(x - x == 0.0, (f + rest) + n * 0.693359375, x)
+
+
+@triton.jit
+def logistic(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return e^-x and 1 + e^-x, the denominator of the logistic function."""
+    e = tl.where(-x > 87.25, float("inf"), exp_nonpositive(-x))
+    return e, e + 1.0
+
+
+@triton.jit
+def sigmoid(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return s = 1 / (1 + e^-x) and 1 - s; the latter is a difference only where that loses no digits."""
+    e, total = logistic(x)
+    s = tl.div_rn(1.0, total)
+    return s, tl.where(x >= 0.0, e * s, 1.0 - s)
+
+
+@triton.jit
+def sigmoid_and_slope(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the logistic function s of x, and the derivative of x · s."""
+    s, rest = sigmoid(x)
+    return s, s * (x * rest + 1.0)
+
+
+@triton.jit
+def normal_share(x: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return the standard normal distribution function and its density at x."""
+    a = tl.abs(x)
+    a = tl.where(a > 16.0, 16.0, a)
+    e = exp_nonpositive(a * a * -0.5)
+    t = tl.div_rn(1.0, a + 4.0)
+    u = a * t
+    p = u * -0.06353152543306351 + 0.33570754528045654
+    p = p * u + -0.5696386098861694
+    p = p * u + 0.08557075262069702
+    p = p * u + 0.6433367729187012
+    p = p * u + 0.3108520209789276
+    p = p * u + -3.1941747665405273
+    p = p * u + 5.233959674835205
+    p = p * u + -4.3830790519714355
+    beyond = e * (t * (u * p + 2.0))
+    return tl.where(x >= 0.0, 1.0 - beyond, beyond), e * 0.3989422917366028
 
 
 @triton.jit
