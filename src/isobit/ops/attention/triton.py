@@ -7,6 +7,7 @@ of packed samples, or the pages of a cache.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,24 +27,69 @@ from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
 # Sizes of tiles and the choice of a form are not part of the order: every one gives the same bits.
 FEW_ROWS = 16  # the tile of few queries, and up to how many rows of a sample and a key head are few
 MANY_ROWS = 64
-WIDE_DEPTH = 128  # from here on, a tile has twice the warps
 BACKWARD_ROWS = 64  # a divisor of a block
 DOT_ROWS = 32
+WIDE = 256  # bytes of a head; tiles of wider heads are halved, so that they fit into shared memory
 CHUNK = ATTENTION_CHUNK
 
 
-def common_constants(q: Tensor, k: Tensor, causal: bool, window: int) -> dict[str, Any]:
-    """Return the constants that all kernels have."""
-    depth, key_heads = q.shape[-1], k.shape[-2]
-    return {
-        "KEY_HEADS": key_heads,
-        "GROUP": q.shape[-2] // key_heads,
-        "DEPTH": depth,
-        "PADDED": triton.next_power_of_2(depth),
-        "CAUSAL": causal,
-        "WINDOWED": window > 0,
-        "warps": 8 if depth >= WIDE_DEPTH else 4,
-    }
+@dataclass(frozen=True)
+class Call:
+    """The samples and sizes of a call.
+
+    Attributes:
+        spans, blocks, lengths: See triton_blocks.py; contiguous.
+        longest: The most queries of a sample.
+        constants: The constants and options that all kernels of rows have.
+    """
+
+    spans: Tensor
+    blocks: Tensor
+    lengths: Tensor
+    longest: int
+    constants: dict[str, Any]
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        spans: Tensor,
+        blocks: Tensor,
+        lengths: Tensor,
+        causal: bool,
+        window: int,
+    ) -> Call:
+        """Describe a call of q [..., H, D] and k [..., H_kv, D]."""
+        depth, key_heads = q.shape[-1], k.shape[-2]
+        constants = {
+            "KEY_HEADS": key_heads,
+            "GROUP": q.shape[-2] // key_heads,
+            "DEPTH": depth,
+            "PADDED": triton.next_power_of_2(depth),
+            "CAUSAL": causal,
+            "WINDOWED": window > 0,
+            "warps": 8 if depth >= 128 else 4,
+        }
+        longest = max(spans[:, 1].tolist(), default=0) if q.numel() else 0
+        spans, blocks, lengths = spans.contiguous(), blocks.contiguous(), lengths.contiguous()
+        return Call(spans, blocks, lengths, longest, constants)
+
+    def tile(self, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        """Return the rows of a tile, `rows` unless heads are wide, and the stages of the pipeline."""
+        width = self.constants["PADDED"] * dtype.itemsize
+        return {
+            "ROWS": max(rows * WIDE // max(width, WIDE), 16),
+            "stages": 2 if width <= WIDE else 1,
+        }
+
+    @property
+    def samples(self) -> int:
+        return len(self.spans)
+
+    @property
+    def table(self) -> int:
+        """Blocks of the longest sample."""
+        return self.blocks.shape[1]
 
 
 @triton_operator("attention")
@@ -60,33 +106,50 @@ def triton_attention(
 ) -> tuple[Tensor, Tensor]:
     y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.full(q.shape[:-1], torch.inf, dtype=torch.float32, device=q.device)
-    counts = spans[:, 1].tolist()
-    longest = max(counts, default=0)
-    if not longest or not q.numel():
-        return y, lse
-    how = common_constants(q, k, causal, window)
-    rows = FEW_ROWS if longest * how["GROUP"] <= FEW_ROWS else MANY_ROWS
-    how |= {"ROWS": rows, "CHUNK": CHUNK}
-    # Only a query that is not the last key, or has a window, hides a key of a block that is seen.
-    guard = causal and (longest > 1 or window > 0)
-    tiles = triton.cdiv(longest * how["GROUP"], rows)
-    grid = (tiles * len(counts), how["KEY_HEADS"])
-    inputs = (q.contiguous(), k.contiguous(), v.contiguous())
-    spans, blocks, lengths = spans.contiguous(), blocks.contiguous(), lengths.contiguous()
-    where, table = (spans, blocks, lengths), blocks.shape[1]
-    chunks = triton.cdiv(table * ATTENTION_BLOCK, CHUNK)
-    if rows == MANY_ROWS or chunks == 1:
-        sizes = (tiles, table, window, scale)
-        run(attention, grid, *inputs, y, lse, *where, *sizes, GUARD=guard, **how)
-        return y, lse
-    heads = q.shape[:-1].numel()
-    options = {"dtype": torch.float32, "device": q.device}
-    states = [torch.empty(shape, **options) for shape in ((chunks, heads), (chunks, heads))]
-    states.append(torch.empty((chunks, heads, q.shape[-1]), **options))
-    sizes = (tiles, table, window, heads, scale)
-    run(attention_chunks, (*grid, chunks), *inputs, *states, *where, *sizes, GUARD=guard, **how)
-    run(merge_chunks, grid, *states, y, lse, spans, lengths, tiles, window, heads, **how)
+    call = Call.of(q, k, spans, blocks, lengths, causal, window)
+    if call.longest:
+        forward(call, (q.contiguous(), k.contiguous(), v.contiguous()), y, lse, scale, window)
     return y, lse
+
+
+def forward(
+    call: Call,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    y: Tensor,
+    lse: Tensor,
+    scale: float,
+    window: int,
+) -> None:
+    """Compute y and lse of contiguous q, k and v, in the form that suits the number of queries."""
+    rows = call.longest * call.constants["GROUP"]
+    few = rows <= FEW_ROWS
+    tile = call.tile(FEW_ROWS if few else MANY_ROWS, y.dtype)
+    how = {**call.constants, **tile, "CHUNK": CHUNK}
+    # Only a query that is not the last key, or has a window, hides a key of a block that it sees.
+    guard = how["CAUSAL"] and (call.longest > 1 or window > 0)
+    tiles = triton.cdiv(rows, how["ROWS"])
+    grid = (tiles * call.samples, how["KEY_HEADS"])
+    where = (call.spans, call.blocks, call.lengths, tiles, call.table, window)
+    chunks = triton.cdiv(call.table * ATTENTION_BLOCK, CHUNK)
+    if not few or chunks == 1:
+        run(attention, grid, *inputs, y, lse, *where, scale, GUARD=guard, **how)
+        return
+    heads = lse.numel()
+    sizes = ((chunks, heads), (chunks, heads), (chunks, heads, y.shape[-1]))
+    states = [torch.empty(size, dtype=torch.float32, device=y.device) for size in sizes]
+    run(
+        attention_chunks,
+        (*grid, chunks),
+        *inputs,
+        *states,
+        *where,
+        heads,
+        scale,
+        GUARD=guard,
+        **how,
+    )
+    merged = (y, lse, call.spans, call.lengths, tiles, window, heads)
+    run(merge_chunks, grid, *states, *merged, **how)
 
 
 @triton_operator("attention_backward")
@@ -105,23 +168,18 @@ def triton_attention_backward(
     window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
-    counts = spans[:, 1].tolist()
-    longest = max(counts, default=0)
-    if not longest or not q.numel():
+    call = Call.of(q, k, spans, blocks, lengths, causal, window)
+    if not call.longest:
         return dq, dk, dv
-    how = common_constants(q, k, causal, window)
-    grad, lse, heads = grad.contiguous(), lse.contiguous(), q.shape[:-1].numel()
+    grad, lse, heads = grad.contiguous(), lse.contiguous(), lse.numel()
     dots = torch.empty_like(lse)
-    grid = (triton.cdiv(heads, DOT_ROWS),)
-    given = (grad, out.contiguous(), dots, heads)
-    run(dot_heads, grid, *given, warps=4, DEPTH=how["DEPTH"], ROWS=DOT_ROWS)
-    rows = BACKWARD_ROWS
-    tiles = triton.cdiv(longest, rows)
-    spans, blocks, lengths = spans.contiguous(), blocks.contiguous(), lengths.contiguous()
+    how: dict[str, Any] = {"DEPTH": q.shape[-1], "ROWS": DOT_ROWS, "warps": 4}
+    run(dot_heads, (triton.cdiv(heads, DOT_ROWS),), grad, out.contiguous(), dots, heads, **how)
     inputs = (grad, q.contiguous(), k.contiguous(), v.contiguous(), lse, dots)
-    where = (spans, blocks, lengths, tiles, blocks.shape[1], window, scale)
-    grid = (tiles * len(counts), q.shape[-2])
-    run(differentiate_queries, grid, *inputs, dq, *where, ROWS=rows, **how)
-    grid = (tiles * len(counts), k.shape[-2])
-    run(differentiate_keys, grid, *inputs, dk, dv, *where, ROWS=rows, **how)
+    how = {**call.constants, **call.tile(BACKWARD_ROWS, q.dtype)}
+    tiles = triton.cdiv(call.longest, how["ROWS"])
+    where = (call.spans, call.blocks, call.lengths, tiles, call.table, window, scale)
+    programs = tiles * call.samples
+    run(differentiate_queries, (programs, q.shape[-2]), *inputs, dq, *where, **how)
+    run(differentiate_keys, (programs, k.shape[-2]), *inputs, dk, dv, *where, **how)
     return dq, dk, dv

@@ -210,7 +210,7 @@ def merge_chunks(
     total = tl.zeros((ROWS, 1), tl.float32)
     output = tl.zeros((ROWS, PADDED), tl.float32)
     for chunk in range(start // CHUNK, tl.cdiv(stop, CHUNK)):
-        at = place + chunk.to(tl.int64) * HEADS
+        at = place + tl.cast(chunk, tl.int64) * HEADS
         most, total, output = merge_states(
             most,
             total,
