@@ -26,12 +26,29 @@ class State:
 
 
 @dataclass(frozen=True)
+class Seen:
+    """The keys that each query sees: those from begin [R] to before end [R]."""
+
+    begin: Array
+    end: Array
+
+    def keys(self, first: int, count: int) -> Array:
+        """Return [R, count]: whether a query sees each of `count` keys from `first` on."""
+        key = first + np.arange(count)
+        return np.asarray((key >= self.begin[:, None]) & (key < self.end[:, None]))
+
+    def any(self, first: int, count: int) -> Array:
+        """Return [R]: whether a query sees one of them."""
+        return np.asarray((first < self.end) & (first + count > self.begin))
+
+
+@dataclass(frozen=True)
 class Head:
     """The queries of one head, q [R, D], against the keys and values of their sample, k and v [T, D].
 
     Attributes:
         plan: The domain and the arithmetic of products.
-        last: [R], the last key that each query sees.
+        seen: The keys that each query sees.
         scale: What scores are multiplied by.
         chunk: Keys per chunk; another number than that of the order is for tests.
     """
@@ -40,7 +57,7 @@ class Head:
     q: Array
     k: Array
     v: Array
-    last: Array
+    seen: Seen
     scale: float
     chunk: int = ATTENTION_CHUNK
 
@@ -64,7 +81,7 @@ class Head:
         """Return the state with the block of keys from `first` on; unchanged where none of them is seen."""
         plan, on = self.plan, self.plan.on
         scores = on.mul(plan.run(self.q, self.block_of(self.k, first)), on.constant(self.scale))
-        seen = first + np.arange(ATTENTION_BLOCK) <= self.last[:, None]
+        seen = self.seen.keys(first, ATTENTION_BLOCK)
         scores = np.where(seen, scores, on.constant(-np.inf))
         most = largest(plan, scores, state.most)
         base = self.finite_or_zero(most)
@@ -74,7 +91,7 @@ class Head:
         products = plan.run(plan.narrow(weights), self.block_of(self.v, first).T)
         total = on.add(on.mul(state.total, factor), sums)
         output = on.add(on.mul(state.output, factor), products)
-        return State(most, total, output).where(first <= self.last, state)
+        return State(most, total, output).where(self.seen.any(first, ATTENTION_BLOCK), state)
 
     def merged(self, state: State, later: State) -> State:
         """Return the state of both: rescaled to the larger maximum, then added."""
@@ -87,16 +104,20 @@ class Head:
         output = on.add(on.mul(state.output, left), on.mul(later.output, right))
         return State(most, total, output)
 
-    def attend(self) -> Array:
-        """Return y [R, D]: blocks are folded left in each chunk, chunks are folded left, then divided."""
-        on, keys, whole = self.plan.on, len(self.k), self.empty()
+    def folded(self) -> State:
+        """Return the state over all keys: blocks are folded left in each chunk, and chunks are folded left."""
+        keys, whole = len(self.k), self.empty()
         for start in range(0, keys, self.chunk):
             state = self.empty()
             for first in range(start, min(start + self.chunk, keys), ATTENTION_BLOCK):
                 state = self.add_block(state, first)
-            if start:
-                state = self.merged(whole, state).where(start <= self.last, whole)
-            whole = state
-        zero, one = on.constant(0.0), on.constant(1.0)
-        divisor = on.choose("eq", whole.total, zero, one, whole.total)
-        return self.plan.result(on.div(on.add(whole.output, zero), divisor))
+            state = self.merged(whole, state).where(self.seen.begin < start, state)
+            whole = state.where(self.seen.any(start, self.chunk), whole)
+        return whole
+
+    def attend(self) -> Array:
+        """Return y [R, D]: the output divided by the total, and +0 where the total is 0."""
+        on, whole = self.plan.on, self.folded()
+        zero = on.constant(0.0)
+        quotient = on.div(on.add(whole.output, zero), whole.total)
+        return self.plan.result(on.choose("eq", whole.total, zero, zero, quotient))

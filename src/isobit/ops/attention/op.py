@@ -263,4 +263,4 @@ def portable_attention_backward(
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
 
 
-declare("attention", register_formulas)
+declare("attention", register_formulas, triton="isobit.ops.attention.triton")

@@ -1,0 +1,185 @@
+"""The Triton executor of attention.
+
+One order and two forms of the forward: `attention` for many queries, `attention_chunks` and `merge_chunks` (split-KV)
+for few queries over more than one chunk. Keys are read through the table of blocks, whether they are those of a call,
+of packed samples, or the pages of a cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from isobit.ops.attention.triton_backward import (
+    differentiate_keys,
+    differentiate_queries,
+    dot_heads,
+)
+from isobit.ops.attention.triton_forward import attention, attention_chunks, merge_chunks
+from isobit.ops.gpu.executors import triton_operator
+from isobit.ops.gpu.launching import run
+from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
+
+# Sizes of tiles and the choice of a form are not part of the order: every one gives the same bits.
+FEW_ROWS = 16  # the tile of few queries, and up to how many rows of a sample and a key head are few
+MANY_ROWS = 64
+BACKWARD_ROWS = 64  # a divisor of a block
+DOT_ROWS = 32
+WIDE = 256  # bytes of a head; tiles of wider heads are halved, so that they fit into shared memory
+CHUNK = ATTENTION_CHUNK
+
+
+@dataclass(frozen=True)
+class Call:
+    """The samples and sizes of a call.
+
+    Attributes:
+        spans, blocks, lengths: See triton_blocks.py; contiguous.
+        longest: The most queries of a sample.
+        constants: The constants and options that all kernels of rows have.
+    """
+
+    spans: Tensor
+    blocks: Tensor
+    lengths: Tensor
+    longest: int
+    constants: dict[str, Any]
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        k: Tensor,
+        spans: Tensor,
+        blocks: Tensor,
+        lengths: Tensor,
+        causal: bool,
+        window: int,
+    ) -> Call:
+        """Describe a call of q [..., H, D] and k [..., H_kv, D]."""
+        depth, key_heads = q.shape[-1], k.shape[-2]
+        constants = {
+            "KEY_HEADS": key_heads,
+            "GROUP": q.shape[-2] // key_heads,
+            "DEPTH": depth,
+            "PADDED": triton.next_power_of_2(depth),
+            "CAUSAL": causal,
+            "WINDOWED": window > 0,
+            "warps": 8 if depth >= 128 else 4,
+        }
+        longest = max(spans[:, 1].tolist(), default=0) if q.numel() else 0
+        spans, blocks, lengths = spans.contiguous(), blocks.contiguous(), lengths.contiguous()
+        return Call(spans, blocks, lengths, longest, constants)
+
+    def tile(self, rows: int, dtype: torch.dtype) -> dict[str, int]:
+        """Return the rows of a tile, `rows` unless heads are wide, and the stages of the pipeline."""
+        width = self.constants["PADDED"] * dtype.itemsize
+        return {
+            "ROWS": max(rows * WIDE // max(width, WIDE), 16),
+            "stages": 2 if width <= WIDE else 1,
+        }
+
+    @property
+    def samples(self) -> int:
+        return len(self.spans)
+
+    @property
+    def table(self) -> int:
+        """Blocks of the longest sample."""
+        return self.blocks.shape[1]
+
+
+@triton_operator("attention")
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    spans: Tensor,
+    blocks: Tensor,
+    lengths: Tensor,
+    scale: float,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor]:
+    y = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], torch.inf, dtype=torch.float32, device=q.device)
+    call = Call.of(q, k, spans, blocks, lengths, causal, window)
+    if call.longest:
+        forward(call, (q.contiguous(), k.contiguous(), v.contiguous()), y, lse, scale, window)
+    return y, lse
+
+
+def forward(
+    call: Call,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    y: Tensor,
+    lse: Tensor,
+    scale: float,
+    window: int,
+) -> None:
+    """Compute y and lse of contiguous q, k and v, in the form that suits the number of queries."""
+    rows = call.longest * call.constants["GROUP"]
+    few = rows <= FEW_ROWS
+    tile = call.tile(FEW_ROWS if few else MANY_ROWS, y.dtype)
+    how = {**call.constants, **tile, "CHUNK": CHUNK}
+    # Only a query that is not the last key, or has a window, hides a key of a block that it sees.
+    guard = how["CAUSAL"] and (call.longest > 1 or window > 0)
+    tiles = triton.cdiv(rows, how["ROWS"])
+    grid = (tiles * call.samples, how["KEY_HEADS"])
+    where = (call.spans, call.blocks, call.lengths, tiles, call.table, window)
+    chunks = triton.cdiv(call.table * ATTENTION_BLOCK, CHUNK)
+    if not few or chunks == 1:
+        run(attention, grid, *inputs, y, lse, *where, scale, GUARD=guard, **how)
+        return
+    heads = lse.numel()
+    sizes = ((chunks, heads), (chunks, heads), (chunks, heads, y.shape[-1]))
+    states = [torch.empty(size, dtype=torch.float32, device=y.device) for size in sizes]
+    run(
+        attention_chunks,
+        (*grid, chunks),
+        *inputs,
+        *states,
+        *where,
+        heads,
+        scale,
+        GUARD=guard,
+        **how,
+    )
+    merged = (y, lse, call.spans, call.lengths, tiles, window, heads)
+    run(merge_chunks, grid, *states, *merged, **how)
+
+
+@triton_operator("attention_backward")
+def triton_attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    spans: Tensor,
+    blocks: Tensor,
+    lengths: Tensor,
+    scale: float,
+    causal: bool,
+    window: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.zeros(t.shape, dtype=t.dtype, device=t.device) for t in (q, k, v))
+    call = Call.of(q, k, spans, blocks, lengths, causal, window)
+    if not call.longest:
+        return dq, dk, dv
+    grad, lse, heads = grad.contiguous(), lse.contiguous(), lse.numel()
+    dots = torch.empty_like(lse)
+    how: dict[str, Any] = {"DEPTH": q.shape[-1], "ROWS": DOT_ROWS, "warps": 4}
+    run(dot_heads, (triton.cdiv(heads, DOT_ROWS),), grad, out.contiguous(), dots, heads, **how)
+    inputs = (grad, q.contiguous(), k.contiguous(), v.contiguous(), lse, dots)
+    how = {**call.constants, **call.tile(BACKWARD_ROWS, q.dtype)}
+    tiles = triton.cdiv(call.longest, how["ROWS"])
+    where = (call.spans, call.blocks, call.lengths, tiles, call.table, window, scale)
+    programs = tiles * call.samples
+    run(differentiate_queries, (programs, q.shape[-2]), *inputs, dq, *where, **how)
+    run(differentiate_keys, (programs, k.shape[-2]), *inputs, dk, dv, *where, **how)
+    return dq, dk, dv

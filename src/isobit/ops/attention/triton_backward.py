@@ -1,0 +1,180 @@
+"""The kernels of attention's backward: dq folds blocks of 64 keys left, dk and dv fold blocks of 64 queries left.
+
+Every sample has as many queries as keys. The query heads of a group are folded in ascending order. A tile is ROWS
+queries or keys of one block, and it meets all blocks that a query of its block sees, or that see a key of it. See
+triton_blocks.py for shapes; lse and dots are fp32 [rows, heads]. The grid is (TILES tiles of each sample, heads).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from isobit.ops.attention.triton_blocks import BLOCK, load_heads, load_sample, visible_keys
+from isobit.ops.gpu.elementary import exp_nonpositive, round_once
+from isobit.ops.gpu.sums import fresh_dot, merge_columns
+
+
+@triton.jit(do_not_specialize=["HEADS"])
+def dot_heads(
+    grad: tl.tensor,
+    y: tl.tensor,
+    dots: tl.tensor,
+    HEADS: tl.tensor,
+    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Store dots [HEADS] = Σ grad · y over the depth, in the order of a feature axis of one segment."""
+    place = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]).to(tl.int64)
+    inside, lane = place < HEADS, tl.arange(0, 16)[None, :]
+    total = tl.zeros((ROWS, 16), tl.float32)
+    for at in range(0, DEPTH, 16):
+        left = tl.load(grad + place * DEPTH + at + lane, mask=inside, other=0.0).to(tl.float32)
+        right = tl.load(y + place * DEPTH + at + lane, mask=inside, other=0.0).to(tl.float32)
+        total = total + left * right
+    tl.store(dots + place, merge_columns(total, ROWS, 16), mask=inside)
+
+
+@triton.jit
+def differentiate_scores(
+    scores: tl.tensor,
+    weight_grads: tl.tensor,
+    lse: tl.tensor,
+    dots: tl.tensor,
+    seen: tl.tensor,
+    SCALE: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the weights exp(score · SCALE − lse) and weight · (weight_grad − dot) · SCALE; +0 where not seen."""
+    weights = tl.where(seen, exp_nonpositive(scores * SCALE - lse), 0.0)
+    spread = (weights * (weight_grads - dots)) * SCALE
+    return weights, tl.where(seen, spread, 0.0)
+
+
+@triton.jit(do_not_specialize=["TILES", "TABLE", "WINDOW"])
+def differentiate_queries(
+    grad: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    lse: tl.tensor,
+    dots: tl.tensor,
+    dq: tl.tensor,
+    spans: tl.tensor,
+    blocks: tl.tensor,
+    lengths: tl.tensor,
+    TILES: tl.tensor,
+    TABLE: tl.tensor,
+    WINDOW: tl.tensor,
+    SCALE: tl.tensor,
+    KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Compute dq of ROWS queries of one query head, program_id(1)."""
+    sample, tile, head = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
+    row0, COUNT, _ = load_sample(spans, lengths, sample)
+    query = tile * ROWS + tl.arange(0, ROWS)
+    place, inside = (row0 + query) * (KEY_HEADS * GROUP) + head, query < COUNT
+    queries = load_heads(q, place, inside, DEPTH, PADDED)
+    grads = load_heads(grad, place, inside, DEPTH, PADDED)
+    sums = tl.load(lse + place, mask=inside, other=float("inf"))[:, None]
+    products = tl.load(dots + place, mask=inside, other=0.0)[:, None]
+    begin, end = visible_keys(query[:, None], COUNT, COUNT, WINDOW, CAUSAL, WINDOWED)
+    own = tile * ROWS // BLOCK * BLOCK  # the first query of this block
+    start, _ = visible_keys(own, COUNT, COUNT, WINDOW, CAUSAL, WINDOWED)
+    last = tl.minimum(own + BLOCK, COUNT) - 1
+    _, stop = visible_keys(last, COUNT, COUNT, WINDOW, CAUSAL, WINDOWED)
+    total = tl.zeros((ROWS, PADDED), tl.float32)
+    for first in range(start // BLOCK * BLOCK, tl.where(own < COUNT, stop, 0), BLOCK):
+        key = first + tl.arange(0, BLOCK)
+        at = tl.load(blocks + sample.to(tl.int64) * TABLE + first // BLOCK)
+        at = (at + tl.arange(0, BLOCK)) * KEY_HEADS + head // GROUP
+        keys = load_heads(k, at, key < COUNT, DEPTH, PADDED)
+        values = load_heads(v, at, key < COUNT, DEPTH, PADDED)
+        seen = (key[None, :] >= begin) & (key[None, :] < end) & inside[:, None]
+        _weights, score_grads = differentiate_scores(
+            fresh_dot(queries, tl.trans(keys)),
+            fresh_dot(grads, tl.trans(values)),
+            sums,
+            products,
+            seen,
+            SCALE,
+        )
+        total = total + fresh_dot(score_grads.to(keys.dtype), keys)
+    depth = tl.arange(0, PADDED)[None, :]
+    result = round_once(total + 0.0, dq.dtype.element_ty)  # every zero is +0
+    known = inside[:, None] & (depth < DEPTH)
+    tl.store(dq + place[:, None] * DEPTH + depth, result, mask=known)
+
+
+@triton.jit(do_not_specialize=["TILES", "TABLE", "WINDOW"])
+def differentiate_keys(
+    grad: tl.tensor,
+    q: tl.tensor,
+    k: tl.tensor,
+    v: tl.tensor,
+    lse: tl.tensor,
+    dots: tl.tensor,
+    dk: tl.tensor,
+    dv: tl.tensor,
+    spans: tl.tensor,
+    blocks: tl.tensor,
+    lengths: tl.tensor,
+    TILES: tl.tensor,
+    TABLE: tl.tensor,
+    WINDOW: tl.tensor,
+    SCALE: tl.tensor,
+    KEY_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Compute dk and dv of ROWS keys of one key head, program_id(1)."""
+    sample, tile, head = tl.program_id(0) // TILES, tl.program_id(0) % TILES, tl.program_id(1)
+    row0, COUNT, _ = load_sample(spans, lengths, sample)
+    key = tile * ROWS + tl.arange(0, ROWS)
+    own = tile * ROWS // BLOCK * BLOCK  # the first key of this block
+    place = tl.load(blocks + sample.to(tl.int64) * TABLE + own // BLOCK, mask=own < COUNT, other=0)
+    place = (place + key - own) * KEY_HEADS + head
+    keys = load_heads(k, place, key < COUNT, DEPTH, PADDED)
+    values = load_heads(v, place, key < COUNT, DEPTH, PADDED)
+    # The blocks of queries that see a key of this block.
+    start, stop = own * 0, COUNT
+    if CAUSAL:
+        start = own
+    if WINDOWED:
+        stop = tl.minimum(stop, own + BLOCK + tl.cdiv(WINDOW - 1, BLOCK) * BLOCK)
+    stop = tl.where(own < COUNT, stop, 0)
+    key_total = tl.zeros((ROWS, PADDED), tl.float32)
+    value_total = tl.zeros((ROWS, PADDED), tl.float32)
+    for member in range(GROUP):
+        for first in range(start, stop, BLOCK):
+            query = first + tl.arange(0, BLOCK)
+            inside = query < COUNT
+            at = (row0 + query) * (KEY_HEADS * GROUP) + head * GROUP + member
+            queries = load_heads(q, at, inside, DEPTH, PADDED)
+            grads = load_heads(grad, at, inside, DEPTH, PADDED)
+            begin, end = visible_keys(query[None, :], COUNT, COUNT, WINDOW, CAUSAL, WINDOWED)
+            seen = (key[:, None] >= begin) & (key[:, None] < end) & inside[None, :]
+            weights, score_grads = differentiate_scores(
+                fresh_dot(keys, tl.trans(queries)),
+                fresh_dot(values, tl.trans(grads)),
+                tl.load(lse + at, mask=inside, other=float("inf"))[None, :],
+                tl.load(dots + at, mask=inside, other=0.0)[None, :],
+                seen,
+                SCALE,
+            )
+            value_total = value_total + fresh_dot(weights.to(grads.dtype), grads)
+            key_total = key_total + fresh_dot(score_grads.to(queries.dtype), queries)
+    depth = tl.arange(0, PADDED)[None, :]
+    known = (key < COUNT)[:, None] & (depth < DEPTH)
+    to = place[:, None] * DEPTH + depth
+    tl.store(dk + to, round_once(key_total + 0.0, dk.dtype.element_ty), mask=known)
+    tl.store(dv + to, round_once(value_total + 0.0, dv.dtype.element_ty), mask=known)

@@ -1,0 +1,89 @@
+"""Attention and its gradient by isobit.compiled.plan, in bits, over the tensor core of a target."""
+
+import numpy as np
+import torch
+
+from isobit.compiled.leaf import ENGINE_OF_TARGET
+from isobit.compiled.plan.attention import Head, Seen
+from isobit.compiled.plan.attention_backward import HeadGrads
+from isobit.compiled.plan.domain import Values
+from isobit.compiled.plan.operators import Arithmetic
+from isobit.ops.portable.elementary import log_positive
+from isobit.order.plan import ATTENTION_CHUNK
+
+NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def raw(tensor):
+    if tensor.dtype == torch.float32:
+        return tensor.detach().numpy()
+    return tensor.detach().view(torch.int16).numpy().view(np.uint16)
+
+
+def cooked(array, dtype):
+    array = np.ascontiguousarray(array)
+    if dtype == torch.float32:
+        return torch.from_numpy(array)
+    return torch.from_numpy(array.view(np.int16)).view(dtype)
+
+
+class SamplePlan:
+    """One sample: q [R, H, D], and k and v [T, H_kv, D] of all its keys."""
+
+    def __init__(self, q, k, v, *, target, causal=True, window=0, scale=None, chunk=None):
+        self.dtype, self.group = q.dtype, q.shape[1] // k.shape[1]
+        self.plan = Arithmetic(Values(), NAMES[q.dtype], ENGINE_OF_TARGET[target])
+        self.q, self.k, self.v = raw(q), raw(k), raw(v)
+        rows, keys = len(q), len(k)
+        end = keys - rows + 1 + np.arange(rows) if causal else np.full(rows, keys)
+        self.seen = Seen(np.maximum(end - window, 0) if window else 0 * end, end)
+        self.scale = float(np.float32(q.shape[-1] ** -0.5 if scale is None else scale))
+        self.chunk = chunk or ATTENTION_CHUNK
+
+    def head(self, h):
+        of = h // self.group
+        return Head(
+            self.plan,
+            self.q[:, h],
+            self.k[:, of],
+            self.v[:, of],
+            self.seen,
+            self.scale,
+            self.chunk,
+        )
+
+    def forward(self):
+        return cooked(
+            np.stack([self.head(h).attend() for h in range(self.q.shape[1])], 1), self.dtype
+        )
+
+    def lse(self, h):
+        state = self.head(h).folded()
+        total = torch.from_numpy(np.ascontiguousarray(state.total))
+        return (torch.from_numpy(np.ascontiguousarray(state.most)) + log_positive(total))[
+            :, 0
+        ].numpy()
+
+    def backward(self, grad):
+        """dq, dk, dv, in the dtype of q."""
+        y, grad = raw(self.forward()), raw(grad)
+        dq, dk, dv = [], [], []
+        for of in range(self.k.shape[1]):
+            key_sums = value_sums = self.plan.full(self.k[:, of].shape, 0.0)
+            for h in range(of * self.group, (of + 1) * self.group):
+                grads = HeadGrads(
+                    self.plan,
+                    grad[:, h],
+                    self.q[:, h],
+                    self.k[:, of],
+                    self.v[:, of],
+                    y[:, h],
+                    self.lse(h),
+                    self.seen,
+                    self.scale,
+                )
+                dq.append(grads.result(grads.query_grads()))
+                key_sums, value_sums = grads.add_key_grads(key_sums, value_sums)
+            dk.append(grads.result(key_sums))
+            dv.append(grads.result(value_sums))
+        return tuple(cooked(np.stack(each, 1), self.dtype) for each in (dq, dk, dv))

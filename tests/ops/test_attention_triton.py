@@ -1,0 +1,257 @@
+"""The Triton executor of attention: the CPU's bits in fp32, the plan's over the target's tensor core in 16 bits."""
+
+import pytest
+import torch
+
+import isobit
+from isobit import bits
+from isobit.errors import UnsupportedError
+from isobit.launches import record_launches
+from isobit.ops.attention import portable
+
+pytest.importorskip("triton")
+from isobit.compiled import executing
+from isobit.ops.attention import triton as executor
+from tests.ops.attention_plans import SamplePlan
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+HALVES = DTYPES[1:]
+TARGETS = ("sm_80", "sm_90", "sm_100")
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def problem(queries, keys, heads=2, key_heads=1, depth=16, dtype=torch.float32):
+    q = draw(queries, heads, depth, dtype=dtype, seed=1)
+    return q, *(draw(keys, key_heads, depth, dtype=dtype, seed=seed) for seed in (2, 3))
+
+
+def with_grads(q, k, v, grad, **how):
+    """y, dq, dk, dv."""
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    y = isobit.attention(*leaves, **how)
+    y.backward(grad)
+    return [y.detach(), *(t.grad for t in leaves)]
+
+
+def same(found, known):
+    return all(bits.equal(a, b) for a, b in zip(found, known, strict=True))
+
+
+@pytest.fixture
+def small_chunks(monkeypatch):
+    """Chunks of 128 keys, in the kernels and in the portable executor."""
+    monkeypatch.setattr(executor, "CHUNK", 128)
+    monkeypatch.setattr(portable, "ATTENTION_CHUNK", 128)
+
+
+def by_portable(q, k, v, *, window=0, causal=True):
+    """y of one sample, without native kernels."""
+    starts = torch.arange(0, len(k), 64)[None]
+    spans, lengths = torch.tensor([[0, len(q)]]), torch.tensor([len(k)])
+    mask = portable.Mask(q.shape[-1] ** -0.5, causal, window)
+    return portable.attention(q, k, v, spans, starts, lengths, mask)[0]
+
+
+# ---- forward, interpreted -----------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        ({"queries": 70, "keys": 70}, {"is_causal": True}),
+        ({"queries": 3, "keys": 70, "depth": 48}, {"is_causal": False, "scale": 0.3}),
+        ({"queries": 20, "keys": 150, "heads": 6, "key_heads": 2}, {"is_causal": True}),
+        ({"queries": 90, "keys": 150}, {"is_causal": True, "window": 30}),
+        ({"queries": 2, "keys": 150, "depth": 80}, {"is_causal": True, "window": 100}),
+    ],
+)
+def test_fp32_is_the_cpu(sizes, how):
+    q, k, v = problem(**sizes)
+    with executing("interpreter"), record_launches() as launches:
+        found = isobit.attention(q, k, v, **how)
+    assert {launch.executor for launch in launches} == {"triton"}
+    assert bits.equal(found, isobit.attention(q, k, v, **how))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+def test_halves_are_the_plan(dtype, target):
+    q, k, v = problem(20, 84, heads=4, key_heads=2, depth=48, dtype=dtype)
+    with executing("interpreter", target=target):
+        found = isobit.attention(q, k, v, is_causal=True, window=40)
+    assert bits.equal(found, SamplePlan(q, k, v, target=target, window=40).forward())
+
+
+def test_packed_samples_and_a_batch_are_each_sample_alone():
+    lengths = (5, 0, 70)
+    q, k, v = problem(sum(lengths) + 3, sum(lengths) + 3)
+    samples = isobit.Samples(((0, 5), (5, 0), (8, 70)), len(q), 0, 3)
+    batch = [draw(3, 9, 2, 16, seed=seed) for seed in (4, 5, 6)]
+    with executing("interpreter"):
+        packed = isobit.attention(q, k, v, is_causal=True, q_samples=samples, k_samples=samples)
+        together = isobit.attention(*batch, is_causal=True)
+        for start, count in samples.spans:
+            rows = slice(start, start + count)
+            alone = isobit.attention(q[rows], k[rows], v[rows], is_causal=True)
+            assert bits.equal(packed[rows], alone)
+        for i in range(3):
+            alone = isobit.attention(*(t[i : i + 1] for t in batch), is_causal=True)
+            assert bits.equal(together[i : i + 1], alone)
+    assert not packed[5:8].any()  # padding
+    known = isobit.attention(q, k, v, is_causal=True, q_samples=samples, k_samples=samples)
+    assert bits.equal(packed, known)
+
+
+SPECIAL = (torch.nan, torch.inf, -torch.inf, 2.0**-149, -(2.0**-140), 0.0, -0.0, 2.0**127)
+
+
+@pytest.mark.parametrize("where", ["q", "k", "v"])
+def test_special_values_stay_with_the_queries_that_see_them(where):
+    """A value that is not finite reaches the queries that see its key, and no other."""
+    q, k, v = problem(70, 70)
+    rows = {"q": q, "k": k, "v": v}[where]
+    for i, value in enumerate(SPECIAL):
+        rows[30 + i, 0, i] = rows[30 + i, 0, 8] = value
+    for how in ({"is_causal": True}, {"is_causal": True, "window": 5}, {"is_causal": False}):
+        with executing("interpreter"):
+            found = isobit.attention(q, k, v, **how)
+        assert bits.equal(found, isobit.attention(q, k, v, **how))
+        assert how["is_causal"] is not found[:30].isfinite().all() or where == "q"
+
+
+def test_special_values_in_16_bits_stay_with_the_queries_that_see_them():
+    q, k, v = problem(6, 40, dtype=torch.bfloat16)
+    v[37, 0, 0] = v[38, 0, 1] = torch.inf
+    with executing("interpreter"):
+        found = isobit.attention(q, k, v, is_causal=True)
+        alone = [
+            isobit.attention(q[i : i + 1], k[: 35 + i], v[: 35 + i], is_causal=True)
+            for i in range(6)
+        ]
+    assert bits.equal(found, torch.cat(alone))
+    assert found[:3].isfinite().all()
+    assert found[3:, :, 0].isinf().all()
+
+
+def test_scores_that_are_all_minus_infinity_give_zero():
+    q, k, v = problem(3, 70)
+    q[:], k[:], v[5] = 1, -1e30, torch.inf
+    k[:, :, 0] = -3e38
+    q[:, :, 0] = 3e38
+    with executing("interpreter"):
+        found = isobit.attention(q, k, v, is_causal=True)
+    assert bits.equal(found, isobit.attention(q, k, v, is_causal=True))
+    assert not found.any()
+
+
+# ---- decode -------------------------------------------------------------------------------------
+@pytest.mark.parametrize("window", [0, 100, 200])
+def test_split_keys_are_one_fold_and_a_prefill(small_chunks, monkeypatch, window):
+    q, k, v = problem(6, 300)
+    how = {"is_causal": True, "window": window or None}
+    launched = []
+    real = executor.run
+    monkeypatch.setattr(executor, "run", lambda *a, **o: (launched.append(a[0]), real(*a, **o)))
+    with executing("interpreter"):
+        split = isobit.attention(q, k, v, **how)
+        assert launched == [executor.attention_chunks, executor.merge_chunks]
+        monkeypatch.setattr(executor, "FEW_ROWS", 0)
+        whole = isobit.attention(q, k, v, **how)
+    assert launched[2:] == [executor.attention]
+    assert bits.equal(split, by_portable(q, k, v, window=window))
+    assert bits.equal(split, whole)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_split_keys_in_16_bits(small_chunks, dtype):
+    q, k, v = problem(2, 280, dtype=dtype)
+    with executing("interpreter", target="sm_80"):
+        found = isobit.attention(q, k, v, is_causal=True)
+    assert bits.equal(found, SamplePlan(q, k, v, target="sm_80", chunk=128).forward())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_decodes_the_bits_of_a_prefill(small_chunks, dtype):
+    q, k, v = problem(200, 200, dtype=dtype)
+    cache = isobit.KVCache(1, 16, dtype, pages=1)
+    other, sequence = cache.start(), cache.start()
+    with executing("interpreter"), torch.no_grad():
+        whole = isobit.attention(q, k, v, is_causal=True)
+        done = 0
+        for keys in (64, 129, 200):
+            cache.append(other, k[:40], v[:40])  # pages of the two sequences alternate
+            cache.append(sequence, k[done:keys], v[done:keys])
+            done = keys
+            one = cache.attend(q[keys - 1 : keys], [sequence])
+            assert bits.equal(one, whole[keys - 1 : keys])
+        both = torch.cat([q[118:120], q[195:]])
+        paged = cache.attend(both, [other, sequence], [2, 5])
+        assert bits.equal(paged[2:], whole[195:])
+
+
+# ---- backward -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("sizes", "how"),
+    [
+        ({"heads": 2, "key_heads": 1}, {"is_causal": True}),
+        ({"heads": 1, "key_heads": 1, "depth": 48}, {"is_causal": False, "scale": 0.3}),
+        ({"heads": 1, "key_heads": 1}, {"is_causal": True, "window": 30}),
+    ],
+)
+def test_fp32_gradients_are_the_cpu(sizes, how):
+    q, k, v = problem(140, 140, **sizes)
+    grad = draw(*q.shape, seed=9)
+    with executing("interpreter"):
+        found = with_grads(q, k, v, grad, **how)
+    assert same(found, with_grads(q, k, v, grad, **how))
+
+
+def test_gradients_of_packed_samples_and_special_values():
+    q, k, v = problem(80, 80)
+    grad = draw(*q.shape, seed=9)
+    samples = isobit.Samples(((0, 5), (5, 0), (8, 66)), 80, 0, 3)
+    v[3, 0, 2], k[20, 0, 1], grad[40, 0, 3], q[73, 0, 0] = (
+        torch.inf,
+        torch.nan,
+        -torch.inf,
+        2.0**-149,
+    )
+    how = {"is_causal": True, "q_samples": samples, "k_samples": samples}
+    with executing("interpreter"):
+        found = with_grads(q, k, v, grad, **how)
+    assert same(found, with_grads(q, k, v, grad, **how))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_gradients_in_16_bits_are_the_plan(dtype):
+    q, k, v = problem(70, 70, dtype=dtype)
+    grad = draw(*q.shape, dtype=dtype, seed=9)
+    plan = SamplePlan(q, k, v, target="sm_80")
+    with executing("interpreter", target="sm_80"):
+        found = with_grads(q, k, v, grad, is_causal=True)
+    assert same(found, [plan.forward(), *plan.backward(grad)])
+
+
+def test_gradients_through_a_cache_are_refused():
+    q, k, v = problem(2, 5)
+    with executing("interpreter"), pytest.raises(UnsupportedError, match="as many queries as keys"):
+        with_grads(q, k, v, draw(*q.shape), is_causal=True)
+
+
+# ---- compiled -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_forward_and_backward(monkeypatch, target, dtype):
+    """A tile of 16 rows, so that the machine has less to do; other tiles have the mark `full`."""
+    monkeypatch.setattr(executor, "BACKWARD_ROWS", 16)
+    q, k, v = problem(9, 9, heads=1, dtype=dtype)
+    grad = draw(*q.shape, dtype=dtype, seed=9)
+    with executing("machine", target=target):
+        found = with_grads(q, k, v, grad, is_causal=True)
+    if dtype == torch.float32:
+        known = with_grads(q, k, v, grad, is_causal=True)
+    else:
+        plan = SamplePlan(q, k, v, target=target)
+        known = [plan.forward(), *plan.backward(grad)]
+    assert same(found, known)
