@@ -34,6 +34,17 @@ def add_lanes(weights: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def rows_of_program(
+    QUERIES: tl.tensor, KEYS: tl.tensor, GROUP: tl.constexpr, ROWS: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return the rows [ROWS] of this program, the last key [ROWS, 1] that each sees, and the end of those keys."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    position = (KEYS - QUERIES + row // GROUP)[:, None]
+    last = KEYS - QUERIES + ((tl.program_id(0) + 1) * ROWS - 1) // GROUP
+    return row, position, tl.minimum(last + 1, KEYS)
+
+
+@triton.jit
 def load_queries(
     q: tl.tensor,
     row: tl.tensor,
@@ -151,10 +162,7 @@ def attention(
 ) -> None:
     """Compute ROWS rows of one group of heads over all keys they see."""
     head = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    position = (KEYS - QUERIES + row // GROUP)[:, None]
-    last = KEYS - QUERIES + ((tl.program_id(0) + 1) * ROWS - 1) // GROUP
-    stop = tl.minimum(last + 1, KEYS)
+    row, position, stop = rows_of_program(QUERIES, KEYS, GROUP, ROWS)
     queries = load_queries(q, row, head, QUERIES, KEY_HEADS, GROUP, DEPTH)
     most, total, output = fold_chunk(
         queries,
@@ -213,10 +221,8 @@ def attention_chunks(
     most_of and total_of are fp32 [chunks, KEY_HEADS, rows], output_of has DEPTH more, with rows = QUERIES * GROUP.
     """
     head, chunk = tl.program_id(1), tl.program_id(2)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    position = (KEYS - QUERIES + row // GROUP)[:, None]
-    last = KEYS - QUERIES + ((tl.program_id(0) + 1) * ROWS - 1) // GROUP
-    stop = tl.minimum(tl.minimum(last + 1, KEYS), (chunk + 1) * CHUNK)
+    row, position, stop = rows_of_program(QUERIES, KEYS, GROUP, ROWS)
+    stop = tl.minimum(stop, (chunk + 1) * CHUNK)
     queries = load_queries(q, row, head, QUERIES, KEY_HEADS, GROUP, DEPTH)
     most, total, output = fold_chunk(
         queries, position, k, v, head, chunk * CHUNK, stop, KEYS, SCALE, KEY_HEADS, DEPTH, ROWS
@@ -244,8 +250,7 @@ def merge_chunks(
 ) -> None:
     """Fold the chunks of ROWS rows left, and store them."""
     head = tl.program_id(1)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    position = (KEYS - QUERIES + row // GROUP)[:, None]
+    row, position, _ = rows_of_program(QUERIES, KEYS, GROUP, ROWS)
     inside = (row < QUERIES * GROUP)[:, None]
     place = (head * QUERIES * GROUP + row)[:, None]
     depth = tl.arange(0, DEPTH)[None, :]

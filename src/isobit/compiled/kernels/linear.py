@@ -12,6 +12,12 @@ import triton.language as tl
 
 from isobit.compiled.kernels.elementary import round_once
 from isobit.compiled.kernels.sums import LEAF, add_products, merge_columns
+from isobit.compiled.kernels.tiles import (
+    count_tile,
+    counter_of_program,
+    store_tile,
+    tile_of_program,
+)
 
 
 @triton.jit
@@ -67,9 +73,7 @@ def linear_tile(
     """Compute a tile of y with all partial sums in registers; at most 8 segments."""
     tl.static_assert(SEGMENTS <= 8)
     LENGTH: tl.constexpr = K // SEGMENTS
-    tile, across = tl.program_id(0), tl.cdiv(N, BLOCK_N)
-    rows = (tile // across) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (tile % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, columns = tile_of_program(N, BLOCK_M, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     one, two, four = total, total, total  # finished sums of 1, 2 and 4 segments
     for segment in tl.static_range(SEGMENTS):
@@ -88,12 +92,7 @@ def linear_tile(
                     four = total
                 else:
                     total = four + total
-    inside = (rows[:, None] < M) & (columns[None, :] < N)
-    tl.store(
-        y + rows[:, None] * N + columns[None, :],
-        round_once(total, y.dtype.element_ty),
-        mask=inside,
-    )
+    store_tile(y, total, rows, columns, M, N)
 
 
 @triton.jit
@@ -114,15 +113,10 @@ def linear_counter(
     """Compute a tile of y with a binary counter: the sum of a pair is in registers, larger ones in `scratch`.
 
     scratch is fp32 [programs, LEVELS, BLOCK_M, BLOCK_N], with LEVELS = log2(SEGMENTS) - 1 and SEGMENTS at least 2.
-    See [Note: binary counter] in isobit/order/tree.py.
     """
     LENGTH: tl.constexpr = K // SEGMENTS
-    TILE: tl.constexpr = BLOCK_M * BLOCK_N
-    tile, across = tl.program_id(0), tl.cdiv(N, BLOCK_N)
-    rows = (tile // across) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (tile % across) * BLOCK_N + tl.arange(0, BLOCK_N)
-    own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    own = scratch + tile.to(tl.int64) * (LEVELS * TILE) + own
+    rows, columns = tile_of_program(N, BLOCK_M, BLOCK_N)
+    counter = counter_of_program(scratch, LEVELS, BLOCK_M, BLOCK_N)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for pair in range(SEGMENTS // 2):
         left = sum_segment(
@@ -131,19 +125,8 @@ def linear_counter(
         right = sum_segment(
             x, weight, rows, columns, M, N, 2 * pair + 1, K, LENGTH, BLOCK_M, BLOCK_N, BLOCK_K
         )
-        total = left + right
-        for level in tl.static_range(LEVELS):
-            if (pair & ((1 << level) - 1)) == (1 << level) - 1:  # all lower digits carried
-                if (pair >> level) & 1:
-                    total = tl.load(own + level * TILE) + total
-                else:
-                    tl.store(own + level * TILE, total)
-    inside = (rows[:, None] < M) & (columns[None, :] < N)
-    tl.store(
-        y + rows[:, None] * N + columns[None, :],
-        round_once(total, y.dtype.element_ty),
-        mask=inside,
-    )
+        total = count_tile(counter, left + right, pair, LEVELS, BLOCK_M, BLOCK_N)
+    store_tile(y, total, rows, columns, M, N)
 
 
 @triton.jit
@@ -161,9 +144,8 @@ def linear_segments(
 ) -> None:
     """Compute a tile of one segment, program_id(1); partial is fp32 [SEGMENTS, M, N]."""
     LENGTH: tl.constexpr = K // SEGMENTS
-    tile, across, segment = tl.program_id(0), tl.cdiv(N, BLOCK_N), tl.program_id(1)
-    rows = (tile // across) * BLOCK_M + tl.arange(0, BLOCK_M)
-    columns = (tile % across) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows, columns = tile_of_program(N, BLOCK_M, BLOCK_N)
+    segment = tl.program_id(1)
     total = sum_segment(
         x, weight, rows, columns, M, N, segment, K, LENGTH, BLOCK_M, BLOCK_N, BLOCK_K
     )

@@ -11,8 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from isobit.compiled.kernels.elementary import round_once
 from isobit.compiled.kernels.sums import LEAF
+from isobit.compiled.kernels.tiles import (
+    count_tile,
+    counter_of_program,
+    store_tile,
+    tile_of_program,
+)
 
 
 @triton.jit
@@ -76,13 +81,9 @@ def weight_grad(
     BLOCK_T: tl.constexpr,
 ) -> None:
     """Compute a tile of dw; scratch is fp32 [programs, LEVELS, BLOCK_N, BLOCK_K] with LEVELS = log2(SEGMENTS)."""
-    TILE: tl.constexpr = BLOCK_N * BLOCK_K
     SIZE: tl.constexpr = SAMPLES // SEGMENTS
-    tile, across = tl.program_id(0), tl.cdiv(K, BLOCK_K)
-    rows = (tile // across) * BLOCK_N + tl.arange(0, BLOCK_N)
-    columns = (tile % across) * BLOCK_K + tl.arange(0, BLOCK_K)
-    own = tl.arange(0, BLOCK_N)[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
-    own = scratch + tile.to(tl.int64) * (LEVELS * TILE) + own
+    rows, columns = tile_of_program(K, BLOCK_N, BLOCK_K)
+    counter = counter_of_program(scratch, LEVELS, BLOCK_N, BLOCK_K)
     total = tl.zeros((BLOCK_N, BLOCK_K), tl.float32)
     for segment in range(SEGMENTS):
         for sample in range(segment * SIZE, (segment + 1) * SIZE):
@@ -98,12 +99,5 @@ def weight_grad(
                 total = total + sum_tokens(
                     grad, x, first + at, length, rows, columns, N, K, BLOCK_N, BLOCK_K, BLOCK_T
                 )
-        for level in tl.static_range(LEVELS):
-            if (segment & ((1 << level) - 1)) == (1 << level) - 1:  # all lower digits carried
-                if (segment >> level) & 1:
-                    total = tl.load(own + level * TILE) + total
-                else:
-                    tl.store(own + level * TILE, total)
-    inside = (rows[:, None] < N) & (columns[None, :] < K)
-    place = rows[:, None] * K + columns[None, :]
-    tl.store(dw + place, round_once(total, dw.dtype.element_ty), mask=inside)
+        total = count_tile(counter, total, segment, LEVELS, BLOCK_N, BLOCK_K)
+    store_tile(dw, total, rows, columns, N, K)
