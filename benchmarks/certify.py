@@ -56,7 +56,7 @@ def cases(quick):
         ],
     )
     yield "attention, decode and prefill", [attention_case("f32", 3, 150, chunk=128)]
-    whole = f"attention over {ATTENTION_CHUNK:,} keys"
+    whole = f"attention over {ATTENTION_CHUNK + 30:,} keys"
     for form, targets in (("fold", ("sm_80", "sm_100")), ("chunks", ("sm_90",))):
         yield whole, [attention_case("bf16", 1, ATTENTION_CHUNK + 30, form=form)], targets
     for dtype in ("f32", "bf16"):

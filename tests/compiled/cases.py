@@ -173,6 +173,10 @@ def linear_case(
 
 
 # ---- rows ---------------------------------------------------------------------------------------
+def count_rows(number):
+    return f"{number} row" if number == 1 else f"{number} rows"
+
+
 def rms_norm_case(dtype, m, n, rows_per_program=2, warps=4):
     x, weight, y = (
         draw(m, n, dtype=dtype, seed=3),
@@ -192,7 +196,7 @@ def rms_norm_case(dtype, m, n, rows_per_program=2, warps=4):
     }
     grid = (math.ceil(m / rows_per_program),)
     return Case(
-        "rms_norm", dtype, "rows", f"{rows_per_program} rows", count, {"x": x, "weight": weight}, y,
+        "rms_norm", dtype, "rows", count_rows(rows_per_program), count, {"x": x, "weight": weight}, y,
         (Launch(rows.rms_norm, grid, given, {"num_warps": warps}),),
         lambda plan, given: operators.rms_norm(plan, given["x"], given["weight"], 1e-6),
         lambda: isobit.rms_norm(x, weight, 1e-6),
@@ -205,7 +209,7 @@ def softmax_case(dtype, m, n, rows_per_program=2, warps=4):
     given = {"x": x, "y": y, "M": m, "N": n, "SEGMENTS": count, "ROWS": rows_per_program}
     grid = (math.ceil(m / rows_per_program),)
     return Case(
-        "softmax", dtype, "rows", f"{rows_per_program} rows", count, {"x": x}, y,
+        "softmax", dtype, "rows", count_rows(rows_per_program), count, {"x": x}, y,
         (Launch(rows.softmax, grid, given, {"num_warps": warps}),),
         lambda plan, given: operators.softmax(plan, given["x"]),
         lambda: isobit.softmax(x),
