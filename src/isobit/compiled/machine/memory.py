@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from isobit.compiled import names as nm
@@ -45,7 +43,6 @@ class Buffer:
         self.halves = self.bytes.view(np.uint16)
         self.size = raw.size
         self.base = 0
-        self.access: Any = None  # the log of accesses of the race check
 
     def prepare(self, label: str) -> None:
         """Name the elements as inputs, if they have no names yet."""

@@ -91,6 +91,7 @@ class Races:
         self.program, self.threads = program, program.threads
         self.epoch = self.launch_start = self.cta_start = 0
         self.warp_epochs = np.zeros(self.threads // 32, np.int32)
+        self.logs: dict[int, Log] = {}  # by buffer
         self.open_copies: list[tuple[Log, Access]] = []
         self.copies: list[list[tuple[Log, Access]]] = []
 
@@ -98,12 +99,13 @@ class Races:
         """Order everything after the accesses of an earlier launch."""
         self.epoch += 1
         self.launch_start = self.epoch
+        self.logs = {}
 
     def start_cta(self, shared: Shared) -> None:
         """Start a CTA with its own shared memory."""
         self.epoch += 1
         self.cta_start = self.epoch
-        shared.access = Log(shared.size)
+        self.logs[id(shared)] = Log(shared.size)
         self.open_copies, self.copies = [], []
 
     def barrier(self) -> None:
@@ -116,10 +118,9 @@ class Races:
 
     def log(self, buffer: Buffer) -> Log:
         """Return the log of a buffer."""
-        if buffer.access is None:
-            buffer.access = Log(buffer.size)
-        log: Log = buffer.access
-        return log
+        if id(buffer) not in self.logs:
+            self.logs[id(buffer)] = Log(buffer.size)
+        return self.logs[id(buffer)]
 
     # ---- accesses -------------------------------------------------------------------------------
     def read(self, access: Access) -> None:
