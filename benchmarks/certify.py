@@ -12,6 +12,7 @@ from isobit.ops.linear import triton_products as linear
 from isobit.order.plan import ATTENTION_CHUNK
 from tests.compiled.cases import (
     attention_case,
+    decode_against_prefill,
     empty,
     judge,
     linear_case,
@@ -27,7 +28,7 @@ MUTATIONS = 120
 SHORT = {"f32": "fp32", "f16": "fp16", "bf16": "bf16"}
 HEADER = (
     "kernel", "dtype", "target", "instruction", "tiles", "segments", "configurations", "instructions executed",
-    "seconds of one core", "names compared", "names differ", "bits differ",
+    "seconds", "names differ", "bits differ",
 )  # fmt: skip
 
 
@@ -37,27 +38,12 @@ def cases(quick):
     for dtype in ("f32", "bf16", "f16"):
         yield "linear, one tile", [linear_case(dtype, 5, 20, k) for k in counts]
         yield "linear, tails in M, N and K", [linear_case(dtype, 19, 23, k) for k in (50, 100)]
-        yield "linear, counter", [linear_case(dtype, 5, 20, k, form="counter") for k in counts[-2:]]
-        yield (
-            "linear, segments on the grid",
-            [linear_case(dtype, 5, 20, k, form="segments") for k in counts[-2:]],
-        )
-        if dtype == "f32":
-            sizes = ((100, (32, 32, 32)), (48, (64, 64, 16)))
-            yield (
-                "linear, large tiles",
-                [linear_case(dtype, 33, 40, k, block) for k, block in sizes],
-            )
-        else:
-            yield (
-                "linear, large tiles",
-                [
-                    linear_case(dtype, 70, 40, 512, (64, 32, 64)),
-                    linear_case(dtype, 70, 40, 512, (64, 32, 32), stages=3),
-                    linear_case(dtype, 130, 40, 512, (128, 32, 64), warps=8),
-                    linear_case(dtype, 70, 40, 1024, (64, 32, 64), form="counter"),
-                ],
-            )
+        wide = [] if dtype == "f32" else [(70, 40, 1024, (64, 32, 64))]
+        small = [(5, 20, k) for k in counts[-2:]]
+        for form, shown in (("counter", "counter"), ("segments", "segments on the grid")):
+            found = [linear_case(dtype, *size, form=form) for size in (*small, *wide)]
+            yield f"linear, {shown}", found
+        yield "linear, large tiles", list(large_tiles(dtype, counts))
     for dtype in ("f32", "bf16"):
         yield "rms_norm", [rms_norm_case(dtype, 3, n, rows) for n, rows in ((1024, 2), (1050, 1))]
         yield "softmax", [softmax_case(dtype, 3, n, rows) for n, rows in ((1024, 2), (1050, 1))]
@@ -70,7 +56,7 @@ def cases(quick):
         ],
     )
     yield "attention, decode and prefill", [attention_case("f32", 3, 150, chunk=128)]
-    whole = f"attention over {ATTENTION_CHUNK:,} keys"
+    whole = f"attention over {ATTENTION_CHUNK + 30:,} keys"
     for form, targets in (("fold", ("sm_80", "sm_100")), ("chunks", ("sm_90",))):
         yield whole, [attention_case("bf16", 1, ATTENTION_CHUNK + 30, form=form)], targets
     for dtype in ("f32", "bf16"):
@@ -81,20 +67,35 @@ def cases(quick):
         )
 
 
+def large_tiles(dtype, counts):
+    """Yield cases whose products are made by wgmma and tcgen05 where the target has them."""
+    if dtype == "f32":
+        yield linear_case(dtype, 33, 40, 100, (32, 32, 32))
+        yield linear_case(dtype, 33, 40, 48, (64, 64, 16))
+        return
+    for k in counts:
+        yield linear_case(dtype, 70, 40, k, (64, 32, 64))
+    yield linear_case(dtype, 70, 40, 512, (64, 32, 32), stages=3)
+    yield linear_case(dtype, 130, 40, 512, (128, 32, 64), warps=8)
+
+
 def run(quick, threads, dtypes):
     """Print the tables; return 1 if a name or a bit differs, or if a wrong kernel or a mutation is not caught."""
     console, begun = Console(highlight=False, width=280), time.process_time()
     good, total = show_kernels(console, quick)
+    same = show_decode(console)
     caught = show_controls(console)
     tally = show_mutations(console, 40 if quick else MUTATIONS)
     show_registers(console, quick)
     tile = run_a_tile()
+    console.print(total)
     console.print(
-        f"a bf16 tile of 128×128×64 at K = 1024 (sm_90, {tile.instruction}): {tile.seconds:.1f} s of one core, "
-        f"{tile.executed:,} instructions; {tile.names_differ} of {tile.names:,} names differ, {tile.bits_differ} bits"
+        f"a bf16 tile of 128×128×64 at K = 1024 (sm_90, {tile.instruction}): {tile.seconds:.1f} s,"
+        f" {tile.executed:,} instructions; {tile.names_differ} of {tile.names:,} names and"
+        f" {tile.bits_differ} of {tile.compared:,} outputs differ"
     )
-    console.print(f"{total}; {time.process_time() - begun:.0f} s of one core in all")
-    return int(not (good and caught and tile.right and not tally.missed))
+    console.print(f"{time.process_time() - begun:.0f} s of one core in all")
+    return int(not (good and same and caught and tile.right and not tally.missed))
 
 
 def show_kernels(console, quick):
@@ -124,18 +125,33 @@ def show_kernels(console, quick):
             "executed": sum(each.executed for each in judged),
             "names": sum(each.names for each in judged),
             "names differ": sum(each.names_differ for each in judged),
+            "bits": sum(each.compared for each in judged),
             "bits differ": sum(each.bits_differ + (each.cpu_differ or 0) for each in judged),
         }
         sums.update(numbers, configurations=len(found))
         cells = [f"{numbers['executed']:,}", f"{sum(each.seconds for each in judged):.1f}"]
-        cells += [f"{numbers[name]:,}" for name in ("names", "names differ", "bits differ")]
+        cells += [f"{numbers[f'{of} differ']:,} of {numbers[of]:,}" for of in ("names", "bits")]
         table.add_row(*key, ", ".join(tiles), ", ".join(counts), str(len(found)), *cells)
     console.print(table)
     text = (
-        f"{sums['configurations']} configurations, {sums['executed']:,} instructions executed, "
-        f"{sums['names']:,} names compared, {sums['names differ']} differ; {sums['bits differ']} bits differ"
+        f"{sums['configurations']} configurations, {sums['executed']:,} instructions executed;"
+        f" {sums['names differ']} of {sums['names']:,} names and {sums['bits differ']} of"
+        f" {sums['bits']:,} outputs differ"
     )
     return sums["names"] and not (sums["names differ"] or sums["bits differ"]), text
+
+
+def show_decode(console):
+    """Compare the last queries of a sample by a decode tile and by a prefill tile directly."""
+    title = "attention, 5 queries at the end of 40, 200 keys in chunks of 128"
+    table, same = Table(title, "target", "decode", "prefill", "names differ", "bits differ"), True
+    for target in TARGETS:
+        for form, shown in (("fold", "one program"), ("chunks", "a program per chunk (split-KV)")):
+            used, count, *differ = decode_against_prefill(target, form)
+            same = same and count and not any(differ)
+            table.add_row(shown, target, *used, *(f"{each} of {count}" for each in differ))
+    console.print(table)
+    return same
 
 
 def show_controls(console):
@@ -150,17 +166,19 @@ def show_controls(console):
 
 def show_mutations(console, count):
     tally = try_mutations(count, seed=16)
-    table = Table("mutation of PTX text", "caught")
-    for kind, number in sorted(tally.caught.items()):
-        table.add_row(kind, str(number))
+    fates = ("names", "refused", "missed")
+    table = Table("mutation of PTX text", "drawn", "caught by names", "refused", "missed")
+    for kind in sorted({kind for kind, _ in tally.judged}):
+        numbers = [tally.judged[kind, fate] for fate in fates]
+        table.add_row(kind, str(sum(numbers)), *map(str, numbers))
+    table.add_row("all", str(tally.judged.total()), *(str(tally.of(fate)) for fate in fates))
     console.print(table)
-    caught, names = sum(tally.caught.values()), tally.how["names"]
-    how = ", ".join(f"{number} by {kind}" for kind, number in tally.how.most_common())
+    refused = ", ".join(f"{number} by {kind}" for kind, number in tally.refusals.most_common())
     again = "; ".join(f"{number}: {reason}" for reason, number in tally.again.most_common())
-    console.print(f"{caught} of {caught + len(tally.missed)} mutations caught: {how}")
     console.print(
-        f"of the {names} caught by names, {tally.bits} changed a bit of the output on the input of the case"
+        f"of the {tally.of('names')} caught by names, {tally.bits} changed a bit of the output on the case's input"
     )
+    console.print(f"refused: {refused or 'none'}")
     console.print(f"drawn again, because they change nothing: {again or 'none'}")
     for missed in tally.missed:
         console.print(f"missed: {missed}")
@@ -175,7 +193,7 @@ def show_registers(console, quick):
         "K",
         "segments",
         "registers",
-        "spilled bytes a thread",
+        "spilled bytes per thread",
     )
     for target in ("sm_90", "sm_100"):
         compiler = Compiler(target)

@@ -59,30 +59,25 @@ class Judgement:
         return self.names > 0 and not (self.names_differ or self.bits_differ or self.cpu_differ)
 
     @property
+    def compared(self):
+        """How many outputs were compared by bits: with the plan, and with isobit's own operator."""
+        return self.names * (1 if self.cpu_differ is None else 2)
+
+    @property
     def instruction(self):
-        """The instruction that multiplies matrices."""
-        found = {
-            name
-            for name in ("mma.sync", "wgmma", "tcgen05")
-            for op in self.opcodes
-            if op.startswith(name)
-        }
-        return ", ".join(sorted(found)) or (
-            "fma.f32x2" if "fma.rn.f32x2" in self.opcodes else "fma"
-        )
+        return matrix_instruction(self.opcodes)
+
+
+def matrix_instruction(opcodes):
+    """Return the instruction that multiplies matrices."""
+    stems = ("mma.sync", "wgmma", "tcgen05")
+    found = [stem for stem in stems if any(each.startswith(stem) for each in opcodes)]
+    return ", ".join(found) or ("fma.f32x2" if "fma.rn.f32x2" in opcodes else "fma")
 
 
 def judge(case, target, *, engine=None, mutate=None, races=True):
     """Run a case for a target, and compare names and bits with the plan."""
-    for tensor in (case.output, *case.scratch):
-        tensor.fill_(POISON)
-    session = Session(target, engine, mutate=mutate, races=races)
-    for launch in case.launches:
-        launch.compile(target)
-    begun = time.process_time()
-    for launch in case.launches:
-        session.run(launch)
-    seconds = time.process_time() - begun
+    session, seconds = execute(case, target, engine, mutate=mutate, races=races)
     found, values = session.names_of(case.output), raw(case.output)
     # The plan is always over the target's own engine: another `engine` is a wrong leaf.
     own = Session(target).engine
@@ -102,13 +97,26 @@ def judge(case, target, *, engine=None, mutate=None, races=True):
     )
 
 
+def execute(case, target, engine=None, **options):
+    """Return the session in which a case was run, and the seconds of one core, without compiling."""
+    for tensor in (case.output, *case.scratch):
+        tensor.fill_(POISON)
+    session = Session(target, engine, **options)
+    for launch in case.launches:
+        launch.compile(target)
+    begun = time.process_time()
+    for launch in case.launches:
+        session.run(launch)
+    return session, time.process_time() - begun
+
+
 def named_inputs(case):
-    return {
-        name: names.input_names(name, tensor.numel(), 8 * tensor.element_size()).reshape(
-            tensor.shape
-        )
-        for name, tensor in case.inputs.items()
-    }
+    found = {}
+    for name, tensor in case.inputs.items():
+        first = tensor.storage_offset()
+        every = names.input_names(name, first + tensor.numel(), 8 * tensor.element_size())
+        found[name] = every[first:].reshape(tensor.shape)
+    return found
 
 
 def values_of(case):
@@ -177,6 +185,10 @@ def linear_case(
 
 
 # ---- rows ---------------------------------------------------------------------------------------
+def count_rows(number):
+    return f"{number} row" if number == 1 else f"{number} rows"
+
+
 def rms_norm_case(dtype, m, n, rows_per_program=2, warps=4):
     x, weight, y = (
         draw(m, n, dtype=dtype, seed=3),
@@ -197,7 +209,7 @@ def rms_norm_case(dtype, m, n, rows_per_program=2, warps=4):
     }
     grid = (math.ceil(m / rows_per_program),)
     return Case(
-        "rms_norm", dtype, "rows", f"{rows_per_program} rows", count, {"x": x, "weight": weight}, y,
+        "rms_norm", dtype, "rows", count_rows(rows_per_program), count, {"x": x, "weight": weight}, y,
         (Launch(normalise_rows, grid, given, {"num_warps": warps}),),
         lambda plan, given: operators.rms_norm(plan, given["x"], given["weight"], 1e-6),
         lambda: isobit.rms_norm(x, weight, 1e-6), (scales,),
@@ -210,7 +222,7 @@ def softmax_case(dtype, m, n, rows_per_program=2, warps=4):
     given = {"x": x, "y": y, "M": m, "N": n, "SEGMENTS": count, "ROWS": rows_per_program}
     grid = (math.ceil(m / rows_per_program),)
     return Case(
-        "softmax", dtype, "rows", f"{rows_per_program} rows", count, {"x": x}, y,
+        "softmax", dtype, "rows", count_rows(rows_per_program), count, {"x": x}, y,
         (Launch(softmax, grid, given, {"num_warps": warps}),),
         lambda plan, given: operators.softmax(plan, given["x"]),
         lambda: isobit.softmax(x),
@@ -235,7 +247,7 @@ def attention_case(
 
     Names are of the kernels without GUARD, whose branch on values is refused; see triton_states.py.
     """
-    q = draw(queries, key_heads * group, depth, dtype=dtype, seed=6, spread=1)
+    q = draw(keys, key_heads * group, depth, dtype=dtype, seed=6, spread=1)[keys - queries :]
     k, v = (draw(keys, key_heads, depth, dtype=dtype, seed=seed, spread=1) for seed in (7, 8))
     y, scale = empty(*q.shape, dtype=dtype), float(np.float32(depth**-0.5))
     lse = empty(*q.shape[:2])
@@ -293,6 +305,26 @@ def attention_case(
         "attention", dtype, form, f"{tile} rows", count, {"q": q, "k": k, "v": v}, y, launches, expected,
         None, scratch,
     )  # fmt: skip
+
+
+def decode_against_prefill(target, form, decode_chunk=128):
+    """Compare the last 5 queries of a sample, computed alone by a decode tile, with those of a prefill tile.
+
+    Returns the matrix instructions of both, the number of outputs, and how many names and bits differ.
+    """
+    queries, prefilled, keys = 5, 40, 200
+    decode = attention_case("bf16", queries, keys, chunk=decode_chunk, form=form)
+    prefill = attention_case("bf16", prefilled, keys, chunk=128, tile=64)
+    (one, _), (many, _) = execute(decode, target), execute(prefill, target)
+    last = slice(prefilled - queries, None)
+    alone, inside = one.names_of(decode.output), many.names_of(prefill.output)[last]
+    bits = patterns(raw(decode.output)) != patterns(raw(prefill.output))[last]
+    return (
+        (matrix_instruction(one.opcodes), matrix_instruction(many.opcodes)),
+        alone.size,
+        int((alone != inside).sum()),
+        int(bits.sum()),
+    )
 
 
 # ---- weight gradient ----------------------------------------------------------------------------

@@ -42,17 +42,21 @@ SUBJECTS = (
 class Tally:
     """What became of the mutations that were drawn."""
 
-    caught: Counter = field(default_factory=Counter)  # by kind
-    how: Counter = field(default_factory=Counter)  # names, or the refusal
+    judged: Counter = field(default_factory=Counter)  # by kind and by what became of it
+    refusals: Counter = field(default_factory=Counter)  # by error
     again: Counter = field(default_factory=Counter)  # drawn again, by reason
     bits: int = 0  # of those caught by names, how many changed a bit of the output on one input
     missed: list = field(default_factory=list)
+
+    def of(self, fate):
+        """How many mutations were caught by "names", "refused" or "missed"."""
+        return sum(count for (_, each), count in self.judged.items() if each == fate)
 
 
 def try_mutations(count, seed, subjects=SUBJECTS):
     """Draw mutations until `count` are judged."""
     random, tally, made = Random(seed), Tally(), {}
-    while sum(tally.caught.values()) + len(tally.missed) < count:
+    while tally.judged.total() < count:
         number = random.randrange(len(subjects))
         target, make = subjects[number]
         if number not in made:
@@ -72,18 +76,18 @@ def judge_one(case, target, random, tally):
     try:
         found = judge(case, target, mutate=change)
     except (MachineError, PtxSyntaxError) as error:
-        tally.caught[drawn["kind"]] += 1
-        tally.how[f"refused ({type(error).__name__})"] += 1
+        tally.judged[drawn["kind"], "refused"] += 1
+        tally.refusals[type(error).__name__] += 1
         return
     if found.names_differ:
-        tally.caught[drawn["kind"]] += 1
-        tally.how["names"] += 1
+        tally.judged[drawn["kind"], "names"] += 1
         tally.bits += found.bits_differ > 0
         return
     reason = neutral(case, target, drawn)
     if reason:
         tally.again[reason] += 1
     else:
+        tally.judged[drawn["kind"], "missed"] += 1
         tally.missed.append((target, case.operator, case.dtype, drawn["kind"], drawn["what"]))
 
 

@@ -7,6 +7,7 @@ from functools import cache
 import numpy as np
 import torch
 
+from isobit.compiled import names as nm
 from isobit.compiled.compile import Compiler, specialise
 from isobit.compiled.leaf import ENGINE_OF_TARGET
 from isobit.compiled.machine import Buffer, Machine
@@ -70,6 +71,10 @@ class Session:
         key = tensor.data_ptr()
         if key not in self.buffers:
             self.buffers[key] = Buffer(raw(tensor), label=name)
+            if tensor.is_floating_point() and self.names:  # a slice keeps the names of its elements
+                first, bits = tensor.storage_offset(), 8 * tensor.element_size()
+                halves = nm.inputs(name, first + tensor.numel(), bits)
+                self.buffers[key].names = halves[first * bits // 16 :]
         return self.buffers[key]
 
     def run(self, launch):

@@ -5,6 +5,7 @@ import pytest
 from isobit.order.plan import ATTENTION_CHUNK
 from tests.compiled.cases import (
     attention_case,
+    decode_against_prefill,
     judge,
     linear_case,
     rms_norm_case,
@@ -76,6 +77,22 @@ def test_attention_over_the_chunk_of_the_order(target):
 @pytest.mark.parametrize("tile", [16, 64])
 def test_attention_tiles_of_decode_and_prefill(target, tile):
     check(attention_case("bf16", 40, 300, chunk=128, tile=tile), target)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("form", ["fold", "chunks"])
+def test_a_decode_tile_is_the_prefill_tile(target, form):
+    _, compared, names_differ, bits_differ = decode_against_prefill(target, form)
+    assert compared == 5 * 2 * 16
+    assert (names_differ, bits_differ) == (0, 0)
+
+
+@pytest.mark.full
+def test_a_decode_tile_with_other_chunks_is_not_the_prefill_tile():
+    _, compared, names_differ, bits_differ = decode_against_prefill("sm_80", "chunks", 64)
+    assert names_differ == compared
+    assert bits_differ > 0
 
 
 @pytest.mark.full

@@ -124,6 +124,16 @@ def test_programs_of_one_launch_are_not_ordered(body, race):
         machine.run((2,), buffers)  # a second launch comes after the first
 
 
+def test_a_launch_of_another_kernel_comes_after_the_first():
+    """What another kernel has written before is no race, however many programs read it."""
+    own = "mov.u32 %r1, %ctaid.x; mul.wide.u32 %w1, %r1, 128; add.s64 %o, %o, %w1; mov.b32 %d, %a;"
+    x = Buffer(values(0), label="x")
+    first, second = (Buffer(np.zeros(8 * 32, np.float32), label="out") for _ in range(2))
+    Machine(parse(text(own, (32,)))).run((8,), [x, first])
+    Machine(parse(text(own, (32,)))).run((8,), [first, second])
+    assert (second.element_names().reshape(8, 32) == x.element_names()).all()
+
+
 # ---- a kernel of Triton -------------------------------------------------------------------------
 def test_every_barrier_of_a_compiled_kernel_is_needed_or_harmless():
     """Deleting a bar.sync is a race, or changes nothing: never a silent difference."""

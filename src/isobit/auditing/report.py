@@ -12,7 +12,6 @@ import torch
 
 from isobit import __version__, files
 from isobit.audit_records import Audit
-from isobit.errors import ArgumentError
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
 from isobit.processor import cpu_name
@@ -21,6 +20,7 @@ from isobit.report.audit_json import audit_as_json
 from isobit.report.audit_page import write_audit_page
 from isobit.report.audit_sarif import audit_as_sarif
 from isobit.report.audit_text import describe_audit
+from isobit.report.forms import writer_of
 
 WRITERS = {
     ".html": write_audit_page,
@@ -65,14 +65,7 @@ class Report(Audit):
             >>> with tempfile.TemporaryDirectory() as folder:
             ...     report.save(f"{folder}/audit.html")
         """
-        suffix = os.path.splitext(os.fspath(path))[1]
-        if suffix not in WRITERS:
-            raise ArgumentError(
-                expected=f"a file name that ends in {', '.join(WRITERS)}",
-                received=os.fspath(path),
-                remedy="choose one of these suffixes",
-            )
-        files.write_text(Path(path), WRITERS[suffix](self))
+        files.write_text(Path(path), writer_of(path, WRITERS)(self))
 
     def __str__(self) -> str:
         return describe_audit(self)

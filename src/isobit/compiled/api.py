@@ -22,12 +22,12 @@ from isobit.compiled.derived_inputs import derived_notes
 from isobit.compiled.execution import name_of
 from isobit.compiled.judging import shown
 from isobit.compiled.steps import Progress, Steps
-from isobit.errors import ArgumentError
 from isobit.processor import cpu_name
 from isobit.records import Provenance
 from isobit.report.certify_json import certificate_as_json, plain_certificate
 from isobit.report.certify_page import write_certificate_page
 from isobit.report.certify_text import describe_certificate
+from isobit.report.forms import writer_of
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 WRITERS = {
@@ -73,14 +73,7 @@ class Certificate(Certified):
         Raises:
             ArgumentError: If the suffix is another one.
         """
-        suffix = os.path.splitext(os.fspath(path))[1]
-        if suffix not in WRITERS:
-            raise ArgumentError(
-                expected=f"a file name that ends in {', '.join(WRITERS)}",
-                received=os.fspath(path),
-                remedy="choose one of these suffixes",
-            )
-        files.write_text(Path(path), WRITERS[suffix](self))
+        files.write_text(Path(path), writer_of(path, WRITERS)(self))
 
     def __str__(self) -> str:
         return describe_certificate(self)

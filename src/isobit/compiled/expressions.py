@@ -1,16 +1,15 @@
-"""Expressions behind names: what they add, where two of them differ, how one is drawn."""
+"""Expressions behind names: where two of them differ, how one is drawn."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from isobit.compiled.names import CONSTANT, ONE_BIT, SIXTEEN
-from isobit.order.addition import Branch
 
 LEAVES_SHOWN = 4096  # inputs that a description looks at
 
@@ -26,6 +25,11 @@ class Node:
     operands: tuple[int, ...]
     instruction: int
     products: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """The names of everything that the operation takes."""
+        return (*self.operands, *(part for pair in self.products for part in pair))
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def inputs_under(table: Table, name: int) -> list[Element]:
         node = table.node(current)
         if node is None:
             continue
-        for each in (*node.operands, *(part for pair in node.products for part in pair)):
+        for each in node.parts:
             if each not in seen:
                 seen.add(each)
                 work.append(each)
@@ -171,59 +175,3 @@ def first_difference(left: Table, a: int, right: Table, b: int) -> Difference | 
         a, b = pairs[0]
         depth += 1
     return Difference(side(left, a), side(right, b), depth)
-
-
-Term = Callable[[Element], "int | None"]
-
-
-def tree(table: Table, name: int, term: Term) -> Branch | None:
-    """Return the additions of an expression as nested tuples over terms.
-
-    A product is the term of its input; a fused step is one tuple of its accumulator and its terms; an
-    operation that adds nothing (a rounding, a scaling) is passed through; constants are left out.
-
-    Args:
-        table: the recorded operations.
-        name: of the result.
-        term: gives the number of an input element, or None if it is no term (a weight, say).
-    """
-    done: dict[int, Branch | None] = {}
-    work = [name]
-    while work:
-        current = work[-1]
-        if current in done:
-            work.pop()
-            continue
-        element = table.element(current)
-        node = None if element is not None else table.node(current)
-        if element is not None or node is None:
-            done[current] = None if element is None else term(element)
-            work.pop()
-            continue
-        parts = (*node.operands, *(part for pair in node.products for part in pair))
-        waiting = [each for each in parts if each not in done]
-        if waiting:
-            work.extend(waiting)
-            continue
-        work.pop()
-        done[current] = joined(node, done)
-    return done[name]
-
-
-def joined(node: Node, done: dict[int, Branch | None]) -> Branch | None:
-    """Return the addition that a node makes of the branches of its operands."""
-    if node.operation.startswith("fma"):
-        product = [done[each] for each in node.operands[:2] if done[each] is not None]
-        found = [done[node.operands[2]], product[0] if product else None]
-    elif node.products:
-        found = [done[each] for each in node.operands]
-        for pair in node.products:
-            found.append(next((done[each] for each in pair if done[each] is not None), None))
-    else:
-        found = [done[each] for each in node.operands]
-        if node.operation.startswith("mul"):
-            found = [next((each for each in found if each is not None), None)]
-    kept = [each for each in found if each is not None]
-    if not kept:
-        return None
-    return kept[0] if len(kept) == 1 else tuple(kept)

@@ -64,13 +64,13 @@ def first_operations(
         return (None if found is None else (found.left.name, found.right.name)), 0
     shared = left.keys() & right.keys()
     own = above(left, x, shared)
-    first = [node for node in own.values() if not any(part in own for part in parts_of(node))]
+    first = [node for node in own.values() if not any(part in own for part in node.parts)]
     theirs: dict[int, Node] = {}
     for node in sorted(above(right, y, shared).values(), key=other.moment):
-        for part in parts_of(node):
+        for part in node.parts:
             theirs.setdefault(part, node)
     for node in sorted(first, key=mine.moment):
-        for part in sorted(parts_of(node), key=lambda each: each not in shared):
+        for part in sorted(node.parts, key=lambda each: each not in shared):
             known = part in shared or mine.element(part) is not None
             if known and part in theirs:
                 return (node.name, theirs[part].name), len(shared)
@@ -87,7 +87,7 @@ def above(nodes: dict[int, Node], name: int, shared: Collection[int]) -> dict[in
         at = work.pop()
         if at in nodes and at not in shared and at not in found:
             found[at] = nodes[at]
-            work += parts_of(nodes[at])
+            work += nodes[at].parts
     return found
 
 
@@ -124,11 +124,6 @@ def draw(table: RecordedRun, name: int) -> Drawn:
     return sum_tree(table, name, rows or whole), table.formula(name)
 
 
-def parts_of(node: Node) -> tuple[int, ...]:
-    """Return the operands of an operation, products of a fused step included."""
-    return (*node.operands, *(part for pair in node.products for part in pair))
-
-
 def operations(table: RecordedRun, name: int) -> dict[int, Node] | None:
     """Return every operation of an expression by its name, or None if there are more than `MOST_COUNTED`."""
     seen, found, work = {name}, dict[int, Node](), [name]
@@ -139,7 +134,7 @@ def operations(table: RecordedRun, name: int) -> dict[int, Node] | None:
         found[node.name] = node
         if len(found) > MOST_COUNTED:
             return None
-        for each in parts_of(node):
+        for each in node.parts:
             if each not in seen:
                 seen.add(each)
                 work.append(each)

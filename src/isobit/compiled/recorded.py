@@ -18,6 +18,7 @@ from isobit.compiled import names as nm
 from isobit.compiled.expressions import Difference, Element, Node
 from isobit.compiled.names import Array, Names
 from isobit.compiled.ptx.program import Instruction, Program
+from isobit.compiled.sum_trees import additions
 from isobit.errors import ArgumentError
 from isobit.order.addition import Branch
 
@@ -191,11 +192,11 @@ class Recorded:
         def term(element: Element) -> int | None:
             return element[1][-1] if element[0] == terms else None
 
-        found = expressions.tree(self, int(name), term)
+        found = additions(self, int(name), term)
         if found is None:
             raise ArgumentError(
                 expected=f"an expression over elements of {terms}",
                 received=self.describe(name),
                 remedy=f"use one of {', '.join(self.inputs) or 'the recorded inputs'}",
             )
-        return found
+        return found.branch

@@ -102,7 +102,7 @@ class RecordedRun:
     def first_input(self, node: Node, depth: int = 3) -> Element:
         """Return the smallest input within a few operations."""
         inputs = []
-        for part in (*node.operands, *(part for pair in node.products for part in pair)):
+        for part in node.parts:
             if (found := self.element(part)) is not None:
                 inputs.append(found)
             elif depth and (inner := self.node(part)) is not None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from isobit.compiled.expressions import Node, Table, inputs_under
+from isobit.compiled.expressions import Element, Node, Table, inputs_under
 from isobit.order.addition import Branch
 
 MOST_TERMS = 4096
@@ -24,9 +25,6 @@ class Part:
 def sum_tree(table: Table, name: int, arguments: dict[str, tuple[int, ...]]) -> Branch | None:
     """Return the additions of an expression over one input, or None if it has no sum of moderate size.
 
-    Products count as the term of their input; a division, a root or a scaling is passed through. Where two parts
-    meet in another operation, the one with more terms is kept.
-
     Args:
         table: the recorded operations.
         name: of the result.
@@ -37,6 +35,23 @@ def sum_tree(table: Table, name: int, arguments: dict[str, tuple[int, ...]]) -> 
         return None
     label = counts.most_common(1)[0][0]
     shape = arguments[label]
+    found = additions(
+        table, name, lambda element: flat(element[1], shape) if element[0] == label else None
+    )
+    return found.branch if found is not None and found.size > 1 else None
+
+
+def additions(table: Table, name: int, term: Callable[[Element], int | None]) -> Part | None:
+    """Return the additions of an expression, or None if it has no term or more than `MOST_TERMS`.
+
+    Products count as the term of their input; a division, a root or a scaling is passed through. Where two parts
+    meet in another operation, the one with more terms is kept.
+
+    Args:
+        table: the recorded operations.
+        name: of the result.
+        term: gives the number of an input element, or None if it is no term (a weight, say).
+    """
     done: dict[int, Part | None] = {}
     work = [name]
     while work:
@@ -46,22 +61,19 @@ def sum_tree(table: Table, name: int, arguments: dict[str, tuple[int, ...]]) -> 
             continue
         element = table.element(current)
         node = None if element is not None else table.node(current)
-        if node is None:
-            is_term = element is not None and element[0] == label
-            done[current] = Part(flat(element[1], shape), 1) if element and is_term else None
-            work.pop()
-            continue
-        parts = (*node.operands, *(part for pair in node.products for part in pair))
-        waiting = [each for each in parts if each not in done]
+        waiting = [] if node is None else [each for each in node.parts if each not in done]
         if waiting:
             work.extend(waiting)
             continue
         work.pop()
-        done[current] = joined(node, done)
+        if node is not None:
+            done[current] = joined(node, done)
+        else:
+            number = None if element is None else term(element)
+            done[current] = None if number is None else Part(number, 1)
         if (made := done[current]) is not None and made.size > MOST_TERMS:
             return None
-    found = done[name]
-    return found.branch if found is not None and found.size > 1 else None
+    return done[name]
 
 
 def flat(index: tuple[int, ...], shape: tuple[int, ...]) -> int:

@@ -9,7 +9,7 @@ import numpy as np
 from isobit.compiled.machine.asynchronous import Asynchronous
 from isobit.compiled.machine.mbarriers import Mbarriers
 from isobit.compiled.machine.memory import Buffer, Shared
-from isobit.compiled.machine.races import NOBODY, Races
+from isobit.compiled.machine.races import NOBODY, Access, Races
 from isobit.compiled.names import Array
 from isobit.compiled.ptx.program import Instruction
 from isobit.compiled.refusals import RaceError, refuse
@@ -26,50 +26,29 @@ class AsynchronousRaces(Races):
         self.work, self.barriers = work, None
         self.groups: list[list[tuple[Instruction, Array]]] = [[]]
 
-    def read(
-        self,
-        instruction: Instruction,
-        buffer: Buffer,
-        at: Array,
-        size: int,
-        threads: Array,
-        by_warp: bool = False,
-    ) -> None:
-        """Check reads of `size` bytes at offsets by threads."""
-        super().read(instruction, buffer, at, size, threads, by_warp)
-        if isinstance(buffer, Shared):
-            self.check_barriers(instruction, at, size)
-            self.work.touch(
-                instruction, self.work.pieces(at, size), self.mask(threads), write=False
-            )
+    def read(self, access: Access) -> None:
+        """Check reads."""
+        super().read(access)
+        if isinstance(access.buffer, Shared):
+            pieces = self.pieces(access)
+            self.work.touch(access.instruction, pieces, self.mask(access.threads), write=False)
 
-    def write(
-        self,
-        instruction: Instruction,
-        buffer: Buffer,
-        at: Array,
-        size: int,
-        threads: Array,
-        unchanged: Callable[[], Array] | None = None,
-        by_warp: bool = False,
-    ) -> None:
+    def write(self, access: Access, unchanged: Callable[[], Array] | None = None) -> None:
         """Check writes."""
-        super().write(instruction, buffer, at, size, threads, unchanged, by_warp)
-        if isinstance(buffer, Shared) and not instruction.opcode.startswith("cp.async.bulk"):
-            self.check_barriers(instruction, at, size)
-            self.work.store(instruction, self.work.pieces(at, size), self.mask(threads))
+        super().write(access, unchanged)
+        bulk = access.instruction.opcode.startswith("cp.async.bulk")
+        if isinstance(access.buffer, Shared) and not bulk:
+            pieces = self.pieces(access)
+            self.work.store(access.instruction, pieces, self.mask(access.threads))
 
-    def write_later(
-        self, instruction: Instruction, buffer: Buffer, at: Array, size: int, threads: Array
-    ) -> None:
+    def write_later(self, access: Access) -> None:
         """Check writes of cp.async, which are pending until their group is waited for."""
-        super().write_later(instruction, buffer, at, size, threads)
-        if at.size:
-            pieces = self.work.pieces(at, size)
-            self.check_barriers(instruction, at, size)
-            self.work.touch(instruction, pieces, self.mask(threads), write=True)
-            self.work.copied[pieces] = instruction.index + 1
-            self.groups[-1].append((instruction, pieces))
+        super().write_later(access)
+        if access.at.size:
+            pieces = self.pieces(access)
+            self.work.touch(access.instruction, pieces, self.mask(access.threads), write=True)
+            self.work.copied[pieces] = access.instruction.index + 1
+            self.groups[-1].append((access.instruction, pieces))
 
     def commit(self) -> None:
         """Close a group of pending writes."""
@@ -104,13 +83,14 @@ class AsynchronousRaces(Races):
         made[threads] = True
         return made
 
-    def check_barriers(self, instruction: Instruction, at: Array, size: int) -> None:
-        """Refuse an access of a live barrier object by an ordinary instruction."""
-        if self.barriers is not None and self.barriers.touches(at, size):
+    def pieces(self, access: Access) -> Array:
+        """Return the pieces of shared memory; refuse an ordinary access of a live barrier object."""
+        if self.barriers is not None and self.barriers.touches(access.at, access.size):
             raise refuse(
                 RaceError,
-                instruction,
+                access.instruction,
                 expected="a barrier object to be used by mbarrier instructions only",
                 received="another access of its bytes",
                 remedy="end the barrier object with mbarrier.inval first",
             )
+        return self.work.pieces(access.at, access.size)

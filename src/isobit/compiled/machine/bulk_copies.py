@@ -10,6 +10,7 @@ from isobit.compiled.machine.barrier_objects import barriers, issuing_thread, va
 from isobit.compiled.machine.mbarriers import Arrival
 from isobit.compiled.machine.memory import known
 from isobit.compiled.machine.opcodes.table import Step, decoder
+from isobit.compiled.machine.races import Access
 from isobit.compiled.machine.state import State
 from isobit.compiled.machine.tensor_maps import BY_DIMENSION, SCALARS, TensorMap
 from isobit.compiled.names import Array
@@ -170,17 +171,11 @@ def load(
         if machine.shared.names is not None:
             machine.shared.names[index[inside]] = buffer.named()[source]
         if machine.races is not None:
-            machine.races.read(
-                machine.current,
-                buffer,
-                outer[inside] - buffer.base,
-                size,
-                np.full(int(inside.sum()), thread),
-            )
+            at, threads = outer[inside] - buffer.base, np.full(int(inside.sum()), thread)
+            machine.races.read(Access(machine.current, buffer, at, size, threads))
     if machine.races is not None:
-        machine.races.write(
-            machine.current, machine.shared, inner, size, np.full(len(inner), thread)
-        )
+        threads = np.full(len(inner), thread)
+        machine.races.write(Access(machine.current, machine.shared, inner, size, threads))
     work = order.start(machine.current, COPY, box=(inner, size))
     order.writer[pieces] = work.number + 1
     arrival = Arrival(0, len(inner) * size, work.number, COPY)
@@ -202,13 +197,8 @@ def store(
         if machine.shared.names is not None:
             buffer.named()[target] = known(machine.shared.names[index])[0]
         if machine.races is not None:
-            machine.races.write(
-                machine.current,
-                buffer,
-                outer[inside] - buffer.base,
-                size,
-                np.full(int(inside.sum()), thread),
-            )
+            at, threads = outer[inside] - buffer.base, np.full(int(inside.sum()), thread)
+            machine.races.write(Access(machine.current, buffer, at, size, threads))
     work = order.start(machine.current, STORE, pieces)
     groups: dict[int, list[list[Work]]] = machine.state.setdefault("bulk groups", {})
     groups.setdefault(thread, [[]])[-1].append(work)

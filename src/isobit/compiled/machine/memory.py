@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -54,7 +53,6 @@ class Buffer:
         self.halves = self.bytes.view(np.uint16)
         self.size = raw.size
         self.base = 0
-        self.access: Any = None  # the log of accesses of the race check
 
     def prepare(self, label: str) -> None:
         """Name the elements as inputs, if they have no names yet."""

@@ -8,7 +8,7 @@ from isobit.compiled import names as nm
 from isobit.compiled.byte_names import byte_of, half_of_bytes
 from isobit.compiled.machine import memory, registers
 from isobit.compiled.machine.memory import Buffer, Shared
-from isobit.compiled.machine.races import Races
+from isobit.compiled.machine.races import Access, Races
 from isobit.compiled.machine.register_access import RegisterAccess
 from isobit.compiled.names import Array, Names
 from isobit.compiled.ptx.program import Address, Operand, Register
@@ -90,7 +90,7 @@ class MemoryAccess(RegisterAccess):
             at = addresses[part] - (0 if space == "shared" else buffer.base)
             data[part], found = memory.read(buffer, at, size)
             if self.races is not None:
-                self.races.read(self.current, buffer, at, size, part)
+                self.races.read(Access(self.current, buffer, at, size, part))
             if found is not None:
                 found, empty = memory.known(found)
                 if empty:
@@ -137,7 +137,7 @@ class MemoryAccess(RegisterAccess):
 
         if self.races is not None:
             size = 2 * data.shape[1]
-            self.races.write(self.current, buffer, at, size, threads, unchanged, by_warp)
+            self.races.write(Access(self.current, buffer, at, size, threads, by_warp), unchanged)
         if named is not None:
             buffer.named()[index] = named
         elif buffer.names is not None:  # bits only: what a run with names left is no longer true
@@ -179,7 +179,7 @@ class MemoryAccess(RegisterAccess):
         for part, buffer in self.by_buffer(space, addresses, active, 1):
             at = addresses[part] - (0 if space == "shared" else buffer.base)
             if self.races is not None:
-                self.races.write(self.current, buffer, at, 1, part)
+                self.races.write(Access(self.current, buffer, at, 1, part))
             named = buffer.named() if self.names else None
             buffer.bytes[at] = bits[part]
             if named is None or name is None:
@@ -204,7 +204,7 @@ class MemoryAccess(RegisterAccess):
         rows = addresses[warps].reshape(-1)
         buffer = self.buffer_at("shared", rows, 16)
         if self.races is not None:
-            self.races.read(self.current, buffer, rows, 16, threads, by_warp=True)
+            self.races.read(Access(self.current, buffer, rows, 16, threads, by_warp=True))
         found, made = memory.read(buffer, rows, 16)
         data[warps] = found.reshape(-1, 8, 8)
         if made is None:
@@ -244,4 +244,4 @@ class MemoryAccess(RegisterAccess):
         if races is not None:
             active = np.arange(self.threads) if mask is None else np.flatnonzero(mask)
             at = addresses[active]
-            races.write_later(self.current, self.shared, at, 2 * data.shape[1], active)
+            races.write_later(Access(self.current, self.shared, at, 2 * data.shape[1], active))

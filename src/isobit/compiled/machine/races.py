@@ -14,6 +14,7 @@ hold copies of a value store it several times).
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -31,6 +32,18 @@ NOBODY = -1
 WHOLE_WARP = (
     -3
 )  # the reader of ldmatrix: no single thread. Warp w as the writer of stmatrix is -3 - w.
+
+
+@dataclass(frozen=True)
+class Access:
+    """What threads do in one instruction: they read or write `size` bytes at offsets `at` of a buffer."""
+
+    instruction: Instruction
+    buffer: Buffer
+    at: Array
+    size: int
+    threads: Array
+    by_warp: bool = False  # a warp as one
 
 
 class Log:
@@ -78,19 +91,21 @@ class Races:
         self.program, self.threads = program, program.threads
         self.epoch = self.launch_start = self.cta_start = 0
         self.warp_epochs = np.zeros(self.threads // 32, np.int32)
-        self.open_copies: list[tuple[Log, Array, Array, int]] = []
-        self.copies: list[list[tuple[Log, Array, Array, int]]] = []
+        self.logs: dict[int, Log] = {}  # by buffer
+        self.open_copies: list[tuple[Log, Access]] = []
+        self.copies: list[list[tuple[Log, Access]]] = []
 
     def start_launch(self) -> None:
         """Order everything after the accesses of an earlier launch."""
         self.epoch += 1
         self.launch_start = self.epoch
+        self.logs = {}
 
     def start_cta(self, shared: Shared) -> None:
         """Start a CTA with its own shared memory."""
         self.epoch += 1
         self.cta_start = self.epoch
-        shared.access = Log(shared.size)
+        self.logs[id(shared)] = Log(shared.size)
         self.open_copies, self.copies = [], []
 
     def barrier(self) -> None:
@@ -103,53 +118,28 @@ class Races:
 
     def log(self, buffer: Buffer) -> Log:
         """Return the log of a buffer."""
-        if buffer.access is None:
-            buffer.access = Log(buffer.size)
-        log: Log = buffer.access
-        return log
+        if id(buffer) not in self.logs:
+            self.logs[id(buffer)] = Log(buffer.size)
+        return self.logs[id(buffer)]
 
     # ---- accesses -------------------------------------------------------------------------------
-    def read(
-        self,
-        instruction: Instruction,
-        buffer: Buffer,
-        at: Array,
-        size: int,
-        threads: Array,
-        by_warp: bool = False,
-    ) -> None:
-        """Check reads of `size` bytes at offsets `at` by threads (of a warp as one, if by_warp)."""
-        log = self.log(buffer)
-        index, fields = log.index(at, size), log.arrays
-        warp = (threads // 32)[:, None]
-        thread = WHOLE_WARP - warp if by_warp else threads[:, None]
-        if log.any_pending:
-            self.check_pending(instruction, buffer, log, index, threads)
-        warp_epoch = self.warp_epochs[warp]
+    def read(self, access: Access) -> None:
+        """Check reads."""
+        log = self.log(access.buffer)
+        index, fields = log.index(access.at, access.size), log.arrays
+        self.check_pending(access, log, index)
+        thread, warp, warp_epoch = self.who(access)
         bad = self.after_write(fields, index, thread, warp, warp_epoch)
         if bad.any():
-            raise self.race(instruction, buffer, log, index, threads, bad, "write")
-        self.note_read(instruction, fields, index, thread, warp, warp_epoch)
+            raise self.race(access, log, index, bad, "write")
+        self.note_read(access.instruction, fields, index, thread, warp, warp_epoch)
 
-    def write(
-        self,
-        instruction: Instruction,
-        buffer: Buffer,
-        at: Array,
-        size: int,
-        threads: Array,
-        unchanged: Callable[[], Array] | None = None,
-        by_warp: bool = False,
-    ) -> None:
+    def write(self, access: Access, unchanged: Callable[[], Array] | None = None) -> None:
         """Check writes; `unchanged` tells which 16-bit halves [n, size / 2] have the bits already."""
-        log = self.log(buffer)
-        index, fields = log.index(at, size), log.arrays
-        warp, thread = (threads // 32)[:, None], threads[:, None]
-        if by_warp:
-            thread = WHOLE_WARP - warp
-        if log.any_pending:
-            self.check_pending(instruction, buffer, log, index, threads)
-        warp_epoch = self.warp_epochs[warp]
+        log = self.log(access.buffer)
+        index, fields = log.index(access.at, access.size), log.arrays
+        self.check_pending(access, log, index)
+        thread, warp, warp_epoch = self.who(access)
         bad = self.after_write(fields, index, thread, warp, warp_epoch)
         kind = "write"
         after_read = self.after_read(fields, index, thread, warp, warp_epoch)
@@ -162,22 +152,25 @@ class Races:
                 same = unchanged()
                 bad = bad & ~(np.repeat(same, 2, -1) if same.shape != bad.shape else same)
             if bad.any():
-                raise self.race(instruction, buffer, log, index, threads, bad, kind)
+                raise self.race(access, log, index, bad, kind)
         fields["writer"][index] = thread
         fields["write_epoch"][index] = self.epoch
         fields["write_warp_epoch"][index] = warp_epoch
-        fields["write_line"][index] = instruction.index
+        fields["write_line"][index] = access.instruction.index
 
-    def write_later(
-        self, instruction: Instruction, buffer: Buffer, at: Array, size: int, threads: Array
-    ) -> None:
+    def who(self, access: Access) -> tuple[Array, Array, Array]:
+        """Return the threads, their warps and the epochs of these warps, [n, 1] each."""
+        warp = (access.threads // 32)[:, None]
+        thread = WHOLE_WARP - warp if access.by_warp else access.threads[:, None]
+        return thread, warp, self.warp_epochs[warp]
+
+    def write_later(self, access: Access) -> None:
         """Check writes of cp.async, which are pending until their group is waited for."""
-        self.write(instruction, buffer, at, size, threads)
-        log = self.log(buffer)
-        index = log.index(at, size)
-        log.pending[index] = instruction.index
+        self.write(access)
+        log = self.log(access.buffer)
+        log.pending[log.index(access.at, access.size)] = access.instruction.index
         log.any_pending = True
-        self.open_copies.append((log, at, threads, size))
+        self.open_copies.append((log, access))
 
     def commit(self) -> None:
         """Close a group of pending writes."""
@@ -188,11 +181,10 @@ class Races:
         """Finish all groups but the last `pending`: their writes happen now, by their threads."""
         done = self.copies[: len(self.copies) - pending] if pending else self.copies
         self.copies = self.copies[len(done) :]
-        for log, at, threads, size in (each for group in done for each in group):
-            index = log.index(at, size)
-            log.arrays["writer"][index] = threads[:, None]
+        for log, access in (each for group in done for each in group):
+            index = log.index(access.at, access.size)
+            log.arrays["writer"][index], _, log.arrays["write_warp_epoch"][index] = self.who(access)
             log.arrays["write_epoch"][index] = self.epoch
-            log.arrays["write_warp_epoch"][index] = self.warp_epochs[threads // 32][:, None]
             log.pending[index] = NOBODY
         for log in {id(each[0]): each[0] for group in done for each in group}.values():
             log.any_pending = bool(self.copies or self.open_copies)
@@ -262,24 +254,12 @@ class Races:
             first[index[fresh]] = self.epoch
 
     # ---- reports --------------------------------------------------------------------------------
-    def check_pending(
-        self, instruction: Instruction, buffer: Buffer, log: Log, index: Array, threads: Array
-    ) -> None:
+    def check_pending(self, access: Access, log: Log, index: Array) -> None:
         """Refuse an access of bytes that cp.async has not finished."""
-        bad = log.pending[index] >= 0
-        if bad.any():
-            raise self.race(instruction, buffer, log, index, threads, bad, "copy")
+        if log.any_pending and (bad := log.pending[index] >= 0).any():
+            raise self.race(access, log, index, bad, "copy")
 
-    def race(
-        self,
-        instruction: Instruction,
-        buffer: Buffer,
-        log: Log,
-        index: Array,
-        threads: Array,
-        bad: Array,
-        kind: str,
-    ) -> RaceError:
+    def race(self, access: Access, log: Log, index: Array, bad: Array, kind: str) -> RaceError:
         """Return the error for the first granule of `bad`."""
         row, column = (int(each[0]) for each in np.nonzero(bad))
         granule = index[row, column]
@@ -287,15 +267,19 @@ class Races:
         other = self.program.instructions[int(line[granule])]
         by = log.arrays["reader" if kind == "read" else "writer"][granule]
         who = f"thread {by}" if by >= 0 else "several threads" if by == MANY else "a warp"
-        where = "shared memory" if isinstance(buffer, Shared) else f"buffer {buffer.label}"
+        where = (
+            "shared memory"
+            if isinstance(access.buffer, Shared)
+            else f"buffer {access.buffer.label}"
+        )
         stamp = log.arrays["first_read" if kind == "read" else "write_epoch"][granule]
         if kind != "copy" and self.launch_start <= stamp < self.cta_start:
             who += " of another CTA"
         error = refuse(
             RaceError,
-            instruction,
+            access.instruction,
             expected=f"a barrier between two accesses of byte {granule * log.granule} of {where}",
-            received=f"{kind} by {who} at {place(other)}, then thread {int(threads[row])}",
+            received=f"{kind} by {who} at {place(other)}, then thread {int(access.threads[row])}",
             remedy=remedy_of(kind, isinstance(buffer, Shared), "another CTA" in who),
         )
         assert isinstance(error, RaceError)
