@@ -10,9 +10,8 @@ from rich.table import Table
 from isobit.compiled.compile import Compiler, specialise
 from isobit.ops.linear import triton_products as linear
 from isobit.order.plan import ATTENTION_CHUNK
+from tests.compiled.attention_cases import attention_case, decode_against_prefill
 from tests.compiled.cases import (
-    attention_case,
-    decode_against_prefill,
     empty,
     judge,
     linear_case,

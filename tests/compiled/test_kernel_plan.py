@@ -3,9 +3,8 @@
 import pytest
 
 from isobit.order.plan import ATTENTION_CHUNK
+from tests.compiled.attention_cases import attention_case, decode_against_prefill
 from tests.compiled.cases import (
-    attention_case,
-    decode_against_prefill,
     judge,
     linear_case,
     rms_norm_case,

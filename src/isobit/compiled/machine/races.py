@@ -280,7 +280,7 @@ class Races:
             access.instruction,
             expected=f"a barrier between two accesses of byte {granule * log.granule} of {where}",
             received=f"{kind} by {who} at {place(other)}, then thread {int(access.threads[row])}",
-            remedy=remedy_of(kind, isinstance(buffer, Shared), "another CTA" in who),
+            remedy=remedy_of(kind, isinstance(access.buffer, Shared), "another CTA" in who),
         )
         assert isinstance(error, RaceError)
         error.other_line, error.other_source = other.line, other.source

@@ -1,0 +1,109 @@
+"""The attention kernels in the forms that are judged, and a decode tile beside a prefill tile."""
+
+import math
+
+import numpy as np
+import torch
+
+from isobit.compiled.plan.attention import Head, Seen
+from isobit.ops.attention import triton_forward
+from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
+from tests.compiled.cases import Case, empty, execute, matrix_instruction, patterns
+from tests.compiled.running import Launch, draw, raw
+
+
+def attention_case(
+    dtype,
+    queries,
+    keys,
+    key_heads=1,
+    group=2,
+    depth=16,
+    tile=16,
+    form="fold",
+    chunk=ATTENTION_CHUNK,
+    causal=True,
+    window=0,
+):
+    """The last `queries` of a sample of `keys`; form "fold" for one program per tile, "chunks" for split-KV.
+
+    Names are of the kernels without GUARD, whose branch on values is refused; see triton_states.py.
+    """
+    q = draw(keys, key_heads * group, depth, dtype=dtype, seed=6, spread=1)[keys - queries :]
+    k, v = (draw(keys, key_heads, depth, dtype=dtype, seed=seed, spread=1) for seed in (7, 8))
+    y, scale = empty(*q.shape, dtype=dtype), float(np.float32(depth**-0.5))
+    lse = empty(*q.shape[:2])
+    spans, lengths = torch.tensor([[0, queries]]), torch.tensor([keys])
+    blocks = torch.arange(0, keys, ATTENTION_BLOCK)
+    constants = {
+        "KEY_HEADS": key_heads,
+        "GROUP": group,
+        "DEPTH": depth,
+        "PADDED": 1 << (depth - 1).bit_length(),
+        "CAUSAL": causal,
+        "WINDOWED": window > 0,
+        "CHUNK": chunk,
+        "ROWS": tile,
+        "TILES": math.ceil(queries * group / tile),
+        "WINDOW": window,
+        "spans": spans,
+        "lengths": lengths,
+    }
+    grid = (constants["TILES"], key_heads)
+    given = {"q": q, "k": k, "v": v, "blocks": blocks, "TABLE": len(blocks), "SCALE": scale}
+    given |= {"GUARD": False, **constants}
+    count, scratch = math.ceil(keys / chunk), (lse,)
+    if form == "fold":
+        launches = (Launch(triton_forward.attention, grid, {**given, "y": y, "lse": lse}, {}),)
+    else:
+        heads = queries * key_heads * group
+        scratch = (empty(count, heads), empty(count, heads), empty(count, heads, depth), lse)
+        partial = dict(zip(("most_of", "total_of", "output_of"), scratch, strict=False))
+        merging = {**partial, "y": y, "lse": lse, "HEADS": heads, **constants}
+        given |= {**partial, "HEADS": heads}
+        launches = (
+            Launch(triton_forward.attention_chunks, (*grid, count), given, {}),
+            Launch(triton_forward.merge_chunks, grid, merging, {}),
+        )
+
+    def expected(plan, given):
+        end = keys - queries + 1 + np.arange(queries) if causal else np.full(queries, keys)
+        seen = Seen(np.maximum(end - window, 0) if window else 0 * end, end)
+        out = [
+            Head(
+                plan,
+                given["q"][:, h],
+                given["k"][:, h // group],
+                given["v"][:, h // group],
+                seen,
+                scale,
+                chunk,
+            ).attend()
+            for h in range(key_heads * group)
+        ]
+        return np.stack(out, 1)
+
+    return Case(
+        "attention", dtype, form, f"{tile} rows", count, {"q": q, "k": k, "v": v}, y, launches, expected,
+        None, scratch,
+    )  # fmt: skip
+
+
+def decode_against_prefill(target, form, decode_chunk=128):
+    """Compare the last 5 queries of a sample, computed alone by a decode tile, with those of a prefill tile.
+
+    Returns the matrix instructions of both, the number of outputs, and how many names and bits differ.
+    """
+    queries, prefilled, keys = 5, 40, 200
+    decode = attention_case("bf16", queries, keys, chunk=decode_chunk, form=form)
+    prefill = attention_case("bf16", prefilled, keys, chunk=128, tile=64)
+    (one, _), (many, _) = execute(decode, target), execute(prefill, target)
+    last = slice(prefilled - queries, None)
+    alone, inside = one.names_of(decode.output), many.names_of(prefill.output)[last]
+    bits = patterns(raw(decode.output)) != patterns(raw(prefill.output))[last]
+    return (
+        (matrix_instruction(one.opcodes), matrix_instruction(many.opcodes)),
+        alone.size,
+        int((alone != inside).sum()),
+        int(bits.sum()),
+    )
