@@ -43,9 +43,10 @@ def test_contexts_nest_and_end():
     with isobit.compiled.executing("interpreter", target="sm_80") as outer:
         assert backends.chosen() is outer
         assert (outer.target, outer.engine) == ("sm_80", "tc24x8")
-        with pytest.raises(KeyError), isobit.compiled.executing("machine") as inner:
+        with isobit.compiled.executing("machine") as inner:
             assert backends.chosen() is inner
             assert inner.engine == "tc25x16"
+        with pytest.raises(KeyError), isobit.compiled.executing("machine"):
             raise KeyError
         assert backends.chosen() is outer
     assert backends.chosen() is None
@@ -95,7 +96,10 @@ def test_an_empty_call_launches_nothing():
 
 def test_an_operator_without_an_executor_is_refused_by_name(monkeypatch):
     monkeypatch.delitem(executors._modules, "silu")
-    with isobit.compiled.executing("interpreter"), pytest.raises(UnsupportedError, match="silu, which"):
+    with (
+        isobit.compiled.executing("interpreter"),
+        pytest.raises(UnsupportedError, match="silu, which"),
+    ):
         isobit.silu(X)
     isobit.silu(X)
 
@@ -105,7 +109,13 @@ def test_an_operator_without_an_executor_is_refused_by_name(monkeypatch):
     [
         lambda: exact_state([X]),
         lambda: sample_grads(
-            X[None], X[None], W, torch.ones(1, 3), isobit.Samples.packed([1]), heads_total=3, first_head=0
+            X[None],
+            X[None],
+            W,
+            torch.ones(1, 3),
+            isobit.Samples.packed([1]),
+            heads_total=3,
+            first_head=0,
         ),
     ],
     ids=["exact_state", "sample_grads"],
@@ -170,9 +180,9 @@ def test_schemas_and_formulas_are_those_of_the_portable_executors():
     for name in executors._modules:
         executors.prepare(name, torch.float32)
         assert name in executors._ready
-        backward = [
-            op for op in dir(torch.ops.isobit) if op.startswith(f"triton_{name}_")
-        ] or [f"triton_{name}_backward"]
+        backward = [op for op in dir(torch.ops.isobit) if op.startswith(f"triton_{name}_")] or [
+            f"triton_{name}_backward"
+        ]
         for op in (f"triton_{name}", *backward):
             ours = str(getattr(torch.ops.isobit, op).default._schema)
             other = op.replace("triton_", "portable_", 1)

@@ -49,11 +49,15 @@ def sum_leaf_terms(
         inside = known & (column < HEADS * N)
         token = start + at + lane  # [16, 1]
         place = token * (HEADS * N) + column
-        row = token * HEADS + column // N
         value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        if CENTRED:
-            value = value - tl.load(means + row, mask=inside, other=0.0)
-        normal = value * tl.load(scales + row, mask=inside, other=0.0)
+        if HEADS == 1:  # a row is a token
+            if CENTRED:
+                value = value - tl.load(means + token, mask=known, other=0.0)
+            normal = value * tl.load(scales + token, mask=known, other=0.0)
+        else:
+            tl.static_assert(not CENTRED)
+            row = token * HEADS + column // N
+            normal = value * tl.load(scales + row, mask=inside, other=0.0)
         term = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32) * normal
         total = tl.where(known, total + term, total)
     place = leaf.to(tl.int64) * (HEADS * N) + tl.trans(column)  # [BLOCK, 1]
