@@ -94,6 +94,6 @@ def sum_terms(
         return sum_leaves(sums, leaves, dtype)
     if not samples.spans:
         return torch.zeros(n, dtype=dtype, device=x.device)
-    tokens = fold(sums, leaves.bounds, torch.float32)
-    by_sample = merge_items(tokens.reshape(-1, n), heads, FEATURE_CAP, torch.float32)
+    tokens = fold(sums, leaves.bounds, None)
+    by_sample = merge_items(tokens.reshape(-1, n), heads, FEATURE_CAP, None)
     return merge_items(by_sample, len(by_sample), SAMPLE_CAP, dtype, samples.of)[0]
