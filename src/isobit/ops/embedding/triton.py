@@ -150,6 +150,6 @@ def triton_embedding_weight_grad(
     for level in range(len(samples.segments).bit_length()):  # the leaves of a segment, then nodes
         bounds, first = runs_of(key, node >> level)
         if len(first) < len(rows):
-            rows, key, node = fold(rows, bounds, torch.float32), key[first], node[first]
+            rows, key, node = fold(rows, bounds, None), key[first], node[first]
     run_columns(store_rows, len(rows), width, rows, key, table)
     return table

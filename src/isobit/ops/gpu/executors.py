@@ -15,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +24,9 @@ from torch import Tensor
 from isobit import backends
 from isobit.errors import EngineError, UnsupportedError
 
+OPERATORS = tuple(
+    sorted(path.parent.name for path in Path(__file__).parents[1].glob("*/triton.py"))
+)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _library = torch.library.Library("isobit", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -88,7 +92,7 @@ def prepare(name: str, dtype: torch.dtype) -> bool:
     """
     if not has_triton(name):
         raise UnsupportedError(
-            expected=f"an operator with a Triton executor: {', '.join(sorted(_modules))}",
+            expected=f"an operator with a Triton executor: {', '.join(OPERATORS)}",
             received=f"{name}, which has none",
             remedy="call it with tensors on the CPU, outside of isobit.compiled.executing",
         )

@@ -49,11 +49,15 @@ def sum_leaf_terms(
         inside = known & (column < HEADS * N)
         token = start + at + lane  # [16, 1]
         place = token * (HEADS * N) + column
-        row = token * HEADS + column // N
         value = tl.load(x + place, mask=inside, other=0.0).to(tl.float32)
-        if CENTRED:
-            value = value - tl.load(means + row, mask=inside, other=0.0)
-        normal = value * tl.load(scales + row, mask=inside, other=0.0)
+        if HEADS == 1:  # a row is a token
+            if CENTRED:
+                value = value - tl.load(means + token, mask=known, other=0.0)
+            normal = value * tl.load(scales + token, mask=known, other=0.0)
+        else:
+            tl.static_assert(not CENTRED)
+            row = token * HEADS + column // N
+            normal = value * tl.load(scales + row, mask=inside, other=0.0)
         term = tl.load(grad + place, mask=inside, other=0.0).to(tl.float32) * normal
         total = tl.where(known, total + term, total)
     place = leaf.to(tl.int64) * (HEADS * N) + tl.trans(column)  # [BLOCK, 1]
@@ -90,6 +94,6 @@ def sum_terms(
         return sum_leaves(sums, leaves, dtype)
     if not samples.spans:
         return torch.zeros(n, dtype=dtype, device=x.device)
-    tokens = fold(sums, leaves.bounds, torch.float32)
-    by_sample = merge_items(tokens.reshape(-1, n), heads, FEATURE_CAP, torch.float32)
+    tokens = fold(sums, leaves.bounds, None)
+    by_sample = merge_items(tokens.reshape(-1, n), heads, FEATURE_CAP, None)
     return merge_items(by_sample, len(by_sample), SAMPLE_CAP, dtype, samples.of)[0]

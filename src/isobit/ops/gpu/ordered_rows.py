@@ -85,8 +85,21 @@ def sum_leaf_rows(
 
 
 @triton.jit
+def store_sums(place: tl.tensor, total: tl.tensor, inside: tl.tensor, FINAL: tl.constexpr) -> None:
+    """Store fp32 sums: rounded if they are final, else as they are."""
+    if FINAL:
+        total = round_once(total, place.dtype.element_ty)
+    tl.store(place, total, mask=inside)
+
+
+@triton.jit
 def fold_runs(
-    rows: tl.tensor, bounds: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+    rows: tl.tensor,
+    bounds: tl.tensor,
+    out: tl.tensor,
+    WIDTH: tl.constexpr,
+    FINAL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     """Store out [runs, WIDTH], the sums from left to right of rows [bounds[i], bounds[i + 1]), at least one each."""
     at, column = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -95,13 +108,17 @@ def fold_runs(
     total = tl.load(rows + begin * WIDTH + column, mask=inside, other=0.0)
     for i in range(begin + 1, end):
         total = total + tl.load(rows + i * WIDTH + column, mask=inside, other=0.0)
-    place = at.to(tl.int64) * WIDTH + column
-    tl.store(out + place, round_once(total, out.dtype.element_ty), mask=inside)
+    store_sums(out + at.to(tl.int64) * WIDTH + column, total, inside, FINAL)
 
 
 @triton.jit
 def merge_runs(
-    rows: tl.tensor, out: tl.tensor, WIDTH: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr
+    rows: tl.tensor,
+    out: tl.tensor,
+    WIDTH: tl.constexpr,
+    COUNT: tl.constexpr,
+    FINAL: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
     """Store out [runs, WIDTH], the balanced tree over each COUNT neighbours of rows [runs * COUNT, WIDTH]."""
     at = tl.program_id(0).to(tl.int64)
@@ -109,28 +126,30 @@ def merge_runs(
     inside = column < WIDTH
     place = (at * COUNT + tl.arange(0, COUNT)[None, :]) * WIDTH + column
     total = merge_columns(tl.load(rows + place, mask=inside, other=0.0), BLOCK, COUNT)
-    tl.store(out + at * WIDTH + column, round_once(total, out.dtype.element_ty), mask=inside)
+    store_sums(out + at * WIDTH + column, total, inside, FINAL)
 
 
-def fold(rows: Tensor, bounds: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return [runs, n], the sums of runs of rows [rows, n] from left to right, rounded to dtype."""
+def fold(rows: Tensor, bounds: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Return [runs, n], the sums of runs of rows [rows, n] from left to right; fp32 and not final if dtype is None."""
     runs, width = len(bounds) - 1, rows.shape[1]
-    out = torch.empty(runs, width, dtype=dtype, device=rows.device)
-    grid = (runs, triton.cdiv(width, BLOCK))
-    run(fold_runs, grid, rows, bounds, out, warps=WARPS, WIDTH=width, BLOCK=BLOCK)
+    out = torch.empty(runs, width, dtype=dtype or torch.float32, device=rows.device)
+    grid, how = (runs, triton.cdiv(width, BLOCK)), {"WIDTH": width, "FINAL": dtype is not None}
+    run(fold_runs, grid, rows, bounds, out, warps=WARPS, BLOCK=BLOCK, **how)
     return out
 
 
-def merge(rows: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """Return [rows / count, n], the tree over each `count` neighbours, a power of two above 1, rounded to dtype."""
+def merge(rows: Tensor, count: int, dtype: torch.dtype | None) -> Tensor:
+    """Return [rows / count, n], the tree over each `count` neighbours, a power of two above 1; dtype as for `fold`."""
     width = rows.shape[1]
     while count > 1:
         merged = min(count, WIDEST)
         count //= merged
-        kind = torch.float32 if count > 1 else dtype
-        out = torch.empty(len(rows) // merged, width, dtype=kind, device=rows.device)
-        grid = (len(out), triton.cdiv(width, BLOCK))
-        run(merge_runs, grid, rows, out, warps=WARPS, WIDTH=width, COUNT=merged, BLOCK=BLOCK)
+        kind = None if count > 1 else dtype
+        out = torch.empty(
+            len(rows) // merged, width, dtype=kind or torch.float32, device=rows.device
+        )
+        grid, how = (len(out), triton.cdiv(width, BLOCK)), {"WIDTH": width, "COUNT": merged}
+        run(merge_runs, grid, rows, out, warps=WARPS, BLOCK=BLOCK, FINAL=kind is not None, **how)
         rows = out
     return rows
 
@@ -149,11 +168,13 @@ def sum_leaves(sums: Tensor, leaves: Leaves, dtype: torch.dtype) -> Tensor:
     segments = len(leaves.bounds) - 1
     if not segments:
         return torch.zeros(sums.shape[1], dtype=dtype, device=sums.device)
-    folded = fold(sums, leaves.bounds, torch.float32 if segments > 1 else dtype)
+    folded = fold(sums, leaves.bounds, None if segments > 1 else dtype)
     return merge(folded, segments, dtype)[0] if segments > 1 else folded[0]
 
 
-def merge_items(rows: Tensor, items: int, cap: int, dtype: torch.dtype, of: int = 0) -> Tensor:
+def merge_items(
+    rows: Tensor, items: int, cap: int, dtype: torch.dtype | None, of: int = 0
+) -> Tensor:
     """Return [rows / items, n], the sums of each `items` neighbours in the order of `isobit.order.tree.merge_items`.
 
     The items are one subtree of `of` items, or all of them if `of` is 0.
@@ -161,5 +182,5 @@ def merge_items(rows: Tensor, items: int, cap: int, dtype: torch.dtype, of: int 
     size = (of or items) // count_segments(of or items, 1, cap)
     count = items // size
     bounds = torch.arange(0, len(rows) + 1, size, dtype=torch.int64, device=rows.device)
-    rows = fold(rows, bounds, torch.float32 if count > 1 else dtype)
+    rows = fold(rows, bounds, None if count > 1 else dtype)
     return merge(rows, count, dtype) if count > 1 else rows
