@@ -43,6 +43,8 @@ def replacements_of_operations(settings: Callable[[], Any]) -> list[Replacement]
         "create_dot": create_dot,
         "create_fma": create_fma,
         "create_fadd": create_fadd,
+        "create_maxnumf": create_maxnumf,
+        "create_minnumf": create_minnumf,
         "cast_impl": cast,
         "binary_op": compute_patterns,
         "unary_op": compute_patterns,
@@ -99,6 +101,23 @@ def create_fadd(original: Any, _settings: Any, self: Any, lhs: Any, rhs: Any) ->
             remedy="pass the accumulator to tl.dot",
         )
     return original(self, lhs, rhs)
+
+
+def create_maxnumf(_original: Any, _settings: Any, self: Any, lhs: Any, rhs: Any) -> Any:
+    """Return the larger, as a GPU does: a NaN loses, and +0 is larger than -0."""
+    return self.binary_op(lhs, rhs, maximum)
+
+
+def create_minnumf(_original: Any, _settings: Any, self: Any, lhs: Any, rhs: Any) -> Any:
+    return self.binary_op(lhs, rhs, minimum)
+
+
+def maximum(a: Any, b: Any) -> Any:
+    return np.where((a == 0) & (b == 0), a + b, np.fmax(a, b))
+
+
+def minimum(a: Any, b: Any) -> Any:
+    return -maximum(-a, -b)
 
 
 def cast(original: Any, _settings: Any, self: Any, src: Any, dst_type: Any) -> Any:

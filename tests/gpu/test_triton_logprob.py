@@ -1,0 +1,180 @@
+"""The Triton executor of linear_logprob: log-probabilities and gradients without the logits of a whole batch.
+
+1. In fp32 all bits are those of the CPU's executor; in 16 bits those of the plan over the target's tensor core.
+2. How many logits are computed at a time has no effect, and [tokens, vocabulary] never exists.
+3. A token does not depend on the others; another number of segments is caught.
+"""
+
+import numpy as np
+import pytest
+import torch
+
+import isobit
+
+pytest.importorskip("triton")
+from isobit.compiled import executing
+from isobit.compiled.leaf import ENGINE_OF_TARGET
+from isobit.compiled.plan import operators
+from isobit.compiled.plan.domain import Values
+from isobit.compiled.plan.operators import Arithmetic
+from isobit.ops.logprob import portable
+from isobit.ops.logprob import triton as executor
+from isobit.ops.portable.elementary import exp_nonpositive
+from isobit.ops.portable.log_sum_exp import Pair, merge_pairs
+from isobit.ops.portable.rounding import one_nan, round_once
+from isobit.ops.portable.sums import sum_products
+from isobit.order.plan import FeaturePlan
+from tests.compiled.running import raw
+from tests.gpu.named_launches import SHORT
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+TEMPERATURE = 0.7
+full = pytest.mark.full
+
+
+def problem(dtype, tokens, width, words):
+    generator = torch.Generator().manual_seed(words)
+    hidden, weight = (torch.randn(n, width, generator=generator) for n in (tokens, words))
+    hidden, weight = (hidden * 2 * width**-0.5).to(dtype), weight.to(dtype)
+    targets = torch.randint(0, words, (tokens,), generator=generator)
+    targets[tokens // 2] = -100
+    return hidden, weight, targets, torch.randn(tokens, generator=generator)
+
+
+def results(hidden, weight, targets, grad, lengths=None):
+    """Return log-probabilities and gradients."""
+    given = [t.detach().clone().requires_grad_() for t in (hidden, weight)]
+    samples = isobit.Samples.packed(lengths) if lengths else None
+    found = isobit.linear_logprob(*given, targets, temperature=TEMPERATURE, samples=samples)
+    return [found.detach(), *torch.autograd.grad(found, given, grad)]
+
+
+def run(kind, target, *given):
+    with executing(kind, target=target):
+        return results(*given)
+
+
+def planned(target, hidden, weight, targets, grad, lengths):
+    """Return the same by the plan over the tensor core of the target."""
+    dtype = hidden.dtype
+    plan = Arithmetic(Values(), SHORT[dtype], ENGINE_OF_TARGET[target])
+    logits = torch.from_numpy(operators.linear(plan, raw(hidden), raw(weight)))
+    inverse = portable.inverse(TEMPERATURE, F32)
+    scaled, words = logits * inverse, FeaturePlan(len(weight))
+    total = merge_pairs(scaled, words.segments, Pair)
+    chosen = scaled.gather(1, targets.clamp(min=0)[:, None]).squeeze(1)
+    found, stats = portable.finish(one_nan(torch.cat([total.max, total.sum], 1)), chosen, targets)
+    weights = exp_nonpositive((scaled - stats[:, :1]) - stats[:, 1:])
+    is_target = torch.arange(len(weight)) == targets[:, None]
+    upstream = torch.where(targets < 0, 0.0, grad * inverse)[:, None]
+    spread = torch.where(is_target, 1.0 - weights, -weights) * upstream
+    samples = isobit.Samples.packed(lengths)
+    if dtype == F16:
+        by_token = sum_products(words.products, spread, weight.float().t())[0]
+        by_word = sum_products(samples.segments, spread.t(), hidden.float().t())[0]
+        return [found, round_once(by_token, dtype), round_once(by_word, dtype)]
+    factors = raw(round_once(spread, dtype))
+    sums = (
+        operators.linear(plan, factors, np.ascontiguousarray(raw(weight).T)),
+        operators.weight_grad(plan, factors, raw(hidden), samples),
+    )
+    return [
+        found,
+        *(torch.from_numpy(plan.result(each).view("int16")).view(dtype) for each in sums),
+    ]
+
+
+def same(left, right):
+    assert len(left) == len(right) == 3
+    return [isobit.bits.equal(a, b) for a, b in zip(left, right, strict=True)] == [True] * 3
+
+
+# ---- bits ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("tokens", "width", "words", "lengths"),
+    [(6, 48, 30, [2, 4]), (5, 20, 1026, None), (3, 514, 5, [3, 0]), (2, 3, 1, None)],
+)
+def test_fp32_has_the_bits_of_the_cpu(tokens, width, words, lengths):
+    given = (*problem(F32, tokens, width, words), lengths)
+    assert same(results(*given), run("interpreter", "sm_90", *given))
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("dtype", [BF16, F16])
+def test_16_bits_have_the_bits_of_the_plan(dtype, target):
+    given = (*problem(dtype, 6, 40, 520), [2, 4])
+    assert same(planned(target, *given), run("interpreter", target, *given))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "target"),
+    [
+        pytest.param(dtype, target, marks=[] if kept else full)
+        for dtype, target, kept in (
+            (F32, "sm_80", False),
+            (BF16, "sm_80", True),
+            (F16, "sm_80", False),
+            (F32, "sm_90", True),
+            (BF16, "sm_90", False),
+            (F16, "sm_100", True),
+            (F32, "sm_100", False),
+            (BF16, "sm_100", False),
+        )
+    ],
+)
+def test_compiled_code(dtype, target):
+    given = (*problem(dtype, 4, 24, 34), [1, 3])
+    assert same(planned_or_cpu(target, *given), run("machine", target, *given))
+
+
+def planned_or_cpu(target, hidden, *rest):
+    return results(hidden, *rest) if hidden.dtype == F32 else planned(target, hidden, *rest)
+
+
+def test_hard_values():
+    hidden, weight, targets, grad = problem(F32, 7, 20, 530)
+    hidden[0, 3], hidden[1, 2], hidden[4] = torch.nan, torch.inf, -0.0
+    weight[7, 5] = -torch.inf
+    grad[5] = torch.inf
+    expected = results(hidden, weight, targets, grad)
+    assert expected[0].isnan().any()
+    assert same(expected, run("interpreter", "sm_90", hidden, weight, targets, grad))
+
+
+# ---- chunks and batches -------------------------------------------------------------------------
+def test_logits_of_the_whole_batch_never_exist(monkeypatch):
+    given = (*problem(BF16, 5, 16, 60), [2, 3])
+    expected, sizes, launch = run("interpreter", "sm_90", *given), [], executor.run
+    monkeypatch.setattr(executor, "CHUNK", 120)
+
+    def watch(kernel, grid, logits, *args, **how):
+        sizes.append(logits.numel())
+        launch(kernel, grid, logits, *args, **how)
+
+    monkeypatch.setattr(executor, "run", watch)
+    assert same(expected, run("interpreter", "sm_90", *given))
+    assert len(sizes) == 3 + 3 + 3
+    assert max(sizes) <= 120 < 5 * 60
+
+
+def test_a_token_does_not_depend_on_its_batch():
+    hidden, weight, targets, grad = problem(BF16, 3, 40, 270)
+    whole = run("interpreter", "sm_80", hidden, weight, targets, grad)
+    for i in range(3):
+        one = slice(i, i + 1)
+        alone = run("interpreter", "sm_80", hidden[one], weight, targets[one], grad[one])
+        assert isobit.bits.equal(alone[0], whole[0][one])
+        assert isobit.bits.equal(alone[1], whole[1][one])
+
+
+def test_other_segments_of_the_vocabulary_are_caught(monkeypatch):
+    given = problem(F32, 5, 20, 1024)
+    expected, rows_of = results(*given), executor.row_launch
+
+    def fewer(name, logits):
+        rows, grid, how = rows_of(name, logits)
+        return rows, grid, {**how, "SEGMENTS": 1}
+
+    monkeypatch.setattr(executor, "row_launch", fewer)
+    received = run("interpreter", "sm_90", *given)
+    assert not isobit.bits.equal(expected[0], received[0])
