@@ -14,6 +14,7 @@ import torch
 
 import isobit
 from isobit import bits
+from isobit.errors import UnsupportedError
 from isobit.ops import dispatch
 from isobit.ops.attention import portable
 
@@ -150,3 +151,21 @@ def test_cumulative_lengths_are_samples(dtype):
         isobit.attention(q, k, v, is_causal=True, q_samples=edges, k_samples=edges),
         isobit.attention(q, k, v, is_causal=True, q_samples=samples, k_samples=samples),
     )
+
+
+def test_a_gradient_needs_keys_in_the_rows_of_their_queries():
+    """The backward operators read keys there: elsewhere their gradients would be those of other rows."""
+    q, k, v = (t[0].requires_grad_() for t in problem(12))
+    before, after = (isobit.Samples(((row, 8),), 12, 0, 1) for row in (0, 2))
+    apart = isobit.attention(q, k, v, is_causal=True, q_samples=after, k_samples=before)
+    with pytest.raises(UnsupportedError, match="same rows as its queries"):
+        apart.sum().backward()
+    cache = isobit.KVCache(2, 64)
+    first, second = cache.start(), cache.start()
+    for sequence in (first, second):
+        cache.append(sequence, k.detach(), v.detach())
+    with pytest.raises(UnsupportedError, match="same rows as its queries"):
+        cache.attend(q, [second], [12]).sum().backward()
+    isobit.attention(q, k, v, is_causal=True, q_samples=after, k_samples=after).sum().backward()
+    assert k.grad[2:10].any()
+    assert not k.grad[:2].any()

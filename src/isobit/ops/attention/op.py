@@ -189,6 +189,18 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
     ctx.save_for_backward(q, k, v, *output, spans, blocks, lengths)
 
 
+def check_rows_of_keys(spans: Tensor, blocks: Tensor, lengths: Tensor) -> None:
+    """Raise unless the keys of each sample are in the rows of its queries, as the backward operators read them."""
+    first = torch.arange(0, blocks.shape[1] * ATTENTION_BLOCK, ATTENTION_BLOCK, device=blocks.device)
+    known = spans[:, :1] + first
+    if not torch.equal(torch.where(first < lengths[:, None], blocks, known), known):
+        raise UnsupportedError(
+            expected="the keys of every sample in the same rows as its queries",
+            received="a gradient through samples of q and k that begin at different rows, or pages of a cache",
+            remedy="describe q and k by the same samples in training",
+        )
+
+
 def backward_with(prefix: str) -> Any:
     """Return the backward that calls the operator `isobit::<prefix>_backward`."""
 
@@ -200,6 +212,7 @@ def backward_with(prefix: str) -> Any:
                 received="a gradient through keys of a cache, or of an earlier chunk",
                 remedy="train on whole samples; a cache is for inference, under torch.no_grad()",
             )
+        check_rows_of_keys(spans, blocks, lengths)
         operator = getattr(torch.ops.isobit, f"{prefix}_backward")
         grads = operator(grad, *tensors, spans, blocks, lengths, ctx.scale, ctx.causal, ctx.window)
         return (*grads, *[None] * 6)

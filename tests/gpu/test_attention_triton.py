@@ -12,32 +12,10 @@ from isobit.ops.attention import portable
 pytest.importorskip("triton")
 from isobit.compiled import executing
 from isobit.ops.attention import triton as executor
-from tests.ops.attention_plans import SamplePlan
+from tests.gpu.attention_plans import SamplePlan, draw, problem, same, with_grads
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = DTYPES[1:]
-TARGETS = ("sm_80", "sm_90", "sm_100")
-
-
-def draw(*shape, dtype=torch.float32, seed=0):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def problem(queries, keys, heads=2, key_heads=1, depth=16, dtype=torch.float32):
-    q = draw(queries, heads, depth, dtype=dtype, seed=1)
-    return q, *(draw(keys, key_heads, depth, dtype=dtype, seed=seed) for seed in (2, 3))
-
-
-def with_grads(q, k, v, grad, **how):
-    """y, dq, dk, dv."""
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    y = isobit.attention(*leaves, **how)
-    y.backward(grad)
-    return [y.detach(), *(t.grad for t in leaves)]
-
-
-def same(found, known):
-    return all(bits.equal(a, b) for a, b in zip(found, known, strict=True))
 
 
 @pytest.fixture
@@ -237,21 +215,3 @@ def test_gradients_through_a_cache_are_refused():
     q, k, v = problem(2, 5)
     with executing("interpreter"), pytest.raises(UnsupportedError, match="as many queries as keys"):
         with_grads(q, k, v, draw(*q.shape), is_causal=True)
-
-
-# ---- compiled -----------------------------------------------------------------------------------
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_compiled_forward_and_backward(monkeypatch, target, dtype):
-    """A tile of 16 rows, so that the machine has less to do; other tiles have the mark `full`."""
-    monkeypatch.setattr(executor, "BACKWARD_ROWS", 16)
-    q, k, v = problem(9, 9, heads=1, dtype=dtype)
-    grad = draw(*q.shape, dtype=dtype, seed=9)
-    with executing("machine", target=target):
-        found = with_grads(q, k, v, grad, is_causal=True)
-    if dtype == torch.float32:
-        known = with_grads(q, k, v, grad, is_causal=True)
-    else:
-        plan = SamplePlan(q, k, v, target=target)
-        known = [plan.forward(), *plan.backward(grad)]
-    assert same(found, known)

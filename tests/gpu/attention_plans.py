@@ -1,8 +1,10 @@
-"""Attention and its gradient by isobit.compiled.plan, in bits, over the tensor core of a target."""
+"""Calls of attention, and attention and its gradient by isobit.compiled.plan, in bits, over a target's tensor core."""
 
 import numpy as np
 import torch
 
+import isobit
+from isobit import bits
 from isobit.compiled.leaf import ENGINE_OF_TARGET
 from isobit.compiled.plan.attention import Head, Seen
 from isobit.compiled.plan.attention_backward import HeadGrads
@@ -12,6 +14,27 @@ from isobit.ops.portable.elementary import log_positive
 from isobit.order.plan import ATTENTION_CHUNK
 
 NAMES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+
+def draw(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def problem(queries, keys, heads=2, key_heads=1, depth=16, dtype=torch.float32):
+    q = draw(queries, heads, depth, dtype=dtype, seed=1)
+    return q, *(draw(keys, key_heads, depth, dtype=dtype, seed=seed) for seed in (2, 3))
+
+
+def with_grads(q, k, v, grad, **how):
+    """y, dq, dk, dv."""
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    y = isobit.attention(*leaves, **how)
+    y.backward(grad)
+    return [y.detach(), *(t.grad for t in leaves)]
+
+
+def same(found, known):
+    return all(bits.equal(a, b) for a, b in zip(found, known, strict=True))
 
 
 def raw(tensor):

@@ -1,0 +1,81 @@
+"""Parts of attention's kernels that are wrong: each adds in another order, or rounds otherwise."""
+
+import triton
+import triton.language as tl
+
+from isobit.ops.attention import triton_backward, triton_forward, triton_states
+from isobit.ops.gpu.elementary import exp_nonpositive
+from isobit.ops.gpu.sums import fresh_dot, merge_columns
+
+
+@triton.jit
+def other_lanes(weights, ROWS: tl.constexpr):
+    """16 blocks of four keys instead of 16 interleaved lanes."""
+    quarters = tl.reshape(weights, (ROWS, 16, 2, 2))
+    even, odd = tl.split(quarters)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return merge_columns((((0.0 + first) + second) + third) + fourth, ROWS, 16)
+
+
+@triton.jit
+def dot_in_halves(a, b):
+    """Two runs of products, then their sum."""
+    HALF: tl.constexpr = a.shape[1] // 2
+    first = (tl.arange(0, a.shape[1]) < HALF)[None, :]
+    left = fresh_dot(tl.where(first, a, 0.0), b)
+    return left + fresh_dot(tl.where(first, 0.0, a), b)
+
+
+@triton.jit
+def merge_without_rescaling_the_first(
+    most,
+    total,
+    output,
+    later_most,
+    later_total,
+    later_output,
+    start,
+    begin,
+    end,
+    CHUNK: tl.constexpr,
+):
+    """The state of the first chunk is the base, whatever the maxima are: right in exact numbers only."""
+    base = tl.where(begin < start, most, later_most)
+    right = exp_nonpositive(later_most - base)
+    right = tl.where(later_most > base, tl.div_rn(1.0, exp_nonpositive(base - later_most)), right)
+    seen = (start < end) & (start + CHUNK > begin)
+    return (
+        tl.where(seen, base, most),
+        tl.where(seen, total + later_total * right, total),
+        tl.where(seen, output + later_output * right, output),
+    )
+
+
+@triton.jit
+def fused_exponential(x):
+    """The chain of exp with one fused multiply-add."""
+    y = exp_nonpositive(x)
+    r = tl.math.fma(y, y * 0.0 + 1.0000001, y * 0.0)
+    return tl.where(x < -0.5, r, y)
+
+
+@triton.jit
+def unscaled_last(scores, weight_grads, lse, dots, seen, SCALE):
+    """The scale is multiplied into the difference first."""
+    weights = tl.where(seen, exp_nonpositive(scores * SCALE - lse), 0.0)
+    return weights, tl.where(seen, weights * ((weight_grads - dots) * SCALE), 0.0)
+
+
+# what it changes -> (module, name, replacement)
+FORWARD = {
+    "lanes of the sum of weights": (triton_states, "add_lanes", other_lanes),
+    "runs of products": (triton_states, "fresh_dot", dot_in_halves),
+    "merge of chunks": (triton_forward, "merge_states", merge_without_rescaling_the_first),
+    "exponential": (triton_states, "exp_nonpositive", fused_exponential),
+}
+BACKWARD = {
+    "runs of products": (triton_backward, "fresh_dot", dot_in_halves),
+    "order of factors": (triton_backward, "differentiate_scores", unscaled_last),
+    "exponential": (triton_backward, "exp_nonpositive", fused_exponential),
+}
