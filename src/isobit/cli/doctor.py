@@ -9,8 +9,10 @@ from rich.console import Console
 from rich.table import Table
 
 from isobit import native
+from isobit.cli import doctor_device
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
+from isobit.errors import ArgumentError
 from isobit.machine import fingerprint
 from isobit.ops import dispatch
 from isobit.order.plan import VERSION
@@ -19,6 +21,14 @@ from isobit.records import Attestation, Fingerprint
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings. The exit code is 0 if attested native kernels serve."""
+    if options.device:
+        return doctor_device.run(options)
+    if options.record or options.operators:
+        raise ArgumentError(
+            expected="--device with --record or --operators",
+            received="none",
+            remedy="add --device cuda, or --device sm_90 to run compiled code on this CPU",
+        )
     missing = native.load()
     found = dispatch.attestations()
     machine = fingerprint(VERSION)

@@ -17,6 +17,7 @@ import torch
 
 from isobit.errors import EngineError, in_one_line
 from isobit.isolation import run_apart
+from isobit.ops import dispatch
 from isobit.ops.attesting import calls_on
 from isobit.ops.gpu import executors
 from isobit.order.engines import ENGINE_OF_TARGET
@@ -79,10 +80,8 @@ def attest_operator(operator: str, dtype: torch.dtype, device: torch.device) -> 
     return Attestation(name, engine, found is None, 1, detail)
 
 
-def attest_all(device: torch.device) -> dict[str, tuple[Attestation, ...]]:
-    """Attest every operator that has a Triton executor, in every dtype: {operator: attestations}."""
-    operators = dict.fromkeys(map(executors.folder_of, executors.all_names()))
-    return {
-        operator: tuple(attest_operator(operator, dtype, device) for dtype in executors.DTYPES)
-        for operator in sorted(operators)
-    }
+def attested_operators() -> tuple[str, ...]:
+    """Return the operators, as folders of isobit.ops, that have a Triton executor."""
+    for operator in dispatch.OPERATORS:
+        import_module(f"isobit.ops.{operator}.op")
+    return tuple(sorted({executors.folder_of(name) for name in executors.all_names()}))
