@@ -13,7 +13,7 @@ def short_path(path: str) -> str:
     Example:
         >>> short_path("/somewhere/site-packages/triton/language/standard.py")
         'triton/language/standard.py'
-        >>> short_path("/home/somebody/kernels.py")
+        >>> short_path("/elsewhere/kernels.py")
         'kernels.py'
     """
     if not os.path.isabs(path):
