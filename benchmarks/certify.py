@@ -10,8 +10,8 @@ from rich.table import Table
 from isobit.compiled.compile import Compiler, specialise
 from isobit.ops.gpu import linear
 from isobit.order.plan import ATTENTION_CHUNK
+from tests.compiled.attention_cases import attention_case
 from tests.compiled.cases import (
-    attention_case,
     empty,
     judge,
     linear_case,

@@ -11,13 +11,11 @@ import torch
 import isobit
 from isobit.compiled import names
 from isobit.compiled.plan import operators
-from isobit.compiled.plan.attention import Head, Seen
 from isobit.compiled.plan.domain import Names, Values
 from isobit.compiled.plan.operators import Arithmetic
-from isobit.ops.attention import triton_forward
 from isobit.ops.gpu import linear, rows, weight_grad
 from isobit.ops.rms_norm.triton import normalise_rows
-from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK, FeaturePlan
+from isobit.order.plan import FeaturePlan
 from tests.compiled.running import Launch, Session, draw, raw
 
 POISON = float("nan")  # outputs start as NaN, so that what is not written shows
@@ -204,84 +202,6 @@ def softmax_case(dtype, m, n, rows_per_program=2, warps=4):
         (Launch(rows.softmax, grid, given, {"num_warps": warps}),),
         lambda plan, given: operators.softmax(plan, given["x"]),
         lambda: isobit.softmax(x),
-    )  # fmt: skip
-
-
-# ---- attention ----------------------------------------------------------------------------------
-def attention_case(
-    dtype,
-    queries,
-    keys,
-    key_heads=1,
-    group=2,
-    depth=16,
-    tile=16,
-    form="fold",
-    chunk=ATTENTION_CHUNK,
-    causal=True,
-    window=0,
-):
-    """The last `queries` of a sample of `keys`; form "fold" for one program per tile, "chunks" for split-KV.
-
-    Names are of the kernels without GUARD, whose branch on values is refused; see triton_states.py.
-    """
-    q = draw(queries, key_heads * group, depth, dtype=dtype, seed=6, spread=1)
-    k, v = (draw(keys, key_heads, depth, dtype=dtype, seed=seed, spread=1) for seed in (7, 8))
-    y, scale = empty(*q.shape, dtype=dtype), float(np.float32(depth**-0.5))
-    lse = empty(*q.shape[:2])
-    spans, lengths = torch.tensor([[0, queries]]), torch.tensor([keys])
-    blocks = torch.arange(0, keys, ATTENTION_BLOCK)
-    constants = {
-        "KEY_HEADS": key_heads,
-        "GROUP": group,
-        "DEPTH": depth,
-        "PADDED": 1 << (depth - 1).bit_length(),
-        "CAUSAL": causal,
-        "WINDOWED": window > 0,
-        "CHUNK": chunk,
-        "ROWS": tile,
-        "TILES": math.ceil(queries * group / tile),
-        "WINDOW": window,
-        "spans": spans,
-        "lengths": lengths,
-    }
-    grid = (constants["TILES"], key_heads)
-    given = {"q": q, "k": k, "v": v, "blocks": blocks, "TABLE": len(blocks), "SCALE": scale}
-    given |= {"GUARD": False, **constants}
-    count, scratch = math.ceil(keys / chunk), (lse,)
-    if form == "fold":
-        launches = (Launch(triton_forward.attention, grid, {**given, "y": y, "lse": lse}, {}),)
-    else:
-        heads = queries * key_heads * group
-        scratch = (empty(count, heads), empty(count, heads), empty(count, heads, depth), lse)
-        partial = dict(zip(("most_of", "total_of", "output_of"), scratch, strict=False))
-        merging = {**partial, "y": y, "lse": lse, "HEADS": heads, **constants}
-        given |= {**partial, "HEADS": heads}
-        launches = (
-            Launch(triton_forward.attention_chunks, (*grid, count), given, {}),
-            Launch(triton_forward.merge_chunks, grid, merging, {}),
-        )
-
-    def expected(plan, given):
-        end = keys - queries + 1 + np.arange(queries) if causal else np.full(queries, keys)
-        seen = Seen(np.maximum(end - window, 0) if window else 0 * end, end)
-        out = [
-            Head(
-                plan,
-                given["q"][:, h],
-                given["k"][:, h // group],
-                given["v"][:, h // group],
-                seen,
-                scale,
-                chunk,
-            ).attend()
-            for h in range(key_heads * group)
-        ]
-        return np.stack(out, 1)
-
-    return Case(
-        "attention", dtype, form, f"{tile} rows", count, {"q": q, "k": k, "v": v}, y, launches, expected,
-        None, scratch,
     )  # fmt: skip
 
 

@@ -14,8 +14,8 @@ from random import Random
 import numpy as np
 
 from isobit.compiled.refusals import MachineError, PtxSyntaxError
+from tests.compiled.attention_cases import attention_case
 from tests.compiled.cases import (
-    attention_case,
     judge,
     linear_case,
     patterns,

@@ -3,8 +3,8 @@
 import pytest
 
 from isobit.order.plan import ATTENTION_CHUNK
+from tests.compiled.attention_cases import attention_case, attention_grads_case
 from tests.compiled.cases import (
-    attention_case,
     judge,
     linear_case,
     rms_norm_case,
@@ -50,6 +50,18 @@ def test_attention_over_a_chunk_boundary():
     check(attention_case("bf16", 2, 150, chunk=128, form="chunks"), "sm_80")
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_attention_of_a_window_and_of_all_keys(dtype):
+    check(attention_case(dtype, 2, 150, chunk=64, window=70), "sm_90")
+    check(attention_case(dtype, 2, 70, causal=False, depth=48), "sm_90")
+
+
+@pytest.mark.parametrize("output", ["dq", "dk", "dv"])
+def test_attention_gradients(output):
+    check(attention_grads_case("bf16", 9, output, group=2), "sm_90")
+    check(attention_grads_case("f32", 9, output, causal=False), "sm_80")
+
+
 def test_weight_gradient_of_ragged_samples():
     check(weight_grad_case("bf16", [260, 0], 16, 16), "sm_80")
 
@@ -76,6 +88,15 @@ def test_attention_over_the_chunk_of_the_order(target):
 @pytest.mark.parametrize("tile", [16, 64])
 def test_attention_tiles_of_decode_and_prefill(target, tile):
     check(attention_case("bf16", 40, 300, chunk=128, tile=tile), target)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("output", ["dq", "dk", "dv"])
+def test_attention_gradients_over_blocks(target, dtype, output):
+    check(attention_grads_case(dtype, 70, output, group=2, window=66), target)
+    check(attention_grads_case(dtype, 70, output, tile=64), target)
 
 
 @pytest.mark.full

@@ -191,7 +191,9 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 
 def check_rows_of_keys(spans: Tensor, blocks: Tensor, lengths: Tensor) -> None:
     """Raise unless the keys of each sample are in the rows of its queries, as the backward operators read them."""
-    first = torch.arange(0, blocks.shape[1] * ATTENTION_BLOCK, ATTENTION_BLOCK, device=blocks.device)
+    first = torch.arange(
+        0, blocks.shape[1] * ATTENTION_BLOCK, ATTENTION_BLOCK, device=blocks.device
+    )
     known = spans[:, :1] + first
     if not torch.equal(torch.where(first < lengths[:, None], blocks, known), known):
         raise UnsupportedError(
