@@ -1,4 +1,4 @@
-"""The attention kernels in the forms that are judged, and a decode tile beside a prefill tile."""
+"""The kernels of attention as cases: see cases.py."""
 
 import math
 
@@ -6,7 +6,8 @@ import numpy as np
 import torch
 
 from isobit.compiled.plan.attention import Head, Seen
-from isobit.ops.attention import triton_forward
+from isobit.compiled.plan.attention_backward import HeadGrads
+from isobit.ops.attention import triton_backward, triton_forward
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
 from tests.compiled.cases import Case, empty, execute, matrix_instruction, patterns
 from tests.compiled.running import Launch, draw, raw
@@ -67,13 +68,16 @@ def attention_case(
         )
 
     def expected(plan, given):
+        zero = plan.on.constant(0.0) if dtype == "f32" else plan.on.constant16(0)
+        beyond = ((0, 0), (0, 0), (0, constants["PADDED"] - depth))  # kernels multiply zeros there
+        wide = {x: np.pad(given[x], beyond, constant_values=zero) for x in "qk"}
         end = keys - queries + 1 + np.arange(queries) if causal else np.full(queries, keys)
         seen = Seen(np.maximum(end - window, 0) if window else 0 * end, end)
         out = [
             Head(
                 plan,
-                given["q"][:, h],
-                given["k"][:, h // group],
+                wide["q"][:, h],
+                wide["k"][:, h // group],
                 given["v"][:, h // group],
                 seen,
                 scale,
@@ -86,6 +90,85 @@ def attention_case(
     return Case(
         "attention", dtype, form, f"{tile} rows", count, {"q": q, "k": k, "v": v}, y, launches, expected,
         None, scratch,
+    )  # fmt: skip
+
+
+def attention_grads_case(
+    dtype, count, output="dq", group=1, depth=16, tile=16, causal=True, window=0
+):
+    """The gradient of queries or keys ("dq", "dk" or "dv") of one sample and one key head."""
+    q, grad, out = (
+        draw(count, group, depth, dtype=dtype, seed=seed, spread=1) for seed in (6, 9, 11)
+    )
+    k, v = (draw(count, 1, depth, dtype=dtype, seed=seed, spread=1) for seed in (7, 8))
+    lse, dots, scale = draw(count, group, dtype="f32", seed=12), empty(count, group), 0.25
+    made = {"dq": empty(*q.shape, dtype=dtype)}
+    if output != "dq":
+        made = {name: empty(*k.shape, dtype=dtype) for name in ("dk", "dv")}
+    blocks = torch.arange(0, count, ATTENTION_BLOCK)
+    tiles = math.ceil(count / tile)
+    inputs = {"grad": grad, "q": q, "k": k, "v": v, "lse": lse}
+    given = {
+        **inputs,
+        **made,
+        "dots": dots,
+        "spans": torch.tensor([[0, count]]),
+        "blocks": blocks,
+        "lengths": torch.tensor([count]),
+        "TILES": tiles,
+        "TABLE": len(blocks),
+        "WINDOW": window,
+        "SCALE": scale,
+        "KEY_HEADS": 1,
+        "GROUP": group,
+        "DEPTH": depth,
+        "PADDED": depth,
+        "CAUSAL": causal,
+        "WINDOWED": window > 0,
+        "ROWS": tile,
+    }
+    heads = {"HEADS": count * group, "DEPTH": depth, "ROWS": 16}
+    kernel = getattr(
+        triton_backward, "differentiate_queries" if output == "dq" else "differentiate_keys"
+    )
+    launches = (
+        Launch(
+            triton_backward.dot_heads,
+            (math.ceil(count * group / 16),),
+            {"grad": grad, "y": out, "dots": dots, **heads},
+            {},
+        ),
+        Launch(kernel, (tiles, group if output == "dq" else 1), given, {}),
+    )
+
+    def expected(plan, given):
+        end = 1 + np.arange(count) if causal else np.full(count, count)
+        seen = Seen(np.maximum(end - window, 0) if window else 0 * end, end)
+        sums = [plan.full((count, depth), 0.0)] * 2
+        queries = []
+        for h in range(group):
+            head = HeadGrads(
+                plan,
+                given["grad"][:, h],
+                given["q"][:, h],
+                given["k"][:, 0],
+                given["v"][:, 0],
+                given["y"][:, h],
+                given["lse"][:, h],
+                seen,
+                scale,
+            )
+            if output == "dq":
+                queries.append(head.result(head.query_grads()))
+            else:
+                sums = head.add_key_grads(*sums)
+        if output == "dq":
+            return np.stack(queries, 1)
+        return head.result(sums[output == "dv"])[:, None]
+
+    return Case(
+        "attention gradient", dtype, output, f"{tile} rows", 1, {**inputs, "y": out}, made[output], launches,
+        expected, None, (dots, *made.values()),
     )  # fmt: skip
 
 

@@ -82,6 +82,8 @@ class Session:
         text = self.mutate(launch.kernel, compiled.ptx)
         program = compiled.program if text is compiled.ptx else parse(text)
         machine = Machine(program, self.engine, names=self.names, races=self.races)
+        for buffer in self.buffers.values():
+            buffer.access = None  # what an earlier launch did is done
         if self.watch is not None:
             look_around(machine, self.watch)
         arguments = [

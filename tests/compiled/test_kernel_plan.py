@@ -3,7 +3,11 @@
 import pytest
 
 from isobit.order.plan import ATTENTION_CHUNK
-from tests.compiled.attention_cases import attention_case, decode_against_prefill
+from tests.compiled.attention_cases import (
+    attention_case,
+    attention_grads_case,
+    decode_against_prefill,
+)
 from tests.compiled.cases import (
     judge,
     linear_case,
@@ -50,6 +54,18 @@ def test_attention_over_a_chunk_boundary():
     check(attention_case("bf16", 2, 150, chunk=128, form="chunks"), "sm_80")
 
 
+@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+def test_attention_of_a_window_and_of_all_keys(dtype):
+    check(attention_case(dtype, 2, 150, chunk=64, window=70), "sm_90")
+    check(attention_case(dtype, 2, 70, causal=False, depth=48), "sm_90")
+
+
+@pytest.mark.parametrize("output", ["dq", "dk", "dv"])
+def test_attention_gradients(output):
+    check(attention_grads_case("bf16", 9, output, group=2), "sm_90")
+    check(attention_grads_case("f32", 9, output, causal=False), "sm_80")
+
+
 def test_weight_gradient_of_ragged_samples():
     check(weight_grad_case("bf16", [260, 0], 16, 16), "sm_80")
 
@@ -92,6 +108,15 @@ def test_a_decode_tile_with_other_chunks_is_not_the_prefill_tile():
     _, compared, names_differ, bits_differ = decode_against_prefill("sm_80", "chunks", 64)
     assert names_differ == compared
     assert bits_differ > 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("output", ["dq", "dk", "dv"])
+def test_attention_gradients_over_blocks(target, dtype, output):
+    check(attention_grads_case(dtype, 70, output, group=2, window=66), target)
+    check(attention_grads_case(dtype, 70, output, tile=64), target)
 
 
 @pytest.mark.full

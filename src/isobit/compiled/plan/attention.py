@@ -64,7 +64,8 @@ class Head:
     def empty(self) -> State:
         """Return the state of no keys."""
         rows, full = len(self.q), self.plan.full
-        return State(full((rows, 1), -np.inf), full((rows, 1), 0.0), full(self.q.shape, 0.0))
+        shape = (rows, self.v.shape[1])
+        return State(full((rows, 1), -np.inf), full((rows, 1), 0.0), full(shape, 0.0))
 
     def finite_or_zero(self, most: Array) -> Array:
         """Return the maximum, or 0 where it is -inf."""

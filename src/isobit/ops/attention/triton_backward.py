@@ -3,6 +3,7 @@
 Every sample has as many queries as keys. The query heads of a group are folded in ascending order. A tile is ROWS
 queries or keys of one block, and it meets all blocks that a query of its block sees, or that see a key of it. See
 triton_blocks.py for shapes; lse and dots are fp32 [rows, heads]. The grid is (TILES tiles of each sample, heads).
+Sums start from +0, and a sum of +0 and anything is never -0: every zero is +0.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def differentiate_scores(
     SCALE: tl.tensor,
 ) -> tuple[tl.tensor, tl.tensor]:
     """Return the weights exp(score · SCALE − lse) and weight · (weight_grad − dot) · SCALE; +0 where not seen."""
-    weights = tl.where(seen, exp_nonpositive(scores * SCALE - lse), 0.0)
+    weights = exp_nonpositive(tl.where(seen, scores * SCALE - lse, -float("inf")))
     spread = (weights * (weight_grads - dots)) * SCALE
     return weights, tl.where(seen, spread, 0.0)
 
@@ -106,7 +107,7 @@ def differentiate_queries(
         )
         total = total + fresh_dot(score_grads.to(keys.dtype), keys)
     depth = tl.arange(0, PADDED)[None, :]
-    result = round_once(total + 0.0, dq.dtype.element_ty)  # every zero is +0
+    result = round_once(total, dq.dtype.element_ty)
     known = inside[:, None] & (depth < DEPTH)
     tl.store(dq + place[:, None] * DEPTH + depth, result, mask=known)
 
@@ -176,5 +177,5 @@ def differentiate_keys(
     depth = tl.arange(0, PADDED)[None, :]
     known = (key < COUNT)[:, None] & (depth < DEPTH)
     to = place[:, None] * DEPTH + depth
-    tl.store(dk + to, round_once(key_total + 0.0, dk.dtype.element_ty), mask=known)
-    tl.store(dv + to, round_once(value_total + 0.0, dv.dtype.element_ty), mask=known)
+    tl.store(dk + to, round_once(key_total, dk.dtype.element_ty), mask=known)
+    tl.store(dv + to, round_once(value_total, dv.dtype.element_ty), mask=known)
