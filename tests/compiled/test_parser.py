@@ -98,6 +98,19 @@ def test_head_and_places():
     assert second.line == HEAD.splitlines().index("  mov.b32 %r2, %r1;") + 1
 
 
+def test_calls_of_inlined_code_are_followed_to_the_kernel():
+    """The place of a call that is itself inlined is in a `.loc` before it; the last one counts."""
+    nested = ".loc 2 60 5, function_name $L__info, inlined_at 1 {line} 3\n"
+    nested += ".loc 2 43 17, function_name $L__info, inlined_at 2 60 5\nmov.b32 %r2, %r1;\n"
+    program = parse(
+        HEAD.replace("  mov.b32 %r2, %r1;\n", nested.format(line=11) + nested.format(line=12))
+    )
+    _, first, second, _ = program.instructions
+    for found, line in ((first, 11), (second, 12)):
+        assert found.source == ("/lib/standard.py", 43)
+        assert found.call_sites == (("/lib/standard.py", 60), ("/somewhere/kernel.py", line))
+
+
 @pytest.mark.parametrize(
     ("line", "words"),
     [

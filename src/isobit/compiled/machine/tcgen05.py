@@ -194,11 +194,9 @@ def mma(instruction: Instruction) -> Step:
         raise unknown(instruction, "operands of")
 
     def step(machine: State, mask: Array | None) -> None:
-        thread = issuing_thread(machine, mask)
+        thread = mma_thread(machine, mask)
         if thread is None:
             return
-        if machine.state.setdefault("mma thread", thread) != thread:
-            raise other_thread(machine)
         memory, order = tensor_memory(machine), order_of(machine)
         rows, columns, dtype, a_k_major, b_k_major = described(
             machine, operands[3], thread, parts[3]
@@ -284,11 +282,9 @@ def commit(instruction: Instruction) -> Step:
         raise unknown(instruction)
 
     def step(machine: State, mask: Array | None) -> None:
-        thread = issuing_thread(machine, mask)
+        thread = mma_thread(machine, mask)
         if thread is None:
             return
-        if machine.state.setdefault("mma thread", thread) != thread:
-            raise other_thread(machine)
         address = int(machine.address(instruction.operands[0])[thread])
         last = order_of(machine).count - 1
         barriers(machine).get(address, thread).coming.append(Arrival(1, 0, last, MMA))
@@ -311,14 +307,15 @@ def whole_warps(machine: State, mask: Array | None) -> Array:
     return threads
 
 
-def other_thread(machine: State) -> RaceError:
-    """Return the error for tensor-core work that two threads issue: nothing orders it."""
-    error = refuse(
-        RaceError,
-        machine.current,
-        expected="one thread that issues tcgen05.mma and tcgen05.commit",
-        received="a second thread",
-        remedy="compile without warp specialisation",
-    )
-    assert isinstance(error, RaceError)
-    return error
+def mma_thread(machine: State, mask: Array | None) -> int | None:
+    """Return the thread that issues tensor-core work, if any; refuse a second one: nothing orders both."""
+    thread = issuing_thread(machine, mask)
+    if thread is not None and machine.state.setdefault("mma thread", thread) != thread:
+        raise refuse(
+            RaceError,
+            machine.current,
+            expected="one thread that issues tcgen05.mma and tcgen05.commit",
+            received="a second thread",
+            remedy="compile without warp specialisation",
+        )
+    return thread

@@ -10,7 +10,7 @@ from isobit.compiled.refusals import PtxSyntaxError
 
 LABEL = re.compile(r"^([\w$]+)\s*:(?!:)\s*")
 LOC = re.compile(r"^\.loc\s+(\d+)\s+(\d+)\s+(\d+)(.*)$")
-INLINED = re.compile(r"inlined_at\s+(\d+)\s+(\d+)")
+INLINED = re.compile(r"inlined_at\s+(\d+)\s+(\d+)\s+(\d+)")
 INLINED_COMMENT = re.compile(r"@\[\s*([^\s:]+):(\d+)")
 FILE = re.compile(r'^\.file\s+(\d+)\s+"([^"]*)"(?:\s+"([^"]*)")?')
 # Directives that end with their line, not with a semicolon.
@@ -18,6 +18,7 @@ ENTRIES = (".visible .entry", ".entry", ".weak .entry")
 LINE_DIRECTIVES = (".version", ".target", ".address_size", ".loc", ".file", ".section")
 
 Place = tuple[int, int]  # file number and line
+Spot = tuple[int, int, int]  # and column
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Splitter:
         self.files: dict[int, str] = {}
         self.place: Place | None = None
         self.callers: tuple[Place | tuple[str, int], ...] = ()
+        self.called_at: dict[Spot, Spot] = {}  # of inlined code, as the last .loc of a spot has it
         self.in_section = False
 
     def statement(self, kind: str, text: str, line: int) -> Statement:
@@ -114,6 +116,21 @@ class Splitter:
             return line.partition("}")[2].strip()
         return ""
 
+    def chain(self, found: re.Match[str]) -> tuple[Place, ...]:
+        """Return the calls around inlined code, innermost first; a `.loc` names only the innermost.
+
+        The places of the outer calls come in `.loc` directives of their own, before that of the inlined code.
+        """
+        spot = (int(found[1]), int(found[2]), int(found[3]))
+        self.called_at.pop(spot, None)
+        if call := INLINED.search(found[4]):
+            self.called_at[spot] = (int(call[1]), int(call[2]), int(call[3]))
+        calls: list[Spot] = []
+        while spot in self.called_at and self.called_at[spot] not in calls:
+            spot = self.called_at[spot]
+            calls.append(spot)
+        return tuple(call[:2] for call in calls)
+
     def directive(self, line: str, comment: str, number: int) -> Iterator[Statement]:
         """Take a directive of one line."""
         if line.startswith(".loc"):
@@ -121,7 +138,7 @@ class Splitter:
             if not found:
                 raise wrong(number, line)
             self.place = (int(found[1]), int(found[2])) if int(found[2]) else None
-            self.callers = tuple((int(f), int(n)) for f, n in INLINED.findall(found[4])) or tuple(
+            self.callers = self.chain(found) or tuple(
                 (name, int(n)) for name, n in INLINED_COMMENT.findall(comment)
             )
         elif line.startswith(".file"):

@@ -155,14 +155,14 @@ def apply(
             inputs = [machine.bits(each, 32) for each in sources]
             bits = compute(*inputs)
             made: Any = None
-            if machine.names and (not name.folds or any(map(machine.tainted, sources))):
+            if has_names(machine, name, sources):
                 made = Word(machine.make(name, [machine.word(each) for each in sources], bits))
             machine.write(target, bits, mask, made)
         elif kind in ("f16", "bf16"):
             inputs = [machine.bits(each, 16) for each in sources]
             bits = compute(*inputs)
             made = None
-            if machine.names and (not name.folds or any(map(machine.tainted, sources))):
+            if has_names(machine, name, sources):
                 operands = [nm.value16(machine.half(each)) for each in sources]
                 made = name.halves(machine.make(name, operands, None), operands, bits)
             machine.write(target, bits, mask, made)
@@ -172,6 +172,11 @@ def apply(
             machine.write(target, bits, mask, made)
         else:
             vector(machine, mask, target, sources, kind, compute, name)
+
+
+def has_names(machine: State, name: Naming, sources: list[Operand]) -> bool:
+    """Tell whether the result of an operation is named: one of constants has only bits."""
+    return machine.names and (not name.folds or any(map(machine.tainted, sources)))
 
 
 def vector(
@@ -188,7 +193,7 @@ def vector(
     inputs = [np.ascontiguousarray(machine.bits(each, width)).view(part) for each in sources]
     bits = compute(*inputs)
     made: Any = None
-    if machine.names and (not name.folds or any(map(machine.tainted, sources))):
+    if has_names(machine, name, sources):
         both = [machine.names_of(each, width) for each in sources]
         if kind == "f32x2":
             made = tuple(
@@ -219,7 +224,7 @@ def mixed(instruction: Instruction, kind: str) -> Step:
         made = None
         with np.errstate(all="ignore"):
             result = compute(*bits)
-        if machine.names and (not name.folds or any(map(machine.tainted, sources))):
+        if has_names(machine, name, sources):
             operands = [machine.widened(each, kind) for each in sources[:-1]]
             operands.append(machine.word(sources[-1]))
             made = Word(machine.make(name, operands, result))

@@ -178,15 +178,20 @@ def store_bytes(
         machine.store_byte(space, addresses + i, bits, name, mask)
 
 
-@decoder("ldmatrix")
-def load_matrix(instruction: Instruction) -> Step:
-    """Decode ldmatrix: 8x8 matrices of 16 bits, spread over a warp."""
+def is_transposed(instruction: Instruction) -> bool:
+    """Tell whether ldmatrix or stmatrix exchanges rows and columns; refuse a form that is not known."""
     parts = set(instruction.parts[1:])
     known = {"sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
     if parts - known or not parts >= {"sync", "aligned", "m8n8", "b16"}:
         raise unknown(instruction, "modifier of")
+    return "trans" in parts
+
+
+@decoder("ldmatrix")
+def load_matrix(instruction: Instruction) -> Step:
+    """Decode ldmatrix: 8x8 matrices of 16 bits, spread over a warp."""
     targets, source = items_of(instruction.operands[0]), instruction.operands[1]
-    transposed = "trans" in parts
+    transposed = is_transposed(instruction)
 
     def step(machine: State, mask: Array | None) -> None:
         machine.whole_warps(mask)
@@ -208,12 +213,8 @@ def load_matrix(instruction: Instruction) -> Step:
 @decoder("stmatrix")
 def store_matrix(instruction: Instruction) -> Step:
     """Decode stmatrix: the inverse of ldmatrix."""
-    parts = set(instruction.parts[1:])
-    known = {"sync", "aligned", "m8n8", "x1", "x2", "x4", "trans", "shared", "shared::cta", "b16"}
-    if parts - known or not parts >= {"sync", "aligned", "m8n8", "b16"}:
-        raise unknown(instruction, "modifier of")
     target, sources = instruction.operands[0], items_of(instruction.operands[1])
-    transposed = "trans" in parts
+    transposed = is_transposed(instruction)
 
     def step(machine: State, mask: Array | None) -> None:
         machine.whole_warps(mask)
