@@ -197,14 +197,14 @@ ODD = {
 }
 
 
-def differences(calls, kind, target):
+def differences(calls, kind, target, **options):
     """Return (call, result) of every result whose bits differ from those of the CPU's executor."""
     import isobit.compiled
 
     found = []
     for number, call in enumerate(calls):
         expected = call.results()
-        with isobit.compiled.executing(kind, target=target):
+        with isobit.compiled.executing(kind, target=target, **options):
             received = call.results()
         assert len(expected) == len(received) >= 2
         pairs = zip(expected, received, strict=True)

@@ -48,6 +48,13 @@ def test_compiled_bits_of_odd_shapes(name, dtype):
     assert differences(ODD[name](dtype), "machine", TARGETS[DTYPES.index(dtype)]) == []
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["sm_80", "sm_100"])
+@pytest.mark.parametrize("name", SMALL)
+def test_compiled_kernels_have_no_races_and_no_branches_on_data(name, target):
+    assert differences(SMALL[name](torch.bfloat16), "machine", target, check=True) == []
+
+
 def test_every_executor_is_called():
     names = {name.split(" ")[0] for name in SMALL}
     assert names == {name.split(" ")[0] for name in ODD}

@@ -83,6 +83,12 @@ class MachineBackend:
     ) -> None:
         """Compile and run one kernel."""
         check_memory(kernel, args)
+        if not hasattr(kernel, "params"):
+            raise UnsupportedError(
+                expected="kernels that Triton compiles",
+                received=f"{kernel.__name__}, which TRITON_INTERPRET has replaced by Python",
+                remedy='unset TRITON_INTERPRET, or use executing("interpreter")',
+            )
         call = specialise(kernel, self.target, args, {**constants, **options})
         with _compiling:
             compiled = compiler_for(self.target).compile(kernel, call)
