@@ -112,13 +112,13 @@ def test_16_bits_have_the_bits_of_the_plan(dtype, target):
         pytest.param(dtype, target, marks=[] if kept else full)
         for dtype, target, kept in (
             (F32, "sm_80", False),
-            (BF16, "sm_80", True),
-            (F16, "sm_80", False),
+            (BF16, "sm_80", False),
+            (F16, "sm_80", True),
             (F32, "sm_90", True),
             (BF16, "sm_90", False),
-            (F16, "sm_100", True),
+            (F16, "sm_100", False),
             (F32, "sm_100", False),
-            (BF16, "sm_100", False),
+            (BF16, "sm_100", True),
         )
     ],
 )

@@ -26,6 +26,8 @@ def barrier(machine: State, instruction: Instruction, mask: Array | None) -> Non
             raise unknown(instruction, "barrier of some threads:")
     if machine.races is not None:
         machine.races.barrier()
+    elif "mbarriers" in machine.state:
+        machine.state["mbarriers"].synchronise()
 
 
 @opcode("bar.warp.sync")
