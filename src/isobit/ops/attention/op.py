@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.attention import portable
 from isobit.ops.attention.portable import Mask
 from isobit.ops.portable.samples import as_samples
@@ -57,7 +57,7 @@ def attention(
         >>> torch.equal(isobit.attention(q[:, -1:], k, v, is_causal=True), whole[:, -1:])
         True
     """
-    check_tensors(q=q, k=k, v=v)
+    check_tensors(WITH_GPU, q=q, k=k, v=v)
     check_attention(q, k, v)
     queries = as_samples(q_samples) or default_samples(q)
     keys = as_samples(k_samples) or default_samples(k)
