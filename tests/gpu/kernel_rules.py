@@ -8,7 +8,7 @@ from isobit.compiled.leaf import ENGINE_OF_TARGET
 from isobit.compiled.static_facts import _STATEMENT, count_open_products
 
 OPS = Path(__file__).parents[2] / "src" / "isobit" / "ops"
-SOURCES = sorted([*OPS.glob("gpu/*.py"), *OPS.glob("*/triton.py")])
+SOURCES = sorted([*OPS.glob("gpu/*.py"), *OPS.glob("*/triton*.py")])
 # Reductions and scans have the order of a layout, and atomics that of arrival. Maxima and minima have none.
 ORDERLESS = (
     "sum",
