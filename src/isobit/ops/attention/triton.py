@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from isobit.errors import UnsupportedError
 from isobit.ops.attention.triton_backward import (
     differentiate_keys,
     differentiate_queries,
@@ -29,9 +30,12 @@ FEW_ROWS = 16  # the tile of few queries, and up to how many rows of a sample an
 MANY_ROWS = 64
 BACKWARD_ROWS = 64  # a divisor of a block
 DOT_ROWS = 32
-# From 64 rows on, these GPUs multiply by tcgen05. Triton 3.7 then ends a barrier object in one thread, without waiting
-# for the others that read it, and the PTX machine refuses that. Smaller tiles multiply by mma.sync, with the same bits.
+# From 64 rows on, these GPUs multiply by tcgen05. In some kernels Triton 3.7 then ends a barrier object in one thread
+# without a barrier after others waited for it: the PTX machine refuses that. Smaller tiles multiply by mma.sync, with
+# the same bits.
 TCGEN05 = "sm_10"
+# Bytes of a head, padded, whose gradient fits into the shared memory of a GPU; others take every head.
+WIDEST_GRADIENT = {"sm_80": 512, "sm_86": 256, "sm_89": 256, "sm_120": 256}
 WIDE = 256  # bytes of a head; tiles of wider heads are halved, so that they fit into shared memory
 CHUNK = ATTENTION_CHUNK
 
@@ -86,6 +90,16 @@ class Call:
             "ROWS": max(rows * WIDE // max(width, WIDE), 16),
             "stages": 2 if width <= WIDE else 1,
         }
+
+    def check_gradient(self, q: Tensor) -> None:
+        """Raise if the tiles of the gradient do not fit into the GPU's shared memory."""
+        target, width = target_of(q), self.constants["PADDED"] * q.dtype.itemsize
+        if width > WIDEST_GRADIENT.get(target, width):
+            raise UnsupportedError(
+                expected=f"heads of at most {WIDEST_GRADIENT[target]} bytes in a gradient on {target}, by its memory",
+                received=f"heads of {q.shape[-1]} of {q.dtype}, which are {width} bytes when padded",
+                remedy="use a 16-bit dtype, another GPU, or tensors on the CPU",
+            )
 
     @property
     def samples(self) -> int:
@@ -176,6 +190,7 @@ def triton_attention_backward(
     call = Call.of(q, k, spans, blocks, lengths, causal, window)
     if not call.longest:
         return dq, dk, dv
+    call.check_gradient(q)
     grad, lse, heads = grad.contiguous(), lse.contiguous(), lse.numel()
     dots = torch.empty_like(lse)
     how: dict[str, Any] = {"DEPTH": q.shape[-1], "ROWS": DOT_ROWS, "warps": 4}
