@@ -215,3 +215,16 @@ def test_gradients_through_a_cache_are_refused():
     q, k, v = problem(2, 5)
     with executing("interpreter"), pytest.raises(UnsupportedError, match="as many queries as keys"):
         with_grads(q, k, v, draw(*q.shape), is_causal=True)
+
+
+def test_gradients_that_do_not_fit_into_shared_memory_are_refused():
+    q, k, v = problem(2, 2, heads=1, depth=144)
+    refused = pytest.raises(
+        UnsupportedError, match="heads of at most 512 bytes in a gradient on sm_80"
+    )
+    with executing("interpreter", target="sm_80"), refused:
+        with_grads(q, k, v, draw(*q.shape), is_causal=True)
+    halves = (t.to(torch.bfloat16) for t in (q, k, v))
+    with executing("interpreter", target="sm_80"):
+        found = with_grads(*halves, draw(*q.shape, dtype=torch.bfloat16), is_causal=True)
+    assert all(t.isfinite().all() for t in found)

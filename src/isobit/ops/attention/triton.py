@@ -14,6 +14,7 @@ import torch
 import triton
 from torch import Tensor
 
+from isobit.errors import UnsupportedError
 from isobit.ops.attention.triton_backward import (
     differentiate_keys,
     differentiate_queries,
@@ -21,7 +22,7 @@ from isobit.ops.attention.triton_backward import (
 )
 from isobit.ops.attention.triton_forward import attention, attention_chunks, merge_chunks
 from isobit.ops.gpu.executors import triton_operator
-from isobit.ops.gpu.launching import run
+from isobit.ops.gpu.launching import run, target_of
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
 
 # Sizes of tiles and the choice of a form are not part of the order: every one gives the same bits.
@@ -29,6 +30,12 @@ FEW_ROWS = 16  # the tile of few queries, and up to how many rows of a sample an
 MANY_ROWS = 64
 BACKWARD_ROWS = 64  # a divisor of a block
 DOT_ROWS = 32
+# From 64 rows on, these GPUs multiply by tcgen05. In some kernels Triton 3.7 then ends a barrier object in one thread
+# without a barrier after others waited for it: the PTX machine refuses that. Smaller tiles multiply by mma.sync, with
+# the same bits.
+TCGEN05 = "sm_10"
+# Bytes of a head, padded, whose gradient fits into the shared memory of a GPU; others take every head.
+WIDEST_GRADIENT = {"sm_80": 512, "sm_86": 256, "sm_89": 256, "sm_120": 256}
 WIDE = 256  # bytes of a head; tiles of wider heads are halved, so that they fit into shared memory
 CHUNK = ATTENTION_CHUNK
 
@@ -74,13 +81,25 @@ class Call:
         spans, blocks, lengths = spans.contiguous(), blocks.contiguous(), lengths.contiguous()
         return Call(spans, blocks, lengths, longest, constants)
 
-    def tile(self, rows: int, dtype: torch.dtype) -> dict[str, int]:
-        """Return the rows of a tile, `rows` unless heads are wide, and the stages of the pipeline."""
-        width = self.constants["PADDED"] * dtype.itemsize
+    def tile(self, rows: int, x: Tensor) -> dict[str, int]:
+        """Return the rows of a tile for x, `rows` unless heads are wide, and the stages of the pipeline."""
+        width = self.constants["PADDED"] * x.dtype.itemsize
+        if target_of(x).startswith(TCGEN05):
+            rows = min(rows, 32)
         return {
             "ROWS": max(rows * WIDE // max(width, WIDE), 16),
             "stages": 2 if width <= WIDE else 1,
         }
+
+    def check_gradient(self, q: Tensor) -> None:
+        """Raise if the tiles of the gradient do not fit into the GPU's shared memory."""
+        target, width = target_of(q), self.constants["PADDED"] * q.dtype.itemsize
+        if width > WIDEST_GRADIENT.get(target, width):
+            raise UnsupportedError(
+                expected=f"heads of at most {WIDEST_GRADIENT[target]} bytes in a gradient on {target}, by its memory",
+                received=f"heads of {q.shape[-1]} of {q.dtype}, which are {width} bytes when padded",
+                remedy="use a 16-bit dtype, another GPU, or tensors on the CPU",
+            )
 
     @property
     def samples(self) -> int:
@@ -123,7 +142,7 @@ def forward(
     """Compute y and lse of contiguous q, k and v, in the form that suits the number of queries."""
     rows = call.longest * call.constants["GROUP"]
     few = rows <= FEW_ROWS
-    tile = call.tile(FEW_ROWS if few else MANY_ROWS, y.dtype)
+    tile = call.tile(FEW_ROWS if few else MANY_ROWS, y)
     how = {**call.constants, **tile, "CHUNK": CHUNK}
     # Only a query that is not the last key, or has a window, hides a key of a block that it sees.
     guard = how["CAUSAL"] and (call.longest > 1 or window > 0)
@@ -171,12 +190,13 @@ def triton_attention_backward(
     call = Call.of(q, k, spans, blocks, lengths, causal, window)
     if not call.longest:
         return dq, dk, dv
+    call.check_gradient(q)
     grad, lse, heads = grad.contiguous(), lse.contiguous(), lse.numel()
     dots = torch.empty_like(lse)
     how: dict[str, Any] = {"DEPTH": q.shape[-1], "ROWS": DOT_ROWS, "warps": 4}
     run(dot_heads, (triton.cdiv(heads, DOT_ROWS),), grad, out.contiguous(), dots, heads, **how)
     inputs = (grad, q.contiguous(), k.contiguous(), v.contiguous(), lse, dots)
-    how = {**call.constants, **call.tile(BACKWARD_ROWS, q.dtype)}
+    how = {**call.constants, **call.tile(BACKWARD_ROWS, q)}
     tiles = triton.cdiv(call.longest, how["ROWS"])
     where = (call.spans, call.blocks, call.lengths, tiles, call.table, window, scale)
     programs = tiles * call.samples
