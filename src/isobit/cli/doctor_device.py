@@ -18,8 +18,8 @@ from isobit.compiled import executing
 from isobit.compiled.compile import TARGETS, triton_package
 from isobit.contracts.language.grammar import suggest
 from isobit.errors import ArgumentError, EngineError
-from isobit.ops.gpu.attestation import attest_operator, attested_operators
-from isobit.ops.gpu.executors import DTYPES
+from isobit.ops.gpu.attestation import attest_operator
+from isobit.ops.gpu.executors import DTYPES, OPERATORS
 from isobit.order.plan import VERSION
 from isobit.records import Attestation, to_json
 
@@ -56,15 +56,14 @@ def chosen_operators(named: list[str] | None) -> tuple[str, ...]:
     Raises:
         ArgumentError: If a name is not one of them.
     """
-    known = attested_operators()
     for name in named or ():
-        if name not in known:
+        if name not in OPERATORS:
             raise ArgumentError(
-                expected=f"operators of {', '.join(known)}",
+                expected=f"operators of {', '.join(OPERATORS)}",
                 received=name,
-                remedy=suggest(name, list(known)),
+                remedy=suggest(name, list(OPERATORS)),
             )
-    return tuple(dict.fromkeys(named)) if named else known
+    return tuple(dict.fromkeys(named)) if named else OPERATORS
 
 
 def describe(name: str) -> tuple[torch.device, dict[str, Any]]:

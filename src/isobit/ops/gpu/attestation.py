@@ -17,7 +17,6 @@ import torch
 
 from isobit.errors import EngineError, in_one_line
 from isobit.isolation import run_apart
-from isobit.ops import dispatch
 from isobit.ops.attesting import calls_on
 from isobit.ops.gpu import executors
 from isobit.order.engines import ENGINE_OF_TARGET
@@ -65,6 +64,7 @@ def attest_operator(operator: str, dtype: torch.dtype, device: torch.device) -> 
             detail = f"the arithmetic of matrix products on {target} is not known"
             return Attestation(name, "unknown", False, 0, detail)
     try:
+        import_module(f"isobit.ops.{operator}.op")
         for each in executors.names_of(operator):
             executors.prepare(each, dtype)
         attest: Any = import_module(f"isobit.ops.{operator}.attest")
@@ -78,10 +78,3 @@ def attest_operator(operator: str, dtype: torch.dtype, device: torch.device) -> 
         return Attestation(name, engine, False, 0, f"{operator}: {in_one_line(error)}")
     detail = f"{found} differs from its definition" if found else operator
     return Attestation(name, engine, found is None, 1, detail)
-
-
-def attested_operators() -> tuple[str, ...]:
-    """Return the operators, as folders of isobit.ops, that have a Triton executor."""
-    for operator in dispatch.OPERATORS:
-        import_module(f"isobit.ops.{operator}.op")
-    return tuple(sorted({executors.folder_of(name) for name in executors.all_names()}))

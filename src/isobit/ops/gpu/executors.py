@@ -24,6 +24,7 @@ from torch import Tensor
 from isobit import backends
 from isobit.errors import EngineError, UnsupportedError
 
+# Folders of isobit.ops.
 OPERATORS = tuple(
     sorted(path.parent.name for path in Path(__file__).parents[1].glob("*/triton.py"))
 )
@@ -62,19 +63,14 @@ def has_triton(name: str) -> bool:
     return name in _modules
 
 
-def all_names() -> tuple[str, ...]:
-    """Return the operators that have a Triton executor, of those whose modules are imported."""
-    return tuple(sorted(_modules))
-
-
 def folder_of(name: str) -> str:
     """Return the folder of isobit.ops that an operator's Triton executor is in."""
     return _modules[name].split(".")[2]
 
 
 def names_of(folder: str) -> tuple[str, ...]:
-    """Return the operators with a Triton executor in a folder of isobit.ops."""
-    return tuple(name for name in all_names() if folder_of(name) == folder)
+    """Return the operators with a Triton executor in a folder of isobit.ops, once its op.py is imported."""
+    return tuple(name for name in sorted(_modules) if folder_of(name) == folder)
 
 
 def is_asked_for(given: tuple[Any, ...]) -> bool:
