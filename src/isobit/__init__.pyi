@@ -1,4 +1,5 @@
 from isobit import bits as bits
+from isobit import compiled as compiled
 from isobit import errors as errors
 from isobit import gates as gates
 from isobit import guards as guards

@@ -1,0 +1,68 @@
+"""A whole Qwen3, forward and backward, on the Triton executors for sm_90: the CPU's bits in fp32.
+
+Interpreted in `./check`; by compiled code in the PTX machine, which takes minutes, in `./check --full`.
+"""
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import isobit
+from isobit import bits
+
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "vocab_size": 40}
+SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
+
+
+def make_model(sizes):
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    config = Qwen3Config(**sizes, **heads, max_position_embeddings=64, tie_word_embeddings=False)
+    return isobit.enable(Qwen3ForCausalLM(config))
+
+
+def train(model, ids):
+    """Return the log-probabilities of a batch, and the gradients of all parameters."""
+    model.zero_grad()
+    found = isobit.logprobs(model, ids)
+    found.backward(torch.ones_like(found))
+    return found.detach(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "tokens"),
+    [
+        ("interpreter", TINY, 4),
+        pytest.param("machine", TINY, 4, marks=pytest.mark.full),
+        pytest.param("machine", SMALL, 11, marks=pytest.mark.full),
+    ],
+)
+def test_a_model_trains_with_the_bits_of_the_cpu(kind, sizes, tokens):
+    model = make_model(sizes)
+    ids = torch.randint(0, sizes["vocab_size"], (3, tokens))
+    expected, gradients = train(model, ids)
+    with isobit.compiled.executing(kind, target="sm_90"):
+        found, compiled = train(model, ids)
+        alone, _ = train(model, ids[2:])
+    assert bits.equal(found, expected)
+    assert len(compiled) == 3 + 11 * sizes["num_hidden_layers"]
+    assert [name for name in gradients if not bits.equal(compiled[name], gradients[name])] == []
+    assert bits.equal(alone, found[2:])
+
+
+def test_a_wrong_kernel_is_seen(monkeypatch):
+    """The comparison above can fail."""
+    from isobit.ops.rms_norm import triton
+
+    model = make_model(TINY)
+    ids = torch.randint(0, TINY["vocab_size"], (1, 4))
+    run = triton.run
+
+    def wrong(kernel, grid, x, *args, **options):
+        run(kernel, grid, x + 2**-20, *args, **options)
+
+    with torch.no_grad():
+        expected = isobit.logprobs(model, ids)
+        monkeypatch.setattr(triton, "run", wrong)
+        with isobit.compiled.executing("interpreter", target="sm_90"):
+            assert not bits.equal(isobit.logprobs(model, ids), expected)
