@@ -33,3 +33,7 @@ def _poison_memory():
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)
+    threads = torch.get_num_threads()
+    yield
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)  # stock's orders depend on it, in the tests that follow

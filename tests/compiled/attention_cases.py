@@ -13,6 +13,17 @@ from tests.compiled.cases import Case, empty, execute, matrix_instruction, patte
 from tests.compiled.running import Launch, draw, raw
 
 
+def attend_heads(plan, given, padded, zero, how):
+    """Return the plan of every head: q [queries, heads, depth], k and v [keys, key heads, depth]."""
+    beyond = ((0, 0), (0, 0), (0, padded - given["q"].shape[2]))  # kernels multiply zeros there
+    q, k = (np.pad(given[name], beyond, constant_values=zero) for name in "qk")
+    group, v = q.shape[1] // k.shape[1], given["v"]
+    heads = (
+        Head(plan, q[:, h], k[:, h // group], v[:, h // group], *how) for h in range(q.shape[1])
+    )
+    return np.stack([head.attend() for head in heads], 1)
+
+
 def attention_case(
     dtype,
     queries,
@@ -68,29 +79,33 @@ def attention_case(
         )
 
     def expected(plan, given):
-        zero = plan.on.constant(0.0) if dtype == "f32" else plan.on.constant16(0)
-        beyond = ((0, 0), (0, 0), (0, constants["PADDED"] - depth))  # kernels multiply zeros there
-        wide = {x: np.pad(given[x], beyond, constant_values=zero) for x in "qk"}
         end = keys - queries + 1 + np.arange(queries) if causal else np.full(queries, keys)
         seen = Seen(np.maximum(end - window, 0) if window else 0 * end, end)
-        out = [
-            Head(
-                plan,
-                wide["q"][:, h],
-                wide["k"][:, h // group],
-                given["v"][:, h // group],
-                seen,
-                scale,
-                chunk,
-            ).attend()
-            for h in range(key_heads * group)
-        ]
-        return np.stack(out, 1)
+        zero = plan.on.constant(0.0) if dtype == "f32" else plan.on.constant16(0)
+        return attend_heads(plan, given, constants["PADDED"], zero, (seen, scale, chunk))
 
     return Case(
         "attention", dtype, form, f"{tile} rows", count, {"q": q, "k": k, "v": v}, y, launches, expected,
         None, scratch,
     )  # fmt: skip
+
+
+def layout_of_one_sample(count, group, depth, causal, window):
+    """Return the arguments that say where the keys of a sample are, and which of them a query sees."""
+    blocks = torch.arange(0, count, ATTENTION_BLOCK)
+    return {
+        "spans": torch.tensor([[0, count]]),
+        "blocks": blocks,
+        "lengths": torch.tensor([count]),
+        "TABLE": len(blocks),
+        "WINDOW": window,
+        "KEY_HEADS": 1,
+        "GROUP": group,
+        "DEPTH": depth,
+        "PADDED": depth,
+        "CAUSAL": causal,
+        "WINDOWED": window > 0,
+    }
 
 
 def attention_grads_case(
@@ -105,28 +120,10 @@ def attention_grads_case(
     made = {"dq": empty(*q.shape, dtype=dtype)}
     if output != "dq":
         made = {name: empty(*k.shape, dtype=dtype) for name in ("dk", "dv")}
-    blocks = torch.arange(0, count, ATTENTION_BLOCK)
     tiles = math.ceil(count / tile)
     inputs = {"grad": grad, "q": q, "k": k, "v": v, "lse": lse}
-    given = {
-        **inputs,
-        **made,
-        "dots": dots,
-        "spans": torch.tensor([[0, count]]),
-        "blocks": blocks,
-        "lengths": torch.tensor([count]),
-        "TILES": tiles,
-        "TABLE": len(blocks),
-        "WINDOW": window,
-        "SCALE": scale,
-        "KEY_HEADS": 1,
-        "GROUP": group,
-        "DEPTH": depth,
-        "PADDED": depth,
-        "CAUSAL": causal,
-        "WINDOWED": window > 0,
-        "ROWS": tile,
-    }
+    given = {**inputs, **made, "dots": dots, "TILES": tiles, "SCALE": scale, "ROWS": tile}
+    given |= layout_of_one_sample(count, group, depth, causal, window)
     heads = {"HEADS": count * group, "DEPTH": depth, "ROWS": 16}
     kernel = getattr(
         triton_backward, "differentiate_queries" if output == "dq" else "differentiate_keys"

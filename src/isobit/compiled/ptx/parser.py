@@ -22,7 +22,7 @@ from isobit.compiled.ptx.program import (
     Variable,
     Vector,
 )
-from isobit.compiled.ptx.statements import Splitter, Statement, wrong
+from isobit.compiled.ptx.statements import Splitter, Statement, calls_function, operands_of, wrong
 from isobit.compiled.refusals import PtxSyntaxError
 
 ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*(?:\((.*)\))?([^)]*)$", re.S)
@@ -74,41 +74,6 @@ def parse(text: str) -> Program:
         (32, ['ld.param.b64', 'ret'])
     """
     return Parser(text).program()
-
-
-def operands_of(text: str) -> list[str]:
-    """Cut the operands of an instruction at the commas outside brackets."""
-    found, level, current = [], 0, ""
-    for letter in text:
-        level += (letter in "{[(") - (letter in "}])")
-        if letter == "," and not level:
-            found.append(current.strip())
-            current = ""
-        else:
-            current += letter
-    if current.strip() or found:
-        found.append(current.strip())
-    return found
-
-
-def calls_function(line: int, text: str) -> PtxSyntaxError:
-    """Return the error for a kernel that calls a function at run time, by what it is in Triton."""
-    words = {
-        "vprintf": ("tl.device_print", "remove it from the kernel: it changes no result"),
-        "__assertfail": (
-            "tl.device_assert",
-            "remove it, or compile without debug: TRITON_DEBUG=0, and no debug=True at the launch",
-        ),
-    }
-    what, remedy = next(
-        (found for name, found in words.items() if name in text),
-        ("a function call", "leave out noinline=True and functions of external libraries"),
-    )
-    return PtxSyntaxError(
-        expected="a kernel that calls no function at run time",
-        received=f"{what}: PTX line {line}: {text[:80]}",
-        remedy=remedy,
-    )
 
 
 class Parser:
