@@ -27,6 +27,7 @@ from isobit.records import Attestation, to_json
 def run(options: argparse.Namespace) -> int:
     """Attest, print the findings, and write the record."""
     operators = chosen_operators(options.operators)
+    check_record(options.record)
     device, facts = describe(options.device)
     virtual = options.device in TARGETS
     run_by = executing("machine", target=options.device) if virtual else contextlib.nullcontext()
@@ -64,6 +65,18 @@ def chosen_operators(named: list[str] | None) -> tuple[str, ...]:
                 remedy=suggest(name, list(OPERATORS)),
             )
     return tuple(dict.fromkeys(named)) if named else OPERATORS
+
+
+def check_record(path: str | None) -> None:
+    """Raise if the record cannot be written, before minutes of work."""
+    if path and (
+        not Path(path).parent.is_dir() or (Path(path).exists() and not Path(path).is_file())
+    ):
+        raise ArgumentError(
+            expected="a file in a folder that exists",
+            received=f"--record {path}",
+            remedy="give another path",
+        )
 
 
 def describe(name: str) -> tuple[torch.device, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Register an operator with torch (schema, fake, gradient, both executors), and call it.
+"""Register an operator with torch (schema, fake, gradient, executors), and call it.
 
 An operator `name` is two torch operators: `isobit::portable_<name>`, made here from a Python function, and the native
 `isobit::<name>`, which csrc defines. Both have the same arguments and the same formulas, and so has the third that some
@@ -18,7 +18,7 @@ from isobit import backends, launches
 from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.derivatives import check_derivatives, refuse_second_order, refuse_vmap
-from isobit.ops.gpu import attestation, executors
+from isobit.ops.gpu import executors
 
 _library = torch.library.Library("isobit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _portable: set[str] = set()
@@ -114,8 +114,8 @@ def launch(name: str, sizes: tuple[int, ...], *given: Any, dtype: torch.dtype | 
     chosen = given[0].dtype if dtype is None else dtype
     if executors.is_asked_for(given):
         executors.prepare(name, chosen)
-        if given[0].is_cuda and backends.chosen() is None:
-            attestation.require(name, chosen, given[0].device)
+        if backends.chosen() is None:
+            executors.require_attested(name, chosen, given)
         executor, prefix = "triton", "triton_"
     elif name not in _without_kernel and dispatch.is_native(chosen):
         executor, prefix = "native", ""

@@ -30,10 +30,6 @@ FEW_ROWS = 16  # the tile of few queries, and up to how many rows of a sample an
 MANY_ROWS = 64
 BACKWARD_ROWS = 64  # a divisor of a block
 DOT_ROWS = 32
-# From 64 rows on, these GPUs multiply by tcgen05. In some kernels Triton 3.7 then ends a barrier object in one thread
-# without a barrier after others waited for it: the PTX machine refuses that. Smaller tiles multiply by mma.sync, with
-# the same bits.
-TCGEN05 = "sm_10"
 # Bytes of a head, padded, whose gradient fits into the shared memory of a GPU; others take every head.
 WIDEST_GRADIENT = {"sm_80": 512, "sm_86": 256, "sm_89": 256, "sm_120": 256}
 WIDE = 256  # bytes of a head; tiles of wider heads are halved, so that they fit into shared memory
@@ -84,8 +80,6 @@ class Call:
     def tile(self, rows: int, x: Tensor) -> dict[str, int]:
         """Return the rows of a tile for x, `rows` unless heads are wide, and the stages of the pipeline."""
         width = self.constants["PADDED"] * x.dtype.itemsize
-        if target_of(x).startswith(TCGEN05):
-            rows = min(rows, 32)
         return {
             "ROWS": max(rows * WIDE // max(width, WIDE), 16),
             "stages": 2 if width <= WIDE else 1,

@@ -3,8 +3,9 @@
 [Note: what a GPU is held to]
 Row and element operators, and all products in fp32, must have the bits of the portable executor on the CPU. Products of
 16-bit operands must have those of the tensor-core engine that isobit.order.engines defines for the GPU: sums over
-features before rounding, on values of many magnitudes, by the kernels for few rows and for many. An operator that
-differs is refused at every call. What is compared is in the operators' attest.py.
+features before rounding, on values of many magnitudes, by the kernels for few rows and for many. These sums of `linear`
+are compared for every operator that multiplies 16-bit operands; its own attest.py compares it in fp32. An operator that
+differs is refused at every call.
 """
 
 from __future__ import annotations
@@ -64,17 +65,28 @@ def attest_operator(operator: str, dtype: torch.dtype, device: torch.device) -> 
             detail = f"the arithmetic of matrix products on {target} is not known"
             return Attestation(name, "unknown", False, 0, detail)
     try:
-        import_module(f"isobit.ops.{operator}.op")
-        for each in executors.names_of(operator):
-            executors.prepare(each, dtype)
-        attest: Any = import_module(f"isobit.ops.{operator}.attest")
-        call, given = calls_on(device), (device, engine) if operator == "linear" else ()
-        own = hasattr(attest, "difference_on_gpu")
-        compare = attest.difference_on_gpu if own else attest.difference
-        found = compare(dtype, call, *given)
+        found, checks = compare(operator, dtype, device, engine)
     except EngineError:
         raise
     except Exception as error:
         return Attestation(name, engine, False, 0, f"{operator}: {in_one_line(error)}")
     detail = f"{found} differs from its definition" if found else operator
-    return Attestation(name, engine, found is None, 1, detail)
+    return Attestation(name, engine, found is None, checks, detail)
+
+
+def compare(
+    operator: str, dtype: torch.dtype, device: torch.device, engine: str
+) -> tuple[str | None, int]:
+    """Return what differs first, or None, and the number of operators that were compared."""
+    if operator in PRODUCTS and operator != "linear" and dtype != torch.float32:
+        found, _ = compare("linear", dtype, device, engine)
+        return found or compare(operator, torch.float32, device, "chain")[0], 2
+    import_module(f"isobit.ops.{operator}.op")
+    for name in executors.names_of(operator):
+        executors.prepare(name, dtype)
+    attest: Any = import_module(f"isobit.ops.{operator}.attest")
+    call = calls_on(device)
+    if operator == "linear":
+        return attest.difference_on_gpu(dtype, call, device, engine), 1
+    difference = getattr(attest, "difference_on_gpu", None) or attest.difference
+    return difference(dtype, call), 1

@@ -106,6 +106,15 @@ def prepare(name: str, dtype: torch.dtype) -> bool:
     return True
 
 
+def require_attested(name: str, dtype: torch.dtype, given: tuple[Any, ...]) -> None:
+    """Raise EngineError unless an operator is attested on the GPU of a call's tensors.
+
+    Attestation is imported by name, so that evidence of the CPU's executors does not cover its source.
+    """
+    device = next(t.device for t in given if isinstance(t, Tensor) and t.is_cuda)
+    import_module("isobit.ops.gpu.attestation").require(name, dtype, device)
+
+
 def import_executor(module: str) -> None:
     """Import a module that needs Triton."""
     try:

@@ -7,8 +7,11 @@ is no autotuning, because it would choose by a shape and by time.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,15 +29,21 @@ class Tile:
 
 DEFAULT = Tile(512, 4)
 # (operator, dtype or None for all, target or None for all) -> its tile
-TILES: dict[tuple[str, torch.dtype | None, str | None], Tile] = {}
+Table = dict[tuple[str, torch.dtype | None, str | None], T]
+TILES: Table[Tile] = {}
 
 
 def tile_of(operator: str, dtype: torch.dtype, target: str) -> Tile:
-    """Return the tile of an operator; the most specific entry counts."""
+    """Return the tile of an operator's kernels."""
+    return find(TILES, operator, dtype, target) or DEFAULT
+
+
+def find(table: Table[T], operator: str, dtype: torch.dtype, target: str) -> T | None:
+    """Return the most specific entry of a table, or None."""
     keys = (
         (operator, dtype, target),
         (operator, None, target),
         (operator, dtype, None),
         (operator, None, None),
     )
-    return next((TILES[key] for key in keys if key in TILES), DEFAULT)
+    return next((table[key] for key in keys if key in table), None)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from isobit.ops.gpu.tiles import Table, find
+
 FEWEST = 16  # rows, columns or products that a tensor core can take
 
 
@@ -35,8 +37,7 @@ def at_least(size: int) -> int:
     return max(FEWEST, 1 << max(size - 1, 0).bit_length())
 
 
-# (kernel, dtype or None for all, target or None for all) -> its tile
-TILES: dict[tuple[str, torch.dtype | None, str | None], ProductTile] = {
+TILES: Table[ProductTile] = {
     ("many rows", None, None): ProductTile(128, 128, 64, 8, 3),
     ("many rows", torch.float32, None): ProductTile(64, 64, 16, 4, 2),
     ("few rows", None, None): ProductTile(64, 64, 64, 4, 3),
@@ -49,11 +50,7 @@ TILES: dict[tuple[str, torch.dtype | None, str | None], ProductTile] = {
 
 
 def tile_of(kernel: str, dtype: torch.dtype, target: str) -> ProductTile:
-    """Return the tile of a kernel; the most specific entry counts."""
-    keys = (
-        (kernel, dtype, target),
-        (kernel, None, target),
-        (kernel, dtype, None),
-        (kernel, None, None),
-    )
-    return next(TILES[key] for key in keys if key in TILES)
+    """Return the tile of a kernel of products."""
+    found = find(TILES, kernel, dtype, target)
+    assert found is not None
+    return found
