@@ -15,6 +15,7 @@ from isobit.order.samples import Samples
 from isobit.records import Proof
 from isobit.reveal.self_check import check_revealing
 from isobit.reveal.targets.tensor_target import TensorTarget
+from isobit.reveal.transcript import Transcripts
 from isobit.reveal.tree import reveal
 
 ENGINE = "order certificate"
@@ -36,13 +37,14 @@ class Question:
 
     def failure(self, replayed: bool) -> tuple[int, str]:
         """Return how many configurations were revealed, and what differs ("" if nothing does)."""
-        expected, arithmetics = digest(self.order), set()
+        expected, arithmetics, earlier = digest(self.order), set(), Transcripts()
         for count, configuration in enumerate(self.configurations, 1):
             shape = dict(configuration)
             threads = shape.pop("threads", 1)
             target = self.target(**shape)
+            target = target if threads == 1 else target.with_threads(threads)
             try:
-                tree = reveal(target if threads == 1 else target.with_threads(threads))
+                tree = reveal(target, earlier=earlier)
             except RevealError as error:
                 return count, f"{self.what}, {configuration}: {in_one_line(error)[:200]}"
             arithmetics.add(tree.digest)

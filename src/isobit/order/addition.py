@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from itertools import pairwise
 from typing import Union
 
@@ -24,11 +25,30 @@ def chain(items: Iterable[Branch]) -> Branch:
     return branch
 
 
+class _Same:
+    """A branch compared by identity: nested tuples are too deep to be hashed."""
+
+    def __init__(self, branch: Branch) -> None:
+        self.branch = branch
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.branch is other.branch
+
+    def __hash__(self) -> int:
+        return id(self.branch)
+
+
 def steps_of(branch: Branch) -> list[Step]:
-    """Return every addition after those it needs. Trees are deep, so this does not recurse."""
+    """Return every addition after those it needs."""
+    return list(_steps_of(_Same(branch)))
+
+
+@lru_cache(maxsize=8)  # revealing one sum asks several times
+def _steps_of(same: _Same) -> list[Step]:
+    """Find the additions. Trees are deep, so this does not recurse."""
     steps: list[Step] = []
     done: list[int] = []
-    work: list[tuple[Branch, bool]] = [(branch, False)]
+    work: list[tuple[Branch, bool]] = [(same.branch, False)]
     while work:
         node, ready = work.pop()
         if isinstance(node, int):
@@ -78,7 +98,12 @@ def digest(branch: Branch) -> str:
     """Return the BLAKE3 digest of an order."""
     if isinstance(branch, int):
         return blake3(b"leaf" + branch.to_bytes(8, "little")).hexdigest()[:32]
-    return step_digests(steps_of(branch))[-1].hex()[:32]
+    return _digest(_Same(branch))
+
+
+@lru_cache(maxsize=8)
+def _digest(same: _Same) -> str:
+    return step_digests(_steps_of(same))[-1].hex()[:32]
 
 
 def depth_of(branch: Branch) -> int:

@@ -10,6 +10,7 @@ from isobit.errors import ArgumentError, RevealError, in_one_line
 from isobit.order.addition import find_difference
 from isobit.reveal.self_check import check_revealing
 from isobit.reveal.target import Progress, Target
+from isobit.reveal.transcript import Transcripts
 from isobit.reveal.tree import Tree, reveal
 
 
@@ -160,6 +161,7 @@ def certify(
             remedy="pass at least one: a certificate of no configurations would certify nothing",
         )
     check_revealing()
+    earlier = Transcripts()
     found: dict[str, tuple[Tree, list[str]]] = {}
     refused: list[tuple[str, str]] = []
     for configuration, name in zip(asked, _name_all(asked), strict=True):
@@ -167,7 +169,7 @@ def certify(
             target(**configuration) if isinstance(configuration, Mapping) else target(configuration)
         )
         try:
-            tree = reveal(made, arithmetic=arithmetic, progress=progress)
+            tree = reveal(made, arithmetic=arithmetic, progress=progress, earlier=earlier)
         except RevealError as error:
             refused.append((name, in_one_line(error)))
             continue

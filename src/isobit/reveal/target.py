@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from isobit.errors import RevealError
@@ -118,6 +118,7 @@ class Session:
     probes: int = 0
     window: int = 0  # how many units can be counted at once
     thorough: bool = False  # count all terms for every pair, even if that takes many windows
+    heard: list[tuple[Terms, float]] = field(default_factory=list)  # every probe and its answer
 
     BATCH = 4096
 
@@ -129,6 +130,7 @@ class Session:
             if self.progress is not None:
                 self.progress(stage, len(found), len(batch))
         self.probes += len(batch)
+        self.heard += zip(batch, found, strict=True)
         return found
 
     def find_window(self) -> None:

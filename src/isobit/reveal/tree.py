@@ -17,6 +17,7 @@ from isobit.reveal.number_space import Space, draw_pairs
 from isobit.reveal.outline import Outline, describe, outline_of
 from isobit.reveal.replays import NOT_REPLAYED, WIDER, Replayed, check_replays
 from isobit.reveal.target import Progress, Session, Target
+from isobit.reveal.transcript import Transcripts
 
 FORMULA_TERMS = 8
 
@@ -101,8 +102,16 @@ class Tree:
         return f"Tree({self.name}: {self}; digest {self.digest[:8]})"
 
 
-def reveal(target: Target, *, arithmetic: bool = True, progress: Progress | None = None) -> Tree:
+def reveal(
+    target: Target,
+    *,
+    arithmetic: bool = True,
+    progress: Progress | None = None,
+    earlier: Transcripts | None = None,
+) -> Tree:
     """Find the order in which the target adds its terms; with `arithmetic`, probe and replay the additions too.
+
+    With `earlier`, which configurations of one kernel share, a target that answers like the first is not searched anew.
 
     Raises:
         ArgumentError: The target has no terms.
@@ -125,11 +134,19 @@ def reveal(target: Target, *, arithmetic: bool = True, progress: Progress | None
     if target.kind == "positive":
         return found(positive_probe.find_tree(session))
     _check_repeatable(target, Random(target.n))
-    session.find_window()
-    branch = cancelling_probe.find_tree(session)
-    if not arithmetic or not target.output_bits or target.n < 2:
+    known = None if earlier is None else earlier.ask_again(session)
+    if known is not None:
+        branch, probed = known.branch, known.arithmetic
+    else:
+        session.find_window()
+        branch = cancelling_probe.find_tree(session)
+        adds = arithmetic and target.output_bits and target.n > 1
+        probed = find_arithmetic(session, branch) if adds else None
+        if earlier is not None:
+            earlier.keep(session, branch, probed)
+    if probed is None or not arithmetic:
         return found(branch)
-    return found(branch, *check_replays(session, branch, find_arithmetic(session, branch)))
+    return found(branch, *check_replays(session, branch, probed))
 
 
 def _check_repeatable(target: Target, random: Random) -> None:
