@@ -1,8 +1,13 @@
-"""Poisons memory: whatever torch allocates without values is NaN, in Python and in the kernels alike."""
+"""Poisons memory: whatever torch allocates without values is NaN, in Python and in the kernels alike.
+
+And measures the CPU time of each file (cpu_time.py).
+"""
 
 import hypothesis
 import pytest
 import torch
+
+from tests.cpu_time import OPTION, Watch
 
 # Machines are shared: how long an example takes says nothing of the code.
 hypothesis.settings.register_profile("isobit", deadline=None)
@@ -18,6 +23,14 @@ LONG = (
     "test_arithmetic",
     "test_positive_probe",
 )
+
+
+def pytest_addoption(parser):
+    parser.addoption(OPTION, action="store_true", help="record the CPU time of each test file")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Watch(), "cpu time")
 
 
 def pytest_collection_modifyitems(items):
