@@ -42,10 +42,11 @@ LAYERS = {
     "ops": "foundation order reveal",
     "nn": "foundation order ops",
     "optim": "foundation ops",
+    "sampling": "foundation ops",
     "simulator": "bits errors lazy majority order",
     "parallel": "foundation order ops optim",
     "guards": "foundation parallel",
-    "integrations": "foundation order ops nn parallel",
+    "integrations": "foundation order ops nn parallel sampling",
     "contracts": "foundation order reveal certify_records",
     "gates": "foundation order ops nn optim parallel guards integrations simulator",
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts "
@@ -61,7 +62,12 @@ LAYERS = {
     "gates library checkpoints twice auditing compiled report",
 }
 # operator -> the operator that it is built on
-BUILT_ON = {("logprob", "linear"), ("logprob", "exact_sum"), ("log_softmax", "softmax")}
+BUILT_ON = {
+    ("logprob", "linear"),
+    ("logprob", "exact_sum"),
+    ("logprob", "log_softmax"),
+    ("log_softmax", "softmax"),
+}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 

@@ -17,6 +17,7 @@ PACKAGES = [
     "isobit.order",
     "isobit.parallel",
     "isobit.reveal",
+    "isobit.sampling",
     "isobit.simulator",
 ]
 MODULES = ["isobit.optim", "isobit.bits", "isobit.parallel.checkpoint"]
