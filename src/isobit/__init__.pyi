@@ -26,8 +26,9 @@ from isobit.errors import UnsupportedError as UnsupportedError
 from isobit.integrations.transformers.enabling import disable as disable
 from isobit.integrations.transformers.enabling import enable as enable
 from isobit.integrations.transformers.enabling import enabled as enabled
-from isobit.integrations.transformers.forwards import logprobs as logprobs
 from isobit.integrations.transformers.sampling import KeyedSampling as KeyedSampling
+from isobit.integrations.transformers.scoring import logprobs as logprobs
+from isobit.integrations.transformers.scoring import logprobs_and_entropy as logprobs_and_entropy
 from isobit.integrations.transformers.strictness import coverage_report as coverage_report
 from isobit.nn.freezing import freeze as freeze
 from isobit.ops.attention.cache import KVCache as KVCache
