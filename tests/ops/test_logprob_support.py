@@ -20,7 +20,7 @@ VOCABULARY, FEATURES, ROWS = 61, 48, 10
 def problem(dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
     hidden = torch.randn(ROWS, FEATURES, generator=generator).to(dtype)
-    weight = torch.randn(VOCABULARY, FEATURES, generator=generator).to(dtype)
+    weight = (0.2 * torch.randn(VOCABULARY, FEATURES, generator=generator)).to(dtype)
     kept = Truncation(top_k=12, top_p=0.9).keep(isobit.linear(hidden.float(), weight.float()))
     targets = torch.tensor([int(row.nonzero()[i % int(row.sum())]) for i, row in enumerate(kept)])
     return hidden, weight, targets, kept
