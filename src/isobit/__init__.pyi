@@ -10,6 +10,7 @@ from isobit import optim as optim
 from isobit import order as order
 from isobit import parallel as parallel
 from isobit import reveal as reveal
+from isobit import rollout as rollout
 from isobit import sampling as sampling
 from isobit import simulator as simulator
 from isobit.auditing.api import audit as audit

@@ -34,6 +34,7 @@ LAYERS = {
     "records": "plain_text",
     "audit_records": "records",
     "certify_records": "order records",
+    "rollout_records": "",
     "bits": "records",
     "machine": "native processor records",
     "isolation": "machine",
@@ -52,14 +53,15 @@ LAYERS = {
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts "
     "audit_records auditing",
     "checkpoints": "foundation",
+    "rollout": "foundation checkpoints rollout_records",
     "twice": "foundation",
     "compiled": "foundation certify_records order reveal report",
-    "report": "audit_records certify_records errors order plain_text records reveal",
+    "report": "audit_records certify_records errors order plain_text records reveal rollout_records",
     "auditing": "foundation audit_records order reveal ops parallel integrations simulator "
     "checkpoints report",
     "pytest_plugin": "foundation contracts auditing compiled",
     "cli": "foundation audit_records certify_records order reveal ops simulator integrations contracts "
-    "gates library checkpoints twice auditing compiled report",
+    "gates library checkpoints rollout rollout_records twice auditing compiled report",
 }
 # operator -> the operator that it is built on
 BUILT_ON = {
@@ -189,6 +191,7 @@ def test_reports_draw_and_compute_nothing():
             "records",
             "report",
             "reveal",
+            "rollout_records",
         }, path.name
 
 

@@ -17,6 +17,7 @@ PACKAGES = [
     "isobit.order",
     "isobit.parallel",
     "isobit.reveal",
+    "isobit.rollout",
     "isobit.sampling",
     "isobit.simulator",
 ]
