@@ -56,8 +56,16 @@ def patched(**functions):
         yield isobit.enable(isobit.disable(copy.deepcopy(model_of())), strict=False), None
 
 
-def stock_linear_left_in():
-    return patched(linear=lambda x, weight, bias=None, samples=None: F.linear(x, weight, bias))
+def product_in_two_halves():
+    """Each product is the sum of two that are rounded, as split-K kernels and row-parallel layers compute it."""
+
+    def halves(x, weight, bias=None, samples=None):
+        middle = x.shape[-1] // 2
+        return F.linear(x[..., :middle], weight[:, :middle]) + F.linear(
+            x[..., middle:], weight[:, middle:], bias
+        )
+
+    return patched(linear=halves)
 
 
 def stock_silu_left_in():
@@ -112,7 +120,7 @@ ARITHMETIC = [
     another_rotary_table,
     stock_head,
     logits_rounded,
-    stock_linear_left_in,
+    product_in_two_halves,
     stock_silu_left_in,
     stock_norm_left_in,
     residual_not_rounded,
