@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from isobit.errors import ArgumentError
-from isobit.sampling.drawing import sample
+from isobit.sampling.drawing import Drawn, sample
 
 
 class KeyedSampling(LogitsProcessor):
@@ -71,12 +71,17 @@ class KeyedSampling(LogitsProcessor):
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores with 0 at the draw and -inf elsewhere."""
+        tokens = self.draw(input_ids, scores).tokens
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens.unsqueeze(1), 0.0)
+
+    def draw(self, input_ids: Tensor, scores: Tensor) -> Drawn:
+        """Return the draw of each row."""
         rows, width = input_ids.shape
         samples = self._per_row("samples", self.samples, torch.arange(rows), rows)
         padding = self._per_row(
             "rows of attention_mask", self.padding, torch.zeros(rows, dtype=torch.int64), rows
         )
-        drawn = sample(
+        return sample(
             scores,
             seed=self.seed,
             requests=samples,
@@ -85,7 +90,6 @@ class KeyedSampling(LogitsProcessor):
             top_k=self.top_k,
             top_p=self.top_p,
         )
-        return torch.full_like(scores, -torch.inf).scatter(1, drawn.tokens.unsqueeze(1), 0.0)
 
     def _per_row(self, what: str, given: Tensor | None, otherwise: Tensor, rows: int) -> Tensor:
         if given is not None and len(given) != rows:
