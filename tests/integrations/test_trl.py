@@ -1,7 +1,9 @@
 """TRL's GRPOTrainer over an enabled model: its own head is refused; isobit.integrations.trl is zero at every step.
 
 TRL computes log-probabilities by the backbone and a stock product, so they differ from the rollout's at every step.
-isobit's trainer takes them from `isobit.logprobs`, and they are the rollout's, bit for bit, also with top-p. Needs `pip install -c constraints.txt datasets trl`, 280 MB.
+isobit's trainer takes them from `isobit.logprobs`, and they are the rollout's, bit for bit, also with top-p.
+
+Needs `pip install -c constraints.txt datasets trl`, 280 MB.
 """
 
 import pytest

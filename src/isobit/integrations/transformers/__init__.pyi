@@ -8,3 +8,4 @@ from isobit.integrations.transformers.scoring import logprobs_and_entropy as log
 from isobit.integrations.transformers.strictness import coverage_report as coverage_report
 from isobit.integrations.transformers.tensor_parallel import shard as shard
 from isobit.integrations.transformers.tensor_parallel import unshard as unshard
+from isobit.integrations.transformers.trainer import OrderedTrainer as OrderedTrainer
