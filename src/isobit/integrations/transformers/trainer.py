@@ -118,13 +118,15 @@ class OrderedTrainer(Trainer):
                 received=f"{self.current_gradient_accumulation_steps} of {rows}",
                 remedy="pass dataloader_drop_last=True, so that each step has a whole global batch",
             )
+        # The model itself, without DDP around it: Gradients exchanges what DDP would, and can take tied weights.
+        model = self.accelerator.unwrap_model(model)
         if self._gradients is None:
             self._gradients = Gradients(model, batch)
         micro, self._micro = self._micro, 0
         with self._gradients.micro_batch(micro):
             loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
         self._micro = (micro + 1) % batch.micro_batches
-        return loss
+        return loss * batch.ranks  # for the log, which takes the mean over ranks
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
