@@ -97,7 +97,7 @@ def logged(trainer, name):
         (torch.float32, {"max_steps": 40}),
         (torch.bfloat16, {"max_steps": 40, "temperature": 0.8, "top_p": 0.9, "top_k": 60}),
         (torch.float32, {"max_steps": 4, "bf16": True}),
-        (torch.bfloat16, {"max_steps": 4, "beta": 0.1, "steps_per_generation": 2}),
+        (torch.bfloat16, {"max_steps": 4, "steps_per_generation": 2}),
     ],
     ids=str,
 )
