@@ -2,14 +2,25 @@
 
 import copy
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from sabotage import model_of, other_model
+from sabotage import model_of, other_model, score
 
 import isobit
 from isobit.integrations.transformers import modules
+
+
+def with_trainer(make):
+    """The trainer computes the same function of the same weights in another way."""
+
+    def spoil(r, t):
+        with make() as (model, logits_of):
+            return r, replace(score(r, model, logits_of), weights=t.weights)
+
+    return spoil
 
 
 @contextmanager

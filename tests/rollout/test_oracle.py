@@ -6,8 +6,9 @@ zero of all log-probabilities and of all values of full rows differ. Then one th
 
 import pytest
 import sabotage as s
+import spoiled_weights as w
 import torch
-from other_arithmetic import ARITHMETIC
+from other_arithmetic import ARITHMETIC, with_trainer
 
 import isobit
 from isobit.rollout import compare
@@ -63,18 +64,18 @@ SEMANTICS = [
     ("hot", s.a_penalty_on_one_side, "processors"),
 ]
 WEIGHTS = [
-    (s.with_engine(s.older), {"stale"}, None),
-    (s.with_engine(s.only("layers.0.mlp.up_proj")), {"stale"}, "layers.0.mlp.up_proj"),
+    (w.with_engine(w.older), {"stale"}, None),
+    (w.with_engine(w.only("layers.0.mlp.up_proj")), {"stale"}, "layers.0.mlp.up_proj"),
     (
-        s.with_engine(s.only("layers.1.self_attn.k_proj", slice(20, None))),
+        w.with_engine(w.only("layers.1.self_attn.k_proj", slice(20, None))),
         {"half-written"},
         "layers.1.self_attn.k_proj",
     ),
-    (s.with_engine(s.swap_gate_and_up), {"wrong"}, "layers.0.mlp."),
-    (s.with_engine(s.one_bit, previous=False), {"half-written"}, "layers.0.mlp.down_proj"),
-    (s.with_engine(s.rounded_on_the_way), {"wrong"}, "layers.1.self_attn.o_proj"),
-    (s.a_tensor_missing, {"missing"}, "layers.1.mlp.down_proj"),
-    (s.another_dtype, {"dtype"}, None),
+    (w.with_engine(w.swap_gate_and_up), {"wrong"}, "layers.0.mlp."),
+    (w.with_engine(w.one_bit, previous=False), {"half-written"}, "layers.0.mlp.down_proj"),
+    (w.with_engine(w.rounded_on_the_way), {"wrong"}, "layers.1.self_attn.o_proj"),
+    (w.a_tensor_missing, {"missing"}, "layers.1.mlp.down_proj"),
+    (w.another_dtype, {"dtype"}, None),
 ]
 
 
@@ -101,7 +102,7 @@ def test_weights_are_named(sides, at):
 
 @pytest.mark.parametrize("make", ARITHMETIC, ids=lambda f: f.__name__)
 def test_numerics_are_named(sides, make):
-    found = compare(*s.with_trainer(make)(*sides["hot"]))
+    found = compare(*with_trainer(make)(*sides["hot"]))
     assert [one.cause for one in found.findings] == ["numerics"], found.findings
     assert found.tokens_differ > 0 or found.row_values_differ > 0
     assert found.metrics["logprob_diff/max"] < 0.5
@@ -112,7 +113,7 @@ def test_there_are_twenty_five_sabotages_or_more():
 
 
 def test_without_digests_weights_and_numerics_are_not_told_apart(sides):
-    rollout, trainer = s.with_trainer(ARITHMETIC[0])(*sides["hot"])
+    rollout, trainer = with_trainer(ARITHMETIC[0])(*sides["hot"])
     found = compare(rollout, s.replace(trainer, weights=None))
     assert (found.cause, found.findings[0].kind) == ("undetermined", "weights or numerics")
     assert any("no digests" in note for note in found.notes)
