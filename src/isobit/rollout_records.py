@@ -19,6 +19,7 @@ REMEDIES = {
     "processors": "apply the same logits processors on both sides",
     "weights": "send the tensors again, and compare digests before the next rollout",
     "numerics": "run both sides with one order of addition (isobit.enable); isobit audit names the operator",
+    "not finite": "look for the first module with a NaN; a token that was drawn has a finite log-probability",
     "weights or numerics": "pass weights= (isobit.rollout.digest_weights) on both sides to tell them apart",
 }
 

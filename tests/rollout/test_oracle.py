@@ -130,6 +130,27 @@ def test_one_bit_of_one_log_probability_or_row_is_found(sides):
         assert (found.cause, found.tokens_differ + found.row_values_differ) == ("numerics", 1)
 
 
+def test_a_nan_on_both_sides_is_no_agreement(sides):
+    rollout, trainer = (
+        s.each(side, logprobs=lambda one: one.logprobs.clone()) for side in sides["hot"]
+    )
+    for side in (rollout, trainer):
+        side.sequences[1].logprobs[3] = torch.nan
+    found = compare(rollout, trainer)
+    assert (found.cause, found.findings[0].kind, found.findings[0].differ) == (
+        "numerics",
+        "not finite",
+        2,
+    )
+
+
+def test_rows_of_other_vocabularies_are_noted(sides):
+    rollout, trainer = sides["hot"]
+    found = compare(rollout, s.each(trainer, rows=lambda one: one.rows[:, :-5]))
+    assert found.row_values == 0
+    assert any("full rows of" in note for note in found.notes)
+
+
 def test_nothing_to_compare_is_no_pass(sides):
     rollout, trainer = sides["hot"]
     found = compare(s.each(rollout, logprobs=None), trainer)

@@ -193,6 +193,13 @@ def test_positions_of_one_request_are_independent():
     assert abs(signs.mean() * 2) < 4 / math.sqrt(count)
 
 
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_no_rows(options):
+    drawn = sample(torch.zeros(0, 9), seed=1, requests=[], positions=[], **options)
+    assert drawn.tokens.shape == drawn.logprobs.shape == (0,)
+    assert drawn.kept.shape == (0, 9)
+
+
 def test_names_of_requests():
     numbers = {request_number(f"request-{i}") for i in range(1000)}
     assert len(numbers) == 1000

@@ -51,6 +51,7 @@ def compare(rollout: Any, trainer: Any) -> RolloutReport:
     tokens, tokens_differ, first = count_tokens(aligned)
     row_values, row_values_differ, row_words = count_rows(aligned)
     weights, tensors, notes = weight_findings(mine, theirs)
+    findings += not_finite(aligned)
     differs = tokens_differ > 0 or row_values_differ > 0
     if differs and not findings:
         reason = infer(aligned)
@@ -125,6 +126,24 @@ def count_rows(aligned: Aligned) -> tuple[int, int, str]:
     return total, wrong, words if total else ""
 
 
+def not_finite(aligned: Aligned) -> list[Finding]:
+    """Return a finding if a token that counts has NaN or an infinity: equal bits would hide it."""
+    total = wrong = 0
+    first = ""
+    for *pair, counts in aligned:
+        for side, one in zip(("rollout", "trainer"), pair, strict=True):
+            assert one.logprobs is not None
+            bad = ~one.logprobs.isfinite() & counts
+            total, wrong = total + int(counts.sum()), wrong + int(bad.sum())
+            if not first and bool(bad.any()):
+                at = int(bad.nonzero()[0])
+                first = f"{side}, sequence {one.id!r}, token {at}: {float(one.logprobs[at])}"
+    if not wrong:
+        return []
+    detail = "log-probabilities of tokens that were drawn are not finite"
+    return [Finding("numerics", "not finite", detail, wrong, total, first)]
+
+
 def weight_findings(rollout: Scored, trainer: Scored) -> tuple[list[Finding], int, list[str]]:
     """Return the tensors that differ, how many were compared, and a note if none could be."""
     if rollout.weights is None or trainer.weights is None:
@@ -176,6 +195,12 @@ def undeclared(pairs: Pairs) -> list[str]:
         sides = [all(getattr(p[i].policy, name) is None for p in pairs) for i in (0, 1)]
         if pairs and sides[0] != sides[1]:
             notes.append(f"only the {'trainer' if sides[0] else 'rollout'} declares {name}")
-    if pairs and not any(a.rows is not None and b.rows is not None for a, b in pairs):
+    widths = {
+        (a.rows.shape[-1], b.rows.shape[-1])
+        for a, b in pairs
+        if a.rows is not None and b.rows is not None
+    }
+    notes += [f"full rows of {x} and {y} tokens were not compared" for x, y in widths if x != y]
+    if pairs and not widths:
         notes.append("full rows were not compared: equal tokens do not show equal distributions")
     return notes

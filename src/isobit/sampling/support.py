@@ -54,6 +54,8 @@ def keep_most_likely(logits: Tensor, top_k: Number, top_p: Number) -> Tensor:
     """
     rows, width = logits.shape
     kept = logits > -torch.inf
+    if not rows:
+        return kept
     counts = as_counts(top_k, rows, width)
     if counts is not None:
         kept &= keep_first(logits, counts.to(logits.device))
