@@ -35,6 +35,10 @@ class Finding:
         differ: How many of the things compared differ.
         of: How many were compared.
         first: The first of them.
+
+    Example:
+        >>> isobit.rollout.Finding("semantics", "shift", "one token behind").remedy
+        'entry t must be log p of token t given the tokens before it, on both sides'
     """
 
     cause: str
@@ -64,6 +68,10 @@ class RolloutReport:
         row_values_differ: How many of them differ in a bit.
         tensors: How many weights were compared by digests.
         notes: What was not declared or not judged.
+
+    Example:
+        >>> isobit.rollout.RolloutReport(()).exit_code  # nothing was compared
+        2
     """
 
     findings: tuple[Finding, ...]

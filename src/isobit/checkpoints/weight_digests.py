@@ -110,6 +110,13 @@ def compare_weights(
 
     Raises:
         ArgumentError: If there is nothing to compare.
+
+    Example:
+        >>> sent, got = torch.zeros(4, 2), torch.zeros(4, 2)
+        >>> got[2:] = 1
+        >>> digests = [isobit.rollout.digest_weights({"w": tensor}) for tensor in (got, sent)]
+        >>> isobit.rollout.compare_weights(*digests).differences[0].detail
+        'rows 2 to 4 of 4 differ, and the others are equal'
     """
     shapes = [{name: one.shape for name, one in side.items()} for side in (receiver, sender)]
     matching = match_names(*shapes)

@@ -23,6 +23,10 @@ class Policy:
         normaliser: "kept" if log-probabilities are normalised over what top-k and top-p keep, "full" if over the whole
             vocabulary.
         processors: Names of other logits processors (penalties, bias, min_p, grammar), in order.
+
+    Example:
+        >>> isobit.rollout.Policy(temperature=0.8, top_p=0.9).truncates
+        True
     """
 
     temperature: float | None = None
@@ -52,6 +56,11 @@ class Sequence:
             recorded.
         support: The ids that each token was drawn from; None for the whole vocabulary.
         policy: How logits became a distribution.
+
+    Example:
+        >>> one = isobit.rollout.Sequence("0", (1, 2), (5, 6), torch.tensor([-1.0, -2.0]))
+        >>> one.counts
+        tensor([True, True])
     """
 
     id: str
@@ -92,6 +101,11 @@ class Scored:
         weights: Digests of the weights that it computed with (isobit.rollout.digest_weights); None if not recorded.
         previous: Digests of the weights before these, to tell stale tensors from wrong ones.
         name: How to call it in a report.
+
+    Example:
+        >>> one = isobit.rollout.Sequence("0", (1, 2), (5, 6), torch.tensor([-1.0, -2.0]))
+        >>> isobit.rollout.compare(isobit.rollout.Scored((one,)), isobit.rollout.Scored((one,))).equal
+        True
     """
 
     sequences: tuple[Sequence, ...]

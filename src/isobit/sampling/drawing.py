@@ -30,6 +30,13 @@ class Drawn:
         logprobs: log p of each token under the policy that drew it, [rows] in fp32: of the logits divided by the
             temperature, normalised over the tokens that were kept. 0 where the temperature is 0.
         kept: Which tokens could be drawn, [rows, vocabulary].
+
+    Example:
+        >>> drawn = isobit.sampling.sample(
+        ...     torch.tensor([[0.0, 2.0, 1.0]]), seed=0, requests=0, positions=0, temperature=0.0
+        ... )
+        >>> drawn.tokens, drawn.support
+        (tensor([1]), tensor([[1]]))
     """
 
     tokens: Tensor
