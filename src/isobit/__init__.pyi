@@ -10,6 +10,8 @@ from isobit import optim as optim
 from isobit import order as order
 from isobit import parallel as parallel
 from isobit import reveal as reveal
+from isobit import rollout as rollout
+from isobit import sampling as sampling
 from isobit import simulator as simulator
 from isobit.auditing.api import audit as audit
 from isobit.compiled.api import certify as certify
@@ -25,8 +27,9 @@ from isobit.errors import UnsupportedError as UnsupportedError
 from isobit.integrations.transformers.enabling import disable as disable
 from isobit.integrations.transformers.enabling import enable as enable
 from isobit.integrations.transformers.enabling import enabled as enabled
-from isobit.integrations.transformers.forwards import logprobs as logprobs
 from isobit.integrations.transformers.sampling import KeyedSampling as KeyedSampling
+from isobit.integrations.transformers.scoring import logprobs as logprobs
+from isobit.integrations.transformers.scoring import logprobs_and_entropy as logprobs_and_entropy
 from isobit.integrations.transformers.strictness import coverage_report as coverage_report
 from isobit.nn.freezing import freeze as freeze
 from isobit.ops.attention.cache import KVCache as KVCache

@@ -21,6 +21,8 @@ NAMESPACES = (
     "isobit.order",
     "isobit.reveal",
     "isobit.reveal.targets",
+    "isobit.rollout",
+    "isobit.sampling",
     "isobit.simulator",
 )
 

@@ -34,6 +34,7 @@ LAYERS = {
     "records": "plain_text",
     "audit_records": "records",
     "certify_records": "order records",
+    "rollout_records": "",
     "bits": "records",
     "machine": "native processor records",
     "isolation": "machine",
@@ -42,26 +43,33 @@ LAYERS = {
     "ops": "foundation order reveal",
     "nn": "foundation order ops",
     "optim": "foundation ops",
+    "sampling": "foundation ops",
     "simulator": "bits errors lazy majority order",
     "parallel": "foundation order ops optim",
     "guards": "foundation parallel",
-    "integrations": "foundation order ops nn parallel",
+    "integrations": "foundation order ops nn parallel sampling",
     "contracts": "foundation order reveal certify_records",
     "gates": "foundation order ops nn optim parallel guards integrations simulator",
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts "
     "audit_records auditing",
     "checkpoints": "foundation",
+    "rollout": "foundation checkpoints rollout_records",
     "twice": "foundation",
     "compiled": "foundation certify_records order reveal report",
-    "report": "audit_records certify_records errors order plain_text records reveal",
+    "report": "audit_records certify_records errors order plain_text records reveal rollout_records",
     "auditing": "foundation audit_records order reveal ops parallel integrations simulator "
     "checkpoints report",
     "pytest_plugin": "foundation contracts auditing compiled",
     "cli": "foundation audit_records certify_records order reveal ops simulator integrations contracts "
-    "gates library checkpoints twice auditing compiled report",
+    "gates library checkpoints rollout rollout_records twice auditing compiled report",
 }
 # operator -> the operator that it is built on
-BUILT_ON = {("logprob", "linear"), ("logprob", "exact_sum"), ("log_softmax", "softmax")}
+BUILT_ON = {
+    ("logprob", "linear"),
+    ("logprob", "exact_sum"),
+    ("logprob", "log_softmax"),
+    ("log_softmax", "softmax"),
+}
 FILES = sorted(SOURCE.rglob("*.py"))
 
 
@@ -183,6 +191,7 @@ def test_reports_draw_and_compute_nothing():
             "records",
             "report",
             "reveal",
+            "rollout_records",
         }, path.name
 
 

@@ -17,6 +17,8 @@ PACKAGES = [
     "isobit.order",
     "isobit.parallel",
     "isobit.reveal",
+    "isobit.rollout",
+    "isobit.sampling",
     "isobit.simulator",
 ]
 MODULES = ["isobit.optim", "isobit.bits", "isobit.parallel.checkpoint"]

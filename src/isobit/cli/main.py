@@ -17,7 +17,7 @@ KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
 # What a user does, and the commands for it. A command's module has its name and is imported when it is run.
 GROUPS = {
     "compute": ("doctor", "chain", "curve"),
-    "look": ("audit", "reveal", "bits", "twice"),
+    "look": ("audit", "reveal", "bits", "rollout", "twice"),
     "judge": ("certify", "verify", "status", "explain", "lint", "graph", "new", "replay"),
     "guard": ("simulate",),
 }
@@ -35,6 +35,7 @@ LOAD_TORCH = (
     "doctor",
     "reveal",
     "bits",
+    "rollout",
     "twice",
     "chain",
     "curve",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.gates.model.batches import Batch
-from isobit.integrations.transformers.forwards import logprobs
+from isobit.integrations.transformers.scoring import logprobs
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.logprob.op import IGNORED
 

@@ -23,7 +23,7 @@ from isobit.gates.training.workload import (
 )
 from isobit.integrations.transformers import tensor_parallel
 from isobit.integrations.transformers.enabling import enable
-from isobit.integrations.transformers.forwards import logprobs
+from isobit.integrations.transformers.scoring import logprobs
 from isobit.ops.exact_sum.op import exact_sum
 from isobit.optim import AdamW
 from isobit.parallel import checkpoint

@@ -1,4 +1,4 @@
-"""Forward functions of a whole enabled model, and `isobit.logprobs`."""
+"""Forward functions of a whole enabled model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.integrations.transformers import modules
 from isobit.integrations.transformers.accumulation import warn_at_backward
-from isobit.integrations.transformers.head import keep_rows, logprobs_of, loss_of
+from isobit.integrations.transformers.head import keep_rows, loss_of
 from isobit.integrations.transformers.layout import Layout, in_force, read_layout
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.refusals import refuse, refuse_flushing
@@ -129,60 +129,6 @@ def forward_causal(
     output = run_checked(require_state(module), module, kind, run, calls_head=not scored)
     wanted = module.config.return_dict if return_dict is None else return_dict
     return output if wanted else output.to_tuple()
-
-
-def logprobs(
-    model: nn.Module,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    *,
-    targets: Tensor | None = None,
-    temperature: float = 1.0,
-    **inputs: Any,
-) -> Tensor:
-    """Return the log-probability of each next token, with the same bits in rollout and in training.
-
-    Args:
-        model: An enabled causal language model.
-        input_ids: Token ids, [B, T].
-        attention_mask: 1 for tokens and 0 for padding, [B, past + T].
-        position_ids: Positions, [B, T]; positions that restart at 0 separate packed samples.
-        targets: Token ids to score, [B, T]; by default the token that follows in the same sample. -100 is skipped.
-        temperature: Divides the logits.
-        **inputs: Further arguments of the model, such as past_key_values.
-
-    Returns:
-        log p of targets[b, t] given the tokens up to t, [B, T] in fp32; +0 where the target is -100.
-
-    Raises:
-        UnsupportedError: If the model is not enabled, or its modules changed since.
-        ArgumentError: If masks or positions cannot be read as samples.
-
-    Example:
-        >>> scores = isobit.logprobs(model, ids)  # doctest: +SKIP
-    """
-    state = require_state(model)
-    if not isinstance(model, state.family.causal):
-        raise ArgumentError(
-            expected=state.family.causal.__name__,
-            received=type(model).__name__,
-            remedy="pass the model that has the language-model head",
-        )
-    causal: Any = model
-    past = inputs.get("past_key_values")
-    layout = layout_of(input_ids, None, attention_mask, position_ids, past, inputs)
-    inputs[modules.LAYOUT] = layout
-    wanted = layout.next_of(input_ids) if targets is None else targets
-    cached = inputs.setdefault("use_cache", past is not None)
-
-    def run() -> Tensor:
-        hidden = causal.model(input_ids=input_ids, return_dict=True, **inputs).last_hidden_state
-        refuse_tied_share(causal)
-        return logprobs_of(hidden, causal.lm_head, layout, wanted, temperature)
-
-    kind = (*kind_of(model, layout, past, cached), "logprobs")
-    return run_checked(state, model, kind, run, calls_head=False, calls_model=False)
 
 
 def layout_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,15 +13,22 @@ from isobit.integrations.transformers.layout import Layout
 from isobit.integrations.transformers.package import library
 from isobit.ops import dispatch
 from isobit.ops.arguments import cast_for_autocast
-from isobit.ops.linear.op import linear_fp32
+from isobit.ops.linear.op import linear, linear_fp32
+from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.logprob.loss import linear_cross_entropy
 from isobit.ops.logprob.op import IGNORED, linear_logprob
+from isobit.ops.logprob.portable import inverse
+from isobit.ops.logprob.supported import kept_of
 from isobit.ops.portable.samples import spans_of
 from isobit.ops.share import as_partial, check_share, share_in_force
+from isobit.ops.softmax.op import softmax
 from isobit.order.samples import Samples
 from isobit.parallel.tensor.shard import tp_group_of
 from isobit.parallel.tensor.vocab_logits import vocab_logits
 from isobit.parallel.tensor.vocab_logprob import vocab_cross_entropy, vocab_logprob
+from isobit.sampling.support import Truncation
+
+ROWS_AT_ONCE = 256  # whose logits are in memory
 
 
 class Logits(torch.autograd.Function):
@@ -101,7 +109,12 @@ def loss_of(
 
 
 def logprobs_of(
-    hidden: Tensor, head: nn.Linear, layout: Layout, targets: Tensor, temperature: float
+    hidden: Tensor,
+    head: nn.Linear,
+    layout: Layout,
+    targets: Tensor,
+    temperature: float,
+    support: Tensor | None = None,
 ) -> Tensor:
     """Return log p of each target, [B, T] in fp32; +0 where the target is -100."""
     asked: dict[str, Any] = {"temperature": temperature, "samples": layout.samples}
@@ -109,4 +122,46 @@ def logprobs_of(
     hidden, weight = cast_for_autocast(hidden, head.weight)
     if tp_group is not None:
         return vocab_logprob(hidden, weight, targets, tp_group=tp_group, **asked)
-    return linear_logprob(hidden, weight, targets, **asked)
+    return linear_logprob(hidden, weight, targets, support=support, **asked)
+
+
+@torch.no_grad()
+def keep_of(
+    hidden: Tensor, head: nn.Linear, support: Tensor | Truncation | None, temperature: float
+) -> Tensor | None:
+    """Return the support as a tensor: that of a Truncation from logits divided by the temperature."""
+    if not isinstance(support, Truncation):
+        return support
+    hidden, weight = cast_for_autocast(hidden, head.weight)
+    kept = hidden.new_empty((*hidden.shape[:-1], len(weight)), dtype=torch.bool)
+    for rows, into in in_chunks(hidden, kept):
+        logits = linear_fp32(rows, weight)
+        into.copy_(support.keep(logits * inverse(temperature, logits.dtype)))
+    return kept
+
+
+@torch.no_grad()
+def entropy_of(
+    hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float, support: Tensor | None
+) -> Tensor:
+    """Return −Σ p log p, [B, T] in fp32, in the order of a feature axis; +0 where there is no target."""
+    hidden, weight = cast_for_autocast(hidden, head.weight)
+    kept = None if support is None else kept_of(support, hidden, targets, len(weight))
+    found = torch.empty(targets.numel(), 1, dtype=torch.float32)
+    ones = torch.ones(1, len(weight))
+    start = 0
+    for rows, into in in_chunks(hidden, found):
+        logits = linear_fp32(rows, weight) * inverse(temperature, torch.float32)
+        if kept is not None:
+            logits = torch.where(kept[start : start + len(rows)], logits, -torch.inf)
+            start += len(rows)
+        every = log_softmax(logits)
+        terms = torch.where(every == -torch.inf, 0.0, -softmax(logits) * every)
+        into.copy_(linear(terms, ones))
+    return torch.where(targets < 0, 0.0, found.reshape(targets.shape))
+
+
+def in_chunks(hidden: Tensor, result: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows of hidden and of the result; a row does not depend on others, so their number is free."""
+    rows, out = hidden.reshape(-1, hidden.shape[-1]), result.view(-1, result.shape[-1])
+    return zip(torch.split(rows, ROWS_AT_ONCE), torch.split(out, ROWS_AT_ONCE), strict=True)

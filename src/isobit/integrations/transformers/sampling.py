@@ -1,7 +1,6 @@
 """Sampling for generate() that depends on seed, sample and position, and not on the batch.
 
-The largest of logits / temperature + Gumbel noise is a draw from their softmax. The noise is a hash of (seed, sample,
-position, token), so that no generator is shared among samples, and greedy decoding does the rest:
+The draw is that of `isobit.sampling.sample`; every other token is set to -inf, and greedy decoding does the rest:
 
     generate(**inputs, do_sample=False, logits_processor=[KeyedSampling(7, attention_mask=inputs["attention_mask"])])
 """
@@ -17,22 +16,15 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from isobit.errors import ArgumentError
-from isobit.ops.softmax.op import softmax
-
-GOLDEN, FIRST, SECOND = (
-    -0x61C8864680B583EB,
-    -0x40A7B892E31B1A47,
-    -0x6B2FB644ECCEEE15,
-)  # splitmix64's, as int64
-IN_CACHE = 2**17  # elements worked on at once
-MASS = 2**40  # probabilities as whole numbers, whose sums are exact
+from isobit.sampling.drawing import Drawn, sample
 
 
 class KeyedSampling(LogitsProcessor):
     """A logits processor for generate() that samples by a key, so that a draw does not depend on the batch.
 
-    It adds noise to the logits so that the largest is the draw: call generate() with do_sample=False and one beam.
-    A draw depends on (seed, sample, position) alone; nothing is stored between calls.
+    It leaves the token that is drawn and sets all others to -inf: call generate() with do_sample=False and one beam.
+    A draw depends on (seed, sample, position) and the logits alone, and is that of `isobit.sampling.sample`. Nothing is
+    stored between calls.
 
     Args:
         seed: The seed of all draws.
@@ -78,16 +70,26 @@ class KeyedSampling(LogitsProcessor):
         self.padding = count_padding(attention_mask) if isinstance(attention_mask, Tensor) else None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Return scores in fp64 whose largest is the draw."""
+        """Return scores with 0 at the draw and -inf elsewhere."""
+        tokens = self.draw(input_ids, scores).tokens
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens.unsqueeze(1), 0.0)
+
+    def draw(self, input_ids: Tensor, scores: Tensor) -> Drawn:
+        """Return the draw of each row."""
         rows, width = input_ids.shape
         samples = self._per_row("samples", self.samples, torch.arange(rows), rows)
         padding = self._per_row(
             "rows of attention_mask", self.padding, torch.zeros(rows, dtype=torch.int64), rows
         )
-        logits = scores.double() / self.temperature
-        noise = gumbel_noise(self.seed, samples, width - padding, scores.shape[-1])
-        kept = keep_most_likely(logits, self.top_k, self.top_p)
-        return torch.where(kept, logits + noise, -torch.inf)
+        return sample(
+            scores,
+            seed=self.seed,
+            requests=samples,
+            positions=width - padding,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+        )
 
     def _per_row(self, what: str, given: Tensor | None, otherwise: Tensor, rows: int) -> Tensor:
         if given is not None and len(given) != rows:
@@ -119,68 +121,3 @@ def count_padding(attention_mask: Tensor) -> Tensor:
             remedy='pad prompts on the left: tokenizer.padding_side = "left"',
         )
     return mask.shape[1] - mask.sum(1)
-
-
-# ---- noise: plain arithmetic on each element, so the same at every place ---------------------------------
-
-
-def gumbel_noise(seed: int, samples: Tensor, positions: Tensor, vocabulary: int) -> Tensor:
-    """Return Gumbel noise [rows, vocabulary] in fp64: −log(−log u) of a hash of (seed, sample, position, token)."""
-    key = mix(torch.full_like(samples, as_int64(seed)) + GOLDEN)
-    for part in (samples, positions):
-        key = mix((key ^ part) + GOLDEN)
-    tokens = torch.arange(1, vocabulary + 1) * GOLDEN
-    out = torch.empty(len(key), vocabulary, dtype=torch.float64)
-    rows = max(IN_CACHE // vocabulary, 1)
-    for some, to in zip(torch.split(key, rows), torch.split(out, rows), strict=True):
-        bits = mix(some.unsqueeze(1) + tokens)
-        uniform = shift_right(bits, 12).double().add_(0.5).mul_(2.0**-52)  # exact, and never 0 or 1
-        to.copy_(log(log(uniform).neg_())).neg_()
-    return out
-
-
-def mix(x: Tensor) -> Tensor:
-    """Apply splitmix64's finaliser to int64, where products wrap around; x may be overwritten."""
-    x = x.bitwise_xor_(shift_right(x, 30)).mul_(FIRST)
-    x = x.bitwise_xor_(shift_right(x, 27)).mul_(SECOND)
-    return x.bitwise_xor_(shift_right(x, 31))
-
-
-def shift_right(x: Tensor, count: int) -> Tensor:
-    """Shift right without the sign."""
-    return (x >> count).bitwise_and_((1 << (64 - count)) - 1)
-
-
-def as_int64(value: int) -> int:
-    """Convert to int64 modulo 2^64."""
-    return (value + 2**63) % 2**64 - 2**63
-
-
-def log(x: Tensor) -> Tensor:
-    """Return the logarithm of positive fp64 within 1e-9, by plain products and sums, equal in every SIMD lane."""
-    mantissa, exponent = torch.frexp(x)
-    low = (mantissa < math.sqrt(0.5)).int()
-    mantissa.mul_(low + 1)
-    s = (mantissa - 1).div_(mantissa.add_(1))
-    square = s * s
-    series = torch.full_like(s, 1 / 11)
-    for odd in (9, 7, 5, 3, 1):
-        series.mul_(square).add_(1 / odd)
-    return exponent.sub_(low).double().mul_(math.log(2)).add_(s.mul_(2).mul_(series))
-
-
-# ---- which tokens may be drawn ---------------------------------------------------------------------------
-
-
-def keep_most_likely(logits: Tensor, top_k: int | None, top_p: float | None) -> Tensor:
-    """Keep the k largest (and ties with the k-th), then the fewest of these whose probability reaches p."""
-    kept = torch.ones_like(logits, dtype=torch.bool)
-    if top_k is not None and top_k < logits.shape[-1]:
-        kept = logits >= logits.topk(top_k, dim=-1).values[:, -1:]
-    if top_p is not None and top_p < 1:
-        allowed = torch.where(kept, logits, -torch.inf).float()
-        order = allowed.argsort(dim=-1, descending=True, stable=True)
-        mass = (softmax(allowed) * float(MASS)).long().gather(-1, order)
-        before = mass.cumsum(-1) - mass  # whole numbers: exact in any order
-        kept &= torch.zeros_like(kept).scatter(-1, order, before < int(top_p * MASS))
-    return kept

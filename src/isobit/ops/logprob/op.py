@@ -12,6 +12,7 @@ from isobit.errors import ArgumentError
 from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.linear.op import check_linear
 from isobit.ops.logprob import portable
+from isobit.ops.logprob.supported import LogprobOfSupport, kept_of
 from isobit.ops.portable.samples import as_samples, spans_of, whole_samples
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
 from isobit.ops.share import (
@@ -34,6 +35,7 @@ def linear_logprob(
     *,
     temperature: float = 1.0,
     samples: Samples | Tensor | None = None,
+    support: Tensor | None = None,
 ) -> Tensor:
     """Log-probabilities of chosen tokens, from hidden states and the weight of the language-model head.
 
@@ -48,12 +50,15 @@ def linear_logprob(
         temperature: Divides the logits; positive.
         samples: The rows of each sample, as `Samples` or cumulative lengths (`cu_seqlens`). By default hidden [B, T, K]
             is B samples.
+        support: The ids that could be drawn (top-k, top-p), over which to normalise: [..., n] filled up with -1, or
+            booleans [..., V]. By default the whole vocabulary. On the CPU.
 
     Returns:
         Tensor of the shape of targets, in fp32.
 
     Raises:
-        ArgumentError: If shapes, dtypes or devices do not fit together, or a target is not in the vocabulary.
+        ArgumentError: If shapes, dtypes or devices do not fit together, or a target is not in the vocabulary
+            or not in its support.
         UnsupportedError: If the samples are a share and gradients are taken outside isobit.parallel.Gradients.
 
     Example:
@@ -78,6 +83,10 @@ def linear_logprob(
         hidden.reshape(-1, hidden.shape[-1]),
         targets.reshape(-1).to(torch.int64).contiguous(),
     )
+    if support is not None:
+        kept = kept_of(support, hidden, targets, len(weight))
+        given = (rows, weight, chosen, kept, float(temperature), spans, known.of)
+        return LogprobOfSupport.apply(*given).reshape(targets.shape)  # type: ignore[no-any-return,no-untyped-call]
     sizes = (targets.numel(), *reversed(weight.shape))
     found, _ = launch(
         "linear_logprob", sizes, rows, weight, chosen, float(temperature), spans, known.of

@@ -1,0 +1,62 @@
+"""`isobit rollout compare`: name what makes a rollout's log-probabilities differ from a trainer's."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.table import Table
+
+from isobit import files
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console, say_json
+from isobit.plain_text import one_line
+from isobit.report.rollout_page import write_rollout_page
+from isobit.rollout.comparing import compare
+from isobit.rollout_records import RolloutReport
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare and print. The exit code is 0 if equal, 1 if something differs, 2 if nothing was compared."""
+    found = compare(options.rollout, options.trainer)
+    texts = [path.read_text(errors="replace") for path in (options.rollout, options.trainer)]
+    origin = provenance_of(options, texts)
+    if options.html:
+        names = (options.rollout.name, options.trainer.name)
+        files.write_text(options.html, write_rollout_page(found, names, origin))
+    if options.json:
+        findings = [{**asdict(one), "remedy": one.remedy} for one in found.findings]
+        say_json(
+            {
+                "provenance": origin,
+                "equal": found.equal,
+                "cause": found.cause,
+                **asdict(found),
+                "findings": findings,
+            }
+        )
+    else:
+        show(make_console(140, soft_wrap=True), found, options.limit)
+    return found.exit_code
+
+
+def show(console: Console, found: RolloutReport, limit: int) -> None:
+    """Print findings, metrics, notes and the verdict."""
+    shown = found.findings[:limit] if limit > 0 else found.findings
+    for one in shown:
+        share = f" ({one.differ:,} of {one.of:,})" if one.of else ""
+        console.print(f"{one.cause}, {one.kind}{share}: {one_line(one.detail)}")
+        if one.first:
+            console.print(f"  first:  {one_line(one.first)}")
+        console.print(f"  remedy: {one.remedy}")
+    if len(shown) < len(found.findings):
+        console.print(f"… and {len(found.findings) - len(shown):,} more; --limit 0 shows all")
+    if found.metrics:
+        table = Table("metric", "value")
+        for name, value in found.metrics.items():
+            table.add_row(name, f"{value:.6g}")
+        console.print(table)
+    for note in found.notes:
+        console.print(f"note: {one_line(note)}")
+    console.print(found.sentence)

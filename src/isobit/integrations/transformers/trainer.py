@@ -1,0 +1,165 @@
+"""transformers' Trainer whose result does not depend on micro-batches or data-parallel ranks.
+
+[Note: how the Trainer's step is divided] A global batch has per_device_train_batch_size × gradient_accumulation_steps ×
+ranks samples. Each rank has consecutive samples of it, in consecutive micro-batches (GlobalBatchSampler), and each
+training_step runs inside `isobit.parallel.Gradients.micro_batch`. So the weights after a step depend on the samples of
+the global batch and their order alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import Trainer
+
+from isobit.errors import ArgumentError, UnsupportedError
+from isobit.integrations.transformers.state import require_state
+from isobit.parallel.data.global_batch import GlobalBatch
+from isobit.parallel.data.grad_norm import clip_grad_norm_
+from isobit.parallel.data.gradients import Gradients
+from isobit.parallel.data.sampler import GlobalBatchSampler
+
+
+class EpochLoader(DataLoader[Any]):
+    """A DataLoader that passes the epoch on to its batch sampler, as the Trainer sets it."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Start another epoch."""
+        sampler: Any = self.batch_sampler
+        sampler.set_epoch(epoch)
+
+
+class OrderedTrainer(Trainer):
+    """A transformers Trainer with one result for every number of micro-batches and ranks.
+
+    With N samples per step, per_device_train_batch_size × gradient_accumulation_steps × ranks = N in any way gives the
+    same weights, bit for bit. The model must be enabled; use `optim="adamw_torch"`, and a collator that pads as it
+    likes. Labels must be given: the loss is divided by their number in the global batch.
+
+    Args:
+        *given: As for transformers.Trainer.
+        **named: As for transformers.Trainer.
+
+    Raises:
+        UnsupportedError: If the model is not enabled, or an option is set that changes how gradients are summed.
+        CutError: If the global batch cannot be divided so.
+
+    Example:
+        >>> from isobit.integrations.transformers import OrderedTrainer
+        >>> trainer = OrderedTrainer(isobit.enable(model), arguments, train_dataset=data)  # doctest: +SKIP
+    """
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        """Create the Trainer, and check model and options."""
+        super().__init__(*given, **named)
+        require_state(self.accelerator.unwrap_model(self.model))
+        refuse_options(self.args)
+        self._gradients: Gradients | None = None
+        self._micro = 0
+
+    @property
+    def global_batch(self) -> GlobalBatch:
+        """How a step's samples are divided over ranks and micro-batches."""
+        args = self.args
+        count = args.per_device_train_batch_size * args.gradient_accumulation_steps
+        return GlobalBatch(
+            of=count * args.world_size,
+            ranks=args.world_size,
+            micro_batches=args.gradient_accumulation_steps,
+        )
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return a loader of this rank's micro-batches; it is not divided over ranks again."""
+        if self.train_dataset is None or not hasattr(self.train_dataset, "__len__"):
+            raise ArgumentError(
+                expected="a train_dataset with a length",
+                received=type(self.train_dataset).__name__,
+                remedy="use a map-style dataset: global batches are runs of its shuffled order",
+            )
+        args = self.args
+        seed = args.seed if args.data_seed is None else args.data_seed
+        sampler = GlobalBatchSampler(
+            len(self.train_dataset),
+            self.global_batch,
+            args.process_index,
+            seed=seed,
+            drop_last=args.dataloader_drop_last,
+        )
+        collate = self._get_collator_with_removed_columns(self.data_collator, "Training")
+        return EpochLoader(
+            self.train_dataset,
+            batch_sampler=sampler,
+            collate_fn=collate,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=False,
+        )
+
+    def train(self, *given: Any, **named: Any) -> Any:
+        """Train as transformers does."""
+        try:
+            return super().train(*given, **named)
+        finally:
+            self._micro = 0
+            if self._gradients is not None:
+                self._gradients.close()
+                self._gradients = None
+
+    def training_step(
+        self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Run forward and backward of one micro-batch."""
+        batch = self.global_batch
+        rows = len(next(iter(inputs.values())))
+        if rows != batch.size or self.current_gradient_accumulation_steps != batch.micro_batches:
+            raise ArgumentError(
+                expected=f"{batch.micro_batches} micro-batches of {batch.size} samples in every step",
+                received=f"{self.current_gradient_accumulation_steps} of {rows}",
+                remedy="pass dataloader_drop_last=True, so that each step has a whole global batch",
+            )
+        # The model itself, without DDP around it: Gradients exchanges what DDP would, and can take tied weights.
+        model = self.accelerator.unwrap_model(model)
+        if self._gradients is None:
+            self._gradients = Gradients(model, batch)
+        micro, self._micro = self._micro, 0
+        with self._gradients.micro_batch(micro):
+            loss: torch.Tensor = super().training_step(model, inputs, num_items_in_batch)
+        self._micro = (micro + 1) % batch.micro_batches
+        return loss * batch.ranks  # for the log, which takes the mean over ranks
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the Trainer's loss without its factor for DDP's mean over ranks: gradients are summed here."""
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        ranks = self.accelerator.num_processes
+        if ranks == 1 or num_items_in_batch is None or not model.training:
+            return found
+        loss, *outputs = found if return_outputs else (found,)
+        loss = loss / ranks  # a power of two: exact
+        return (loss, *outputs) if return_outputs else loss
+
+    def _clip_grad_norm(self, model: Any) -> torch.Tensor:
+        plain = self.accelerator.unwrap_model(model)
+        return clip_grad_norm_(plain, self.args.max_grad_norm)
+
+
+def refuse_options(args: Any) -> None:
+    """Raise for options that change how gradients are summed or scaled."""
+    wrong = {
+        "fp16": args.fp16,
+        "bf16 (autocast)": args.bf16,
+        "deepspeed": args.deepspeed,
+        "fsdp": args.fsdp,
+        "average_tokens_across_devices=False": not args.average_tokens_across_devices,
+        "group_by_length": getattr(args, "group_by_length", False),
+        "label_smoothing_factor": args.label_smoothing_factor,
+    }
+    for name, value in wrong.items():
+        if value:
+            raise UnsupportedError(
+                expected="an option that leaves the sum over samples to isobit.parallel.Gradients",
+                received=f"{name}: {value}",
+                remedy="leave it out; train in bf16 by model.to(torch.bfloat16)",
+            )

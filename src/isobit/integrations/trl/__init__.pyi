@@ -1,0 +1,2 @@
+from isobit.integrations.trl.grpo import GRPOTrainer as GRPOTrainer
+from isobit.integrations.trl.grpo import OrderedGRPO as OrderedGRPO

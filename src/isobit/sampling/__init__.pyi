@@ -1,0 +1,5 @@
+from isobit.sampling.drawing import Drawn as Drawn
+from isobit.sampling.drawing import sample as sample
+from isobit.sampling.keys import request_number as request_number
+from isobit.sampling.support import Truncation as Truncation
+from isobit.sampling.support import support_ids as support_ids
