@@ -63,8 +63,8 @@ def derive(contract: Contract) -> Derived:
     plan = PLANS.get(contract.id)
     if plan is None:
         reason = ELSEWHERE.get(contract.id, "no plan for backends names it")
-        left = tuple(LeftOut(contract.id, claim.id, reason) for claim in contract.claims)
-        return Derived(None, left, ())
+        every = tuple(LeftOut(contract.id, claim.id, reason) for claim in contract.claims)
+        return Derived(None, every, ())
     claims, claims_left, parts_left = [], [], []
     for claim in contract.claims:
         reason = reason_against(claim, plan)

@@ -54,6 +54,7 @@ TWINS: dict[str, str] = {
         without_shift="softmax_without_shift",
         over_the_batch="softmax_over_the_batch",
         without_the_last="softmax_without_the_last",
+        wiggling="softmax_wiggling",
     ),
     **twins(
         "log_softmax.planted",
@@ -63,6 +64,7 @@ TWINS: dict[str, str] = {
         without_the_tail="log_without_the_tail",
         log_of_softmax="log_of_softmax",
         plain_gradient="log_plain_gradient",
+        wiggling="log_wiggling",
     ),
     **twins(
         "elementwise.planted",

@@ -120,14 +120,19 @@ softmax_over_the_batch = twin(softmax, source(SOFTMAX, (TOP, f"top = tl.max(most
 softmax_without_the_last = twin(
     softmax, source(SOFTMAX, (TAIL, TAIL.replace("LENGTH", "LENGTH - 1")))
 )
+TERM = "term = exp_nonpositive(value - top)"
+softmax_wiggling = twin(
+    softmax,
+    source(SOFTMAX, (TERM, f"{TERM} * tl.where((value > -2.0) & (value < -1.0), 0.5, 1.0)")),
+)
 LOG = "log_sum = log_positive(whole)"
 log_over_the_batch = twin(
     log_softmax, source(LOG_SOFTMAX, (LOG, f"{LOG} + tl.max(top) * 0.0009765625"))
 )
-TERM = "total + exp_nonpositive(value - base)"
+ADDED = "total + exp_nonpositive(value - base)"
 log_without_the_tail = twin(
     log_softmax,
-    source(LOG_SOFTMAX, (f"tl.where(known, {TERM}", f"tl.where(at + 16 <= LENGTH, {TERM}")),
+    source(LOG_SOFTMAX, (f"tl.where(known, {ADDED}", f"tl.where(at + 16 <= LENGTH, {ADDED}")),
 )
 BASE = 'base = tl.where(tops == -float("inf"), 0.0, tops)'
 log_not_rescaled = twin(log_softmax, source(LOG_SOFTMAX, (BASE, f"{BASE} + 0.0625")))
@@ -138,6 +143,11 @@ log_of_softmax = twin(
         LOG_SOFTMAX,
         ("(value - top) - log_sum", f"log_positive(tl.maximum({SHARE}, 1.1754943508222875e-38))"),
     ),
+)
+LAST = "(value - top) - log_sum"
+log_wiggling = twin(
+    log_softmax,
+    source(LOG_SOFTMAX, (LAST, f"({LAST}) - tl.where((value > 1.0) & (value < 2.0), 0.5, 0.0)")),
 )
 log_plain_gradient = twin(
     log_softmax,
