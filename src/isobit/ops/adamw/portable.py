@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
@@ -55,18 +56,27 @@ def inexact_roots(dtype: torch.dtype) -> tuple[int, int]:
     else:
         values = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(dtype)
         values = values[values.isfinite()]
-    exact = values.double().sqrt().float().to(dtype)
-    return int((values.sqrt() != exact).sum()), len(values)
+    return int((values.sqrt() != exact_root(values)).sum()), len(values)
+
+
+def exact_root(values: Tensor) -> Tensor:
+    """Return correctly rounded square roots: fp64 has more than twice the digits."""
+    return values.double().sqrt().float().to(values.dtype)
 
 
 def adamw(
-    p: Tensor, grad: Tensor, first: Tensor, second: Tensor, numbers: Numbers
+    p: Tensor,
+    grad: Tensor,
+    first: Tensor,
+    second: Tensor,
+    numbers: Numbers,
+    root: Callable[[Tensor], Tensor] = torch.sqrt,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the new parameter, mean and mean of squares; each operation rounds to the dtype of all."""
     p = p * numbers.decay
     first = torch.lerp(first, grad, numbers.weight)
     second = (second * numbers.keep).addcmul_(grad, grad, value=numbers.added)
-    divisor = (second.sqrt() / numbers.root).add_(numbers.eps)
+    divisor = (root(second) / numbers.root).add_(numbers.eps)
     return p.addcdiv_(first, divisor, value=numbers.size), first, second
 
 
