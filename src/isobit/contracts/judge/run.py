@@ -20,7 +20,7 @@ from isobit.contracts.store.tree import Tree
 from isobit.errors import ArgumentError, ContractError
 from isobit.records import ClaimRecord
 
-NO_LAUNCH = "no kernel was launched on the backend"
+NO_LAUNCH = "the subject launches no kernel on the backend"
 
 
 @dataclass(frozen=True)
@@ -87,23 +87,28 @@ def judge_contract(
     if backend is None:
         yield from records
         return
-    for record in launched(records):
+    serves = launches_kernels(contract, options)
+    for record in records:
+        if record.verdict == "kept" and not serves:
+            record = replace(record, verdict="vacuous", level=1, detail=NO_LAUNCH)
         again = f"{record.replay} --backend {backend.kind} --target {backend.target}"
         yield replace(record, replay=again) if record.replay else record
 
 
-def launched(records: Iterator[ClaimRecord]) -> Iterator[ClaimRecord]:
-    """Yield records of a chosen backend; a claim that launched no kernel on it has shown nothing about it."""
+def launches_kernels(contract: Contract, options: Options) -> bool:
+    """Return whether the subject launches a kernel on the chosen backend; one that raises is left to the claims."""
+    from isobit.contracts.judge.binding import find_subject
+    from isobit.contracts.judge.recipes import Case, fixed_recipes
     from isobit.launches import record_launches
 
-    while True:
-        with record_launches() as seen:
-            record = next(records, None)
-        if record is None:
-            return
-        if record.verdict == "kept" and not any(launch.executor == "triton" for launch in seen):
-            record = replace(record, verdict="vacuous", level=1, detail=NO_LAUNCH)
-        yield record
+    name = contract.claims[0].inputs[0]
+    case = Case(next(fixed_recipes(name, contract.inputs[name])), contract.inputs[name])
+    with record_launches() as seen:
+        try:
+            find_subject(contract, options)(*case.arguments.values(), **case.options)
+        except Exception:
+            return True
+    return any(launch.executor == "triton" for launch in seen)
 
 
 def _opened_files(tree: Tree, entry: Entry, options: Options) -> OpenedFiles:

@@ -20,6 +20,9 @@ LONG = "samples of 4,100 keys take minutes in the interpreter; tests/gpu compare
 FEWER = "it runs on fewer tokens"
 OWN = "isobit.library.on_gpu.claims:"
 ROW_COUNTS = ("qkv_rows", "o_rows", "gate_up_rows", "down_rows")
+ROTATED = ("tokens", "wide_heads", "gradients", "heads_apart", "normal32", "normal16")
+# Inputs of attention that fill a block of 64 keys and begin another.
+TWO_BLOCKS = ("tokens", "typed", "windowed", "windowed_narrow", "narrow_types", "single")
 MODULES = "it is about Python modules that call operators, not about a kernel"
 
 
@@ -62,7 +65,12 @@ PLANS: dict[str, Plan] = {
     "silu-kernel-v1": Plan(edges=("nans",)),
     "gelu-kernel-v1": Plan(),
     "swiglu-kernel-v1": Plan(),
-    "rope-kernel-v1": Plan(),
+    "rope-kernel-v1": Plan(
+        sizes={
+            **{name: {"heads": (2,), "d": (34,)} for name in ROTATED},
+            "narrow_heads": {"heads": (3,), "d": (2,)},
+        }
+    ),
     "embedding-kernel-v1": Plan(
         sizes={"tokens": {"n": (3,), "v": (7,)}},
         predicates={
@@ -93,12 +101,18 @@ PLANS: dict[str, Plan] = {
             "executors-agree-on-chunks": LONG,
             "no-gradient-through-a-cache": REFUSALS,
         },
+        sizes={
+            **{name: {"rows": (66,), "heads": (1,)} for name in TWO_BLOCKS},
+            **{name: {"t": (66,)} for name in ("edge", "block", "block_windowed")},
+            "units": {"rows": (5,)},
+            "few": {"t": (7,), "heads": (2,)},
+        },
         predicates={
             "decode-is-prefill": (f"{OWN}attention_decode", FEWER),
             "samples": (f"{OWN}attention_samples", FEWER),
         },
     ),
-    "gqa-kernel-v1": Plan(),
+    "gqa-kernel-v1": Plan(sizes={"samples": {"t": (18,)}, "edge": {"t": (66,)}}),
     "logprob-kernel-v1": Plan(
         left_out={"vocabulary-shares": PARTIAL},
         predicates={"samples": (f"{OWN}logprob_samples", FEWER)},
