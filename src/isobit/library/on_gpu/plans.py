@@ -118,7 +118,7 @@ PLANS: dict[str, Plan] = {
         predicates={"samples": (f"{OWN}logprob_samples", FEWER)},
     ),
     "lm-head-kernel-v1": Plan(),
-    "grad-norm-kernel-v1": Plan(sizes={"rows": {"rows": (2,), "n": (23,)}}),
+    "grad-norm-kernel-v1": Plan(sizes={"rows": {"rows": (2,), "n": (23,)}}, edges=("tiny",)),
     "cross-entropy-kernel-v1": Plan(left_out={"counts": PARTIAL}),
 }
 

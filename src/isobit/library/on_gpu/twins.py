@@ -23,6 +23,7 @@ from torch import Tensor
 
 from isobit.library.gradients import with_backward
 from isobit.library.subjects import replaced
+from isobit.ops.gpu.executors import OPERATORS
 
 Change = Callable[[], Any]  # returns a context manager
 
@@ -50,13 +51,14 @@ def source(name: str, *changes: tuple[str, str]) -> Change:
 
     @contextmanager
     def change() -> Iterator[None]:
-        home = import_module(name)
+        for operator in OPERATORS:  # one that were imported meanwhile would keep the wrong kernels
+            import_module(f"isobit.ops.{operator}.triton")
+        own = dict(vars(import_module(name)))
         others = vars(changed_module(name, *changes))
         with ExitStack() as stack:
             for module in [m for n, m in list(sys.modules.items()) if n.startswith("isobit.ops.")]:
                 for key, value in list(vars(module).items()):
-                    own = getattr(home, key, None)
-                    if own is value and is_kernel(value) and value.__module__ == name:
+                    if is_kernel(value) and own.get(key) is value and value.__module__ == name:
                         stack.enter_context(replaced(module, key, others[key]))
             yield
 

@@ -36,9 +36,6 @@ SEES = "end = tl.minimum(KEYS - QUERIES + query + 1, KEYS)"
 FACTOR = "factor = exp_nonpositive(most - base)"
 FOLD = "for first in range(start, stop, BLOCK):"
 STATE = "output = tl.where(folds, output * factor + added, output)"
-# A block of its own begins where the queries of a call do.
-PER_CALL = "exp_nonpositive(scores - base)"
-
 attention_sees_the_next = twin(
     attention, source(BLOCKS, (SEES, "end = tl.minimum(KEYS - QUERIES + query + 2, KEYS)"))
 )
@@ -47,16 +44,10 @@ attention_without_rescaling = twin(
     source(STATES, (FACTOR, f"{FACTOR} * 0.0 + tl.where(most == -float('inf'), 0.0, 1.0)")),
 )
 attention_bf16_accumulator = twin(attention, source(STATES, (STATE, f"{STATE}{NARROW}")))
+SUM = "total * factor + add_lanes(weights, ROWS)"
 attention_by_count = twin(
     attention,
-    source(
-        STATES,
-        (
-            PER_CALL,
-            "tl.where(KEYS > 3, exp_nonpositive(scores - base) * (1.0 + QUERIES * 1.1920929e-07), "
-            "exp_nonpositive(scores - base))",
-        ),
-    ),
+    source(STATES, (SUM, f"({SUM}) * (1.0 + tl.minimum(QUERIES, 2) * 1.1920929e-07)")),
 )
 attention_backwards = twin(
     attention,
