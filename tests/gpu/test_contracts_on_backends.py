@@ -37,6 +37,7 @@ WHOLE = (
     "log-softmax-kernel-v1",
     "matmul-kernel-v1",
     "silu-kernel-v1",
+    "swiglu-kernel-v1",
 )
 
 
