@@ -17,9 +17,14 @@ class Backend(Protocol):
     """What runs Triton kernels.
 
     Attributes:
+        kind: Its name: "interpreter" or "machine".
         target: The GPU whose code or arithmetic it has, such as "sm_90".
         engine: The arithmetic of that GPU's matrix products, such as "tc25x16".
     """
+
+    @property
+    def kind(self) -> str:
+        """Return the name."""
 
     @property
     def target(self) -> str:

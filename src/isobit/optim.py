@@ -10,7 +10,10 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.isolation import keeping_subnormals
-from isobit.ops.exact_sum.op import exact_state, round_state
+from isobit.ops.adamw import step as steps
+from isobit.ops.adamw.portable import numbers_of
+from isobit.ops.exact_sum.op import exact_state_anywhere, round_state
+from isobit.ops.gpu.executors import is_asked_for
 from isobit.ops.portable.rounding import settle_nans
 from isobit.ops.unfinished import refuse_unfinished
 
@@ -43,9 +46,9 @@ def get_total_norm(tensors: Tensor | Iterable[Tensor]) -> Tensor:
         >>> torch.equal(isobit.optim.get_total_norm(x), isobit.optim.get_total_norm(x.split(7)))
         True
     """
-    return norm_of(
-        exact_state([tensors] if isinstance(tensors, Tensor) else list(tensors), squared=True)
-    )
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    norm = norm_of(exact_state_anywhere(given, squared=True))
+    return norm.to(given[0].device) if given else norm
 
 
 @keeping_subnormals
@@ -97,9 +100,13 @@ def clip_grad_norm_(
 @keeping_subnormals
 def scale_by_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients in place; each product is rounded once to its dtype."""
+    norm = norm.cpu()  # one number; the scale is computed on the host
     scale = (max_norm / (norm + MARGIN)).clamp(max=1.0)
     finite = bool(norm.isfinite())
     for grad in grads:
+        if is_asked_for((grad,)):
+            grad.copy_(steps.scaled(grad, float(scale)))
+            continue
         grad.mul_(scale)
         if not finite:  # inf · 0: the bits of a 16-bit NaN would depend on its position
             settle_nans(grad)
@@ -146,8 +153,47 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        keeping_subnormals(unhooked_step)(self)
+        if is_asked_for(tuple(p for group in self.param_groups for p in group["params"])):
+            step_by_kernels(self)
+        else:
+            keeping_subnormals(unhooked_step)(self)
         return loss
+
+
+@torch.no_grad()
+def step_by_kernels(optimizer: AdamW) -> None:
+    """Take a step of parameters on GPUs, or on a chosen backend, by isobit's own kernels: the bits of the CPU's step.
+
+    Raises:
+        UnsupportedError: If the optimiser was made with an option that has no kernel.
+    """
+    for group in optimizer.param_groups:
+        refuse_without_kernel(group)
+    for group in optimizer.param_groups:
+        lists: tuple[list[Any], ...] = ([], [], [], [], [], [])
+        optimizer._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        params, grads, firsts, seconds, _, counts = lists
+        for p, grad, first, second, count in zip(
+            params, grads, firsts, seconds, counts, strict=True
+        ):
+            count += 1
+            betas, decay = tuple(map(float, group["betas"])), group["weight_decay"]
+            numbers = numbers_of(float(group["lr"]), betas, group["eps"], decay, count.item())  # type: ignore[arg-type]
+            for old, new in zip(
+                (p, first, second), steps.adamw(p, grad, first, second, numbers), strict=True
+            ):
+                old.copy_(new)
+
+
+def refuse_without_kernel(group: dict[str, Any]) -> None:
+    """Raise for options of AdamW that no kernel of isobit has."""
+    for name in ("amsgrad", "maximize", "capturable", "differentiable"):
+        if group[name]:
+            raise UnsupportedError(
+                expected=f"AdamW without {name} for parameters on a GPU",
+                received=f"{name}=True",
+                remedy=f"leave {name} out, or keep the parameters on the CPU",
+            )
 
 
 def unhooked_step(optimizer: AdamW) -> None:

@@ -25,7 +25,10 @@ APPROXIMATE = (
     *("softmax", "fdiv", "div", "inline_asm_elementwise", "dot_scaled"),
 )
 STACK = 64  # bytes per thread: ptxas calls the slow path of a division, which keeps registers on the stack
-INTEGER_SUMS = {"exact_sum/triton.py"}  # tl.sum of integers, which have no order
+INTEGER_SUMS = {
+    "exact_sum/triton.py",
+    "exact_sum/triton_state.py",
+}  # tl.sum of integers, which have no order
 
 
 def kernels_of(tree):

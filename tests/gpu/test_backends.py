@@ -179,7 +179,7 @@ def test_compiled_code_follows_a_backend_that_is_chosen_later():
 
 def test_schemas_and_formulas_are_those_of_the_portable_executors():
     for folder in executors.OPERATORS:
-        import_module(f"isobit.ops.{folder}.op")
+        import_module(executors.home_of(folder))
     names = [name for folder in executors.OPERATORS for name in executors.names_of(folder)]
     assert len(names) >= len(executors.OPERATORS)
     for name in names:

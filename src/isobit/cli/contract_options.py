@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -60,7 +60,9 @@ def is_place(word: str) -> bool:
     return word != LIBRARY and Path(word).exists()
 
 
-def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
+def open_workspace(
+    options: argparse.Namespace, opened: Callable[[list[Path], Path], Workspace] = Workspace
+) -> tuple[Workspace, list[str]]:
     """Open the contracts that the command line names: existing paths, and otherwise ids."""
     serve_folder(getattr(options, "trust", ()))
     refuse_missing(options.which)
@@ -71,7 +73,7 @@ def open_workspace(options: argparse.Namespace) -> tuple[Workspace, list[str]]:
         paths.append(library())
     folders = paths or [Path()]
     home = Path(options.evidence) if options.evidence else Path(".isobit")
-    workspace = Workspace(folders, home)
+    workspace = opened(folders, home)
     if not workspace.tree.chosen and not workspace.tree.broken and not ids:
         raise ContractError(
             expected="contract.yaml or *.contract.yaml files",

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from isobit.cli.contract_options import add_trust, open_workspace
+from isobit.cli.contract_options import add_trust
 from isobit.cli.terminal import say
+from isobit.cli.verify_backend import add_backend, on_backend, open_chosen
 from isobit.contracts.options import Options
 from isobit.errors import ContractError, IsobitError, in_one_line
 
@@ -26,6 +27,7 @@ def add_parser(commands: Any) -> None:
         "--file", metavar="PATH", help="the contract's file (default: found by its id)"
     )
     parser.add_argument("--evidence", metavar="DIR", help=argparse.SUPPRESS)
+    add_backend(parser)
     add_trust(parser)
 
 
@@ -35,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
     id, _, name = options.claim.partition("/")
     options.which = [options.file] if options.file else [id]  # isobit's own ids are always known
-    workspace, _ = open_workspace(options)
+    workspace, _ = open_chosen(options)
     contract = workspace.tree.load(workspace.tree.find(id).id)
     claim = next((c for c in contract.claims if c.id == name), None)
     if claim is None:
@@ -47,7 +49,8 @@ def run(options: argparse.Namespace) -> int:
         )
     judged = Options(trusted=tuple(options.trust), subject=options.subject)
     try:
-        tally = replay(contract, claim, judged, options.case)
+        with on_backend(options):
+            tally = replay(contract, claim, judged, options.case)
     except IsobitError:
         raise
     except (Exception, SystemExit) as error:

@@ -16,15 +16,23 @@ from rich.text import Text
 from isobit import files
 from isobit.cli.contract_options import (
     FEW,
+    LIBRARY,
     add_place,
     add_trust,
     exit_code,
-    open_workspace,
     show_invalid,
 )
 from isobit.cli.progress import Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
+from isobit.cli.verify_backend import (
+    add_backend,
+    found_on,
+    on_backend,
+    open_chosen,
+    show_backend,
+    summary,
+)
 from isobit.contracts.authoring.explain import explain
 from isobit.contracts.language.schema import LEVELS
 from isobit.contracts.options import Options
@@ -33,6 +41,7 @@ from isobit.contracts.store.facts import Entry
 from isobit.contracts.store.signing import read_private
 from isobit.contracts.workspace import Workspace, verdict_at
 from isobit.errors import ArgumentError
+from isobit.library.on_gpu.plans import ELSEWHERE
 from isobit.plain_text import one_line
 from isobit.records import ClaimRecord, ContractStatus, Provenance
 from isobit.report.contract_page import draw_contracts
@@ -76,6 +85,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--seconds", type=float, default=float("inf"), help="start no claim after this many seconds"
     )
+    add_backend(parser)
     parser.add_argument(
         "--sign",
         metavar="KEY",
@@ -92,7 +102,7 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge the contracts that have no evidence, then show the status of all."""
-    workspace, ids = open_workspace(arguments)
+    workspace, ids = open_chosen(arguments)
     if arguments.sign:
         sign_with(workspace, arguments.sign)
     options = Options(
@@ -106,7 +116,8 @@ def run(arguments: argparse.Namespace) -> int:
     # Dependencies are judged too, but not with another subject.
     every = entries if options.subject else workspace.with_dependencies(entries)
     stale = workspace.in_order(every) if arguments.again else workspace.stale(every, options)
-    judged = judge(workspace, stale, options, arguments)
+    with on_backend(arguments):
+        judged = judge(workspace, stale, options, arguments)
     # The records of claims are read only if they are shown.
     reports = arguments.json or arguments.junit or arguments.sarif or arguments.html
     with_claims = len(entries) <= FEW or bool(reports)
@@ -117,12 +128,24 @@ def run(arguments: argparse.Namespace) -> int:
     shown = [s for s in statuses if s.id in judged] if arguments.changed else statuses
     provenance = provenance_of(arguments, [status.digest for status in shown])
     write_reports(arguments, workspace, shown, provenance)
+    derived = found_on(workspace, named_ids(arguments, entries)) if arguments.backend else []
     if arguments.json:
-        say_json({"provenance": provenance, "contracts": shown})
+        backend = {"backend": summary(derived, arguments)} if arguments.backend else {}
+        say_json({"provenance": provenance, **backend, "contracts": shown})
     else:
         show(shown, judged, workspace, options.level)
+        if arguments.backend:
+            show_backend(make_console(132), derived, arguments)
     verdicts = [verdict_at(status, options.level) for status in statuses]
     return exit_code([*verdicts, *["broken"] * len(workspace.tree.broken)])
+
+
+def named_ids(arguments: argparse.Namespace, entries: list[Entry]) -> list[str]:
+    """Return the ids of what was judged, and of isobit's contracts that do not apply if all were named."""
+    judged = [entry.id for entry in entries]
+    if LIBRARY not in arguments.which or arguments.shard != "1/1":
+        return judged
+    return [*judged, *(name for name in ELSEWHERE if name not in judged)]
 
 
 def sign_with(workspace: Workspace, path: str) -> None:

@@ -37,6 +37,11 @@ class InterpreterBackend:
     target: str
 
     @property
+    def kind(self) -> str:
+        """Its name for `executing`."""
+        return "interpreter"
+
+    @property
     def engine(self) -> str:
         """The arithmetic of the target's matrix products."""
         return ENGINE_OF_TARGET[self.target]
@@ -66,6 +71,11 @@ class MachineBackend:
 
     target: str
     check: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Its name for `executing`."""
+        return "machine"
 
     @property
     def engine(self) -> str:

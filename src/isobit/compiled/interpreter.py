@@ -19,8 +19,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from importlib import import_module
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -42,6 +43,9 @@ LAUNCH = threading.RLock()
 REWRITTEN: dict[
     Any, Any
 ] = {}  # of the launch that runs: function -> function that the interpreter can call
+# Of the launch that runs: modules whose functions are replaced. A helper that uses no other needs nothing.
+PATCHED: set[str] = set()
+CODE: WeakKeyDictionary[Any, CodeType | None] = WeakKeyDictionary()
 
 
 class Replacements:
@@ -198,6 +202,8 @@ def replacements_of_launches() -> list[tuple[Any, str, Callable[[Any], Any]]]:
             if SETTINGS.get() is None:
                 return original(self, *args, **kwargs)
             function = rewrite(self.fn)
+            if languages_of(function) <= PATCHED:
+                return function(*args, **kwargs)
             scope = interpreter._patch_lang(function)
             try:
                 return function(*args, **kwargs)
@@ -224,8 +230,9 @@ def launch(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
         for name, member in list(vars(core.tensor).items()):
             if isinstance(member, jit.JITFunction):
                 scope.set_attr(core.tensor, name, bind(member))
-        hooks = kernel.pre_run_hooks
-        run = interpreter.GridExecutor(rewrite(kernel.fn), kernel.arg_names, grid, hooks)
+        hooks, function = kernel.pre_run_hooks, rewrite(kernel.fn)
+        run = interpreter.GridExecutor(function, kernel.arg_names, grid, hooks)
+        PATCHED.update(languages_of(function))
         with np.errstate(all="ignore"):  # a GPU has no warnings
             run(*args, **kwargs)
     except interpreter.InterpreterError as error:
@@ -238,6 +245,14 @@ def launch(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: Mapping[str, A
         for name in set(vars(core.tensor)) - own:  # inherited ones, which Triton "restores" as own
             delattr(core.tensor, name)
         REWRITTEN.clear()
+        PATCHED.clear()
+
+
+def languages_of(function: Any) -> set[str]:
+    """Return which of Triton's modules the interpreter replaces functions of, for a function's sake."""
+    known = ("triton.language", "triton.language.core")
+    found = (getattr(value, "__name__", "") for value in function.__globals__.values())
+    return {name for name in found if name in known}
 
 
 def bind(helper: Any) -> Callable[..., Any]:
@@ -249,11 +264,28 @@ def rewrite(function: Any) -> Any:
     if function not in REWRITTEN:
         _, interpreter = triton_modules()
         names = {**function.__globals__, **inspect.getclosurevars(function).nonlocals}
+        code = rewritten_code(function, names)
+        if code is None:  # made without a source
+            return function
+        names.update({k: v for k, v in vars(interpreter).items() if k not in names})
+        defined: dict[str, Any] = {}
+        exec(code, names, defined)
+        REWRITTEN[function] = defined[function.__name__]
+    return REWRITTEN[function]
+
+
+def rewritten_code(function: Any, names: dict[str, Any]) -> CodeType | None:
+    """Return the code that defines a function for the interpreter; parsed once, as its text does not change."""
+    if function not in CODE:
+        _, interpreter = triton_modules()
         copy = FunctionType(
             function.__code__, names, function.__name__, function.__defaults__, function.__closure__
         )
         copy.__annotations__ = function.__annotations__
         copy.__kwdefaults__ = function.__kwdefaults__
         copy.__module__, copy.__qualname__ = function.__module__, function.__qualname__
-        REWRITTEN[function] = interpreter.FunctionRewriter(copy).rewrite_ast()
-    return REWRITTEN[function]
+        rewriter = interpreter.FunctionRewriter(copy)
+        rewriter._compile_and_exec = lambda tree: compile(tree, rewriter.filename, "exec")
+        found = rewriter.rewrite_ast()
+        CODE[function] = found if isinstance(found, CodeType) else None
+    return CODE[function]

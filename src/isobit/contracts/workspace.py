@@ -34,9 +34,13 @@ class Workspace:
         self.folders = tuple(folders)
         first = folders[0] if folders else Path()
         self.home = home or (first if first.is_dir() else first.parent) / HOME
-        self.tree = Tree(folders, self.home)
+        self.tree = self.open_tree()
         self.evidence = Evidence(self.home)
         self.shipped = ShippedEvidence(self.tree)
+
+    def open_tree(self, cached: bool = True) -> Tree:
+        """Read the contracts."""
+        return Tree(self.folders, self.home, cached)
 
     def choose(
         self, ids: Sequence[str], subject: str = "", shard: tuple[int, int] = (1, 1)
@@ -55,7 +59,7 @@ class Workspace:
     def require(self, keys: Sequence[Ed25519PublicKey]) -> None:
         """Count only evidence that one of the keys signed, and ignore caches that may have come with it."""
         self.evidence.keys = tuple(keys)
-        self.tree = Tree(self.folders, self.home, cached=False)
+        self.tree = self.open_tree(cached=False)
 
     def status(self, entry: Entry, variant: str = "", claims: bool = False) -> ContractStatus:
         """Return the status by evidence at the present digest; with `claims`, with each claim's record."""

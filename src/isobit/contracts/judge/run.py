@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 
 from isobit.contracts.language.contract import Contract
@@ -16,8 +17,10 @@ from isobit.contracts.store.evidence_file import Finding
 from isobit.contracts.store.facts import Entry
 from isobit.contracts.store.opened_files import OpenedFiles
 from isobit.contracts.store.tree import Tree
-from isobit.errors import ContractError
+from isobit.errors import ArgumentError, ContractError
 from isobit.records import ClaimRecord
+
+NO_LAUNCH = "the subject launches no kernel on the backend"
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ def judge_entries(
 
     Contracts that have no digest, because a dependency is missing or circular, are left out.
     """
+    refuse_processes(jobs)
     deadline = time.monotonic() + options.seconds
     entries = [entry for entry in entries if has_digest(tree, entry, options)]
     if jobs > 1 and len(entries) > 1:
@@ -50,6 +54,20 @@ def judge_entries(
         _write(tree, evidence, entry, options, judged)
 
 
+def refuse_processes(jobs: int) -> None:
+    """Raise for several processes while a backend is chosen: it is chosen in this process alone."""
+    if jobs == 1 or "torch" not in sys.modules:
+        return  # whoever chooses a backend has imported torch
+    from isobit import backends
+
+    if backends.chosen() is not None:
+        raise ArgumentError(
+            expected="one process for a backend",
+            received=f"--jobs {jobs}",
+            remedy="leave --jobs out; --shard I/N splits the contracts over several commands",
+        )
+
+
 def has_digest(tree: Tree, entry: Entry, options: Options) -> bool:
     """Return whether every dependency of a contract is known and none is circular."""
     try:
@@ -62,9 +80,35 @@ def judge_contract(
     contract: Contract, options: Options, deadline: float = float("inf")
 ) -> Iterator[ClaimRecord]:
     """Judge one contract. Torch is imported only when the first record is requested."""
+    from isobit import backends
     from isobit.contracts.judge.verify import verify_contract
 
-    yield from verify_contract(contract, options, deadline)
+    records, backend = verify_contract(contract, options, deadline), backends.chosen()
+    if backend is None:
+        yield from records
+        return
+    serves = launches_kernels(contract, options)
+    for record in records:
+        if record.verdict == "kept" and not serves:
+            record = replace(record, verdict="vacuous", level=1, detail=NO_LAUNCH)
+        again = f"{record.replay} --backend {backend.kind} --target {backend.target}"
+        yield replace(record, replay=again) if record.replay else record
+
+
+def launches_kernels(contract: Contract, options: Options) -> bool:
+    """Return whether the subject launches a kernel on the chosen backend; one that raises is left to the claims."""
+    from isobit.contracts.judge.binding import find_subject
+    from isobit.contracts.judge.recipes import Case, fixed_recipes
+    from isobit.launches import record_launches
+
+    name = contract.claims[0].inputs[0]
+    case = Case(next(fixed_recipes(name, contract.inputs[name])), contract.inputs[name])
+    with record_launches() as seen:
+        try:
+            find_subject(contract, options)(*case.arguments.values(), **case.options)
+        except Exception:
+            return True
+    return any(launch.executor == "triton" for launch in seen)
 
 
 def _opened_files(tree: Tree, entry: Entry, options: Options) -> OpenedFiles:
@@ -122,7 +166,11 @@ def engine_in_use() -> str:
     """Return the engine that runs bf16 here and torch's instruction set, as loaded in this process."""
     import torch
 
-    from isobit import native
+    from isobit import backends, native
 
     bf16 = "amx" if native.pairs_bf16() else "chain"
-    return f"bf16 {bf16}, torch {torch.backends.cpu.get_cpu_capability()}"
+    cpu = f"bf16 {bf16}, torch {torch.backends.cpu.get_cpu_capability()}"
+    backend = backends.chosen()
+    if backend is None:
+        return cpu
+    return f"Triton by {backend.kind}, {backend.target}, products {backend.engine}; {cpu}"

@@ -13,6 +13,7 @@ from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import WITH_GPU, check_tensors
 from isobit.ops.exact_sum import portable
+from isobit.ops.gpu import executors
 from isobit.ops.portable.rounding import round_once
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
 
@@ -38,6 +39,28 @@ def exact_sum(x: Tensor) -> Tensor:
     return launch("exact_sum", (x.numel(),), x)  # type: ignore[no-any-return]
 
 
+def exact_state_anywhere(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
+    """Return `exact_state` of tensors on the CPU or on a GPU; the digits of the state are on the CPU.
+
+    A GPU adds the digits of each tensor. The host adds those of the tensors, which are a few integers.
+    """
+    tensors = list(tensors)
+    on_gpu = [t for t in tensors if isinstance(t, Tensor) and executors.is_asked_for((t,))]
+    if not on_gpu:
+        return exact_state(tensors, squared)
+    others = [t for t in tensors if not any(t is known for known in on_gpu)]
+    total = [0] * portable.STATE_SIZE
+    states = [exact_state(others, squared)] if others else []
+    for tensor in on_gpu:
+        check_tensors(WITH_GPU, tensor=tensor)
+        states.append(launch("exact_state", (tensor.numel(),), tensor.detach(), squared))
+    for state in states:
+        total = [known + more for known, more in zip(total, state.tolist(), strict=True)]
+    digits, specials = total[: portable.DIGITS], total[portable.DIGITS :]
+    whole = sum(digit << 32 * at for at, digit in enumerate(digits))
+    return torch.tensor([*portable.to_digits(whole), *specials], dtype=torch.int64)
+
+
 def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
     """Return the exact sum over several tensors as int64 digits; the sum of two states is the state of both."""
     dispatch.refuse_chosen()
@@ -58,8 +81,7 @@ def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
 
 
 def round_state(state: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the value of a state, or of a sum of states, rounded once to fp32 or fp64."""
-    dispatch.refuse_chosen()
+    """Return the value of a state, or of a sum of states, rounded once to fp32 or fp64; on the CPU."""
     if dispatch.has_native():
         return torch.ops.isobit.exact_round(state, dtype)  # type: ignore[no-any-return]
     return keeping_subnormals(portable.round_state)(state, dtype)
@@ -86,6 +108,13 @@ def backward_with(prefix: str) -> Any:
         return getattr(torch.ops.isobit, name)(grad, ctx.shape, ctx.dtype)  # type: ignore[no-any-return]
 
     return backward
+
+
+def register_state(prefix: str) -> None:
+    """Register the shape of the Triton executor's state."""
+    register_operator(
+        "exact_sum", prefix, lambda x, squared: x.new_empty(portable.STATE_SIZE, dtype=torch.int64)
+    )
 
 
 def register_formulas(prefix: str) -> None:
@@ -116,3 +145,4 @@ def portable_exact_sum_backward(grad: Tensor, shape: Sequence[int], dtype: torch
 
 
 declare("exact_sum", register_formulas, triton="isobit.ops.exact_sum.triton")
+executors.declare_triton("exact_state", register_state, "isobit.ops.exact_sum.triton_state")

@@ -81,7 +81,7 @@ def compare(
     if operator in PRODUCTS and operator != "linear" and dtype != torch.float32:
         found, _ = compare("linear", dtype, device, engine)
         return found or compare(operator, torch.float32, device, "chain")[0], 2
-    import_module(f"isobit.ops.{operator}.op")
+    import_module(executors.home_of(operator))
     for name in executors.names_of(operator):
         executors.prepare(name, dtype)
     attest: Any = import_module(f"isobit.ops.{operator}.attest")

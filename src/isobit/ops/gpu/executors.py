@@ -68,6 +68,12 @@ def folder_of(name: str) -> str:
     return _modules[name].split(".")[2]
 
 
+def home_of(folder: str) -> str:
+    """Return the module that declares a folder's operators: op.py, or step.py of what only an optimiser calls."""
+    public = (Path(__file__).parents[1] / folder / "op.py").is_file()
+    return f"isobit.ops.{folder}.{'op' if public else 'step'}"
+
+
 def names_of(folder: str) -> tuple[str, ...]:
     """Return the operators with a Triton executor in a folder of isobit.ops, once its op.py is imported."""
     return tuple(name for name in sorted(_modules) if folder_of(name) == folder)

@@ -48,7 +48,8 @@ def multiply(
     check_addressable(weight)
     y = torch.empty(*x.shape[:-1], columns, dtype=dtype, device=x.device)
     rows, plan = x.shape[:-1].numel(), FeaturePlan(extent)
-    given = x.contiguous(), weight.contiguous(), weight if bias is None else bias.contiguous()
+    factor = weight.contiguous()
+    given = x.contiguous(), factor, factor if bias is None else bias.contiguous()
     constants = {"N": columns, "K": extent, "SEGMENTS": plan.count, "TRANSPOSED": transposed}
     tile = fitted(x, rows, constants)
     few = rows < MANY_ROWS and count_tiles(rows, columns, tile) < ENOUGH

@@ -1,0 +1,50 @@
+"""Predicates of contracts on fewer tokens: the same code, with smaller constants in its module."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from importlib import import_module
+from typing import Any
+
+from isobit.contracts.judge.recipes import Case
+from isobit.contracts.judge.tally import Tally
+from isobit.library.subjects import Predicate, replaced
+from isobit.order.samples import Samples
+
+LENGTHS = (3, 0, 260, 5)  # of samples: one empty, one longer than a leaf of 256 tokens
+FEW = (3, 0, 18, 5)
+
+
+def fewer(module: str, predicate: str, **constants: Any) -> Predicate:
+    """Return a predicate that runs with other constants in its module."""
+
+    def smaller(subject: Any, case: Case, tally: Tally) -> None:
+        home = import_module(f"isobit.library.{module}")
+        with ExitStack() as stack:
+            for name, value in constants.items():
+                stack.enter_context(replaced(home, name, value))
+            getattr(home, predicate)(subject, case, tally)
+
+    return smaller
+
+
+class FewSamples:
+    """Stands for `Samples` where a predicate describes its own batch."""
+
+    @staticmethod
+    def padded(*_: Any, **__: Any) -> Samples:
+        """Return three samples, the second of them empty."""
+        return Samples.padded((9, 0, 18), width=20, side="left")
+
+
+norm_samples = fewer("norms.claims", "samples", SAMPLE_LENGTHS=FEW)
+norm_head_samples = fewer("norms.claims", "head_samples", SAMPLE_LENGTHS=FEW)
+norm_gradients = fewer("norms.claims", "gradients_agree", Samples=FewSamples)
+embedding_samples = fewer("embedding.claims", "samples", SAMPLE_LENGTHS=LENGTHS)
+embedding_padding = fewer("embedding.claims", "padding_has_none", SAMPLE_LENGTHS=LENGTHS)
+# Micro-batches are merged from partial sums.
+linear_samples = fewer("linear.claims", "samples", SAMPLE_LENGTHS=LENGTHS, MICRO_BATCHES=())
+group_samples = fewer("linear_group.claims", "samples", SAMPLE_LENGTHS=FEW)
+logprob_samples = fewer("logprob.claims", "samples", SAMPLE_LENGTHS=FEW)
+attention_decode = fewer("attention.claims", "decode_is_prefill", DECODED=4, CHUNKS=(64,))
+attention_samples = fewer("attention.claims", "samples_are_alone", LENGTHS=(3, 66), WIDTH=70)

@@ -1,0 +1,130 @@
+"""Wrong Triton kernels of elements: SiLU, GELU, rotary, embedding, the exact sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from isobit.library.embedding.claims import Embedded
+from isobit.library.on_gpu.twins import function, source, twin
+from isobit.ops.embedding.op import embedding
+from isobit.ops.exact_sum.op import exact_sum
+from isobit.ops.gelu.op import gelu
+from isobit.ops.rotary.op import rotary
+from isobit.ops.silu.op import silu
+from isobit.order.samples import Samples
+
+SILU, GELU, ROTARY = (f"isobit.ops.{name}.triton" for name in ("silu", "gelu", "rotary"))
+EMBEDDING, EXACT = "isobit.ops.embedding.triton", "isobit.ops.exact_sum.triton"
+NARROW = ".to(tl.bfloat16).to(tl.float32)"
+
+# ---- SiLU and GELU ---------------------------------------------------------------------------------------
+
+QUOTIENT = "tl.div_rn(value, denominator)"
+silu_rounded_twice = twin(silu, source(SILU, (QUOTIENT, "value * tl.div_rn(1.0, denominator)")))
+silu_rounded_between = twin(
+    silu, source(SILU, (QUOTIENT, f"value * tl.div_rn(1.0, denominator){NARROW}"))
+)
+silu_too_steep = twin(
+    silu,
+    source(
+        SILU,
+        ("logistic(value)", "logistic(value * 1.702)"),
+        (
+            "sigmoid_and_slope(tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32))",
+            "sigmoid_and_slope(tl.load(x + at, mask=at < SIZE, other=0.0).to(tl.float32) * 1.702)",
+        ),
+    ),
+)
+PRODUCT = "result = value * share"
+gelu_rounded_between = twin(
+    gelu,
+    source(
+        GELU,
+        (PRODUCT, f"{PRODUCT}{NARROW}"),
+        (QUOTIENT, f"value * tl.div_rn(1.0, denominator){NARROW}"),
+    ),
+)
+gelu_rounded_twice = twin(gelu, source(GELU, (QUOTIENT, "value * tl.div_rn(1.0, denominator)")))
+gelu_by_difference = twin(
+    gelu, source(GELU, ("share, _ = normal_share(value)", "share = 1.0 - normal_share(-value)[0]"))
+)
+
+# ---- rotary ----------------------------------------------------------------------------------------------
+
+rotary_wrong_in_one_half = twin(
+    rotary,
+    source(
+        ROTARY,
+        ("low * cos_low - high * sin_low", "low * cos_low + high * sin_low"),
+        ("low * cos_low + high * sin_high", "low * cos_low - high * sin_high"),
+    ),
+)
+rotary_rounded_between = twin(
+    rotary,
+    source(
+        ROTARY,
+        (
+            "low * cos_low - high * sin_low",
+            "(low * cos_low).to(y.dtype.element_ty).to(tl.float32) - high * sin_low",
+        ),
+    ),
+)
+
+
+# ---- embedding -------------------------------------------------------------------------------------------
+
+
+def all_rows(right: Any) -> Any:
+    """Take all rows for one sample, padding too."""
+    return lambda *given: Samples.packed([right(*given).rows])
+
+
+def one_segment(right: Any) -> Any:
+    """Put all leaves of all samples into one segment, one leaf."""
+
+    def wrong(segments: Any, device: torch.device) -> Any:
+        tokens, leaf, segment = right(segments, device)
+        return tokens, leaf * 0, segment * 0
+
+    return wrong
+
+
+ADDED = (
+    "total = total + tl.load(grad + token * WIDTH + column, mask=inside, other=0.0).to(\n"
+    "            tl.float32\n        )"
+)
+ZEROS = "total = tl.zeros((BLOCK,), tl.float32)"
+embedding_padding_counted = Embedded(
+    twin(embedding, function(EMBEDDING, "whole_samples", all_rows))
+)
+embedding_one_chain = Embedded(twin(embedding, function(EMBEDDING, "tokens_in_order", one_segment)))
+embedding_duplicates_dropped = Embedded(
+    twin(embedding, source(EMBEDDING, (ADDED, ADDED.replace("total = total + ", "total = "))))
+)
+embedding_bf16_sums = Embedded(
+    twin(embedding, source(EMBEDDING, (ADDED, f"{ADDED}\n        total = total{NARROW}")))
+)
+embedding_negative_zeros = Embedded(twin(embedding, source(EMBEDDING, (ZEROS, f"{ZEROS} * -1.0"))))
+embedding_off_by_one = Embedded(
+    twin(
+        embedding,
+        source(
+            EMBEDDING,
+            ("weight + row * WIDTH + column", "weight + (row + 1) % ROWS * WIDTH + column"),
+        ),
+    )
+)
+
+# ---- the exact sum ---------------------------------------------------------------------------------------
+
+exact_in_digits_of_one_program = twin(
+    exact_sum, source(EXACT, ("(lost != 0) | ((kept & 1) != 0)", "(kept & 1) != 0"))
+)
+exact_truncated = twin(
+    exact_sum,
+    source(
+        EXACT, ("kept += tl.where((lost != 0) | ((kept & 1) != 0), half, 0)", "kept += half * 0")
+    ),
+)

@@ -1,0 +1,79 @@
+"""Wrong Triton kernels with products: linear and attention."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from isobit.library.attention.subject import attention
+from isobit.library.linear.implementations import OURS, grads_by, input_grad_by
+from isobit.library.on_gpu.twins import source, twin
+from isobit.ops.linear.op import linear
+
+PRODUCTS = "isobit.ops.linear.triton_products"
+FORWARD, STATES = "isobit.ops.attention.triton_forward", "isobit.ops.attention.triton_states"
+BLOCKS = "isobit.ops.attention.triton_blocks"
+NARROW = ".to(tl.bfloat16).to(tl.float32)"
+
+
+def layer_with(*changes: Any) -> Any:
+    """Return a linear layer with wrong kernels in all passes."""
+    wrong = twin(linear, *changes)
+    return replace(
+        OURS,
+        output=wrong,
+        input_grad=lambda grad, weight: input_grad_by(wrong, grad, weight),
+        parameter_grads=lambda grad, x, samples: grads_by(wrong, grad, x, samples),
+    )
+
+
+END = "    return total{}\n\n\n@triton.jit\ndef store_tile"
+linear_bf16_segments = layer_with(source(PRODUCTS, (END.format(""), END.format(NARROW))))
+
+# ---- attention -------------------------------------------------------------------------------------------
+
+SEES = "end = tl.minimum(KEYS - QUERIES + query + 1, KEYS)"
+FACTOR = "factor = exp_nonpositive(most - base)"
+FOLD = "for first in range(start, stop, BLOCK):"
+STATE = "output = tl.where(folds, output * factor + added, output)"
+attention_sees_the_next = twin(
+    attention, source(BLOCKS, (SEES, "end = tl.minimum(KEYS - QUERIES + query + 2, KEYS)"))
+)
+attention_without_rescaling = twin(
+    attention,
+    source(STATES, (FACTOR, f"{FACTOR} * 0.0 + tl.where(most == -float('inf'), 0.0, 1.0)")),
+)
+attention_bf16_accumulator = twin(attention, source(STATES, (STATE, f"{STATE}{NARROW}")))
+SUM = "total * factor + add_lanes(weights, ROWS)"
+attention_by_count = twin(
+    attention,
+    source(STATES, (SUM, f"({SUM}) * (1.0 + tl.minimum(QUERIES, 2) * 1.1920929e-07)")),
+)
+attention_backwards = twin(
+    attention,
+    source(
+        STATES,
+        (
+            FOLD,
+            "for back in range(start, stop, BLOCK):\n        first = start // BLOCK * BLOCK + "
+            "(stop - 1) // BLOCK * BLOCK - back // BLOCK * BLOCK",
+        ),
+    ),
+)
+attention_heads_mixed = twin(
+    attention,
+    source(
+        STATES,
+        ("* KEY_HEADS + head\n", "* KEY_HEADS + (KEY_HEADS - 1 - head)\n"),
+    ),
+)
+attention_batch_maximum = twin(
+    attention,
+    source(
+        STATES,
+        (
+            "new = tl.maximum(most, tl.max(scores, 1)[:, None])",
+            "new = tl.maximum(most, tl.max(scores) + tl.zeros((ROWS, 1), tl.float32))",
+        ),
+    ),
+)

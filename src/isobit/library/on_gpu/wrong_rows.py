@@ -1,0 +1,158 @@
+"""Wrong Triton kernels of rows: norms, softmax and log-softmax."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from isobit.library.on_gpu.twins import function, source, twin
+from isobit.ops.layer_norm.op import layer_norm
+from isobit.ops.log_softmax.op import log_softmax
+from isobit.ops.rms_norm.op import rms_norm
+from isobit.ops.softmax.op import softmax
+from isobit.order.samples import Samples
+
+RMS, LAYER = "isobit.ops.rms_norm.triton", "isobit.ops.layer_norm.triton"
+SOFTMAX, LOG_SOFTMAX = "isobit.ops.softmax.triton", "isobit.ops.log_softmax.triton"
+GRADS, ROWS = "isobit.ops.gpu.norm_grads", "isobit.ops.gpu.ordered_rows"
+NARROW = ".to(tl.bfloat16).to(tl.float32)"
+TOGETHER = "tl.zeros((ROWS, 1), tl.float32)"  # gives all rows of a program the value of one
+
+# ---- rms_norm --------------------------------------------------------------------------------------------
+
+ROOT = "tl.div_rn(1.0, tl.sqrt_rn(mean + EPS))"
+rms_eps_outside = twin(rms_norm, source(RMS, (ROOT, "tl.div_rn(1.0, tl.sqrt_rn(mean) + EPS)")))
+rms_over_the_batch = twin(
+    rms_norm, source(RMS, (ROOT, f"{ROOT.replace('mean', 'tl.max(mean)')} + {TOGETHER}"))
+)
+SQUARES = "total = total + value * value\n"
+rms_bf16_accumulator = twin(
+    rms_norm, source(RMS, (SQUARES, f"total = (total + value * value){NARROW}\n"))
+)
+TAIL = "known = TAIL + lane < LENGTH\n"
+rms_without_the_last = twin(rms_norm, source(RMS, (TAIL, TAIL.replace("LENGTH", "LENGTH - 1"))))
+
+# ---- gradients of the norms' parameters ------------------------------------------------------------------
+
+LEAF = "tl.store(sums + place, merge_lanes(total, BLOCK)"
+CHAINS = (
+    ("for at in range(0, length, 16):", "for at in range(0, length, 1):"),
+    ("known = at + lane < length", "known = (at + lane < length) & (lane == 0)"),
+)
+
+
+def all_rows(right: Any) -> Any:
+    """Take all rows for one sample, padding too."""
+    return lambda *given: Samples.packed([right(*given).rows])
+
+
+def from_the_end(right: Any) -> Any:
+    """Sum items from the last to the first."""
+    return lambda rows, *given: right(rows.flip(0), *given)
+
+
+def leaves_of_memory(right: Any) -> Any:
+    """Cut leaves where memory does, at every 16th row, instead of at the first token of a sample."""
+
+    def wrong(segments: Any, device: Any) -> Any:
+        return right(
+            [[piece for leaf in run for piece in pieces(leaf)] for run in segments], device
+        )
+
+    return wrong
+
+
+def pieces(leaf: Any) -> list[Any]:
+    """Cut a leaf at every 16th row of memory."""
+    ends = [*range((leaf.start // 16 + 1) * 16, leaf.start + leaf.length, 16)]
+    starts = [leaf.start, *ends]
+    stops = [*ends, leaf.start + leaf.length]
+    return [replace(leaf, start=a, length=b - a) for a, b in zip(starts, stops, strict=True)]
+
+
+CHAIN = source(GRADS, *CHAINS)
+NARROW_LEAVES = source(GRADS, (LEAF, f"{LEAF}{NARROW}"))
+NARROW_ROWS = source(ROWS, (LEAF, f"{LEAF}{NARROW}"))
+AT_PADDING = function(f"{ROWS}:Leaves", "of", leaves_of_memory)
+
+rms_one_chain, layer_one_chain = twin(rms_norm, CHAIN), twin(layer_norm, CHAIN)
+rms_bf16_sums = twin(rms_norm, NARROW_LEAVES)
+layer_bf16_sums = twin(layer_norm, NARROW_LEAVES, NARROW_ROWS)
+rms_padding_counted = twin(rms_norm, function(RMS, "whole_samples", all_rows))
+layer_padding_counted = twin(layer_norm, function(LAYER, "whole_samples", all_rows))
+rms_leaves_at_padding = twin(rms_norm, AT_PADDING)
+layer_leaves_at_padding = twin(layer_norm, AT_PADDING)
+rms_heads_descending = twin(rms_norm, function(GRADS, "merge_items", from_the_end))
+
+# ---- layer_norm ------------------------------------------------------------------------------------------
+
+SCALE = "tl.div_rn(1.0, tl.sqrt_rn(variance + EPS))"
+layer_eps_outside = twin(
+    layer_norm, source(LAYER, (SCALE, "tl.div_rn(1.0, tl.sqrt_rn(variance) + EPS)"))
+)
+layer_over_the_batch = twin(
+    layer_norm,
+    source(LAYER, (SCALE, f"{SCALE.replace('variance', 'tl.max(variance)')} + {TOGETHER}")),
+)
+layer_unbiased = twin(
+    layer_norm, source(LAYER, ("N * 1.0)\n    scale", "(N - 1) * 1.0)\n    scale"))
+)
+REST = "other=0.0).to(tl.float32) - mean\n        total"
+layer_one_pass = twin(
+    layer_norm,
+    source(
+        LAYER,
+        (REST, REST.replace(" - mean", "")),
+        (
+            "N * 1.0)\n    scale",
+            "N * 1.0)\n    variance = tl.abs(variance - mean * mean)\n    scale",
+        ),
+    ),
+)
+
+# ---- softmax and log_softmax -----------------------------------------------------------------------------
+
+TOP = "top = tl.max(most, 1)[:, None]"
+softmax_without_shift = twin(
+    softmax, source(SOFTMAX, (TOP, "top = tl.zeros((ROWS, 1), tl.float32)"))
+)
+softmax_over_the_batch = twin(softmax, source(SOFTMAX, (TOP, f"top = tl.max(most) + {TOGETHER}")))
+softmax_without_the_last = twin(
+    softmax, source(SOFTMAX, (TAIL, TAIL.replace("LENGTH", "LENGTH - 1")))
+)
+TERM = "term = exp_nonpositive(value - top)"
+softmax_wiggling = twin(
+    softmax,
+    source(SOFTMAX, (TERM, f"{TERM} * tl.where((value > -2.0) & (value < -1.0), 0.5, 1.0)")),
+)
+LOG = "log_sum = log_positive(whole)"
+log_over_the_batch = twin(
+    log_softmax, source(LOG_SOFTMAX, (LOG, f"{LOG} + tl.max(top) * 0.0009765625"))
+)
+ADDED = "total + exp_nonpositive(value - base)"
+log_without_the_tail = twin(
+    log_softmax,
+    source(LOG_SOFTMAX, (f"tl.where(known, {ADDED}", f"tl.where(at + 16 <= LENGTH, {ADDED}")),
+)
+BASE = 'base = tl.where(tops == -float("inf"), 0.0, tops)'
+log_not_rescaled = twin(log_softmax, source(LOG_SOFTMAX, (BASE, f"{BASE} + 0.0625")))
+SHARE = "tl.div_rn(exp_nonpositive(value - top), whole + tl.zeros_like(value))"
+log_of_softmax = twin(
+    log_softmax,
+    source(
+        LOG_SOFTMAX,
+        ("(value - top) - log_sum", f"log_positive(tl.maximum({SHARE}, 1.1754943508222875e-38))"),
+    ),
+)
+LAST = "(value - top) - log_sum"
+log_wiggling = twin(
+    log_softmax,
+    source(LOG_SOFTMAX, (LAST, f"({LAST}) - tl.where((value > 1.0) & (value < 2.0), 0.5, 0.0)")),
+)
+log_plain_gradient = twin(
+    log_softmax,
+    source(
+        LOG_SOFTMAX,
+        ("upstream - weight * whole", "tl.math.fma(-weight, whole + weight * 0.0, upstream)"),
+    ),
+)

@@ -1,0 +1,1 @@
+"""The step of AdamW, and the scaling of gradients by a number."""
