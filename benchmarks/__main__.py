@@ -23,6 +23,8 @@ CASES = (
     "audit_whole",
     "certify",
     "leaf",
+    "kernels",
+    "comparisons",
 )
 
 if sys.argv[1:2] in (["record"], ["pages"], ["follow"]):

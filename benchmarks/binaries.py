@@ -37,7 +37,7 @@ def count(target, models, dtype, row_counts, calls=every_operator):
     return {each: (launches[each], totals[each], len(written[each])) for each in keys}
 
 
-def growing(found, first=len(ROW_COUNTS)):
+def growing(found, first):
     """Return the operators whose binaries grow after the first numbers of rows."""
     return [
         f"{operator}: {totals[first - 1]} binaries at {first} numbers of rows, {totals[-1]} at {len(totals)}"
@@ -57,7 +57,7 @@ def show(console, quick):
     grows = []
     for dtype in (torch.bfloat16, torch.float32):
         found = count("sm_90", (LARGE, SMALL), dtype, ROW_COUNTS + further)
-        grows += growing(found)
+        grows += growing(found, len(ROW_COUNTS))
         for operator, (launches, totals, written) in found.items():
             shown = [*totals[: len(ROW_COUNTS)], totals[-1], totals[-1] - written]
             table.add_row(operator, SHORT[dtype], str(launches), *map(str, shown))

@@ -18,7 +18,7 @@ ROWS = (512, 64, 1)  # every form of a product and of attention
 SIZES = {"N", "K", "WIDTH", "HEADS", "HALF", "KEY_HEADS", "GROUP", "DEPTH", "LEVELS", "CHUNK"}
 FLAGS = {"HAS_BIAS", "BIASED", "FINAL", "CAUSAL", "WINDOWED", "CENTRED", "TRANSPOSED", "INVERSE"}
 UNROLLED = "fp32 attention: tl.dot of fp32 is unrolled over the whole depth of a head"
-# ptxas takes minutes for each of these and spills thousands of bytes; they are compiled for this target alone.
+# ptxas takes minutes for each of these; they are compiled for this target alone.
 SLOW, SLOW_TARGET = ("attention", torch.float32), "sm_90"
 
 
@@ -47,30 +47,33 @@ def launches_of(target, dtype):
 
 
 def measure_all(targets, quick):
-    """Return {(operator, kernel, tile, dtype): {target: resources, or None if left out}}."""
+    """Return {(operator, kernel, tile, dtype): {target: resources, or None if not compiled}}.
+
+    With `quick` nothing is compiled; what an earlier run has compiled is shown.
+    """
     todo = []
     for dtype in (torch.bfloat16, torch.float32):
         for target in targets:
             todo += [(dtype, target, launch) for launch in launches_of(target, dtype)]
-    if quick:
-        todo = todo[:: len(todo) // 12]
     rows = {}
     for dtype, target, launch in track(todo, console=Console(stderr=True), transient=True):
         row = rows.setdefault((*shown_as(launch), SHORT[dtype]), {})
         slow = (launch.operator, dtype) == SLOW and launch.name not in ("dot_heads", "merge_chunks")
-        row[target] = None if slow and target != SLOW_TARGET else measure(launch, target)
+        left_out = slow and target != SLOW_TARGET
+        row[target] = None if left_out else measure(launch, target, only_kept=quick)
     return rows
 
 
 def show_resources(console, targets, quick):
     """Print registers, spilled bytes and shared memory; return how many binaries there are, and which spill."""
     table = Table("operator", "kernel", "tile", "dtype", *targets)
-    count, spilled, too_large = 0, [], []
+    count, missing, spilled, too_large = 0, 0, [], []
     for (operator, kernel, tile, dtype), row in measure_all(targets, quick).items():
         cells = []
         for target in targets:
             found = row.get(target)
             cells.append("not compiled" if target in row and found is None else "")
+            missing += target in row and found is None
             if found is None:
                 continue
             count += 1
@@ -82,7 +85,7 @@ def show_resources(console, targets, quick):
                 too_large.append(f"{what}: {found.shared} bytes of shared memory")
         table.add_row(operator, kernel, tile, dtype, *cells)
     console.print(table)
-    return count, spilled, too_large
+    return count, missing, spilled, too_large
 
 
 def run(quick, threads, dtypes):
@@ -91,15 +94,16 @@ def run(quick, threads, dtypes):
     results = [show_resources(console, targets, quick) for targets in (NVIDIA, AMD)]
     grows = binaries.show(console, quick)
     roofline.show(console)
-    count = sum(each[0] for each in results)
-    spilled = [line for each in results for line in each[1]]
-    too_large = [line for each in results for line in each[2]]
-    console.print(f"{count} binaries compiled; {len(spilled)} spill; {len(too_large)} do not fit")
+    count, missing = (sum(each[at] for each in results) for at in (0, 1))
+    spilled, too_large = ([line for each in results for line in each[at]] for at in (2, 3))
+    console.print(
+        f"{count} of {count + missing} binaries compiled; {len(spilled)} spill; {len(too_large)} do not fit"
+    )
     for line in spilled:
         console.print(f"spills: {line}")
     for line in too_large:
         console.print(f"does not fit: {line}")
-    console.print(f"not compiled: {UNROLLED}; ptxas takes minutes for each")
+    console.print(f"for {SLOW_TARGET} alone: {UNROLLED}, and ptxas takes minutes for each")
     for line in grows:
         console.print(f"grows: {line}")
     console.print(f"{time.process_time() - begun:.0f} s of one core, without ptxas")

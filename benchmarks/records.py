@@ -36,6 +36,8 @@ COMMANDS = {
     "audit-whole": "python -m benchmarks audit_whole --threads 2",
     "certify": "python -m benchmarks certify",
     "leaf": "python -m benchmarks leaf",
+    "kernels": "python -m benchmarks kernels --quick",
+    "comparisons": "python -m benchmarks comparisons --quick",
 }
 
 

@@ -55,6 +55,19 @@ def linear_by_sizes(
     tl.store(y + row * N + column, round_once(merged, y.dtype.element_ty), mask=inside)
 
 
+def run_call(target, kernel, call, grid):
+    """Compile a call, run it in the PTX machine, and return the machine and the PTX."""
+    made = Compiler(target, resources=False).compile(kernel, call)
+    machine = Machine(made.program, ENGINE_OF_TARGET[target], names=False, races=False)
+    buffers = {}
+    given = [
+        buffers.setdefault(v.data_ptr(), Buffer(raw(v))) if isinstance(v, torch.Tensor) else v
+        for v in call.arguments
+    ]
+    machine.run(grid, given, shared_bytes=made.shared_bytes)
+    return machine, made.ptx
+
+
 def made_for(call, names):
     """Return a call whose named arguments are constants: the kernel is compiled for these sizes."""
     order = list(call.signature)
@@ -74,13 +87,9 @@ def launch_by_sizes(target, x, weight, tile, *, constant=(), wrong=0):
     options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
     given = (x, weight, y, rows, columns, extent)
     call = specialise(linear_by_sizes, target, given, {**constants, **options})
-    call = made_for(call, constant)
-    made = Compiler(target, resources=False).compile(linear_by_sizes, call)
-    machine = Machine(made.program, ENGINE_OF_TARGET[target], names=False, races=False)
-    arguments = [Buffer(raw(v)) if isinstance(v, torch.Tensor) else v for v in call.arguments]
     grid = (-(-rows // tile[0]), -(-columns // tile[1]))
-    machine.run(grid, arguments, shared_bytes=made.shared_bytes)
-    return y, made.ptx
+    _, text = run_call(target, linear_by_sizes, made_for(call, constant), grid)
+    return y, text
 
 
 class Specialising:
@@ -88,23 +97,15 @@ class Specialising:
 
     def __init__(self, target):
         self.target, self.engine = target, ENGINE_OF_TARGET[target]
-        self.compiler, self.made = Compiler(target, resources=False), []
+        self.made = []
 
     def launch(self, kernel, grid, args, constants, options):
         call = specialise(kernel, self.target, args, {**constants, **options})
         names = tuple(name for name in ("M", "FIRST") if call.signature.get(name) == "i32")
         if kernel.__name__ == "merge_segments":  # M.to(...) is of a run-time number
             names = ()
-        call = made_for(call, names)
         self.made.append((kernel.__name__, names))
-        made = self.compiler.compile(kernel, call)
-        machine = Machine(made.program, self.engine, names=False, races=False)
-        buffers = {}
-        given = [
-            buffers.setdefault(v.data_ptr(), Buffer(raw(v))) if isinstance(v, torch.Tensor) else v
-            for v in call.arguments
-        ]
-        machine.run(grid, given, shared_bytes=made.shared_bytes)
+        run_call(self.target, kernel, made_for(call, names), grid)
 
 
 def run_specialised(target, function, *given):
