@@ -44,7 +44,7 @@ class Launch:
 
     @property
     def name(self):
-        """Return the kernel's name, with its folder where two kernels have one name."""
+        """Return the kernel's name; two folders may have kernels of one name."""
         return self.kernel.__name__
 
     @property

@@ -39,6 +39,12 @@ TILES: Table[HeadTile] = {
     ("many queries", torch.float32, None): HeadTile(16, 8, 1),
     ("few queries", torch.float32, None): HeadTile(16, 8, 1),
     ("gradient", torch.float32, None): HeadTile(16, 8, 1),
+    **{
+        (use, dtype, target): HeadTile(rows, 4, 2)  # a thread of four warps has 512 registers
+        for use, rows in (("many queries", 64), ("few queries", 16), ("gradient", 64))
+        for dtype in (torch.bfloat16, torch.float16)
+        for target in ("gfx942", "gfx950")
+    },
 }
 
 
