@@ -126,17 +126,17 @@ def compare_attention(dtype, target):
 
 
 CASES = {
-    ("linear", "few rows: segments on the grid"): compare_linear,
-    ("linear", "many rows: counter"): lambda dtype, target: compare_linear(dtype, target, many=1),
-    ("linear, gradients", "input, weight"): compare_linear_grads,
-    ("linear_logprob, with gradients", "default"): compare_logprob,
-    ("attention, with gradients", "default"): compare_attention,
     **{
         (f"{name}, with gradients", "default"): lambda dtype, target, name=name: compare_call(
             name, dtype, target
         )
         for name in SMALL
     },
+    ("linear", "few rows: segments on the grid"): compare_linear,
+    ("linear", "many rows: counter"): lambda dtype, target: compare_linear(dtype, target, many=1),
+    ("linear, gradients", "input, weight"): compare_linear_grads,
+    ("linear_logprob, with gradients", "default"): compare_logprob,
+    ("attention, with gradients", "default"): compare_attention,
 }
 
 

@@ -1,4 +1,4 @@
-"""Registers, spills and shared memory are read from compiled code; default tiles do not spill, and one that does shows."""
+"""Registers, spills and shared memory are read from compiled code: default tiles do not spill, others are seen to."""
 
 import pytest
 import torch

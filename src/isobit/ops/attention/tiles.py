@@ -32,6 +32,7 @@ class HeadTile:
 
 # The compiler unrolls a product of fp32 over the whole depth of a head: more than 16 rows need more registers than a
 # thread has, and spill thousands of bytes (docs/results/gpu-kernels.md).
+HALVES = (torch.bfloat16, torch.float16)
 TILES: Table[HeadTile] = {
     ("many queries", None, None): HeadTile(64, 8, 2),
     ("few queries", None, None): HeadTile(16, 8, 2),
@@ -42,8 +43,13 @@ TILES: Table[HeadTile] = {
     **{
         (use, dtype, target): HeadTile(rows, 4, 2)  # a thread of four warps has 512 registers
         for use, rows in (("many queries", 64), ("few queries", 16), ("gradient", 64))
-        for dtype in (torch.bfloat16, torch.float16)
+        for dtype in HALVES
         for target in ("gfx942", "gfx950")
+    },
+    **{
+        ("many queries", dtype, target): HeadTile(32, 8, 2)  # no instruction needs 64 rows here
+        for dtype in HALVES
+        for target in ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120")
     },
 }
 
