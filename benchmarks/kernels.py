@@ -8,7 +8,14 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import binaries, roofline
-from benchmarks.kernel_launches import LARGE, SHORT, distinct, record
+from benchmarks.kernel_launches import (
+    LARGE,
+    SHORT,
+    distinct,
+    product_operators,
+    record,
+    row_operators,
+)
 from benchmarks.kernel_resources import LIMITS, measure
 
 NVIDIA = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -38,7 +45,9 @@ def shown_as(launch):
 
 def launches_of(target, dtype):
     """Return one launch per kernel and tile of a dtype; only products and attention have tiles of their own in fp32."""
-    found = [launch for rows in ROWS for launch in record(target, LARGE, rows, dtype)]
+    found = [] if dtype == torch.float32 else record(target, LARGE, ROWS[0], dtype, row_operators)
+    for rows in ROWS:
+        found += record(target, LARGE, rows, dtype, product_operators)
     found = distinct(found, lambda launch: (launch.kernel.fn.__module__, *shown_as(launch)[1:]))
     if dtype == torch.float32:
         found = [each for each in found if each.operator in ("linear", "attention")]

@@ -48,7 +48,6 @@ def test_a_kernel_that_spills_is_seen(tmp_path):
     few, many = (measure(largest("sm_90", size), "sm_90") for size in (1024, 16384))
     assert few.spills == 0
     assert few.registers < 100
-    assert many.registers == 255
     assert many.spills > 256
     assert len(list(tmp_path.iterdir())) == 2
     assert measure(largest("sm_90", 16384), "sm_90", only_kept=True) == many
