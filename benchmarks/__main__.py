@@ -24,6 +24,8 @@ CASES = (
     "certify",
     "leaf",
     "kernels",
+    "binaries",
+    "roofline",
     "comparisons",
 )
 

@@ -8,6 +8,7 @@ rows, which reach every form, may add binaries. Any further number must add none
 from collections import defaultdict
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
 from benchmarks.kernel_launches import (
@@ -46,8 +47,9 @@ def growing(found, first):
     ]
 
 
-def show(console, quick):
-    """Print binaries per operator, and return those that grow."""
+def run(quick, threads, dtypes):
+    """Print binaries per operator; return 1 if the number of one grows with the number of rows."""
+    console = Console(highlight=False, width=200)
     further = FURTHER[::4] if quick else FURTHER
     header = [f"M = {rows}" for rows in ROW_COUNTS]
     header[1:] = [f"and {rows}" for rows in ROW_COUNTS[1:]]
@@ -66,4 +68,6 @@ def show(console, quick):
         f"binaries for sm_90 at the sizes of {LARGE.name} and {SMALL.name}; the {len(further)} further numbers of rows"
         f" are {', '.join(map(str, further))}; {len(grows)} operators grow with them"
     )
-    return grows
+    for line in grows:
+        console.print(f"grows: {line}")
+    return int(bool(grows))

@@ -1,4 +1,4 @@
-"""The Triton kernels of every executor, compiled without a GPU: resources, binaries, and an estimate for H100."""
+"""The Triton kernels of every executor, compiled without a GPU: registers, spills and shared memory."""
 
 import time
 
@@ -7,7 +7,6 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks import binaries, roofline
 from benchmarks.kernel_launches import (
     LARGE,
     SHORT,
@@ -98,11 +97,9 @@ def show_resources(console, targets, quick):
 
 
 def run(quick, threads, dtypes):
-    """Print the tables; return 1 if a program does not fit, or binaries grow with the number of rows."""
+    """Print the tables; return 1 if a program does not fit into shared memory, or nothing was compiled."""
     console, begun = Console(highlight=False, width=260), time.process_time()
     results = [show_resources(console, targets, quick) for targets in (NVIDIA, AMD)]
-    grows = binaries.show(console, quick)
-    roofline.show(console)
     count, missing = (sum(each[at] for each in results) for at in (0, 1))
     spilled, too_large = ([line for each in results for line in each[at]] for at in (2, 3))
     console.print(
@@ -113,7 +110,5 @@ def run(quick, threads, dtypes):
     for line in too_large:
         console.print(f"does not fit: {line}")
     console.print(f"for {SLOW_TARGET} alone: {UNROLLED}, and ptxas takes minutes for each")
-    for line in grows:
-        console.print(f"grows: {line}")
     console.print(f"{time.process_time() - begun:.0f} s of one core, without ptxas")
-    return int(not count or bool(too_large) or bool(grows))
+    return int(not count or bool(too_large))

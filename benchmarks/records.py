@@ -37,6 +37,8 @@ COMMANDS = {
     "certify": "python -m benchmarks certify",
     "leaf": "python -m benchmarks leaf",
     "kernels": "python -m benchmarks kernels --quick",
+    "binaries": "python -m benchmarks binaries --quick",
+    "roofline": "python -m benchmarks roofline",
     "comparisons": "python -m benchmarks comparisons --quick",
 }
 
