@@ -3,6 +3,7 @@
 Sizes are those of models, so tensors are uninitialised memory, which costs nothing until it is read.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -163,8 +164,11 @@ def product_operators(model, rows, dtype):
     def attention(keys, depth):
         q = empty(rows, model.heads, depth, dtype=dtype)
         k, v = (empty(keys, model.key_heads, depth, dtype=dtype) for _ in range(2))
-        if keys == rows:  # a whole sample: it has gradients
-            both_ways(lambda *each: isobit.attention(*each, is_causal=True), q, k, v)
+        if (
+            keys == rows
+        ):  # a whole sample: it has gradients, unless they do not fit into the GPU's shared memory
+            with suppress(isobit.UnsupportedError):
+                both_ways(lambda *each: isobit.attention(*each, is_causal=True), q, k, v)
         else:
             isobit.attention(q.detach(), k.detach(), v.detach(), is_causal=True)
 
