@@ -23,6 +23,10 @@ CASES = (
     "audit_whole",
     "certify",
     "leaf",
+    "kernels",
+    "binaries",
+    "roofline",
+    "comparisons",
 )
 
 if sys.argv[1:2] in (["record"], ["pages"], ["follow"]):

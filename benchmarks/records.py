@@ -36,6 +36,10 @@ COMMANDS = {
     "audit-whole": "python -m benchmarks audit_whole --threads 2",
     "certify": "python -m benchmarks certify",
     "leaf": "python -m benchmarks leaf",
+    "kernels": "python -m benchmarks kernels --quick",
+    "binaries": "python -m benchmarks binaries --quick",
+    "roofline": "python -m benchmarks roofline",
+    "comparisons": "python -m benchmarks comparisons --quick",
 }
 
 

@@ -8,7 +8,7 @@ from isobit import bits
 
 pytest.importorskip("triton")
 from isobit.compiled import executing
-from isobit.ops.attention import portable
+from isobit.ops.attention import portable, tiles
 from isobit.ops.attention import triton as executor
 from tests.gpu import planted_attention
 from tests.gpu.attention_plans import SamplePlan, draw, problem, same, with_grads
@@ -23,7 +23,7 @@ def small(monkeypatch):
     """Chunks of 128 keys and tiles of 16 rows, so that the machine has less to do."""
     monkeypatch.setattr(executor, "CHUNK", CHUNK)
     monkeypatch.setattr(portable, "ATTENTION_CHUNK", CHUNK)
-    monkeypatch.setattr(executor, "BACKWARD_ROWS", 16)
+    monkeypatch.setitem(tiles.TILES, ("gradient", None, None), tiles.HeadTile(16, 4, 2))
 
 
 def forward_of(q, k, v, target, window=0):
@@ -70,7 +70,6 @@ def test_split_keys(small, target, dtype):
 def test_tiles_of_decode_and_prefill_over_two_samples_and_two_chunks(
     small, monkeypatch, target, dtype
 ):
-    monkeypatch.setattr(executor, "BACKWARD_ROWS", 64)
     q, k, v = problem(70, 150, depth=48, dtype=dtype)
     with executing("machine", target=target):
         whole = isobit.attention(q, k, v, is_causal=True, window=140)

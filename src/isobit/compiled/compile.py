@@ -27,6 +27,8 @@ SHARED_LIMIT = {
     "sm_120": 99 << 10,
 }
 TARGETS = tuple(name for name in ENGINE_OF_TARGET if name.startswith("sm_"))
+# Targets that kernels can be compiled for and not run: nothing here executes AMD's machine code. Threads of a warp.
+AMD_TARGETS = {"gfx942": 64, "gfx950": 64, "gfx1100": 32}
 
 
 class CompileError(IsobitError, RuntimeError):
@@ -111,6 +113,8 @@ def gpu_target(target: str) -> Any:
     triton_package()
     from triton.backends.compiler import GPUTarget
 
+    if target in AMD_TARGETS:
+        return GPUTarget("hip", target, AMD_TARGETS[target])
     return GPUTarget("cuda", int(check_target(target).removeprefix("sm_")), 32)
 
 
@@ -118,7 +122,7 @@ class AbsentDriver:
     """Stands in for Triton's driver while a function runs: the target's name, and the CPU for its tensors."""
 
     def __init__(self, target: str) -> None:
-        self.target = gpu_target(target)
+        self.target = gpu_target(check_target(target))
 
     def get_current_target(self) -> Any:
         """Return the GPU that is compiled for."""
@@ -220,7 +224,7 @@ class Compiler:
         try:
             made = triton_compile(
                 source_of(kernel, call),
-                target=gpu_target(self.target),
+                target=gpu_target(check_target(self.target)),
                 options=call.options.__dict__,
             )
         except Exception as error:

@@ -15,6 +15,7 @@ import triton
 from torch import Tensor
 
 from isobit.errors import UnsupportedError
+from isobit.ops.attention.tiles import tile_of
 from isobit.ops.attention.triton_backward import (
     differentiate_keys,
     differentiate_queries,
@@ -26,13 +27,10 @@ from isobit.ops.gpu.launching import run, target_of
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
 
 # Sizes of tiles and the choice of a form are not part of the order: every one gives the same bits.
-FEW_ROWS = 16  # the tile of few queries, and up to how many rows of a sample and a key head are few
-MANY_ROWS = 64
-BACKWARD_ROWS = 64  # a divisor of a block
+FEW_ROWS = 16  # up to how many rows of a sample and a key head are few
 DOT_ROWS = 32
 # Bytes of a head, padded, whose gradient fits into the shared memory of a GPU; others take every head.
 WIDEST_GRADIENT = {"sm_80": 512, "sm_86": 256, "sm_89": 256, "sm_120": 256}
-WIDE = 256  # bytes of a head; tiles of wider heads are halved, so that they fit into shared memory
 CHUNK = ATTENTION_CHUNK
 
 
@@ -43,7 +41,7 @@ class Call:
     Attributes:
         spans, blocks, lengths: See triton_blocks.py; contiguous.
         longest: The most queries of a sample.
-        constants: The constants and options that all kernels of rows have.
+        constants: The constants that all kernels of rows have.
     """
 
     spans: Tensor
@@ -71,19 +69,15 @@ class Call:
             "PADDED": triton.next_power_of_2(depth),
             "CAUSAL": causal,
             "WINDOWED": window > 0,
-            "warps": 8 if depth >= 128 else 4,
         }
         longest = max(spans[:, 1].tolist(), default=0) if q.numel() else 0
         spans, blocks, lengths = spans.contiguous(), blocks.contiguous(), lengths.contiguous()
         return Call(spans, blocks, lengths, longest, constants)
 
-    def tile(self, rows: int, x: Tensor) -> dict[str, int]:
-        """Return the rows of a tile for x, `rows` unless heads are wide, and the stages of the pipeline."""
-        width = self.constants["PADDED"] * x.dtype.itemsize
-        return {
-            "ROWS": max(rows * WIDE // max(width, WIDE), 16),
-            "stages": 2 if width <= WIDE else 1,
-        }
+    def tile(self, use: str, x: Tensor) -> dict[str, int]:
+        """Return the tile of a use, for x, as constants and options of a kernel."""
+        tile = tile_of(use, x.dtype, target_of(x), self.constants["PADDED"] * x.dtype.itemsize)
+        return {"ROWS": tile.rows, "warps": tile.warps, "stages": tile.stages}
 
     def check_gradient(self, q: Tensor) -> None:
         """Raise if the tiles of the gradient do not fit into the GPU's shared memory."""
@@ -136,7 +130,7 @@ def forward(
     """Compute y and lse of contiguous q, k and v, in the form that suits the number of queries."""
     rows = call.longest * call.constants["GROUP"]
     few = rows <= FEW_ROWS
-    tile = call.tile(FEW_ROWS if few else MANY_ROWS, y)
+    tile = call.tile("few queries" if few else "many queries", y)
     how = {**call.constants, **tile, "CHUNK": CHUNK}
     # Only a query that is not the last key, or has a window, hides a key of a block that it sees.
     guard = how["CAUSAL"] and (call.longest > 1 or window > 0)
@@ -190,7 +184,7 @@ def triton_attention_backward(
     how: dict[str, Any] = {"DEPTH": q.shape[-1], "ROWS": DOT_ROWS, "warps": 4}
     run(dot_heads, (triton.cdiv(heads, DOT_ROWS),), grad, out.contiguous(), dots, heads, **how)
     inputs = (grad, q.contiguous(), k.contiguous(), v.contiguous(), lse, dots)
-    how = {**call.constants, **call.tile(BACKWARD_ROWS, q)}
+    how = {**call.constants, **call.tile("gradient", q)}
     tiles = triton.cdiv(call.longest, how["ROWS"])
     where = (call.spans, call.blocks, call.lengths, tiles, call.table, window, scale)
     programs = tiles * call.samples

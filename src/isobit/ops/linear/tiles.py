@@ -37,6 +37,16 @@ def at_least(size: int) -> int:
     return max(FEWEST, 1 << max(size - 1, 0).bit_length())
 
 
+# "many rows" of 16 bits by target: the tiles of which no register is spilled (docs/results/gpu-kernels.md).
+AMPERE = ProductTile(128, 64, 32, 4, 4)  # and what has its matrix instructions
+CDNA = ProductTile(128, 128, 64, 4, 2)
+MANY_ROWS = {
+    **dict.fromkeys(("sm_80", "sm_86", "sm_87", "sm_89", "sm_120"), AMPERE),
+    **dict.fromkeys(("gfx942", "gfx950"), CDNA),
+    "gfx1100": ProductTile(64, 64, 32, 4, 2),
+    "sm_90": ProductTile(128, 128, 64, 8, 2),
+    "sm_100": ProductTile(128, 128, 32, 8, 4),
+}
 TILES: Table[ProductTile] = {
     ("many rows", None, None): ProductTile(128, 128, 64, 8, 3),
     ("many rows", torch.float32, None): ProductTile(64, 64, 16, 4, 2),
@@ -46,6 +56,11 @@ TILES: Table[ProductTile] = {
     ("one tile of rows", torch.float32, None): ProductTile(16, 64, 16, 4, 2),
     ("weight gradient", None, None): ProductTile(128, 128, 64, 8, 3),
     ("weight gradient", torch.float32, None): ProductTile(64, 64, 16, 4, 2),
+    **{
+        ("many rows", dtype, target): tile
+        for target, tile in MANY_ROWS.items()
+        for dtype in (torch.bfloat16, torch.float16)
+    },
 }
 
 

@@ -1,0 +1,87 @@
+"""Registers, spills and shared memory are read from compiled code: default tiles do not spill, others are seen to."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+import triton.language as tl
+
+import isobit
+from benchmarks import kernel_resources
+from benchmarks.kernel_launches import Recording, empty
+from benchmarks.kernel_resources import measure, read_assembly
+from isobit import backends
+from isobit.ops.gpu.launching import run
+from isobit.ops.linear import tiles
+
+BF16 = torch.bfloat16
+
+
+@triton.jit
+def subtract_largest(x, y, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    value = tl.load(x + at)
+    tl.store(y + at, value - tl.max(value, 0))
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch, tmp_path):
+    monkeypatch.setattr(kernel_resources, "KEPT", tmp_path)
+
+
+def launch_of(target, function, *given):
+    backend = Recording(target)
+    with backends.use(backend):
+        function(*given)
+    (launch,) = backend.launches
+    return launch
+
+
+def largest(target, size):
+    x, y = torch.empty(size), torch.empty(size)
+    return launch_of(target, lambda: run(subtract_largest, (1,), x, y, warps=1, BLOCK=size))
+
+
+def test_a_kernel_that_spills_is_seen(tmp_path):
+    few, many = (measure(largest("sm_90", size), "sm_90") for size in (1024, 16384))
+    assert few.spills == 0
+    assert few.registers < 100
+    assert many.spills > 256
+    assert len(list(tmp_path.iterdir())) == 2
+    assert measure(largest("sm_90", 16384), "sm_90", only_kept=True) == many
+    assert measure(largest("sm_80", 1024), "sm_80", only_kept=True) is None
+
+
+def test_amd_code_is_compiled_and_read():
+    found = measure(largest("gfx942", 1024), "gfx942")
+    assert 16 <= found.registers < 100
+    assert (found.spills, found.stack) == (0, 0)
+
+
+def test_spills_of_amd_code_are_read():
+    text = ".vgpr_count: 256\n.vgpr_spill_count: 3\n.private_segment_fixed_size: 16\n"
+    found = read_assembly(text, 1024)
+    assert (found.registers, found.spills, found.stack, found.shared) == (256, 12, 16, 1024)
+
+
+@pytest.mark.parametrize(("stages", "spills"), [(2, False), (3, True)])
+def test_the_tile_of_many_rows_does_not_spill(stages, spills, monkeypatch):
+    """On sm_90 the counter has no register left for a third stage."""
+    given = [empty(n, 4096, dtype=BF16).detach() for n in (512, 4096)]
+    if stages == 3:
+        tile = tiles.ProductTile(128, 128, 64, 8, 3)
+        monkeypatch.setitem(tiles.TILES, ("many rows", BF16, "sm_90"), tile)
+    launch = launch_of("sm_90", isobit.linear, *given)
+    assert launch.name == "linear_counter"
+    assert launch.call.options.num_stages == stages
+    assert bool(measure(launch, "sm_90").spills) == spills
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_tiles_of_targets_are_those_of_16_bits(target):
+    """fp32 keeps its own tile on every target."""
+    assert tiles.tile_of("many rows", BF16, target) == tiles.MANY_ROWS[target]
+    assert tiles.tile_of("many rows", torch.float16, target) == tiles.MANY_ROWS[target]
+    assert tiles.tile_of("many rows", torch.float32, target).depth == 16
