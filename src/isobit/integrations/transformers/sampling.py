@@ -73,19 +73,28 @@ class KeyedSampling(LogitsProcessor):
         refuse_unless(top_p is None or 0 < top_p <= 1, "top_p in (0, 1], or None", top_p)
         self.seed, self.temperature, self.top_k, self.top_p = seed, temperature, top_k, top_p
         self.samples = (
-            None if samples is None else torch.as_tensor(samples, dtype=torch.int64).reshape(-1)
+            None
+            if samples is None
+            else torch.as_tensor(samples, dtype=torch.int64).cpu().reshape(-1)
         )
         self.padding = count_padding(attention_mask) if isinstance(attention_mask, Tensor) else None
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Return scores in fp64 whose largest is the draw."""
         rows, width = input_ids.shape
-        samples = self._per_row("samples", self.samples, torch.arange(rows), rows)
+        samples = self._per_row("samples", self.samples, torch.arange(rows, device="cpu"), rows)
         padding = self._per_row(
-            "rows of attention_mask", self.padding, torch.zeros(rows, dtype=torch.int64), rows
+            "rows of attention_mask",
+            self.padding,
+            torch.zeros(rows, dtype=torch.int64, device="cpu"),
+            rows,
         )
-        logits = scores.double() / self.temperature
-        noise = gumbel_noise(self.seed, samples, width - padding, scores.shape[-1])
+        device = scores.device
+        logits = scores.double()
+        # Not by a number: a GPU would multiply by its reciprocal.
+        logits /= torch.full((), self.temperature, dtype=logits.dtype, device=device)
+        keys = samples.to(device), (width - padding).to(device)
+        noise = gumbel_noise(self.seed, *keys, scores.shape[-1])
         kept = keep_most_likely(logits, self.top_k, self.top_p)
         return torch.where(kept, logits + noise, -torch.inf)
 
@@ -129,8 +138,8 @@ def gumbel_noise(seed: int, samples: Tensor, positions: Tensor, vocabulary: int)
     key = mix(torch.full_like(samples, as_int64(seed)) + GOLDEN)
     for part in (samples, positions):
         key = mix((key ^ part) + GOLDEN)
-    tokens = torch.arange(1, vocabulary + 1) * GOLDEN
-    out = torch.empty(len(key), vocabulary, dtype=torch.float64)
+    tokens = torch.arange(1, vocabulary + 1, device=key.device) * GOLDEN
+    out = torch.empty(len(key), vocabulary, dtype=torch.float64, device=key.device)
     rows = max(IN_CACHE // vocabulary, 1)
     for some, to in zip(torch.split(key, rows), torch.split(out, rows), strict=True):
         bits = mix(some.unsqueeze(1) + tokens)
