@@ -86,11 +86,14 @@ class Card(Tensor):
 
 
 def executor_on_cpu(func):
-    """Return the native operator in place of a Triton one."""
+    """Return the native operator in place of a Triton one, or the portable one where there is no other."""
     name = func._schema.name.removeprefix("isobit::triton_")
     if name == func._schema.name:
         return func
-    return linear_fp32 if name == "linear_fp32" else getattr(torch.ops.isobit, name)
+    if name == "linear_fp32":
+        return linear_fp32
+    ours = torch.ops.isobit
+    return getattr(ours, name) if hasattr(ours, name) else getattr(ours, f"portable_{name}")
 
 
 class OnCard(TorchFunctionMode):
@@ -102,8 +105,11 @@ class OnCard(TorchFunctionMode):
         if name in ("cpu", "to", "cuda", "type_as") and args and isinstance(args[0], Tensor):
             return self.move(name, func, args, kwargs)
         if func is Tensor.backward:  # inside of it this mode would be closed
+            gradient = kwargs.get("gradient")
+            gradient = torch.ones_like(args[0]) if gradient is None else gradient
+            run = torch.autograd.Variable._execution_engine.run_backward
             with self:
-                return torch.autograd.backward(args[0], *args[1:], **kwargs)
+                return run((args[0],), (gradient,), False, False, (), True, accumulate_grad=True)
         asked = kwargs.get("device")
         if asked is not None and torch.device(asked).type == "cuda":
             kwargs["device"] = "cpu"
