@@ -118,13 +118,13 @@ class OnCard(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def move(self, name, func, args, kwargs):
-        tensor, rest = args[0], [a.held if isinstance(a, Card) else a for a in args[1:]]
+        tensor, rest = args[0], [a for a in args[1:] if isinstance(a, torch.dtype)]
         asked = [*args[1:], kwargs.pop("device", None)]
         places = [torch.device(a) for a in asked if isinstance(a, (str, torch.device))]
         places += [a.device for a in asked if isinstance(a, Tensor)]
         if name in ("cpu", "cuda"):
             places, func, rest = [torch.device(name)], Tensor.to, []
-        rest = [a for a in rest if not isinstance(a, (str, torch.device, Tensor))]
+        kwargs.pop("non_blocking", None)
         place = places[0] if places else tensor.device
         if isinstance(tensor, Card) and place.type == "cpu":
             host_reads["to cpu"] += 1
@@ -156,6 +156,11 @@ def on_card():
     dispatch.has_native()
     host_reads.clear()
     operators.clear()
+    overwrite = torch.__future__.set_overwrite_module_params_on_conversion
+    overwrite(True)  # to C++ both are CPU tensors, so Module.to would keep the old ones
     # enable refuses subclasses of tensors, whose operators are their own.
-    with mock.patch.object(refusals, "check_parameters"), OnCard():
-        yield
+    try:
+        with mock.patch.object(refusals, "check_parameters"), OnCard():
+            yield
+    finally:
+        overwrite(False)
