@@ -43,9 +43,9 @@ def get_total_norm(tensors: Tensor | Iterable[Tensor]) -> Tensor:
         >>> torch.equal(isobit.optim.get_total_norm(x), isobit.optim.get_total_norm(x.split(7)))
         True
     """
-    return norm_of(
-        exact_state([tensors] if isinstance(tensors, Tensor) else list(tensors), squared=True)
-    )
+    given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    norm = norm_of(exact_state(given, squared=True))
+    return norm.to(given[0].device) if given else norm
 
 
 @keeping_subnormals
