@@ -179,3 +179,18 @@ def test_a_kernel_without_a_text_is_not_attested(monkeypatch, capsys, card):
     assert main.main(["doctor", "--device", "cuda", "--operators", "silu", "-q"]) == 1
     assert "0 of 3 kept" in capsys.readouterr().out
     assert card == []
+
+
+def test_a_leaf_whose_kernels_raise_is_not_as_defined(monkeypatch, capsys):
+    """As on a GPU that has no products of a type."""
+    kept = Attestation("bfloat16", "tc25x16", True, 1, "")
+    monkeypatch.setattr(doctor_device, "attest_operator", lambda *_: kept)
+
+    def fail(*_):
+        raise ValueError("no such instruction")
+
+    monkeypatch.setattr(doctor_device, "reveal_leaf", fail)
+    assert main.main(["doctor", "--device", "sm_90", "--operators", "linear", "-q"]) == 1
+    said = capsys.readouterr().out
+    assert "no such instruction" in said
+    assert said.count("NOT as defined (tc25x16)") == 2

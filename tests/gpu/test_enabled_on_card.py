@@ -207,3 +207,26 @@ def test_the_stand_in_refuses_what_a_card_refuses():
             torch.ops.isobit.silu(x)
         with pytest.raises(TypeError, match="numpy"):
             x.numpy()
+
+
+def test_sampling_does_not_change_the_logits_it_is_given():
+    scores = torch.randn(2, 40, dtype=torch.float64)
+    before = scores.clone()
+    isobit.KeyedSampling(7, 0.5, attention_mask=None)(IDS[:2], scores)
+    assert bits.equal(scores, before)
+
+
+def test_a_loss_is_divided_by_a_tensor_on_its_device():
+    """By a number, a GPU would multiply by the reciprocal, and the last bit would differ from the CPU's."""
+    hidden, weight = torch.randn(6, 16), torch.randn(40, 16)
+    targets = torch.randint(0, 40, (6,))
+    with on_card():
+        moved = [t.to("cuda") for t in (hidden, weight, targets)]
+        operators.clear()
+        found = isobit.linear_cross_entropy(*moved)
+        assert operators["aten::div"] == 1
+        assert operators["aten::full"] == 0  # made on the card, not by an operator of a card tensor
+    expected = isobit.linear_cross_entropy(hidden, weight, targets)
+    assert bits.equal(found.cpu(), expected)
+    by_number = isobit.exact_sum(isobit.linear_logprob(hidden, weight, targets)) / -6
+    assert bits.equal(expected, by_number)

@@ -90,9 +90,10 @@ class KeyedSampling(LogitsProcessor):
             rows,
         )
         device = scores.device
-        logits = scores.double()
         # Not by a number: a GPU would multiply by its reciprocal.
-        logits /= torch.full((), self.temperature, dtype=logits.dtype, device=device)
+        logits = scores.double() / torch.full(
+            (), self.temperature, dtype=torch.float64, device=device
+        )
         keys = samples.to(device), (width - padding).to(device)
         noise = gumbel_noise(self.seed, *keys, scores.shape[-1])
         kept = keep_most_likely(logits, self.top_k, self.top_p)

@@ -43,7 +43,8 @@ def whole_sum(values: Tensor) -> int:
     bins[1].index_add_(0, shift, low)
     total = 0
     for at, (high_sum, low_sum) in enumerate(bins.t().tolist()):
-        total += ((high_sum << HALF_MANTISSA) + low_sum) << at
+        if high_sum or low_sum:
+            total += ((high_sum << HALF_MANTISSA) + low_sum) << at
     return total >> 53
 
 
