@@ -1,7 +1,8 @@
 """The portable executors with the products of a tensor core: the order of a GPU in bf16, without any kernel.
 
 Where the portable executors have a chain of multiply-adds, this has the chain of the engine's steps over operands that
-are rounded to bf16 first. Everything else is theirs.
+are rounded to bf16 first. Everything else is theirs. It is the order of a GPU for segments of up to 256 features: a
+longer one is one leaf on a tensor core, and several in the portable executors.
 """
 
 from contextlib import contextmanager
