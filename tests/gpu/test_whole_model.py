@@ -1,10 +1,12 @@
-"""A whole Qwen3, forward and backward, on the Triton executors for sm_90: the CPU's bits in fp32.
+"""A whole Qwen3, forward and backward, on the Triton executors for sm_90: in fp32 the CPU's bits.
 
+In bf16 it has the bits of the portable executors over the tensor core's arithmetic (tensor_core_oracle.py).
 Interpreted in `./check`; by compiled code in the PTX machine, which takes minutes, in `./check --full`.
 """
 
 import pytest
 import torch
+from tensor_core_oracle import tensor_core_order
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import isobit
@@ -14,11 +16,11 @@ TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "voc
 SMALL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 512}
 
 
-def make_model(sizes):
+def make_model(sizes, dtype=torch.float32):
     torch.manual_seed(0)
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     config = Qwen3Config(**sizes, **heads, max_position_embeddings=64, tie_word_embeddings=False)
-    return isobit.enable(Qwen3ForCausalLM(config))
+    return isobit.enable(Qwen3ForCausalLM(config).to(dtype))
 
 
 def train(model, ids):
@@ -48,6 +50,44 @@ def test_a_model_trains_with_the_bits_of_the_cpu(kind, sizes, tokens):
     assert len(compiled) == 3 + 11 * sizes["num_hidden_layers"]
     assert [name for name in gradients if not bits.equal(compiled[name], gradients[name])] == []
     assert bits.equal(alone, found[2:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "tokens"),
+    [
+        ("interpreter", TINY, 4),
+        pytest.param("machine", SMALL, 11, marks=pytest.mark.full),
+    ],
+)
+def test_a_model_in_bf16_trains_in_the_order_of_the_tensor_core(kind, sizes, tokens):
+    model = make_model(sizes, torch.bfloat16)
+    ids = torch.randint(0, sizes["vocab_size"], (3, tokens))
+    with tensor_core_order("tc25x16"):
+        expected, gradients = train(model, ids)
+    with isobit.compiled.executing(kind, target="sm_90"):
+        found, compiled = train(model, ids)
+        with torch.no_grad():  # all of them by compiled code, one by the interpreter
+            places = range(3 if kind == "machine" else 1)
+            alone = {at: isobit.logprobs(model, ids[at : at + 1]) for at in places}
+    assert bits.equal(found, expected)
+    assert len(compiled) == 3 + 11 * sizes["num_hidden_layers"]
+    assert [name for name in gradients if not bits.equal(compiled[name], gradients[name])] == []
+    assert all(bits.equal(one, found[at : at + 1]) for at, one in alone.items())
+
+
+def test_another_tensor_core_is_seen():
+    """The comparison in bf16 can fail: Ampere's arithmetic gives other gradients, and so does that of the CPU."""
+    model = make_model(SMALL, torch.bfloat16)
+    ids = torch.randint(0, SMALL["vocab_size"], (3, 11))
+    found = []
+    for engine in ("tc25x16", "tc24x8"):
+        with tensor_core_order(engine):
+            found.append(train(model, ids))
+    found.append(train(model, ids))
+    for scores, gradients in found[1:]:
+        assert not bits.equal(scores, found[0][0])
+        same = [name for name, own in gradients.items() if bits.equal(own, found[0][1][name])]
+        assert len(same) < len(gradients) / 2
 
 
 def test_a_wrong_kernel_is_seen(monkeypatch):

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from isobit.cli.devices import Device, find_device
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
+from isobit.compiled import executing
+from isobit.errors import ArgumentError
 from isobit.gates.model.batch_layout_gate import Comparison, GateReport, count_steps, run_gate
 from isobit.gates.model.batches import draw_samples
 from isobit.gates.model.models import build_model
@@ -19,14 +24,20 @@ from isobit.integrations.transformers.enabling import enabled
 from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
 
+# Models that compiled code, run on a CPU, gets through in minutes.
+SMALLEST = ("qwen3-micro", "qwen3-tiny", "qwen2-tiny", "llama-tiny")
+
 
 def run(options: argparse.Namespace) -> int:
     """Run the gate and print it. The exit code is 0 if isobit's results are the same in all layouts."""
-    ours, stock = go(options)
+    device = find_device(options.device) if options.device else None
+    check_options(options, device)
+    ours, stock = go(options, device)
     if options.json:
         record = {
             "provenance": provenance_of(options, [str(row) for row in ours.rows]),
             "machine": fingerprint(VERSION),
+            "device": device.facts if device else {"name": "cpu"},
             "model": options.model,
             "dtype": options.dtype,
             "seed": options.seed,
@@ -40,20 +51,53 @@ def run(options: argparse.Namespace) -> int:
     return 0 if ours.kept else 1
 
 
-def go(options: argparse.Namespace) -> tuple[GateReport, GateReport | None]:
+def check_options(options: argparse.Namespace, device: Device | None) -> None:
+    """Choose the model and whether stock runs, where the user did not.
+
+    Raises:
+        ArgumentError: If a model would take days on a CPU, or an option has no meaning for the device.
+    """
+    virtual = device is not None and device.is_virtual
+    options.model = options.model or ("qwen3-micro" if virtual else "qwen3-small")
+    if options.interpreted and not virtual:
+        raise ArgumentError(
+            expected="--interpreted with a target, such as --device sm_90",
+            received=f"--device {options.device}" if device else "no --device",
+            remedy="leave --interpreted out: a card runs compiled code",
+        )
+    if virtual:
+        options.stock = False  # torch's own kernels of a GPU are not here
+        if options.model not in SMALLEST:
+            raise ArgumentError(
+                expected=f"a model of {', '.join(SMALLEST)} where compiled code is run on this CPU",
+                received=f"--model {options.model}, which would take days",
+                remedy="leave --model out, or use --device cuda",
+            )
+
+
+def backend_of(options: argparse.Namespace, device: Device | None) -> AbstractContextManager[Any]:
+    """Return what runs kernels for the length of a block: nothing but torch's device, unless it is virtual."""
+    if device is None or not device.is_virtual:
+        return nullcontext()
+    return executing("interpreter" if options.interpreted else "machine", target=device.target)
+
+
+def go(options: argparse.Namespace, device: Device | None) -> tuple[GateReport, GateReport | None]:
     """Run isobit's side, and stock's if required, with a progress bar."""
+    few = device is not None and device.is_virtual
+    place = device.place if device else torch.device("cpu")
     with Steps(f"building {options.model}", quiet=options.quiet, every=SELDOM) as steps:
-        model = build_model(options.model, getattr(torch, options.dtype), options.seed)
-        samples = draw_samples(model.config.vocab_size, options.seed)
-        steps.expect(count_steps(samples) * (2 if options.stock else 1))
+        model = build_model(options.model, getattr(torch, options.dtype), options.seed).to(place)
+        samples = [own.to(place) for own in draw_samples(model.config.vocab_size, options.seed)]
+        steps.expect(count_steps(samples, few) * (2 if options.stock else 1))
 
         def judge(scorer: Scorer) -> GateReport:
             def report(layout: str) -> None:
                 steps.done(f"{options.model}, {scorer.name}: {layout}")
 
-            return run_gate(scorer, samples, report)
+            return run_gate(scorer, samples, report, few)
 
-        with enabled(model):
+        with enabled(model), backend_of(options, device):
             ours = judge(IsobitScorer(model))
         return ours, judge(StockScorer(model)) if options.stock else None
 
@@ -73,9 +117,10 @@ def show(
             console.print(f"BROKEN: {row.quantity}, {row.layout}: {row.where}")
     for report in (ours, *([stock] if stock else [])):
         console.print(f"{report.side}: {summary(report)}")
+    where = f" on {options.device}" if options.device else ""
     trained = f"{ours.trained} of {ours.parameters} parameters with gradients"
     console.print(
-        f"{options.model}, {options.dtype}, {trained}: {'kept' if ours.kept else 'BROKEN'}"
+        f"{options.model}, {options.dtype}{where}, {trained}: {'kept' if ours.kept else 'BROKEN'}"
     )
 
 

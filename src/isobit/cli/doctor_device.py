@@ -1,54 +1,129 @@
-"""`isobit doctor --device`: attest the Triton executors on a card, or compiled for one and run in the PTX machine."""
+"""`isobit doctor --device`: attest the Triton executors on a card, or compiled for one and run in the PTX machine.
+
+Three things are compared: bits of every operator with its definition, the arithmetic of matrix products with the one
+that is defined for the GPU, and the texts of the kernels with those that the PTX machine runs.
+"""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from isobit import files
+from isobit import backends, files
+from isobit.cli.devices import Device, find_device
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say, say_json
-from isobit.compiled import executing
-from isobit.compiled.compile import TARGETS, triton_package
+from isobit.compiled.backends import MachineBackend
+from isobit.compiled.card import CardBackend
+from isobit.compiled.kernel_texts import KernelText, distinct
 from isobit.contracts.language.grammar import suggest
-from isobit.errors import ArgumentError, EngineError
-from isobit.ops.gpu.attestation import attest_operator
+from isobit.errors import ArgumentError, in_one_line
+from isobit.ops.gpu.attestation import PRODUCTS, attest_operator
 from isobit.ops.gpu.executors import DTYPES, OPERATORS
+from isobit.ops.gpu.leaf import OPERANDS, expected_engine, reveal_leaf
 from isobit.order.plan import VERSION
 from isobit.records import Attestation, to_json
+from isobit.reveal.tensor_core import FoundLeaf
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What was found on one device: attestations by operator, leaves by dtype, and the texts of kernels."""
+
+    operators: dict[str, list[Attestation]]
+    expected_leaf: str
+    leaves: list[FoundLeaf]
+    kernels: list[KernelText]
+
+    @property
+    def attestations(self) -> list[Attestation]:
+        """The attestations of all operators."""
+        return [one for row in self.operators.values() for one in row]
+
+    def is_expected(self, leaf: FoundLeaf) -> bool:
+        """Return whether a leaf is the one that is defined for the device."""
+        return self.expected_leaf in leaf.engines
+
+    @property
+    def other_texts(self) -> list[KernelText]:
+        """The kernels whose text is not the one that the machine runs."""
+        return [text for text in self.kernels if text.in_machine and not text.same]
+
+    @property
+    def kept(self) -> bool:
+        """Whether something was attested, and nothing differs."""
+        return (
+            bool(self.attestations)
+            and all(one.kept for one in self.attestations)
+            and all(map(self.is_expected, self.leaves))
+            and not self.other_texts
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Return what a JSON record has of them."""
+        leaves = [
+            {**asdict(leaf), "expected": self.expected_leaf, "kept": self.is_expected(leaf)}
+            for leaf in self.leaves
+        ]
+        kernels = [{**asdict(text), "same": text.same} for text in self.kernels]
+        return {"kept": self.kept, "operators": self.operators, "leaf": leaves, "kernels": kernels}
 
 
 def run(options: argparse.Namespace) -> int:
     """Attest, print the findings, and write the record."""
     operators = chosen_operators(options.operators)
     check_record(options.record)
-    device, facts = describe(options.device)
-    virtual = options.device in TARGETS
-    run_by = executing("machine", target=options.device) if virtual else contextlib.nullcontext()
-    found: dict[str, list[Attestation]] = {}
-    title = f"attesting on {options.device}"
-    total = len(operators) * len(DTYPES)
-    with Steps(title, total, options.quiet, SELDOM) as steps, run_by:
-        for operator in operators:
-            for dtype in DTYPES:
-                found.setdefault(operator, []).append(attest_operator(operator, dtype, device))
-                steps.done(f"{operator} {dtype}")
-    every = [one for each in found.values() for one in each]
-    origin = provenance_of(options, [*map(str, facts.items()), *map(str, every)])
-    record = {"provenance": origin, "device": facts, "order_version": VERSION, "operators": found}
+    device = find_device(options.device)
+    found = attest(device, operators, options.quiet)
+    told = [*map(str, device.facts.items()), *map(str, found.attestations), str(found.leaves)]
+    origin = provenance_of(options, [*told, *map(str, found.kernels)])
+    record = {"provenance": origin, "device": device.facts, "order_version": VERSION}
+    record |= found.record()
     if options.record:
         files.write_text(Path(options.record), to_json(record) + "\n")
     if options.json:
         say_json(record)
     else:
-        show(facts, found)
-    return 0 if every and all(one.kept for one in every) else 1
+        show(device, found)
+    return 0 if found.kept else 1
+
+
+def attest(device: Device, operators: tuple[str, ...], quiet: bool) -> Findings:
+    """Compare leaves and operators on a device, and keep the texts of the kernels that ran."""
+    texts: list[KernelText] = []
+    backend: backends.Backend = CardBackend(device.target, texts)
+    if device.is_virtual:
+        backend = MachineBackend(device.target, texts=texts)
+    wanted = tuple(OPERANDS) if set(PRODUCTS) & set(operators) else ()
+    found: dict[str, list[Attestation]] = {}
+    leaves = []
+    total = len(operators) * len(DTYPES) + len(wanted)
+    with Steps(f"attesting on {device.name}", total, quiet, SELDOM) as steps, backends.use(backend):
+        for dtype in wanted:
+            leaves.append(look_at_leaf(dtype, device))
+            steps.done(f"products of {dtype}")
+        for operator in operators:
+            for dtype in DTYPES:
+                found.setdefault(operator, []).append(
+                    attest_operator(operator, dtype, device.place)
+                )
+                steps.done(f"{operator} {dtype}")
+    return Findings(found, expected_engine(device.target), leaves, distinct(texts))
+
+
+def look_at_leaf(dtype: torch.dtype, device: Device) -> FoundLeaf:
+    """Reveal a leaf; one whose kernels raise agrees with no engine."""
+    try:
+        return reveal_leaf(dtype, device.place)
+    except Exception as error:
+        missing = f"not seen ({in_one_line(error)})"
+        return FoundLeaf(OPERANDS[dtype], None, None, missing, missing, (), 0)
 
 
 def chosen_operators(named: list[str] | None) -> tuple[str, ...]:
@@ -79,52 +154,37 @@ def check_record(path: str | None) -> None:
         )
 
 
-def describe(name: str) -> tuple[torch.device, dict[str, Any]]:
-    """Return the device, and what it is.
-
-    Raises:
-        ArgumentError: If the name is neither a target nor a CUDA device.
-        EngineError: If there is no such device.
-    """
-    triton = str(triton_package().__version__)
-    if name in TARGETS:
-        how = "compiled code, run in the PTX machine on this CPU"
-        return torch.device("cpu"), {"name": name, "how": how, "triton": triton}
-    kind, _, number = name.partition(":")
-    if kind != "cuda" or not (number.isdecimal() or not number):
-        raise ArgumentError(
-            expected=f"--device cuda, cuda:N, or a target of {', '.join(TARGETS)}",
-            received=name,
-            remedy=suggest(name, ["cuda", *TARGETS]),
-        )
-    if not torch.cuda.is_available() or int(number or 0) >= torch.cuda.device_count():
-        raise EngineError(
-            expected=f"the device {name}",
-            received=f"{torch.cuda.device_count()} CUDA devices in torch {torch.__version__}",
-            remedy="isobit doctor --device sm_90 compiles for a card and runs the code on this CPU",
-        )
-    device = torch.device("cuda", int(number or 0))
-    properties: Any = torch.cuda.get_device_properties(device)
-    facts = {"name": properties.name, "how": "run on the card", "triton": triton}
-    facts["capability"] = f"{properties.major}.{properties.minor}"
-    facts["runtime"] = (
-        f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
-    )
-    return device, facts
-
-
-def show(facts: dict[str, Any], found: dict[str, list[Attestation]]) -> None:
-    """Print a row per operator."""
+def show(device: Device, found: Findings) -> None:
+    """Print the leaf, a row per operator, and the kernels."""
     console = make_console(100)
-    for name, value in facts.items():
+    for name, value in device.facts.items():
         say(f"{name}: {value}")
+    for leaf in found.leaves:
+        word = "as defined" if found.is_expected(leaf) else "NOT as defined"
+        engine = found.expected_leaf or f"none is defined for {device.target}"
+        say(f"products of {leaf.dtype}: {leaf}: {word} ({engine})")
+        if not found.is_expected(leaf):
+            say(f"  engines that it agrees with: {', '.join(leaf.engines) or 'none'}")
     table = Table("operator", *(str(dtype).removeprefix("torch.") for dtype in DTYPES))
-    for operator, row in found.items():
+    for operator, row in found.operators.items():
         table.add_row(operator, *(f"kept, {a.engine}" if a.kept else "BROKEN" for a in row))
     console.print(table)
-    every = [one for row in found.values() for one in row]
-    kept = sum(one.kept for one in every)
-    say(f"{kept} of {len(every)} kept: bits equal the definition's on hard inputs")
-    for one in every:
+    kept = sum(one.kept for one in found.attestations)
+    say(f"{kept} of {len(found.attestations)} kept: bits equal the definition's on hard inputs")
+    for one in found.attestations:
         if not one.kept:
             say(f"{one.dtype}: {one.detail}")
+    show_kernels(device, found)
+
+
+def show_kernels(device: Device, found: Findings) -> None:
+    """Print how many kernels have the text that the machine runs, and those that do not."""
+    if device.is_virtual:
+        say(
+            f"{len(found.kernels)} compiled kernels were run; digests of their PTX are in the record"
+        )
+        return
+    same = sum(text.same for text in found.kernels)
+    say(f"{same} of {len(found.kernels)} compiled kernels are the PTX that the machine runs")
+    for text in found.other_texts:
+        say(f"another text: {text.kernel} ({text.options}): {text.digest}, not {text.in_machine}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
 
@@ -15,6 +15,7 @@ import torch
 from isobit import backends
 from isobit.compiled.compile import Compiler, check_target, specialise
 from isobit.compiled.interpreter import interpreted
+from isobit.compiled.kernel_texts import KernelText
 from isobit.compiled.machine import Buffer, Machine
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.isolation import keeping_subnormals
@@ -66,11 +67,12 @@ class MachineBackend:
     """Compiles kernels for a target and runs the PTX, in bits.
 
     With `check`, values also carry the names of their expressions, so that branches and addresses that depend on data
-    are refused, and accesses of memory are checked for races.
+    are refused, and accesses of memory are checked for races. `texts` receives each kernel that ran.
     """
 
     target: str
     check: bool = False
+    texts: list[KernelText] | None = field(default=None, compare=False)
 
     @property
     def kind(self) -> str:
@@ -110,6 +112,9 @@ class MachineBackend:
             given.append(value)
         machine = Machine(compiled.program, self.engine, names=self.check, races=self.check)
         machine.run(grid, given, shared_bytes=compiled.shared_bytes)
+        if self.texts is not None:
+            facts = compiled.facts
+            self.texts.append(KernelText(facts.kernel, facts.options, facts.digest, facts.digest))
 
 
 @contextmanager

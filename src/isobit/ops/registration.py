@@ -23,6 +23,7 @@ from isobit.ops.gpu import executors
 _library = torch.library.Library("isobit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _portable: set[str] = set()
 _without_kernel: set[str] = set()
+PREFIXES = {"triton": "triton_", "native": "", "portable": "portable_"}
 
 
 def portable_operator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -112,18 +113,20 @@ def launch(name: str, sizes: tuple[int, ...], *given: Any, dtype: torch.dtype | 
         UnsupportedError: If a tensor is on a GPU or a backend is chosen, and the operator has no Triton executor.
     """
     chosen = given[0].dtype if dtype is None else dtype
-    if executors.is_asked_for(given):
-        executors.prepare(name, chosen)
-        if backends.chosen() is None:
-            executors.require_attested(name, chosen, given)
-        executor, prefix = "triton", "triton_"
-    elif name not in _without_kernel and dispatch.is_native(chosen):
-        executor, prefix = "native", ""
-    else:
-        executor, prefix = "portable", "portable_"
+    executor = executor_of(name, chosen, given)
     if launches.is_recording():
         launches.record(name, executor, chosen, sizes)
-    return getattr(torch.ops.isobit, prefix + name)(*given)
+    return getattr(torch.ops.isobit, PREFIXES[executor] + name)(*given)
+
+
+def executor_of(name: str, dtype: torch.dtype, given: tuple[Any, ...]) -> str:
+    """Return the executor of a call, "triton", "native" or "portable", after it is registered and attested."""
+    if executors.is_asked_for(given):
+        executors.prepare(name, dtype)
+        if backends.chosen() is None:
+            executors.require_attested(name, dtype, given)
+        return "triton"
+    return "native" if name not in _without_kernel and dispatch.is_native(dtype) else "portable"
 
 
 def rows_and_columns(x: Tensor) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import struct
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import blake2b
 
 import torch
@@ -21,6 +21,7 @@ from isobit import __version__
 from isobit.errors import AgreementError
 from isobit.majority import count_votes, name_ranks
 from isobit.ops import dispatch
+from isobit.ops.gpu.targets import engine_on_gpu
 from isobit.order.plan import VERSION
 from isobit.parallel.collectives.rank_group import RankGroup
 from isobit.parallel.data.global_batch import GlobalBatch
@@ -59,16 +60,19 @@ def raise_difference(name: str, values: list[str], ranks: tuple[int, ...]) -> No
         expected=f"one value on all {len(ranks)} ranks: {name}",
         received=f"{'; '.join(shown)} ({wrong})",
         remedy="train on hosts of one kind; or start every rank with ONEDNN_MAX_CPU_ISA=AVX2, "
-        "which selects the slower arithmetic on all of them; or train in fp32 or fp16, which have one"
+        "which selects the slower arithmetic of CPUs on all of them; or train in fp32 or fp16, which have one"
         if name.startswith(ENGINE)
         else "start every rank with the same program, settings and model",
     )
 
 
-def facts_of(dtypes: set[torch.dtype]) -> dict[str, str]:
-    """Return the versions, and the leaf arithmetic of each dtype."""
+def facts_of(dtypes: set[torch.dtype], devices: Iterable[torch.device] = ()) -> dict[str, str]:
+    """Return the versions, and the leaf arithmetic of each dtype on the GPU among `devices`, else on the CPU."""
+    gpu = next((device for device in devices if device.type == "cuda"), None)
     engines = {
         f"{ENGINE}{str(dtype).removeprefix('torch.')}": dispatch.engine_of(dtype)
+        if gpu is None
+        else engine_on_gpu(dtype, gpu)
         for dtype in dtypes
     }
     return {"version of isobit": __version__, "version of the order": str(VERSION)} | engines
@@ -92,7 +96,8 @@ def require_same_training(model: nn.Module, batch: GlobalBatch, ranks: RankGroup
         f"(names, dtypes, shapes, frozen: {digest})",
         "global batch": str(batch),
     }
-    require_same(facts | facts_of(computed_dtypes(model)), ranks)
+    devices = [p.device for p in model.parameters()]
+    require_same(facts | facts_of(computed_dtypes(model), devices), ranks)
 
 
 def computed_dtypes(model: nn.Module) -> set[torch.dtype]:

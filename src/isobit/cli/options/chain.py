@@ -16,6 +16,7 @@ MODELS = (
     "llama-small",
     "qwen3-tiny",
     "qwen2-tiny",
+    "qwen3-micro",
     "llama-tiny",
 )
 
@@ -29,10 +30,24 @@ def add_parser(commands: Any) -> None:
         "from_pretrained, and compare raw bits across layouts: every selected log-probability, the loss, every "
         "parameter's gradient and every weight after one AdamW step. Stock PyTorch runs through the same gate; "
         "only isobit's result decides. Exit 0: kept; 1: broken; 2: could not run.",
-        epilog="example: isobit chain --model qwen3-tiny --dtype bf16",
+        epilog="examples: isobit chain --model qwen3-tiny --dtype bf16; isobit chain --device cuda; "
+        "isobit chain --device sm_90",
     )
     parser.add_argument(
-        "--model", default="qwen3-small", choices=MODELS, help="default: %(default)s"
+        "--model",
+        choices=MODELS,
+        help="default: qwen3-small; qwen3-micro where compiled code is run on this CPU",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="run on a GPU: cuda or cuda:1 on a card, or a target such as sm_90, whose compiled code is run on this "
+        "CPU, with a micro or tiny model, in fewer layouts and without stock",
+    )
+    parser.add_argument(
+        "--interpreted",
+        action="store_true",
+        help="with a target, run kernels in Triton's interpreter instead of compiled code",
     )
     parser.add_argument(
         "--dtype",

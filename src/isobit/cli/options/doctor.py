@@ -23,7 +23,8 @@ def add_parser(commands: Any) -> None:
         "--device",
         metavar="NAME",
         help="attest the GPU executors instead: cuda or cuda:1 on a card, or a target such as sm_90, whose compiled "
-        "code is run on this CPU. Exit 0: kept; 1: not kept; 2: no such device",
+        "code is run on this CPU. Compares the arithmetic of matrix products, every operator, and the texts of the "
+        "kernels with those of the PTX machine. Exit 0: kept; 1: not kept; 2: no such device",
     )
     parser.add_argument(
         "--operators", nargs="+", metavar="NAME", help="with --device, attest only these operators"

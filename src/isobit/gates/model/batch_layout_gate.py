@@ -17,6 +17,7 @@ from isobit.gates.model.first_difference import first_module
 from isobit.gates.model.scorers import Scorer
 
 LEARNING_RATE = 1e-3
+Layouts = dict[str, Callable[[Scorer], Tensor]]
 Progress = Callable[[str], None]  # called with the name of each layout when it is done
 
 
@@ -61,13 +62,16 @@ class GateReport:
         )
 
 
-def count_steps(samples: list[Tensor]) -> int:
+def count_steps(samples: list[Tensor], few: bool = False) -> int:
     """Return how often `run_gate` calls `progress`."""
-    return len(selected_layouts(samples)) + 1 + len(trained_layouts(samples))
+    return len(selected_layouts(samples, few)) + 1 + len(trained_layouts(samples, few))
 
 
 def run_gate(
-    scorer: Scorer, samples: list[Tensor], progress: Progress = lambda _: None
+    scorer: Scorer,
+    samples: list[Tensor],
+    progress: Progress = lambda _: None,
+    few: bool = False,
 ) -> GateReport:
     """Run every layout and return all comparisons.
 
@@ -75,9 +79,12 @@ def run_gate(
         scorer: The model, and how it computes log-probabilities and the loss.
         samples: The tokens of each sample.
         progress: Called with the name of each layout when it is done.
+        few: Leave out layouts of many calls, and threads.
     """
-    rows = [*judge_selected(scorer, samples, progress), judge_generated(scorer, samples, progress)]
-    rows += judge_trained(scorer, samples, progress)
+    scored, trainings = selected_layouts(samples, few), trained_layouts(samples, few)
+    rows = [*judge_selected(scorer, samples, scored, progress)]
+    rows.append(judge_generated(scorer, samples, progress))
+    rows += judge_trained(scorer, trainings, progress)
     parameters = list(scorer.model.parameters())
     trained = sum(1 for p in parameters if p.grad is not None)
     scorer.model.zero_grad(set_to_none=True)
@@ -85,11 +92,11 @@ def run_gate(
 
 
 def judge_selected(
-    scorer: Scorer, samples: list[Tensor], progress: Progress
+    scorer: Scorer, samples: list[Tensor], layouts: Layouts, progress: Progress
 ) -> Iterator[Comparison]:
     """Compare log-probabilities in each layout with those of the samples one at a time."""
     reference, name_of_reference, module = None, "", ""
-    for name, run in selected_layouts(samples).items():
+    for name, run in layouts.items():
         found = run(scorer)
         progress(name)
         if reference is None:
@@ -113,16 +120,14 @@ def judge_generated(scorer: Scorer, samples: list[Tensor], progress: Progress) -
     )
 
 
-def judge_trained(
-    scorer: Scorer, samples: list[Tensor], progress: Progress
-) -> Iterator[Comparison]:
+def judge_trained(scorer: Scorer, layouts: Layouts, progress: Progress) -> Iterator[Comparison]:
     """Compare loss, gradients and weights after one step in each layout with the first layout."""
     parameters = dict(scorer.model.named_parameters())
     losses: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
     digests: dict[str, str] = {}
     reference = ""
-    for name, run in trained_layouts(samples).items():
+    for name, run in layouts.items():
         loss = run(scorer)
         found = {n: p.grad for n, p in parameters.items() if p.grad is not None}
         if not losses:

@@ -26,14 +26,27 @@ from isobit.machine import thread_count
 GENERATED = 6
 
 
-def selected_layouts(samples: list[Tensor]) -> dict[str, Callable[[Scorer], Tensor]]:
+def selected_layouts(
+    samples: list[Tensor], few: bool = False
+) -> dict[str, Callable[[Scorer], Tensor]]:
     """Return, by name, functions that score all samples in one layout.
 
     The log-probabilities are in order of (sample, position), so they can be compared.
+
+    Args:
+        samples: The tokens of each sample.
+        few: Leave out layouts of many calls, and threads, which no kernel of a GPU has.
     """
     right, left = padded(samples, "right"), padded(samples, "left")
     single = [alone(samples, i) for i in range(len(samples))]
     decode = [PROMPT, *[1] * (WIDTH - PROMPT)]
+    if few:
+        return {
+            "4 × B=1": partial(score, single),
+            "B=4, padded left": partial(score, [left]),
+            "packed in one row": partial(score, [packed(samples)]),
+            f"cache, padded left, chunks of {CHUNK}": partial(score_cached, [left], [CHUNK] * 3),
+        }
     return {
         "4 × B=1": partial(score, single),
         "B=4, padded right": partial(score, [right]),
@@ -51,17 +64,24 @@ def selected_layouts(samples: list[Tensor]) -> dict[str, Callable[[Scorer], Tens
     }
 
 
-def trained_layouts(samples: list[Tensor]) -> dict[str, Callable[[Scorer], Tensor]]:
+def trained_layouts(
+    samples: list[Tensor], few: bool = False
+) -> dict[str, Callable[[Scorer], Tensor]]:
     """Return, by name, functions that run a backward in one layout and return the loss.
 
     A permuted batch is not among them, since it is another global order of samples; micro-batches
-    are the subject of the rank-layout gate.
+    are the subject of the rank-layout gate. `few` is as for `selected_layouts`.
     """
     right, left = padded(samples, "right"), padded(samples, "left")
-    return {
+    whole: dict[str, Callable[[Scorer], Tensor]] = {
         "B=4, padded right": partial(train, right),
         "B=4, padded left": partial(train, left),
         "packed in one row": partial(train, packed(samples)),
+    }
+    if few:
+        return whole
+    return {
+        **whole,
         "gradient checkpointing": partial(train_checkpointed, right),
         "1 thread": partial(on_threads, 1, partial(train, right)),
         "2 threads, padded left": partial(on_threads, 2, partial(train, left)),

@@ -63,14 +63,15 @@ def padded(
     samples: list[Tensor], side: str, *, order: Sequence[int] = range(4), width: int = WIDTH
 ) -> Batch:
     """Return a batch with one row per sample, padded on the left or the right."""
-    ids = torch.zeros(len(order), width, dtype=torch.int64)
+    device = samples[0].device
+    ids = torch.zeros(len(order), width, dtype=torch.int64, device=device)
     mask, positions, spans = torch.zeros_like(ids), torch.zeros_like(ids), {}
     for row, sample in enumerate(order):
         length = len(samples[sample])
         start = width - length if side == "left" else 0
         held = slice(start, start + length)
         ids[row, held], mask[row, held] = samples[sample], 1
-        positions[row, held] = torch.arange(length)
+        positions[row, held] = torch.arange(length, device=device)
         spans[sample] = (row * width + start, length)
     return Batch(ids, mask, positions, False, spans)
 
@@ -78,12 +79,13 @@ def padded(
 def alone(samples: list[Tensor], sample: int) -> Batch:
     """Return a batch of one sample."""
     ids = samples[sample][None]
-    return Batch(ids, None, torch.arange(ids.shape[1])[None], False, {sample: (0, ids.shape[1])})
+    positions = torch.arange(ids.shape[1], device=ids.device)[None]
+    return Batch(ids, None, positions, False, {sample: (0, ids.shape[1])})
 
 
 def packed(samples: list[Tensor]) -> Batch:
     """Return all samples in one row; positions restart at 0 where a sample begins."""
-    positions = torch.cat([torch.arange(len(sample)) for sample in samples])
+    positions = torch.cat([torch.arange(len(own), device=own.device) for own in samples])
     spans, at = {}, 0
     for index, sample in enumerate(samples):
         spans[index] = (at, len(sample))

@@ -28,6 +28,15 @@ TINY = {
     "num_hidden_layers": 2,
     "vocab_size": 128,
 }
+# For compiled code that is run on a CPU, instruction by instruction.
+MICRO = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 1,
+    "vocab_size": 48,
+}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-0.6b": ("Qwen3", {**SIZES, **WHOLE, "head_dim": 128, "tie_word_embeddings": True}),
     "qwen3-small": ("Qwen3", {**SIZES, **SMALL, "head_dim": 128, "tie_word_embeddings": True}),
@@ -35,6 +44,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-small": ("Llama", {**SIZES, **SMALL, "tie_word_embeddings": False}),
     "qwen3-tiny": ("Qwen3", {**TINY, "head_dim": 64, "tie_word_embeddings": True}),
     "qwen2-tiny": ("Qwen2", {**TINY, "hidden_size": 256, "tie_word_embeddings": True}),
+    "qwen3-micro": ("Qwen3", {**MICRO, "head_dim": 16, "tie_word_embeddings": False}),
     "llama-tiny": ("Llama", {**TINY, "head_dim": 64, "tie_word_embeddings": False}),
 }
 

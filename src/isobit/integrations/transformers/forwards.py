@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from isobit import backends
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.integrations.transformers import modules
 from isobit.integrations.transformers.accumulation import warn_at_backward
@@ -159,10 +160,33 @@ def layout_of(
             received=type(past_key_values).__name__,
             remedy="use transformers.DynamicCache()",
         )
-    refuse_autocast_share()
+    check_place(tokens, attention_mask=attention_mask, position_ids=position_ids)
+    refuse_autocast_share(tokens.device)
     past = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-    rows = (tokens.shape[0], tokens.shape[1])
-    return read_layout(rows, past=past, attention_mask=attention_mask, position_ids=position_ids)
+    return read_layout(
+        (tokens.shape[0], tokens.shape[1]),
+        past=past,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        device=tokens.device,
+    )
+
+
+def check_place(tokens: Tensor, **given: Tensor | None) -> None:
+    """Raise unless tokens, mask and positions are on one device, which can be read on the host now."""
+    for name, tensor in given.items():
+        if isinstance(tensor, Tensor) and tensor.device != tokens.device:
+            raise ArgumentError(
+                expected=f"{name} on {tokens.device}, where the tokens are",
+                received=f"{name} on {tensor.device}",
+                remedy=f"pass {name}.to({str(tokens.device)!r})",
+            )
+    if tokens.is_cuda and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            expected="calls of an enabled model outside of a CUDA graph: masks and positions are read on the host",
+            received="a call while a CUDA graph is captured",
+            remedy="capture operators of isobit by themselves, after a first call of each outside of the graph",
+        )
 
 
 def refuse_packed_cache(past_key_values: Any, use_cache: bool | None) -> bool:
@@ -190,16 +214,16 @@ def refuse_tied_share(module: Any) -> None:
         )
 
 
-def refuse_autocast_share() -> None:
+def refuse_autocast_share(device: torch.device) -> None:
     """Raise under autocast within a share: only a leaf parameter takes a share's unrounded gradient."""
     if (
         share_in_force() is not None
-        and torch.is_autocast_enabled("cpu")
+        and torch.is_autocast_enabled(device.type)
         and torch.is_grad_enabled()
     ):
         raise UnsupportedError(
             expected="parameters in the dtype that is computed in, inside Gradients.micro_batch",
-            received=f"torch.autocast to {torch.get_autocast_dtype('cpu')}",
+            received=f"torch.autocast to {torch.get_autocast_dtype(device.type)}",
             remedy="leave autocast, and convert the model instead: model.to(torch.bfloat16)",
         )
 
@@ -207,10 +231,11 @@ def refuse_autocast_share() -> None:
 def kind_of(
     module: Any, layout: Layout, past_key_values: Any, use_cache: bool | None
 ) -> tuple[Any, ...]:
-    """Return the kind of a call; calls of one kind run the same operators."""
-    cached = past_key_values is not None or bool(use_cache)
-    cast = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-    return (module.training, torch.is_grad_enabled(), cached, module.dtype, cast, layout.kind)
+    """Return the kind of a call; calls of one kind run the same operators, of one executor."""
+    cached, device = past_key_values is not None or bool(use_cache), layout.positions.device
+    cast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    how = (device, backends.chosen() is not None, module.dtype, cast)
+    return (module.training, torch.is_grad_enabled(), cached, *how, layout.kind)
 
 
 def require_backbone(module: nn.Module) -> State:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import Layout
 from isobit.integrations.transformers.package import library
-from isobit.ops import dispatch
 from isobit.ops.arguments import cast_for_autocast
 from isobit.ops.linear.op import linear, linear_fp32
 from isobit.ops.log_softmax.op import log_softmax
@@ -20,6 +19,7 @@ from isobit.ops.logprob.op import IGNORED, linear_logprob
 from isobit.ops.logprob.portable import inverse
 from isobit.ops.logprob.supported import kept_of
 from isobit.ops.portable.samples import spans_of
+from isobit.ops.registration import PREFIXES, executor_of
 from isobit.ops.share import as_partial, check_share, share_in_force
 from isobit.ops.softmax.op import softmax
 from isobit.order.samples import Samples
@@ -38,6 +38,7 @@ class Logits(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, samples: Samples | None) -> Tensor:
         ctx.save_for_backward(hidden, weight)
         ctx.samples, ctx.share = samples, share_in_force()
+        ctx.prefix = PREFIXES[executor_of("linear", hidden.dtype, (hidden, weight))]
         return linear_fp32(hidden, weight)
 
     @staticmethod
@@ -46,10 +47,10 @@ class Logits(torch.autograd.Function):
         spans, of = (
             (None, 0) if ctx.samples is None else (spans_of(ctx.samples, hidden), ctx.samples.of)
         )
-        prefix = "linear" if dispatch.is_native(hidden.dtype) else "portable_linear"
         rounded, want = grad.to(hidden.dtype), ctx.needs_input_grad
         into_hidden, into_weight = (
-            getattr(torch.ops.isobit, f"{prefix}_{part}_grad") for part in ("input", "weight")
+            getattr(torch.ops.isobit, f"{ctx.prefix}linear_{part}_grad")
+            for part in ("input", "weight")
         )
         return (
             into_hidden(rounded, weight) if want[0] else None,

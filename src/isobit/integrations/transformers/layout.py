@@ -60,8 +60,9 @@ def read_layout(
     past: int = 0,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
+    device: torch.device | None = None,
 ) -> Layout:
-    """Return the layout of [B, T] new rows behind `past` cached ones."""
+    """Return the layout of [B, T] new rows behind `past` cached ones; positions are on `device`, that of all given."""
     batch, width = rows
     total = past + width
     real = None if attention_mask is None else read_mask(attention_mask, batch, total)
@@ -74,7 +75,7 @@ def read_layout(
         return read_packed(given, real, past)
     if real is None:
         if given is None:
-            given = torch.arange(past, total).expand(batch, width)
+            given = torch.arange(past, total, device=device).expand(batch, width)
         if share_in_force() is None:
             return Layout("plain", given, None, None, total)
         spans, keys = (
@@ -91,7 +92,7 @@ def read_padded(real: Tensor, given: Tensor | None, past: int) -> Layout:
     width = total - past
     count = real.sum(-1)
     start = real.to(torch.uint8).argmax(-1)
-    place = torch.arange(total)
+    place = torch.arange(total, device=real.device)
     if not torch.equal(real, (place >= start[:, None]) & (place < (start + count)[:, None])):
         raise ArgumentError(
             expected="an attention_mask whose ones are contiguous in each row",
@@ -129,13 +130,13 @@ def read_packed(given: Tensor, real: Tensor | None, past: int) -> Layout:
     starts[:, 1:] &= ~held[:, :-1] | (given[:, 1:] != given[:, :-1] + 1)
     refuse_constant(starts, held)
     flat = starts.reshape(-1).nonzero().reshape(-1).tolist()
-    places = given.reshape(-1)
+    places, rows = given.reshape(-1).tolist(), held.reshape(-1).tolist()
     seen: set[int] = set()
     for start in flat:
-        if start // width in seen and int(places[start]) != 0:
+        if start // width in seen and places[start] != 0:
             raise ArgumentError(
                 expected="position_ids that count on, or restart at 0 for the next sample",
-                received=f"position {int(places[start])} after a gap, at row {start // width}, column {start % width}",
+                received=f"position {places[start]} after a gap, at row {start // width}, column {start % width}",
                 remedy="count positions inside each packed sample from 0",
             )
         seen.add(start // width)
@@ -144,9 +145,8 @@ def read_packed(given: Tensor, real: Tensor | None, past: int) -> Layout:
         min(b, (a // width + 1) * width)
         for a, b in zip(flat, [*flat[1:], batch * width], strict=True)
     ]
-    rows = held.reshape(-1)
     spans = of_global_batch(
-        [(a, int(rows[a:b].sum())) for a, b in zip(flat, ends, strict=True)], batch * width
+        [(a, sum(rows[a:b])) for a, b in zip(flat, ends, strict=True)], batch * width
     )
     return Layout("packed", given.masked_fill(~held, 0), spans, spans, width)
 

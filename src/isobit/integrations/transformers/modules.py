@@ -211,22 +211,27 @@ def forward_rotary(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor
     if (
         frequencies is None
         or scaling != module.attention_scaling
+        or frequencies.device != module.inv_freq.device
         or not torch.equal(frequencies, module.inv_freq)
     ):
         frequencies, scaling = module.inv_freq.clone(), module.attention_scaling
-        angles = torch.empty(2, 0, 2 * len(frequencies))
+        angles = torch.empty(2, 0, 2 * len(frequencies), device=frequencies.device)
     if angles.shape[1] < rows:
-        angles = extend_angles(angles, frequencies.float(), scaling, rows)
+        angles = extend_angles(angles.cpu(), frequencies.cpu().float(), scaling, rows)
+        angles = angles.to(frequencies.device)
         module.__dict__[ANGLES] = frequencies, scaling, angles
     cos, sin = angles[:, position_ids].unbind(0)
     return cos, sin
 
 
 def extend_angles(table: Tensor, frequencies: Tensor, scaling: float, rows: int) -> Tensor:
-    """Compute cos and sin of more positions in blocks: each is a call of one shape, on one thread."""
+    """Compute cos and sin of more positions in blocks: each is a call of one shape, on one thread.
+
+    On the CPU also where the model is on a GPU, whose sine has other bits.
+    """
     blocks = [table]
     for first in range(table.shape[1], rows, POSITIONS_AT_ONCE):
-        places = torch.arange(first, first + POSITIONS_AT_ONCE, dtype=torch.float32)
+        places = torch.arange(first, first + POSITIONS_AT_ONCE, dtype=torch.float32, device="cpu")
         angles = (places[:, None] * frequencies).repeat(1, 2)
         blocks.append(torch.stack((angles.cos() * scaling, angles.sin() * scaling)))
     return torch.cat(blocks, dim=1)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from isobit.ops.gpu.executors import is_triton_operator
 from isobit.ops.registration import is_portable_operator
 
 GENERATED = re.compile(r"GeneratedBackwardFor_isobit_(\w+)_default")
@@ -20,8 +21,8 @@ PROFILER = frozenset(
 
 @lru_cache(maxsize=256)
 def is_our_operator(name: str) -> bool:
-    """Return whether `isobit::<name>` is a compiled kernel or one of the portable executor's operators."""
-    if is_portable_operator(name):
+    """Return whether `isobit::<name>` is a compiled kernel, or an operator of the portable or the Triton executors."""
+    if is_portable_operator(name) or is_triton_operator(name):
         return True
     try:
         said = torch._C._dispatch_dump(f"isobit::{name}")

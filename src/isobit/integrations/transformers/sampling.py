@@ -65,7 +65,9 @@ class KeyedSampling(LogitsProcessor):
         refuse_unless(top_p is None or 0 < top_p <= 1, "top_p in (0, 1], or None", top_p)
         self.seed, self.temperature, self.top_k, self.top_p = seed, temperature, top_k, top_p
         self.samples = (
-            None if samples is None else torch.as_tensor(samples, dtype=torch.int64).reshape(-1)
+            None
+            if samples is None
+            else torch.as_tensor(samples, dtype=torch.int64).cpu().reshape(-1)
         )
         self.padding = count_padding(attention_mask) if isinstance(attention_mask, Tensor) else None
 
@@ -77,9 +79,12 @@ class KeyedSampling(LogitsProcessor):
     def draw(self, input_ids: Tensor, scores: Tensor) -> Drawn:
         """Return the draw of each row."""
         rows, width = input_ids.shape
-        samples = self._per_row("samples", self.samples, torch.arange(rows), rows)
+        samples = self._per_row("samples", self.samples, torch.arange(rows, device="cpu"), rows)
         padding = self._per_row(
-            "rows of attention_mask", self.padding, torch.zeros(rows, dtype=torch.int64), rows
+            "rows of attention_mask",
+            self.padding,
+            torch.zeros(rows, dtype=torch.int64, device="cpu"),
+            rows,
         )
         return sample(
             scores,

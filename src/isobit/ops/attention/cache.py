@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
-from isobit.ops.arguments import check_tensors, refuse_shape
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.attention.op import BlockTable, attend, check_attention, check_scale, check_window
 from isobit.ops.attention.portable import Mask
 from isobit.order.plan import ATTENTION_BLOCK
@@ -36,6 +36,7 @@ class KVCache:
         head_dim: The size of a head.
         dtype: The dtype of keys and values.
         pages: How many pages to allocate at first; the cache grows when they are used up.
+        device: Where keys and values are kept: the CPU, or a GPU.
 
     Raises:
         ArgumentError: If a size is less than 1.
@@ -51,7 +52,12 @@ class KVCache:
     """
 
     def __init__(
-        self, num_heads: int, head_dim: int, dtype: torch.dtype = torch.float32, pages: int = 16
+        self,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        pages: int = 16,
+        device: torch.device | str = "cpu",
     ) -> None:
         if min(num_heads, head_dim, pages) < 1:
             raise ArgumentError(
@@ -60,7 +66,9 @@ class KVCache:
                 remedy="pass the model's number of key heads and its head size",
             )
         shape = (pages, PAGE, num_heads, head_dim)
-        self._keys, self._values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        self._keys, self._values = (
+            torch.zeros(shape, dtype=dtype, device=device) for _ in range(2)
+        )
         self._owners = [0] * pages
 
     def start(self) -> Sequence:
@@ -70,7 +78,7 @@ class KVCache:
     @torch.no_grad()
     def append(self, sequence: Sequence, k: Tensor, v: Tensor) -> None:
         """Append keys and values [T, num_heads, head_dim] of the next T positions."""
-        check_tensors(k=k, v=v, cache=self._keys)
+        check_tensors(WITH_GPU, k=k, v=v, cache=self._keys)
         num_heads, head_dim = self._keys.shape[2:]
         for name, tensor in (("k", k), ("v", v)):
             if tensor.dim() != 3 or tensor.shape != (len(k), num_heads, head_dim):
@@ -129,7 +137,7 @@ class KVCache:
         """
         queries = Samples.packed(counts if counts is not None else [1] * len(sequences))
         k, v = self._keys.flatten(0, 1), self._values.flatten(0, 1)
-        check_tensors(q=q, cache=k)
+        check_tensors(WITH_GPU, q=q, cache=k)
         check_attention(q, k, v)
         rows = [count for _, count in queries.spans]
         if (

@@ -28,24 +28,23 @@ def state(tensors: Sequence[Tensor], squared: bool) -> Tensor:
         total += whole_sum(values[finite])
         others = (values.isnan(), values == torch.inf, values == -torch.inf)
         specials = [n + int(mask.sum()) for n, mask in zip(specials, others, strict=True)]
-    return torch.tensor(
-        [*to_digits(total >> (LOWEST - LEAST_EXPONENT)), *specials], dtype=torch.int64
-    )
+    digits = to_digits(total >> (LOWEST - LEAST_EXPONENT))
+    return torch.tensor([*digits, *specials], dtype=torch.int64, device="cpu")
 
 
 def whole_sum(values: Tensor) -> int:
     """Return the exact sum of finite fp64 values, as an integer in units of 2^LEAST_EXPONENT."""
     mantissa, exponent = torch.frexp(values)
-    whole = torch.ldexp(mantissa, torch.tensor(53)).long()  # times 2^(exponent - 53)
+    whole = (mantissa * 2.0**53).long()  # times 2^(exponent - 53)
     shift = exponent.long() - LEAST_EXPONENT  # 53 too many, since a subnormal's whole ends in zeros
     high, low = whole >> HALF_MANTISSA, whole & ((1 << HALF_MANTISSA) - 1)
-    bins = torch.zeros(2, 2200, dtype=torch.int64)
+    bins = torch.zeros(2, 2200, dtype=torch.int64, device=values.device)
     bins[0].index_add_(0, shift, high)
     bins[1].index_add_(0, shift, low)
     total = 0
-    for at in bins.any(0).nonzero().flatten().tolist():
-        high_sum, low_sum = bins[:, at].tolist()
-        total += ((high_sum << HALF_MANTISSA) + low_sum) << at
+    for at, (high_sum, low_sum) in enumerate(bins.t().tolist()):
+        if high_sum or low_sum:
+            total += ((high_sum << HALF_MANTISSA) + low_sum) << at
     return total >> 53
 
 

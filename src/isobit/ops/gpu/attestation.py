@@ -42,6 +42,7 @@ def require(name: str, dtype: torch.dtype, device: torch.device) -> bool:
     with _lock:
         key = (operator, dtype, device)
         if key not in _found:
+            refuse_capture(operator, dtype, device)
             _found[key] = run_apart(lambda: attest_operator(operator, dtype, device))
         found = _found[key]
     if not found.kept:
@@ -51,6 +52,16 @@ def require(name: str, dtype: torch.dtype, device: torch.device) -> bool:
             remedy=f"run `isobit doctor --device {device.type} --record FILE` and report it; the CPU serves meanwhile",
         )
     return True
+
+
+def refuse_capture(operator: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raise while a CUDA graph is captured: attestation synchronizes, and its launches would be part of the graph."""
+    if torch.cuda.is_current_stream_capturing():
+        raise EngineError(
+            expected=f"{operator} in {dtype} to be attested on {device} before a CUDA graph is captured",
+            received="its first call, inside a capture",
+            remedy="call it once before, as for every warm-up; `isobit doctor --device cuda` shows what is attested",
+        )
 
 
 def attest_operator(operator: str, dtype: torch.dtype, device: torch.device) -> Attestation:

@@ -35,6 +35,7 @@ _lock = threading.RLock()
 _formulas: dict[str, Callable[[str], None]] = {}
 _modules: dict[str, str] = {}
 _ready: set[str] = set()
+_registered: set[str] = set()
 
 
 def triton_operator(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -48,6 +49,7 @@ def triton_operator(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
         _library.define(f"triton_{name}{schema}", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
         for key in ("CPU", "CUDA"):
             _library.impl(f"triton_{name}", function, key)  # type: ignore[no-untyped-call]
+        _registered.add(f"triton_{name}")
         return getattr(torch.ops.isobit, f"triton_{name}")  # type: ignore[no-any-return]
 
     return register
@@ -56,6 +58,11 @@ def triton_operator(name: str) -> Callable[[Callable[..., Any]], Callable[..., A
 def declare_triton(name: str, register_formulas: Callable[[str], None], module: str) -> None:
     """Note the module of an operator's Triton executor, and the formulas to register when it is imported."""
     _formulas[name], _modules[name] = register_formulas, module
+
+
+def is_triton_operator(name: str) -> bool:
+    """Return whether `isobit::<name>` was made by `triton_operator`."""
+    return name in _registered
 
 
 def has_triton(name: str) -> bool:

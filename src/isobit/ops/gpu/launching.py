@@ -10,6 +10,7 @@ from triton.runtime.jit import JITFunction
 
 from isobit import backends
 from isobit.errors import UnsupportedError
+from isobit.ops.gpu.targets import target_of_device
 
 
 def run(
@@ -63,8 +64,4 @@ def target_of(tensor: Tensor) -> str:
     if backend is not None:
         return backend.target
     check_gpu(tensor.device)
-    if torch.version.hip:
-        properties: Any = torch.cuda.get_device_properties(tensor.device)
-        return str(properties.gcnArchName).partition(":")[0]
-    major, minor = torch.cuda.get_device_capability(tensor.device)
-    return f"sm_{major}{minor}"
+    return target_of_device(tensor.device)

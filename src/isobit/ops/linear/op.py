@@ -11,6 +11,7 @@ from torch import Tensor
 from isobit.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.arguments import WITH_GPU, cast_for_autocast, check_tensors, refuse_shape
+from isobit.ops.gpu import executors
 from isobit.ops.linear import portable
 from isobit.ops.portable.samples import describe, whole_samples
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
@@ -74,8 +75,10 @@ def sizes_of(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
 
 def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
     """Return x @ weight.T before it is rounded to the dtype of x, without a gradient: the logits of linear_logprob."""
-    check_tensors(x=x, weight=weight)
+    check_tensors(WITH_GPU, x=x, weight=weight)
     check_linear(x, weight, None)
+    if executors.is_asked_for((x, weight)):
+        return launch("linear_fp32", sizes_of(x, weight), x.detach(), weight.detach())  # type: ignore[no-any-return]
     if dispatch.is_native(x.dtype):
         return torch.ops.isobit.linear_roots(x.detach(), weight.detach(), x.shape[-1], 0)[0]  # type: ignore[no-any-return]
     total = keeping_subnormals(portable.linear_fp32)(x, weight)
@@ -169,4 +172,14 @@ def portable_bias_grad(grad: Tensor, spans: Tensor | None, of: int = 0) -> Tenso
     return portable.bias_grad(grad, whole_samples(grad, spans, of))
 
 
+def register_fp32(name: str) -> None:
+    """Register the shape of sums before rounding; they have no gradient."""
+
+    def fake(x: Tensor, weight: Tensor) -> Tensor:
+        return x.new_empty((*x.shape[:-1], weight.shape[0]), dtype=torch.float32)
+
+    register_operator("linear_fp32", name, fake)
+
+
 declare("linear", register_formulas, triton="isobit.ops.linear.triton")
+executors.declare_triton("linear_fp32", register_fp32, "isobit.ops.linear.triton")

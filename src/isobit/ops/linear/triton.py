@@ -202,6 +202,11 @@ def triton_linear(
     return multiply(x, weight, bias, x.dtype)
 
 
+@triton_operator("linear_fp32")
+def triton_linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    return multiply(x, weight, None, torch.float32)
+
+
 @triton_operator("linear_input_grad")
 def triton_input_grad(grad: Tensor, weight: Tensor) -> Tensor:
     return multiply(grad, weight, None, grad.dtype, transposed=True)

@@ -53,7 +53,12 @@ def linear_cross_entropy(
     """
     chosen, active = count_active(targets, ignore_index, num_items)
     found = linear_logprob(hidden, weight, chosen, temperature=temperature, samples=samples)
-    return exact_sum(found) / -active
+    return exact_sum(found) / divisor(-active, found)
+
+
+def divisor(value: float, like: Tensor) -> Tensor:
+    """Return a number as a tensor to divide by: a GPU multiplies by the reciprocal of a number, which rounds twice."""
+    return torch.full((), value, dtype=like.dtype, device=like.device)
 
 
 def refuse_mean_of_share() -> None:

@@ -6,6 +6,9 @@ the calling thread adds by itself with subnormals kept.
 
 NaNs: the bits of NaN + NaN and of inf - inf depend on the processor and on the order of operands.
 `settle_nans` replaces every NaN by one. A NaN stays in a sum, so settling the last sum is enough.
+
+GPUs: one addition of two fp32 values is rounded as IEEE 754 says, subnormals included, so torch's
+own addition has the bits of a CPU. There are no threads and no modes, and so no blocks.
 """
 
 from __future__ import annotations
@@ -45,10 +48,16 @@ def round_total(total: Tensor, dtype: torch.dtype) -> Tensor:
     return settle_nans(total.to(dtype))
 
 
+def block_of(tensor: Tensor) -> int:
+    """Return how many elements are added at once: all of them on a GPU."""
+    return max(tensor.numel(), 1) if tensor.is_cuda else BLOCK
+
+
 def add_two(left: Tensor, right: Tensor, total: Tensor) -> None:
     """Write left + right to `total`; all are 1-D and of one length."""
-    for at in range(0, total.numel(), BLOCK):
-        part = slice(at, at + BLOCK)
+    block = block_of(total)
+    for at in range(0, total.numel(), block):
+        part = slice(at, at + block)
         settle_nans(torch.add(left[part], right[part], out=total[part]))
 
 
@@ -59,14 +68,15 @@ def add_rows(rows: Sequence[Tensor], total: Tensor) -> None:
         rows: By rank, its addends. # ranks x [numel]
         total: Receives the sum. # [numel]
     """
-    for at in range(0, total.numel(), BLOCK):
-        level = [row[at : at + BLOCK] for row in rows]
+    block = block_of(total)
+    for at in range(0, total.numel(), block):
+        level = [row[at : at + block] for row in rows]
         while len(level) > 2:
             level = [
                 torch.add(left, right, out=left)
                 for left, right in zip(level[::2], level[1::2], strict=True)
             ]
-        settle_nans(torch.add(level[0], level[1], out=total[at : at + BLOCK]))
+        settle_nans(torch.add(level[0], level[1], out=total[at : at + block]))
 
 
 def add_into(left: Tensor, right: Tensor) -> Tensor:
@@ -86,6 +96,6 @@ def add_to_rows(rows: Tensor, row: Tensor) -> None:
 
 
 def _blocks(tensor: Tensor) -> Sequence[Tensor]:
-    if tensor.numel() <= BLOCK:
+    if tensor.numel() <= BLOCK or tensor.is_cuda:
         return (tensor,)
     return torch.split(tensor.view(-1), BLOCK)

@@ -64,7 +64,8 @@ def get_total_norm(
             received=f"{failed} of {len(ranks.ranks)} ranks that could not",
             remedy="read the errors of those ranks",
         )
-    return norm_of(torch.tensor(state))
+    norm = norm_of(torch.tensor(state, device="cpu"))
+    return norm.to(grads[0].device) if grads else norm
 
 
 @torch.no_grad()
