@@ -1,0 +1,61 @@
+"""Weights of a vLLM model: packed forms that follow writes, and a number that changes with every update.
+
+[Note: keys of older weights] A key that was computed before an update of the weights is not the key that the trainer
+computes. vLLM keeps such keys in its prefix cache, and in requests that are running, until it is told to drop them. So
+each block of the cache remembers the number of the weights that wrote it, and a request that would read a block of
+another number is refused, with the call that drops them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from isobit.errors import ArgumentError
+from isobit.ops import dispatch
+from isobit.ops.linear.op import linear_with_packed
+from isobit.ops.linear.packed import PackedWeight
+
+
+class PackedLinear:
+    """The packed form of one layer's weight, made at the first call and again after each write to the weight."""
+
+    def __init__(self) -> None:
+        self._packed: PackedWeight | None = None
+        self._weight: Tensor | None = None
+
+    @property
+    def repacks(self) -> int:
+        """How often the weight was written since it was packed first."""
+        return 0 if self._packed is None else self._packed.repacks
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x · weightᵀ + bias, with the packed form where memory allows one: the bits are the same."""
+        return linear_with_packed(x, weight, bias, None, self._current(weight))
+
+    def _current(self, weight: Tensor) -> Tensor | None:
+        if self._weight is not weight:
+            self._weight, self._packed = weight, None
+        if self._packed is None:
+            if not dispatch.is_native(weight.dtype) or weight.is_meta:
+                return None
+            try:
+                self._packed = PackedWeight(weight)
+            except ArgumentError:  # memory that others own, whose writes would go unseen: read the weight itself
+                return None
+        return self._packed.current(weight)
+
+
+class Generation:
+    """The number of the weights: it changes when they are loaded, and when a packed one was written."""
+
+    def __init__(self, packed: list[PackedLinear]) -> None:
+        self._packed, self._loads = packed, 0
+
+    def advance(self) -> None:
+        """Count an update."""
+        self._loads += 1
+
+    @property
+    def number(self) -> int:
+        """A number that grows with every update that was seen."""
+        return self._loads + sum(layer.repacks for layer in self._packed)

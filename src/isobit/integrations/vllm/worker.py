@@ -1,0 +1,114 @@
+"""vLLM's worker and model runner with isobit's operators; vLLM imports it by name in the worker's process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.model_loader import get_model_loader
+from vllm.v1.outputs import LogprobsTensors, SamplerOutput
+from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from isobit.integrations.vllm.package import library
+from isobit.integrations.vllm.plugin import register
+from isobit.integrations.vllm.preparing import STATE, prepare
+from isobit.integrations.vllm.refusals import GREEDY, check_engine, check_request, refuse
+from isobit.integrations.vllm.sampler import Draw, draw_tokens, policy_logprobs
+
+
+class OrderedSampler(Sampler):
+    """vLLM's sampler with isobit's log-softmax; tokens are drawn by the runner, which knows the requests."""
+
+    compute_logprobs = staticmethod(policy_logprobs)
+
+    def forward(self, *given: Any, **named: Any) -> SamplerOutput:
+        """Raise: draws need the requests' seeds and positions."""
+        refuse("draws by the runner", "a call of the sampler alone", "call runner._sample")
+
+
+class Runner(CPUModelRunner):
+    """vLLM's model runner for the CPU, with a prepared model and keyed draws."""
+
+    def __init__(self, vllm_config: Any, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        self.sampler = OrderedSampler(logprobs_mode=self.model_config.logprobs_mode)
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:
+        """Load the model; its computations are replaced after it is made, before weights are read and processed."""
+        if load_dummy_weights:
+            refuse("weights of a checkpoint", "dummy weights", "load the model's weights")
+        loader = get_model_loader(self.vllm_config.load_config)
+        create = loader.create_model
+
+        def create_prepared(*given: Any, **named: Any) -> Any:
+            model = create(*given, **named)
+            prepare(model, self.vllm_config)
+            return model
+
+        loader.create_model = create_prepared
+        self.model = loader.load_model(
+            vllm_config=self.vllm_config, model_config=self.model_config
+        )
+
+    def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
+        """Draw a token for each request of the step."""
+        if logits is None or spec_decode_metadata is not None:
+            refuse("one row of logits per request", "speculative decoding", "leave it out")
+        metadata = self.input_batch.sampling_metadata
+        draws = [self._read_draw(request) for request in self.input_batch.req_ids]
+        state = self.model.__dict__[STATE]
+        tokens, policy = state.strictness.run(
+            self.model,
+            ("draw", bool(metadata.all_greedy)),
+            lambda: draw_tokens(logits, draws),
+        )
+        return SamplerOutput(
+            sampled_token_ids=tokens.to(torch.int32).unsqueeze(-1),
+            logprobs_tensors=self._gather_logprobs(policy, tokens),
+        )
+
+    def _gather_logprobs(self, policy: Tensor, tokens: Tensor) -> LogprobsTensors | None:
+        metadata = self.input_batch.sampling_metadata
+        wanted = metadata.max_num_logprobs
+        if wanted is None and not metadata.logprob_token_ids:
+            return None
+        logprobs = policy_logprobs(policy)
+        if metadata.logprob_token_ids:
+            return self.sampler.gather_specific_token_logprobs(
+                logprobs, metadata.logprob_token_ids, tokens
+            )
+        if wanted == -1:
+            return LogprobsTensors(torch.empty(0), logprobs, torch.empty(0))
+        return self.sampler.gather_logprobs(logprobs, wanted, token_ids=tokens)
+
+    def _read_draw(self, name: str) -> Draw:
+        request = self.requests[name]
+        params = request.sampling_params
+        check_request(params)
+        if params.temperature < GREEDY:
+            return Draw(0.0, None, None, 0, 0)
+        return Draw(
+            params.temperature,
+            params.top_k if params.top_k > 0 else None,
+            params.top_p if params.top_p < 1 else None,
+            params.seed,
+            request.num_tokens,
+        )
+
+
+class Worker(CPUWorker):
+    """vLLM's worker for the CPU with isobit's runner; raises on a configuration that isobit does not compute."""
+
+    def __init__(self, vllm_config: Any, *given: Any, **named: Any) -> None:
+        library()
+        check_engine(vllm_config)
+        register()
+        super().__init__(vllm_config, *given, **named)
+
+    def init_device(self) -> None:
+        """Start the worker's process group, then make isobit's runner in the place of vLLM's."""
+        super().init_device()
+        self.model_runner = Runner(self.vllm_config, torch.device("cpu"))
