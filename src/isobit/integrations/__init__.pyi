@@ -1,1 +1,2 @@
 from isobit.integrations import transformers as transformers
+from isobit.integrations import vllm as vllm

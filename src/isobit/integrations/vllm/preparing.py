@@ -134,13 +134,14 @@ def prepare(model: Any, config: Any) -> State:
     family = read_family(model)
     state = State(model)
     angles = modules.read_frequencies(family, config.model_config.hf_text_config)
-    for name, module in list(model.named_modules()):
-        prepare_module(name, module, family, state)
+    # Rotary embeddings first, where they are used: vLLM shares one among the models of a process.
     for name, module in list(model.named_modules()):
         for attribute, child in list(module.named_children()):
             if isinstance(child, RotaryEmbeddingBase):
                 check_rotary(name, child, angles[0])
                 setattr(module, attribute, modules.OrderedRotary(*angles, child.head_size))
+    for name, module in list(model.named_modules()):
+        prepare_module(name, module, family, state)
     wrap_model(model, state)
     state.accept()
     return state
@@ -177,8 +178,8 @@ def prepare_module(name: str, module: Any, family: str, state: State) -> None:
         module.quant_method = OrderedLinearMethod(packed)
     elif kind is Attention:
         prepare_attention(module, state)
-    elif isinstance(module, RotaryEmbeddingBase) or kind is nn.ModuleList:
-        pass  # rotary embeddings are replaced where they are used: vLLM shares them among models
+    elif kind in (nn.ModuleList, modules.OrderedRotary):
+        pass
     elif kind.__name__ not in known_containers(family) or not kind.__module__.startswith("vllm."):
         refuse_module(name, module, "which isobit does not compute")
 

@@ -128,6 +128,7 @@ def check_request(params: Any) -> None:
         "allowed_token_ids": None,
         "bad_words": None,
         "structured_outputs": None,
+        "logprob_token_ids": None,
     }
     for name, plain in changed.items():
         value = getattr(params, name, plain)

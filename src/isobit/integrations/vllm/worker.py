@@ -19,10 +19,25 @@ from isobit.integrations.vllm.refusals import GREEDY, check_engine, check_reques
 from isobit.integrations.vllm.sampler import Draw, draw_tokens, policy_logprobs
 
 
+def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
+    """Return the log-probabilities of the given and of the most likely tokens, and the rank of the given.
+
+    As vLLM's, which is compiled for each new shape; ranks are counts.
+    """
+    largest, indices = torch.topk(logprobs, num_logprobs, dim=-1)
+    chosen = logprobs.gather(-1, token_ids.unsqueeze(-1))
+    return LogprobsTensors(
+        logprob_token_ids=torch.cat((token_ids.unsqueeze(-1), indices), dim=1).to(torch.int32),
+        logprobs=torch.cat((chosen, largest), dim=1),
+        selected_token_ranks=(logprobs >= chosen).sum(-1),
+    )
+
+
 class OrderedSampler(Sampler):
     """vLLM's sampler with isobit's log-softmax; tokens are drawn by the runner, which knows the requests."""
 
     compute_logprobs = staticmethod(policy_logprobs)
+    gather_logprobs = staticmethod(gather_logprobs)
 
     def forward(self, *given: Any, **named: Any) -> SamplerOutput:
         """Raise: draws need the requests' seeds and positions."""
@@ -73,16 +88,12 @@ class Runner(CPUModelRunner):
     def _gather_logprobs(self, policy: Tensor, tokens: Tensor) -> LogprobsTensors | None:
         metadata = self.input_batch.sampling_metadata
         wanted = metadata.max_num_logprobs
-        if wanted is None and not metadata.logprob_token_ids:
+        if wanted is None:
             return None
         logprobs = policy_logprobs(policy)
-        if metadata.logprob_token_ids:
-            return self.sampler.gather_specific_token_logprobs(
-                logprobs, metadata.logprob_token_ids, tokens
-            )
         if wanted == -1:
             return LogprobsTensors(torch.empty(0), logprobs, torch.empty(0))
-        return self.sampler.gather_logprobs(logprobs, wanted, token_ids=tokens)
+        return gather_logprobs(logprobs, wanted, tokens)
 
     def _read_draw(self, name: str) -> Draw:
         request = self.requests[name]
