@@ -2,7 +2,8 @@
 
 [Note: pages and blocks] isobit folds keys in blocks of 64 at absolute positions of their sample. A page of vLLM that
 is a multiple of 64 long holds whole blocks, so that the operator reads the cache in place: only a table of where each
-block begins is made, once per step. Pages of another length are gathered into rows of their own first.
+block begins is made, once per step. Pages of another length are gathered into rows of their own first, and so are those
+of a dtype that the engine converts: it would convert the whole cache.
 """
 
 from __future__ import annotations
@@ -23,10 +24,18 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 from isobit.errors import UnsupportedError
 from isobit.integrations.vllm.refusals import refuse
 from isobit.integrations.vllm.weights import Generation
+from isobit.ops import dispatch
 from isobit.ops.registration import launch
 from isobit.order.plan import ATTENTION_BLOCK
 
 GENERATION = "_isobit_generation"  # on an Attention layer: the number of the model's weights
+
+
+def is_read_in_place(dtype: torch.dtype) -> bool:
+    """Return whether the engine computes in this dtype, so that keys are not converted first."""
+    if dtype == torch.float32:
+        return True
+    return dtype == torch.bfloat16 and dispatch.has_native() and torch.ops.isobit.pairs_bf16()
 
 
 class OrderedAttentionBackend(AttentionBackend):
@@ -71,7 +80,7 @@ class Step:
     spans: Tensor  # [requests, 2], first row and number of rows of each request's queries
     starts: Tensor  # [requests, blocks], the row at which each block of 64 keys begins
     lengths: Tensor  # [requests], keys of each request, the new ones included
-    gathered: Tensor | None  # cache rows to bring together first, where pages are not multiples of 64
+    gathered: Tensor | None  # cache rows to bring together first, where they are not read in place
     is_decode: bool  # one query per request
 
 
@@ -83,6 +92,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._page = int(kv_cache_spec.block_size)
+        self._in_place = self._page % ATTENTION_BLOCK == 0 and is_read_in_place(kv_cache_spec.dtype)
         layers = vllm_config.compilation_config.static_forward_context
         self._generation: Generation = getattr(layers[layer_names[0]], GENERATION)
         self._written = torch.empty(0, dtype=torch.int64)  # per page: the weights that wrote it
@@ -108,7 +118,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         """Return where blocks begin, and the rows to gather first, if any."""
         blocks = -(-int(lengths.max()) // ATTENTION_BLOCK)
         first = torch.arange(blocks) * ATTENTION_BLOCK  # positions
-        if self._page % ATTENTION_BLOCK == 0:
+        if self._in_place:
             # A request shorter than the longest has pages that are not its own at the end: they are not read.
             starts = pages[:, first // self._page] * self._page + first % self._page
             return starts.contiguous(), None
