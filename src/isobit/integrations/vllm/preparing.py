@@ -1,4 +1,4 @@
-"""Give a vLLM model isobit's operators before its weights are loaded, and check at every call that it still has them."""
+"""Give a vLLM model isobit's operators before its weights are loaded, and check at every call that it has them."""
 
 from __future__ import annotations
 
@@ -209,13 +209,17 @@ def check_rotary(name: str, module: Any, frequencies: Tensor) -> None:
     if not module.is_neox_style or module.rotary_dim != module.head_size:
         refuse_module(name, module, "that does not rotate the two halves of the whole head")
     if 2 * len(frequencies) != module.head_size:
-        refuse_module(name, module, f"of {module.head_size} where the trainer has {2 * len(frequencies)}")
+        refuse_module(
+            name, module, f"of {module.head_size} where the trainer has {2 * len(frequencies)}"
+        )
 
 
 def prepare_attention(layer: Any, state: State) -> None:
     """Put isobit's backend in the place of the one that vLLM chose."""
     if layer.head_size_v != layer.head_size or layer.query_quant is not None or layer.has_sink:
-        refuse_module(layer.layer_name, layer, "with values of another depth, sinks or quantization")
+        refuse_module(
+            layer.layer_name, layer, "with values of another depth, sinks or quantization"
+        )
     chosen = layer.impl
     layer.attn_backend = OrderedAttentionBackend
     layer.backend = AttentionBackendEnum["ISOBIT"]

@@ -40,7 +40,9 @@ class PackedLinear:
                 return None
             try:
                 self._packed = PackedWeight(weight)
-            except ArgumentError:  # memory that others own, whose writes would go unseen: read the weight itself
+            except (
+                ArgumentError
+            ):  # memory that others own, whose writes would go unseen: read the weight itself
                 return None
         return self._packed.current(weight)
 

@@ -15,8 +15,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from isobit.integrations.vllm.package import library
 from isobit.integrations.vllm.plugin import register
 from isobit.integrations.vllm.preparing import STATE, prepare
-from isobit.integrations.vllm.refusals import GREEDY, check_engine, check_request, refuse
-from isobit.integrations.vllm.sampler import Draw, draw_tokens, policy_logprobs
+from isobit.integrations.vllm.refusals import check_engine, refuse
+from isobit.integrations.vllm.sampler import draw_tokens, policy_logprobs, read_draw
 
 
 def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
@@ -64,16 +64,15 @@ class Runner(CPUModelRunner):
             return model
 
         loader.create_model = create_prepared
-        self.model = loader.load_model(
-            vllm_config=self.vllm_config, model_config=self.model_config
-        )
+        self.model = loader.load_model(vllm_config=self.vllm_config, model_config=self.model_config)
 
     def _sample(self, logits: Tensor | None, spec_decode_metadata: Any) -> SamplerOutput:
         """Draw a token for each request of the step."""
         if logits is None or spec_decode_metadata is not None:
             refuse("one row of logits per request", "speculative decoding", "leave it out")
         metadata = self.input_batch.sampling_metadata
-        draws = [self._read_draw(request) for request in self.input_batch.req_ids]
+        requests = [self.requests[name] for name in self.input_batch.req_ids]
+        draws = [read_draw(request.sampling_params, request.num_tokens) for request in requests]
         state = self.model.__dict__[STATE]
         tokens, policy = state.strictness.run(
             self.model,
@@ -94,20 +93,6 @@ class Runner(CPUModelRunner):
         if wanted == -1:
             return LogprobsTensors(torch.empty(0), logprobs, torch.empty(0))
         return gather_logprobs(logprobs, wanted, tokens)
-
-    def _read_draw(self, name: str) -> Draw:
-        request = self.requests[name]
-        params = request.sampling_params
-        check_request(params)
-        if params.temperature < GREEDY:
-            return Draw(0.0, None, None, 0, 0)
-        return Draw(
-            params.temperature,
-            params.top_k if params.top_k > 0 else None,
-            params.top_p if params.top_p < 1 else None,
-            params.seed,
-            request.num_tokens,
-        )
 
 
 class Worker(CPUWorker):
