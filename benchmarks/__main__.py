@@ -23,6 +23,7 @@ CASES = (
     "audit_whole",
     "certify",
     "leaf",
+    "vllm",
 )
 
 if sys.argv[1:2] in (["record"], ["pages"], ["follow"]):
