@@ -20,7 +20,8 @@ SETTINGS = {  # read by vLLM, which runs in this process so that its scheduler c
     "VLLM_LOGGING_LEVEL": "ERROR",
     "HF_HUB_OFFLINE": "1",
 }
-# How each request is sampled, in turn: temperature, top_k, top_p.
+# How each request is sampled, in turn: temperature, top_k, top_p. Stock vLLM decodes greedily: on the CPU it ends with
+# "CPU Generator does not use offset" where a prompt of a request with a seed is chunked.
 KINDS = ((0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 40, 0.9), (0.0, 0, 1.0))
 ENGINES = {  # name: arguments of vLLM, and the axes that are compared with them
     "pages of 64": ({"block_size": 64}, ("batch", "arrival", "prefix cache", "threads")),
@@ -89,7 +90,9 @@ class Rollouts:
     def params(self, row, with_prompt):
         from vllm import SamplingParams
 
-        temperature, top_k, top_p = KINDS[row % len(KINDS)]
+        temperature, top_k, top_p = KINDS[
+            row % len(KINDS) if self.options.engine == "isobit" else 0
+        ]
         return SamplingParams(
             temperature=temperature,
             top_k=top_k,

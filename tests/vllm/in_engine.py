@@ -19,7 +19,12 @@ def start(folder, **more):
     from vllm import LLM
 
     return LLM(
-        model=folder, dtype="bfloat16", max_model_len=256, block_size=64, skip_tokenizer_init=True, **more
+        model=folder,
+        dtype="bfloat16",
+        max_model_len=256,
+        block_size=64,
+        skip_tokenizer_init=True,
+        **more,
     )
 
 

@@ -71,6 +71,8 @@ class Runner(CPUModelRunner):
         if logits is None or spec_decode_metadata is not None:
             refuse("one row of logits per request", "speculative decoding", "leave it out")
         metadata = self.input_batch.sampling_metadata
+        # Draws have no generator; vLLM would rewind those of the CPU after a chunk of a prompt, which torch cannot.
+        self.input_batch.generators.clear()
         requests = [self.requests[name] for name in self.input_batch.req_ids]
         draws = [read_draw(request.sampling_params, request.num_tokens) for request in requests]
         state = self.model.__dict__[STATE]
