@@ -52,8 +52,9 @@ def attempt(call):
 
 
 def check_weights(first, second):
-    """Reload weights, with and without dropping the keys of the old ones; write to one in place; add a hook."""
+    """Reload weights with and without dropping the keys of the old ones; refuse requests; add a hook."""
     import isobit
+    from isobit.integrations.vllm.preparing import STATE
 
     isobit.integrations.vllm.enable()
     llm = start(first)
@@ -61,26 +62,21 @@ def check_weights(first, second):
     llm.collective_rpc("reload_weights", kwargs={"weights_path": second})
     llm.reset_prefix_cache()
     said["second"] = generate(llm)
-    for name, bad in (("no seed", {"temperature": 1.0}), ("min_p", {"min_p": 0.5, "seed": 1})):
-        said[name] = attempt(lambda bad=bad: generate(llm, temperature=1.0, **bad))
-    said["after a refused request"] = generate(llm)
+    said["no seed"] = attempt(lambda: generate(llm, temperature=1.0))
+    said["min_p"] = attempt(lambda: generate(llm, temperature=1.0, seed=1, min_p=0.5))
+    said["after refused requests"] = generate(llm)
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     layer = model.model.layers[0].mlp.down_proj
     hook = layer.register_forward_hook(lambda *_: None)
-    llm.reset_prefix_cache()
-    said["hook"] = attempt(lambda: generate(llm))
+    said["hook"] = attempt(model.__dict__[STATE].check)
     hook.remove()
+    said["method"], layer.quant_method = layer.quant_method, None
+    layer.quant_method, said["method"] = said["method"], attempt(model.__dict__[STATE].check)
+    said["as prepared"] = attempt(model.__dict__[STATE].check)
+    # The last: vLLM's scheduler keeps the requests of a step that raised.
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": first})
+    said["stale keys"] = attempt(lambda: generate(llm))
     return said
-
-
-def check_stale(first, second):
-    """Reload weights and keep the keys of the old ones; they are refused."""
-    import isobit
-
-    llm = start(first, **isobit.integrations.vllm.engine_arguments())
-    generate(llm)
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": second})
-    return {"stale keys": attempt(lambda: generate(llm))}
 
 
 def check_refusals(folder, _):
@@ -112,7 +108,7 @@ def check_refusals(folder, _):
 
 
 if __name__ == "__main__":
-    checks = {"weights": check_weights, "stale": check_stale, "refusals": check_refusals}
+    checks = {"weights": check_weights, "refusals": check_refusals}
     found = checks[sys.argv[1]](*sys.argv[2:4])
     with open(sys.argv[4], "w") as file:
         json.dump(found, file)
