@@ -43,12 +43,12 @@ ENGINES = {  # name: arguments of vLLM, and the axes that are compared with them
 
 
 def make_prompts(vocabulary, count):
-    """Return prompts of 5 to 150 tokens; every second one begins with the same 70."""
+    """Return prompts of 5 to 234 tokens; every second one begins with the same 70."""
     draw = random.Random(0)
     shared = [draw.randrange(vocabulary) for _ in range(70)]
     return [
         (shared if row % 2 else [])
-        + [draw.randrange(vocabulary) for _ in range(5 + draw.randrange(80))]
+        + [draw.randrange(vocabulary) for _ in range(5 + draw.randrange(160))]
         for row in range(count)
     ]
 
@@ -216,7 +216,7 @@ def main():
     rollouts = Rollouts(options, make_prompts(vocabulary, options.requests))
     for name, (_, axes) in list(ENGINES.items())[: options.engines]:
         rollouts.start(name)
-        sizes = (1, 2, 3, 5, 8, 16) if name == next(iter(ENGINES)) else (1, 4, 16)
+        sizes = (1, 2, 3, 5, 8, 16) if name == next(iter(ENGINES)) else (4, 16)
         run_axes(rollouts, axes, sizes, set_threads)
         print(json.dumps({"engine": name}), flush=True)
     with open(options.out, "w") as file:

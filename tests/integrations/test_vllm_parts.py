@@ -127,9 +127,9 @@ def test_versions_and_plugins_are_checked():
         with pytest.raises(UnsupportedError, match=other):
             package.check_version(other)
     enabling.check_plugins(None)
-    enabling.check_plugins("other,isobit")
+    enabling.check_plugins(["other", "isobit"])
     with pytest.raises(UnsupportedError, match="VLLM_PLUGINS"):
-        enabling.check_plugins("other")
+        enabling.check_plugins(["other"])
     assert isobit.integrations.vllm.engine_arguments()["worker_cls"] == refusals.WORKER
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from benchmarks import vllm as rollouts
 
 import isobit
+from benchmarks import vllm as rollouts
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = [

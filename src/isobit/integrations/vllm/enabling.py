@@ -10,7 +10,6 @@ each of its processes, changes no result: without the worker nothing of vLLM is 
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from typing import Any
 
@@ -49,7 +48,7 @@ def enable() -> None:
         >>> llm = vllm.LLM("Qwen/Qwen3-0.6B")  # doctest: +SKIP
     """
     arguments: Any = library("engine.arg_utils").EngineArgs
-    check_plugins(os.environ.get("VLLM_PLUGINS"))
+    check_plugins(library("envs").VLLM_PLUGINS)
     with _changing:
         register()
         if "create" in _stock:
@@ -90,11 +89,11 @@ def disable() -> None:
             library("engine.arg_utils").EngineArgs.create_engine_config = _stock.pop("create")
 
 
-def check_plugins(allowed: str | None) -> None:
+def check_plugins(allowed: list[str] | None) -> None:
     """Raise if vLLM was told to load other plugins and not this one."""
-    if allowed is not None and "isobit" not in allowed.split(","):
+    if allowed is not None and "isobit" not in allowed:
         refuse(
             "isobit among the plugins that vLLM may load",
-            f"VLLM_PLUGINS={allowed!r}",
+            f"VLLM_PLUGINS={','.join(allowed)}",
             "add isobit to VLLM_PLUGINS, or unset it",
         )
