@@ -66,13 +66,15 @@ def check_weights(first, second):
     said["min_p"] = attempt(lambda: generate(llm, temperature=1.0, seed=1, min_p=0.5))
     said["after refused requests"] = generate(llm)
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    state = model.__dict__[STATE]
+    said["packed"] = [len(state.packed), sum(one._packed is not None for one in state.packed)]
     layer = model.model.layers[0].mlp.down_proj
     hook = layer.register_forward_hook(lambda *_: None)
-    said["hook"] = attempt(model.__dict__[STATE].check)
+    said["hook"] = attempt(state.check)
     hook.remove()
     said["method"], layer.quant_method = layer.quant_method, None
-    layer.quant_method, said["method"] = said["method"], attempt(model.__dict__[STATE].check)
-    said["as prepared"] = attempt(model.__dict__[STATE].check)
+    layer.quant_method, said["method"] = said["method"], attempt(state.check)
+    said["as prepared"] = attempt(state.check)
     # The last: vLLM's scheduler keeps the requests of a step that raised.
     llm.collective_rpc("reload_weights", kwargs={"weights_path": first})
     said["stale keys"] = attempt(lambda: generate(llm))
