@@ -267,15 +267,18 @@ def test_writes_to_a_packed_weight_are_seen_and_counted():
     assert torch.equal(first, isobit.linear(x, weight))
     before = generation.number
     weight.data.copy_(wide(48, 64, dtype=torch.float32, seed=9))
+    written = generation.number
+    assert written > before  # before any call reads it
     second = layer.compute(x, weight, None)
     assert not torch.equal(first, second)
     assert torch.equal(second, isobit.linear(x, weight))
-    assert generation.number > before
+    assert generation.number == written
     other = torch.nn.Parameter(weight.data * 2, requires_grad=False)
     assert torch.equal(layer.compute(x, other, None), isobit.linear(x, other))
-    after = generation.number
+    replaced = generation.number
+    assert replaced > written
     generation.advance()
-    assert generation.number > after
+    assert generation.number > replaced
 
 
 def test_model_that_is_cast_keeps_its_frequencies_unrounded_or_differs_from_vllms():

@@ -110,6 +110,8 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         lengths = given.seq_lens[:requests].long()
         pages = given.block_table_tensor[:requests].long()
         slots = given.slot_mapping[:rows].long()
+        if not requests or bool((slots < 0).any()):
+            refuse("a step without padding", "rows without a place in the cache", "run eagerly")
         self._check_generation(pages, lengths - spans[:, 1], slots)
         starts, gathered = self._find_blocks(pages, lengths)
         return Step(rows, slots, spans, starts, lengths, gathered, rows == requests)

@@ -37,8 +37,8 @@ def check_requests(processor: Any) -> None:
     @functools.wraps(validate)
     def validate_params(self: Any, params: Any, *given: Any, **named: Any) -> Any:
         found = validate(self, params, *given, **named)
-        if self.vllm_config.parallel_config.worker_cls == WORKER:
-            check_request(params)
+        if self.vllm_config.parallel_config.worker_cls == WORKER and hasattr(params, "temperature"):
+            check_request(params)  # pooling has no temperature, and no engine of ours serves it
         return found
 
     setattr(validate_params, MARK, True)

@@ -13,7 +13,6 @@ from isobit.integrations.transformers.families import ROTARY_KINDS
 WORKER = "isobit.integrations.vllm.worker.Worker"
 LOGPROBS = "processed_logprobs"
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
-CACHE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 GREEDY = 1e-5  # vLLM's own bound: a lower temperature means greedy
 
 
@@ -90,7 +89,7 @@ def check_execution(config: Any) -> None:
             "enforce_eager=False, which compiles the model",
             "pass enforce_eager=True (--enforce-eager)",
         )
-    if config.cache_config.cache_dtype not in CACHE_DTYPES:
+    if config.cache_config.cache_dtype not in ("auto", str(config.model_config.dtype)[6:]):
         refuse(
             "keys and values in the model's dtype",
             f"kv_cache_dtype={config.cache_config.cache_dtype!r}",

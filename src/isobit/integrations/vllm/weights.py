@@ -22,11 +22,19 @@ class PackedLinear:
     def __init__(self) -> None:
         self._packed: PackedWeight | None = None
         self._weight: Tensor | None = None
+        self._earlier = 0  # writes that were counted for weights that this one replaced
 
     @property
-    def repacks(self) -> int:
-        """How often the weight was written since it was packed first."""
-        return 0 if self._packed is None else self._packed.repacks
+    def is_packed(self) -> bool:
+        """Whether there is a packed form; where memory has other owners there is none."""
+        return self._packed is not None
+
+    @property
+    def writes(self) -> int:
+        """How often the weight was written or replaced since it was packed first, as far as calls have seen."""
+        if self._packed is None or self._weight is None:
+            return self._earlier
+        return self._earlier + self._packed.repacks + int(not self._packed.is_current(self._weight))
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x · weightᵀ + bias, with the packed form where memory allows one: the bits are the same."""
@@ -34,6 +42,7 @@ class PackedLinear:
 
     def _current(self, weight: Tensor) -> Tensor | None:
         if self._weight is not weight:
+            self._earlier = self.writes + int(self._weight is not None)
             self._weight, self._packed = weight, None
         if self._packed is None:
             if not dispatch.is_native(weight.dtype) or weight.is_meta:
@@ -48,7 +57,7 @@ class PackedLinear:
 
 
 class Generation:
-    """The number of the weights: it changes when they are loaded, and when a packed one was written."""
+    """The number of the weights: it grows when they are loaded, and when a packed one was written in place."""
 
     def __init__(self, packed: list[PackedLinear]) -> None:
         self._packed, self._loads = packed, 0
@@ -60,4 +69,4 @@ class Generation:
     @property
     def number(self) -> int:
         """A number that grows with every update that was seen."""
-        return self._loads + sum(layer.repacks for layer in self._packed)
+        return self._loads + sum(layer.writes for layer in self._packed)
