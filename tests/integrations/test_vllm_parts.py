@@ -12,6 +12,7 @@ import isobit
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.integrations.transformers.modules import forward_rotary
 from isobit.integrations.vllm import enabling, modules, package, plugin, refusals, sampler, weights
+from isobit.ops.registration import launch
 
 
 def params(**given):
@@ -254,6 +255,26 @@ def test_head_and_embedding_leave_out_vllms_padding():
         modules.forward_embedding(module, torch.tensor([50]))
     with pytest.raises(UnsupportedError, match="bias"):
         modules.forward_logits(module, head, hidden, embedding_bias=table[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_beside_values_in_pages_of_nan_have_the_bits_of_plain_rows(dtype):
+    """vLLM's cache as the backend reads it: pages in any order, depth of keys and values side by side."""
+    k, v, q = (
+        wide(70, 2, 64, dtype=dtype),
+        wide(70, 2, 64, dtype=dtype, seed=1),
+        wide(3, 4, 64, dtype=dtype),
+    )
+    cache, pages = torch.full((256, 2, 128), torch.nan, dtype=dtype), (128, 0)
+    for at in range(70):
+        row = pages[at // 64] + at % 64
+        cache[row] = torch.cat((k[at], v[at]), dim=-1)
+    tables = (torch.tensor([[0, 3]]), torch.tensor([pages]), torch.tensor([70]))
+    sizes = (3, 4, 64, 256, 2)
+    found, _ = launch(
+        "attention", sizes, q, cache[..., :64], cache[..., 64:], *tables, 0.125, True, 0
+    )
+    assert torch.equal(found, isobit.attention(q, k, v, is_causal=True, scale=0.125))
 
 
 def test_writes_to_a_packed_weight_are_seen_and_counted():
