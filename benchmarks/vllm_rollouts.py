@@ -67,7 +67,12 @@ class Rollouts:
         import isobit
 
         ours = isobit.integrations.vllm.engine_arguments()
-        arguments = ours if self.options.engine == "isobit" else {"enforce_eager": True}
+        arguments = ours
+        if self.options.engine == "stock":  # its pages are multiples of 32
+            arguments = {
+                "enforce_eager": True,
+                "block_size": max(32, ENGINES[name][0]["block_size"]),
+            }
         self.llm = None
         gc.collect()
         self.llm = LLM(
