@@ -67,7 +67,6 @@ def check_weights(first, second):
     said["after refused requests"] = generate(llm)
     model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
     state = model.__dict__[STATE]
-    said["packed"] = [len(state.packed), sum(one.is_packed for one in state.packed)]
     layer = model.model.layers[0].mlp.down_proj
     hook = layer.register_forward_hook(lambda *_: None)
     said["hook"] = attempt(state.check)
