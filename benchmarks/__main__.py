@@ -27,6 +27,7 @@ CASES = (
     "binaries",
     "roofline",
     "comparisons",
+    "vllm",
 )
 
 if sys.argv[1:2] in (["record"], ["pages"], ["follow"]):

@@ -41,6 +41,7 @@ PACKAGES = (
     "isobit.parallel",
     "isobit.parallel.checkpoint",
     "isobit.integrations.transformers",
+    "isobit.integrations.vllm",
     "isobit.reveal",
     "isobit.compiled",
     "isobit.guards",

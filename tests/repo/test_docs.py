@@ -59,8 +59,9 @@ def test_a_wrong_output_is_noticed():
 
 
 NEED_TRL = {"audit_trl_grpo.py"}  # 280 MB, installed by ./check --full
+NEED_VLLM = {"grpo_vllm.py"}  # 3.5 GB, installed by ./setup_vllm
 EXAMPLES = [
-    pytest.param(path, marks=[pytest.mark.full] * (path.name in NEED_TRL), id=path.name)
+    pytest.param(path, marks=[pytest.mark.full] * (path.name in NEED_TRL | NEED_VLLM), id=path.name)
     for path in sorted((ROOT / "examples").glob("*.py"))
 ]
 
@@ -70,6 +71,8 @@ def test_examples_run(path, tmp_path):
     """Examples write only to the folder in which they are run."""
     if path.name in NEED_TRL:
         pytest.importorskip("trl", reason="pip install -c constraints.txt datasets trl")
+    if path.name in NEED_VLLM and not (ROOT / ".venv-vllm").exists():
+        pytest.skip("needs ./setup_vllm")
     run = [sys.executable, str(path)]
     subprocess.run(run, check=True, capture_output=True, timeout=600, cwd=tmp_path)
 

@@ -13,6 +13,7 @@ PACKAGES = [
     "isobit.compiled",
     "isobit.guards",
     "isobit.integrations.transformers",
+    "isobit.integrations.vllm",
     "isobit.nn",
     "isobit.order",
     "isobit.parallel",

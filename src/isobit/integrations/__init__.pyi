@@ -1,2 +1,3 @@
 from isobit.integrations import transformers as transformers
 from isobit.integrations import trl as trl
+from isobit.integrations import vllm as vllm

@@ -56,9 +56,13 @@ class PackedWeight:
         self.repacks = 0
         self._pack(weight)
 
+    def is_current(self, weight: Tensor) -> bool:
+        """Return whether the weight was not written since it was packed."""
+        return self._place == place_of(weight)
+
     def current(self, weight: Tensor) -> Tensor | None:
         """Return the packed form of the weight's present values; None while its written memory has other owners."""
-        if self._place == place_of(weight):
+        if self.is_current(weight):
             return self._packed
         self._kept, self._place = None, ()  # frees the memory that the weight had before
         if int(torch.ops.isobit.count_owners(weight)) > 1 or not torch.ops.isobit.watch(weight):

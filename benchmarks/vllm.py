@@ -1,0 +1,150 @@
+"""vLLM's rollouts against each other and against the trainer, bit for bit; stock vLLM is the control.
+
+Needs ./setup_vllm. Models with random weights are saved to a temporary folder. vLLM runs in the environment of
+`.venv-vllm`, the trainer here; what they compute travels in files.
+"""
+
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import transformers
+
+import isobit
+from isobit.sampling import Truncation
+
+ROOT = Path(__file__).resolve().parents[1]
+PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+SIZES = {
+    "vocab_size": 515,  # vLLM pads it to 576 rows
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": None,
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+FAMILIES = {
+    "Qwen3": {"head_dim": 64},
+    "Llama": {"rope_parameters": LLAMA3},
+    "Qwen2": {"tie_word_embeddings": True},
+}
+
+
+def save_model(family, dtype, folder):
+    """Save a model with random weights: large enough that logits differ, norms and biases that are not constants."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(3.0)
+        else:
+            parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+
+
+def roll_out(folder, dtype, engine, out, engines):
+    """Run benchmarks.vllm_rollouts in vLLM's environment and return what it wrote."""
+    command = [str(PYTHON), "-m", "benchmarks.vllm_rollouts", "--model", str(folder)]
+    command += ["--dtype", dtype, "--engine", engine, "--out", str(out), "--engines", str(engines)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+    return json.loads(out.read_text())
+
+
+def score(folder, dtype, found):
+    """Return (compared, different): log-probabilities of the trainer, in padded batches, against vLLM's."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
+    model, pad = isobit.enable(model.eval()), torch.nn.utils.rnn.pad_sequence
+    compared = different = 0
+    for kind in sorted({tuple(kind) for kind in found["kinds"]}):
+        temperature, top_k, top_p = kind
+        rows = [row for row, each in enumerate(found["kinds"]) if tuple(each) == kind]
+        prompts = [found["prompts"][row] for row in rows]
+        made = [found["reference"][row] for row in rows]
+        whole = [torch.tensor(p + m[0]) for p, m in zip(prompts, made, strict=True)]
+        ids = pad(whole, batch_first=True)
+        mask = pad([torch.ones_like(row) for row in whole], batch_first=True)
+        targets = torch.full_like(ids, -100)
+        for row, (prompt, one) in enumerate(zip(prompts, made, strict=True)):
+            targets[row, len(prompt) - 1 : len(prompt) - 1 + len(one[0])] = torch.tensor(one[0])
+        with torch.no_grad():
+            of_prompt = isobit.logprobs(model, ids, mask)
+            of_policy = isobit.logprobs(
+                model,
+                ids,
+                mask,
+                targets=targets,
+                temperature=temperature or 1.0,
+                support=Truncation(top_k, top_p) if top_k or top_p < 1 else None,
+            )
+        for row, (prompt, (tokens, generated, of_tokens)) in enumerate(
+            zip(prompts, made, strict=True)
+        ):
+            first = len(prompt) - 1
+            trained = of_prompt[row, :first].tolist()
+            trained += of_policy[row, first : first + len(tokens)].tolist()
+            compared += len(trained)
+            different += sum(a != b for a, b in zip(trained, of_tokens + generated, strict=True))
+    return compared, different
+
+
+def run(quick, threads, dtypes):
+    """Print a table; return 1 if isobit differs anywhere, nothing was compared, or stock never differs."""
+    if not PYTHON.exists():
+        raise SystemExit("expected .venv-vllm; run ./setup_vllm first (3.5 GB)")
+    families, engines = (("Qwen3",), 1) if quick else (("Qwen3", "Llama"), 4)
+    control = min(
+        engines, 2
+    )  # of the first family: batch, arrival, prefix cache, threads and chunks
+    total = {"isobit": [0, 0], "stock": [0, 0], "trainer": [0, 0]}
+    with tempfile.TemporaryDirectory() as place:
+        for family in families:
+            for dtype in dtypes:
+                folder = Path(place) / f"{family}-{dtype}"
+                save_model(family, dtype, folder)
+                for engine in ("isobit", "stock")[: 2 if family == families[0] else 1]:
+                    count = engines if engine == "isobit" else control
+                    found = roll_out(folder, dtype, engine, Path(place) / "found.json", count)
+                    show(f"{family} {dtype} {engine}", found["counts"], total[engine])
+                    if engine == "isobit":
+                        compared, different = score(folder, dtype, found)
+                        total["trainer"][0] += compared
+                        total["trainer"][1] += different
+                        print(f"{'  trainer, padded batches':42} {different:>7} of {compared:>7}")
+    for name, (compared, different) in total.items():
+        print(f"{name}: {different:,} of {compared:,} log-probabilities differ")
+    ours = (*total["isobit"], *total["trainer"])
+    return int(not (ours[0] and ours[2]) or bool(ours[1] or ours[3]) or not total["stock"][1])
+
+
+def show(title, counts, total):
+    """Print the axes of one model and engine, and add them up."""
+    print(title, flush=True)
+    for axis, said in counts.items():
+        extra = [
+            f"{said[name]} {name}" for name in ("cached tokens", "preemptions") if name in said
+        ]
+        print(
+            f"  {axis:40} {said['different']:>7} of {said['compared']:>7} differ, up to "
+            f"{said['largest']:.2g}; {said['other tokens']} of {said['tokens']} tokens"
+            f"{'; ' + ', '.join(extra) if extra else ''}",
+            flush=True,
+        )
+        total[0] += said["compared"]
+        total[1] += said["different"]

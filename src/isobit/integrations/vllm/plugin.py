@@ -1,0 +1,45 @@
+"""The entry point of the group `vllm.general_plugins`, which vLLM loads in each of its processes.
+
+It changes no result. It makes the attention backend known under the name ISOBIT, and refuses a request that isobit's
+worker could not serve when it arrives, before the worker has to end because of it. Both concern only engines whose
+configuration names isobit's worker; see [Note: what switches isobit on] in enabling.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+from isobit.integrations.vllm.package import library
+from isobit.integrations.vllm.refusals import WORKER, check_request
+
+BACKEND = "isobit.integrations.vllm.attention.OrderedAttentionBackend"
+MARK = "_isobit_checks_requests"
+_registering = threading.Lock()
+
+
+def register() -> None:
+    """Register what vLLM's processes need to know; calling it again changes nothing."""
+    with _registering:
+        registry = library("v1.attention.backends.registry")
+        if "ISOBIT" not in registry.AttentionBackendEnum.__members__:
+            registry.register_backend("ISOBIT", BACKEND)
+        check_requests(library("v1.engine.input_processor").InputProcessor)
+
+
+def check_requests(processor: Any) -> None:
+    """Check the sampling options of requests to engines with isobit's worker."""
+    validate = processor._validate_params
+    if getattr(validate, MARK, False):
+        return
+
+    @functools.wraps(validate)
+    def validate_params(self: Any, params: Any, *given: Any, **named: Any) -> Any:
+        found = validate(self, params, *given, **named)
+        if self.vllm_config.parallel_config.worker_cls == WORKER and hasattr(params, "temperature"):
+            check_request(params)  # pooling has no temperature, and no engine of ours serves it
+        return found
+
+    setattr(validate_params, MARK, True)
+    processor._validate_params = validate_params

@@ -1,0 +1,282 @@
+"""Give a vLLM model isobit's operators before its weights are loaded, and check at every call that it has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import (
+    LinearMethodBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbeddingBase
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from isobit.integrations.transformers.refusals import refuse_flushing
+from isobit.integrations.transformers.strictness import Strictness
+from isobit.integrations.vllm import modules
+from isobit.integrations.vllm.attention import (
+    GENERATION,
+    OrderedAttention,
+    OrderedAttentionBackend,
+)
+from isobit.integrations.vllm.refusals import ARCHITECTURES, refuse
+from isobit.integrations.vllm.weights import Generation, PackedLinear
+from isobit.machine import flushes_subnormals
+
+STATE = "_isobit_state"
+LINEARS = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)
+FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
+    RMSNorm: modules.forward_norm,
+    SiluAndMul: modules.forward_swiglu,
+    VocabParallelEmbedding: modules.forward_embedding,
+    LogitsProcessor: modules.forward_logits,
+}
+# Modules that only call others; with the family's name before.
+CONTAINERS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP")
+
+
+class OrderedLinearMethod(LinearMethodBase):
+    """vLLM's method of a linear layer: isobit.linear. The weight stays as it was loaded."""
+
+    supports_pre_processed_weights = True
+
+    def __init__(self, packed: PackedLinear) -> None:
+        self.packed = packed
+
+    def create_weights(self, layer: nn.Module, *given: Any, **named: Any) -> None:
+        """Create the weights as vLLM's own method does."""
+        UnquantizedLinearMethod().create_weights(layer, *given, **named)
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Keep the weight: vLLM would pack it for its own product and drop the original."""
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Compute the layer."""
+        return self.packed.compute(x, layer.weight, bias)
+
+
+class OrderedEmbeddingMethod(UnquantizedEmbeddingMethod):
+    """vLLM's method of embedding and head, which keeps the weight as it was loaded and computes nothing itself."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Keep the weight."""
+
+    def apply(self, layer: nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Raise: logits are computed by the logits processor."""
+        refuse("logits from model.compute_logits", "a call of the head's method", "call the model")
+
+    def embedding(self, layer: nn.Module, input_: Tensor) -> Tensor:
+        """Raise: rows are looked up by the module's forward."""
+        refuse("embeddings from the module", "a call of its method", "call the model")
+
+
+class State:
+    """What was prepared in one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.packed: list[PackedLinear] = []
+        self.generation = Generation(self.packed)
+        self.strictness = Strictness(wanted=True)
+        self._model = model
+        self._accepted: tuple[list[Any], ...] | None = None
+
+    def accept(self) -> None:
+        """Take the modules as they are for the prepared ones."""
+        self._modules = list(self._model.modules())
+        self._tables = [vars(module) for module in self._modules]
+        self._accepted = self._gather()
+
+    def check(self) -> None:
+        """Raise if modules, their forwards, methods or hooks are not those that were prepared."""
+        if self._gather() != self._accepted:
+            refuse(
+                "the modules, hooks and methods that isobit prepared when the model was loaded",
+                f"a {type(self._model).__name__} that was changed since",
+                "remove hooks and adapters; update weights by load_weights or reload_weights",
+            )
+        if flushes_subnormals():
+            refuse_flushing("torch.set_flush_denormal(True)")
+
+    def _gather(self) -> tuple[list[Any], ...]:
+        tables = self._tables
+        return (
+            list(map(type, self._modules)),
+            [table.get("forward") for table in tables],
+            [table.get("quant_method") for table in tables],
+            [table.get("impl") for table in tables],
+            [list(table["_modules"].values()) for table in tables],
+            [
+                len(table[kind])
+                for table in tables
+                for kind in ("_forward_hooks", "_forward_pre_hooks")
+            ],
+        )
+
+
+def prepare(model: Any, config: Any) -> State:
+    """Replace the computations of each module of a vLLM model, on all of them or raise."""
+    family = read_family(model)
+    state = State(model)
+    angles = modules.read_frequencies(family, config.model_config.hf_text_config)
+    # Rotary embeddings first, where they are used: vLLM shares one among the models of a process.
+    for name, module in list(model.named_modules()):
+        for attribute, child in list(module.named_children()):
+            if isinstance(child, RotaryEmbeddingBase):
+                check_rotary(name, child, angles[0])
+                setattr(module, attribute, modules.OrderedRotary(*angles, child.head_size))
+    for name, module in list(model.named_modules()):
+        prepare_module(name, module, family, state)
+    wrap_model(model, state)
+    state.accept()
+    return state
+
+
+def read_family(model: Any) -> str:
+    """Return Qwen3, Qwen2 or Llama; raise for any other class."""
+    name = type(model).__name__
+    home = type(model).__module__
+    family = name.removesuffix("ForCausalLM")
+    if name not in ARCHITECTURES or home != f"vllm.model_executor.models.{family.lower()}":
+        refuse(
+            f"vLLM's own {', '.join(ARCHITECTURES)}", f"{home}.{name}", "serve one of these models"
+        )
+    return family
+
+
+def prepare_module(name: str, module: Any, family: str, state: State) -> None:
+    """Replace what one module computes."""
+    kind = type(module)
+    if kind in FORWARDS:
+        check_plain(name, module)
+        if kind is VocabParallelEmbedding:
+            module.quant_method = OrderedEmbeddingMethod()
+        module.forward = partial(FORWARDS[kind], module)
+    elif kind is ParallelLMHead:
+        check_plain(name, module)
+        module.quant_method = OrderedEmbeddingMethod()
+    elif kind in LINEARS:
+        if type(module.quant_method) is not UnquantizedLinearMethod:
+            refuse_module(name, module, f"quantized by {type(module.quant_method).__name__}")
+        packed = PackedLinear()
+        state.packed.append(packed)
+        module.quant_method = OrderedLinearMethod(packed)
+    elif kind is Attention:
+        prepare_attention(module, state)
+    elif kind in (nn.ModuleList, modules.OrderedRotary):
+        pass
+    elif kind.__name__ not in known_containers(family) or not kind.__module__.startswith("vllm."):
+        refuse_module(name, module, "which isobit does not compute")
+
+
+def known_containers(family: str) -> Iterable[str]:
+    """Return the classes that only call others; Qwen3 uses the MLP of Qwen2."""
+    return {*(family + part for part in CONTAINERS), "Qwen2MLP"}
+
+
+def check_plain(name: str, module: Any) -> None:
+    """Raise on options of a module that its forward does not compute."""
+    wrong = {
+        "has_weight": (True,),
+        "variance_size_override": (None,),
+        "soft_cap": (None,),
+        "scale": (1.0,),
+        "logits_as_input": (False,),
+        "bias": (None,),
+    }
+    for option, right in wrong.items():
+        if getattr(module, option, right[0]) not in right:
+            refuse_module(name, module, f"with {option}={getattr(module, option)!r}")
+
+
+def check_rotary(name: str, module: Any, frequencies: Tensor) -> None:
+    """Raise on a rotary embedding of other halves or a part of the head."""
+    if not module.is_neox_style or module.rotary_dim != module.head_size:
+        refuse_module(name, module, "that does not rotate the two halves of the whole head")
+    if 2 * len(frequencies) != module.head_size:
+        refuse_module(
+            name, module, f"of {module.head_size} where the trainer has {2 * len(frequencies)}"
+        )
+
+
+def prepare_attention(layer: Any, state: State) -> None:
+    """Put isobit's backend in the place of the one that vLLM chose."""
+    if layer.head_size_v != layer.head_size or layer.query_quant is not None or layer.has_sink:
+        refuse_module(
+            layer.layer_name, layer, "with values of another depth, sinks or quantization"
+        )
+    chosen = layer.impl
+    layer.attn_backend = OrderedAttentionBackend
+    layer.backend = AttentionBackendEnum["ISOBIT"]
+    layer.impl = OrderedAttention(
+        layer.num_heads,
+        layer.head_size,
+        chosen.scale,
+        layer.num_kv_heads,
+        getattr(chosen, "alibi_slopes", None),
+        layer.sliding_window,
+        layer.kv_cache_dtype,
+        getattr(chosen, "logits_soft_cap", None) or None,
+        layer.attn_type,
+        layer.kv_sharing_target_layer_name,
+    )
+    layer.use_direct_call = True  # so that strict mode sees the operators inside
+    setattr(layer, GENERATION, state.generation)
+
+
+def wrap_model(model: Any, state: State) -> None:
+    """Check at each call; watch the operators of each new kind of call; count updates of the weights."""
+    forward, logits, load = model.forward, model.compute_logits, model.load_weights
+
+    def checked_forward(*given: Any, **named: Any) -> Any:
+        state.check()
+        return state.strictness.run(model, kind_of_step(), lambda: forward(*given, **named))
+
+    def checked_logits(*given: Any, **named: Any) -> Any:
+        return state.strictness.run(model, ("logits",), lambda: logits(*given, **named))
+
+    def counted_load(*given: Any, **named: Any) -> Any:
+        try:
+            return load(*given, **named)
+        finally:
+            state.generation.advance()
+
+    model.forward, model.compute_logits, model.load_weights = (
+        checked_forward,
+        checked_logits,
+        counted_load,
+    )
+    model.__dict__[STATE] = state
+
+
+def kind_of_step() -> tuple[Any, ...]:
+    """Return the kind of the step that runs: its steps run the same operators."""
+    found = get_forward_context().attn_metadata
+    step = next(iter(found.values())) if isinstance(found, dict) and found else None
+    if step is None:
+        return ("forward", "without keys")
+    return ("forward", step.is_decode, step.gathered is not None)
+
+
+def refuse_module(name: str, module: nn.Module, why: str) -> None:
+    """Raise with the module's name."""
+    refuse(
+        "modules that isobit computes",
+        f"{name or 'the model'}, a {type(module).__name__} {why}",
+        "serve a plain Qwen3, Qwen2 or Llama model",
+    )

@@ -1,0 +1,72 @@
+"""Weights of a vLLM model: packed forms that follow writes, and a number that changes with every update.
+
+[Note: keys of older weights] A key that was computed before an update of the weights is not the key that the trainer
+computes. vLLM keeps such keys in its prefix cache, and in requests that are running, until it is told to drop them. So
+each block of the cache remembers the number of the weights that wrote it, and a request that would read a block of
+another number is refused, with the call that drops them.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from isobit.errors import ArgumentError
+from isobit.ops import dispatch
+from isobit.ops.linear.op import linear_with_packed
+from isobit.ops.linear.packed import PackedWeight
+
+
+class PackedLinear:
+    """The packed form of one layer's weight, made at the first call and again after each write to the weight."""
+
+    def __init__(self) -> None:
+        self._packed: PackedWeight | None = None
+        self._weight: Tensor | None = None
+        self._earlier = 0  # writes that were counted for weights that this one replaced
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether there is a packed form; where memory has other owners there is none."""
+        return self._packed is not None
+
+    @property
+    def writes(self) -> int:
+        """How often the weight was written or replaced since it was packed first, as far as calls have seen."""
+        if self._packed is None or self._weight is None:
+            return self._earlier
+        return self._earlier + self._packed.repacks + int(not self._packed.is_current(self._weight))
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x · weightᵀ + bias, with the packed form where memory allows one: the bits are the same."""
+        return linear_with_packed(x, weight, bias, None, self._current(weight))
+
+    def _current(self, weight: Tensor) -> Tensor | None:
+        if self._weight is not weight:
+            self._earlier = self.writes + int(self._weight is not None)
+            self._weight, self._packed = weight, None
+        if self._packed is None:
+            if not dispatch.is_native(weight.dtype) or weight.is_meta:
+                return None
+            try:
+                self._packed = PackedWeight(weight)
+            except (
+                ArgumentError
+            ):  # memory that others own, whose writes would go unseen: read the weight itself
+                return None
+        return self._packed.current(weight)
+
+
+class Generation:
+    """The number of the weights: it grows when they are loaded, and when a packed one was written in place."""
+
+    def __init__(self, packed: list[PackedLinear]) -> None:
+        self._packed, self._loads = packed, 0
+
+    def advance(self) -> None:
+        """Count an update."""
+        self._loads += 1
+
+    @property
+    def number(self) -> int:
+        """A number that grows with every update that was seen."""
+        return self._loads + sum(layer.writes for layer in self._packed)

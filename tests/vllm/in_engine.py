@@ -1,0 +1,115 @@
+"""Checks that need vLLM, run by the Python of .venv-vllm; prints one JSON object. See test_vllm_engine.py."""
+
+import json
+import os
+import sys
+
+os.environ.update(
+    VLLM_CPU_KVCACHE_SPACE="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",
+    VLLM_NO_USAGE_STATS="1",
+    VLLM_LOGGING_LEVEL="ERROR",
+    HF_HUB_OFFLINE="1",
+)
+PROMPTS = [[(7 * row + 3 * at) % 500 for at in range(140)] for row in range(3)]
+
+
+def start(folder, **more):
+    from vllm import LLM
+
+    return LLM(
+        model=folder,
+        dtype="bfloat16",
+        max_model_len=256,
+        block_size=64,
+        skip_tokenizer_init=True,
+        **more,
+    )
+
+
+def generate(llm, **more):
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        **{"temperature": 0, "max_tokens": 8, "logprobs": 0, "detokenize": False, **more}
+    )
+    made = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    outputs = [output.outputs[0] for output in made]
+    return [
+        [list(o.token_ids), [r[t].logprob for t, r in zip(o.token_ids, o.logprobs, strict=True)]]
+        for o in outputs
+    ]
+
+
+def attempt(call):
+    """Return the message of the error that a call raises, or nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def check_weights(first, second):
+    """Reload weights with and without dropping the keys of the old ones; refuse requests; add a hook."""
+    import isobit
+    from isobit.integrations.vllm.preparing import STATE
+
+    isobit.integrations.vllm.enable()
+    llm = start(first)
+    said = {"first": generate(llm)}
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": second})
+    llm.reset_prefix_cache()
+    said["second"] = generate(llm)
+    said["no seed"] = attempt(lambda: generate(llm, temperature=1.0))
+    said["min_p"] = attempt(lambda: generate(llm, temperature=1.0, seed=1, min_p=0.5))
+    said["after refused requests"] = generate(llm)
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    state = model.__dict__[STATE]
+    layer = model.model.layers[0].mlp.down_proj
+    hook = layer.register_forward_hook(lambda *_: None)
+    said["hook"] = attempt(state.check)
+    hook.remove()
+    said["method"], layer.quant_method = layer.quant_method, None
+    layer.quant_method, said["method"] = said["method"], attempt(state.check)
+    said["as prepared"] = attempt(state.check)
+    # The last: vLLM's scheduler keeps the requests of a step that raised.
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": first})
+    said["stale keys"] = attempt(lambda: generate(llm))
+    return said
+
+
+def check_refusals(folder, _):
+    """Make configurations that are not computed; nothing is loaded."""
+    from vllm import EngineArgs
+
+    import isobit
+
+    def build(**more):
+        return EngineArgs(model=folder, skip_tokenizer_init=True, **more).create_engine_config()
+
+    isobit.integrations.vllm.enable()
+    isobit.integrations.vllm.enable()
+    cases = {
+        "tensor parallel": {"tensor_parallel_size": 2},
+        "quantization": {"quantization": "fp8"},
+        "lora": {"enable_lora": True},
+        "speculative": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+        "cache dtype": {"kv_cache_dtype": "fp8"},
+        "logprobs": {"logprobs_mode": "raw_logits"},
+        "worker": {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
+        "architecture": {"hf_overrides": {"architectures": ["MistralForCausalLM"]}},
+    }
+    said = {name: attempt(lambda more=more: build(**more)) for name, more in cases.items()}
+    said["plain"] = build().parallel_config.worker_cls
+    isobit.integrations.vllm.disable()
+    said["disabled"] = build().parallel_config.worker_cls
+    return said
+
+
+if __name__ == "__main__":
+    checks = {"weights": check_weights, "refusals": check_refusals}
+    found = checks[sys.argv[1]](*sys.argv[2:4])
+    with open(sys.argv[4], "w") as file:
+        json.dump(found, file)

@@ -1,0 +1,93 @@
+"""vLLM with isobit's worker: the bits of the trainer, in every layout; what is not computed is refused.
+
+The engine runs in the environment that ./setup_vllm makes, the trainer in this one; arrays travel in files.
+"""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+import isobit
+from benchmarks import vllm as rollouts
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.skipif(not rollouts.PYTHON.exists(), reason="needs ./setup_vllm (3.5 GB)"),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return the folders of two models of one shape with other weights."""
+    place = tmp_path_factory.mktemp("models")
+    first, second = str(place / "first"), str(place / "second")
+    rollouts.save_model("Qwen3", "bfloat16", first)
+    model = transformers.AutoModelForCausalLM.from_pretrained(first, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        parameter.data.mul_(1.25)
+    model.save_pretrained(second)
+    return first, second
+
+
+def ask(check, models, out):
+    command = [str(rollouts.PYTHON), "tests/vllm/in_engine.py", check, *models, str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(out.read_text())
+
+
+def trained(folder, found, prompts):
+    """Return the trainer's log-probabilities of generated tokens, from one padded batch."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    whole = [
+        torch.tensor(prompt + tokens) for prompt, (tokens, _) in zip(prompts, found, strict=True)
+    ]
+    ids = torch.stack(whole)
+    with torch.no_grad():
+        scored = isobit.logprobs(isobit.enable(model.eval()), ids)
+    return [scored[row, len(prompt) - 1 : -1].tolist() for row, prompt in enumerate(prompts)]
+
+
+def test_update_of_the_weights_is_seen_and_keys_of_the_old_ones_are_refused(models, tmp_path):
+    from tests.vllm.in_engine import PROMPTS
+
+    said = ask("weights", models, tmp_path / "weights.json")
+    for folder, name in zip(models, ("first", "second"), strict=True):
+        logprobs = [row[1] for row in said[name]]
+        assert sum(map(len, logprobs)) == 24
+        assert logprobs == trained(folder, said[name], PROMPTS)
+    assert said["first"] != said["second"]
+    assert said["after refused requests"] == said["second"]
+    assert "seed" in said["no seed"]
+    assert "min_p" in said["min_p"]
+    assert "changed since" in said["hook"]
+    assert "changed since" in said["method"]
+    assert said["as prepared"] == ""
+    assert "reset_prefix_cache" in said["stale keys"]
+
+
+def test_engines_that_are_not_computed_are_refused(models, tmp_path):
+    said = ask("refusals", models, tmp_path / "refusals.json")
+    expected = {
+        "tensor parallel": "tensor_parallel_size=2",
+        "quantization": "quantization='fp8'",
+        "lora": "enable_lora",
+        "speculative": "speculative decoding",
+        "cache dtype": "kv_cache_dtype='fp8'",
+        "logprobs": "raw_logits",
+        "worker": "CPUWorker",
+        "architecture": "MistralForCausalLM",
+    }
+    for name, words in expected.items():
+        assert words in said[name], name
+    assert said["plain"] == "isobit.integrations.vllm.worker.Worker"
+    assert said["disabled"] == "vllm.v1.worker.cpu_worker.CPUWorker"
+
+
+def test_rollouts_have_one_value_in_every_layout_and_the_trainers():
+    assert rollouts.run(quick=True, threads=[1, 2], dtypes=["bfloat16"]) == 0
