@@ -3,5 +3,8 @@ from isobit.guards import training_config as training_config
 from isobit.guards.agreement import Agreement as Agreement
 from isobit.guards.agreement import Disagreement as Disagreement
 from isobit.guards.agreement import rank_agreement as rank_agreement
+from isobit.guards.drift import Drift as Drift
+from isobit.guards.drift import Reading as Reading
 from isobit.guards.emitter import Emitter as Emitter
 from isobit.guards.events import Event as Event
+from isobit.guards.optimizer_checks import state_digest as state_digest
