@@ -8,3 +8,6 @@ from isobit.guards.drift import Reading as Reading
 from isobit.guards.emitter import Emitter as Emitter
 from isobit.guards.events import Event as Event
 from isobit.guards.optimizer_checks import state_digest as state_digest
+from isobit.guards.replicated import replicated_tensors as replicated_tensors
+from isobit.guards.watch_hooks import Watch as Watch
+from isobit.guards.watching import watch as watch

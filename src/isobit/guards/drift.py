@@ -85,6 +85,7 @@ class Drift:
         self.sum = self.mean = 0.0
         self.lowest = math.inf
         self.count = self.quiet = 0
+        self.above = False
 
     def add(self, value: float) -> Reading:
         """Take the next value of the curve.
@@ -113,7 +114,8 @@ class Drift:
             total, self.sum, self.quiet = self.sum, 0.0, WINDOW
             worse = self.mean > DIVERGED * self.lowest > 0
             return Reading("shift", "error" if worse else "warning", total, self.mean)
-        if score > self.spike and not self.quiet:
+        first, self.above = not self.above, score > self.spike
+        if self.above and first and not self.quiet:  # the first of consecutive ones
             return Reading("spike", "warning", score, self.mean)
         return Reading("steady", "info", score, self.mean)
 

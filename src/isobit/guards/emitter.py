@@ -36,7 +36,7 @@ class Emitter:
         >>> class Tracker:
         ...     def log(self, values, step):
         ...         print(step, values)
-        >>> Emitter([Tracker()]).metric("grad.norm", 0.5, step=7)
+        >>> event = Emitter([Tracker()]).metric("grad.norm", 0.5, step=7)
         7 {'isobit/grad.norm': 0.5}
     """
 

@@ -33,7 +33,7 @@ class ModelCall:
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ModelCall:
         """Record a call that is about to be made."""
         generators = {"cpu": torch.get_rng_state()}
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             generators["cuda"] = torch.cuda.get_rng_state()
         autocast = tuple(
             (kind, torch.get_autocast_dtype(kind))
