@@ -7,3 +7,4 @@ from isobit.integrations.transformers.sampling import KeyedSampling as KeyedSamp
 from isobit.integrations.transformers.strictness import coverage_report as coverage_report
 from isobit.integrations.transformers.tensor_parallel import shard as shard
 from isobit.integrations.transformers.tensor_parallel import unshard as unshard
+from isobit.integrations.transformers.watch_callback import WatchCallback as WatchCallback
