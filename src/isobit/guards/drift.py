@@ -123,8 +123,7 @@ class Drift:
         """Return the robust z-score of a value against the window."""
         if len(self.sorted) < 2:
             return 0.0
-        middle = self.sorted[len(self.sorted) // 2]
-        spread = sorted(abs(each - middle) for each in self.sorted)[len(self.sorted) // 2]
+        middle, spread = median_and_deviation(self.sorted)
         # A curve that hardly moves must not make noise in its last digits an alarm.
         least = 1e-3 if self.log else 1e-3 * abs(middle) + 1e-12
         return (seen - middle) / max(1.4826 * spread, least)
@@ -135,3 +134,22 @@ class Drift:
             del self.sorted[bisect_left(self.sorted, self.values.popleft())]
         self.values.append(seen)
         insort(self.sorted, seen)
+
+
+def median_and_deviation(values: list[float]) -> tuple[float, float]:
+    """Return the median of sorted values, and the median of their distances from it.
+
+    The values nearest to the median lie around its place, so that half of them are visited and nothing is sorted.
+
+    Args:
+        values: Sorted, at least one.
+    """
+    half = len(values) // 2
+    middle, left, right = values[half], half - 1, half
+    spread = 0.0
+    for _ in range(half + 1):
+        if left < 0 or (right < len(values) and values[right] - middle <= middle - values[left]):
+            spread, right = values[right] - middle, right + 1
+        else:
+            spread, left = middle - values[left], left - 1
+    return middle, spread
