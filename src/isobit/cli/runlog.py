@@ -107,7 +107,8 @@ def run(options: argparse.Namespace) -> int:
 def picture(log: RunLog, verdict: Verdict, origin: Any) -> str:
     """Return the picture of a log."""
     marks = [(f.step, f"{f.rule}: {f.message}", f.severity != "info") for f in verdict.findings]
-    return draw_run(sentence(log, verdict), log.curves, marks, origin)
+    title, _, about = sentence(log, verdict).partition("; ")
+    return draw_run(title, about, log.curves, marks, origin)
 
 
 def as_record(log: RunLog, verdict: Verdict) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from isobit.report.svg import Canvas
 
 Point = tuple[int, float]
 Mark = tuple[int, str, bool]  # step, words, whether it counts against the run
-LEFT, WIDTH, HEIGHT, TOP, SPACE = 84, 760, 170, 64, 46
+LEFT, WIDTH, HEIGHT, TOP, SPACE = 84, 760, 170, 80, 46
 MOST_POINTS = 1500  # of a curve; of more, the lowest and highest of each bin are drawn
 CLOSE = 12  # pixels between the labels of two marks
 
 
 def draw_run(
     title: str,
+    about: str,
     curves: Mapping[str, Sequence[Point]],
     marks: Sequence[Mark],
     origin: Provenance | None = None,
@@ -26,12 +27,14 @@ def draw_run(
 
     Args:
         title: The first line.
+        about: The second line: what was judged.
         curves: Points (step, value) by name; those that are not finite are drawn at the upper edge.
         marks: Findings, in the order of their numbers.
         origin: Where the picture comes from.
     """
     canvas = Canvas()
     canvas.text(LEFT, 22, title, "title")
+    canvas.text(LEFT, 38, about, "quiet")
     steps = [step for points in curves.values() for step, _ in points]
     low, high = min(steps, default=0), max(steps, default=1)
     span = max(high - low, 1)
@@ -53,13 +56,13 @@ def draw_run(
     for number, (step, words, counts) in enumerate(marks, 1):
         bottom += 18
         canvas.dot(LEFT + 8, bottom - 4, 4, "differs" if counts else "shared")
-        canvas.text(LEFT + 20, bottom, f"{number}. step {step}: {shorten(words)}")
+        canvas.text(LEFT + 20, bottom, shorten(f"{number}. step {step}: {words}"))
     return canvas.document(LEFT + WIDTH + 24, bottom + 18, origin)
 
 
 def shorten(words: str) -> str:
     """Return words that fit the width of the picture."""
-    most = 112
+    most = 108
     return words if len(words) <= most else words[: most - 1] + "…"
 
 

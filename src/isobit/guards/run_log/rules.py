@@ -178,7 +178,7 @@ def rising_loss(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
             "rising-loss",
             "error",
             first,
-            f"the exponential mean of the loss is more than {RISE:.0%} above that of {SPAN} steps before, at most "
+            f"the exponential mean of the loss is more than {RISE:.0%} above that of {SPAN} steps before, by up to "
             f"{worst:.1%} (FALSIFY-ALBOR-001)",
             "a learning rate that is too high, or rises again; data of another distribution; an optimizer whose state "
             "was lost at a restart",

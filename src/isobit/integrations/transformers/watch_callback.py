@@ -10,7 +10,7 @@ from isobit.guards.watch_hooks import Watch
 from isobit.guards.watching import watch
 
 
-class WatchCallback(TrainerCallback):  # type: ignore[misc]
+class WatchCallback(TrainerCallback):
     """Watches a Trainer's run: losses before the Trainer's filter replaces NaN, gradients after clipping, weights.
 
     Args:
