@@ -9,5 +9,8 @@ from isobit.guards.emitter import Emitter as Emitter
 from isobit.guards.events import Event as Event
 from isobit.guards.optimizer_checks import state_digest as state_digest
 from isobit.guards.replicated import replicated_tensors as replicated_tensors
+from isobit.guards.trial_run.run import PreflightFinding as PreflightFinding
+from isobit.guards.trial_run.run import PreflightReport as PreflightReport
+from isobit.guards.trial_run.run import preflight as preflight
 from isobit.guards.watch_hooks import Watch as Watch
 from isobit.guards.watching import watch as watch

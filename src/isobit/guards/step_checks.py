@@ -60,6 +60,7 @@ class StepChecks:
         self.replays, self.is_replaying = 0, False
         self.flowing: set[str] = set()  # parameters that have had a gradient other than zero
         self.wrong = self.wants_skip = False  # in this step
+        self.total = 0.0  # the gradient norm of this step
         self.reported: set[str] = set()  # what is reported once
 
     def report(self, rule: str, message: str, *, severity: str = "error", **where: Any) -> None:
@@ -141,6 +142,7 @@ class StepChecks:
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler and a fused step
         factor = 1.0 if scale is None else 1 / float(scale)
         total = total_of(norms) * factor
+        self.total = total
         self.flowing.update(name for (name, _), norm in zip(pairs, norms, strict=True) if norm)
         wrong = nonfinite_places(grads, norms) if not math.isfinite(total) else []
         if wrong:
@@ -166,10 +168,15 @@ class StepChecks:
     def check_flow(self, names: list[str]) -> None:
         """Report parameters that have had no gradient, or only zeros."""
         idle = [name for name in names if name not in self.flowing]
+        # One parameter of a module may have a gradient of zero by its nature: a bias that the loss cancels.
+        alive = {module_of(name) for name in self.flowing}
         grads = {name: p.grad for name, p in self.named}
         for rule, found in (
             ("no-gradient", [name for name in idle if grads[name] is None]),
-            ("zero-gradient", [name for name in idle if grads[name] is not None]),
+            (
+                "zero-gradient",
+                [n for n in idle if grads[n] is not None and module_of(n) not in alive],
+            ),
         ):
             if not found:
                 continue
@@ -221,3 +228,8 @@ class StepChecks:
                 severity="warning",
                 module=new[0],
             )
+
+
+def module_of(name: str) -> str:
+    """Return the module of a parameter."""
+    return name.rpartition(".")[0]

@@ -33,9 +33,12 @@ class UpdateSample:
     Args:
         named: Names, parameters, and whether the learning rate of their group is above zero.
         start: The parameter to start with; a later sample starts where this one ended, at `self.end`.
+        least: The norm up to which a gradient is taken for rounding errors, which move nothing.
     """
 
-    def __init__(self, named: Sequence[tuple[str, Tensor, bool]], start: int = 0) -> None:
+    def __init__(
+        self, named: Sequence[tuple[str, Tensor, bool]], start: int = 0, least: float = 0.0
+    ) -> None:
         self.parts: list[Part] = []
         left, self.end = MOST, start
         for offset in range(len(named)):
@@ -45,9 +48,10 @@ class UpdateSample:
                 break
             whole = local_part(parameter).reshape(-1)
             flat = whole[:left]
-            grad = None if parameter.grad is None else parameter.grad
-            given = grad is not None and moves and not grad.is_sparse
-            given = given and bool(local_part(grad).reshape(-1)[:left].count_nonzero())  # type: ignore[arg-type]
+            grad = parameter.grad
+            given = False
+            if grad is not None and moves and not grad.is_sparse:
+                given = float(local_part(grad).reshape(-1)[:left].float().norm()) > least
             self.parts.append(Part(name, parameter, flat.clone(), given))
             left -= flat.numel()
             self.end = (at + 1) % len(named)

@@ -16,6 +16,9 @@ from isobit.guards.optimizer_checks import parameters_of
 from isobit.guards.step_checks import Options, StepChecks
 from isobit.guards.update_sample import UpdateSample
 
+NOISE = (
+    1e-6  # share of the global norm: a bias before a batch norm has a gradient of rounding errors
+)
 KEPT_VERSIONS = 8  # parameters whose gradients are looked at to see whether they were cleared
 
 
@@ -46,6 +49,7 @@ class Watch(StepChecks):
         self.losses: list[tuple[int, Tensor]] = []
         self.micro_batch = -1
         self.versions: list[tuple[Tensor, int, int]] = []
+        self.stale: list[Tensor] = []  # parameters whose gradients of the last step are still there
         self.sample: UpdateSample | None = None
         self.next_sample = 0
         self.handles = [
@@ -112,7 +116,7 @@ class Watch(StepChecks):
         if loss is not None:
             self.losses.append((self.micro_batch, loss.detach()))
         root = loss if loss is not None else next(graph_tensors(output), None)
-        if root is not None and root.requires_grad and self.versions:
+        if root is not None and root.requires_grad and (self.versions or self.stale):
             root.register_hook(self.before_backward)  # type: ignore[no-untyped-call]
 
     def is_training_call(self, model: nn.Module) -> bool:
@@ -120,9 +124,17 @@ class Watch(StepChecks):
         return torch.is_grad_enabled() and model.training and not self.is_replaying
 
     def before_backward(self, grad: Tensor) -> None:
-        """Report gradients of the previous step that were not cleared before the first backward of this one."""
+        """Look whether the gradients of the previous step are still there.
+
+        They may be cleared until the step's own backward: that of another model may come first. So what is found at one
+        backward is dropped if gradients are cleared at a later one of the same step.
+        """
+        if self.stale:
+            left = [p for p in self.stale if p.grad is not None and bool(p.grad.count_nonzero())]
+            self.stale = left if len(left) == len(self.stale) else []
+            return
         kept, self.versions = self.versions, []
-        left = [
+        self.stale = [
             p
             for p, pointer, version in kept
             if p.grad is not None
@@ -130,19 +142,24 @@ class Watch(StepChecks):
             and p.grad._version == version
             and bool(p.grad.count_nonzero())
         ]
-        if left and "not-zeroed" not in self.reported:
+
+    def check_cleared(self) -> None:
+        """Report gradients of the previous step that this step adds to; once."""
+        if self.stale and "not-zeroed" not in self.reported:
             self.reported.add("not-zeroed")
             self.report(
                 "not-zeroed",
-                f"the gradients of the last step are still there ({len(left)} of {len(kept)} looked at): "
-                "optimizer.zero_grad() is missing, or after the backward",
+                f"the step adds to the gradients of the last one ({len(self.stale)} parameters looked at): "
+                "optimizer.zero_grad() is missing",
             )
+        self.stale = []
 
     @torch.no_grad()
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Check losses and gradients; skip the step if the policy says so."""
         if self.steps == 0:
             self.check_start()
+        self.check_cleared()
         for micro_batch, loss in self.losses:
             self.judge("loss", float(loss), micro_batch if self.micro_batch else None)
         self.losses = []
@@ -158,7 +175,7 @@ class Watch(StepChecks):
         elif not self.wrong and (self.steps < 2 or self.step % self.options.every == 0):
             rates = {id(p): g.get("lr", 1) for g in optimizer.param_groups for p in g["params"]}
             moves = [(name, p, bool(rates[id(p)] > 0)) for name, p in pairs]
-            self.sample = UpdateSample(moves, self.next_sample)
+            self.sample = UpdateSample(moves, self.next_sample, NOISE * self.total)
             self.next_sample = self.sample.end
 
     def agree_to_skip(self) -> bool:
