@@ -8,11 +8,15 @@
 """
 
 import copy
+import pickle
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from isobit import ArgumentError, GuardError, bits
@@ -201,6 +205,55 @@ def test_close_removes_everything_and_may_be_called_twice():
     assert not any(hooks)
     train(guard, model, optimizer)  # observe() after close() is harmless
     assert guard.steps == 4
+
+
+def test_a_watched_model_can_be_copied_and_pickled():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with quiet(model, optimizer) as guard:
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            other(torch.full((1, 8), float("nan")))
+            train(guard, model, optimizer, steps=1)
+    assert guard.findings == []
+    assert guard.steps == 2
+
+
+def sharded(wrong):
+    """FSDP2: one rank has a NaN in its shard, and all skip the step."""
+
+    def program(rank):
+        model = fully_shard(net(), mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = []
+        with quiet(model, optimizer, policy="skip", group=dist.group.WORLD) as guard:
+            for step in range(3):
+                optimizer.zero_grad()
+                F.mse_loss(model(batch(2 * step + rank)[0]), batch(step)[1]).backward()
+                if wrong and (rank, step) == (1, 1):
+                    next(model.parameters()).grad.to_local()[0] = float("nan")
+                before.append(next(model.parameters()).detach().to_local().clone())
+                optimizer.step()
+        same = [bits.equal(a, b) for a, b in pairwise(before)]
+        return same, guard.skipped_steps, [event.name for event in guard.findings]
+
+    return World(2).run(program).values
+
+
+def test_ranks_with_shards_skip_together():
+    assert all(found == ([False, False], 0, []) for found in sharded(False))
+    first, second = sharded(True)
+    assert first == ([False, True], 1, [])
+    assert second == ([False, True], 1, ["nonfinite-gradient"])
+
+
+def test_shards_need_a_group_to_skip():
+    def program(rank):
+        model = fully_shard(net(), mesh=init_device_mesh("cpu", (2,)))
+        with pytest.raises(ArgumentError, match="skip a step together"):
+            quiet(model, torch.optim.SGD(model.parameters(), lr=0.1), policy="skip")
+        return "refused"
+
+    assert all(value == "refused" for value in World(2).run(program).values)
 
 
 # ---- 5. other loops ----------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -20,6 +20,30 @@ NOISE = (
     1e-6  # share of the global norm: a bias before a batch norm has a gradient of rounding errors
 )
 KEPT_VERSIONS = 8  # parameters whose gradients are looked at to see whether they were cleared
+
+
+class ModelHook:
+    """A hook that copies and pickles of a model do not have: an average of weights is not what is trained."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any) -> None:
+        """Call the watch."""
+        self.call(*args)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        """Copy to a hook that does nothing."""
+        return idle_hook, ()
+
+
+def idle_hook() -> Callable[..., None]:
+    """Return the hook of a copied model."""
+    return do_nothing
+
+
+def do_nothing(*args: Any) -> None:
+    """Take the arguments of any hook."""
 
 
 class Watch(StepChecks):
@@ -53,8 +77,8 @@ class Watch(StepChecks):
         self.sample: UpdateSample | None = None
         self.next_sample = 0
         self.handles = [
-            model.register_forward_pre_hook(self.before_forward, with_kwargs=True),
-            model.register_forward_hook(self.after_forward),
+            model.register_forward_pre_hook(ModelHook(self.before_forward), with_kwargs=True),
+            model.register_forward_hook(ModelHook(self.after_forward)),
             optimizer.register_step_pre_hook(self.before_step),
             optimizer.register_step_post_hook(self.after_step),
         ]
