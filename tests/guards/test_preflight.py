@@ -22,6 +22,7 @@ from isobit.guards.trial_run.hyperparameters import expected_values
 from tests.guards.preflight_programs import (
     RIGHT,
     WRONG,
+    accumulation_and_clipping,
     adam_with_warm_up_and_groups,
     loop,
     plain,
@@ -78,6 +79,15 @@ def test_defaults_that_hide_a_configuration_are_named():
     assert (
         report.judged[-1] == "configuration reached the optimizer (beta1, beta2, lr, weight_decay)"
     )
+
+
+def test_every_optimizer_reads_clipped_gradients():
+    """C-EMBED-GRAD-001."""
+    report = preflight(plain, config={"max_grad_norm": 0.01})
+    assert {finding.rule for finding in report.findings} == {"norm-above-limit"}
+    assert report.judged[0] == "losses, gradients and weights, norm up to 0.01"
+    assert preflight(accumulation_and_clipping, config={"a": {"gradient_clipping": 0.1}}).is_clean
+    assert preflight(plain, config={"max_grad_norm": 0}).is_clean
 
 
 def test_names_of_configurations():

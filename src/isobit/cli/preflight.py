@@ -16,7 +16,9 @@ import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
 
+from isobit.cli.options.simulate import at_least_one
 from isobit.cli.provenance import provenance_of
+from isobit.cli.script_file import check_script
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
 from isobit.files import read_bytes
@@ -46,7 +48,7 @@ def add_parser(commands: Any) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="YAML or JSON with lr, betas, eps, weight_decay or momentum that the optimizer must have",
+        help="YAML or JSON with the lr, betas, eps, weight_decay, momentum and max_grad_norm of the run",
     )
     parser.add_argument(
         "--torchrun",
@@ -56,21 +58,9 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
 
 
-def at_least_one(text: str) -> int:
-    """Parse a number of steps."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, received {text!r}")
-    return int(text)
-
-
 def run(options: argparse.Namespace) -> int:
     """Run the script and print what was found. The exit code is 0 if nothing was."""
-    if not options.script.is_file():
-        raise ArgumentError(
-            expected="a Python script",
-            received=f"{'a folder' if options.script.is_dir() else 'no such file'}: {options.script}",
-            remedy="name a script by its path; words after -- go to the script",
-        )
+    check_script(options.script)
     report = run_script(options, read_config(options.config))
     if options.json:
         origin = provenance_of(options, [options.script.read_text(errors="replace")])

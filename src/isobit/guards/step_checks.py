@@ -194,11 +194,12 @@ class StepChecks:
     def check_weights(self) -> None:
         """Check that the weights are finite after the step."""
         weights: list[Tensor] = [p for _, p in self.named]
-        for at in nonfinite_places(weights, norms_of(weights))[:1]:
+        for at in nonfinite_places(weights, norms_of(weights)):
             self.wrong = True
-            self.report(
-                "nonfinite-weight", describe_nonfinite(weights[at]), module=self.named[at][0]
-            )
+            name = self.named[at][0]
+            if "nonfinite-weight" not in self.reported:  # what follows is its consequence
+                self.reported.add("nonfinite-weight")
+                self.report("nonfinite-weight", describe_nonfinite(weights[at]), module=name)
 
     def check_replicas(self) -> None:
         """Compare the parameters of the ranks of the group, now and then."""

@@ -18,6 +18,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "weight_decay": ("weight_decay",),
     "momentum": ("momentum",),
 }
+LIMIT_NAMES = ("max_norm", "max_grad_norm", "gradient_clipping", "clip_grad_norm", "grad_clip")
 
 
 def expected_values(config: Mapping[str, Any]) -> dict[str, float]:
@@ -38,6 +39,19 @@ def expected_values(config: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(inner, Mapping):
             found = expected_values(inner) | found
     return found
+
+
+def expected_limit(config: Mapping[str, Any]) -> float | None:
+    """Return the limit of the gradient norm that a configuration has, also a nested one; None or 0 is no limit.
+
+    Args:
+        config: A configuration.
+    """
+    for name in LIMIT_NAMES:
+        if is_number(config.get(name)):
+            return float(config[name]) or None
+    inner = (expected_limit(each) for each in config.values() if isinstance(each, Mapping))
+    return next((limit for limit in inner if limit is not None), None)
 
 
 def is_number(value: Any) -> bool:

@@ -46,8 +46,8 @@ class Observer:
         before: Digests of all parameters before the first step.
     """
 
-    def __init__(self, steps: int) -> None:
-        self.steps, self.depth = steps, 0
+    def __init__(self, steps: int, max_norm: float | None = None) -> None:
+        self.steps, self.max_norm, self.depth = steps, max_norm, 0
         self.roots: dict[int, tuple[nn.Module, ModelCall]] = {}
         self.watches: dict[int, StepWatch] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -124,7 +124,7 @@ class Observer:
                 for p in model.parameters()
                 if can_digest(p)
             }
-        options = Options("log", None, 1, self.steps, 0, None, None, None, None, (), False)
+        options = Options("log", self.max_norm, 1, self.steps, 0, None, None, None, None, (), False)
         watch = StepWatch(self.model_of(optimizer), optimizer, options, Emitter([]))
         watch.call = next(
             (call for m, call in self.roots.values() if unwrapped(m) is watch.model), None

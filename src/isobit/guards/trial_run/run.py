@@ -8,7 +8,11 @@ from typing import Any
 
 from isobit.errors import ArgumentError
 from isobit.guards.trial_run.checks import CHECKS, NotJudged
-from isobit.guards.trial_run.hyperparameters import check_hyperparameters, expected_values
+from isobit.guards.trial_run.hyperparameters import (
+    check_hyperparameters,
+    expected_limit,
+    expected_values,
+)
 from isobit.guards.trial_run.observer import Observer, StepsDone
 
 LIVE = "losses, gradients and weights"
@@ -81,7 +85,8 @@ def preflight(
     Args:
         program: A function that trains. It is called once.
         steps: Steps of the first optimizer that steps.
-        config: Hyperparameters that the optimizer must have, by the names of isobit, transformers or DeepSpeed.
+        config: Hyperparameters that the optimizer must have, and `max_grad_norm` for the gradients that each optimizer
+            reads, by the names of transformers or DeepSpeed.
 
     Returns:
         The findings, and which checks were made.
@@ -107,7 +112,7 @@ def preflight(
         raise ArgumentError(
             expected="at least one step", received=f"steps={steps}", remedy="pass steps=3"
         )
-    seen = Observer(steps)
+    seen = Observer(steps, expected_limit(config or {}))
     seen.install()
     try:
         program()
@@ -131,7 +136,10 @@ def conclude(seen: Observer, config: Mapping[str, Any] | None) -> PreflightRepor
         for watch in seen.watches.values()
         for event in watch.findings
     ]
-    judged, skipped = [LIVE], {}
+    judged, skipped = (
+        [LIVE if seen.max_norm is None else f"{LIVE}, norm up to {seen.max_norm:g}"],
+        {},
+    )
     for name, check in CHECKS.items():
         try:
             found += [PreflightFinding(*each) for each in check(seen)]
