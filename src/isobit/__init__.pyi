@@ -20,6 +20,7 @@ from isobit.errors import ArgumentError as ArgumentError
 from isobit.errors import ContractError as ContractError
 from isobit.errors import CutError as CutError
 from isobit.errors import EngineError as EngineError
+from isobit.errors import GuardError as GuardError
 from isobit.errors import IsobitError as IsobitError
 from isobit.errors import RevealError as RevealError
 from isobit.errors import SimulationError as SimulationError

@@ -7,6 +7,7 @@ IsobitError
 ├── EngineError          kernels that are missing, disabled or not attested (also a RuntimeError)
 ├── RevealError          a target whose order of addition cannot be revealed (also a RuntimeError)
 ├── AgreementError       ranks that should have the same bits, and do not (also a RuntimeError)
+├── GuardError           a training step that breaks a rule of a watch (also a RuntimeError)
 ├── ContractError        a contract that is not well-formed, or names code that is not trusted (also a ValueError)
 └── SimulationError      a fault of a distributed program, with the ranks that caused it (also a RuntimeError)
     ├── DeadlockError    ranks that wait for each other, or for a rank that has left
@@ -133,6 +134,12 @@ class AgreementError(IsobitError, RuntimeError):
     """Ranks that should have the same bits, and do not; `agreement` is the record of the check."""
 
     agreement: object = None
+
+
+class GuardError(IsobitError, RuntimeError):
+    """A training step that breaks a rule of `isobit.guards.watch`; `event` is the finding."""
+
+    event: object = None
 
 
 class ContractError(IsobitError, ValueError):

@@ -47,7 +47,7 @@ LAYERS = {
     "simulator": "bits errors lazy majority order",
     "parallel": "foundation order ops optim",
     "guards": "foundation parallel",
-    "integrations": "foundation order ops nn parallel sampling",
+    "integrations": "foundation order ops nn parallel guards sampling",
     "contracts": "foundation order reveal certify_records",
     "gates": "foundation order ops nn optim parallel guards integrations simulator",
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts "
@@ -61,7 +61,7 @@ LAYERS = {
     "checkpoints report",
     "pytest_plugin": "foundation contracts auditing compiled",
     "cli": "foundation audit_records certify_records order reveal ops simulator integrations contracts "
-    "gates library checkpoints rollout rollout_records twice auditing compiled report",
+    "guards gates library checkpoints rollout rollout_records twice auditing compiled report",
 }
 # operator -> the operator that it is built on
 BUILT_ON = {

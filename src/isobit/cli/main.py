@@ -19,13 +19,13 @@ GROUPS = {
     "compute": ("doctor", "chain", "curve"),
     "look": ("audit", "reveal", "bits", "rollout", "twice"),
     "judge": ("certify", "verify", "status", "explain", "lint", "graph", "new", "replay"),
-    "guard": ("simulate",),
+    "guard": ("preflight", "simulate", "runlog"),
 }
 ABOUT = {
     "compute": "check this machine's kernels, and a whole model or training run",
     "look": "find which operators depend on the batch, how a kernel adds, and where two runs differ",
     "judge": "prove what compiled kernels compute; state what a kernel promises, and judge it",
-    "guard": "find what goes wrong in a distributed program before it costs GPU time",
+    "guard": "find what goes wrong in a training run or a distributed program",
 }
 COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 # Commands whose modules load torch. Their options are in other modules, so that help does not wait for torch.
@@ -41,7 +41,7 @@ LOAD_TORCH = (
     "curve",
     "simulate",
 )
-RUN_SCRIPTS = ("audit", "simulate", "twice")
+RUN_SCRIPTS = ("audit", "preflight", "simulate", "twice")
 
 
 class MainParser(PlainParser):

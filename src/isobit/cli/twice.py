@@ -11,8 +11,8 @@ from rich.table import Table
 
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
+from isobit.cli.script_file import check_script
 from isobit.cli.terminal import make_console, say_json
-from isobit.errors import ArgumentError
 from isobit.plain_text import one_line
 from isobit.twice.records import Cause, Report
 from isobit.twice.run import run_twice
@@ -22,12 +22,7 @@ WORDS = {True: "YES", False: "no", None: "not known"}
 
 def run(options: argparse.Namespace) -> int:
     """Run the script twice and print what differs. The exit code is 0 if nothing does."""
-    if not options.script.is_file():
-        raise ArgumentError(
-            expected="a Python script",
-            received=f"{'a folder' if options.script.is_dir() else 'no such file'}: {options.script}",
-            remedy="name a script by its path; words after -- go to the script",
-        )
+    check_script(options.script)
     with Steps(options.script.name, options.steps, options.quiet, SELDOM) as steps:
 
         def tell(what: str, done: int) -> None:

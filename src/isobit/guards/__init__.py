@@ -1,4 +1,4 @@
-"""Checks of a training run: its configuration before it starts, and the agreement of its ranks while it runs."""
+"""Checks of a training run: its configuration, its steps and the agreement of its ranks while it runs, its log."""
 
 from isobit.lazy import attach
 

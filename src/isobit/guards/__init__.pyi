@@ -1,4 +1,16 @@
+from isobit.guards import sinks as sinks
 from isobit.guards import training_config as training_config
 from isobit.guards.agreement import Agreement as Agreement
 from isobit.guards.agreement import Disagreement as Disagreement
 from isobit.guards.agreement import rank_agreement as rank_agreement
+from isobit.guards.drift import Drift as Drift
+from isobit.guards.drift import Reading as Reading
+from isobit.guards.emitter import Emitter as Emitter
+from isobit.guards.events import Event as Event
+from isobit.guards.optimizer_checks import state_digest as state_digest
+from isobit.guards.replicated import replicated_tensors as replicated_tensors
+from isobit.guards.trial_run.run import PreflightFinding as PreflightFinding
+from isobit.guards.trial_run.run import PreflightReport as PreflightReport
+from isobit.guards.trial_run.run import preflight as preflight
+from isobit.guards.watch_hooks import Watch as Watch
+from isobit.guards.watching import watch as watch

@@ -9,3 +9,4 @@ from isobit.integrations.transformers.strictness import coverage_report as cover
 from isobit.integrations.transformers.tensor_parallel import shard as shard
 from isobit.integrations.transformers.tensor_parallel import unshard as unshard
 from isobit.integrations.transformers.trainer import OrderedTrainer as OrderedTrainer
+from isobit.integrations.transformers.watch_callback import WatchCallback as WatchCallback

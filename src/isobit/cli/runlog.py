@@ -1,0 +1,155 @@
+"""`isobit runlog`: judge the logs of training runs. Does not load torch."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console, say_json
+from isobit.errors import ArgumentError
+from isobit.files import write_text
+from isobit.guards.run_log.readers import RunLog, read_log
+from isobit.guards.run_log.rules import Limits, Verdict, judge_log
+from isobit.plain_text import one_line
+from isobit.report.run_picture import draw_run
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "runlog",
+        help="judge the log of a training run: NaN, rising loss, spikes, norms, missing steps",
+        description="Read the log of a run (JSON lines, CSV, transformers' trainer_state.json, or events of "
+        "isobit.guards.watch) and report numbers that are not finite, losses that hide such numbers, a loss whose "
+        "exponential mean over 100 steps rises by more than 5 %% over 500 steps (FALSIFY-ALBOR-001), gradient norms "
+        "above the limit (FALSIFY-ALBOR-002), spikes, plateaus and missing steps. "
+        "Exit 0: nothing found; 1: findings; 2: could not read.",
+        epilog="example: isobit runlog out/trainer_state.json --svg run.svg",
+    )
+    parser.add_argument(
+        "logs", nargs="+", type=Path, metavar="FILE", help="a log; each is judged by itself"
+    )
+    parser.add_argument(
+        "--warmup",
+        type=whole,
+        default=Limits.warmup,
+        metavar="STEPS",
+        help="steps that are not judged for a rising loss (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--max-norm",
+        type=positive,
+        default=Limits.max_norm,
+        help="limit of the gradient norm after clipping (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--norms",
+        choices=("auto", "clipped", "unclipped"),
+        default="auto",
+        help="whether norms were logged after or before clipping (auto: before, in a trainer_state.json)",
+    )
+    parser.add_argument(
+        "--svg",
+        type=Path,
+        metavar="FILE",
+        help="draw the curves with the findings marked; of one log",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
+
+
+def whole(text: str) -> int:
+    """Parse a number of steps."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, received {text!r}")
+    return int(text)
+
+
+def positive(text: str) -> float:
+    """Parse a positive number."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a positive number, received {text!r}")
+    return value
+
+
+def run(options: argparse.Namespace) -> int:
+    """Judge every log and print what was found. The exit code is 0 if nothing counts against a run."""
+    if options.svg is not None and len(options.logs) > 1:
+        raise ArgumentError(
+            expected="one log with --svg",
+            received=f"{len(options.logs)} logs",
+            remedy="draw them one at a time",
+        )
+    limits = Limits(options.warmup, options.max_norm, options.norms)
+    logs = [read_log(path) for path in options.logs]
+    judged = [(log, judge_log(log, limits)) for log in logs]
+    origin = provenance_of(options, [repr(log) for log in logs])
+    if options.svg is not None:
+        write_text(options.svg, picture(*judged[0], origin))
+    if options.json:
+        say_json({"provenance": origin, "logs": [as_record(*each) for each in judged]})
+    else:
+        console = make_console(140, soft_wrap=True)
+        for each in judged:
+            show(console, *each)
+    return 0 if all(verdict.is_kept for _, verdict in judged) else 1
+
+
+def picture(log: RunLog, verdict: Verdict, origin: Any) -> str:
+    """Return the picture of a log."""
+    marks = [(f.step, f"{f.rule}: {f.message}", f.severity != "info") for f in verdict.findings]
+    title, _, about = sentence(log, verdict).partition("; ")
+    return draw_run(title, about, log.curves, marks, origin)
+
+
+def as_record(log: RunLog, verdict: Verdict) -> dict[str, Any]:
+    """Return a log and its verdict for JSON; the curves stay in the log."""
+    return {
+        "path": log.path,
+        "form": log.form,
+        "rows": log.rows,
+        "skipped": log.skipped,
+        "entries": {name: len(points) for name, points in log.curves.items()},
+        "kept": verdict.is_kept,
+        **asdict(verdict),
+    }
+
+
+def show(console: Console, log: RunLog, verdict: Verdict) -> None:
+    """Print the findings with their likely causes, what was not judged, and the sentence."""
+    if verdict.findings:
+        table = Table("step", "rule", "severity", "found", "likely causes")
+        for finding in verdict.findings:
+            table.add_row(
+                str(finding.step),
+                one_line(finding.rule),
+                finding.severity,
+                one_line(finding.message),
+                one_line(finding.causes),
+            )
+        console.print(table)
+    for rule, reason in verdict.not_judged.items():
+        console.print(f"not judged: {rule}: {reason}")
+    console.print(one_line(sentence(log, verdict)))
+
+
+def sentence(log: RunLog, verdict: Verdict) -> str:
+    """Return the verdict with its denominators."""
+    steps = [step for step, _ in log.curves["loss"]]
+    entries = ", ".join(f"{len(points):,} of {name}" for name, points in log.curves.items())
+    counts = sum(finding.severity != "info" for finding in verdict.findings)
+    every = len(verdict.judged) + len(verdict.not_judged)
+    return (
+        f"{Path(log.path).name} ({log.form}): {'kept' if verdict.is_kept else 'BROKEN'}: {counts} findings; "
+        f"{len(verdict.judged)} of {every} rules judged over {entries}, steps {min(steps)}–{max(steps)}"
+        + (f"; {log.skipped:,} of {log.rows:,} entries have none of these" if log.skipped else "")
+    )

@@ -1,0 +1,1 @@
+"""Logs of training runs: readers, and the rules that `isobit runlog` judges. Does not import torch."""

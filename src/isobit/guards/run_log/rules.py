@@ -1,0 +1,297 @@
+"""The rules of a run's log: what is not finite, rises, spikes, exceeds its limit, stands still or is missing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from isobit.guards.drift import Drift
+from isobit.guards.run_log.readers import Point, RunLog
+
+MEAN_WINDOW = 100  # steps of the exponential mean
+RISE, SPAN = 0.05, 500  # the most that it may rise, over so many steps
+FLAT, FLAT_SPAN = 0.001, 2000  # a mean that falls by less than this share over so many steps
+SHOWN = 5  # spikes of one log
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a log is judged by.
+
+    Attributes:
+        warmup: Steps that are not judged for a rising loss.
+        max_norm: The limit of the gradient norm after clipping.
+        norms: "clipped", "unclipped", or "auto": unclipped in a trainer_state.json, as transformers logs them.
+    """
+
+    warmup: int = 100
+    max_norm: float = 10.0
+    norms: str = "auto"
+
+
+@dataclass(frozen=True)
+class LogFinding:
+    """A rule that a log breaks.
+
+    Attributes:
+        rule: The rule.
+        severity: "info", "warning" or "error"; info does not count against the run.
+        step: The first step concerned.
+        message: What was found.
+        causes: What usually causes it, the most frequent first.
+    """
+
+    rule: str
+    severity: str
+    step: int
+    message: str
+    causes: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in a log, which rules were judged, and why others were not."""
+
+    findings: tuple[LogFinding, ...]
+    judged: tuple[str, ...]
+    not_judged: dict[str, str]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether nothing was found that counts."""
+        return all(finding.severity == "info" for finding in self.findings)
+
+
+class NotJudged(Exception):
+    """A log that a rule cannot judge, with the reason."""
+
+
+Rule = Callable[[RunLog, Limits], Iterator[LogFinding]]
+
+
+def judge_log(log: RunLog, limits: Limits | None = None) -> Verdict:
+    """Judge a log by every rule.
+
+    Args:
+        log: The log.
+        limits: What it is judged by; None for the defaults.
+
+    Returns:
+        Findings in the order of their steps.
+    """
+    found: list[LogFinding] = []
+    judged, skipped = [], {}
+    for name, rule in RULES.items():
+        try:
+            found += rule(log, limits or Limits())
+            judged.append(name)
+        except NotJudged as reason:
+            skipped[name] = str(reason)
+    found.sort(key=lambda finding: (finding.step, finding.rule))
+    return Verdict(tuple(found), tuple(judged), skipped)
+
+
+def finite(points: Sequence[Point]) -> list[Point]:
+    """Return the points whose value is finite."""
+    return [(step, value) for step, value in points if math.isfinite(value)]
+
+
+def exponential_mean(points: Sequence[Point], window: int = MEAN_WINDOW) -> list[Point]:
+    """Return the exponential mean over a window of steps; a log of every tenth step weighs a point ten times."""
+    out: list[Point] = []
+    mean = 0.0
+    for at, (step, value) in enumerate(points):
+        gap = max(step - points[at - 1][0], 1) if at else 1
+        rate = max(1 - (1 - 2 / (window + 1)) ** gap, 1 / (at + 1))
+        mean += rate * (value - mean)
+        out.append((step, mean))
+    return out
+
+
+def nonfinite(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
+    """Check that every logged number is finite."""
+    for name, points in log.curves.items():
+        wrong = [step for step, value in points if not math.isfinite(value)]
+        if wrong:
+            yield LogFinding(
+                "nonfinite",
+                "error",
+                wrong[0],
+                f"{name} is not finite in {len(wrong)} of {len(points)} entries, first at step {wrong[0]}",
+                "an overflow in 16 bits; a logarithm or division of zero; a learning rate that is too high; a bad "
+                "sample. isobit.guards.watch names the module",
+            )
+
+
+def hidden_nonfinite(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
+    """Find losses that stand in for one that was not finite: beside a norm that is not, or exactly 0."""
+    losses = dict(log.curves["loss"])
+    norms = dict(log.curves.get("grad_norm", ()))
+    beside = [
+        s
+        for s, norm in norms.items()
+        if not math.isfinite(norm) and math.isfinite(losses.get(s, math.nan))
+    ]
+    zeros = [step for step, loss in losses.items() if loss == 0.0]
+    cause = (
+        "transformers' logging_nan_inf_filter replaces a loss that is not finite; set it to False"
+    )
+    if beside:
+        yield LogFinding(
+            "hidden-nonfinite",
+            "error",
+            beside[0],
+            f"the loss is finite and the gradient norm is not, in {len(beside)} of {len(norms)} entries",
+            f"{cause}; or an overflow in the backward",
+        )
+    if zeros and len(zeros) < len(losses) / 2:
+        yield LogFinding(
+            "hidden-nonfinite",
+            "warning",
+            zeros[0],
+            f"the loss is exactly 0 in {len(zeros)} of {len(losses)} entries",
+            f"{cause}; or batches without a label",
+        )
+
+
+def rising_loss(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
+    """Check FALSIFY-ALBOR-001: after warm-up the exponential mean of the loss rises by at most 5 % over 500 steps."""
+    means = exponential_mean(finite(log.curves["loss"]))
+    if not means or means[-1][0] - means[0][0] < limits.warmup + SPAN:
+        span = means[-1][0] - means[0][0] if means else 0
+        raise NotJudged(f"the log spans {span} steps, of {limits.warmup} + {SPAN} that are needed")
+    start, first, worst, behind = means[0][0] + limits.warmup, None, 0.0, 0
+    for step, mean in means:
+        if step - SPAN < start:
+            continue
+        while behind + 1 < len(means) and means[behind + 1][0] <= step - SPAN:
+            behind += 1
+        before = means[behind][1]
+        rise = (mean - before) / abs(before) if before else 0.0
+        if rise > RISE:
+            first, worst = step if first is None else first, max(worst, rise)
+    if first is not None:
+        yield LogFinding(
+            "rising-loss",
+            "error",
+            first,
+            f"the exponential mean of the loss is more than {RISE:.0%} above that of {SPAN} steps before, by up to "
+            f"{worst:.1%} (FALSIFY-ALBOR-001)",
+            "a learning rate that is too high, or rises again; data of another distribution; an optimizer whose state "
+            "was lost at a restart",
+        )
+
+
+def norm_limit(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
+    """Check FALSIFY-ALBOR-002: the gradient norm after clipping stays below the limit."""
+    norms = finite(log.curves.get("grad_norm", ()))
+    if not norms:
+        raise NotJudged("the log has no gradient norm")
+    if limits.norms == "unclipped" or (limits.norms == "auto" and log.form == "trainer_state"):
+        raise NotJudged("the norms were logged before clipping (--norms clipped if they were not)")
+    above = [(step, norm) for step, norm in norms if norm >= limits.max_norm]
+    if above:
+        yield LogFinding(
+            "norm-limit",
+            "error",
+            above[0][0],
+            f"the gradient norm is at least {limits.max_norm:g} in {len(above)} of {len(norms)} entries, at most "
+            f"{max(norm for _, norm in above):.4g} (FALSIFY-ALBOR-002)",
+            "clipping is missing, comes before the last micro-batch, or leaves out parameters that are offloaded; "
+            "norms that were logged before clipping (--norms unclipped)",
+        )
+
+
+def spikes(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
+    """Find where the loss, or the logarithm of the norm, leaves its course; see isobit.guards.drift."""
+    for name in ("loss", "grad_norm"):
+        points = finite(log.curves.get(name, ()))
+        if name == "loss" and len(points) <= 64:
+            raise NotJudged(f"{len(points)} losses, of more than 64 that are needed")
+        detector, found = Drift(log=name == "grad_norm"), 0
+        for step, value in points:
+            reading = detector.add(value)
+            found += reading.is_alarm
+            if reading.is_alarm and found <= SHOWN:
+                yield LogFinding(
+                    f"{reading.status}-{name}",
+                    "warning",
+                    step,
+                    f"{name} is {value:.6g}, score {reading.score:.1f} against the last 128 entries",
+                    "a bad batch or a change of data; a learning rate that is too high; for Adam, a beta2 that is too "
+                    "large for gradients that change",
+                )
+
+
+def plateau(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
+    """Check that the loss still falls at the end of the log."""
+    means = exponential_mean(finite(log.curves["loss"]))
+    last = means[-1][0] if means else 0
+    before = [mean for step, mean in means if step <= last - FLAT_SPAN and step >= limits.warmup]
+    if not before:
+        raise NotJudged(f"the log has no {FLAT_SPAN} steps after warm-up")
+    if before[-1] - means[-1][1] < FLAT * abs(before[-1]):
+        yield LogFinding(
+            "plateau",
+            "info",
+            last - FLAT_SPAN,
+            f"the exponential mean of the loss fell by less than {FLAT:.1%} in the last {FLAT_SPAN} steps",
+            "the run has converged; a learning rate of almost zero; parameters that are not in the optimizer",
+        )
+
+
+def missing_steps(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
+    """Check that steps rise by one interval: none is missing, none is logged twice."""
+    if not log.numbered:
+        raise NotJudged("entries have no step")
+    steps = [step for step, _ in log.curves["loss"]]
+    gaps = Counter(b - a for a, b in pairwise(steps) if b > a)
+    if not gaps:
+        raise NotJudged("the log has one entry")
+    usual = gaps.most_common(1)[0][0]
+    holes = [(a, b) for a, b in pairwise(steps) if b - a > usual]
+    # A watch logs the micro-batches of a step one by one.
+    backs = [(a, b) for a, b in pairwise(steps) if b < a or (b == a and log.form != "events")]
+    # The first and the last entry of many loggers are off the interval.
+    inner = [(a, b) for a, b in holes if a != steps[0] and b != steps[-1]]
+    if inner:
+        lost = sum((b - a) // usual - 1 or 1 for a, b in inner)
+        yield LogFinding(
+            "missing-steps",
+            "warning",
+            inner[0][0],
+            f"no entry between steps {inner[0][0]} and {inner[0][1]}, where every {usual} is usual; {lost} entries "
+            f"are missing in {len(inner)} places",
+            "a crash between log and checkpoint; a filter of the logger; a file of several runs",
+        )
+    if backs:
+        yield LogFinding(
+            "repeated-steps",
+            "warning",
+            backs[0][1],
+            f"step {backs[0][1]} follows step {backs[0][0]}; steps go back in {len(backs)} places",
+            "the run was resumed from an earlier checkpoint; several runs or ranks write one file",
+        )
+
+
+def reported(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
+    """Pass on what the run's own watch reported."""
+    if log.form != "events":
+        raise NotJudged("the log is not one of isobit.guards.watch")
+    for step, rule, message in log.reported:
+        yield LogFinding(f"watch: {rule}", "error", step, message, "see docs/how-to/watch-a-run.md")
+
+
+RULES: dict[str, Rule] = {
+    "nonfinite": nonfinite,
+    "hidden-nonfinite": hidden_nonfinite,
+    "rising-loss": rising_loss,
+    "norm-limit": norm_limit,
+    "spikes": spikes,
+    "plateau": plateau,
+    "missing-steps": missing_steps,
+    "reported": reported,
+}

@@ -1,0 +1,236 @@
+"""The checks of `watch`: of the optimizer before the first step, and of losses, gradients and weights in every step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from isobit.errors import GuardError
+from isobit.guards.agreement import rank_agreement
+from isobit.guards.drift import Drift
+from isobit.guards.emitter import Emitter
+from isobit.guards.events import Event
+from isobit.guards.gradient_checks import describe_nonfinite, nonfinite_places, norms_of, total_of
+from isobit.guards.module_replay import ModelCall, find_end_of_graph, find_nonfinite
+from isobit.guards.optimizer_checks import check_identity, check_state, name_some, state_digest
+from isobit.guards.replicated import replicated_tensors
+
+POLICIES = ("log", "raise", "skip")
+MOST_FINDINGS = 1000  # that are kept; sinks receive all
+MOST_REPLAYS = 3
+ABOVE_LIMIT = 1.01  # a clipped gradient of 16 bits is rounded once per element
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of `watch`."""
+
+    policy: Any
+    max_norm: float | None
+    every: int
+    patience: int
+    first_step: int
+    resumed_from: str | None
+    agree_every: int | None
+    group: dist.ProcessGroup | None
+    tensor_group: dist.ProcessGroup | None
+    sharded: tuple[str, ...]
+    is_sharded: bool
+
+
+class StepChecks:
+    """What a watch knows of its run, and the checks."""
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, options: Options, emitter: Emitter
+    ) -> None:
+        self.model, self.optimizer, self.options, self.emitter = model, optimizer, options, emitter
+        self.findings: list[Event] = []
+        self.step = options.first_step
+        self.steps = self.nonfinite_steps = self.skipped_steps = self.clipped_steps = 0
+        self.named = list(model.named_parameters())
+        self.drift = {"loss": Drift(), "grad.norm": Drift(log=True)}
+        self.call: ModelCall | None = None
+        self.replays, self.is_replaying = 0, False
+        self.flowing: set[str] = set()  # parameters that have had a gradient other than zero
+        self.wrong = self.wants_skip = False  # in this step
+        self.total = 0.0  # the gradient norm of this step
+        self.reported: set[str] = set()  # what is reported once
+
+    def report(self, rule: str, message: str, *, severity: str = "error", **where: Any) -> None:
+        """Send a finding to the sinks, and follow the policy if it is an error."""
+        event = self.emitter.finding(rule, message, severity=severity, step=self.step, **where)
+        if len(self.findings) < MOST_FINDINGS:
+            self.findings.append(event)
+        if severity != "error":
+            return
+        policy = self.options.policy
+        if policy == "raise":
+            error = GuardError(
+                expected="a training step that breaks no rule of isobit.guards.watch",
+                received=str(event),
+                remedy="look at the module that is named; policy='log' continues",
+            )
+            error.event = event
+            raise error
+        if policy == "skip" or (callable(policy) and policy(event) == "skip"):
+            self.wants_skip = True
+
+    def judge(self, name: str, value: float, micro_batch: int | None = None) -> None:
+        """Check a number of the run for drift, and emit it now and then."""
+        reading = self.drift.setdefault(name, Drift()).add(value)
+        where: dict[str, Any] = {"value": value, "micro_batch": micro_batch}
+        if reading.status == "nonfinite":
+            self.wrong = True
+            if name == "loss":
+                self.report("nonfinite-loss", f"the loss is {value}{self.replay()}", **where)
+            elif name != "grad.norm":  # whose gradients are named
+                self.report(f"nonfinite-{name}", f"{name} is {value}", **where)
+        elif reading.is_alarm:
+            self.report(
+                f"{reading.status}-{name}",
+                f"{name} is {value:.6g}; score {reading.score:.1f} against the last 128 steps, "
+                f"exponential mean {reading.mean:.6g}",
+                severity="warning",
+                **where,
+            )
+        if reading.is_alarm or self.step % self.options.every == 0:
+            self.emitter.metric(name, value, step=self.step, micro_batch=micro_batch)
+
+    def replay(self) -> str:
+        """Return where the forward stops being finite, in words."""
+        if self.call is None or self.options.is_sharded or self.replays >= MOST_REPLAYS:
+            return ""  # the forward of a sharded model needs the other ranks
+        self.replays += 1
+        return f"; {self.without_hooks(find_nonfinite)[1]}"
+
+    def without_hooks(self, search: Callable[..., Any], *args: Any) -> Any:
+        """Search in a replay of the last call, which must not be taken for a call of the run."""
+        call, self.call, self.is_replaying = self.call, None, True
+        try:
+            return search(self.model, call, *args)
+        finally:
+            self.is_replaying = False
+
+    def check_identity(self) -> None:
+        """Check that the optimizer has the model's parameters."""
+        for rule, severity, message in check_identity(self.model, self.optimizer):
+            self.report(rule, message, severity=severity)
+
+    def check_start(self) -> None:
+        """Check the optimizer's state before the first step."""
+        names = {id(p): name for name, p in self.named}
+        for name, message in check_state(self.optimizer, names):
+            self.report("state-not-zero", message, module=name)
+        wanted = self.options.resumed_from
+        if wanted is not None and state_digest(self.optimizer) != wanted:
+            self.report(
+                "state-not-resumed",
+                "the optimizer's state is not that of the checkpoint: its digest differs",
+            )
+
+    def check_gradients(self, pairs: list[tuple[str, Tensor]]) -> None:
+        """Check that gradients are finite and within the limit."""
+        grads: list[Tensor] = [p.grad for _, p in pairs if p.grad is not None]
+        norms = norms_of(grads)
+        scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler and a fused step
+        factor = 1.0 if scale is None else 1 / float(scale)
+        total = total_of(norms) * factor
+        self.total = total
+        self.flowing.update(name for (name, _), norm in zip(pairs, norms, strict=True) if norm)
+        wrong = nonfinite_places(grads, norms) if not math.isfinite(total) else []
+        if wrong:
+            self.wrong = True
+            last = wrong[-1]  # the first in the order of the backward
+            self.report(
+                "nonfinite-gradient",
+                f"{describe_nonfinite(grads[last])}; {len(wrong)} of {len(grads)} gradients in all{self.replay()}",
+                module=pairs[last][0],
+            )
+        self.judge("grad.norm", total)
+        limit = self.options.max_norm
+        if limit is not None and not self.options.is_sharded:
+            self.clipped_steps += limit / ABOVE_LIMIT <= total <= limit * ABOVE_LIMIT
+            if limit * ABOVE_LIMIT < total < math.inf:
+                self.report(
+                    "norm-above-limit",
+                    f"the optimizer reads gradients of norm {total:.6g}, above {limit:g}: they were not clipped, or "
+                    "clipped before the last of them was added",
+                    value=total,
+                )
+
+    def check_flow(self, names: list[str]) -> None:
+        """Report parameters that have had no gradient, or only zeros."""
+        idle = [name for name in names if name not in self.flowing]
+        # One parameter of a module may have a gradient of zero by its nature: a bias that the loss cancels.
+        alive = {module_of(name) for name in self.flowing}
+        grads = {name: p.grad for name, p in self.named}
+        for rule, found in (
+            ("no-gradient", [name for name in idle if grads[name] is None]),
+            (
+                "zero-gradient",
+                [n for n in idle if grads[n] is not None and module_of(n) not in alive],
+            ),
+        ):
+            if not found:
+                continue
+            why = ""
+            if rule == "no-gradient" and self.call is not None and not self.options.is_sharded:
+                why = f"; {self.without_hooks(find_end_of_graph, found)}"
+            self.report(
+                rule,
+                f"{len(found)} of {len(names)} trainable parameters in {self.options.patience} steps: "
+                f"{name_some(found)}{why}",
+                severity="warning",
+                module=found[0],
+            )
+
+    def check_weights(self) -> None:
+        """Check that the weights are finite after the step."""
+        weights: list[Tensor] = [p for _, p in self.named]
+        for at in nonfinite_places(weights, norms_of(weights)):
+            self.wrong = True
+            name = self.named[at][0]
+            if "nonfinite-weight" not in self.reported:  # what follows is its consequence
+                self.reported.add("nonfinite-weight")
+                self.report("nonfinite-weight", describe_nonfinite(weights[at]), module=name)
+
+    def check_replicas(self) -> None:
+        """Compare the parameters of the ranks of the group, now and then."""
+        every = self.options.agree_every
+        if every is None or (self.step + 1) % every:
+            return
+        options = self.options
+        found = []
+        if options.tensor_group is None or options.group is not None:
+            found.append(rank_agreement(self.model, options.group, on_difference="report"))
+        if options.tensor_group is not None:
+            whole = replicated_tensors(self.model, options.tensor_group, options.sharded)
+            found.append(rank_agreement(whole, options.tensor_group, on_difference="report"))
+        for each in (each for one in found if one is not None for each in one.differences):
+            self.report("replicas-differ", str(each), module=each.parameter)
+
+    def check_update(self, ratio: float, still: list[str]) -> None:
+        """Check how far a step moved the weights."""
+        self.emitter.metric("update.ratio", ratio, step=self.step)
+        new = [name for name in still if name not in self.reported]
+        self.reported.update(new)
+        if new:
+            self.report(
+                "not-moved",
+                f"{len(new)} parameters have a gradient and a learning rate, and the step changed no bit of them: "
+                f"{name_some(new)}. The update may be below half a unit of their last place",
+                severity="warning",
+                module=new[0],
+            )
+
+
+def module_of(name: str) -> str:
+    """Return the module of a parameter."""
+    return name.rpartition(".")[0]

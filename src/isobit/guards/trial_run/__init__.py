@@ -1,0 +1,1 @@
+"""Run the first steps of a training program under checks, before it costs GPU time."""

@@ -1,0 +1,159 @@
+"""`preflight`: run the first steps of a training program in this process, and report what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from isobit.errors import ArgumentError
+from isobit.guards.trial_run.checks import CHECKS, NotJudged
+from isobit.guards.trial_run.hyperparameters import (
+    check_hyperparameters,
+    expected_limit,
+    expected_values,
+)
+from isobit.guards.trial_run.observer import Observer, StepsDone
+
+LIVE = "losses, gradients and weights"
+CONFIG = "configuration reached the optimizer"
+
+
+@dataclass(frozen=True)
+class PreflightFinding:
+    """A check that a program does not pass.
+
+    Attributes:
+        rule: The rule, as in docs/how-to/before-you-rent-the-gpus.md.
+        severity: "warning" or "error".
+        message: What was found.
+        step: The step, if it is known.
+        module: The module or parameter concerned.
+
+    Example:
+        >>> from isobit.guards import PreflightFinding
+        >>> PreflightFinding("same-batch", "warning", "the inputs of 3 steps have the same bits").rule
+        'same-batch'
+    """
+
+    rule: str
+    severity: str
+    message: str
+    step: int | None = None
+    module: str = ""
+
+
+@dataclass(frozen=True)
+class PreflightReport:
+    """What a preflight found.
+
+    Attributes:
+        steps: Optimizer steps that were observed.
+        models: Models that the program called.
+        parameters: Their parameters.
+        findings: What is wrong.
+        judged: Checks that were made.
+        not_judged: Checks that were not, with the reason.
+
+    Example:
+        >>> from isobit.guards import PreflightReport
+        >>> PreflightReport(3, 1, 2, (), ("batches differ",)).is_clean
+        True
+    """
+
+    steps: int
+    models: int
+    parameters: int
+    findings: tuple[PreflightFinding, ...]
+    judged: tuple[str, ...]
+    not_judged: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nothing was found."""
+        return not self.findings
+
+
+def preflight(
+    program: Callable[[], object], *, steps: int = 3, config: Mapping[str, Any] | None = None
+) -> PreflightReport:
+    """Run a training program for a few optimizer steps and report what is wrong.
+
+    Hooks on all modules and optimizers are added for this time. After the last step the program is ended by a
+    BaseException, so that its `finally` blocks run.
+
+    Args:
+        program: A function that trains. It is called once.
+        steps: Steps of the first optimizer that steps.
+        config: Hyperparameters that the optimizer must have, and `max_grad_norm` for the gradients that each optimizer
+            reads, by the names of transformers or DeepSpeed.
+
+    Returns:
+        The findings, and which checks were made.
+
+    Raises:
+        ArgumentError: If the program takes no optimizer step.
+
+    Example:
+        >>> from isobit.guards import preflight
+        >>> def train():
+        ...     model = torch.nn.Linear(4, 1)
+        ...     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        ...     for step in range(100):
+        ...         model(torch.randn(2, 4)).square().mean().backward()
+        ...         optimizer.step()
+        >>> report = preflight(train, config={"lr": 0.1, "beta2": 0.95})
+        >>> [finding.rule for finding in report.findings]
+        ['not-zeroed', 'hyperparameter']
+        >>> print(report.findings[1].message)
+        beta2 is 0.95 in the configuration and 0.999 in 1 of 1 groups of AdamW, whose default that is
+    """
+    if steps < 1:
+        raise ArgumentError(
+            expected="at least one step", received=f"steps={steps}", remedy="pass steps=3"
+        )
+    seen = Observer(steps, expected_limit(config or {}))
+    seen.install()
+    try:
+        program()
+    except StepsDone:
+        pass
+    finally:
+        seen.remove()
+    if not seen.watches:
+        raise ArgumentError(
+            expected="a program that takes an optimizer step",
+            received="none: nothing was checked",
+            remedy="let it reach optimizer.step() of a torch.optim.Optimizer",
+        )
+    return conclude(seen, config)
+
+
+def conclude(seen: Observer, config: Mapping[str, Any] | None) -> PreflightReport:
+    """Make the checks that follow the steps, and collect what the watches found."""
+    found = [
+        PreflightFinding(event.name, event.severity, event.message, event.step, event.module)
+        for watch in seen.watches.values()
+        for event in watch.findings
+    ]
+    judged, skipped = (
+        [LIVE if seen.max_norm is None else f"{LIVE}, norm up to {seen.max_norm:g}"],
+        {},
+    )
+    for name, check in CHECKS.items():
+        try:
+            found += [PreflightFinding(*each) for each in check(seen)]
+            judged.append(name)
+        except NotJudged as reason:
+            skipped[name] = str(reason)
+    expected = expected_values(config or {})
+    if expected:
+        wrong = check_hyperparameters(expected, seen.optimizers)
+        found += [PreflightFinding("hyperparameter", "error", message) for message in wrong]
+        judged.append(f"{CONFIG} ({', '.join(expected)})")
+    else:
+        skipped[CONFIG] = "no configuration with hyperparameters was given"
+    models = [model for model, _ in seen.roots.values()]
+    count = len({id(p) for model in models for p in model.parameters()})
+    steps = next(iter(seen.watches.values())).steps
+    return PreflightReport(steps, len(models), count, tuple(found), tuple(judged), skipped)

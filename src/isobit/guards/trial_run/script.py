@@ -1,0 +1,52 @@
+"""The program of `isobit preflight`: run a script as `python script.py` would, under `preflight`.
+
+Its only argument is a JSON object. The folder of this file is taken off the search path before anything is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+
+def main() -> int:
+    """Run the script that the arguments name, and write the report. The exit code is the script's own, or 0."""
+    here = os.path.dirname(os.path.abspath(__file__))
+    has_folder = bool(sys.path) and os.path.abspath(sys.path[0]) == here
+    if has_folder:
+        del sys.path[0]
+    orders = json.loads(sys.argv[1])
+    import runpy
+    from dataclasses import asdict
+
+    from isobit.errors import ArgumentError
+    from isobit.guards.trial_run.run import preflight
+
+    sys.argv[:] = [orders["script"], *orders["arguments"]]
+    if has_folder:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(orders["script"])))
+    ended: list[object] = []
+
+    def program() -> None:
+        try:
+            runpy.run_path(orders["script"], run_name="__main__")
+        except (
+            SystemExit
+        ) as stop:  # sys.exit() at the end of a script; what was seen before still counts
+            ended.append(stop.code)
+
+    try:
+        report = asdict(preflight(program, steps=orders["steps"], config=orders["config"]))
+    except ArgumentError as error:
+        parts = ("expected", "received", "remedy")
+        report = {"error": {part: getattr(error, part) for part in parts}}
+    if "error" in report and ended and ended[0]:
+        return ended[0] if isinstance(ended[0], int) else 1
+    with open(orders["record"], "w", encoding="utf-8") as record:
+        json.dump(report, record)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""`watch`: check every step of a training run, by hooks on the model and its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from isobit.errors import ArgumentError
+from isobit.guards.emitter import Emitter
+from isobit.guards.events import Event
+from isobit.guards.optimizer_checks import unwrapped_optimizer
+from isobit.guards.step_checks import POLICIES, Options
+from isobit.guards.watch_hooks import Watch
+from isobit.parallel.tensor.local_shards import find_shards, is_dtensor
+
+Policy = str | Callable[[Event], object]
+
+
+def watch(
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    policy: Policy = "log",
+    sinks: Iterable[Any] | None = None,
+    run: str = "",
+    max_norm: float | None = None,
+    every: int = 100,
+    patience: int = 10,
+    first_step: int = 0,
+    resumed_from: str | None = None,
+    agree_every: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    tensor_group: dist.ProcessGroup | None = None,
+    sharded: Iterable[str] = (),
+) -> Watch:
+    """Check every step of a training run. See docs/how-to/watch-a-run.md for what is checked.
+
+    Args:
+        model: The model that the training loop calls.
+        optimizer: The optimizer whose `step` updates it, also one that Accelerate has wrapped.
+        policy: What to do with a finding of severity "error", besides sending it to the sinks: "log" does nothing,
+            "raise" raises GuardError, "skip" leaves the weights as they are in this step; a function is called with the
+            finding, and skips the step if it returns "skip". A step can be skipped only for what is found before it.
+        sinks: Where events go, as for `Emitter`; None is the logger `isobit.guards`.
+        run: The name of the run.
+        max_norm: The limit of the global gradient norm after clipping.
+        every: Steps between metrics, and between measurements of how far weights move.
+        patience: Steps after which a parameter that never had a gradient, or only zeros, is reported.
+        first_step: The number of the first step, for a run that is resumed.
+        resumed_from: What `state_digest` returned when the checkpoint was saved.
+        agree_every: Steps between comparisons of parameters over `group` and `tensor_group`; None compares nothing.
+            Every rank of these groups must watch.
+        group: Ranks that have equal parameters, for `agree_every`. With sharded parameters and a policy that skips: all
+            ranks, which then skip together.
+        tensor_group: The ranks of a tensor-parallel group, for `agree_every`: what `replicated_tensors` returns is
+            compared there.
+        sharded: Patterns of names that are sharded by hand, for `replicated_tensors`.
+
+    Returns:
+        The watch, which ends with `close()` or the end of a `with` block.
+
+    Raises:
+        ArgumentError: If an argument is not supported.
+        GuardError: With the policy "raise", for a finding.
+
+    Example:
+        >>> from isobit.guards import watch
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with watch(model, optimizer, policy="skip", sinks=[]) as guard:
+        ...     for step in range(3):
+        ...         x = torch.full((2, 4), float("nan") if step == 1 else 1.0)
+        ...         optimizer.zero_grad()
+        ...         model(x).square().mean().backward()
+        ...         optimizer.step()
+        >>> print(guard.findings[0])
+        step 1, rank 0: nonfinite-gradient: bias: 1 of 1 elements are not finite, first at [0]: nan; 2 of 2 gradients in
+        all; the input of the model is not finite
+        >>> guard.steps, guard.nonfinite_steps, guard.skipped_steps
+        (3, 1, 1)
+    """
+    if not (callable(policy) or policy in POLICIES):
+        raise ArgumentError(
+            expected=f"a policy of {POLICIES}, or a function",
+            received=repr(policy),
+            remedy="choose one of these",
+        )
+    numbers = {"every": every, "patience": patience, "agree_every": agree_every or 1}
+    wrong = [f"{name}={number}" for name, number in numbers.items() if number < 1]
+    if wrong or (max_norm is not None and not max_norm > 0) or agree_every == 0:
+        raise ArgumentError(
+            expected="every, patience and agree_every of at least 1, and a positive max_norm",
+            received=", ".join(wrong) or f"max_norm={max_norm}, agree_every={agree_every}",
+            remedy="leave out what should not be checked",
+        )
+    is_sharded = bool(find_shards(model)) or any(map(is_dtensor, model.parameters()))
+    if is_sharded and group is None and policy not in ("log", "raise"):
+        raise ArgumentError(
+            expected="a group of ranks that skip a step together",
+            received="a model with sharded parameters, a policy that may skip, and no group",
+            remedy="pass group=torch.distributed.group.WORLD, or policy='raise'",
+        )
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    options = Options(
+        policy,
+        max_norm,
+        every,
+        patience,
+        first_step,
+        resumed_from,
+        agree_every,
+        group,
+        tensor_group,
+        tuple(sharded),
+        is_sharded,
+    )
+    emitter = Emitter(sinks, run=run, rank=rank)
+    return Watch(model, unwrapped_optimizer(optimizer), options, emitter)

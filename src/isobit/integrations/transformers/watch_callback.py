@@ -1,0 +1,47 @@
+"""`WatchCallback`: `isobit.guards.watch` for transformers' Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from isobit.guards.watch_hooks import Watch
+from isobit.guards.watching import watch
+
+
+class WatchCallback(TrainerCallback):
+    """Watches a Trainer's run: losses before the Trainer's filter replaces NaN, gradients after clipping, weights.
+
+    Args:
+        options: Of `isobit.guards.watch`. `max_norm` is the Trainer's `max_grad_norm` unless given.
+
+    Attributes:
+        watch: The watch of the last run; None before it.
+
+    Example:
+        >>> from isobit.integrations.transformers import WatchCallback
+        >>> callback = WatchCallback(policy="raise")  # Trainer(..., callbacks=[callback])
+        >>> callback.watch is None
+        True
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.watch: Watch | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Start a watch; one that an exception has left open is ended first."""
+        self.on_train_end(args, state, control)
+        options = {"max_norm": args.max_grad_norm or None, **self.options}
+        options.setdefault("first_step", state.global_step)
+        self.watch = watch(given["model"], given["optimizer"], **options)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """End the watch."""
+        if self.watch is not None:
+            self.watch.close()
