@@ -17,7 +17,7 @@ class Backend(Protocol):
     """What runs Triton kernels.
 
     Attributes:
-        kind: Its name: "interpreter" or "machine".
+        kind: Its name: "interpreter", "machine", or "card".
         target: The GPU whose code or arithmetic it has, such as "sm_90".
         engine: The arithmetic of that GPU's matrix products, such as "tc25x16".
     """

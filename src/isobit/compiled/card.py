@@ -35,6 +35,11 @@ class CardBackend:
     texts: list[KernelText] = field(default_factory=list, compare=False)
 
     @property
+    def kind(self) -> str:
+        """The name of this backend."""
+        return "card"
+
+    @property
     def engine(self) -> str:
         """The arithmetic of the target's matrix products; "" if it is not known."""
         return ENGINE_OF_TARGET.get(self.target, "")
