@@ -1,7 +1,7 @@
 """Theorem: what isobit's own contracts promise is kept, at the levels stated; and their claims can fail.
 
 1. Every contract of the library is kept at its level; matmul, softmax, attention, log-probabilities and the loss are
-   proved (L4).
+   proved (L4) in `./check --full`.
 2. Every planted wrong subject is caught: at least sixty, all of them.
 3. Stock PyTorch, bound to the same files, breaks what it is known to break, each with a counter-example that replays.
 """
@@ -33,13 +33,18 @@ CLAIMS = {2: 211, 3: 170, 4: 67}
 
 
 @pytest.fixture(scope="session")
-def verified(tmp_path_factory):
-    """The whole library, judged by the command in a process of its own, as a user would."""
+def verified(request, tmp_path_factory):
+    """The whole library, judged by the command in a process of its own, as a user would.
+
+    Proofs take more than half of the time, so that only `./check --full` has them.
+    """
     home = tmp_path_factory.mktemp("evidence")
-    words = [sys.executable, "-m", "isobit", "verify", "isobit", "--evidence", str(home), "--json"]
+    level = "L3" if request.config.option.markexpr == "not full" else "L4"
+    words = [sys.executable, "-m", "isobit", "verify", "isobit", "--level", level]
+    words += ["--evidence", str(home), "--json"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=home)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return home, {status["id"]: status for status in json.loads(done.stdout)["contracts"]}
+    return home, {status["id"]: status for status in json.loads(done.stdout)["contracts"]}, level
 
 
 def test_every_contract_is_kept(verified):
@@ -47,7 +52,13 @@ def test_every_contract_is_kept(verified):
     assert {file.id: [c.id for c in file.claims] for file in files} == {
         id: [c["claim"] for c in status["claims"]] for id, status in verified[1].items()
     }
-    assert {status["verdict"] for status in verified[1].values()} == {"kept"}
+    assert {c["verdict"] for status in verified[1].values() for c in status["claims"]} == {"kept"}
+    # What needs a proof and was not proved here is not shown as kept.
+    proved = [s for s in verified[1].values() if any(c["required"] == 4 for c in s["claims"])]
+    judged = "kept" if verified[2] == "L4" else "below-level"
+    assert {s["id"]: s["verdict"] for s in verified[1].values()} == {
+        s["id"]: judged if s in proved else "kept" for s in verified[1].values()
+    }
 
 
 def test_no_contract_or_claim_is_lost_or_falls_below_its_level(verified):
@@ -55,9 +66,11 @@ def test_no_contract_or_claim_is_lost_or_falls_below_its_level(verified):
     claims = [claim for status in contracts for claim in status["claims"]]
     for kind, least in ((contracts, CONTRACTS), (claims, CLAIMS)):
         reached = {level: sum(one["level"] >= level for one in kind) for level in least}
-        assert all(reached[level] >= least[level] for level in least), reached
+        judged = [level for level in least if level <= int(verified[2][1])]
+        assert all(reached[level] >= least[level] for level in judged), reached
 
 
+@pytest.mark.full
 def test_every_proof_names_its_engine_and_what_it_covers(verified):
     claims = [c for status in verified[1].values() for c in status["claims"]]
     proofs = [c["proof"] for c in claims if c["required"] == 4]
@@ -81,9 +94,9 @@ def test_claims_at_l3_and_above_had_ten_thousand_inputs(verified):
 
 
 def test_an_unchanged_library_judges_nothing(verified, capsys):
-    home, found = verified
-    assert main.main(["verify", *found, "--evidence", str(home)]) == 0
-    assert f"{len(found)} of {len(found)} contracts kept, 0 judged now" in capsys.readouterr().out
+    home, found, level = verified
+    assert main.main(["verify", *found, "--evidence", str(home), "--level", level]) == 0
+    assert f"of {len(found)} contracts kept, 0 judged now" in capsys.readouterr().out
 
 
 def judge(path, subject="", claims=(), level=2):
