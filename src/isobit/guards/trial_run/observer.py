@@ -6,10 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules import module as modules
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -59,8 +56,10 @@ class Observer:
     def install(self) -> None:
         """Add the hooks."""
         self.handles = [
-            register_module_forward_pre_hook(self.before_call),
-            register_module_forward_hook(self.after_call, with_kwargs=True, always_call=True),
+            modules.register_module_forward_pre_hook(self.before_call),
+            modules.register_module_forward_hook(
+                self.after_call, with_kwargs=True, always_call=True
+            ),
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
         ]
@@ -69,6 +68,8 @@ class Observer:
         """Remove the hooks, and end the watches."""
         for handle in self.handles:
             handle.remove()
+            # torch 2.13 keeps this entry of a removed hook, and torch.compile warns of it.
+            modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
         self.handles = []
         for watch in self.watches.values():
             watch.close()
