@@ -13,6 +13,7 @@ PAGE = (ROOT / "docs" / "tutorial" / "contract-for-your-kernel.md").read_text()
 pytest.importorskip("triton")
 
 
+@pytest.mark.full  # two minutes and a half: seven commands, each judging a contract in Triton's interpreter
 def test_the_tutorial_works(tmp_path):
     files = dict(re.findall(r'```(?:python|yaml) title="(\S+)"\n(.*?)```', PAGE, re.DOTALL))
     assert set(files) == {"my_kernels.py", "rms-norm-v1.contract.yaml"}
