@@ -24,7 +24,6 @@ from tests.reveal.kernels import (
     target_of,
 )
 
-
 # The others take three seconds each, and come back at smaller sizes below.
 FEW = ("left fold", "random", "AMX's even and odd chains", "16 stripes, pairs", "split-K by 4")
 
