@@ -67,7 +67,7 @@ def is_whole(recorded, found):
 def read(path=TABLE):
     """The record of this processor, or None."""
     known = json.loads(path.read_text()).get(cpu_name()) if path.exists() else None
-    return known and Times(**known)
+    return Times(**known) if known else None
 
 
 def write(found, path=TABLE):
@@ -129,6 +129,10 @@ class Watch:
             return
         if config.getoption(OPTION):
             write(found)
-        elif recorded and is_whole(recorded, found) and (wrong := judge(recorded, found)):
+        elif recorded is None:
+            total = sum(found.files.values())
+            line = f"{total:.0f} CPU seconds; not compared: no record of this processor ({OPTION})"
+            config.get_terminal_writer().line("\n" + line)
+        elif is_whole(recorded, found) and (wrong := judge(recorded, found)):
             config.get_terminal_writer().line("\n" + wrong, red=True)
             session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED

@@ -165,7 +165,7 @@ def step_by_kernels(optimizer: AdamW) -> None:
     """Take a step of parameters on GPUs, or on a chosen backend, by isobit's own kernels: the bits of the CPU's step.
 
     Raises:
-        UnsupportedError: If the optimiser was made with an option that has no kernel.
+        UnsupportedError: If the optimizer was made with an option that has no kernel.
     """
     for group in optimizer.param_groups:
         refuse_without_kernel(group)

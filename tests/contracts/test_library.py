@@ -96,7 +96,9 @@ def test_claims_at_l3_and_above_had_ten_thousand_inputs(verified):
 def test_an_unchanged_library_judges_nothing(verified, capsys):
     home, found, level = verified
     assert main.main(["verify", *found, "--evidence", str(home), "--level", level]) == 0
-    assert f"of {len(found)} contracts kept, 0 judged now" in capsys.readouterr().out
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"of {len(found)} contracts kept" in printed
+    assert ", 0 judged now" in printed
 
 
 def judge(path, subject="", claims=(), level=2):

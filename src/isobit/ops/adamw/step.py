@@ -1,4 +1,4 @@
-"""The operators of an optimiser's step: AdamW, and the scaling of gradients. Neither has a gradient of its own."""
+"""The operators of an optimizer's step: AdamW, and the scaling of gradients. Neither has a gradient of its own."""
 
 from __future__ import annotations
 

@@ -62,10 +62,10 @@ def exact_state_anywhere(tensors: Sequence[Tensor], squared: bool = False) -> Te
 
 
 def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
-    """Return the exact sum over several tensors as int64 digits, on the CPU; the sum of two states is that of both."""
+    """Return the exact sum over several tensors as int64 digits; the sum of two states is the state of both."""
     dispatch.refuse_chosen()
     for tensor in tensors:
-        check_tensors(WITH_GPU, tensor=tensor)
+        check_tensors(tensor=tensor)
         if tensor.dtype == torch.float64:
             raise ArgumentError(
                 expected="fp32, bf16 or fp16, whose squares fit the digits",
@@ -75,8 +75,6 @@ def exact_state(tensors: Sequence[Tensor], squared: bool = False) -> Tensor:
     if not tensors:
         return torch.zeros(portable.STATE_SIZE, dtype=torch.int64, device="cpu")
     plain = [t.detach() for t in tensors]
-    if any(t.is_cuda for t in plain):
-        return portable.state(plain, squared)  # whole numbers: exact in any order, on any device
     if dispatch.has_native():
         return torch.ops.isobit.exact_state(plain, squared)  # type: ignore[no-any-return]
     return keeping_subnormals(portable.state)(plain, squared)

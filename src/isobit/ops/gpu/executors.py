@@ -76,7 +76,7 @@ def folder_of(name: str) -> str:
 
 
 def home_of(folder: str) -> str:
-    """Return the module that declares a folder's operators: op.py, or step.py of what only an optimiser calls."""
+    """Return the module that declares a folder's operators: op.py, or step.py of what only an optimizer calls."""
     public = (Path(__file__).parents[1] / folder / "op.py").is_file()
     return f"isobit.ops.{folder}.{'op' if public else 'step'}"
 

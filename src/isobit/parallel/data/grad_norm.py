@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isobit.errors import UnsupportedError
-from isobit.ops.exact_sum.op import exact_state
+from isobit.ops.exact_sum.op import exact_state_anywhere
 from isobit.ops.unfinished import refuse_unfinished
 from isobit.optim import norm_of, scale_by_norm
 from isobit.parallel.collectives.rank_group import RankGroup
@@ -49,10 +49,10 @@ def get_total_norm(
     ranks = RankGroup.of(group)
     known = find_shards(parameters) if isinstance(parameters, nn.Module) else {}
     failure: Exception | None = None
-    numbers = [*exact_state([]).tolist(), 1]
+    numbers = [*exact_state_anywhere([]).tolist(), 1]
     try:
         grads = counted_here(list_of(parameters), ranks, known)
-        numbers = [*exact_state(grads, squared=True).tolist(), 0]
+        numbers = [*exact_state_anywhere(grads, squared=True).tolist(), 0]
     except Exception as error:  # the other ranks wait for this one: take part, then raise
         failure = error
     *state, failed = add_states(numbers, ranks)
