@@ -5,8 +5,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 import isobit
+from isobit.ops.constants_of_graphs import constant_in_graphs
 
 PACKAGES = [
     "isobit",
@@ -42,7 +44,13 @@ def test_modules_show_only_public_names(name):
 
 def test_importing_isobit_imports_no_torch():
     code = "import sys, isobit; assert 'torch' not in sys.modules; isobit.linear; assert 'torch' in sys.modules"
+    code += "; assert 'torch._dynamo' not in sys.modules"  # torch.compile takes as long to import as torch
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_constants_of_graphs_are_marked_as_torch_marks_them():
+    marked = constant_in_graphs(lambda: 1)
+    assert vars(marked) == vars(torch.compiler.assume_constant_result(lambda: 1)) != {}
 
 
 def test_signatures():

@@ -24,6 +24,7 @@ import torch
 from isobit import backends, native
 from isobit.errors import PortableWarning, UnsupportedError
 from isobit.isolation import run_apart
+from isobit.ops.constants_of_graphs import constant_in_graphs
 from isobit.records import Attestation
 
 T = TypeVar("T")
@@ -150,7 +151,7 @@ def has_native() -> bool:
     return bool(found) and all(a.kept for a in found)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_in_graphs
 def is_native(dtype: torch.dtype) -> bool:
     """Return whether calls of this dtype use native kernels; warn once where they should and cannot.
 

@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.contracts.judge.drawn import Drawn
 from isobit.contracts.language.contract import Inputs
 from isobit.contracts.language.schema import EDGES, VALUES
 from isobit.errors import ContractError
 
 MINIMUM = {"float32": 2.0**-126, "bfloat16": 2.0**-126, "float16": 2.0**-14, "float64": 2.0**-1022}
 LARGEST_EDGE = {"float32": 2.0**125, "bfloat16": 2.0**125, "float16": 2.0**13, "float64": 2.0**1020}
+DRAWN = Drawn()
 
 
 @dataclass(frozen=True)
@@ -162,11 +164,15 @@ class Case:
     ) -> Tensor:
         """Draw more values of this case's kind."""
         kind = values or self.recipe.values
-        generator = self.generator(stream)
-        drawn = draw_values(shape, "wide" if kind == "cancelling" else kind, generator)
-        if kind == "cancelling":
-            drawn = cancel(drawn, leading)
-        return drawn.to(self.dtype)
+
+        def drawn() -> Tensor:
+            found = draw_values(
+                shape, "wide" if kind == "cancelling" else kind, self.generator(stream)
+            )
+            return (cancel(found, leading) if kind == "cancelling" else found).to(self.dtype)
+
+        key = (shape, self.recipe.dtype, self.recipe.seed, stream, kind, leading)
+        return DRAWN.find(key, drawn)
 
 
 def draw_values(shape: tuple[int, ...], kind: str, generator: torch.Generator) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from isobit.errors import EngineError, in_one_line
 from isobit.isolation import run_apart
 from isobit.ops.attesting import calls_on
+from isobit.ops.constants_of_graphs import constant_in_graphs
 from isobit.ops.gpu import executors
 from isobit.order.engines import ENGINE_OF_TARGET
 from isobit.records import Attestation
@@ -29,7 +30,7 @@ _lock = threading.RLock()
 _found: dict[tuple[str, torch.dtype, torch.device], Attestation] = {}
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def require(name: str, dtype: torch.dtype, device: torch.device) -> bool:
     """Attest an operator on a device, once per process; return True.
 

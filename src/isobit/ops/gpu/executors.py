@@ -23,6 +23,7 @@ from torch import Tensor
 
 from isobit import backends
 from isobit.errors import EngineError, UnsupportedError
+from isobit.ops.constants_of_graphs import constant_in_graphs
 
 # Folders of isobit.ops.
 OPERATORS = tuple(
@@ -91,7 +92,7 @@ def is_asked_for(given: tuple[Any, ...]) -> bool:
     return backends.chosen() is not None or any(isinstance(t, Tensor) and t.is_cuda for t in given)
 
 
-@torch.compiler.assume_constant_result
+@constant_in_graphs
 def prepare(name: str, dtype: torch.dtype) -> bool:
     """Import and register an operator's Triton executor; return True.
 
