@@ -3,7 +3,8 @@
 1. Of each planted model exactly the planted operator is guilty; substituting its result gives the variant bit for bit.
 2. Nothing is named in the planted model's twin; every clean model is kept on its axes, forward and backward.
 3. A model that depends on the batch where no operator is at fault is not reported as invariant.
-4. Each wrong auditor fails the claim that is there for it, and the audit itself passes it.
+
+Wrong auditors are caught by the contract audit-v1, which tests/contracts/test_library.py judges.
 """
 
 import pytest
@@ -11,11 +12,7 @@ from torch import nn
 
 import isobit
 from isobit.cli import main
-from isobit.contracts.judge.binding import bind
-from isobit.contracts.judge.binding import plant as replace_subject
-from isobit.contracts.judge.cases import examine
 from isobit.contracts.language.load import load_contract
-from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
 from isobit.library.audit.claims import axes_of
 from isobit.library.audit.clean import MODELS
@@ -26,7 +23,6 @@ from isobit.library.audit.plants.products import split_k
 from isobit.library.audit.traps import TRAPS, Trap
 
 CONTRACT = load_contract(library() / "audit/contract.yaml")
-SABOTAGE = [(claim, name) for claim in CONTRACT.claims for name in claim.sabotage]
 CLEAN = [(clean, axis, backward) for clean in MODELS for axis, backward in axes_of(clean)]
 
 
@@ -102,22 +98,6 @@ def test_traps_are_not_called_invariant(trap):
     assert not report.kept
     assert report.exit_code != 0
     assert report.guilty or not report.complete
-
-
-@pytest.mark.parametrize("claim", CONTRACT.claims, ids=lambda claim: claim.id)
-def test_claims_hold(claim):
-    tally, _ = examine(CONTRACT, bind(CONTRACT, claim, Options()), False, first_only=True)
-    assert tally.first == ""
-    assert tally.compared > 0
-
-
-@pytest.mark.parametrize(
-    ("claim", "name"), SABOTAGE, ids=[f"{c.id}-{n.partition(':')[2]}" for c, n in SABOTAGE]
-)
-def test_wrong_auditors_are_caught(claim, name):
-    bound = replace_subject(bind(CONTRACT, claim, Options()), name, Options())
-    tally, _ = examine(CONTRACT, bound, False, first_only=True)
-    assert tally.differing > 0
 
 
 def test_contract_is_well_formed(capsys):

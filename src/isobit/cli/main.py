@@ -18,7 +18,7 @@ KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
 GROUPS = {
     "compute": ("doctor", "chain", "curve"),
     "look": ("audit", "reveal", "bits", "rollout", "twice"),
-    "judge": ("certify", "verify", "status", "explain", "lint", "graph", "new", "replay"),
+    "judge": ("certify", "check", "verify", "status", "explain", "lint", "graph", "new", "replay"),
     "guard": ("preflight", "simulate", "runlog"),
 }
 ABOUT = {
@@ -32,6 +32,7 @@ COMMANDS = tuple(name for names in GROUPS.values() for name in names)
 LOAD_TORCH = (
     "audit",
     "certify",
+    "check",
     "doctor",
     "reveal",
     "bits",

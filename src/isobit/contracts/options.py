@@ -18,6 +18,7 @@ class Options:
         subject: Another subject to judge: a name from the contract's `subjects`, or `package:function`.
         seconds: Time limit of the whole verification; no claim is started after it.
         claim_seconds: Time limit of one claim's search at L3.
+        device: Where tensors are when the subject is called; they are drawn and compared on the CPU.
     """
 
     trusted: tuple[str, ...] = ()
@@ -26,6 +27,7 @@ class Options:
     subject: str = ""
     seconds: float = float("inf")
     claim_seconds: float = 120.0
+    device: str = "cpu"
 
     @property
     def variant(self) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
+
 from isobit.contracts.judge.bound import Bound
 from isobit.contracts.judge.sabotage import LIBRARY
 from isobit.contracts.judge.trusted_code import resolve
@@ -36,7 +38,23 @@ def find_subject(contract: Contract, options: Options) -> Callable[..., Any]:
             received=f"{name}, a {type(found).__name__}",
             remedy="name a function",
         )
-    return found  # type: ignore[no-any-return]
+    return found if options.device == "cpu" else on_device(found, options.device)
+
+
+def on_device(function: Callable[..., Any], device: str) -> Callable[..., Any]:
+    """Call with tensors on a device, and return a tensor on the CPU; gradients pass both ways."""
+
+    def moved(value: Any, place: str) -> Any:
+        return value.to(place) if isinstance(value, Tensor) else value
+
+    def call(*given: Any, **named: Any) -> Any:
+        found = function(
+            *(moved(value, device) for value in given),
+            **{name: moved(value, device) for name, value in named.items()},
+        )
+        return moved(found, "cpu")
+
+    return call
 
 
 def bind(contract: Contract, claim: Claim, options: Options) -> Bound:

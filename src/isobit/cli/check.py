@@ -1,0 +1,169 @@
+"""`isobit check`: judge any kernel by claims that do not ask for isobit's own bits."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from isobit import files
+from isobit.cli.contract_options import exit_code
+from isobit.cli.options.check import LIKE
+from isobit.cli.progress import Steps
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console, say_json
+from isobit.cli.verify import claims_table
+from isobit.contracts.authoring.explain import explain
+from isobit.contracts.judge.binding import find_subject
+from isobit.contracts.judge.recipes import Case, fixed_recipes
+from isobit.contracts.judge.verify import verify_contract
+from isobit.contracts.language.contract import Contract
+from isobit.contracts.language.load import load_contract
+from isobit.contracts.options import Options
+from isobit.contracts.store import ladder
+from isobit.contracts.store.tree import library
+from isobit.errors import ArgumentError, EngineError, in_one_line
+from isobit.plain_text import one_line
+from isobit.records import ClaimRecord, ContractStatus
+from isobit.report.contract_page import draw_contracts
+
+LEVEL = 2
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Judge the claims of an operator on the named function."""
+    package = arguments.code.partition(".")[0].partition(":")[0]
+    device = find_torch_device(arguments.device)
+    options = Options(
+        trusted=(package, *arguments.trust), level=LEVEL, subject=arguments.code, device=device
+    )
+    contract = chosen(arguments.like, arguments.dtype)
+    require_call(contract, options, arguments.like)
+    records = tuple(judged(contract, options, arguments.quiet))
+    if device != "cpu":  # `replay` calls on the CPU
+        records = tuple(replace(record, replay="") for record in records)
+    status = status_of(contract, arguments.code, records)
+    provenance = provenance_of(arguments, [contract.id, repr(records)])
+    if arguments.html:
+        sections = {contract.id: explain(contract, status)}
+        page = draw_contracts([status], sections, f"isobit check {arguments.code}", provenance)
+        files.write_text(arguments.html, page)
+    if arguments.json:
+        say_json({"provenance": provenance, "kernel": arguments.code, "contract": status})
+    else:
+        show(status, arguments)
+    return exit_code([record.verdict for record in records])
+
+
+def find_torch_device(name: str) -> str:
+    """Return the name of a device that is there.
+
+    Raises:
+        ArgumentError: If torch knows no such device.
+        EngineError: If there is none here.
+    """
+    try:
+        torch.zeros(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        if re.search("Expected one of|Invalid device", str(error)):
+            raise ArgumentError(
+                expected="a device of torch",
+                received=name,
+                remedy="for example --device cuda",
+            ) from None
+        raise EngineError(
+            expected=f"the device {name}",
+            received=in_one_line(error)[:200],
+            remedy="run where there is one, or leave --device out",
+        ) from None
+    return name
+
+
+def chosen(like: str, dtypes: list[str] | None) -> Contract:
+    """Load an operator's contract, with the dtypes asked for."""
+    contract = load_contract(library() / "any_kernel" / f"{like}.contract.yaml")
+    if not dtypes:
+        return contract
+    inputs = {
+        name: replace(drawn, dtypes=tuple(d for d in drawn.dtypes if d in dtypes))
+        for name, drawn in contract.inputs.items()
+    }
+    return replace(contract, inputs=inputs)
+
+
+def require_call(contract: Contract, options: Options, like: str) -> None:
+    """Call the kernel once per dtype, so that a wrong call is not taken for a wrong kernel.
+
+    Raises:
+        ArgumentError: If it raises, or does not return one tensor.
+    """
+    subject = find_subject(contract, options)
+    for name, inputs in contract.inputs.items():
+        for dtype in inputs.dtypes:
+            recipe = next(fixed_recipes(name, replace(inputs, dtypes=(dtype,))))
+            received = ""
+            try:
+                with torch.no_grad():
+                    found = subject(*Case(recipe, inputs).arguments.values())
+                if not isinstance(found, torch.Tensor):
+                    received = f"a {type(found).__name__} instead of a tensor"
+            except (Exception, SystemExit) as error:
+                received = f"{type(error).__name__}: {in_one_line(error)[:200]}"
+            if received:
+                raise ArgumentError(
+                    expected=f"{options.subject} to be called as {LIKE[like]}",
+                    received=f"{received}, in {dtype}",
+                    remedy="write a function that calls the kernel in this way, or leave a dtype out by --dtype",
+                )
+
+
+def judged(contract: Contract, options: Options, quiet: bool) -> Iterator[ClaimRecord]:
+    """Judge each claim, and show progress."""
+    names = [claim.id for claim in contract.claims]
+    with Steps(names[0], len(names), quiet) as steps:
+        for at, record in enumerate(verify_contract(contract, options), 1):
+            steps.done(
+                f"{record.claim}: {record.verdict}", "".join(names[at : at + 1]), record.seconds
+            )
+            yield record
+
+
+def status_of(contract: Contract, code: str, records: tuple[ClaimRecord, ...]) -> ContractStatus:
+    """Return the status that pages and tables show."""
+    verdict = ladder.worst(record.verdict for record in records)
+    return ContractStatus(
+        id=contract.id,
+        version=contract.version,
+        title=contract.title,
+        path=contract.path,
+        digest="",
+        verdict=verdict,
+        level=LEVEL if verdict == "kept" else 0,
+        required=LEVEL,
+        obligations=len(contract.obligations),
+        claims=records,
+        subject=code,
+    )
+
+
+def show(status: ContractStatus, arguments: argparse.Namespace) -> None:
+    """Print the claims, each counter-example, and the totals."""
+    console = make_console(132)
+    console.print(claims_table([status], LEVEL))
+    for claim in status.claims:
+        if claim.verdict != "kept":
+            console.print(one_line(f"{claim.verdict.upper()} {claim.claim}: {claim.detail}"))
+            if claim.replay:
+                console.print(f"  {claim.replay}", markup=False, soft_wrap=True)
+    kept = sum(claim.verdict == "kept" for claim in status.claims)
+    planted = [p for claim in status.claims for p in claim.planted]
+    console.print(
+        f"{arguments.code} as {arguments.like}: {kept} of {len(status.claims)} claims kept; "
+        f"sabotage caught {sum(p.caught for p in planted)} of {len(planted)}; "
+        f"{sum(c.inputs for c in status.claims):,} inputs, "
+        f"{sum(c.compared for c in status.claims):,} comparisons",
+        markup=False,
+    )

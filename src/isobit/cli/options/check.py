@@ -1,0 +1,61 @@
+"""Options of `isobit check`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from isobit.cli.dtypes import SHORT, long_dtype
+from isobit.cli.progress import add_quiet
+
+# How each is called. Listed here because their own modules load torch; a test compares.
+LIKE = {
+    "attention": "attention(q, k, v, is_causal=True), of [samples, heads, tokens, depth]",
+    "gelu": "gelu(x)",
+    "layer_norm": "layer_norm(x, weight, bias), eps = 1e-5",
+    "linear": "linear(x, weight, bias)",
+    "log_softmax": "log_softmax(x), over the last axis",
+    "rms_norm": "rms_norm(x, weight), eps = 1e-6",
+    "silu": "silu(x)",
+    "softmax": "softmax(x), over the last axis",
+    "swiglu": "swiglu(gate, up)",
+}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "check",
+        help="judge any kernel: is it accurate, and independent of the batch, forward and backward?",
+        description="Judge a function that computes a known operator: rows do not depend on their batch, storage and "
+        "threads change nothing, output and gradients are within the error of any order of addition. Nothing asks "
+        "for isobit's own bits. Exit 0: all kept; 1: something is broken; 2: could not run.",
+        epilog="called as: " + "; ".join(LIKE.values()),
+    )
+    parser.add_argument(
+        "code",
+        metavar="CODE",
+        help="package.module:function; it is imported, also from the current folder",
+    )
+    parser.add_argument("--like", required=True, choices=sorted(LIKE), help="what it computes")
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        type=long_dtype(*SHORT),
+        metavar="DTYPE",
+        help="judge this dtype only; may be given again (default: fp32, bf16 and fp16)",
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="where inputs are when the kernel is called (default cpu)"
+    )
+    parser.add_argument(
+        "--trust",
+        action="append",
+        default=[],
+        metavar="PACKAGE",
+        help="another package that CODE takes the function from",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON record")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write one page with every claim")
+    add_quiet(parser)

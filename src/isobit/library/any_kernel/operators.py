@@ -1,0 +1,252 @@
+"""The operators that `isobit check --like` knows, each with the magnitudes that its tolerance is made of."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from isobit.library import stock
+from isobit.library.any_kernel.within import Operator, Values
+
+RMS_EPS = 1e-6
+LAYER_EPS = 1e-5
+
+
+def spread(x: Tensor) -> Tensor:
+    """Return 1 + the largest difference of an exponential's arguments: their rounding is multiplied by it."""
+    return 1 + 2 * x.abs().amax(-1, keepdim=True)
+
+
+class Linear(Operator):
+    """`linear(x, weight, bias)`: a product and a bias, as `F.linear`."""
+
+    FORWARD, BACKWARD = 2, 1
+    reference = staticmethod(F.linear)
+
+    @staticmethod
+    def magnitude(given: Values) -> Tensor:
+        """Add |x| · |w| and |b|."""
+        return F.linear(*(t.abs() for t in given.values()))
+
+    @staticmethod
+    def gradients(given: Values, upstream: Tensor) -> Values:
+        """Add the products of each gradient."""
+        g, x, weight = (t.abs() for t in (upstream, given["x"], given["weight"]))
+        return {"x": g @ weight, "weight": g.mT @ x, "bias": g.sum(0)}
+
+
+class RmsNorm(Operator):
+    """`rms_norm(x, weight)`, with eps = 1e-6."""
+
+    FORWARD, BACKWARD = 3, 4
+
+    @staticmethod
+    def reference(x: Tensor, weight: Tensor) -> Tensor:
+        """Return `F.rms_norm`."""
+        return stock.rms_norm(x, weight, RMS_EPS)
+
+    @staticmethod
+    def magnitude(given: Values) -> Tensor:
+        """Squares do not cancel."""
+        return RmsNorm.reference(*given.values()).abs()
+
+    @staticmethod
+    def gradients(given: Values, upstream: Tensor) -> Values:
+        """Add |g·w| and |x̂|·mean|g·w·x̂|, times the scale; and |g·x̂| over the rows."""
+        x, weight, g = given["x"].abs(), given["weight"].abs(), upstream.abs()
+        scale = (x.square().mean(-1, keepdim=True) + RMS_EPS).rsqrt()
+        unit = x * scale
+        of_x = scale * (g * weight + unit * (g * weight * unit).mean(-1, keepdim=True))
+        return {"x": of_x, "weight": (g * unit).sum(0)}
+
+
+class LayerNorm(Operator):
+    """`layer_norm(x, weight, bias)`, with eps = 1e-5."""
+
+    FORWARD, BACKWARD = 4, 5
+
+    @staticmethod
+    def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        """Return `F.layer_norm`."""
+        return stock.layer_norm(x, weight, bias, LAYER_EPS)
+
+    @staticmethod
+    def unit(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the magnitude of x̂, whose mean is subtracted, and the scale."""
+        scale = (x.var(-1, correction=0, keepdim=True) + LAYER_EPS).rsqrt()
+        return (x.abs() + x.abs().mean(-1, keepdim=True)) * scale, scale
+
+    @staticmethod
+    def magnitude(given: Values) -> Tensor:
+        """Add |x̂·w| and |b|; the variance is a sum of differences, so that its error scales with |x̂|² too."""
+        unit, _ = LayerNorm.unit(given["x"])
+        twice = unit * unit.square().mean(-1, keepdim=True)
+        return twice * given["weight"].abs() + given["bias"].abs()
+
+    @staticmethod
+    def gradients(given: Values, upstream: Tensor) -> Values:
+        """Add the three terms of dx; and the terms of dw and db over the rows."""
+        unit, scale = LayerNorm.unit(given["x"])
+        unit = unit * unit.square().mean(-1, keepdim=True)
+        g = upstream.abs()
+        a = g * given["weight"].abs()
+        of_x = scale * (a + a.mean(-1, keepdim=True) + unit * (a * unit).mean(-1, keepdim=True))
+        return {"x": of_x, "weight": (g * unit).sum(0), "bias": g.sum(0)}
+
+
+class Softmax(Operator):
+    """`softmax(x)` over the last axis."""
+
+    FORWARD, BACKWARD = 2, 3
+
+    @staticmethod
+    def reference(x: Tensor) -> Tensor:
+        """Return `torch.softmax`."""
+        return torch.softmax(x, -1)
+
+    @staticmethod
+    def magnitude(given: Values) -> Tensor:
+        """A rounding of x − max is a relative error of its exponential."""
+        return torch.softmax(given["x"], -1) * spread(given["x"])
+
+    @staticmethod
+    def gradients(given: Values, upstream: Tensor) -> Values:
+        """Add |y·g| and y·Σ|y·g|."""
+        y, g = torch.softmax(given["x"], -1), upstream.abs()
+        return {"x": y * (g + (y * g).sum(-1, keepdim=True)) * spread(given["x"])}
+
+
+class LogSoftmax(Operator):
+    """`log_softmax(x)` over the last axis."""
+
+    FORWARD, BACKWARD = 3, 3
+
+    @staticmethod
+    def reference(x: Tensor) -> Tensor:
+        """Return `torch.log_softmax`."""
+        return torch.log_softmax(x, -1)
+
+    @staticmethod
+    def magnitude(given: Values) -> Tensor:
+        """Add |x|, the largest |x| and the logarithm of the sum."""
+        x = given["x"]
+        return x.abs() + spread(x) + torch.logsumexp(x, -1, keepdim=True).abs()
+
+    @staticmethod
+    def gradients(given: Values, upstream: Tensor) -> Values:
+        """Add |g| and y·Σ|g|."""
+        x, g = given["x"], upstream.abs()
+        return {"x": g + torch.softmax(x, -1) * g.sum(-1, keepdim=True) * spread(x)}
+
+
+class Silu(Operator):
+    """`silu(x)`."""
+
+    FORWARD, BACKWARD = 2, 4
+
+    @staticmethod
+    def reference(x: Tensor) -> Tensor:
+        """Return `F.silu`."""
+        return F.silu(x)
+
+    @staticmethod
+    def size(x: Tensor) -> Tensor:
+        """Return |silu(x)|, times what a rounding of the exponential's argument is multiplied by."""
+        return (x * torch.sigmoid(x)).abs() * (1 + x.abs())
+
+    @staticmethod
+    def slope(x: Tensor) -> Tensor:
+        """Return the terms of the derivative: σ and |x|·σ·(1 − σ), where 1 − σ may cancel."""
+        return torch.sigmoid(x) * (1 + x.abs()) * (1 + x.abs())
+
+    @staticmethod
+    def magnitude(given: Values) -> Tensor:
+        """Return the size of the value."""
+        return Silu.size(given["x"])
+
+    @staticmethod
+    def gradients(given: Values, upstream: Tensor) -> Values:
+        """Return |g| times the terms of the derivative."""
+        return {"x": upstream.abs() * Silu.slope(given["x"])}
+
+
+class Gelu(Operator):
+    """`gelu(x)`, by the error function."""
+
+    FORWARD, BACKWARD = 3, 4
+
+    @staticmethod
+    def reference(x: Tensor) -> Tensor:
+        """Return GELU by a formula without cancellation."""
+        return stock.exact_gelu(x)
+
+    @staticmethod
+    def magnitude(given: Values) -> Tensor:
+        """1 + erf(x) cancels where x is negative, so that |x| remains."""
+        return given["x"].abs()
+
+    @staticmethod
+    def gradients(given: Values, upstream: Tensor) -> Values:
+        """Add the distribution function, which is at most 1, and |x| times the density."""
+        return {"x": upstream.abs() * (1 + given["x"].abs())}
+
+
+class Swiglu(Operator):
+    """`swiglu(gate, up)`: silu(gate) · up."""
+
+    FORWARD, BACKWARD = 3, 5
+
+    @staticmethod
+    def reference(gate: Tensor, up: Tensor) -> Tensor:
+        """Return `F.silu(gate) * up`."""
+        return stock.swiglu(gate, up)
+
+    @staticmethod
+    def magnitude(given: Values) -> Tensor:
+        """Return the size of silu(gate) times |up|."""
+        return Silu.size(given["gate"]) * given["up"].abs()
+
+    @staticmethod
+    def gradients(given: Values, upstream: Tensor) -> Values:
+        """Return the terms of both factors' gradients."""
+        g, up = upstream.abs(), given["up"].abs()
+        return {"gate": g * up * Silu.slope(given["gate"]), "up": g * Silu.size(given["gate"])}
+
+
+class Attention(Operator):
+    """`attention(q, k, v)`, causal, of [samples, heads, tokens, depth], as `F.scaled_dot_product_attention`."""
+
+    FORWARD, BACKWARD = 4, 8
+    OTHER = 64
+
+    @staticmethod
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return attention by its formula."""
+        return Attention.weights(q, k)[0] @ v
+
+    @staticmethod
+    def weights(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the probabilities, and what a rounding of a score is multiplied by, per query."""
+        scale = q.shape[-1] ** -0.5
+        hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
+        scores = (q @ k.mT * scale).masked_fill(hidden, -torch.inf)
+        sizes = (q.abs() @ k.abs().mT * scale).masked_fill(hidden, 0)
+        return torch.softmax(scores, -1), 1 + 2 * sizes.amax(-1, keepdim=True)
+
+    @staticmethod
+    def magnitude(given: Values) -> Tensor:
+        """Add p·|v|, times what a rounding of a score is multiplied by."""
+        weights, factor = Attention.weights(given["q"], given["k"])
+        return weights @ given["v"].abs() * factor
+
+    @staticmethod
+    def gradients(given: Values, upstream: Tensor) -> Values:
+        """Add the magnitudes of dS = p·(dP − Σ p·dP), then of its products."""
+        q, k, v, g = (t.abs() for t in (given["q"], given["k"], given["v"], upstream))
+        weights, factor = Attention.weights(given["q"], given["k"])
+        weights = weights * factor
+        of_weights = g @ v.mT
+        of_scores = weights * (of_weights + (weights * of_weights).sum(-1, keepdim=True))
+        of_scores = of_scores * given["q"].shape[-1] ** -0.5
+        return {"q": of_scores @ k, "k": of_scores.mT @ q, "v": weights.mT @ g}

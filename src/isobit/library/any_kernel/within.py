@@ -1,0 +1,112 @@
+"""How far a kernel may be from exact arithmetic: a bound for every element, from roundings that any kernel may make.
+
+[Note: the bound of an element]
+A kernel is compared with a reference in fp64 on the same inputs. The error of an element may be
+
+    (s · u₁₆ + (n + c) · u₃₂) · M
+
+M is the sum of the magnitudes of the terms that are added to the element, so that cancellation is no excuse and no
+fault. n is the length of the longest sum: a sum of n terms in fp32, in any order, has an error of at most n · u₃₂ · M
+to first order. c counts the other operations. s counts the values that a kernel may store in the inputs' dtype, the
+result among them; it is 0 in fp32. u is the unit roundoff: 2⁻²⁴ in fp32, 2⁻⁸ in bf16, 2⁻¹¹ in fp16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from isobit.contracts.judge.recipes import Case
+from isobit.contracts.judge.tally import Tally
+from isobit.library.subjects import Subject
+
+Values = dict[str, Tensor]
+ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+UPSTREAM = 50  # the stream of random numbers that upstream gradients are drawn from
+
+
+class Operator:
+    """An operator: its reference, the magnitudes of its terms, and how many values a kernel may store."""
+
+    # Values that are stored in 16 bits on the way to the output, and to a gradient.
+    FORWARD: ClassVar[int]
+    BACKWARD: ClassVar[int]
+    OTHER: ClassVar[int] = 16  # c of the note: an exponential, a root, a division, a few products
+
+    @staticmethod
+    def reference(*given: Tensor) -> Tensor:
+        """Compute the operator by torch, exact enough in fp64."""
+        raise NotImplementedError
+
+    @staticmethod
+    def magnitude(given: Values) -> Tensor:
+        """Add the magnitudes of the terms of each element of the output."""
+        raise NotImplementedError
+
+    @staticmethod
+    def gradients(given: Values, upstream: Tensor) -> Values:
+        """Add the magnitudes of the terms of each element of each argument's gradient."""
+        raise NotImplementedError
+
+    @staticmethod
+    def longest(given: Values) -> int:
+        """Return the length of the longest sum, forward and backward."""
+        return max(max(t.shape) for t in given.values())
+
+    @classmethod
+    def forward(cls, subject: Subject, case: Case, tally: Tally) -> None:
+        """The output is within the bound of exact arithmetic."""
+        tally.count(case.rows)
+        wide = {name: t.double() for name, t in case.arguments.items()}
+        found = subject(*case.arguments.values())
+        exact = cls.reference(*wide.values())
+        limit = cls.limit(case.dtype, cls.FORWARD, wide) * cls.magnitude(wide)
+        compare(found, exact, limit, case.dtype, tally, "the output")
+
+    @classmethod
+    def backward(cls, subject: Subject, case: Case, tally: Tally) -> None:
+        """Every argument's gradient is within the bound of exact arithmetic."""
+        tally.count(case.rows)
+        wide = {name: t.double() for name, t in case.arguments.items()}
+        upstream = case.draw(tuple(cls.reference(*wide.values()).shape), UPSTREAM)
+        found = differentiate(subject, case.arguments, upstream)
+        exact = differentiate(cls.reference, wide, upstream.double())
+        magnitudes = cls.gradients(wide, upstream.double())
+        for name, magnitude in magnitudes.items():
+            limit = cls.limit(case.dtype, cls.BACKWARD, wide) * magnitude
+            compare(found[name], exact[name], limit, case.dtype, tally, f"the gradient of {name}")
+
+    @classmethod
+    def limit(cls, dtype: torch.dtype, stored: int, given: Values) -> float:
+        """Return the factor of the magnitudes: see [Note: the bound of an element]."""
+        of_storage = 0.0 if dtype == torch.float32 else stored * ROUNDOFF[dtype]
+        return of_storage + (cls.longest(given) + cls.OTHER) * ROUNDOFF[torch.float32]
+
+
+def differentiate(function: Callable[..., Tensor], given: Values, upstream: Tensor) -> Values:
+    """Return the gradient of every argument."""
+    leaves = {name: t.detach().clone().requires_grad_() for name, t in given.items()}
+    with torch.enable_grad():
+        output = function(*leaves.values())
+    found = torch.autograd.grad(output, list(leaves.values()), upstream)
+    return dict(zip(leaves, found, strict=True))
+
+
+def compare(
+    found: Tensor, exact: Tensor, limit: Tensor, dtype: torch.dtype, tally: Tally, what: str
+) -> None:
+    """Require a shape, the dtype of the inputs, and an error within the limit of every element."""
+    if found.shape != exact.shape or found.dtype != dtype:
+        tally.compared += 1
+        tally.fail(
+            f"{what} is {list(found.shape)} {found.dtype}, expected {list(exact.shape)} {dtype}"
+        )
+        return
+    kind = torch.finfo(dtype)
+    error = (found.detach().double() - exact).abs()
+    allowed = limit + kind.smallest_normal * kind.eps  # the least subnormal
+    kept = (error <= allowed) & found.isfinite()
+    tally.true(kept, f"{what} over its bound, in bounds", error / allowed)

@@ -1,0 +1,160 @@
+"""Theorem: `isobit check` passes kernels that are right, whosever they are, and rejects wrong ones.
+
+1. Kernels of torch and transformers, row by row, keep every claim; so do isobit's, in tests/contracts/test_library.py.
+2. Stock PyTorch breaks what it is known to break, and keeps what it is known to keep.
+3. A kernel with one fault breaks the claim that is there for it.
+"""
+
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from isobit.cli import main
+from isobit.cli.check import chosen
+from isobit.cli.options.check import LIKE
+from isobit.contracts.judge.binding import on_device
+from isobit.contracts.judge.verify import verify_contract
+from isobit.contracts.options import Options
+from isobit.contracts.store.tree import library
+
+RIGHT = (
+    "linear", "rms_norm", "layer_norm", "softmax", "softmax_in_fp64", "log_softmax", "log_softmax_by_parts", "silu",
+    "silu_by_sigmoid", "gelu", "swiglu", "attention",
+)  # fmt: skip
+QUICK = ("softmax_in_fp64", "silu_by_sigmoid")
+STOCK = {
+    "linear": {"rows", "storage"},
+    "rms_norm": {"storage"},
+    "layer_norm": set(),
+    "softmax": set(),
+    "log_softmax": set(),
+    "silu": {"rows", "rows-of-the-gradient", "storage"},
+    "attention": {"storage", "decode-is-prefill"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch):
+    monkeypatch.syspath_prepend(str(__file__).rpartition("/")[0])
+    yield
+    sys.modules.pop("right_kernels", None)
+
+
+def judge(code, like, dtypes=None):
+    options = Options(trusted=("right_kernels", "torch", "test_any_kernel"), subject=code, level=2)
+    return {r.claim: r for r in verify_contract(chosen(like, dtypes), options)}
+
+
+def like_of(name):
+    return max((like for like in LIKE if name.startswith(like)), key=len)
+
+
+def test_every_operator_has_a_contract():
+    files = sorted(p.name.partition(".")[0] for p in (library() / "any_kernel").glob("*.yaml"))
+    assert files == sorted(LIKE)
+    assert {like_of(name) for name in RIGHT} == set(LIKE)
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in RIGHT]
+)
+def test_a_right_kernel_keeps_every_claim(name):
+    found = judge(f"right_kernels:{name}", like_of(name))
+    assert {claim: (r.verdict, r.detail) for claim, r in found.items()} == dict.fromkeys(
+        found, ("kept", "")
+    )
+    assert all(r.compared > 1000 and r.planted for r in found.values())
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_keeps_and_breaks_what_it_is_known_to(name):
+    found = judge("stock", name)
+    assert {id for id, r in found.items() if r.verdict == "broken"} == STOCK[name]
+    assert {id for id, r in found.items() if r.verdict == "kept"} == set(found) - STOCK[name]
+
+
+def bf16_sums(x, weight):
+    """RMS norm whose squares are added in bf16."""
+    total = x.bfloat16().square().cumsum(-1, dtype=torch.bfloat16)[..., -1:]
+    return (x * (total.to(x.dtype) / x.shape[-1] + 1e-6).rsqrt()) * weight
+
+
+def no_eps(x, weight):
+    return x / x.float().square().mean(-1, keepdim=True).sqrt().to(x.dtype) * weight * 1.001
+
+
+def detached(x, weight):
+    """RMS norm whose scale is taken as a constant by autograd."""
+    scale = (x.float().square().mean(-1, keepdim=True) + 1e-6).rsqrt().detach()
+    return (x.float() * scale * weight.float()).to(x.dtype)
+
+
+def by_batch(x, weight):
+    """RMS norm with another order of addition in large batches."""
+    y = F.rms_norm(x, x.shape[-1:], weight, 1e-6)
+    z = F.rms_norm(x.flip(-1), x.shape[-1:], weight.flip(-1), 1e-6).flip(-1)
+    return z if len(x) > 20 else y
+
+
+WRONG = {bf16_sums: "accuracy", no_eps: "accuracy", detached: "gradients", by_batch: "rows"}
+
+
+@pytest.mark.parametrize("kernel", WRONG, ids=lambda kernel: kernel.__name__)
+def test_a_wrong_kernel_breaks_its_claim(kernel):
+    found = judge(f"test_any_kernel:{kernel.__name__}", "rms_norm", ["float32"])
+    assert found[WRONG[kernel]].verdict == "broken"
+    assert found[WRONG[kernel]].replay
+
+
+def test_every_planted_fault_is_caught_on_any_right_subject():
+    found = [r for name in ("softmax", "layer_norm") for r in judge("stock", name).values()]
+    assert sum(len(r.planted) for r in found) > 50
+    assert all(p.caught for r in found for p in r.planted)
+
+
+def check(*words, capsys):
+    code = main.main(["check", *words, "-q"])
+    out = capsys.readouterr()
+    return code, out.out, out.err
+
+
+def test_the_command(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    words = ("torch.nn.functional:silu", "--like", "silu", "--dtype", "fp32", "--html", str(page))
+    code, out, _ = check(*words, capsys=capsys)
+    assert code == 1
+    assert "torch.nn.functional:silu as silu: 2 of 5 claims kept; sabotage caught 10 of 10" in out
+    assert "BROKEN rows: rows " in out
+    assert "any-silu-v1" in page.read_text()
+    code, out, _ = check("isobit:silu", "--like", "silu", "--json", capsys=capsys)
+    assert code == 0
+    assert '"kernel": "isobit:silu"' in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("torch:chunk", "--like", "silu"), "to be called as silu(x)"),
+        (("torch:split", "--like", "silu", "--dtype", "bf16"), "in bfloat16"),
+        (("no_such_package:f", "--like", "silu"), "an existing object"),
+        (("torch.nn.functional:silu", "--like", "silu", "--device", "fpga9"), "a device of torch"),
+    ],
+)
+def test_what_cannot_run_is_refused(words, told, capsys):
+    code, _, err = check(*words, capsys=capsys)
+    assert code == 2
+    assert told in err
+    assert "remedy: " in err
+
+
+def test_tensors_are_on_the_device_when_the_kernel_is_called():
+    seen = []
+
+    def kernel(x, scale):
+        seen.append((x.device.type, scale))
+        return torch.ones(3)
+
+    assert on_device(kernel, "meta")(torch.zeros(3), 2.0).device.type == "cpu"
+    assert seen == [("meta", 2.0)]
