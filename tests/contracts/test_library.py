@@ -17,6 +17,7 @@ import pytest
 
 import isobit
 from isobit.cli import main
+from isobit.contracts.judge import cases
 from isobit.contracts.judge.binding import bind
 from isobit.contracts.judge.cases import find_breach
 from isobit.contracts.judge.tally import Tally
@@ -132,6 +133,7 @@ STOCK_BREAKS = {
 def test_stock_breaks_what_it_is_known_to_break(name, monkeypatch, capsys):
     path, subject, broken = STOCK_BREAKS[name]
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(cases, "SECONDS_TO_SHRINK", 2.0)
     found = judge(path, subject)
     # Whether its backward depends on threads, or its sums on the machine, is not ours to promise.
     assert broken <= {id for id, r in found.items() if r.verdict == "broken"}
@@ -153,10 +155,12 @@ def test_stock_softmax_keeps_its_rows_apart():
 
 def test_stock_linear_breaks_every_invariance(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(cases, "SECONDS_TO_SHRINK", 2.0)
     contract = load_contract(library() / "linear/contract.yaml")
     few = ("rows", "rows-of-dx", "samples", "ranks")
     claims = tuple(replace(c, inputs=c.inputs[:1]) for c in contract.claims if c.id in few)
-    small = replace(contract, claims=claims)
+    inputs = {name: replace(i, dtypes=("float32",)) for name, i in contract.inputs.items()}
+    small = replace(contract, claims=claims, inputs=inputs)
     options = Options(trusted=("torch",), subject="stock", level=2)
     found = {r.claim: r for r in verify_contract(small, options)}
     assert {r.verdict for r in found.values()} == {"broken"}
