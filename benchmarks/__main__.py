@@ -27,6 +27,7 @@ CASES = (
     "binaries",
     "roofline",
     "comparisons",
+    "candidates",
     "vllm",
 )
 

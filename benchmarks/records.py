@@ -40,6 +40,7 @@ COMMANDS = {
     "binaries": "python -m benchmarks binaries --quick",
     "roofline": "python -m benchmarks roofline",
     "comparisons": "python -m benchmarks comparisons --quick",
+    "candidates": "python -m benchmarks candidates",
 }
 
 

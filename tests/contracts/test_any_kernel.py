@@ -6,6 +6,7 @@
 """
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from isobit.contracts.judge.binding import on_device
 from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
+from isobit.library.any_kernel import operators
 
 RIGHT = (
     "linear", "rms_norm", "layer_norm", "softmax", "softmax_in_fp64", "log_softmax", "log_softmax_by_parts", "silu",
@@ -55,6 +57,14 @@ def test_every_operator_has_a_contract():
     files = sorted(p.name.partition(".")[0] for p in (library() / "any_kernel").glob("*.yaml"))
     assert files == sorted(LIKE)
     assert {like_of(name) for name in RIGHT} == set(LIKE)
+
+
+def test_the_page_has_every_call_and_tolerance():
+    page = (Path(__file__).parents[2] / "docs/how-to/check-a-kernel.md").read_text()
+    for like, call in LIKE.items():
+        kind = getattr(operators, "".join(word.title() for word in like.split("_")))
+        assert f"| {like} | {kind.FORWARD} | {kind.BACKWARD} |" in page
+        assert f"| {like} | `{call.partition(')')[0]})`{call.partition(')')[2]} |" in page
 
 
 @pytest.mark.parametrize(

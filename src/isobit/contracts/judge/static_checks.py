@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from isobit import bits
+from isobit import bits, native
 from isobit.contracts.judge.cases import check_device
 from isobit.contracts.judge.recipes import Case, fixed_recipes
 from isobit.contracts.judge.tally import Tally
@@ -85,6 +85,7 @@ def check_output(
 def check_operator(contract: Contract, tally: Tally) -> None:
     """Run torch.library.opcheck on the smallest case of each of the contract's inputs."""
     namespace, _, name = contract.operator.partition("::")
+    native.load()  # kernels are loaded by the first call, and all cases may have been too large for one
     try:
         operator = getattr(getattr(torch.ops, namespace), name).default
     except AttributeError as error:
