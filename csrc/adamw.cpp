@@ -75,11 +75,11 @@ ISOBIT_INLINE void scale_elements(T* x, int64_t count, float factor) {
   }
 }
 
-#define ISOBIT_STEPS(T)                                                                           \
-  ISOBIT_CLONES void step(T* p, const T* grad, T* first, T* second, int64_t count,                \
-                          const Numbers& numbers) {                                               \
-    step_elements(p, grad, first, second, count, numbers);                                        \
-  }                                                                                               \
+#define ISOBIT_STEPS(T)                                                            \
+  ISOBIT_CLONES void step(T* p, const T* grad, T* first, T* second, int64_t count, \
+                          const Numbers& numbers) {                                \
+    step_elements(p, grad, first, second, count, numbers);                         \
+  }                                                                                \
   ISOBIT_CLONES void scale(T* x, int64_t count, float factor) { scale_elements(x, count, factor); }
 ISOBIT_STEPS(float)
 ISOBIT_STEPS(BFloat16)
@@ -132,7 +132,8 @@ void step_flat(const std::vector<Group>& groups, const std::vector<Numbers>& num
 // Steps contiguous copies, and writes them back.
 void step_copies(const Group& group, const Numbers& numbers) {
   Group copies;
-  for (size_t i = 0; i < group.size(); i++) copies[i] = at::clone(group[i], at::MemoryFormat::Contiguous);
+  for (size_t i = 0; i < group.size(); i++)
+    copies[i] = at::clone(group[i], at::MemoryFormat::Contiguous);
   step_flat({copies}, {numbers});
   for (size_t i : {0, 2, 3}) at::Tensor(group[i]).copy_(copies[i]);
 }

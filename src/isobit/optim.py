@@ -192,8 +192,8 @@ def updates_of(group: dict[str, Any], lists: tuple[list[Any], ...]) -> Iterator[
         if step not in known:
             rest = group["eps"], group["weight_decay"], step
             known[step] = numbers_of(lr, betas, *rest, maximize=group["maximize"])  # type: ignore[arg-type]
-        tensors = (local_part(tensor, p) for tensor in (p, grad, first, second))
-        update = steps.Update(*tensors, known[step])
+        own = [local_part(tensor, p) for tensor in (p, grad, first, second)]
+        update = steps.Update(own[0], own[1], own[2], own[3], known[step])
         update.check()
         yield update
 
@@ -229,21 +229,12 @@ def refuse_without_kernel(group: dict[str, Any]) -> None:
 
 def step_by_torch(group: dict[str, Any], lists: tuple[list[Any], ...], has_complex: bool) -> None:
     """Take torch's step of one group; nothing of it is fused."""
-    names = ("amsgrad", "lr", "weight_decay", "eps", "maximize")
-    options = {name: group[name] for name in names}
-    beta1, beta2 = group["betas"]
+    names = "amsgrad lr weight_decay eps maximize foreach capturable differentiable"
+    options: dict[str, Any] = {name: group[name] for name in names.split()}
+    options["beta1"], options["beta2"] = group["betas"]
+    step: Any = torch_adamw
     with torch.set_grad_enabled(group["differentiable"]):
-        torch_adamw(
-            *lists,
-            foreach=group["foreach"],
-            capturable=group["capturable"],
-            differentiable=group["differentiable"],
-            fused=False,
-            has_complex=has_complex,
-            beta1=beta1,
-            beta2=beta2,
-            **options,
-        )
+        step(*lists, fused=False, has_complex=has_complex, **options)
 
 
 def refuse_fused(fused: bool | None) -> None:
