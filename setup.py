@@ -38,6 +38,7 @@ LIBRARY, STAMP, REASON = "_native.so", "_native.json", "native_build_failure.txt
 
 # Pinned: nothing of the build machine (-march=native) and nothing that reorders or fuses additions.
 FLAGS = ["-O3", "-g0", "-std=c++20", "-fopenmp", "-ffp-contract=off", "-fno-fast-math", "-Wall"]
+FLAGS += ["-fno-math-errno"]  # square roots are instructions, with the same bits; errno is not read
 COMPILE = [*FLAGS, "-fPIC", "-fwrapv", "-DNDEBUG", f'-DISOBIT_FLAGS="{" ".join(FLAGS)}"']
 # No OpenMP library is named: the symbols are then found in the one that torch has loaded, whatever its file is called.
 LINK = ["-shared", "-Wl,--as-needed", "-lc10", "-ltorch_cpu"]

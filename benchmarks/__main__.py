@@ -11,6 +11,7 @@ from importlib import import_module
 CASES = (
     "linear",
     "softmax",
+    "adamw",
     "model",
     "structure",
     "logprob",

@@ -27,6 +27,7 @@ COMMANDS = {
     "whole-model": "python -m benchmarks model --quick --threads 2",
     "logprob": "python -m benchmarks logprob --quick --threads 2",
     "softmax": "python -m benchmarks softmax --quick",
+    "adamw": "python -m benchmarks adamw --quick",
     "exchange": "python -m benchmarks exchange",
     "step": "python -m benchmarks step --quick",
     "agreement": "python -m benchmarks agreement",

@@ -5,13 +5,14 @@
 // subtractions give exactly what this rounding dropped. The dropped parts are added at the next,
 // finer level, until nothing is left. The bits of an accumulator then are an integer number of u,
 // and integers are added without rounding.
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 #include <bit>
 #include <cmath>
 #include <mutex>
+#include <vector>
 
 #include "attestation.h"
+#include "pieces.h"
 #include "rows.h"
 
 namespace isobit {
@@ -23,6 +24,7 @@ typedef double Doubles __attribute__((vector_size(64), aligned(8), may_alias));
 typedef int64_t Int64s __attribute__((vector_size(64), aligned(8), may_alias));
 
 constexpr int64_t block = 2048;           // elements that are reduced to integers together
+constexpr int64_t piece = 16 * block;     // elements per call of a kernel, at most
 constexpr int64_t chains = 4, width = 8;  // several chains hide the latency of an addition
 constexpr int64_t per_lane = block / (chains * width);  // additions to one accumulator
 // |sum| < 2^(k - 1) if |values| < 2^(k - headroom).
@@ -165,21 +167,26 @@ ISOBIT_EXACT(float)
 ISOBIT_EXACT(BFloat16)
 ISOBIT_EXACT(Half)
 
-void add_tensor(const Tensor& t, bool squared, State& state) {
-  const Tensor x = t.is_non_overlapping_and_dense() ? t : t.contiguous();
+void add_tensors(at::TensorList tensors, bool squared, State& state) {
+  std::vector<Tensor> dense;  // elements in memory order: a sum does not depend on it
+  std::vector<int64_t> counts;
+  for (const Tensor& t : tensors) {
+    dispatch_dtype("exact_sum", t.scalar_type(), [](auto) {});
+    dense.push_back(t.is_non_overlapping_and_dense() ? t : t.contiguous());
+    counts.push_back(t.numel());
+  }
   std::mutex merging;
-  dispatch_dtype("exact_sum", x.scalar_type(), [&](auto tag) {
-    using T = typename decltype(tag)::type;
-    const T* data = x.const_data_ptr<T>();  // [numel], in memory order: a sum does not depend on it
-    const int64_t count = x.numel(), blocks = (count + block - 1) / block;
-    at::parallel_for(0, blocks, 16, [&](int64_t begin, int64_t end) {
-      FixedFpEnvironment fp_environment;
-      State task_state;
-      add_values(data + begin * block, std::min(end * block, count) - begin * block, squared,
-                 task_state);
-      const std::lock_guard<std::mutex> lock(merging);
-      state.merge(task_state);
+  parallel_pieces(counts, piece, [&](const auto& visit) {
+    FixedFpEnvironment fp_environment;
+    State task_state;
+    visit([&](size_t i, int64_t begin, int64_t end) {
+      dispatch_dtype("exact_sum", dense[i].scalar_type(), [&](auto tag) {
+        using T = typename decltype(tag)::type;
+        add_values(dense[i].template const_data_ptr<T>() + begin, end - begin, squared, task_state);
+      });
     });
+    const std::lock_guard<std::mutex> lock(merging);
+    state.merge(task_state);
   });
 }
 
@@ -222,7 +229,7 @@ double round_state(State state, int precision, int least_exponent) {
 Tensor exact_state(at::TensorList tensors, bool squared) {
   check_attested();
   State state;
-  for (const Tensor& x : tensors) add_tensor(x, squared, state);
+  add_tensors(tensors, squared, state);
   Tensor out = empty_tensor({state_size}, at::kLong);
   std::memcpy(out.mutable_data_ptr<int64_t>(), &state, sizeof(State));
   return out;

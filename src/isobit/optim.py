@@ -1,20 +1,20 @@
-"""Exact global-norm clipping, and AdamW restricted to its element-wise implementations (no `fused`)."""
+"""Exact global-norm clipping, and AdamW with a step of its own, which has one definition on every device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.isolation import keeping_subnormals
 from isobit.ops.adamw import step as steps
-from isobit.ops.adamw.portable import numbers_of
+from isobit.ops.adamw.portable import Numbers, numbers_of
 from isobit.ops.exact_sum.op import exact_state_anywhere, round_state
 from isobit.ops.gpu.executors import is_asked_for
-from isobit.ops.portable.rounding import settle_nans
 from isobit.ops.unfinished import refuse_unfinished
 
 __all__ = ["AdamW", "clip_grad_norm_", "get_total_norm"]
@@ -97,26 +97,27 @@ def clip_grad_norm_(
     return norm
 
 
-@keeping_subnormals
 def scale_by_norm(grads: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale gradients in place; each product is rounded once to its dtype."""
-    norm = norm.cpu()  # one number; the scale is computed on the host
-    scale = (max_norm / (norm + MARGIN)).clamp(max=1.0)
-    finite = bool(norm.isfinite())
-    for grad in grads:
-        if is_asked_for((grad,)):
-            grad.copy_(steps.scaled(grad, float(scale)))
-            continue
-        grad.mul_(scale)
-        if not finite:  # inf · 0: the bits of a 16-bit NaN would depend on its position
-            settle_nans(grad)
+    scale = scale_of(norm.cpu(), max_norm)  # one number, computed on the host
+    if scale != 1.0:  # a product with 1 changes nothing
+        steps.scale_(list(grads), scale)
+
+
+@keeping_subnormals
+def scale_of(norm: Tensor, max_norm: float) -> float:
+    """Return min(1, max_norm / (norm + 1e-6)), computed in fp32."""
+    return float((max_norm / (norm + MARGIN)).clamp(max=1.0))
 
 
 class AdamW(torch.optim.AdamW):
-    """torch.optim.AdamW without `fused`, whose result for an element depends on its position in memory.
+    """torch.optim.AdamW with isobit's own step: each element's bits depend on that element alone.
 
-    The plain and the foreach implementation give an element the same bits wherever it is and however the parameter is
-    sharded. All other arguments are those of torch.optim.AdamW.
+    They depend neither on its place in memory, nor on how a parameter is cut or sharded, nor on threads, and a GPU's
+    step has the bits of the CPU's. State dicts are those of torch.optim.AdamW. The results differ from torch's by
+    roundings: torch's square roots on the CPU are not all correctly rounded, it fuses some operations, and in 16 bits
+    it rounds after each operation. `foreach` is accepted and changes nothing. With `amsgrad`, `differentiable` or
+    `capturable`, a step is torch's own on the CPU, and not supported on a GPU.
 
     Raises:
         ArgumentError: If fused is True.
@@ -145,7 +146,8 @@ class AdamW(torch.optim.AdamW):
             What the closure returned, or None.
 
         Raises:
-            ArgumentError: If a loaded state dict has set fused.
+            ArgumentError: If a loaded state dict has set fused, or has other shapes or dtypes than the parameters.
+            UnsupportedError: If an option is not supported on a GPU, or a gradient is sharded unlike its parameter.
         """
         for group in self.param_groups:
             refuse_fused(group["fused"])
@@ -153,53 +155,86 @@ class AdamW(torch.optim.AdamW):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if is_asked_for(tuple(p for group in self.param_groups for p in group["params"])):
-            step_by_kernels(self)
-        else:
-            keeping_subnormals(unhooked_step)(self)
+        for group in self.param_groups:
+            refuse_without_kernel(group)
+        with torch.no_grad():
+            take_step(self)
         return loss
 
 
-@torch.no_grad()
-def step_by_kernels(optimizer: AdamW) -> None:
-    """Take a step of parameters on GPUs, or on a chosen backend, by isobit's own kernels: the bits of the CPU's step.
-
-    Raises:
-        UnsupportedError: If the optimizer was made with an option that has no kernel.
-    """
-    for group in optimizer.param_groups:
-        refuse_without_kernel(group)
+def take_step(optimizer: AdamW) -> None:
+    """Step all groups; nothing is changed before all of them are checked."""
+    updates: list[steps.Update] = []
+    counts: list[Tensor] = []
+    by_torch = []
     for group in optimizer.param_groups:
         lists: tuple[list[Any], ...] = ([], [], [], [], [], [])
-        optimizer._init_group(group, *lists)  # type: ignore[no-untyped-call]
-        params, grads, firsts, seconds, _, counts = lists
-        for p, grad, first, second, count in zip(
-            params, grads, firsts, seconds, counts, strict=True
-        ):
-            count += 1
-            betas, decay = tuple(map(float, group["betas"])), group["weight_decay"]
-            numbers = numbers_of(float(group["lr"]), betas, group["eps"], decay, count.item())  # type: ignore[arg-type]
-            for old, new in zip(
-                (p, first, second), steps.adamw(p, grad, first, second, numbers), strict=True
-            ):
-                old.copy_(new)
+        has_complex = bool(optimizer._init_group(group, *lists))  # type: ignore[no-untyped-call]
+        if option_without_kernel(group):
+            by_torch.append((group, lists, has_complex))
+            continue
+        updates += updates_of(group, lists)
+        counts += lists[-1]
+    if counts:
+        torch._foreach_add_(counts, 1)
+    steps.adamw_(updates)
+    for given in by_torch:
+        keeping_subnormals(step_by_torch)(*given)
+
+
+def updates_of(group: dict[str, Any], lists: tuple[list[Any], ...]) -> Iterator[steps.Update]:
+    """Yield the checked update of each parameter of a group."""
+    lr, betas = float(group["lr"]), tuple(map(float, group["betas"]))
+    known: dict[float, Numbers] = {}
+    params, grads, firsts, seconds, _, counts = lists
+    for p, grad, first, second, count in zip(params, grads, firsts, seconds, counts, strict=True):
+        step = count.item() + 1
+        if step not in known:
+            rest = group["eps"], group["weight_decay"], step
+            known[step] = numbers_of(lr, betas, *rest, maximize=group["maximize"])  # type: ignore[arg-type]
+        own = [local_part(tensor, p) for tensor in (p, grad, first, second)]
+        update = steps.Update(own[0], own[1], own[2], own[3], known[step])
+        update.check()
+        yield update
+
+
+def local_part(tensor: Any, p: Any) -> Tensor:
+    """Return this rank's part of a DTensor, the real and imaginary parts of complex numbers, else the tensor."""
+    if hasattr(p, "placements"):
+        if getattr(tensor, "placements", None) != p.placements:
+            raise UnsupportedError(
+                expected=f"gradients and moments with the parameter's placements, {p.placements}",
+                received=str(getattr(tensor, "placements", "a tensor that is not distributed")),
+                remedy="redistribute the gradient to the placements of its parameter",
+            )
+        tensor = tensor.to_local()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def option_without_kernel(group: dict[str, Any]) -> str | None:
+    """Return the first option of a group that isobit's own step does not have."""
+    return next((o for o in ("amsgrad", "capturable", "differentiable") if group[o]), None)
 
 
 def refuse_without_kernel(group: dict[str, Any]) -> None:
-    """Raise for options of AdamW that no kernel of isobit has."""
-    for name in ("amsgrad", "maximize", "capturable", "differentiable"):
-        if group[name]:
-            raise UnsupportedError(
-                expected=f"AdamW without {name} for parameters on a GPU",
-                received=f"{name}=True",
-                remedy=f"leave {name} out, or keep the parameters on the CPU",
-            )
+    """Raise for options that isobit's own step does not have, where only it can serve."""
+    option = option_without_kernel(group)
+    if option is not None and is_asked_for(tuple(group["params"])):
+        raise UnsupportedError(
+            expected=f"AdamW without {option} for parameters on a GPU",
+            received=f"{option}=True",
+            remedy=f"leave {option} out, or keep the parameters on the CPU",
+        )
 
 
-def unhooked_step(optimizer: AdamW) -> None:
-    """Run torch's step without its hooks, which already ran around AdamW.step."""
-    step: Any = torch.optim.AdamW.step
-    (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)
+def step_by_torch(group: dict[str, Any], lists: tuple[list[Any], ...], has_complex: bool) -> None:
+    """Take torch's step of one group; nothing of it is fused."""
+    names = "amsgrad lr weight_decay eps maximize foreach capturable differentiable"
+    options: dict[str, Any] = {name: group[name] for name in names.split()}
+    options["beta1"], options["beta2"] = group["betas"]
+    step: Any = torch_adamw
+    with torch.set_grad_enabled(group["differentiable"]):
+        step(*lists, fused=False, has_complex=has_complex, **options)
 
 
 def refuse_fused(fused: bool | None) -> None:
@@ -208,5 +243,6 @@ def refuse_fused(fused: bool | None) -> None:
         raise ArgumentError(
             expected="fused=None or False",
             received=f"fused={fused}",
-            remedy="leave fused out, or pass foreach=True; both give an element the same bits however it is sharded",
+            remedy="leave fused out: isobit's step is one pass over memory too, with the same bits however a parameter "
+            "is sharded",
         )

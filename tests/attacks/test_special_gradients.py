@@ -193,6 +193,25 @@ def test_clipping_by_a_norm_that_is_not_finite(layout, dtype):
             )
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_step_of_shards_is_the_step_of_the_whole(dtype):
+    """Also of DTensors, with NaNs and infinities among the gradients."""
+    layer = make(dtype)
+    whole(layer, dtype)
+    isobit.optim.AdamW(layer.parameters(), lr=0.1).step()
+    expected = {name: p.detach() for name, p in layer.named_parameters()}
+    nans = bits.as_integers(expected["weight"][:8]).unique().tolist()
+    assert [n & (2 ** (8 * dtype.itemsize) - 1) for n in nans] == [NAN[dtype]]
+
+    def run(rank):
+        made = collected(rank, dtype, *LAYOUTS["FSDP2"])
+        isobit.optim.AdamW(made.parameters(), lr=0.1).step()
+        return {name: full(p.detach()).clone() for name, p in made.named_parameters()}
+
+    for found in World(2).run(run).values:
+        assert all(bits.equal(found[name], p) for name, p in expected.items())
+
+
 def test_losses_of_ranks():
     terms = torch.tensor([torch.inf, 1.0, -torch.inf, 2.0])
 

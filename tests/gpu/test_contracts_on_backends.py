@@ -28,6 +28,7 @@ from isobit.library.on_gpu.twins import source
 QUICK = {
     "silu-kernel-v1": ("anywhere", "accuracy", "gradient", "reflection", "executors-agree"),
     "rmsnorm-kernel-v1": ("accuracy", "eps-is-inside-the-root", "gradient", "executors-agree"),
+    "adamw-kernel-v1": ("definition",),
     "softmax-kernel-v1": ("range", "one-is-one", "no-answer", "accuracy", "gradient"),
 }
 # Judged in whole. The sizes of the other plans may be too small for some of what is planted.
@@ -38,6 +39,7 @@ WHOLE = (
     "matmul-kernel-v1",
     "silu-kernel-v1",
     "swiglu-kernel-v1",
+    "adamw-kernel-v1",
 )
 
 

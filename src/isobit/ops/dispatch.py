@@ -29,9 +29,10 @@ from isobit.records import Attestation
 
 T = TypeVar("T")
 
-# Every folder with an op.py is an operator. Its attest.py compares native with portable results on hard inputs; both
-# are imported by name when they are needed, so that no operator's digest covers the source of the others.
+# Every folder with an op.py is an operator. An attest.py compares native with portable results on hard inputs; both are
+# imported by name when they are needed, so that no operator's digest covers the source of the others.
 OPERATORS = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/op.py")))
+ATTESTED = tuple(sorted(path.parent.name for path in Path(__file__).parent.glob("*/attest.py")))
 # fp64 is for gradcheck: it has the same tree and no native kernel.
 NATIVE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -126,8 +127,8 @@ def attest_kernels() -> tuple[Attestation, ...]:
 
 def attest_operators(products: Attestation) -> Attestation:
     """Extend a dtype's attestation of products by a comparison of every other operator with its portable executor."""
-    for operator in OPERATORS if products.kept else ():
-        if operator == "linear" or not has_attest(operator):
+    for operator in ATTESTED if products.kept else ():
+        if operator == "linear":
             continue
         products = replace(products, checks=products.checks + 1)
         attest = import_module(f"isobit.ops.{operator}.attest")
@@ -137,11 +138,6 @@ def attest_operators(products: Attestation) -> Attestation:
                 products, kept=False, detail=f"{found} differs from the portable executor"
             )
     return products
-
-
-def has_attest(operator: str) -> bool:
-    """Return whether an operator has an attest.py: those without a native kernel have none."""
-    return (Path(__file__).parent / operator / "attest.py").is_file()
 
 
 @lru_cache(maxsize=1)

@@ -98,6 +98,17 @@ TWINS: dict[str, str] = {
         in_fp64="exact_truncated",
         rounded_twice="exact_in_digits_of_one_program",
     ),
+    **twins(
+        "adamw.planted",
+        ELEMENTS,
+        fused_products="adamw_fused_products",
+        approximate_root="adamw_approximate_root",
+        corrected_inside="adamw_corrected_inside",
+        divided_first="adamw_divided_first",
+        rounded_between="adamw_rounded_between",
+        eps_inside="adamw_eps_inside",
+        coupled="adamw_coupled",
+    ),
     **twins("linear.planted", PRODUCTS, bf16_merges="linear_bf16_segments"),
     **twins(
         "attention.planted",

@@ -1,4 +1,4 @@
-"""Wrong Triton kernels of elements: SiLU, GELU, rotary, embedding, the exact sum."""
+"""Wrong Triton kernels of elements: SiLU, GELU, rotary, embedding, the exact sum, AdamW."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from isobit.library.adamw.claims import stepped
 from isobit.library.embedding.claims import Embedded
 from isobit.library.on_gpu.twins import function, source, twin
 from isobit.ops.embedding.op import embedding
@@ -17,6 +18,7 @@ from isobit.order.samples import Samples
 
 SILU, GELU, ROTARY = (f"isobit.ops.{name}.triton" for name in ("silu", "gelu", "rotary"))
 EMBEDDING, EXACT = "isobit.ops.embedding.triton", "isobit.ops.exact_sum.triton"
+ADAMW = "isobit.ops.adamw.triton"
 NARROW = ".to(tl.bfloat16).to(tl.float32)"
 
 # ---- SiLU and GELU ---------------------------------------------------------------------------------------
@@ -126,5 +128,32 @@ exact_truncated = twin(
     exact_sum,
     source(
         EXACT, ("kept += tl.where((lost != 0) | ((kept & 1) != 0), half, 0)", "kept += half * 0")
+    ),
+)
+
+# ---- AdamW -----------------------------------------------------------------------------------------------
+
+MEAN, ROOT = "mean * KEEP_MEAN + g * ADD_MEAN", "tl.sqrt_rn(square)"
+adamw_fused_products = twin(
+    stepped, source(ADAMW, (MEAN, "tl.math.fma(mean, KEEP_MEAN + mean * 0, g * ADD_MEAN)"))
+)
+adamw_approximate_root = twin(stepped, source(ADAMW, (ROOT, f"square * tl.div_rn(1.0, {ROOT})")))
+adamw_corrected_inside = twin(
+    stepped, source(ADAMW, (f"{ROOT} * SPREAD", "tl.sqrt_rn(square * (SPREAD * SPREAD))"))
+)
+adamw_divided_first = twin(
+    stepped, source(ADAMW, ("tl.div_rn(mean * RATE, divisor)", "tl.div_rn(mean, divisor) * RATE"))
+)
+adamw_rounded_between = twin(stepped, source(ADAMW, ("mean * RATE", f"mean{NARROW} * RATE")))
+adamw_eps_inside = twin(
+    stepped,
+    source(ADAMW, (f"{ROOT} * SPREAD + EPS", "tl.sqrt_rn(square * (SPREAD * SPREAD) + EPS)")),
+)
+adamw_coupled = twin(
+    stepped,
+    source(
+        ADAMW,
+        (f"mean = {MEAN}", f"g += 0.1 * value\n    mean = {MEAN}"),
+        ("value * DECAY", "value"),
     ),
 )

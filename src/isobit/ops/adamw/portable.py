@@ -1,83 +1,89 @@
-"""The step of AdamW on the CPU: the operations of torch.optim.AdamW for one tensor, one by one."""
+"""The step of AdamW: its definition, by torch's operations on the CPU.
+
+[Note: the step]
+A parameter p, its gradient g, its mean m and its mean of squares v become, with the numbers of `Numbers` in fp32:
+
+    m' = m · keep_mean + g · add_mean
+    v' = v · keep_square + (g · add_square) · g
+    p' = p · decay - (m' · rate) / (√v' · spread + eps)
+
+Every operation is one of IEEE 754, in fp32, correctly rounded; none is fused with another. So an executor needs no more
+than products, sums, a quotient and a square root to have the same bits, and each element's step depends on that element
+alone. Values of 16 bits are widened first. The three results are rounded once, to the dtype of the tensors, and every
+NaN is the one NaN of isobit's results. In fp64 the same operations are those of fp64.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from isobit.ops.portable.rounding import settle_nans
+from isobit.ops.portable.rounding import round_once, settle_nans, widen
 
 
 class Numbers(NamedTuple):
-    """The numbers of a step; those of one operation are computed in fp64 and used as fp32.
+    """The numbers of a step, computed in fp64 and used as fp32.
 
     Attributes:
-        decay: What the parameter is multiplied by, 1 - lr · weight_decay.
-        weight: What the gradient counts in the mean, 1 - beta1.
-        keep: What the old mean of squares is multiplied by, beta2.
-        added: What the gradient's square counts, 1 - beta2.
-        root: sqrt(1 - beta2^step).
+        decay: 1 - lr · weight_decay.
+        keep_mean: beta1.
+        add_mean: 1 - beta1; negative if the objective is maximized.
+        keep_square: beta2.
+        add_square: 1 - beta2.
+        spread: 1 / sqrt(1 - beta2^step).
         eps: What is added to the divisor.
-        size: -lr / (1 - beta1^step).
+        rate: lr / (1 - beta1^step).
     """
 
     decay: float
-    weight: float
-    keep: float
-    added: float
-    root: float
+    keep_mean: float
+    add_mean: float
+    keep_square: float
+    add_square: float
+    spread: float
     eps: float
-    size: float
+    rate: float
 
 
 def numbers_of(
-    lr: float, betas: tuple[float, float], eps: float, weight_decay: float, step: float
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: float,
+    *,
+    maximize: bool = False,
 ) -> Numbers:
-    """Return the numbers of a step as torch.optim.AdamW computes them."""
+    """Return the numbers of a step, counted from 1."""
     beta1, beta2 = betas
-    decay = 1 - lr * weight_decay if weight_decay else 1.0  # a product with 1 changes nothing
-    root = (1 - beta2**step) ** 0.5
-    return Numbers(decay, 1 - beta1, beta2, 1 - beta2, root, eps, -(lr / (1 - beta1**step)))
-
-
-@cache
-def inexact_roots(dtype: torch.dtype) -> tuple[int, int]:
-    """Return how many of torch's square roots on this CPU are not correctly rounded, of how many that were tried.
-
-    MKL computes those of fp32, and some of them are one unit in the last place off. A GPU rounds them correctly.
-    """
-    if dtype == torch.float32:
-        generator = torch.Generator().manual_seed(1)
-        values = torch.rand(2**17, generator=generator) * 3 + 1  # [1, 4): every mantissa's root
-    else:
-        values = torch.arange(2**15, dtype=torch.int32).to(torch.int16).view(dtype)
-        values = values[values.isfinite()]
-    return int((values.sqrt() != exact_root(values)).sum()), len(values)
+    add_mean = beta1 - 1 if maximize else 1 - beta1
+    spread = 1 / (1 - beta2**step) ** 0.5
+    decay, rate = 1 - lr * weight_decay, lr / (1 - beta1**step)
+    return Numbers(decay, beta1, add_mean, beta2, 1 - beta2, spread, eps, rate)
 
 
 def exact_root(values: Tensor) -> Tensor:
-    """Return correctly rounded square roots: fp64 has more than twice the digits."""
-    return values.double().sqrt().float().to(values.dtype)
+    """Return correctly rounded square roots of fp32 values; those of fp64 are torch's.
+
+    torch's square roots of fp32 come from MKL, and some are one unit in the last place off. The root of an fp32 value
+    is at least 2^-51 of itself away from where two fp32 values meet, so a root in fp64 that is off by less than one
+    unit in its last place, 2^-52, is rounded to the right side.
+    """
+    return values.double().sqrt().to(values.dtype)
 
 
 def adamw(
-    p: Tensor,
-    grad: Tensor,
-    first: Tensor,
-    second: Tensor,
-    numbers: Numbers,
-    root: Callable[[Tensor], Tensor] = torch.sqrt,
+    p: Tensor, grad: Tensor, first: Tensor, second: Tensor, numbers: Numbers
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the new parameter, mean and mean of squares; each operation rounds to the dtype of all."""
-    p = p * numbers.decay
-    first = torch.lerp(first, grad, numbers.weight)
-    second = (second * numbers.keep).addcmul_(grad, grad, value=numbers.added)
-    divisor = (root(second) / numbers.root).add_(numbers.eps)
-    return p.addcdiv_(first, divisor, value=numbers.size), first, second
+    """Return the new parameter, mean and mean of squares; see [Note: the step]."""
+    g = widen(grad)
+    mean = widen(first) * numbers.keep_mean + g * numbers.add_mean
+    square = widen(second) * numbers.keep_square + (g * numbers.add_square) * g
+    divisor = exact_root(square) * numbers.spread + numbers.eps
+    value = widen(p) * numbers.decay - (mean * numbers.rate) / divisor
+    return round_once(value, p.dtype), round_once(mean, p.dtype), round_once(square, p.dtype)
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:

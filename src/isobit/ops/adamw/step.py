@@ -1,50 +1,87 @@
-"""The operators of an optimizer's step: AdamW, and the scaling of gradients. Neither has a gradient of its own."""
+"""The operators of an optimizer's step: AdamW, and the scaling of gradients. Neither has a gradient of its own.
+
+On the CPU the native kernels change all tensors in place, in one parallel region. The other executors return new
+tensors, which are copied.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from isobit.errors import EngineError
+from isobit import launches
+from isobit.ops import dispatch
 from isobit.ops.adamw import portable
 from isobit.ops.adamw.portable import Numbers
-from isobit.ops.arguments import WITH_GPU, check_tensors
+from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.gpu.executors import is_asked_for
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
 
 
-def adamw(
-    p: Tensor, grad: Tensor, first: Tensor, second: Tensor, numbers: Numbers
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the parameter, the mean and the mean of squares after a step; all have one shape and one dtype.
+class Update(NamedTuple):
+    """What one parameter's step needs: four tensors of one shape, dtype and device, and its numbers."""
+
+    p: Tensor
+    grad: Tensor
+    first: Tensor
+    second: Tensor
+    numbers: Numbers
+
+    def check(self) -> None:
+        """Raise ArgumentError unless the tensors are supported and alike."""
+        p, grad, first, second, _ = self
+        check_tensors(WITH_GPU, parameter=p, gradient=grad, mean=first, squares=second)
+        for name, tensor in (("gradient", grad), ("mean", first), ("squares", second)):
+            if tensor.shape != p.shape:
+                refuse_shape(
+                    name, tensor, str(list(p.shape)), "load a state dict of the same model"
+                )
+
+
+def adamw_(updates: Sequence[Update]) -> None:
+    """Step parameters and their moments in place; `Update.check` has passed.
 
     Raises:
-        EngineError: If tensors are on a GPU, and the CPU's step has other bits because of torch's square root.
-        ArgumentError: If dtypes or devices differ, or are not supported.
-        UnsupportedError: If the dtype has no Triton executor and tensors are on a GPU.
+        UnsupportedError: If a dtype has no Triton executor and its tensors are on a GPU.
     """
-    check_tensors(WITH_GPU, parameter=p, gradient=grad, mean=first, squares=second)
-    if is_asked_for((p,)):
-        refuse_inexact_roots(p.dtype)
-    given = (p.detach(), grad.detach(), first, second, *numbers)
-    return launch("adamw", (p.numel(),), *given)  # type: ignore[no-any-return]
+    native = [update for update in updates if is_native(update.p)]
+    if native:
+        p, grad, first, second, numbers = zip(*native, strict=True)
+        for each in p if launches.is_recording() else ():
+            launches.record("adamw", "native", each.dtype, (each.numel(),))
+        given = [number for each in numbers for number in each]
+        torch.ops.isobit.adamw_(p, grad, first, second, given)
+    for update in updates:
+        if is_native(update.p):
+            continue
+        *tensors, numbers = update
+        found = launch("adamw", (update.p.numel(),), *(t.detach() for t in tensors), *numbers)
+        for old, new in zip((update.p, update.first, update.second), found, strict=True):
+            old.copy_(new)
 
 
-def refuse_inexact_roots(dtype: torch.dtype) -> None:
-    """Raise if torch's square root on this CPU is not correctly rounded: a GPU's step could not have the CPU's bits."""
-    wrong, tried = portable.inexact_roots(dtype)
-    if wrong:
-        raise EngineError(
-            expected=f"AdamW in {dtype} on a GPU where torch's square roots on the CPU are correctly rounded",
-            received=f"{wrong} of {tried} that are not, so that the CPU's step has other bits",
-            remedy="keep the parameters that AdamW updates on the CPU, or in bfloat16 or float16",
-        )
+def scale_(tensors: Sequence[Tensor], factor: float) -> None:
+    """Multiply tensors in place by a factor, which is used as fp32; each product is rounded once.
+
+    Raises:
+        ArgumentError: If a tensor is not supported.
+    """
+    for tensor in tensors:
+        check_tensors(WITH_GPU, gradient=tensor)
+    native = [tensor for tensor in tensors if is_native(tensor)]
+    if native:
+        torch.ops.isobit.scale_(native, factor)
+    for tensor in tensors:
+        if not is_native(tensor):
+            tensor.copy_(launch("scaled", (tensor.numel(),), tensor.detach(), factor))
 
 
-def scaled(x: Tensor, factor: float) -> Tensor:
-    """Return x · factor, rounded once; the factor is used as fp32."""
-    check_tensors(WITH_GPU, gradient=x)
-    return launch("scaled", (x.numel(),), x.detach(), factor)  # type: ignore[no-any-return]
+def is_native(tensor: Tensor) -> bool:
+    """Return whether the native kernels serve a tensor."""
+    return tensor.is_cpu and not is_asked_for((tensor,)) and dispatch.is_native(tensor.dtype)
 
 
 def fake_step(
@@ -63,6 +100,12 @@ def register_scaled(prefix: str) -> None:
     register_operator("optim.clip_grad_norm_", prefix, lambda x, factor: x.new_empty(x.shape))
 
 
+def register_in_place() -> None:
+    """Register the native operators for tensors without memory."""
+    torch.library.register_fake("isobit::adamw_", lambda p, grad, first, second, numbers: None)
+    torch.library.register_fake("isobit::scale_", lambda x, factor: None)
+
+
 @portable_operator("portable_adamw")
 def portable_adamw(
     p: Tensor,
@@ -70,14 +113,15 @@ def portable_adamw(
     first: Tensor,
     second: Tensor,
     decay: float,
-    weight: float,
-    keep: float,
-    added: float,
-    root: float,
+    keep_mean: float,
+    add_mean: float,
+    keep_square: float,
+    add_square: float,
+    spread: float,
     eps: float,
-    size: float,
+    rate: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    numbers = Numbers(decay, weight, keep, added, root, eps, size)
+    numbers = Numbers(decay, keep_mean, add_mean, keep_square, add_square, spread, eps, rate)
     return portable.adamw(p, grad, first, second, numbers)
 
 
@@ -88,3 +132,4 @@ def portable_scaled(x: Tensor, factor: float) -> Tensor:
 
 declare("adamw", register_step, native=False, triton="isobit.ops.adamw.triton")
 declare("scaled", register_scaled, native=False, triton="isobit.ops.adamw.triton")
+dispatch.when_attested(register_in_place)

@@ -1,0 +1,248 @@
+// AdamW's step, and the scaling of gradients, in place: functions of one element, for all tensors
+// in one parallel region.
+//
+// A value has the same result in the vector body and in the tail of a loop, so neither the number
+// of threads nor the place of an element matters. The definition is in ops/adamw/portable.py.
+#include <ATen/ops/clone.h>
+#include <torch/library.h>
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <vector>
+
+#include "attestation.h"
+#include "dtypes.h"
+#include "fp_environment.h"
+#include "lanes.h"
+#include "pieces.h"
+
+namespace isobit {
+
+namespace {
+
+constexpr int64_t piece = 16384;  // elements per call of a kernel, at most
+
+// The numbers of a step; their meaning is in ops/adamw/portable.py, in this order.
+struct Numbers {
+  float decay, keep_mean, add_mean, keep_square, add_square, spread, eps, rate;
+};
+constexpr int64_t number_count = sizeof(Numbers) / sizeof(float);
+
+// Correctly rounded square roots.
+ISOBIT_INLINE void square_root(const Floats& x, Floats& root) {
+  float values[lane_count];
+  *reinterpret_cast<Floats*>(values) = x;
+  for (int64_t i = 0; i < lane_count; i++) values[i] = __builtin_sqrtf(values[i]);
+  root = *reinterpret_cast<Floats*>(values);
+}
+
+// Elements [at, at + count), count <= 16, of a parameter, its gradient and its moments.
+template <class T>
+ISOBIT_INLINE void step_lanes(T* p, const T* grad, T* first, T* second, int64_t at, int64_t count,
+                              const Numbers& n) {
+  Floats value, g, mean, square, root;
+  load_lanes(p + at, count, 0.0f, value);
+  load_lanes(grad + at, count, 0.0f, g);
+  load_lanes(first + at, count, 0.0f, mean);
+  load_lanes(second + at, count, 0.0f, square);
+  mean = mean * n.keep_mean + g * n.add_mean;
+  square = square * n.keep_square + g * n.add_square * g;
+  square_root(square, root);
+  value = value * n.decay - mean * n.rate / (root * n.spread + n.eps);
+  store_lanes(value, count, p + at);
+  store_lanes(mean, count, first + at);
+  store_lanes(square, count, second + at);
+}
+
+template <class T>
+ISOBIT_INLINE void step_elements(T* p, const T* grad, T* first, T* second, int64_t count,
+                                 const Numbers& numbers) {
+  const Numbers n = numbers;  // a copy: a store could change what the reference refers to
+  int64_t at = 0;
+  for (; at + lane_count <= count; at += lane_count)
+    step_lanes(p, grad, first, second, at, lane_count, n);
+  if (at < count) step_lanes(p, grad, first, second, at, count - at, n);
+}
+
+template <class T>
+ISOBIT_INLINE void scale_elements(T* x, int64_t count, float factor) {
+  Floats values;
+  for (int64_t at = 0; at < count; at += lane_count) {
+    const int64_t lanes = std::min(lane_count, count - at);
+    load_lanes(x + at, lanes, 0.0f, values);
+    values = values * factor;
+    store_lanes(values, lanes, x + at);
+  }
+}
+
+#define ISOBIT_STEPS(T)                                                            \
+  ISOBIT_CLONES void step(T* p, const T* grad, T* first, T* second, int64_t count, \
+                          const Numbers& numbers) {                                \
+    step_elements(p, grad, first, second, count, numbers);                         \
+  }                                                                                \
+  ISOBIT_CLONES void scale(T* x, int64_t count, float factor) { scale_elements(x, count, factor); }
+ISOBIT_STEPS(float)
+ISOBIT_STEPS(BFloat16)
+ISOBIT_STEPS(Half)
+
+// A parameter, its gradient, its mean and its mean of squares: one shape and one dtype.
+using Group = std::array<Tensor, 4>;
+
+// Whether memory of two of the tensors may overlap: what one thread writes, another might read.
+bool may_overlap(const std::vector<Tensor>& tensors) {
+  std::vector<std::pair<const char*, const char*>> spans;  // [begin, end) of each tensor
+  for (const Tensor& t : tensors) {
+    if (t.numel() == 0) continue;
+    int64_t elements = 1;
+    for (int64_t i = 0; i < t.dim(); i++) elements += (t.size(i) - 1) * t.stride(i);
+    const char* begin = static_cast<const char*>(t.const_data_ptr());
+    spans.emplace_back(begin, begin + elements * t.element_size());
+  }
+  std::sort(spans.begin(), spans.end());
+  for (size_t i = 1; i < spans.size(); i++)
+    if (spans[i].first < spans[i - 1].second) return true;
+  return false;
+}
+
+bool is_flat(const Group& group) {
+  if (!group[0].is_non_overlapping_and_dense()) return false;
+  for (const Tensor& t : group)
+    if (t.strides() != group[0].strides()) return false;
+  return true;
+}
+
+// Steps groups whose elements lie in one order in memory.
+void step_flat(const std::vector<Group>& groups, const std::vector<Numbers>& numbers) {
+  std::vector<int64_t> counts;
+  for (const Group& group : groups) counts.push_back(group[0].numel());
+  parallel_pieces(counts, piece, [&](const auto& visit) {
+    FixedFpEnvironment fp_environment;
+    visit([&](size_t i, int64_t begin, int64_t end) {
+      const Group& group = groups[i];
+      dispatch_dtype("optim.AdamW", group[0].scalar_type(), [&](auto tag) {
+        using T = typename decltype(tag)::type;
+        step(group[0].mutable_data_ptr<T>() + begin, group[1].const_data_ptr<T>() + begin,
+             group[2].mutable_data_ptr<T>() + begin, group[3].mutable_data_ptr<T>() + begin,
+             end - begin, numbers[i]);
+      });
+    });
+  });
+}
+
+// Steps contiguous copies, and writes them back.
+void step_copies(const Group& group, const Numbers& numbers) {
+  Group copies;
+  for (size_t i = 0; i < group.size(); i++)
+    copies[i] = at::clone(group[i], at::MemoryFormat::Contiguous);
+  step_flat({copies}, {numbers});
+  for (size_t i : {0, 2, 3}) at::Tensor(group[i]).copy_(copies[i]);
+}
+
+std::vector<Group> groups_of(at::TensorList p, at::TensorList grads, at::TensorList first,
+                             at::TensorList second) {
+  ISOBIT_CHECK(p.size() == grads.size() && p.size() == first.size() && p.size() == second.size(),
+               "optim.AdamW", "a gradient and two moments for each parameter",
+               c10::str(p.size(), ", ", grads.size(), ", ", first.size(), " and ", second.size()),
+               "call isobit.optim.AdamW.step");
+  std::vector<Group> groups;
+  for (size_t i = 0; i < p.size(); i++) {
+    groups.push_back({p[i], grads[i], first[i], second[i]});
+    for (const Tensor& t : groups.back())
+      ISOBIT_CHECK(t.sizes() == p[i].sizes() && t.scalar_type() == p[i].scalar_type() &&
+                       t.device().is_cpu() && t.layout() == at::kStrided,
+                   "optim.AdamW", c10::str("tensors like the parameter, ", describe(p[i])),
+                   describe(t), "call isobit.optim.AdamW.step");
+    dispatch_dtype("optim.AdamW", p[i].scalar_type(), [](auto) {});
+  }
+  return groups;
+}
+
+// Each tensor's version tells autograd that a value it saved has changed.
+void bump_versions(at::TensorList tensors) {
+  for (const Tensor& t : tensors) t.unsafeGetTensorImpl()->bump_version();
+}
+
+// numbers: number_count for each parameter.
+void adamw(at::TensorList p, at::TensorList grads, at::TensorList first, at::TensorList second,
+           c10::ArrayRef<double> numbers) {
+  check_attested();
+  const std::vector<Group> groups = groups_of(p, grads, first, second);
+  ISOBIT_CHECK(numbers.size() == number_count * p.size(), "optim.AdamW",
+               c10::str(number_count, " numbers for each parameter"), numbers.size(),
+               "call isobit.optim.AdamW.step");
+  std::vector<Tensor> all;
+  for (const Group& group : groups) all.insert(all.end(), group.begin(), group.end());
+  for (at::TensorList written : {p, first, second}) bump_versions(written);
+  const bool one_by_one = may_overlap(all);
+  FixedFpEnvironment fp_environment;  // of the conversions to fp32 too
+  std::vector<Group> flat;
+  std::vector<Numbers> flat_numbers;
+  for (size_t i = 0; i < groups.size(); i++) {
+    std::array<float, number_count> given;
+    std::copy_n(numbers.begin() + number_count * i, number_count, given.begin());
+    const Numbers own = std::bit_cast<Numbers>(given);
+    if (one_by_one || !is_flat(groups[i])) {
+      step_copies(groups[i], own);
+      continue;
+    }
+    flat.push_back(groups[i]);
+    flat_numbers.push_back(own);
+  }
+  step_flat(flat, flat_numbers);
+}
+
+// Multiplies tensors whose elements lie without gaps in memory.
+void scale_flat(const std::vector<Tensor>& tensors, float factor) {
+  std::vector<int64_t> counts;
+  for (const Tensor& t : tensors) counts.push_back(t.numel());
+  parallel_pieces(counts, piece, [&](const auto& visit) {
+    FixedFpEnvironment fp_environment;
+    visit([&](size_t i, int64_t begin, int64_t end) {
+      dispatch_dtype("optim.clip_grad_norm_", tensors[i].scalar_type(), [&](auto tag) {
+        using T = typename decltype(tag)::type;
+        scale(tensors[i].template mutable_data_ptr<T>() + begin, end - begin, factor);
+      });
+    });
+  });
+}
+
+// Multiplies tensors by a factor, which is used as fp32; each product is rounded once.
+void scale_all(at::TensorList tensors, double factor) {
+  check_attested();
+  for (const Tensor& t : tensors) {
+    ISOBIT_CHECK(t.device().is_cpu() && t.layout() == at::kStrided, "optim.clip_grad_norm_",
+                 "strided tensors on the CPU", describe(t), "call isobit.optim.clip_grad_norm_");
+    dispatch_dtype("optim.clip_grad_norm_", t.scalar_type(), [](auto) {});
+  }
+  bump_versions(tensors);
+  const bool one_by_one = may_overlap(tensors.vec());
+  FixedFpEnvironment fp_environment;  // of the conversion to fp32 too
+  const float factor32 = static_cast<float>(factor);
+  std::vector<Tensor> flat;
+  for (const Tensor& t : tensors) {
+    if (!one_by_one && t.is_non_overlapping_and_dense()) {
+      flat.push_back(t);
+      continue;
+    }
+    const Tensor copy = at::clone(t, at::MemoryFormat::Contiguous);
+    scale_flat({copy}, factor32);
+    at::Tensor(t).copy_(copy);
+  }
+  scale_flat(flat, factor32);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(isobit, m) {
+  m.def(
+      "adamw_(Tensor(a!)[] p, Tensor[] grad, Tensor(b!)[] first, Tensor(c!)[] second, "
+      "float[] numbers) -> ()");
+  m.def("scale_(Tensor(a!)[] x, float factor) -> ()");
+}
+
+TORCH_LIBRARY_IMPL(isobit, CPU, m) {
+  m.impl("adamw_", &adamw);
+  m.impl("scale_", &scale_all);
+}
+
+}  // namespace isobit
