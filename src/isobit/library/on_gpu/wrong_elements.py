@@ -1,4 +1,4 @@
-"""Wrong Triton kernels of elements: SiLU, GELU, rotary, embedding, the exact sum."""
+"""Wrong Triton kernels of elements: SiLU, GELU, rotary, embedding, the exact sum and the norm."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from isobit.ops.exact_sum.op import exact_sum
 from isobit.ops.gelu.op import gelu
 from isobit.ops.rotary.op import rotary
 from isobit.ops.silu.op import silu
+from isobit.optim import get_total_norm
 from isobit.order.samples import Samples
 
 SILU, GELU, ROTARY = (f"isobit.ops.{name}.triton" for name in ("silu", "gelu", "rotary"))
 EMBEDDING, EXACT = "isobit.ops.embedding.triton", "isobit.ops.exact_sum.triton"
+STATE = "isobit.ops.exact_sum.triton_state"
 NARROW = ".to(tl.bfloat16).to(tl.float32)"
 
 # ---- SiLU and GELU ---------------------------------------------------------------------------------------
@@ -126,5 +128,13 @@ exact_truncated = twin(
     exact_sum,
     source(
         EXACT, ("kept += tl.where((lost != 0) | ((kept & 1) != 0), half, 0)", "kept += half * 0")
+    ),
+)
+
+SQUARE = "whole, high, place = whole & 0xFFFFFF, whole >> 24, 2 * shift + 22"
+norm_by_lane = twin(
+    get_total_norm,
+    source(
+        STATE, (SQUARE, f"{SQUARE}\n        high = tl.where(at % 2 == 0, high & 0xFFF000, high)")
     ),
 )
