@@ -21,7 +21,7 @@ from isobit.contracts.store.tree import library
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ArgumentError, ContractError
 from isobit.library.on_gpu.derive import planted_in, reason_against
-from isobit.library.on_gpu.plans import ELSEWHERE, PLANS, PLANTS_LEFT_OUT
+from isobit.library.on_gpu.plans import ELSEWHERE, PLANS, PLANTS_LEFT_OUT, Plan
 from isobit.library.on_gpu.tree import BackendWorkspace
 from isobit.library.on_gpu.twin_names import AROUND, BY_CONTRACT, STOCK, TWINS
 from isobit.library.on_gpu.twins import source
@@ -178,6 +178,13 @@ def test_evidence_is_apart_from_the_cpus(backend, tmp_path):
     assert len(digests) == 3
     quick = replace(backend.tree.load("silu-kernel-v1"), claims=())
     assert quick.depends_on == ()
+
+
+def test_a_plan_is_in_the_digest_of_its_own_contract_alone(backend, monkeypatch):
+    monkeypatch.setitem(PLANS, "silu-kernel-v1", Plan(sizes={"rows": {"n": (5,)}}))
+    other = BackendWorkspace([library()], backend.home, "interpreter", "sm_90")
+    assert other.tree.digest("silu-kernel-v1") != backend.tree.digest("silu-kernel-v1")
+    assert other.tree.digest("gelu-kernel-v1") == backend.tree.digest("gelu-kernel-v1")
 
 
 def test_the_command_names_backend_cases_and_what_does_not_apply(tmp_path, monkeypatch, capsys):

@@ -110,7 +110,7 @@ PLANS: dict[str, Plan] = {
             **{name: {"rows": (66,), "heads": (1,)} for name in TWO_BLOCKS},
             **{name: {"t": (66,)} for name in ("edge", "block", "block_windowed")},
             "units": {"rows": (5,)},
-            "batches": {"t": (2,), "heads": (1,)},
+            "batches": {"t": (4,), "heads": (1,)},
             "few": {"t": (7,), "heads": (1,)},
         },
         dtypes={"batches": ("bfloat16",), "few": ("float32",)},
@@ -125,10 +125,11 @@ PLANS: dict[str, Plan] = {
     ),
     "logprob-kernel-v1": Plan(
         left_out={"vocabulary-shares": PARTIAL},
-        dtypes={"rows": ("float32", "bfloat16")},
+        sizes={"rows": {"k": (23,)}},
+        dtypes={"rows": ("bfloat16",)},
         predicates={"samples": (f"{OWN}logprob_samples", FEWER)},
     ),
-    "lm-head-kernel-v1": Plan(),
+    "lm-head-kernel-v1": Plan(sizes={"rows": {"k": (23,)}}, dtypes={"rows": ("bfloat16",)}),
     "grad-norm-kernel-v1": Plan(sizes={"rows": {"rows": (2,), "n": (23,)}}, edges=("tiny",)),
     "cross-entropy-kernel-v1": Plan(left_out={"counts": PARTIAL}),
 }
