@@ -32,6 +32,17 @@ QUICK = {
     "softmax-kernel-v1": ("range", "one-is-one", "no-answer", "accuracy", "gradient"),
     "lm-head-kernel-v1": ("rounds-to-linear",),
 }
+# Judged in whole. The sizes of the other plans may be too small for some of what is planted.
+WHOLE = (
+    "rmsnorm-kernel-v1",
+    "layernorm-kernel-v1",
+    "softmax-kernel-v1",
+    "log-softmax-kernel-v1",
+    "matmul-kernel-v1",
+    "silu-kernel-v1",
+    "gelu-kernel-v1",
+    "swiglu-kernel-v1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +145,7 @@ def test_claims_are_kept_and_sabotage_is_caught(backend, name):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", WHOLE)
 def test_contracts_are_kept(backend, name):
     records = judged(backend.tree.load(name))
     assert {f"{r.claim}: {r.verdict} {r.detail}".strip() for r in records} == {
