@@ -42,6 +42,7 @@ COMMANDS = {
     "roofline": "python -m benchmarks roofline",
     "comparisons": "python -m benchmarks comparisons --quick",
     "candidates": "python -m benchmarks candidates",
+    "gpu-contracts": "isobit verify isobit --backend interpreter --target sm_90 --json",
 }
 
 
@@ -106,6 +107,8 @@ def cells(line: str, edge: str) -> list[str]:
 
 def read_json(output: dict) -> dict:
     """Convert the JSON of a command to tables."""
+    if "backend" in output:
+        return read_backend(output["backend"], output["contracts"])
     if "contracts" in output:
         return read_verify(output)
     return read_chain(output) if "isobit" in output else read_curve(output)
@@ -127,6 +130,35 @@ def read_verify(output: dict) -> dict:
         f"{total[1]} inputs, {total[2]} comparisons",
     ]
     return {"tables": [{"header": header, "rows": rows}], "lines": lines}
+
+
+def read_backend(backend: dict, contracts: list[dict]) -> dict:
+    """Return a row per contract, then a row per reason for what a backend is not held to."""
+    header = ["contract", "verdict", "claims kept", "planted", "cases", "compared", "seconds"]
+    rows = []
+    for found in contracts:
+        kept, _, compared, planted = count_claims(found["claims"])
+        seconds = f"{sum(claim['seconds'] for claim in found['claims']):.0f}"
+        cases = str(backend["cases_by_contract"][found["id"]])
+        rows.append([found["id"], found["verdict"], kept, planted, cases, compared, seconds])
+    reasons: dict[tuple[str, str], int] = {}
+    for what in ("claims", "parts"):
+        for left in backend[f"{what}_not_applicable"]:
+            key = (what.replace("parts", "parts of claims"), left["reason"])
+            reasons[key] = reasons.get(key, 0) + 1
+    left_out = [[what, str(count), reason] for (what, reason), count in reasons.items()]
+    claims = [claim for found in contracts for claim in found["claims"]]
+    kept, _, compared, planted = count_claims(claims)
+    whole = sum(found["verdict"] == "kept" for found in contracts)
+    lines = [
+        f"{whole} of {len(contracts)} contracts kept; {kept} claims kept; planted: {planted}",
+        f"{backend['cases']:,} cases (the CPU's executors: {backend['cases_on_cpu']:,}), {compared} comparisons",
+    ]
+    tables = [
+        {"header": header, "rows": rows},
+        {"header": ["not applicable", "number", "reason"], "rows": left_out},
+    ]
+    return {"tables": tables, "lines": lines}
 
 
 def count_claims(claims: list[dict]) -> list[str]:

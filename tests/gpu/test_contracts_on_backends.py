@@ -14,15 +14,16 @@ from isobit import launches
 from isobit.cli import main
 from isobit.compiled.backends import executing
 from isobit.contracts.judge import run
+from isobit.contracts.judge.recipes import Case, fixed_recipes
 from isobit.contracts.judge.trusted_code import resolve
 from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ArgumentError, ContractError
-from isobit.library.on_gpu.derive import planted_in
-from isobit.library.on_gpu.plans import ELSEWHERE, PLANS
+from isobit.library.on_gpu.derive import planted_in, reason_against
+from isobit.library.on_gpu.plans import ELSEWHERE, PLANS, PLANTS_LEFT_OUT, Plan
 from isobit.library.on_gpu.tree import BackendWorkspace
-from isobit.library.on_gpu.twin_names import BY_CONTRACT, TWINS
+from isobit.library.on_gpu.twin_names import AROUND, BY_CONTRACT, STOCK, TWINS
 from isobit.library.on_gpu.twins import source
 
 QUICK = {
@@ -30,14 +31,17 @@ QUICK = {
     "rmsnorm-kernel-v1": ("accuracy", "eps-is-inside-the-root", "gradient", "executors-agree"),
     "adamw-kernel-v1": ("definition",),
     "softmax-kernel-v1": ("range", "one-is-one", "no-answer", "accuracy", "gradient"),
+    "lm-head-kernel-v1": ("rounds-to-linear",),
 }
 # Judged in whole. The sizes of the other plans may be too small for some of what is planted.
 WHOLE = (
     "rmsnorm-kernel-v1",
+    "layernorm-kernel-v1",
     "softmax-kernel-v1",
     "log-softmax-kernel-v1",
     "matmul-kernel-v1",
     "silu-kernel-v1",
+    "gelu-kernel-v1",
     "swiglu-kernel-v1",
     "adamw-kernel-v1",
 )
@@ -77,12 +81,54 @@ def test_plans_name_only_what_contracts_have(backend, tmp_path):
         contract = cpu.tree.load(name)
         claims = {claim.id for claim in contract.claims}
         assert {*plan.left_out, *plan.predicates} <= claims
-        assert {*plan.sizes, *plan.inputs_left_out} <= set(contract.inputs)
+        assert {*plan.sizes, *plan.inputs_left_out, *plan.dtypes} <= set(contract.inputs)
+        for inputs, kept in plan.dtypes.items():
+            assert set(kept) <= set(contract.inputs[inputs].dtypes)
+            left = {one.what for one in backend.derived.derived[name].parts_left_out}
+            for dtype in set(contract.inputs[inputs].dtypes) - set(kept):
+                assert f"inputs {inputs} in {dtype}" in left
     planted = {n for name in PLANS for _, n in planted_in(cpu.tree.load(name))}
     planted = {name.removeprefix("control ") for name in planted}
-    assert {*TWINS, *(n for each in BY_CONTRACT.values() for n in each)} - planted <= {
-        f"isobit.library.layer_norm.planted:{name}" for name in ()
-    } | {"isobit.library.norms.planted:heads_before_samples"}
+    names = {*TWINS, *PLANTS_LEFT_OUT, *AROUND, *STOCK, *BY_CONTRACT["rmsnorm-kernel-v1"]}
+    assert names <= planted
+
+
+def test_every_planted_subject_has_a_twin_or_a_reason(backend, tmp_path):
+    cpu, counted = Workspace([library()], tmp_path / ".isobit"), 0
+    for name, plan in PLANS.items():
+        twins = {**TWINS, **BY_CONTRACT.get(name, {})}
+        for claim in cpu.tree.load(name).claims:
+            if reason_against(claim, plan):
+                continue
+            for planted in (p for p in (*claim.sabotage, *claim.control) if ":" in p):
+                found = [planted in group for group in (twins, AROUND, STOCK, PLANTS_LEFT_OUT)]
+                assert found.count(True) == 1, f"{name}/{claim.id}: {planted} {found}"
+                counted += 1
+    assert counted > 100
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", PLANS)
+def test_planted_subjects_run_the_triton_executor(backend, name):
+    """All but stock functions do; some of them only with many rows."""
+    contract, tried = backend.tree.load(name), 0
+    first = contract.claims[0].inputs[0]
+    few, many = (Case(r, contract.inputs[first]) for r in recipes(first, contract.inputs[first]))
+    for planted in {p for c in contract.claims for p in (*c.sabotage, *c.control) if ":" in p}:
+        subject = resolve(planted, ())
+        with executing("interpreter"), launches.record_launches() as seen:
+            for case in (few,) if planted in STOCK else (few, many):
+                subject(*case.arguments.values(), **case.options)
+        assert any(one.executor == "triton" for one in seen) == (planted not in STOCK), planted
+        tried += 1
+    assert tried
+
+
+def recipes(name, inputs):
+    """Return the first fixed recipe, and it with enough rows for subjects that are right with few elements."""
+    recipe = next(fixed_recipes(name, inputs))
+    sizes = tuple((axis, 40 if axis == inputs.rows else size) for axis, size in recipe.sizes)
+    return recipe, replace(recipe, sizes=sizes)
 
 
 def test_every_planted_subject_resolves(backend):
@@ -145,6 +191,13 @@ def test_evidence_is_apart_from_the_cpus(backend, tmp_path):
     assert len(digests) == 3
     quick = replace(backend.tree.load("silu-kernel-v1"), claims=())
     assert quick.depends_on == ()
+
+
+def test_a_plan_is_in_the_digest_of_its_own_contract_alone(backend, monkeypatch):
+    monkeypatch.setitem(PLANS, "silu-kernel-v1", Plan(sizes={"rows": {"n": (5,)}}))
+    other = BackendWorkspace([library()], backend.home, "interpreter", "sm_90")
+    assert other.tree.digest("silu-kernel-v1") != backend.tree.digest("silu-kernel-v1")
+    assert other.tree.digest("gelu-kernel-v1") == backend.tree.digest("gelu-kernel-v1")
 
 
 def test_the_command_names_backend_cases_and_what_does_not_apply(tmp_path, monkeypatch, capsys):

@@ -92,6 +92,7 @@ def summary(derived: Sequence[Derived], options: argparse.Namespace) -> dict[str
         "target": options.target,
         "cases": sum(d.cases for d in derived),
         "cases_on_cpu": sum(d.cases_on_cpu for d in derived),
+        "cases_by_contract": {d.contract.id: d.cases for d in derived if d.contract},
         "claims_not_applicable": [left for d in derived for left in d.claims_left_out],
         "parts_not_applicable": [left for d in derived for left in d.parts_left_out],
     }

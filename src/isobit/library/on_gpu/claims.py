@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
+from isobit.library.placements import placements
 from isobit.library.subjects import Predicate, replaced
 from isobit.order.samples import Samples
 
@@ -37,6 +39,22 @@ class FewSamples:
         return Samples.padded((9, 0, 18), width=20, side="left")
 
 
+class CloseSamples:
+    """Stands for `Samples` where a predicate pads to 520 rows: it pads to two more than the longest sample."""
+
+    packed = Samples.packed
+
+    @staticmethod
+    def padded(lengths: Sequence[int], *, width: int, side: str) -> Samples:
+        """Return samples with little padding."""
+        return Samples.padded(lengths, width=max(lengths) + 2, side=side)
+
+
+def close_placements(lengths: Sequence[int], width: int) -> Iterator[tuple[str, Samples]]:
+    """Yield placements with little padding."""
+    return placements(lengths, max(lengths) + 2)
+
+
 norm_samples = fewer("norms.claims", "samples", SAMPLE_LENGTHS=FEW)
 norm_head_samples = fewer("norms.claims", "head_samples", SAMPLE_LENGTHS=FEW)
 norm_gradients = fewer("norms.claims", "gradients_agree", Samples=FewSamples)
@@ -44,7 +62,9 @@ embedding_samples = fewer("embedding.claims", "samples", SAMPLE_LENGTHS=LENGTHS)
 embedding_padding = fewer("embedding.claims", "padding_has_none", SAMPLE_LENGTHS=LENGTHS)
 # Micro-batches are merged from partial sums.
 linear_samples = fewer("linear.claims", "samples", SAMPLE_LENGTHS=LENGTHS, MICRO_BATCHES=())
-group_samples = fewer("linear_group.claims", "samples", SAMPLE_LENGTHS=FEW)
-logprob_samples = fewer("logprob.claims", "samples", SAMPLE_LENGTHS=FEW)
+group_samples = fewer("linear_group.claims", "samples", SAMPLE_LENGTHS=FEW, Samples=CloseSamples)
+logprob_samples = fewer(
+    "logprob.claims", "samples", SAMPLE_LENGTHS=FEW, placements=close_placements
+)
 attention_decode = fewer("attention.claims", "decode_is_prefill", DECODED=4, CHUNKS=(64,))
 attention_samples = fewer("attention.claims", "samples_are_alone", LENGTHS=(3, 66), WIDTH=70)

@@ -6,9 +6,10 @@ same calls by the Triton executor, and the same relations and predicates judge t
 
 - What has no meaning there is left out by name, with a reason, and counted apart: thread counts, partial sums, packed
   weights, ranks, and refusals, which the same Python makes before an executor is chosen.
-- Cases are few and small, because the interpreter takes seconds for what a GPU does in microseconds. Claims are judged
-  up to L2: 10,000 drawn inputs (L3) would take days, and proofs (L4) are of the CPU's code. The check of the operator's
-  schema (L1) is of the CPU's operator.
+- Cases are few and small, because the interpreter takes seconds for what a GPU does in microseconds: one size per
+  axis, at most 17 rows and 23 of any other axis unless a plan names others, and all dtypes unless a plan names some.
+  Claims are judged up to L2: 10,000 drawn inputs (L3) would take days, and proofs (L4) are of the CPU's code. The
+  check of the operator's schema (L1) is of the CPU's operator.
 - A planted wrong subject that does not run the operator has a twin: the operator itself, with a wrong Triton kernel.
 - Evidence has a digest of its own, which covers the sources of the Triton executors, of the backend and of the twins.
 """
@@ -21,6 +22,7 @@ from dataclasses import dataclass, replace
 from isobit.contracts.language.contract import Claim, Contract, Inputs
 from isobit.contracts.language.sabotage_names import planted_names
 from isobit.library.on_gpu.plans import (
+    COSTLY,
     ELSEWHERE,
     PLANS,
     PLANTS_LEFT_OUT,
@@ -74,6 +76,7 @@ def derive(contract: Contract) -> Derived:
         kept, left = derive_claim(contract.id, claim, plan)
         claims.append(kept)
         parts_left += [LeftOut(contract.id, f"{claim.id}: {what}", why) for what, why in left]
+    parts_left += dtypes_left_out(contract, plan)
     linked = {name for claim in claims for name in claim.obligations}
     made = replace(
         contract,
@@ -81,7 +84,8 @@ def derive(contract: Contract) -> Derived:
         depends_on=(),
         obligations=tuple(o for o in contract.obligations if o.id in linked),
         inputs={
-            name: reduced(i, plan.sizes.get(name, {}), plan) for name, i in contract.inputs.items()
+            name: reduced(i, plan.sizes.get(name, {}), plan, plan.dtypes.get(name, i.dtypes))
+            for name, i in contract.inputs.items()
         },
         claims=tuple(claims),
         waivers=(),
@@ -132,14 +136,26 @@ def kept_inputs(claim: Claim, plan: Plan) -> tuple[str, ...]:
     )
 
 
-def reduced(inputs: Inputs, sizes: Mapping[str, tuple[int, ...]], plan: Plan) -> Inputs:
+def dtypes_left_out(contract: Contract, plan: Plan) -> list[LeftOut]:
+    """Return which dtypes of which inputs are left out."""
+    return [
+        LeftOut(contract.id, f"inputs {name} in {dtype}", COSTLY)
+        for name, kept in plan.dtypes.items()
+        for dtype in contract.inputs[name].dtypes
+        if dtype not in kept
+    ]
+
+
+def reduced(
+    inputs: Inputs, sizes: Mapping[str, tuple[int, ...]], plan: Plan, dtypes: tuple[str, ...]
+) -> Inputs:
     """Return inputs of one small size per axis, or of the sizes given, with one edge pattern."""
     chosen = {
         name: sizes.get(name) or (nearest(values, ROWS if name == inputs.rows else WIDTH),)
         for name, values in inputs.sizes.items()
     }
     edges = tuple(edge for edge in inputs.edges if edge in plan.edges)
-    return replace(inputs, sizes=chosen, edges=edges, thorough={})
+    return replace(inputs, sizes=chosen, edges=edges, dtypes=dtypes, thorough={})
 
 
 def nearest(values: tuple[int, ...], limit: int) -> int:

@@ -18,6 +18,9 @@ PARTIAL = "partial sums have no Triton executor"
 PACKED = "packed weights have no Triton executor"
 LONG = "samples of 4,100 keys take minutes in the interpreter; tests/gpu compares chunks of keys"
 FEWER = "it runs on fewer tokens"
+COSTLY = (
+    "a case takes long in the interpreter; tests/gpu and `benchmarks comparisons` have this dtype"
+)
 OWN = "isobit.library.on_gpu.claims:"
 ROW_COUNTS = ("qkv_rows", "o_rows", "gate_up_rows", "down_rows")
 ROTATED = ("tokens", "wide_heads", "gradients", "heads_apart", "normal32", "normal16")
@@ -36,6 +39,7 @@ class Plan:
         predicates: By claim, a predicate in place of the contract's, and what of it is left out.
         inputs_left_out: Inputs that take too long, where a claim has others.
         edges: Patterns of special values that are kept.
+        dtypes: By name of inputs, the dtypes that are kept where one case takes long.
     """
 
     sizes: Mapping[str, Mapping[str, tuple[int, ...]]] = field(default_factory=dict)
@@ -43,6 +47,7 @@ class Plan:
     predicates: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     inputs_left_out: tuple[str, ...] = ()
     edges: tuple[str, ...] = ()
+    dtypes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 PLANS: dict[str, Plan] = {
@@ -105,19 +110,26 @@ PLANS: dict[str, Plan] = {
             **{name: {"rows": (66,), "heads": (1,)} for name in TWO_BLOCKS},
             **{name: {"t": (66,)} for name in ("edge", "block", "block_windowed")},
             "units": {"rows": (5,)},
-            "few": {"t": (7,), "heads": (2,)},
+            "batches": {"t": (4,), "heads": (1,)},
+            "few": {"t": (7,), "heads": (1,)},
         },
+        dtypes={"batches": ("bfloat16",), "few": ("float32",)},
         predicates={
             "decode-is-prefill": (f"{OWN}attention_decode", FEWER),
             "samples": (f"{OWN}attention_samples", FEWER),
         },
     ),
-    "gqa-kernel-v1": Plan(sizes={"samples": {"t": (18,)}, "edge": {"t": (66,)}}),
+    "gqa-kernel-v1": Plan(
+        sizes={"samples": {"t": (18,)}, "edge": {"t": (66,)}},
+        dtypes={"groups": ("float32", "bfloat16"), "samples": ("bfloat16",)},
+    ),
     "logprob-kernel-v1": Plan(
         left_out={"vocabulary-shares": PARTIAL},
+        sizes={"rows": {"k": (23,)}},
+        dtypes={"rows": ("bfloat16",)},
         predicates={"samples": (f"{OWN}logprob_samples", FEWER)},
     ),
-    "lm-head-kernel-v1": Plan(),
+    "lm-head-kernel-v1": Plan(sizes={"rows": {"k": (23,)}}, dtypes={"rows": ("bfloat16",)}),
     "grad-norm-kernel-v1": Plan(sizes={"rows": {"rows": (2,), "n": (23,)}}, edges=("tiny",)),
     "adamw-kernel-v1": Plan(
         sizes={name: {"rows": (3,), "n": (17,)} for name in ("rows", "defined", "plain")},

@@ -12,13 +12,9 @@ from isobit.contracts.store.tree import Tree, library
 from isobit.contracts.workspace import Workspace
 from isobit.library.on_gpu.derive import Derived, derive
 
-# What runs the kernels, and what derives the contracts.
+# What runs the kernels and the twins. Plans are not among them: what they make of a contract is in its digest.
 BACKENDS = "isobit.compiled.backends:executing"
-OWN = (
-    "isobit.library.on_gpu.tree:BackendTree",
-    "isobit.library.on_gpu.claims:linear_samples",
-    "isobit.library.on_gpu.twins:twin",
-)
+OWN = ("isobit.library.on_gpu.claims:linear_samples", "isobit.library.on_gpu.twins:twin")
 
 
 class BackendTree(Tree):
@@ -54,7 +50,8 @@ class BackendTree(Tree):
 
     def digest(self, id: str, variant: str = "", on: str = "") -> str:
         """Return the digest of a derived contract, which no contract of the CPU has."""
-        return super().digest(id, variant + self.variant, on)
+        derived = hash_text(repr(self._kept[id]))[:32] if id in self._kept else ""
+        return super().digest(id, f"{variant}{self.variant} {derived}", on)
 
 
 class BackendWorkspace(Workspace):

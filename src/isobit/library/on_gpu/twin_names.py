@@ -1,13 +1,47 @@
 """Which wrong Triton kernel stands for which planted subject: planted subject -> its twin.
 
-A planted subject that is not listed runs the operator, and so its Triton executor, or is a control.
+A planted subject without a twin is in AROUND or in STOCK, which name the reason. One that is in none fails
+tests/gpu/test_contracts_on_backends.py, which also launches those of AROUND.
 """
 
 from __future__ import annotations
 
 LIBRARY = "isobit.library"
-ROWS, ELEMENTS, PRODUCTS = (
-    f"{LIBRARY}.on_gpu.wrong_{name}" for name in ("rows", "elements", "products")
+ROWS, ELEMENTS, PRODUCTS, WORDS = (
+    f"{LIBRARY}.on_gpu.wrong_{name}" for name in ("rows", "elements", "products", "words")
+)
+OF_WORDS = (
+    "over_the_batch",
+    "neighbours_target",
+    "ignored_counted",
+    "without_the_tail",
+    "not_rescaled",
+    "a_hair_more",
+    "bf16_logits",
+    "temperature_after",
+    "vocabulary_reversed",
+    "padding_counted",
+    "dhidden_by_rows",
+    "ignored_pulled",
+    "without_temperature",
+    "blunted",
+    "tokens_backwards",
+)
+OF_LOSSES = (
+    "over_the_batch",
+    "neighbours_target",
+    "bf16_logits",
+    "ignored_pulled",
+    "tokens_backwards",
+)
+OF_HEADS = (
+    "bf16_logits",
+    "widened_late",
+    "decoding_otherwise",
+    "without_the_last_feature",
+    "temperature_after",
+    "neighbours_target",
+    "without_the_tail",
 )
 
 
@@ -109,6 +143,7 @@ TWINS: dict[str, str] = {
         eps_inside="adamw_eps_inside",
         coupled="adamw_coupled",
     ),
+    **twins("grad_norm.claims", ELEMENTS, in_fp32="norm_by_lane"),
     **twins("linear.planted", PRODUCTS, bf16_merges="linear_bf16_segments"),
     **twins(
         "attention.planted",
@@ -121,5 +156,49 @@ TWINS: dict[str, str] = {
         heads_mixed="attention_heads_mixed",
         sees_the_next="attention_sees_the_next",
         batch_maximum="attention_batch_maximum",
+        row_blocks="attention_row_blocks",
     ),
+    **twins("logprob.planted", WORDS, **{name: f"word_{name}" for name in OF_WORDS}),
+    **twins("cross_entropy.planted", WORDS, **{name: f"loss_{name}" for name in OF_LOSSES}),
+    **twins("lm_head.claims", WORDS, **{name: f"head_{name}" for name in OF_HEADS}),
 }
+
+# They are wrong in how they call the operator, or in what they make of its result: they run its Triton executor.
+AROUND: frozenset[str] = frozenset(
+    f"{LIBRARY}.{module}:{name}"
+    for module, names in {
+        "rms_norm.claims": "summed_backwards",
+        "layer_norm.claims": "summed_backwards without_bias",
+        "softmax.claims": "of_zeros",
+        "log_softmax.planted": "a_hair_more of_zeros summed_backwards",
+        "elementwise.planted": "silu_in_small_batches_by_stock silu_off_by_lane silu_with_other_tail "
+        "gelu_in_small_batches_by_stock gelu_off_by_lane gelu_the_other gelu_with_other_tail "
+        "swiglu_exchanged swiglu_in_small_batches_by_libm swiglu_off_by_lane swiglu_rounded_between "
+        "swiglu_with_other_tail",
+        "rotary.claims": "fused_if_alone in_bf16 in_pairs last_head_off narrow_for_narrow of_the_neighbour "
+        "with_the_gradient_of_the_turn",
+        "embedding.planted": "without_padding_idx",
+        "exact_sum.claims": "by_storage halves_rounded mean_gradient skipping_the_small with_one_infinity",
+        "grad_norm.claims": "largest_shard norm_of_norms sum_of_norms without_the_last",
+        "linear.planted": "axes_swapped axes_swapped_where_square leaf_at_padding tail_reordered",
+        "linear_group.planted": "apart blunt by_rows turned ungrouped without_bias without_samples",
+        "attention.planted": "a_hair_less bf16_gradients padding_counted window_off_by_one without_the_last "
+        "zero_times_infinity",
+        "gqa.claims": "first_group_for_all heads_descending keys_repeated last_head_counts",
+        "cross_entropy.planted": "blunt mean_of_means padding_in_the_mean summed_in_order summed_plainly",
+    }.items()
+    for name in names.split()
+)
+# They are torch's own functions, which a claim must find without help: they run nothing of isobit.
+STOCK: frozenset[str] = frozenset(
+    f"{LIBRARY}.{module}:{name}"
+    for module, names in {
+        "stock": "attention exact_sum gelu layer_norm linear log_softmax rms_norm silu swiglu total_norm",
+        "embedding.planted": "stock",
+        "linear_group.planted": "stock",
+        "logprob.planted": "stock",
+        "lm_head.claims": "stock",
+        "cross_entropy.planted": "stock",
+    }.items()
+    for name in names.split()
+)

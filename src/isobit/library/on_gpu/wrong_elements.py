@@ -1,4 +1,4 @@
-"""Wrong Triton kernels of elements: SiLU, GELU, rotary, embedding, the exact sum, AdamW."""
+"""Wrong Triton kernels of elements: SiLU, GELU, rotary, embedding, the exact sum, the norm and AdamW."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ from isobit.ops.exact_sum.op import exact_sum
 from isobit.ops.gelu.op import gelu
 from isobit.ops.rotary.op import rotary
 from isobit.ops.silu.op import silu
+from isobit.optim import get_total_norm
 from isobit.order.samples import Samples
 
 SILU, GELU, ROTARY = (f"isobit.ops.{name}.triton" for name in ("silu", "gelu", "rotary"))
 EMBEDDING, EXACT = "isobit.ops.embedding.triton", "isobit.ops.exact_sum.triton"
 ADAMW = "isobit.ops.adamw.triton"
+STATE = "isobit.ops.exact_sum.triton_state"
 NARROW = ".to(tl.bfloat16).to(tl.float32)"
 
 # ---- SiLU and GELU ---------------------------------------------------------------------------------------
@@ -155,5 +157,13 @@ adamw_coupled = twin(
         ADAMW,
         (f"mean = {MEAN}", f"g += 0.1 * value\n    mean = {MEAN}"),
         ("value * DECAY", "value"),
+    ),
+)
+
+SQUARE = "whole, high, place = whole & 0xFFFFFF, whole >> 24, 2 * shift + 22"
+norm_by_lane = twin(
+    get_total_norm,
+    source(
+        STATE, (SQUARE, f"{SQUARE}\n        high = tl.where(at % 2 == 0, high & 0xFFF000, high)")
     ),
 )

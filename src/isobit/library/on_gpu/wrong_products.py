@@ -77,3 +77,11 @@ attention_batch_maximum = twin(
         ),
     ),
 )
+attention_row_blocks = twin(
+    attention,
+    source(
+        STATES,
+        (FOLD, "for first in range(start - tl.load(blocks) % BLOCK, stop, BLOCK):"),
+        ("tl.load(blocks + first // BLOCK)", "tl.load(blocks) + first"),
+    ),
+)

@@ -1,0 +1,165 @@
+"""Wrong Triton kernels of log-probabilities, and of the head and the loss that are made of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from isobit.library.cross_entropy.claims import Loss
+from isobit.library.lm_head.claims import Head, ours
+from isobit.library.logprob.scored import Scored
+from isobit.library.on_gpu.twins import Change, function, source, twin
+from isobit.ops.linear.op import linear_fp32
+from isobit.ops.logprob.loss import linear_cross_entropy
+from isobit.ops.logprob.op import linear_logprob
+from isobit.order.samples import Samples
+
+LOGPROB, LINEAR = "isobit.ops.logprob.triton", "isobit.ops.linear.triton"
+PRODUCTS = "isobit.ops.linear.triton_products"
+NARROW = ".to(tl.bfloat16).to(tl.float32)"
+FEW = 8  # rows below which some twins take another order
+
+
+def scored(*changes: Change) -> Scored:
+    """Return log-probabilities with wrong kernels in both passes."""
+    return Scored(twin(linear_logprob, *changes))
+
+
+def averaged(*changes: Change) -> Loss:
+    """Return the loss with wrong kernels of its log-probabilities in both passes."""
+    return Loss(twin(linear_cross_entropy, *changes))
+
+
+def headed(*changes: Change) -> Head:
+    """Return a head with wrong kernels of its logits; its log-probabilities are right."""
+    return Head(twin(linear_fp32, *changes), linear_logprob)
+
+
+def trained(*changes: Change) -> Head:
+    """Return a head with wrong kernels of its log-probabilities; its logits are right."""
+    return Head(ours.logits, twin(linear_logprob, *changes))
+
+
+# ---- values ----------------------------------------------------------------------------------------------
+
+LOG = "log_sum = log_positive(whole)"
+OVER_THE_BATCH = source(LOGPROB, (LOG, f"{LOG} + tl.max(top) * 0.0009765625"))
+TARGET = "tl.load(targets + row, mask=row < M, other=-1)"
+NEIGHBOURS = source(
+    LOGPROB, (TARGET, TARGET.replace("targets + row", "targets + tl.maximum(row - 1, 0)"))
+)
+COUNTED = source(LOGPROB, (TARGET, f"tl.maximum({TARGET}, 0)"))
+ADDED = "total + exp_nonpositive(value - base)"
+NO_TAIL = source(LOGPROB, (f"tl.where(known, {ADDED}", f"tl.where(at + 16 <= LENGTH, {ADDED}"))
+BASE = 'base = tl.where(tops == -float("inf"), 0.0, tops)'
+NOT_RESCALED = source(LOGPROB, (BASE, f"{BASE} + 0.0625"))
+RESULT = "(chosen - top) - log_sum"
+HAIR_MORE = source(LOGPROB, (RESULT, f"{RESULT} + 9.5367431640625e-07"))
+# How choose_words loads logits: for the maximum, for the sum, and the target's.
+LOADS = (
+    'mask=inside, other=-float("inf"))',
+    "mask=(row < M) & known, other=0.0)",
+    "mask=target >= 0, other=0.0)",
+)
+BF16_LOGITS = source(LOGPROB, *((load, f"{load}{NARROW}") for load in LOADS))
+COOLED_LATE = source(
+    LOGPROB,
+    *((f"{load} * INVERSE", load) for load in LOADS),
+    (RESULT, f"({RESULT}) * INVERSE"),
+)
+PLACE = "logits + place + at"
+WORDS_REVERSED = source(
+    LOGPROB,
+    (PLACE, f"logits + tl.where(M < {FEW}, (2 * row + 1) * N - 1 - place - at, place + at)"),
+)
+
+# ---- gradients -------------------------------------------------------------------------------------------
+
+
+def all_rows(right: Any) -> Any:
+    """Take all rows for one sample, padding too."""
+    return lambda *given: Samples.packed([right(*given).rows])
+
+
+def words_backwards(right: Any) -> Any:
+    """Sum dhidden of few rows from the last word to the first."""
+
+    def wrong(x: Tensor, weight: Tensor, *given: Any, transposed: bool = False) -> Tensor:
+        if transposed and len(x) < FEW:
+            x, weight = x.flip(1), weight.flip(0)
+        return right(x, weight, *given, transposed=transposed)  # type: ignore[no-any-return]
+
+    return wrong
+
+
+def tokens_from_the_end(right: Any) -> Any:
+    """Sum dweight with the tokens of a sample from the last to the first."""
+
+    def wrong(grad: Tensor, x: Tensor, samples: Samples, dtype: torch.dtype) -> Tensor:
+        spans = tuple((samples.rows - start - length, length) for start, length in samples.spans)
+        turned = Samples(spans, samples.rows, samples.first, samples.of)
+        return right(grad.flip(0), x.flip(0), turned, dtype)  # type: ignore[no-any-return]
+
+    return wrong
+
+
+SCALED = "tl.where(target < 0, 0.0, tl.load(grad + row) * INVERSE)"
+PULLED = source(LOGPROB, (SCALED, "tl.load(grad + row) * INVERSE"))
+WARM = source(LOGPROB, (SCALED, SCALED.replace(" * INVERSE", "")))
+SPREAD = "1.0 - weight, 0.0 - weight) * scaled"
+BLUNTED = source(LOGPROB, (SPREAD, f"{SPREAD} * 0.999755859375"))
+BACKWARDS = function(LOGPROB, "sum_weight_grad", tokens_from_the_end)
+
+# ---- the twins -------------------------------------------------------------------------------------------
+
+word_over_the_batch, word_neighbours_target = scored(OVER_THE_BATCH), scored(NEIGHBOURS)
+word_ignored_counted, word_without_the_tail = scored(COUNTED), scored(NO_TAIL)
+word_not_rescaled, word_a_hair_more = scored(NOT_RESCALED), scored(HAIR_MORE)
+word_bf16_logits, word_temperature_after = scored(BF16_LOGITS), scored(COOLED_LATE)
+word_vocabulary_reversed = scored(WORDS_REVERSED)
+word_padding_counted = scored(function(LOGPROB, "whole_samples", all_rows))
+word_dhidden_by_rows = scored(function(LOGPROB, "multiply", words_backwards))
+word_ignored_pulled, word_without_temperature = scored(PULLED), scored(WARM)
+word_blunted, word_tokens_backwards = scored(BLUNTED), scored(BACKWARDS)
+
+loss_over_the_batch, loss_neighbours_target = averaged(OVER_THE_BATCH), averaged(NEIGHBOURS)
+loss_bf16_logits, loss_ignored_pulled = averaged(BF16_LOGITS), averaged(PULLED)
+loss_tokens_backwards = averaged(BACKWARDS)
+
+# ---- logits ----------------------------------------------------------------------------------------------
+
+
+def rounded_to_inputs(right: Any) -> Any:
+    """Round to the dtype of the inputs and widen again."""
+    return lambda x, weight, bias, dtype, **named: right(x, weight, bias, x.dtype, **named).to(
+        dtype
+    )
+
+
+def features_backwards(right: Any) -> Any:
+    """Sum the features of few rows from the last to the first."""
+
+    def wrong(x: Tensor, weight: Tensor, *given: Any, **named: Any) -> Tensor:
+        if x.shape[:-1].numel() < FEW:
+            x, weight = x.flip(-1), weight.flip(-1)
+        return right(x, weight, *given, **named)  # type: ignore[no-any-return]
+
+    return wrong
+
+
+END = "    return total{}\n\n\n@triton.jit\ndef store_tile"
+FIRST = "LENGTH if x.dtype.element_ty != tl.float32 else min(LENGTH, LEAF)"
+head_bf16_logits = headed(source(PRODUCTS, (END.format(""), END.format(NARROW))))
+head_widened_late = headed(function(LINEAR, "multiply", rounded_to_inputs))
+head_decoding_otherwise = headed(function(LINEAR, "multiply", features_backwards))
+head_without_the_last_feature = headed(
+    source(
+        PRODUCTS,
+        (FIRST, FIRST.replace("LENGTH", "(LENGTH - 1)")),
+        ("if WHOLE < LENGTH:", "if WHOLE < LENGTH - 1:"),
+    )
+)
+head_temperature_after, head_neighbours_target = trained(COOLED_LATE), trained(NEIGHBOURS)
+head_without_the_tail = trained(NO_TAIL)
