@@ -1,4 +1,4 @@
-"""`if_fails` of a claim: shown wherever a broken claim is, and nowhere else; read from the contract, never from evidence.
+"""`if_fails` of a claim: shown wherever a broken claim is, and nowhere else; it is no part of evidence.
 
 1. The language: a text of 1 to 1,000 characters; everything else is refused, by the loader and by the schema.
 2. A broken claim: terminal, JSON, JUnit, SARIF, HTML, explain and pytest show it, hostile text as text.
@@ -132,6 +132,7 @@ def test_other_verdicts_have_no_causes():
     assert ladder.with_causes(contract, record) == record
 
 
+@pytest.mark.full
 def test_pytest_shows_it(tmp_path):
     write(tmp_path)
     command = [sys.executable, "-m", "pytest", "--isobit", "--isobit-trust", "doubles", "-q"]
