@@ -300,7 +300,7 @@ def test_what_the_package_mlflow_writes(tmp_path, monkeypatch):
     from mlflow import MlflowClient
 
     client = MlflowClient(tmp_path.as_uri())
-    run = client.create_run("0")
+    run = client.create_run(client.create_experiment("x"))
     client.log_param(run.info.run_id, "learning_rate", "0.001")
     for row in healthy(30):
         client.log_metric(run.info.run_id, "train/loss", row["loss"], step=row["step"])

@@ -21,6 +21,7 @@ from isobit.guards.run_log.curves import RunLog
 from isobit.guards.run_log.findings import Limits, Verdict
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import judge_log
+from isobit.guards.run_log.schedule import schedule_in
 from isobit.plain_text import one_line
 from isobit.report.run_picture import draw_run
 
@@ -118,7 +119,7 @@ def run(options: argparse.Namespace) -> int:
     judged = [(log, with_causes(judge_log(log, limits))) for log in logs]
     origin = provenance_of(options, [repr(log) for log in logs])
     if options.svg is not None:
-        write_text(options.svg, picture(*judged[0], origin))
+        write_text(options.svg, picture(*judged[0], origin, config))
     if options.json:
         say_json({"provenance": origin, "logs": [as_record(*each) for each in judged]})
     else:
@@ -141,11 +142,15 @@ def with_causes(verdict: Verdict) -> Verdict:
     return replace(verdict, findings=tuple(found))
 
 
-def picture(log: RunLog, verdict: Verdict, origin: Any) -> str:
-    """Return the picture of a log."""
+def picture(log: RunLog, verdict: Verdict, origin: Any, config: Any = None) -> str:
+    """Return the picture of a log, with the learning rates of the configuration if the log has others."""
     marks = [(f.step, f"{f.rule}: {f.message}", f.severity != "info") for f in verdict.findings]
     title, _, about = sentence(log, verdict).partition("; ")
-    return draw_run(title, about, log.curves, marks, origin)
+    wanted = {}
+    if any(finding.rule == "schedule" for finding in verdict.findings):
+        schedule = schedule_in(config if config is not None else log.config or {}, log.max_steps)
+        wanted["lr"] = [(step, schedule.rate(step)) for step, _ in log.curves["lr"]]
+    return draw_run(title, about, log.curves, marks, origin, wanted)
 
 
 def as_record(log: RunLog, verdict: Verdict) -> dict[str, Any]:
