@@ -17,7 +17,7 @@ def test_a_norm_that_overflows(clipped, dtype):
         if clipped:
             optim.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    rules = [finding.name for finding in guard.findings]
+    rules = [finding.name for finding in guard.findings if finding.severity == "error"]
     assert rules == ([] if clipped else ["norm-above-limit"])
     if not clipped:
         assert 5e35 < guard.findings[0].value < 7e35  # 2e35 · √9
