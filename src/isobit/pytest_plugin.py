@@ -129,9 +129,9 @@ class ClaimItem(pytest.Item):
         wanted = min(record.required, int(str(self.config.getoption("--isobit-level"))[1:]))
         if record.verdict != "kept" or record.level < wanted:
             counts = f"{record.differing:,} of {record.compared:,} differ, {record.inputs:,} inputs, L{record.level}"
-            raise NotKept(
-                plain(f"{record.verdict}: {counts}: {record.detail}\n{record.replay}".rstrip())
-            )
+            causes = f"\nlikely causes: {record.if_fails}" if record.if_fails else ""
+            words = f"{record.verdict}: {counts}: {record.detail}{causes}\n{record.replay}"
+            raise NotKept(plain(words.rstrip()))
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
         """Show the verdict without a traceback."""

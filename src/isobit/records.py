@@ -110,7 +110,8 @@ class ClaimRecord:
     """The result of one claim: kept, broken, void, vacuous, unbound, waived or could-not-run.
 
     `at` is the level of the counter-example, or 0. `drawn` is the number of `inputs` that L3 drew. `level` and
-    `required` are not stored in evidence: the ladder computes them.
+    `required` are not stored in evidence: the ladder computes them. Nor is `if_fails`, what a broken claim's contract
+    says of likely causes.
     """
 
     claim: str
@@ -129,6 +130,7 @@ class ClaimRecord:
     seconds: float = 0.0
     drawn: int = 0
     at: int = 0
+    if_fails: str = ""
 
 
 @dataclass(frozen=True)

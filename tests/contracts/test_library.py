@@ -29,8 +29,8 @@ from isobit.library.linear import orders
 
 ROOT = Path(__file__).parents[2]
 # How many contracts, and how many claims, reach each level. A new one raises these; none may fall.
-CONTRACTS = {2: 27, 3: 22, 4: 6}
-CLAIMS = {2: 211, 3: 170, 4: 67}
+CONTRACTS = {2: 29, 3: 22, 4: 6}
+CLAIMS = {2: 228, 3: 171, 4: 67}
 
 
 @pytest.fixture(scope="session")

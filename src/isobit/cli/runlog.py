@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from isobit.cli.preflight import read_config
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
+from isobit.contracts.language.load import load_contract
+from isobit.contracts.store.tree import library
 from isobit.errors import ArgumentError
 from isobit.files import write_text
-from isobit.guards.run_log.readers import RunLog, read_log
-from isobit.guards.run_log.rules import Limits, Verdict, judge_log
+from isobit.guards.run_log.curves import RunLog
+from isobit.guards.run_log.findings import Limits, Verdict
+from isobit.guards.run_log.readers import read_log
+from isobit.guards.run_log.rules import judge_log
+from isobit.guards.run_log.schedule import schedule_in
 from isobit.plain_text import one_line
 from isobit.report.run_picture import draw_run
 
@@ -24,16 +30,34 @@ def add_parser(commands: Any) -> None:
     """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "runlog",
-        help="judge the log of a training run: NaN, rising loss, spikes, norms, missing steps",
-        description="Read the log of a run (JSON lines, CSV, transformers' trainer_state.json, or events of "
-        "isobit.guards.watch) and report numbers that are not finite, losses that hide such numbers, a loss whose "
-        "exponential mean over 100 steps rises by more than 5 %% over 500 steps (FALSIFY-ALBOR-001), gradient norms "
-        "above the limit (FALSIFY-ALBOR-002), spikes, plateaus and missing steps. "
+        help="judge the log of a training run: NaN, rising loss, spikes, norms, missing steps, learning rates",
+        description="Read the log of a run (JSON lines, CSV, transformers' trainer_state.json, events of "
+        "isobit.guards.watch or of TensorBoard, a run of MLflow) and report numbers that are not finite, losses that "
+        "hide such numbers, a loss whose exponential mean over 100 steps rises by more than 5 %% over 500 steps "
+        "(FALSIFY-ALBOR-001), gradient norms above the limit (FALSIFY-ALBOR-002), spikes, plateaus, missing steps, and "
+        "learning rates other than the configuration's. No tracker's package is needed. "
         "Exit 0: nothing found; 1: findings; 2: could not read.",
         epilog="example: isobit runlog out/trainer_state.json --svg run.svg",
     )
     parser.add_argument(
-        "logs", nargs="+", type=Path, metavar="FILE", help="a log; each is judged by itself"
+        "logs",
+        nargs="+",
+        type=Path,
+        metavar="LOG",
+        help="a file, a folder of TensorBoard's event files, or mlruns or mlflow.db; each is judged by itself",
+    )
+    parser.add_argument(
+        "--run",
+        default="",
+        metavar="ID",
+        help="which run of MLflow, by id or name, if there are several",
+    )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="YAML or JSON with learning_rate, lr_scheduler_type (constant, linear, cosine), warmup_steps, max_steps: "
+        "what the learning rates must be (MLflow: by default the run's parameters)",
     )
     parser.add_argument(
         "--warmup",
@@ -89,12 +113,13 @@ def run(options: argparse.Namespace) -> int:
             received=f"{len(options.logs)} logs",
             remedy="draw them one at a time",
         )
-    limits = Limits(options.warmup, options.max_norm, options.norms)
-    logs = [read_log(path) for path in options.logs]
-    judged = [(log, judge_log(log, limits)) for log in logs]
+    config = read_config(options.config)
+    limits = Limits(options.warmup, options.max_norm, options.norms, config)
+    logs = [read_log(path, options.run) for path in options.logs]
+    judged = [(log, with_causes(judge_log(log, limits))) for log in logs]
     origin = provenance_of(options, [repr(log) for log in logs])
     if options.svg is not None:
-        write_text(options.svg, picture(*judged[0], origin))
+        write_text(options.svg, picture(*judged[0], origin, config))
     if options.json:
         say_json({"provenance": origin, "logs": [as_record(*each) for each in judged]})
     else:
@@ -104,11 +129,28 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(verdict.is_kept for _, verdict in judged) else 1
 
 
-def picture(log: RunLog, verdict: Verdict, origin: Any) -> str:
-    """Return the picture of a log."""
+def with_causes(verdict: Verdict) -> Verdict:
+    """Add the likely causes that the contract training-stability-v1 has for its claims."""
+    if not any(finding.claim for finding in verdict.findings):
+        return verdict
+    contract = load_contract(library() / "training_stability" / "contract.yaml")
+    known = {claim.id: claim.if_fails for claim in contract.claims}
+    found = [
+        replace(finding, causes=known[finding.claim]) if finding.claim else finding
+        for finding in verdict.findings
+    ]
+    return replace(verdict, findings=tuple(found))
+
+
+def picture(log: RunLog, verdict: Verdict, origin: Any, config: Any = None) -> str:
+    """Return the picture of a log, with the learning rates of the configuration if the log has others."""
     marks = [(f.step, f"{f.rule}: {f.message}", f.severity != "info") for f in verdict.findings]
     title, _, about = sentence(log, verdict).partition("; ")
-    return draw_run(title, about, log.curves, marks, origin)
+    wanted = {}
+    if any(finding.rule == "schedule" for finding in verdict.findings):
+        schedule = schedule_in(config if config is not None else log.config or {}, log.max_steps)
+        wanted["lr"] = [(step, schedule.rate(step)) for step, _ in log.curves["lr"]]
+    return draw_run(title, about, log.curves, marks, origin, wanted)
 
 
 def as_record(log: RunLog, verdict: Verdict) -> dict[str, Any]:
@@ -118,6 +160,9 @@ def as_record(log: RunLog, verdict: Verdict) -> dict[str, Any]:
         "form": log.form,
         "rows": log.rows,
         "skipped": log.skipped,
+        "worded": log.worded,
+        "replaced": log.replaced,
+        "resumed": log.resumed,
         "entries": {name: len(points) for name, points in log.curves.items()},
         "kept": verdict.is_kept,
         **asdict(verdict),
@@ -152,4 +197,10 @@ def sentence(log: RunLog, verdict: Verdict) -> str:
         f"{Path(log.path).name} ({log.form}): {'kept' if verdict.is_kept else 'BROKEN'}: {counts} findings; "
         f"{len(verdict.judged)} of {every} rules judged over {entries}, steps {min(steps)}–{max(steps)}"
         + (f"; {log.skipped:,} of {log.rows:,} entries have none of these" if log.skipped else "")
+        + (f"; {log.worded:,} numbers are null or words, and not finite" if log.worded else "")
+        + (
+            f"; {log.replaced:,} entries were logged again, and the later ones count"
+            if log.replaced
+            else ""
+        )
     )

@@ -231,6 +231,9 @@ def show(
                 console.print(
                     one_line(f"{claim.verdict.upper()} {status.id}/{claim.claim}: {claim.detail}")
                 )
+                if claim.if_fails:
+                    causes = f"  likely causes: {one_line(claim.if_fails)}"
+                    console.print(causes, markup=False, soft_wrap=True)
                 if claim.replay:
                     console.print(f"  {claim.replay}", markup=False, soft_wrap=True)
         if (not status.claims and status.verdict != "kept") or status.weak:

@@ -89,9 +89,10 @@ class Workspace:
             shipped = None if variant or self.evidence.keys else self.shipped.status_of(entry)
             return replace(status, verdict=verdict, detail=why, shipped=shipped)
         records: Sequence[ClaimRecord] = merge_records(findings)
-        if entry.waivers:
+        if entry.waivers or (claims and any(r.verdict == "broken" for r in records)):
             contract = self.tree.load(entry.id)
-            records = [ladder.waive(contract, r) for r in records]
+            told = [ladder.with_causes(contract, r) for r in records]
+            records = [ladder.waive(contract, r) for r in told]
         verdict = ladder.contract_verdict(outline, records)
         level = ladder.contract_level(outline, records)
         detail = ""

@@ -56,6 +56,11 @@ def nonfinite_places(tensors: Sequence[Tensor], norms: Sequence[float]) -> list[
     ]
 
 
+def wide_norms_of(tensors: Sequence[Tensor]) -> list[float]:
+    """Return the same norms in fp64, for finite tensors whose squares overflow fp32: a gradient of 1e35 has a norm."""
+    return [float(torch.linalg.vector_norm(local_part(t), dtype=torch.float64)) for t in tensors]
+
+
 def total_of(norms: Sequence[float]) -> float:
     """Return the norm of all tensors together."""
     return math.hypot(*norms) if norms else 0.0

@@ -16,7 +16,13 @@ from isobit.guards.agreement import rank_agreement
 from isobit.guards.drift import Drift
 from isobit.guards.emitter import Emitter
 from isobit.guards.events import Event
-from isobit.guards.gradient_checks import describe_nonfinite, nonfinite_places, norms_of, total_of
+from isobit.guards.gradient_checks import (
+    describe_nonfinite,
+    nonfinite_places,
+    norms_of,
+    total_of,
+    wide_norms_of,
+)
 from isobit.guards.module_replay import ModelCall, find_end_of_graph, find_nonfinite
 from isobit.guards.optimizer_checks import check_identity, check_state, name_some, state_digest
 from isobit.guards.replicated import replicated_tensors
@@ -142,9 +148,11 @@ class StepChecks:
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler and a fused step
         factor = 1.0 if scale is None else 1 / float(scale)
         total = total_of(norms) * factor
+        wrong = nonfinite_places(grads, norms) if not math.isfinite(total) else []
+        if not wrong and math.isinf(total):
+            total = total_of(wide_norms_of(grads)) * factor
         self.total = total
         self.flowing.update(name for (name, _), norm in zip(pairs, norms, strict=True) if norm)
-        wrong = nonfinite_places(grads, norms) if not math.isfinite(total) else []
         if wrong:
             self.wrong = True
             last = wrong[-1]  # the first in the order of the backward

@@ -226,7 +226,7 @@ def _proof(record: ClaimRecord) -> str:
 
 
 def _found(record: ClaimRecord) -> str:
-    """Write the counter-example or the reason for no verdict, and the command that shows it again."""
+    """Write the counter-example or the reason for no verdict, likely causes, and the command that shows it again."""
     repeated = record.proof is not None and record.detail == record.proof.failure
     detail = f"<pre>{escape(record.detail)}</pre>" if record.detail and not repeated else ""
     replay = (
@@ -234,4 +234,5 @@ def _found(record: ClaimRecord) -> str:
         if record.replay
         else ""
     )
-    return detail + replay
+    causes = f"<p><b>Likely causes:</b> {escape(record.if_fails)}</p>" if record.if_fails else ""
+    return detail + causes + replay

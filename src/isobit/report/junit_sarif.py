@@ -16,13 +16,13 @@ SARIF = "https://json.schemastore.org/sarif-2.1.0.json"
 def describe(claim: ClaimRecord) -> str:
     """Describe a claim in one line, with its counts."""
     text = f"{claim.verdict}: {claim.differing:,} of {claim.compared:,} differ, {claim.inputs:,} inputs, L{claim.level}"
-    return plain(
-        ". ".join(
-            part
-            for part in (text, claim.detail, claim.replay and f"replay: {claim.replay}")
-            if part
-        )
+    parts = (
+        text,
+        claim.detail,
+        claim.if_fails and f"likely causes: {claim.if_fails}",
+        claim.replay and f"replay: {claim.replay}",
     )
+    return plain(". ".join(part for part in parts if part))
 
 
 def quoteattr(text: str) -> str:
@@ -65,8 +65,14 @@ def as_junit(contracts: Sequence[ContractStatus], origin: Provenance | None = No
 
 
 def as_sarif(contracts: Sequence[ContractStatus], origin: Provenance) -> str:
-    """Write a result for every claim that is not kept, at its contract's file."""
+    """Write a result for every claim that is not kept, at its contract's file; likely causes are the rule's help."""
     results = []
+    causes = {
+        one_line(f"{contract.id}/{claim.claim}"): plain(claim.if_fails)
+        for contract in contracts
+        for claim in contract.claims
+        if claim.if_fails
+    }
     for contract in contracts:
         found = [
             (f"{contract.id}/{c.claim}", c.verdict, describe(c))
@@ -88,7 +94,11 @@ def as_sarif(contracts: Sequence[ContractStatus], origin: Provenance) -> str:
                     ],
                 }
             )
-    rules = [{"id": r["ruleId"]} for r in results]
+    names = [str(r["ruleId"]) for r in results]
+    rules = [
+        {"id": name} | ({"help": {"text": causes[name]}} if name in causes else {})
+        for name in names
+    ]
     call = {
         "commandLine": one_line(origin.command),
         "endTimeUtc": origin.date.replace("+00:00", "Z"),

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from textwrap import wrap
 
 from isobit.records import Provenance
 from isobit.report.svg import Canvas
@@ -13,7 +14,8 @@ Point = tuple[int, float]
 Mark = tuple[int, str, bool]  # step, words, whether it counts against the run
 LEFT, WIDTH, HEIGHT, TOP, SPACE = 84, 760, 170, 80, 46
 MOST_POINTS = 1500  # of a curve; of more, the lowest and highest of each bin are drawn
-CLOSE = 12  # pixels between the labels of two marks
+CLOSE = 24  # pixels between the labels of two marks
+LINE = 125  # characters of a line about the picture
 
 
 def draw_run(
@@ -22,19 +24,24 @@ def draw_run(
     curves: Mapping[str, Sequence[Point]],
     marks: Sequence[Mark],
     origin: Provenance | None = None,
+    wanted: Mapping[str, Sequence[Point]] | None = None,
 ) -> str:
     """Draw a panel per curve, with a vertical line at each finding and its number above the first panel.
 
     Args:
         title: The first line.
-        about: The second line: what was judged.
+        about: The next lines: what was judged.
         curves: Points (step, value) by name; those that are not finite are drawn at the upper edge.
         marks: Findings, in the order of their numbers.
         origin: Where the picture comes from.
+        wanted: What a curve should be, drawn beside it.
     """
     canvas = Canvas()
     canvas.text(LEFT, 22, title, "title")
-    canvas.text(LEFT, 38, about, "quiet")
+    lines = wrap(about, LINE)
+    for row, line in enumerate(lines):
+        canvas.text(LEFT, 38 + 14 * row, line, "quiet")
+    top = TOP + 14 * max(len(lines) - 1, 0)
     steps = [step for points in curves.values() for step, _ in points]
     low, high = min(steps, default=0), max(steps, default=1)
     span = max(high - low, 1)
@@ -43,16 +50,13 @@ def draw_run(
         return 8 + (step - low) / span * (WIDTH - 16)
 
     for row, (name, points) in enumerate(curves.items()):
-        panel = draw_panel(name, points, marks, across)
-        canvas.place(panel, LEFT, TOP + row * (HEIGHT + SPACE))
-    bottom = TOP + len(curves) * (HEIGHT + SPACE) - SPACE + 18
+        panel = draw_panel(name, points, marks, across, (wanted or {}).get(name, ()))
+        canvas.place(panel, LEFT, top + row * (HEIGHT + SPACE))
+    bottom = top + len(curves) * (HEIGHT + SPACE) - SPACE + 18
     canvas.text(LEFT + 8, bottom, f"step {low}", "quiet")
     canvas.text(LEFT + WIDTH - 8, bottom, str(high), "quiet", "end")
-    taken = -math.inf
-    for number, (step, _, counts) in enumerate(marks, 1):
-        if across(step) - taken >= CLOSE:
-            taken = across(step)
-            canvas.text(LEFT + taken, TOP - 8, str(number), "" if counts else "quiet", "middle")
+    for x, words, counts in labels_of([(across(step), counts) for step, _, counts in marks]):
+        canvas.text(LEFT + x, top - 8, words, "" if counts else "quiet", "middle")
     for number, (step, words, counts) in enumerate(marks, 1):
         bottom += 18
         canvas.dot(LEFT + 8, bottom - 4, 4, "differs" if counts else "shared")
@@ -60,9 +64,22 @@ def draw_run(
     return canvas.document(LEFT + WIDTH + 24, bottom + 18, origin)
 
 
+def labels_of(places: Sequence[tuple[float, bool]]) -> Iterator[tuple[float, str, bool]]:
+    """Yield the labels of marks: place, numbers, whether one counts; those too close for two labels have one, `2–4`."""
+    groups: list[list[int]] = []
+    for at, (x, _) in enumerate(places):
+        if groups and x - places[groups[-1][0]][0] < CLOSE:
+            groups[-1].append(at)
+        else:
+            groups.append([at])
+    for group in groups:
+        words = str(group[0] + 1) + (f"–{group[-1] + 1}" if len(group) > 1 else "")
+        yield places[group[0]][0], words, any(places[at][1] for at in group)
+
+
 def shorten(words: str) -> str:
     """Return words that fit the width of the picture."""
-    most = 108
+    most = 116
     return words if len(words) <= most else words[: most - 1] + "…"
 
 
@@ -71,12 +88,14 @@ def draw_panel(
     points: Sequence[Point],
     marks: Sequence[Mark],
     place: Callable[[int], float],
+    wanted: Sequence[Point] = (),
 ) -> Canvas:
-    """Draw one curve in its frame, with three lines of its scale."""
+    """Draw one curve in its frame, with three lines of its scale, and behind it what it should be."""
     canvas = Canvas()
-    canvas.text(0, -8, f"{name} — {len(points)} entries", "quiet")
+    beside = "; orange: the configuration's" if wanted else ""
+    canvas.text(0, -8, f"{name} — {len(points)} entries{beside}", "quiet")
     canvas.panel(0, 0, WIDTH, HEIGHT)
-    values = sorted(value for _, value in points if math.isfinite(value))
+    values = sorted(value for _, value in (*points, *wanted) if math.isfinite(value))
     low, high = (values[0], values[-1]) if values else (0.0, 1.0)
     high = high if high > low else low + (abs(low) or 1.0)
 
@@ -91,6 +110,8 @@ def draw_panel(
     for step, words, counts in marks:
         x = place(step)
         canvas.line(x, 0, x, HEIGHT, "differs hair" if counts else "shared hair", words)
+    for (x0, y0), (x1, y1) in pairwise((place(s), height(v)) for s, v in thinned(wanted)):
+        canvas.line(x0, y0, x1, y1, "differs hair")
     drawn = [(place(step), height(value)) for step, value in thinned(points)]
     for (x0, y0), (x1, y1) in pairwise(drawn):
         canvas.line(x0, y0, x1, y1, "same hair")

@@ -94,7 +94,8 @@ def _obligation(
 
 def _claim(claim: Claim, record: ClaimRecord | None) -> Section:
     evidence = say_evidence(record) if record else ("not-judged: no evidence that counts",)
-    return Section(f"claim {claim.id}", (say_claim(claim), *evidence), "claim", claim.id)
+    causes = (f"if it fails: {claim.if_fails}",) if claim.if_fails else ()
+    return Section(f"claim {claim.id}", (say_claim(claim), *causes, *evidence), "claim", claim.id)
 
 
 def say_claim(claim: Claim) -> str:

@@ -16,7 +16,7 @@ from isobit.contracts.judge.sabotage_trials import try_planted
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Claim, Contract
 from isobit.contracts.options import Options
-from isobit.contracts.store.ladder import level_number
+from isobit.contracts.store.ladder import level_number, with_causes
 from isobit.errors import IsobitError, in_one_line
 from isobit.records import ClaimRecord
 
@@ -50,7 +50,7 @@ def verify_contract(
         except (Exception, SystemExit) as error:  # in a predicate, a proof or an import
             message = in_one_line(error)[:300]
             record = replace(empty, detail=f"raised {type(error).__name__}: {message}")
-        yield replace(record, seconds=round(time.monotonic() - started, 3))
+        yield with_causes(contract, replace(record, seconds=round(time.monotonic() - started, 3)))
 
 
 def judge_claim(

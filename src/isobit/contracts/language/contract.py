@@ -67,6 +67,7 @@ class Claim:
     inputs: tuple[str, ...] = ()
     sabotage: tuple[str, ...] = ()
     control: tuple[str, ...] = ()
+    if_fails: str = ""  # likely causes, and what to look at first
     proof: ProofPlan | None = None
     params: Params = field(default_factory=dict)
     line: int = 0

@@ -52,10 +52,11 @@ def suggest(word: str, known: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """A line or a paragraph; `pattern` for names."""
+    """A line or a paragraph; `pattern` for names, `longest` for the number of characters (0: any)."""
 
     pattern: str = ""
     like: str = "text that is not empty"
+    longest: int = 0
 
     def read(self, node: Node, path: str, where: str) -> str:
         value = node.value
@@ -63,13 +64,17 @@ class Text:
             not isinstance(value, str)
             or not value.strip()
             or (self.pattern and not re.fullmatch(self.pattern, value))
+            or len(value.strip()) > (self.longest or len(value))
         ):
             refuse(node, path, where, self.like, "write it in that form")
         return value.strip()
 
     def schema(self) -> Schema:
-        return {"type": "string"} | (
-            {"pattern": f"^(?:{self.pattern})$"} if self.pattern else {"minLength": 1}
+        limit = {"maxLength": self.longest} if self.longest else {}
+        return (
+            {"type": "string"}
+            | ({"pattern": f"^(?:{self.pattern})$"} if self.pattern else {"minLength": 1})
+            | limit
         )
 
 

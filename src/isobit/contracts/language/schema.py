@@ -57,6 +57,7 @@ REFERENCE = Text(
 )
 VERSION = Text(r"[0-9]{1,6}\.[0-9]{1,6}\.[0-9]{1,6}", "a version as 1.0.0")
 PROSE = Text()
+CAUSES = Text("", "text of 1 to 1,000 characters", 1000)
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,7 @@ CLAIM_KEYS = {
         ListOf(Text(), 0), "planted wrong subjects: built-in names or package:function"
     ),
     "control": Key(ListOf(REFERENCE), "subjects that must break the claim, such as stock kernels"),
+    "if_fails": Key(CAUSES, "likely causes, and what to look at first; shown if it is broken"),
 }
 
 

@@ -35,7 +35,7 @@ UNORDERED_FORM = 2  # without the version of the order, which was 1
 LARGEST = 64 << 20  # bytes of a file; a larger one is not evidence that we wrote
 COUNTS = ("at", "cases", "inputs", "drawn", "compared", "differing")
 TEXTS = ("claim", "relation", "verdict", "detail", "replay")
-DERIVED = ("level", "required")  # computed from the rest, so never stored
+DERIVED = ("level", "required", "if_fails")  # from the rest or from the contract, so never stored
 LINE = frozenset({*COUNTS, *TEXTS, "planted", "proof", "seconds", "previous"})
 ABOUT = ("contract", "digest", "subject", "date", "machine", "engine")
 

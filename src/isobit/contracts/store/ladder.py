@@ -120,6 +120,14 @@ def required_level(contract: Contract) -> int:
     return min(levels, default=0)
 
 
+def with_causes(contract: Contract, record: ClaimRecord) -> ClaimRecord:
+    """Add to a broken claim what its contract says of likely causes."""
+    if record.verdict != "broken":
+        return record
+    causes = next((c.if_fails for c in contract.claims if c.id == record.claim), "")
+    return replace(record, if_fails=causes)
+
+
 def waive(
     contract: Contract, record: ClaimRecord, today: datetime.date | None = None
 ) -> ClaimRecord:

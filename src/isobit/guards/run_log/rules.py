@@ -5,69 +5,17 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
 from isobit.guards.drift import Drift
-from isobit.guards.run_log.readers import Point, RunLog
+from isobit.guards.run_log.curves import Point, RunLog
+from isobit.guards.run_log.findings import Limits, LogFinding, NotJudged, Verdict, finite
+from isobit.guards.run_log.schedule import follows_schedule
 
 MEAN_WINDOW = 100  # steps of the exponential mean
 RISE, SPAN = 0.05, 500  # the most that it may rise, over so many steps
 FLAT, FLAT_SPAN = 0.001, 2000  # a mean that falls by less than this share over so many steps
 SHOWN = 5  # spikes of one log
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a log is judged by.
-
-    Attributes:
-        warmup: Steps that are not judged for a rising loss.
-        max_norm: The limit of the gradient norm after clipping.
-        norms: "clipped", "unclipped", or "auto": unclipped in a trainer_state.json, as transformers logs them.
-    """
-
-    warmup: int = 100
-    max_norm: float = 10.0
-    norms: str = "auto"
-
-
-@dataclass(frozen=True)
-class LogFinding:
-    """A rule that a log breaks.
-
-    Attributes:
-        rule: The rule.
-        severity: "info", "warning" or "error"; info does not count against the run.
-        step: The first step concerned.
-        message: What was found.
-        causes: What usually causes it, the most frequent first.
-    """
-
-    rule: str
-    severity: str
-    step: int
-    message: str
-    causes: str
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What was found in a log, which rules were judged, and why others were not."""
-
-    findings: tuple[LogFinding, ...]
-    judged: tuple[str, ...]
-    not_judged: dict[str, str]
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether nothing was found that counts."""
-        return all(finding.severity == "info" for finding in self.findings)
-
-
-class NotJudged(Exception):
-    """A log that a rule cannot judge, with the reason."""
-
 
 Rule = Callable[[RunLog, Limits], Iterator[LogFinding]]
 
@@ -94,11 +42,6 @@ def judge_log(log: RunLog, limits: Limits | None = None) -> Verdict:
     return Verdict(tuple(found), tuple(judged), skipped)
 
 
-def finite(points: Sequence[Point]) -> list[Point]:
-    """Return the points whose value is finite."""
-    return [(step, value) for step, value in points if math.isfinite(value)]
-
-
 def exponential_mean(points: Sequence[Point], window: int = MEAN_WINDOW) -> list[Point]:
     """Return the exponential mean over a window of steps; a log of every tenth step weighs a point ten times."""
     out: list[Point] = []
@@ -121,8 +64,7 @@ def nonfinite(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
                 "error",
                 wrong[0],
                 f"{name} is not finite in {len(wrong)} of {len(points)} entries, first at step {wrong[0]}",
-                "an overflow in 16 bits; a logarithm or division of zero; a learning rate that is too high; a bad "
-                "sample. isobit.guards.watch names the module",
+                claim="stays-finite",
             )
 
 
@@ -180,8 +122,7 @@ def rising_loss(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
             first,
             f"the exponential mean of the loss is more than {RISE:.0%} above that of {SPAN} steps before, by up to "
             f"{worst:.1%} (FALSIFY-ALBOR-001)",
-            "a learning rate that is too high, or rises again; data of another distribution; an optimizer whose state "
-            "was lost at a restart",
+            claim="loss-falls",
         )
 
 
@@ -200,8 +141,7 @@ def norm_limit(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
             above[0][0],
             f"the gradient norm is at least {limits.max_norm:g} in {len(above)} of {len(norms)} entries, at most "
             f"{max(norm for _, norm in above):.4g} (FALSIFY-ALBOR-002)",
-            "clipping is missing, comes before the last micro-batch, or leaves out parameters that are offloaded; "
-            "norms that were logged before clipping (--norms unclipped)",
+            claim="norms-are-bounded",
         )
 
 
@@ -253,8 +193,7 @@ def missing_steps(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
         raise NotJudged("the log has one entry")
     usual = gaps.most_common(1)[0][0]
     holes = [(a, b) for a, b in pairwise(steps) if b - a > usual]
-    # A watch logs the micro-batches of a step one by one.
-    backs = [(a, b) for a, b in pairwise(steps) if b < a or (b == a and log.form != "events")]
+    backs = log.resumed
     # The first and the last entry of many loggers are off the interval.
     inner = [(a, b) for a, b in holes if a != steps[0] and b != steps[-1]]
     if inner:
@@ -272,7 +211,8 @@ def missing_steps(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
             "repeated-steps",
             "warning",
             backs[0][1],
-            f"step {backs[0][1]} follows step {backs[0][0]}; steps go back in {len(backs)} places",
+            f"step {backs[0][1]} follows step {backs[0][0]}; steps go back in {len(backs)} places. Of entries "
+            f"that were logged again the later ones are judged, and {log.replaced:,} earlier ones are not",
             "the run was resumed from an earlier checkpoint; several runs or ranks write one file",
         )
 
@@ -293,5 +233,6 @@ RULES: dict[str, Rule] = {
     "spikes": spikes,
     "plateau": plateau,
     "missing-steps": missing_steps,
+    "schedule": follows_schedule,
     "reported": reported,
 }

@@ -147,6 +147,7 @@ ELSEWHERE = {
     "chain-v1": "whole models: tests/gpu/test_whole_model.py",
     "rank-agreement-v1": MODULES,
     "training-config-kernel-v1": MODULES,
+    "training-stability-v1": MODULES,
     "distributed-training-v1": "isobit.parallel refuses tensors on a GPU",
 }
 
