@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from isobit.errors import ArgumentError
-from isobit.guards.trial_run.checks import CHECKS, NotJudged
+from isobit.guards.trial_run.checks import CHECKS
+from isobit.guards.trial_run.counts import counts_are_as_configured
+from isobit.guards.trial_run.declaration import Declaration, check_declaration, read_declaration
 from isobit.guards.trial_run.hyperparameters import (
     check_hyperparameters,
     expected_limit,
     expected_values,
 )
+from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.observer import Observer, StepsDone
 
 LIVE = "losses, gradients and weights"
 CONFIG = "configuration reached the optimizer"
+DECLARED = "parameters are as declared"
+COUNTS = "counts are as configured"
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,7 @@ class PreflightFinding:
         message: What was found.
         step: The step, if it is known.
         module: The module or parameter concerned.
+        ranks: The ranks concerned, if there are several.
 
     Example:
         >>> from isobit.guards import PreflightFinding
@@ -41,6 +47,7 @@ class PreflightFinding:
     message: str
     step: int | None = None
     module: str = ""
+    ranks: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -54,6 +61,8 @@ class PreflightReport:
         findings: What is wrong.
         judged: Checks that were made.
         not_judged: Checks that were not, with the reason.
+        dtypes: Calls of modules without submodules, by class and dtype of the output.
+        ranks: Simulated ranks; 1 for a program that ran by itself.
 
     Example:
         >>> from isobit.guards import PreflightReport
@@ -67,6 +76,8 @@ class PreflightReport:
     findings: tuple[PreflightFinding, ...]
     judged: tuple[str, ...]
     not_judged: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    ranks: int = 1
 
     @property
     def is_clean(self) -> bool:
@@ -75,7 +86,11 @@ class PreflightReport:
 
 
 def preflight(
-    program: Callable[[], object], *, steps: int = 3, config: Mapping[str, Any] | None = None
+    program: Callable[[], object],
+    *,
+    steps: int = 3,
+    config: Mapping[str, Any] | None = None,
+    declare: Mapping[str, Any] | None = None,
 ) -> PreflightReport:
     """Run a training program for a few optimizer steps and report what is wrong.
 
@@ -86,13 +101,15 @@ def preflight(
         program: A function that trains. It is called once.
         steps: Steps of the first optimizer that steps.
         config: Hyperparameters that the optimizer must have, and `max_grad_norm` for the gradients that each optimizer
-            reads, by the names of transformers or DeepSpeed.
+            reads, by the names of transformers, DeepSpeed or torchtitan. Batch sizes and steps are compared too.
+        declare: What only the author knows: `frozen` patterns of names, `tied` groups of names, `hyperparameters`,
+            `global_batch_size`. No other key is taken.
 
     Returns:
         The findings, and which checks were made.
 
     Raises:
-        ArgumentError: If the program takes no optimizer step.
+        ArgumentError: If the program takes no optimizer step, or a declaration is not as above.
 
     Example:
         >>> from isobit.guards import preflight
@@ -112,7 +129,8 @@ def preflight(
         raise ArgumentError(
             expected="at least one step", received=f"steps={steps}", remedy="pass steps=3"
         )
-    seen = Observer(steps, expected_limit(config or {}))
+    orders = Orders.of(config, declare)
+    seen = orders.observer(steps)
     seen.install()
     try:
         program()
@@ -126,10 +144,43 @@ def preflight(
             received="none: nothing was checked",
             remedy="let it reach optimizer.step() of a torch.optim.Optimizer",
         )
-    return conclude(seen, config)
+    return conclude(seen, orders)
 
 
-def conclude(seen: Observer, config: Mapping[str, Any] | None) -> PreflightReport:
+@dataclass(frozen=True)
+class Orders:
+    """The configuration and the declaration of a run."""
+
+    config: Mapping[str, Any]
+    declared: Declaration | None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | None, declare: Mapping[str, Any] | None) -> Orders:
+        """Read both; what is declared counts more than the configuration."""
+        declared = None if declare is None else read_declaration(declare)
+        return cls({**(config or {}), **(declared.hyperparameters if declared else {})}, declared)
+
+    def observer(self, steps: int) -> Observer:
+        """Return an observer for one program."""
+        return Observer(steps, expected_limit(self.config), self.config)
+
+    def checks(self) -> dict[str, Callable[[Observer], Iterator[Found]]]:
+        """Return every check, by name."""
+        size = self.declared.global_batch_size if self.declared else None
+        return {
+            **CHECKS,
+            DECLARED: lambda seen: self.check_declared(seen),
+            COUNTS: lambda seen: counts_are_as_configured(seen.counts(), self.config, size),
+        }
+
+    def check_declared(self, seen: Observer) -> Iterator[Found]:
+        """Check what is declared of parameters."""
+        if self.declared is None or not (self.declared.frozen or self.declared.tied):
+            raise NotJudged("no declaration of frozen or tied parameters was given")
+        yield from check_declaration(seen, self.declared)
+
+
+def conclude(seen: Observer, orders: Orders) -> PreflightReport:
     """Make the checks that follow the steps, and collect what the watches found."""
     found = [
         PreflightFinding(event.name, event.severity, event.message, event.step, event.module)
@@ -140,13 +191,13 @@ def conclude(seen: Observer, config: Mapping[str, Any] | None) -> PreflightRepor
         [LIVE if seen.max_norm is None else f"{LIVE}, norm up to {seen.max_norm:g}"],
         {},
     )
-    for name, check in CHECKS.items():
+    for name, check in orders.checks().items():
         try:
             found += [PreflightFinding(*each) for each in check(seen)]
             judged.append(name)
         except NotJudged as reason:
             skipped[name] = str(reason)
-    expected = expected_values(config or {})
+    expected = expected_values(orders.config)
     if expected:
         wrong = check_hyperparameters(expected, seen.optimizers)
         found += [PreflightFinding("hyperparameter", "error", message) for message in wrong]
@@ -156,4 +207,12 @@ def conclude(seen: Observer, config: Mapping[str, Any] | None) -> PreflightRepor
     models = [model for model, _ in seen.roots.values()]
     count = len({id(p) for model in models for p in model.parameters()})
     steps = next(iter(seen.watches.values())).steps
-    return PreflightReport(steps, len(models), count, tuple(found), tuple(judged), skipped)
+    return PreflightReport(
+        steps,
+        len(models),
+        count,
+        tuple(found),
+        tuple(judged),
+        skipped,
+        seen.census.as_record(),
+    )
