@@ -86,7 +86,11 @@ def counts_are_as_configured(
     pairs = [
         ("batch_size", "rows of a micro-batch", found.rows),
         ("accumulation", "micro-batches per step", found.accumulation),
-        ("global_batch_size", f"rows per step on {found.ranks} ranks", found.per_step),
+        (
+            "global_batch_size",
+            f"rows per step over all ranks, of which there are {found.ranks}",
+            found.per_step,
+        ),
     ]
     judged = 0
     for key, words, value in pairs:
@@ -96,7 +100,7 @@ def counts_are_as_configured(
                 yield (
                     "count",
                     "error",
-                    f"{key} is {wanted[key]} in the configuration; the run has {value} {words}",
+                    f"{key} is to be {wanted[key]}; the run has {value} {words}",
                 )
     algebra = as_training_config(found, wanted)
     if algebra is not None:

@@ -99,34 +99,56 @@ def shares_of_step(calls: list[LossCall]) -> Iterator[list[Share]]:
         yield [share_of(group) for group in groups]
 
 
-def judge(step: int, shares: list[Share], rows: set[int]) -> tuple[str, str]:
+def ranks_weigh_the_same(losses: list[list[LossCall]]) -> Iterator[Found]:
+    """Yield a finding if the loss is averaged per rank, over unequal numbers of targets.
+
+    Args:
+        losses: The loss calls of each rank.
+
+    Raises:
+        NotJudged: If the first step cannot show it.
+    """
+    used = [[c for c in calls if c.factor is not None and c.step == 0] for calls in losses]
+    if not all(used):
+        raise NotJudged("not every rank differentiated a loss of torch.nn.functional")
+    reason, wrong = judge(0, [share_of(calls) for calls in used], set(), "rank")
+    if reason:
+        raise NotJudged(reason)
+    if wrong:
+        yield "per-rank-mean", "warning", wrong
+
+
+def judge(
+    step: int, shares: list[Share], rows: set[int], part: str = "micro-batch"
+) -> tuple[str, str]:
     """Return why shares of one loss cannot be judged, or what is wrong with them; two empty strings if nothing is."""
     if len(shares) < 2:
         return "one backward per step: nothing is accumulated", ""
     if any(not share.count or not share.total for share in shares):
-        return "a micro-batch has no target that counts", ""
+        return f"a {part} has no target that counts", ""
     counts = [share.count for share in shares]
     if are_near(counts):
         return (
-            f"every micro-batch has {counts[0]:g} targets; only unequal numbers show how they are weighted",
+            f"every {part} has {counts[0]:g} targets; only unequal numbers show how they are weighted",
             "",
         )
     if not all(are_near((share.low, share.high)) for share in shares):
-        return "targets of one micro-batch have different weights", ""
+        return f"targets of one {part} have different weights", ""
     if are_near([share.high for share in shares]):
         return "", ""
     if not are_near([share.total for share in shares]):
-        return "micro-batches have weights that follow neither their number nor their targets", ""
+        return f"the weight of a {part} follows neither their number nor its targets", ""
     if rows == {1} and not all(share.is_mean for share in shares):
         return (
             "every micro-batch has one row: a mean per row and one per micro-batch are the same; try two rows",
             "",
         )
+    plural = "ranks" if part == "rank" else f"{part}es"
     every, given = sum(counts), sum(share.total for share in shares)
     found = ", ".join(f"{share.total / given:.4g}" for share in shares[:SHOWN])
     due = ", ".join(f"{count:g}/{every:g}" for count in counts[:SHOWN])
     return "", (
-        f"the normaliser is per micro-batch: in step {step} the losses of {len(shares)} micro-batches have the "
-        f"weights {found}; their targets ask for {due}. With other micro-batches the same batch trains "
+        f"the normaliser is per {part}: in step {step} the losses of {len(shares)} {plural} have the "
+        f"weights {found}; their targets ask for {due}. With other {plural} the same batch trains "
         "differently: divide the sum of the losses by the targets of the whole step"
     )
