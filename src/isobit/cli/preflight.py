@@ -162,8 +162,9 @@ def show(console: Console, name: str, report: dict[str, Any]) -> None:
     for check, reason in report["not_judged"].items():
         console.print(one_line(f"not judged: {check}: {reason}"))
     judged, every = len(report["judged"]), len(report["judged"]) + len(report["not_judged"])
+    ranks = "" if report["ranks"] == 1 else f"{report['ranks']} ranks, "
     console.print(
         f"{one_line(name)}: {'clean' if not report['findings'] else 'FOUND'}: {len(report['findings'])} findings; "
-        f"{judged} of {every} checks made, on {report['ranks']} ranks, {report['steps']} steps, "
-        f"{report['models']} models and {report['parameters']} parameters"
+        f"{judged} of {every} checks made, on {ranks}{report['steps']} steps, {report['models']} models and "
+        f"{report['parameters']} parameters"
     )

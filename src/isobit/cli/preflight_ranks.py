@@ -28,13 +28,8 @@ from isobit.guards.trial_run.counts import Counts, counts_are_as_configured
 from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.micro_batches import ranks_weigh_the_same
 from isobit.guards.trial_run.observer import Observer, StepsDone
-from isobit.guards.trial_run.run import (
-    COUNTS,
-    Orders,
-    PreflightFinding,
-    PreflightReport,
-    conclude,
-)
+from isobit.guards.trial_run.report import PreflightFinding, PreflightReport
+from isobit.guards.trial_run.run import COUNTS, Orders, conclude
 from isobit.majority import count_votes
 from isobit.simulator.program.script import Script
 from isobit.simulator.result import Result
@@ -143,13 +138,18 @@ def combine(
     for rank, report in reports.items():
         for finding in report.findings:
             merged.setdefault(finding, []).append(rank)
-    found = found + [replace(each, ranks=tuple(where)) for each, where in merged.items()]
+    own = [replace(each, ranks=tuple(where)) for each, where in merged.items()]
     skipped: dict[str, str] = {}
     for rank, report in reports.items():
         for name, reason in report.not_judged.items():
             skipped.setdefault(name, f"rank {rank}: {reason}")
     names = dict.fromkeys(name for report in reports.values() for name in report.judged)
-    judged = [name for name in names if name not in skipped] + [REPLICAS]
+    judged = [name for name in names if name not in skipped]
+    starts = [tuple(each.before.values()) for each in seen]
+    if found or len(set(starts)) < len(starts):
+        judged.append(REPLICAS)
+    else:
+        skipped[REPLICAS] = "no two ranks start with the same parameters"
     size = orders.declared.global_batch_size if orders.declared else None
     counts = counts_of(seen)
     for name, check in (
@@ -158,7 +158,7 @@ def combine(
         (NORMS, norms_stay_replicas(seen)),
     ):
         try:
-            found += [PreflightFinding(*each) for each in check]
+            own += [PreflightFinding(*each) for each in check]
             judged.append(name)
         except NotJudged as reason:
             skipped[name] = str(reason)
@@ -167,7 +167,7 @@ def combine(
         min((report.steps for report in reports.values()), default=0),
         first.models,
         first.parameters,
-        tuple(found),
+        (*found, *own),
         tuple(judged),
         skipped,
         first.dtypes,

@@ -15,10 +15,10 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewp
 body{{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem}}
 h1{{font-size:1.5rem;margin-bottom:.2rem}}h2{{font-size:1.1rem;margin:2rem 0 .5rem}}.verdict{{font-size:1.1rem}}
 table{{border-collapse:collapse;width:100%}}td,th{{text-align:left;padding:.35rem .8rem .35rem 0;vertical-align:top;
-border-bottom:1px solid #8884;overflow-wrap:anywhere}}th{{font-weight:500;color:var(--mute)}}
+border-bottom:1px solid #8884;white-space:nowrap}}th{{font-weight:500;color:var(--mute)}}
 .good{{color:var(--good)}}.bad{{color:var(--bad)}}.warn{{color:var(--warn)}}.mute{{color:var(--mute)}}
-td:first-child{{white-space:nowrap}}.wide{{overflow-x:auto}}
-code{{font:13px ui-monospace,Menlo,Consolas,monospace}}td.number{{text-align:right;font-variant-numeric:tabular-nums}}
+td:last-child{{white-space:normal;overflow-wrap:anywhere;width:100%;min-width:14rem}}.wide{{overflow-x:auto}}
+code{{font:13px ui-monospace,Menlo,Consolas,monospace}}td.number{{width:auto;font-variant-numeric:tabular-nums}}
 @media (max-width:640px){{td:first-child{{white-space:normal}}}}
 {footer_style}</style>
 <h1>{title}</h1><p class="verdict {tone}">{verdict}</p>
@@ -42,8 +42,8 @@ def write_preflight_page(
     findings, judged = report["findings"], report["judged"]
     every = len(judged) + len(report["not_judged"])
     verdict = (
-        f"{len(findings)} {'finding' if len(findings) == 1 else 'findings'}; {len(judged)} of {every} checks made, "
-        f"on {report['ranks']} ranks, {report['steps']} steps and {report['parameters']} parameters"
+        f"{many(len(findings), 'finding')}; {len(judged)} of {every} checks made, "
+        f"on {many(report['ranks'], 'rank')}, {many(report['steps'], 'step')} and {report['parameters']} parameters"
     )
     return PAGE.format(
         title=escape(f"Preflight of {name}"),
@@ -55,6 +55,11 @@ def write_preflight_page(
         origin=as_footer(origin),
         footer_style=FOOTER_STYLE,
     )
+
+
+def many(count: int, noun: str) -> str:
+    """Return a number and its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def write_findings(findings: Any) -> str:

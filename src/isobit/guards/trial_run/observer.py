@@ -50,6 +50,7 @@ class Observer:
         batches: Per step of the first optimizer, the digests of what models were called with.
         before: Digests of all parameters before the first step.
         rows: Per step, the first dimension of what models were called with, per call.
+        rates: The learning rate of the first optimizer's first group, per step.
         shapes: By model, the shapes of its inputs and of its first output, in its first call.
         thread: The only thread whose calls count; None for every thread.
     """
@@ -67,6 +68,7 @@ class Observer:
         self.batches: list[tuple[str, ...]] = [()]
         self.before: dict[int, str] = {}
         self.rows: list[list[int]] = [[]]
+        self.rates: list[float] = []
         self.shapes: dict[int, tuple[nn.Module, list[torch.Size], torch.Size | None]] = {}
         self.pending: ModelCall | None = None
         self.stack = ExitStack()
@@ -166,7 +168,11 @@ class Observer:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Start a watch at the first step of an optimizer; its own hook runs next."""
-        if not self.is_mine() or id(optimizer) in self.watches:
+        if not self.is_mine():
+            return
+        if not self.optimizers or optimizer is self.optimizers[0]:
+            self.rates.append(float(optimizer.param_groups[0].get("lr", 0)))
+        if id(optimizer) in self.watches:
             return
         if not self.before:
             self.before = {

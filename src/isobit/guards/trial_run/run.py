@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from isobit.errors import ArgumentError
@@ -12,77 +12,18 @@ from isobit.guards.trial_run.counts import counts_are_as_configured
 from isobit.guards.trial_run.declaration import Declaration, check_declaration, read_declaration
 from isobit.guards.trial_run.hyperparameters import (
     check_hyperparameters,
+    check_warm_up,
     expected_limit,
     expected_values,
 )
 from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.observer import Observer, StepsDone
+from isobit.guards.trial_run.report import PreflightFinding, PreflightReport
 
 LIVE = "losses, gradients and weights"
 CONFIG = "configuration reached the optimizer"
 DECLARED = "parameters are as declared"
 COUNTS = "counts are as configured"
-
-
-@dataclass(frozen=True)
-class PreflightFinding:
-    """A check that a program does not pass.
-
-    Attributes:
-        rule: The rule, as in docs/how-to/before-you-rent-the-gpus.md.
-        severity: "warning" or "error".
-        message: What was found.
-        step: The step, if it is known.
-        module: The module or parameter concerned.
-        ranks: The ranks concerned, if there are several.
-
-    Example:
-        >>> from isobit.guards import PreflightFinding
-        >>> PreflightFinding("same-batch", "warning", "the inputs of 3 steps have the same bits").rule
-        'same-batch'
-    """
-
-    rule: str
-    severity: str
-    message: str
-    step: int | None = None
-    module: str = ""
-    ranks: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
-class PreflightReport:
-    """What a preflight found.
-
-    Attributes:
-        steps: Optimizer steps that were observed.
-        models: Models that the program called.
-        parameters: Their parameters.
-        findings: What is wrong.
-        judged: Checks that were made.
-        not_judged: Checks that were not, with the reason.
-        dtypes: Calls of modules without submodules, by class and dtype of the output.
-        ranks: Simulated ranks; 1 for a program that ran by itself.
-
-    Example:
-        >>> from isobit.guards import PreflightReport
-        >>> PreflightReport(3, 1, 2, (), ("batches differ",)).is_clean
-        True
-    """
-
-    steps: int
-    models: int
-    parameters: int
-    findings: tuple[PreflightFinding, ...]
-    judged: tuple[str, ...]
-    not_judged: Mapping[str, str] = field(default_factory=dict)
-    dtypes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    ranks: int = 1
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing was found."""
-        return not self.findings
 
 
 def preflight(
@@ -203,6 +144,10 @@ def conclude(seen: Observer, orders: Orders, leave_out: tuple[str, ...] = ()) ->
     if expected:
         wrong = check_hyperparameters(expected, seen.optimizers)
         found += [PreflightFinding("hyperparameter", "error", message) for message in wrong]
+        found += [
+            PreflightFinding("no-warm-up", "error", message)
+            for message in check_warm_up(seen.rates, orders.config, expected.get("lr"))
+        ]
         judged.append(f"{CONFIG} ({', '.join(expected)})")
     else:
         skipped[CONFIG] = "no configuration with hyperparameters was given"

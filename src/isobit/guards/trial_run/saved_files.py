@@ -18,6 +18,7 @@ from isobit.errors import ArgumentError
 from isobit.guards.module_replay import unwrapped
 from isobit.guards.optimizer_checks import name_some
 from isobit.guards.trial_run.judging import Found, NotJudged
+from isobit.guards.trial_run.report import PreflightFinding
 
 PREFIXES = ("module.", "_orig_mod.", "model.")
 DEPTH = 3  # of dictionaries in a file
@@ -166,7 +167,7 @@ def same_bits(saved: Tensor, live: Tensor) -> bool:
     return saved.shape == here.shape and bits.digest(saved) == bits.digest(here.to(saved.dtype))
 
 
-def check_checkpoint(model: nn.Module, path: str | Path) -> tuple[Found, ...]:
+def check_checkpoint(model: nn.Module, path: str | Path) -> tuple[PreflightFinding, ...]:
     """Read a checkpoint back and compare it with the model in memory, bit for bit.
 
     Args:
@@ -174,7 +175,7 @@ def check_checkpoint(model: nn.Module, path: str | Path) -> tuple[Found, ...]:
         path: A file of `torch.save` or safetensors. It is read without executing anything in it.
 
     Returns:
-        A rule, a severity and a sentence for each finding: tensors that differ, tensors that are missing.
+        The findings: tensors that differ, tensors that are missing.
 
     Raises:
         ArgumentError: If the file cannot be compared with the model.
@@ -188,14 +189,15 @@ def check_checkpoint(model: nn.Module, path: str | Path) -> tuple[Found, ...]:
         >>> check_checkpoint(model, path)
         ()
         >>> torch.save({"weight": model.weight}, path)
-        >>> check_checkpoint(model, path)[0][2]
+        >>> check_checkpoint(model, path)[0].message
         'model.pt: 1 of 2 tensors of the model are missing: bias'
     """
     try:
-        return tuple(compare_with_live(read_tensors(Path(path)), model, Path(path).name))
+        found = compare_with_live(read_tensors(Path(path)), model, Path(path).name)
     except NotJudged as reason:
         raise ArgumentError(
             expected="a checkpoint of this model",
             received=f"{path}: {reason}",
             remedy="save model.state_dict() with torch.save or safetensors, and pass that file",
         ) from reason
+    return tuple(PreflightFinding(*each) for each in found)
