@@ -19,6 +19,7 @@ from isobit.guards.module_replay import unwrapped
 from isobit.guards.optimizer_checks import name_some
 from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.report import PreflightFinding
+from isobit.plain_text import one_line
 
 PREFIXES = ("module.", "_orig_mod.", "model.")
 DEPTH = 3  # of dictionaries in a file
@@ -101,7 +102,7 @@ def read_tensors(path: Path) -> dict[str, Any]:
             return dict(load_file(path))
         held = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).split("\n")[0][:120]
+        reason = one_line(str(error)).split(". ")[0][:120]
         raise NotJudged(
             f"it could not be read back safely: {type(error).__name__}: {reason}"
         ) from error
