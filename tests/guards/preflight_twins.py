@@ -334,7 +334,68 @@ def half_saved(folder):
     loop(model, sgd(model), after=save)
 
 
+class Layer(nn.Module):
+    """A linear layer, and how its inputs and outputs are used."""
+
+    def __init__(self, inner, forward):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.use = inner, forward
+
+    def forward(self, *given):
+        return self.use(self.inner, *given)
+
+
+def train_on(model, loss_of):
+    optimizer = sgd(model)
+    for step in range(4):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        loss_of(model).backward()
+        optimizer.step()
+
+
+def bags_with_offsets():
+    model = Layer(nn.EmbeddingBag(20, 3), lambda bag, ids, offsets: bag(ids, offsets))
+    starts, y = torch.tensor([0, 2, 5, 7]), torch.tensor([0, 1, 2, 0])
+    train_on(model, lambda m: F.cross_entropy(m(torch.randint(0, 20, (9,)), starts), y))
+
+
+def one_state_at_a_time():
+    model = nn.Sequential(nn.Linear(4, 2), nn.Softmax(-1))
+    train_on(model, lambda m: torch.stack([m(torch.randn(4)).log()[0] for _ in range(3)]).sum())
+
+
+def graph():
+    """Nodes depend on each other: rows are not samples."""
+    edges = torch.full((10, 10), 0.1)
+    model = Layer(nn.Linear(4, 3), lambda linear, x, edges: edges @ linear(x))
+    y = torch.arange(10) % 3
+    train_on(model, lambda m: F.cross_entropy(m(torch.randn(10, 4), edges), y))
+
+
+def pairs_in_a_batch():
+    model = nn.Linear(8, 4)
+
+    def loss(m):
+        return F.cross_entropy(m(torch.randn(6, 8)) @ m(torch.randn(6, 8)).T, torch.arange(6))
+
+    train_on(model, loss)
+
+
+def pooled_rows():
+    model = Layer(nn.Linear(8, 1), lambda linear, x: linear(x).mean(0))
+    train_on(
+        model, lambda m: F.binary_cross_entropy_with_logits(m(torch.randn(5, 8)), torch.ones(1))
+    )
+
+
 MORE_RIGHT = (
+    bags_with_offsets,
+    one_state_at_a_time,
+    graph,
+    pairs_in_a_batch,
+    pooled_rows,
     mean_weighted_by_tokens,
     mean_per_row,
     time_first,

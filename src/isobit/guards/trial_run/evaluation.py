@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map
 from isobit import bits
 from isobit.guards.module_replay import ModelCall, as_it_was, hooked_call, tensors_in, unwrapped
 from isobit.guards.trial_run.judging import Found, NotJudged
-from isobit.guards.trial_run.observer import Observer, can_digest
+from isobit.guards.trial_run.observer import Observer, batch_axis
+from isobit.guards.trial_run.readable import readable_tensors
 
 # A sample that others reach differs by far more than sums in another order do.
 NEAR = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -53,6 +54,8 @@ def evaluation_is_a_function(seen: Observer) -> Iterator[Found]:
         first, second = ask(
             inner, lambda m=inner, c=call: [outputs_of(m, c, seed) for seed in (1, 2)]
         )
+        if not any(digests for _, digests in first):
+            raise NotJudged("no module returns a tensor whose bits can be read")
         wrong = next((a[0] for a, b in zip(first, second, strict=False) if a != b), None)
         if wrong is not None or len(first) != len(second):
             yield (
@@ -76,18 +79,13 @@ def outputs_of(model: nn.Module, call: ModelCall, seed: int) -> list[tuple[str, 
     found: list[tuple[str, tuple[str, ...]]] = []
 
     def after(name: str, module: nn.Module, output: Any) -> None:
-        tensors = [t for t in tensors_in(output) if can_digest(t)]
+        tensors = readable_tensors(output)
         found.append((name, tuple(bits.digest(tensor.detach().cpu()) for tensor in tensors)))
 
     with torch.no_grad(), as_it_was(model, call):
         torch.manual_seed(seed)
         hooked_call(model, call, lambda *_: None, after)
     return found
-
-
-def batch_axis(model: nn.Module) -> int:
-    """Return the dimension of samples: 1 if a part of the model has `batch_first=False`, else 0."""
-    return int(any(getattr(module, "batch_first", True) is False for module in model.modules()))
 
 
 def rows_of(model: nn.Module, value: Any) -> int:
@@ -146,8 +144,8 @@ def tensors_of_call(model: nn.Module, call: ModelCall, seed: int) -> list[Tensor
     """Return the floating tensors of a model's output."""
     with torch.no_grad(), as_it_was(model, call):
         torch.manual_seed(seed)
-        found = tensors_in(model(*call.args, **call.kwargs))
-        return [tensor for tensor in found if tensor.is_floating_point() and can_digest(tensor)]
+        found = readable_tensors(model(*call.args, **call.kwargs))
+        return [tensor for tensor in found if tensor.is_floating_point()]
 
 
 def difference(one: Tensor, other: Tensor) -> float:
@@ -165,7 +163,7 @@ def as_many_rows_out_as_in(seen: Observer) -> Iterator[Found]:
     for model, given, returned in seen.shapes.values():
         axis = batch_axis(model)
         rows = {shape[axis] for shape in given if len(shape) > max(axis, 1)}
-        if len(rows) != 1 or min(rows) < 2 or not returned:
+        if len(rows) != 1 or min(rows) < 2 or returned is None or len(returned) < 2:
             continue
         judged += 1
         (count,) = rows

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 from torch.utils.data import dataloader as loaders
 
 from isobit import bits
-from isobit.guards.module_replay import tensors_in
 from isobit.guards.trial_run.judging import Found, NotJudged
+from isobit.guards.trial_run.readable import readable_tensors
 
 MOST_BATCHES = 64  # of an epoch whose digests are kept
 LARGEST = 2**24  # elements of a batch whose digest is taken
@@ -86,7 +86,7 @@ class Loaders:
 
     def note_batch(self, epoch: Epoch, batch: Any) -> None:
         """Keep the digests of a batch."""
-        tensors = list(tensors_in(batch))
+        tensors = list(readable_tensors(batch))
         if len(epoch.batches) < MOST_BATCHES and sum(t.numel() for t in tensors) <= LARGEST:
             epoch.batches.append(tuple(bits.digest(t.detach().cpu()) for t in tensors))
 

@@ -24,6 +24,7 @@ from isobit.guards.trial_run.counts import Counts
 from isobit.guards.trial_run.dtype_census import DtypeCensus
 from isobit.guards.trial_run.loaders import Loaders
 from isobit.guards.trial_run.loss_calls import LossCalls
+from isobit.guards.trial_run.readable import can_digest, readable_tensors
 from isobit.guards.trial_run.saved_files import SavedFiles
 from isobit.guards.watch_hooks import Watch
 
@@ -49,7 +50,7 @@ class Observer:
         watches: A watch per optimizer.
         batches: Per step of the first optimizer, the digests of what models were called with.
         before: Digests of all parameters before the first step.
-        rows: Per step, the first dimension of what models were called with, per call.
+        rows: Per step, the samples of what models were called with, per call; 0 if they are not known.
         rates: The learning rate of the first optimizer's first group, per step.
         shapes: By model, the shapes of its inputs and of its first output, in its first call.
         thread: The only thread whose calls count; None for every thread.
@@ -77,8 +78,10 @@ class Observer:
         self.files = SavedFiles(self.is_mine, lambda: [model for model, _ in self.roots.values()])
 
     def is_mine(self) -> bool:
-        """Return whether this thread is the program's, and its steps are not over."""
-        return self.is_open and self.thread in (None, threading.get_ident())
+        """Return whether this thread is the program's, and its steps are not over; not while a model is compiled."""
+        if not self.is_open or torch.compiler.is_compiling():
+            return False
+        return self.thread is None or self.thread == threading.get_ident()
 
     def install(self) -> None:
         """Add the hooks, and replace what has none."""
@@ -142,7 +145,7 @@ class Observer:
         self.census.asked.update(now.autocast)
         given = list(tensors_in((args, kwargs)))
         self.note_shapes(module, given, rest[-1])
-        small = [t for t in given if t.numel() <= LARGEST and can_digest(t)]
+        small = [t for t in readable_tensors(given) if t.numel() <= LARGEST]
         self.batches[-1] += tuple(bits.digest(tensor.detach().cpu()) for tensor in small)
 
     def note_shapes(self, module: nn.Module, given: list[Tensor], output: Any) -> None:
@@ -150,8 +153,8 @@ class Observer:
         shapes = [tensor.shape for tensor in given if tensor.ndim]
         returned = next((t.shape for t in tensors_in(output) if t.ndim), None)
         self.shapes.setdefault(id(module), (unwrapped(module), shapes, returned))
-        if shapes:
-            self.rows[-1].append(shapes[0][0])
+        axis = batch_axis(module)
+        self.rows[-1].append(shapes[0][axis] if shapes and len(shapes[0]) > max(axis, 1) else 0)
 
     def model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Return the model that an optimizer trains: the one called that shares most parameters with it."""
@@ -202,7 +205,8 @@ class Observer:
         """Return what the steps consumed, if one model was called."""
         rows = {count for step in self.rows for count in step}
         calls = {len(step) for step in self.rows}
-        is_plain = len(self.roots) == 1 and len(calls) == 1
+        # One row may be many samples in a line, as padding-free trainers send them.
+        is_plain = len(self.roots) == 1 and len(calls) == 1 and not rows & {0, 1}
         sizes = [sized(loader.dataset) for loader, _ in self.loaders.epochs.values()]
         models = [model for model, _ in self.roots.values()]
         return Counts(
@@ -219,8 +223,6 @@ def sized(dataset: Any) -> int | None:
     return len(dataset) if hasattr(dataset, "__len__") else None
 
 
-def can_digest(tensor: Tensor) -> bool:
-    """Return whether a tensor has bits to read here."""
-    return (
-        tensor.layout == torch.strided and not tensor.is_meta and not hasattr(tensor, "placements")
-    )
+def batch_axis(model: nn.Module) -> int:
+    """Return the dimension of samples: 1 if a part of the model has `batch_first=False`, else 0."""
+    return int(any(getattr(module, "batch_first", True) is False for module in model.modules()))

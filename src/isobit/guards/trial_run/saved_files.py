@@ -18,6 +18,7 @@ from isobit.errors import ArgumentError
 from isobit.guards.module_replay import unwrapped
 from isobit.guards.optimizer_checks import name_some
 from isobit.guards.trial_run.judging import Found, NotJudged
+from isobit.guards.trial_run.readable import can_digest
 from isobit.guards.trial_run.report import PreflightFinding
 from isobit.plain_text import one_line
 
@@ -112,7 +113,9 @@ def read_tensors(path: Path) -> dict[str, Any]:
 def states_in(held: Mapping[Any, Any], depth: int = DEPTH) -> Iterator[dict[str, Tensor]]:
     """Yield the dictionaries of tensors in a file, with names without the prefixes of wrappers."""
     tensors = {
-        plain_name(k): v for k, v in held.items() if isinstance(v, Tensor) and isinstance(k, str)
+        plain_name(k): v
+        for k, v in held.items()
+        if isinstance(k, str) and isinstance(v, Tensor) and can_digest(v)
     }
     if tensors:
         yield tensors
@@ -135,7 +138,9 @@ def compare_with_live(held: Mapping[Any, Any], model: nn.Module, file: str) -> l
         NotJudged: If the file has another model, or one whose trained parameters all differ, such as an average.
     """
     state = unwrapped(model).state_dict()
-    live = {plain_name(n): t for n, t in state.items() if isinstance(t, Tensor) and not t.is_meta}
+    live = {plain_name(n): t for n, t in state.items() if isinstance(t, Tensor)}
+    if not all(map(can_digest, live.values())):
+        raise NotJudged("the model is sharded, or has tensors without memory")
     trained = {plain_name(n) for n, p in unwrapped(model).named_parameters() if p.requires_grad}
     states = [found for found in states_in(held) if len(live.keys() & found.keys()) > 0]
     if not states:
