@@ -80,9 +80,34 @@ for step in range(3):
     optimizer.step()
 """
 
+SHARDED = """
+import sys, torch, torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+dist.init_process_group("gloo")
+rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+torch.manual_seed(0)
+model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+if sys.argv[1] == "fsdp":
+    fully_shard(model, mesh=mesh)
+else:
+    parallelize_module(model, mesh, {"1": ColwiseParallel(), "3": RowwiseParallel()})
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+for step in range(4):
+    seed = 10 * step + (rank if sys.argv[1] == "fsdp" else 0)
+    data = torch.Generator().manual_seed(seed)
+    optimizer.zero_grad()
+    x, y = torch.randn(4, 8, generator=data), torch.randn(4, 4, generator=data)
+    nn.functional.mse_loss(model(x), y).backward()
+    optimizer.step()
+"""
+
 
 @pytest.fixture
 def folder(tmp_path):
+    (tmp_path / "sharded.py").write_text(SHARDED)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "tensor_parallel.py").write_text(TENSOR_PARALLEL)
     return tmp_path
@@ -119,6 +144,13 @@ def test_norms_of_tensor_parallel_ranks(folder, bug, rules):
     report = preflight_ranks(folder / "tensor_parallel.py", [bug], ranks=2)
     assert {finding.rule for finding in report.findings} == rules
     assert "norms of ranks with one batch stay equal" in report.judged
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "tensor parallel"])
+def test_sharded_models_are_clean(folder, kind):
+    report = preflight_ranks(folder / "sharded.py", [kind], ranks=2)
+    assert report.findings == ()
+    assert "evaluation is a function" in report.judged
 
 
 @pytest.mark.parametrize("bug", ["alone", "fails"])

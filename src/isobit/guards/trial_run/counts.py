@@ -88,7 +88,7 @@ def counts_are_as_configured(
         ("accumulation", "micro-batches per step", found.accumulation),
         (
             "global_batch_size",
-            f"rows per step over all ranks, of which there are {found.ranks}",
+            f"rows per step (ranks: {found.ranks})",
             found.per_step,
         ),
     ]
