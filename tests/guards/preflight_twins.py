@@ -390,7 +390,37 @@ def pooled_rows():
     )
 
 
+def real_and_fake():
+    """A critic with two losses, of unequal batches, each with a backward of its own."""
+    maker, critic = nn.Linear(2, 8), nn.Linear(8, 1)
+    first, second = sgd(critic), sgd(maker)
+    for step in range(4):
+        torch.manual_seed(step)
+        first.zero_grad()
+        for x, y in ((torch.randn(4, 8), 1.0), (maker(torch.randn(6, 2)).detach(), 0.0)):
+            z = critic(x)
+            F.binary_cross_entropy_with_logits(z, torch.full_like(z, y)).backward()
+        first.step()
+        second.zero_grad()
+        critic(maker(torch.randn(6, 2))).mean().backward()
+        second.step()
+
+
+def two_heads_in_turn():
+    """Two tasks with a backward each: their counts have nothing to do with each other."""
+    model = nn.Linear(8, 7)
+    optimizer = sgd(model)
+    for step in range(4):
+        torch.manual_seed(step)
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(4, 8))[:, :3], torch.arange(4) % 3).backward()
+        F.cross_entropy(model(torch.randn(6, 8))[:, 3:], torch.arange(6) % 4).backward()
+        optimizer.step()
+
+
 MORE_RIGHT = (
+    real_and_fake,
+    two_heads_in_turn,
     bags_with_offsets,
     one_state_at_a_time,
     graph,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -61,9 +62,7 @@ def read_toml(path: Path, text: str) -> Any:
             received=f"Python {sys.version_info[0]}.{sys.version_info[1]}, {path}",
             remedy="write the values into a YAML file",
         )
-    import tomllib
-
-    return tomllib.loads(text)
+    return import_module("tomllib").loads(text)
 
 
 def plain_copy(value: Any, left: list[int]) -> Any:

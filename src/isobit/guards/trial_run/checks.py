@@ -90,6 +90,8 @@ def batches_differ(seen: Observer) -> Iterator[Found]:
 
 def micro_batches_are_parts(seen: Observer) -> Iterator[Found]:
     """Check that the micro-batches of a step are parts of one batch."""
+    if len(seen.optimizers) > 1:
+        raise NotJudged("several optimizers: a backward may be a loss of its own")
     return targets_weigh_the_same(seen.losses.calls, seen.rows)
 
 

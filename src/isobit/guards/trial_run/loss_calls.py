@@ -40,16 +40,18 @@ class LossCall:
 
     Attributes:
         kind: The name of the function.
+        classes: The number of classes; 0 of a function that compares elements.
         reduction: "mean", "sum" or "none".
         count: The targets that count; with weights of classes, their sum.
         step: The step of the first optimizer.
-        dtype: The dtype of the predictions.
+        dtype: The dtype of the result.
         shapes: Those of the predictions and the targets, of a function that compares them by element.
         backward: Which backward reached it; None before.
         factor: The gradient of the result.
     """
 
     kind: str
+    classes: int
     reduction: str
     count: float
     step: int
@@ -119,15 +121,15 @@ class LossCalls:
 
     def note(self, name: str, given: dict[str, Any], result: Tensor) -> None:
         """Record one call, and wait for the gradient of its result."""
-        prediction, target = given["input"], given["target"]
-        reduction = given["reduction"]
         if given.get("reduce") is not None or given.get("size_average") is not None:
-            reduction = "none" if result.ndim else "unknown"
+            return  # these old arguments replace `reduction`
+        prediction, target, reduction = given["input"], given["target"], given["reduction"]
         count = float(result.numel()) if result.ndim else count_targets(name, given)
         if reduction == "batchmean":
             reduction, count = "mean", float(prediction.shape[0])
         shapes = (prediction.shape, target.shape) if name in BY_ELEMENT else None
-        call = LossCall(name, reduction, count, self.step(), prediction.dtype, shapes)
+        classes = 0 if shapes else prediction.shape[-1 if prediction.ndim == 1 else 1]
+        call = LossCall(name, classes, reduction, count, self.step(), result.dtype, shapes)
         result.register_hook(call.take)  # type: ignore[no-untyped-call]
         self.calls.append(call)
 

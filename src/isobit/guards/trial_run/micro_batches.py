@@ -72,7 +72,7 @@ def targets_weigh_the_same(losses: list[LossCall], rows: list[list[int]]) -> Ite
             f"no loss of torch.nn.functional ({', '.join(LOSSES[:3])}, …) was differentiated; "
             "isobit.guards.micro_batch_invariance takes any loss"
         )
-    reasons: list[str] = []
+    reasons = ["micro-batches of a step have different losses"]
     is_judged = False
     for step in sorted({call.step for call in used}):
         for shares in shares_of_step([call for call in used if call.step == step]):
@@ -83,20 +83,21 @@ def targets_weigh_the_same(losses: list[LossCall], rows: list[list[int]]) -> Ite
             is_judged = is_judged or not reason
             reasons.append(reason)
     if not is_judged:
-        raise NotJudged(reasons[0])
+        raise NotJudged(reasons[1] if len(reasons) > 1 else reasons[0])
 
 
-def shares_of_step(calls: list[LossCall]) -> Iterator[list[Share]]:
-    """Yield, for each loss of a micro-batch, its shares in all micro-batches of a step."""
+def shares_of_step(calls: list[LossCall]) -> list[list[Share]]:
+    """Return, for each loss of a micro-batch, its shares in all micro-batches of a step; none if losses vary."""
     batches: dict[int | None, list[LossCall]] = {}
     for call in calls:
         batches.setdefault(call.backward, []).append(call)
     groups = list(batches.values())
-    if len({tuple(call.kind for call in group) for group in groups}) == 1:
-        for at in range(len(groups[0])):
-            yield [share_of([group[at]]) for group in groups]
-    else:
-        yield [share_of(group) for group in groups]
+    kinds = {tuple((call.kind, call.classes) for call in group) for group in groups}
+    if len(kinds) == 1:
+        return [[share_of([group[at]]) for group in groups] for at in range(len(groups[0]))]
+    if len({kind for each in kinds for kind in each}) == 1:  # one loss, in pieces
+        return [[share_of(group) for group in groups]]
+    return []
 
 
 def ranks_weigh_the_same(losses: list[list[LossCall]]) -> Iterator[Found]:

@@ -25,6 +25,8 @@ def can_digest(tensor: Tensor) -> bool:
 def readable_tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in a value that have bits to read; results of collectives are waited for."""
     for tensor in tensors_in(value):
-        plain = tensor.trigger_wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
+        plain = tensor
+        if isinstance(tensor, AsyncCollectiveTensor):
+            plain = tensor.trigger_wait()  # type: ignore[no-untyped-call]
         if can_digest(plain):
             yield plain
