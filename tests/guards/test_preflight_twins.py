@@ -19,7 +19,13 @@ from torch.utils.data import dataloader as loaders
 from isobit import ArgumentError
 from isobit.guards import check_checkpoint, micro_batch_invariance, preflight
 from tests.guards.preflight_programs import plain
-from tests.guards.preflight_twins import MORE_RIGHT, TWINS, mean_per_micro_batch, one_tensor_corrupt
+from tests.guards.preflight_twins import (
+    MORE_RIGHT,
+    TWINS,
+    Centred,
+    mean_per_micro_batch,
+    one_tensor_corrupt,
+)
 from tests.guards.watched_programs import net
 
 
@@ -156,3 +162,20 @@ def test_check_checkpoint_refuses_pickles_and_strangers(tmp_path):
         check_checkpoint(net(), path)
     torch.save({"state": {f"module.{n}": t for n, t in net().state_dict().items()}}, path)
     assert check_checkpoint(net(), path) == ()
+
+
+def test_a_finding_of_one_model_is_kept_if_another_cannot_be_judged():
+    def program():
+        mixed, other = nn.Sequential(nn.Linear(8, 4), Centred(0)), nn.Linear(4, 2)
+        parameters = [*mixed.parameters(), *other.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.01)
+        for step in range(4):
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            x = mixed(torch.randn(6, 8))
+            other(x[:1]).square().sum().backward()
+            optimizer.step()
+
+    report = preflight(program)
+    assert {finding.rule for finding in report.findings} == {"eval-depends-on-others"}
+    assert "a sample alone is as among others" in report.not_judged

@@ -158,7 +158,8 @@ def combine(
         (NORMS, norms_stay_replicas(seen)),
     ):
         try:
-            own += [PreflightFinding(*each) for each in check]
+            for each in check:
+                own.append(PreflightFinding(*each))
             judged.append(name)
         except NotJudged as reason:
             skipped[name] = str(reason)

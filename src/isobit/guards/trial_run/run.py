@@ -136,7 +136,8 @@ def conclude(seen: Observer, orders: Orders, leave_out: tuple[str, ...] = ()) ->
         if name in leave_out:
             continue
         try:
-            found += [PreflightFinding(*each) for each in check(seen)]
+            for each in check(seen):  # what was found before a reason not to judge counts
+                found.append(PreflightFinding(*each))
             judged.append(name)
         except NotJudged as reason:
             skipped[name] = str(reason)
