@@ -18,9 +18,9 @@ from torch.utils.data import dataloader as loaders
 
 from isobit import ArgumentError
 from isobit.guards import check_checkpoint, micro_batch_invariance, preflight
+from tests.guards.preflight_more_right import MORE_RIGHT
 from tests.guards.preflight_programs import plain
 from tests.guards.preflight_twins import (
-    MORE_RIGHT,
     TWINS,
     Centred,
     mean_per_micro_batch,
