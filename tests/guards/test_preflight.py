@@ -181,7 +181,7 @@ def test_the_command(folder):
 @pytest.mark.full
 def test_the_command_in_other_ways(folder):
     done = command(folder)
-    assert (done.returncode, "train.py: clean: 0 findings; 6 of 15 checks" in done.stdout) == (
+    assert (done.returncode, "train.py: clean: 0 findings; 7 of 15 checks" in done.stdout) == (
         0,
         True,
     )
