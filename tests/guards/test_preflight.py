@@ -144,6 +144,7 @@ SCRIPT = """
 import sys, torch, torch.distributed as dist
 if "--ranks" in sys.argv:
     dist.init_process_group("gloo")
+    dist.barrier()
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 for step in range(0 if "--none" in sys.argv else 1000):
@@ -180,7 +181,7 @@ def test_the_command(folder):
 @pytest.mark.full
 def test_the_command_in_other_ways(folder):
     done = command(folder)
-    assert (done.returncode, "train.py: clean: 0 findings; 4 of 6 checks" in done.stdout) == (
+    assert (done.returncode, "train.py: clean: 0 findings; 7 of 15 checks" in done.stdout) == (
         0,
         True,
     )
@@ -189,5 +190,14 @@ def test_the_command_in_other_ways(folder):
     done = command(folder, "--", "--ranks")
     assert (done.returncode, "--torchrun" in done.stderr) == (2, True)
     assert command(folder, "--torchrun", "--", "--ranks").returncode == 0
+    page = folder / "page.html"
+    done = command(folder, "--ranks", "2", "--html", "page.html", "--", "--ranks", "--wrong")
+    assert (done.returncode, "on 2 ranks, 3 steps" in done.stdout) == (1, True), done.stderr
+    assert "<code>not-zeroed</code>" in page.read_text()
+    assert command(folder, "--ranks", "2").returncode == 2  # its ranks do not communicate
+    (folder / "declare.yaml").write_text("frozen: ['0.*']\n")
+    assert command(folder, "--declare", "declare.yaml").returncode == 1
+    (folder / "declare.yaml").write_text("freeze: ['0.*']\n")
+    assert command(folder, "--declare", "declare.yaml").returncode == 2
     (folder / "train.yaml").write_text("- a\n")
     assert command(folder, "--config", "train.yaml").returncode == 2

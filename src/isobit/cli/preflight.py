@@ -8,25 +8,28 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from rich.console import Console
 from rich.table import Table
 
+from isobit import files
+from isobit.cli.config_file import read_config
 from isobit.cli.options.simulate import at_least_one
 from isobit.cli.provenance import provenance_of
 from isobit.cli.script_file import check_script
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
-from isobit.files import read_bytes
-from isobit.guards.trial_run import script as script_program
+from isobit.guards import trial_run
+from isobit.majority import name_ranks
 from isobit.plain_text import one_line
+from isobit.report.preflight_page import write_preflight_page
 
 LAST_LINES = 15
-LARGEST = 2**24  # bytes of a configuration
+# Run by path: the caller's process needs no torch.
+script_program = Path(trial_run.__file__).with_name("script.py")
+ranks_program = Path(__file__).with_name("preflight_ranks.py")
 
 
 def add_parser(commands: Any) -> None:
@@ -36,8 +39,10 @@ def add_parser(commands: Any) -> None:
         help="run the first steps of a training script and report what is wrong with them",
         description="Run a script until its optimizer has stepped three times, and report: parameters that are in no "
         "optimizer, get no gradient or do not move, frozen ones that do; gradients that are not cleared; numbers that "
-        "are not finite; equal batches; a model that is random in eval mode; hyperparameters of a configuration that "
-        "did not reach the optimizer. Exit 0: nothing found; 1: findings; 2: could not run.",
+        "are not finite; a loss that is averaged per micro-batch; equal batches, workers and epochs; a model that in "
+        "eval mode is random or mixes samples; autocast without effect; a checkpoint that reads back differently; "
+        "hyperparameters and counts that differ from a configuration. Exit 0: nothing found; 1: findings; 2: could "
+        "not run.",
         epilog="words after -- go to the script: isobit preflight train.py --config train.yaml -- --lr 0.1",
     )
     parser.add_argument("script", type=Path, help="a script that trains; it is run")
@@ -48,50 +53,51 @@ def add_parser(commands: Any) -> None:
         "--config",
         type=Path,
         metavar="FILE",
-        help="YAML or JSON with the lr, betas, eps, weight_decay, momentum and max_grad_norm of the run",
+        help="YAML, JSON or TOML with the lr, betas, eps, weight_decay, momentum, max_grad_norm, batch sizes and steps "
+        "of the run, by the names of transformers, DeepSpeed or torchtitan",
     )
     parser.add_argument(
+        "--declare",
+        type=Path,
+        metavar="FILE",
+        help="YAML with what only you know: frozen (patterns of names), tied (groups of names), hyperparameters, "
+        "global_batch_size",
+    )
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
         "--torchrun",
         action="store_true",
         help="set RANK, WORLD_SIZE and the rest as torchrun does for its only rank",
     )
+    where.add_argument(
+        "--ranks",
+        type=at_least_one,
+        metavar="N",
+        help="run a script that torchrun starts on N simulated ranks",
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page")
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
 
 
 def run(options: argparse.Namespace) -> int:
     """Run the script and print what was found. The exit code is 0 if nothing was."""
     check_script(options.script)
-    report = run_script(options, read_config(options.config))
+    config = None if options.config is None else read_config(options.config)
+    declare = None if options.declare is None else read_config(options.declare, "--declare")
+    report = run_script(options, config, declare)
+    origin = provenance_of(options, [options.script.read_text(errors="replace")])
+    if options.html:
+        files.write_text(options.html, write_preflight_page(options.script.name, report, origin))
     if options.json:
-        origin = provenance_of(options, [options.script.read_text(errors="replace")])
         say_json({"provenance": origin, "clean": not report["findings"], **report})
     else:
         show(make_console(130, soft_wrap=True), options.script.name, report)
     return 1 if report["findings"] else 0
 
 
-def read_config(path: Path | None) -> dict[str, Any] | None:
-    """Read a configuration; JSON is YAML too."""
-    if path is None:
-        return None
-    try:
-        found = yaml.safe_load(read_bytes(path, LARGEST).decode())
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ArgumentError(
-            expected="a configuration in YAML or JSON",
-            received=f"{path}: {one_line(str(error))}",
-            remedy="correct the file, or leave --config out",
-        ) from error
-    if not isinstance(found, Mapping):
-        raise ArgumentError(
-            expected="a configuration with names and values",
-            received=f"{path}: {type(found).__name__}",
-            remedy="write one name per line, such as lr: 1e-4",
-        )
-    return json.loads(json.dumps(found, default=str)) if found else {}
-
-
-def run_script(options: argparse.Namespace, config: dict[str, Any] | None) -> dict[str, Any]:
+def run_script(
+    options: argparse.Namespace, config: dict[str, Any] | None, declare: dict[str, Any] | None
+) -> dict[str, Any]:
     """Run the script in a fresh process, with the caller's environment, and return its report."""
     with tempfile.TemporaryDirectory() as folder:
         record, written = Path(folder) / "record.json", Path(folder) / "output"
@@ -99,10 +105,13 @@ def run_script(options: argparse.Namespace, config: dict[str, Any] | None) -> di
             "script": str(options.script),
             "arguments": options.passed_on,
             "steps": options.steps,
+            "ranks": options.ranks,
             "config": config,
+            "declare": declare,
             "record": str(record),
         }
-        command = [sys.executable, str(Path(script_program.__file__)), json.dumps(orders)]
+        program = script_program if options.ranks is None else ranks_program
+        command = [sys.executable, str(program), json.dumps(orders)]
         if options.torchrun:
             command = ["env", *rank_variables(), *command]
         with open(written, "wb") as output:
@@ -120,7 +129,7 @@ def run_script(options: argparse.Namespace, config: dict[str, Any] | None) -> di
                 received=f"exit code {done.returncode} of {options.script}"
                 + ("" if not lines else ", after:\n" + "\n".join(lines)),
                 remedy="run it with python first; --torchrun for one that needs torchrun's variables, and "
-                "isobit simulate for several ranks; words after -- go to the script",
+                "--ranks N for several; words after -- go to the script",
             )
         report: dict[str, Any] = json.loads(record.read_text())
     if "error" in report:
@@ -144,7 +153,8 @@ def show(console: Console, name: str, report: dict[str, Any]) -> None:
         table = Table("rule", "severity", "step", "found")
         for found in report["findings"]:
             step = "" if found["step"] is None else str(found["step"])
-            words = f"{found['module']}: " if found["module"] else ""
+            words = f"{name_ranks(found['ranks'])}: " if found["ranks"] else ""
+            words += f"{found['module']}: " if found["module"] else ""
             table.add_row(
                 found["rule"], found["severity"], step, one_line(words + found["message"])
             )
@@ -152,8 +162,9 @@ def show(console: Console, name: str, report: dict[str, Any]) -> None:
     for check, reason in report["not_judged"].items():
         console.print(one_line(f"not judged: {check}: {reason}"))
     judged, every = len(report["judged"]), len(report["judged"]) + len(report["not_judged"])
+    ranks = "" if report["ranks"] == 1 else f"{report['ranks']} ranks, "
     console.print(
         f"{one_line(name)}: {'clean' if not report['findings'] else 'FOUND'}: {len(report['findings'])} findings; "
-        f"{judged} of {every} checks made, on {report['steps']} steps, {report['models']} models and "
+        f"{judged} of {every} checks made, on {ranks}{report['steps']} steps, {report['models']} models and "
         f"{report['parameters']} parameters"
     )

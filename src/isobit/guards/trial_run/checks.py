@@ -1,23 +1,24 @@
-"""What is checked after the steps: which parameters moved, whether evaluation is a function, whether batches differ."""
+"""What is checked after the steps, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
 
 from isobit import bits
-from isobit.guards.module_replay import ModelCall, as_it_was, hooked_call, tensors_in, unwrapped
+from isobit.guards.module_replay import unwrapped
 from isobit.guards.optimizer_checks import name_some, parameters_of
-from isobit.guards.trial_run.observer import Observer, can_digest
-
-Found = tuple[str, str, str]  # rule, severity, message
-
-
-class NotJudged(Exception):
-    """A program that a check cannot judge, with the reason."""
+from isobit.guards.trial_run.dtype_census import dtypes_are_as_asked
+from isobit.guards.trial_run.evaluation import (
+    a_sample_alone_is_as_among_others,
+    as_many_rows_out_as_in,
+    evaluation_is_a_function,
+)
+from isobit.guards.trial_run.judging import Found, NotJudged
+from isobit.guards.trial_run.loaders import epochs_differ, workers_yield_different_data
+from isobit.guards.trial_run.micro_batches import targets_weigh_the_same
+from isobit.guards.trial_run.observer import Observer
 
 
 def named_parameters(seen: Observer) -> dict[int, tuple[str, torch.Tensor]]:
@@ -87,51 +88,25 @@ def batches_differ(seen: Observer) -> Iterator[Found]:
         )
 
 
-def evaluation_is_a_function(seen: Observer) -> Iterator[Found]:
-    """Check that a model in eval mode gives the same bits twice, with other random numbers."""
-    if not seen.roots:
-        raise NotJudged("no model was called in training mode")
-    for model, call in seen.roots.values():
-        inner = unwrapped(model)
-        modes = {module: module.training for module in inner.modules()}
-        inner.eval()
-        try:
-            first, second = (outputs_of(inner, call, seed) for seed in (1, 2))
-        except Exception as error:
-            raise NotJudged(
-                f"the model fails in eval mode: {type(error).__name__}: {error}"
-            ) from error
-        finally:
-            for module, mode in modes.items():
-                module.training = mode
-        wrong = next((a[0] for a, b in zip(first, second, strict=False) if a != b), None)
-        if wrong is not None or len(first) != len(second):
-            yield (
-                "eval-is-random",
-                "error",
-                "in eval mode the same input gives other bits the second time, first in "
-                f"{wrong or 'the model'} ({type(inner.get_submodule(wrong or '')).__name__}): "
-                "dropout that ignores the mode, or another random number",
-            )
+def micro_batches_are_parts(seen: Observer) -> Iterator[Found]:
+    """Check that the micro-batches of a step are parts of one batch."""
+    if len(seen.optimizers) > 1:
+        raise NotJudged("several optimizers: a backward may be a loss of its own")
+    return targets_weigh_the_same(seen.losses.calls, seen.rows)
 
 
-def outputs_of(model: nn.Module, call: ModelCall, seed: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the digests of every module's outputs, in the order in which the modules end."""
-    found: list[tuple[str, tuple[str, ...]]] = []
-
-    def after(name: str, module: nn.Module, output: Any) -> None:
-        tensors = [t for t in tensors_in(output) if can_digest(t)]
-        found.append((name, tuple(bits.digest(tensor.detach().cpu()) for tensor in tensors)))
-
-    with torch.no_grad(), as_it_was(model, call):
-        torch.manual_seed(seed)
-        hooked_call(model, call, lambda *_: None, after)
-    return found
-
-
-CHECKS = {
+CHECKS: dict[str, Callable[[Observer], Iterator[Found]]] = {
     "optimizer has the parameters": optimizer_has_parameters,
     "only trained parameters move": only_trained_parameters_move,
     "batches differ": batches_differ,
+    "workers yield different data": lambda seen: workers_yield_different_data(seen.loaders),
+    "epochs differ": lambda seen: epochs_differ(seen.loaders),
+    "as many rows out as in": as_many_rows_out_as_in,
+    "micro-batches are parts of one batch": micro_batches_are_parts,
+    "dtypes are as asked": lambda seen: dtypes_are_as_asked(
+        seen.census, seen.losses.calls, seen.config
+    ),
+    "checkpoint reads back": lambda seen: seen.files.check(),
     "evaluation is a function": evaluation_is_a_function,
+    "a sample alone is as among others": a_sample_alone_is_as_among_others,
 }

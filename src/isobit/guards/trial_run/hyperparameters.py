@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from isobit.guards.trial_run.counts import configured_counts
+
 # name in an optimizer's groups -> its names in configurations: our own, transformers', DeepSpeed's
 NAMES: dict[str, tuple[str, ...]] = {
     "lr": ("lr", "learning_rate"),
@@ -105,3 +107,18 @@ def check_hyperparameters(
                     f"{name} is {wanted:g} in the configuration and {wrong[0]:g} in {len(wrong)} of {len(held)} "
                     f"groups of {kind}{why}"
                 )
+
+
+def check_warm_up(
+    rates: list[float], config: Mapping[str, Any], peak: float | None
+) -> Iterator[str]:
+    """Yield a sentence if a configuration has a warm-up, and the first step already has the whole rate.
+
+    Args:
+        rates: The learning rate of the first optimizer's first group, per step.
+        config: The configuration.
+        peak: Its learning rate.
+    """
+    steps = configured_counts(config).get("warmup_steps", 0)
+    if steps > 1 and peak and rates and rates[0] >= peak * (1 - 1e-6):
+        yield f"warmup_steps is {steps} in the configuration; the learning rate of step 0 is {rates[0]:g} already"

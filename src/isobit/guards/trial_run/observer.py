@@ -1,7 +1,10 @@
-"""Observe the first optimizer steps of a program: its models, optimizers and batches."""
+"""Observe the first optimizer steps of a program: its models, optimizers, losses, batches and files."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -17,6 +20,12 @@ from isobit.guards.emitter import Emitter
 from isobit.guards.module_replay import ModelCall, tensors_in, unwrapped
 from isobit.guards.optimizer_checks import parameters_of
 from isobit.guards.step_checks import Options
+from isobit.guards.trial_run.counts import Counts
+from isobit.guards.trial_run.dtype_census import DtypeCensus
+from isobit.guards.trial_run.loaders import Loaders
+from isobit.guards.trial_run.loss_calls import LossCalls
+from isobit.guards.trial_run.readable import can_digest, readable_tensors
+from isobit.guards.trial_run.saved_files import SavedFiles
 from isobit.guards.watch_hooks import Watch
 
 LARGEST = 2**24  # elements of a tensor whose digest is taken
@@ -41,41 +50,71 @@ class Observer:
         watches: A watch per optimizer.
         batches: Per step of the first optimizer, the digests of what models were called with.
         before: Digests of all parameters before the first step.
+        rows: Per step, the samples of what models were called with, per call; 0 if they are not known.
+        rates: The learning rate of the first optimizer's first group, per step.
+        shapes: By model, the shapes of its inputs and of its first output, in its first call.
+        thread: The only thread whose calls count; None for every thread.
     """
 
-    def __init__(self, steps: int, max_norm: float | None = None) -> None:
+    def __init__(
+        self, steps: int, max_norm: float | None = None, config: Mapping[str, Any] | None = None
+    ) -> None:
         self.steps, self.max_norm, self.depth = steps, max_norm, 0
+        self.config = config or {}
+        self.is_open = False
+        self.thread: int | None = None
         self.roots: dict[int, tuple[nn.Module, ModelCall]] = {}
         self.watches: dict[int, StepWatch] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
         self.batches: list[tuple[str, ...]] = [()]
         self.before: dict[int, str] = {}
+        self.rows: list[list[int]] = [[]]
+        self.rates: list[float] = []
+        self.shapes: dict[int, tuple[nn.Module, list[torch.Size], torch.Size | None]] = {}
         self.pending: ModelCall | None = None
-        self.handles: list[Any] = []
+        self.stack = ExitStack()
+        self.losses = LossCalls(self.is_mine, lambda: len(self.batches) - 1)
+        self.loaders, self.census = Loaders(self.is_mine), DtypeCensus()
+        self.files = SavedFiles(self.is_mine, lambda: [model for model, _ in self.roots.values()])
+
+    def is_mine(self) -> bool:
+        """Return whether this thread is the program's, and its steps are not over; not while a model is compiled."""
+        if not self.is_open or torch.compiler.is_compiling():
+            return False
+        return self.thread is None or self.thread == threading.get_ident()
 
     def install(self) -> None:
-        """Add the hooks."""
-        self.handles = [
+        """Add the hooks, and replace what has none."""
+        for recorder in (self.losses, self.loaders, self.files):
+            self.stack.enter_context(recorder.recording())
+        for handle in (
             modules.register_module_forward_pre_hook(self.before_call),
             modules.register_module_forward_hook(
                 self.after_call, with_kwargs=True, always_call=True
             ),
             register_optimizer_step_pre_hook(self.before_step),
             register_optimizer_step_post_hook(self.after_step),
-        ]
-
-    def remove(self) -> None:
-        """Remove the hooks, and end the watches."""
-        for handle in self.handles:
-            handle.remove()
+        ):
+            self.stack.callback(handle.remove)
             # torch 2.13 keeps this entry of a removed hook, and torch.compile warns of it.
-            modules._global_forward_hooks_with_kwargs.pop(handle.id, None)
-        self.handles = []
+            self.stack.callback(modules._global_forward_hooks_with_kwargs.pop, handle.id, None)
+        self.is_open = True
+
+    def finish(self) -> None:
+        """End the watches; what the program does from now on does not count."""
+        self.is_open = False
         for watch in self.watches.values():
             watch.close()
 
+    def remove(self) -> None:
+        """Remove the hooks, and end the watches."""
+        self.finish()
+        self.stack.close()
+
     def before_call(self, module: nn.Module, args: Any) -> None:
         """Note the state of the generators before a call of the program's own."""
+        if not self.is_mine():
+            return
         if self.depth == 0:
             self.pending = ModelCall.of((), {})
         self.depth += 1
@@ -86,9 +125,14 @@ class Observer:
         `rest` is keyword arguments and output. If the forward raises, as the recomputation of a checkpoint does to end
         early, torch passes no keyword arguments.
         """
+        if not self.is_mine():
+            return
         self.depth -= 1
         is_recomputed = torch._C._current_graph_task_id() != -1  # inside of a backward
-        if self.depth or is_recomputed or not (torch.is_grad_enabled() and module.training):
+        if is_recomputed or not (torch.is_grad_enabled() and module.training):
+            return
+        self.census.note(module, rest[-1])
+        if self.depth:
             return
         kwargs = rest[0] if len(rest) == 2 else {}
         if self.pending is None or not any(True for _ in module.parameters()):
@@ -98,8 +142,19 @@ class Observer:
             module,
             ModelCall(args, kwargs, now.generators, now.autocast),
         )
-        small = [t for t in tensors_in((args, kwargs)) if t.numel() <= LARGEST and can_digest(t)]
+        self.census.asked.update(now.autocast)
+        given = list(tensors_in((args, kwargs)))
+        self.note_shapes(module, given, rest[-1])
+        small = [t for t in readable_tensors(given) if t.numel() <= LARGEST]
         self.batches[-1] += tuple(bits.digest(tensor.detach().cpu()) for tensor in small)
+
+    def note_shapes(self, module: nn.Module, given: list[Tensor], output: Any) -> None:
+        """Note the rows of a call, and the shapes of the first."""
+        shapes = [tensor.shape for tensor in given if tensor.ndim]
+        returned = next((t.shape for t in tensors_in(output) if t.ndim), None)
+        self.shapes.setdefault(id(module), (unwrapped(module), shapes, returned))
+        axis = batch_axis(module)
+        self.rows[-1].append(shapes[0][axis] if shapes and len(shapes[0]) > max(axis, 1) else 0)
 
     def model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
         """Return the model that an optimizer trains: the one called that shares most parameters with it."""
@@ -116,6 +171,10 @@ class Observer:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Start a watch at the first step of an optimizer; its own hook runs next."""
+        if not self.is_mine():
+            return
+        if not self.optimizers or optimizer is self.optimizers[0]:
+            self.rates.append(float(optimizer.param_groups[0].get("lr", 0)))
         if id(optimizer) in self.watches:
             return
         if not self.before:
@@ -135,15 +194,35 @@ class Observer:
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step, and end the program after the last."""
-        if optimizer is not self.optimizers[0]:
+        if not self.is_mine() or optimizer is not self.optimizers[0]:
             return
         if self.watches[id(optimizer)].steps >= self.steps:
             raise StepsDone
         self.batches.append(())
+        self.rows.append([])
+
+    def counts(self) -> Counts:
+        """Return what the steps consumed, if one model was called."""
+        rows = {count for step in self.rows for count in step}
+        calls = {len(step) for step in self.rows}
+        # One row may be many samples in a line, as padding-free trainers send them.
+        is_plain = len(self.roots) == 1 and len(calls) == 1 and not rows & {0, 1}
+        sizes = [sized(loader.dataset) for loader, _ in self.loaders.epochs.values()]
+        models = [model for model, _ in self.roots.values()]
+        return Counts(
+            rows=rows.pop() if is_plain and len(rows) == 1 else None,
+            accumulation=calls.pop() if is_plain else None,
+            per_step=sum(self.rows[0]) if is_plain else None,
+            sequences=sizes[0] if len(sizes) == 1 else None,
+            parameters=sum(p.numel() for model in models for p in model.parameters()),
+        )
 
 
-def can_digest(tensor: Tensor) -> bool:
-    """Return whether a tensor has bits to read here."""
-    return (
-        tensor.layout == torch.strided and not tensor.is_meta and not hasattr(tensor, "placements")
-    )
+def sized(dataset: Any) -> int | None:
+    """Return the length of a dataset, if it has one."""
+    return len(dataset) if hasattr(dataset, "__len__") else None
+
+
+def batch_axis(model: nn.Module) -> int:
+    """Return the dimension of samples: 1 if a part of the model has `batch_first=False`, else 0."""
+    return int(any(getattr(module, "batch_first", True) is False for module in model.modules()))

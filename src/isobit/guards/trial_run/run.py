@@ -2,80 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from isobit.errors import ArgumentError
-from isobit.guards.trial_run.checks import CHECKS, NotJudged
+from isobit.guards.trial_run.checks import CHECKS
+from isobit.guards.trial_run.counts import counts_are_as_configured
+from isobit.guards.trial_run.declaration import Declaration, check_declaration, read_declaration
 from isobit.guards.trial_run.hyperparameters import (
     check_hyperparameters,
+    check_warm_up,
     expected_limit,
     expected_values,
 )
+from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.observer import Observer, StepsDone
+from isobit.guards.trial_run.report import PreflightFinding, PreflightReport
 
 LIVE = "losses, gradients and weights"
 CONFIG = "configuration reached the optimizer"
-
-
-@dataclass(frozen=True)
-class PreflightFinding:
-    """A check that a program does not pass.
-
-    Attributes:
-        rule: The rule, as in docs/how-to/before-you-rent-the-gpus.md.
-        severity: "warning" or "error".
-        message: What was found.
-        step: The step, if it is known.
-        module: The module or parameter concerned.
-
-    Example:
-        >>> from isobit.guards import PreflightFinding
-        >>> PreflightFinding("same-batch", "warning", "the inputs of 3 steps have the same bits").rule
-        'same-batch'
-    """
-
-    rule: str
-    severity: str
-    message: str
-    step: int | None = None
-    module: str = ""
-
-
-@dataclass(frozen=True)
-class PreflightReport:
-    """What a preflight found.
-
-    Attributes:
-        steps: Optimizer steps that were observed.
-        models: Models that the program called.
-        parameters: Their parameters.
-        findings: What is wrong.
-        judged: Checks that were made.
-        not_judged: Checks that were not, with the reason.
-
-    Example:
-        >>> from isobit.guards import PreflightReport
-        >>> PreflightReport(3, 1, 2, (), ("batches differ",)).is_clean
-        True
-    """
-
-    steps: int
-    models: int
-    parameters: int
-    findings: tuple[PreflightFinding, ...]
-    judged: tuple[str, ...]
-    not_judged: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether nothing was found."""
-        return not self.findings
+DECLARED = "parameters are as declared"
+COUNTS = "counts are as configured"
 
 
 def preflight(
-    program: Callable[[], object], *, steps: int = 3, config: Mapping[str, Any] | None = None
+    program: Callable[[], object],
+    *,
+    steps: int = 3,
+    config: Mapping[str, Any] | None = None,
+    declare: Mapping[str, Any] | None = None,
 ) -> PreflightReport:
     """Run a training program for a few optimizer steps and report what is wrong.
 
@@ -86,13 +42,15 @@ def preflight(
         program: A function that trains. It is called once.
         steps: Steps of the first optimizer that steps.
         config: Hyperparameters that the optimizer must have, and `max_grad_norm` for the gradients that each optimizer
-            reads, by the names of transformers or DeepSpeed.
+            reads, by the names of transformers, DeepSpeed or torchtitan. Batch sizes and steps are compared too.
+        declare: What only the author knows: `frozen` patterns of names, `tied` groups of names, `hyperparameters`,
+            `global_batch_size`. No other key is taken.
 
     Returns:
         The findings, and which checks were made.
 
     Raises:
-        ArgumentError: If the program takes no optimizer step.
+        ArgumentError: If the program takes no optimizer step, or a declaration is not as above.
 
     Example:
         >>> from isobit.guards import preflight
@@ -112,7 +70,8 @@ def preflight(
         raise ArgumentError(
             expected="at least one step", received=f"steps={steps}", remedy="pass steps=3"
         )
-    seen = Observer(steps, expected_limit(config or {}))
+    orders = Orders.of(config, declare)
+    seen = orders.observer(steps)
     seen.install()
     try:
         program()
@@ -126,10 +85,43 @@ def preflight(
             received="none: nothing was checked",
             remedy="let it reach optimizer.step() of a torch.optim.Optimizer",
         )
-    return conclude(seen, config)
+    return conclude(seen, orders)
 
 
-def conclude(seen: Observer, config: Mapping[str, Any] | None) -> PreflightReport:
+@dataclass(frozen=True)
+class Orders:
+    """The configuration and the declaration of a run."""
+
+    config: Mapping[str, Any]
+    declared: Declaration | None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any] | None, declare: Mapping[str, Any] | None) -> Orders:
+        """Read both; what is declared counts more than the configuration."""
+        declared = None if declare is None else read_declaration(declare)
+        return cls({**(config or {}), **(declared.hyperparameters if declared else {})}, declared)
+
+    def observer(self, steps: int) -> Observer:
+        """Return an observer for one program."""
+        return Observer(steps, expected_limit(self.config), self.config)
+
+    def checks(self) -> dict[str, Callable[[Observer], Iterator[Found]]]:
+        """Return every check, by name."""
+        size = self.declared.global_batch_size if self.declared else None
+        return {
+            **CHECKS,
+            DECLARED: lambda seen: self.check_declared(seen),
+            COUNTS: lambda seen: counts_are_as_configured(seen.counts(), self.config, size),
+        }
+
+    def check_declared(self, seen: Observer) -> Iterator[Found]:
+        """Check what is declared of parameters."""
+        if self.declared is None or not (self.declared.frozen or self.declared.tied):
+            raise NotJudged("no declaration of frozen or tied parameters was given")
+        yield from check_declaration(seen, self.declared)
+
+
+def conclude(seen: Observer, orders: Orders, leave_out: tuple[str, ...] = ()) -> PreflightReport:
     """Make the checks that follow the steps, and collect what the watches found."""
     found = [
         PreflightFinding(event.name, event.severity, event.message, event.step, event.module)
@@ -140,20 +132,35 @@ def conclude(seen: Observer, config: Mapping[str, Any] | None) -> PreflightRepor
         [LIVE if seen.max_norm is None else f"{LIVE}, norm up to {seen.max_norm:g}"],
         {},
     )
-    for name, check in CHECKS.items():
+    for name, check in orders.checks().items():
+        if name in leave_out:
+            continue
         try:
-            found += [PreflightFinding(*each) for each in check(seen)]
+            for each in check(seen):  # what was found before a reason not to judge counts
+                found.append(PreflightFinding(*each))
             judged.append(name)
         except NotJudged as reason:
             skipped[name] = str(reason)
-    expected = expected_values(config or {})
+    expected = expected_values(orders.config)
     if expected:
         wrong = check_hyperparameters(expected, seen.optimizers)
         found += [PreflightFinding("hyperparameter", "error", message) for message in wrong]
+        found += [
+            PreflightFinding("no-warm-up", "error", message)
+            for message in check_warm_up(seen.rates, orders.config, expected.get("lr"))
+        ]
         judged.append(f"{CONFIG} ({', '.join(expected)})")
     else:
         skipped[CONFIG] = "no configuration with hyperparameters was given"
     models = [model for model, _ in seen.roots.values()]
     count = len({id(p) for model in models for p in model.parameters()})
     steps = next(iter(seen.watches.values())).steps
-    return PreflightReport(steps, len(models), count, tuple(found), tuple(judged), skipped)
+    return PreflightReport(
+        steps,
+        len(models),
+        count,
+        tuple(found),
+        tuple(judged),
+        skipped,
+        seen.census.as_record(),
+    )

@@ -37,7 +37,8 @@ def main() -> int:
             ended.append(stop.code)
 
     try:
-        report = asdict(preflight(program, steps=orders["steps"], config=orders["config"]))
+        options = {name: orders[name] for name in ("steps", "config", "declare")}
+        report = asdict(preflight(program, **options))
     except ArgumentError as error:
         parts = ("expected", "received", "remedy")
         report = {"error": {part: getattr(error, part) for part in parts}}

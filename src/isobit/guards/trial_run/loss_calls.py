@@ -1,0 +1,146 @@
+"""Record the calls of torch's loss functions, and the weight that each target has in what is differentiated.
+
+[Note: weights of targets]
+A loss function returns a mean, a sum or one number per target. The gradient that arrives at its result is the factor
+that the program gives it later: 1 / accumulation, a loss scale, a mask. So the weight of a target in the gradient of
+the step is known without knowing how the program computes it: factor / targets of a mean, factor of a sum, and the
+element of the factor otherwise. Micro-batches whose targets have different weights are not parts of one batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+BY_CLASS = ("cross_entropy", "nll_loss")  # may ignore targets
+BY_ELEMENT = (
+    "mse_loss",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
+    "kl_div",
+)
+LOSSES = (*BY_CLASS, *BY_ELEMENT)
+
+
+@dataclass
+class LossCall:
+    """A call of a loss function in training.
+
+    Attributes:
+        kind: The name of the function.
+        classes: The number of classes; 0 of a function that compares elements.
+        reduction: "mean", "sum" or "none".
+        count: The targets that count; with weights of classes, their sum.
+        step: The step of the first optimizer.
+        dtype: The dtype of the result.
+        shapes: Those of the predictions and the targets, of a function that compares them by element.
+        backward: Which backward reached it; None before.
+        factor: The gradient of the result.
+    """
+
+    kind: str
+    classes: int
+    reduction: str
+    count: float
+    step: int
+    dtype: torch.dtype
+    shapes: tuple[torch.Size, torch.Size] | None
+    backward: int | None = None
+    factor: Tensor | None = None
+
+    def take(self, gradient: Tensor) -> None:
+        """Keep the gradient of the result."""
+        self.backward = torch._C._current_graph_task_id()
+        held = gradient.detach().double()
+        self.factor = held if self.factor is None else self.factor + held
+
+    def weights(self) -> Tensor:
+        """Return the weights of the targets that count; one element if all are equal."""
+        assert self.factor is not None
+        if self.reduction == "none":
+            return self.factor[self.factor != 0].flatten()
+        return self.factor.reshape(1) / (self.count if self.reduction == "mean" else 1)
+
+
+class LossCalls:
+    """Loss calls of a program, recorded while `recording` is open.
+
+    Args:
+        is_mine: Whether the current thread is the program's.
+        step: The number of the current step.
+    """
+
+    def __init__(self, is_mine: Callable[[], bool], step: Callable[[], int]) -> None:
+        self.is_mine, self.step = is_mine, step
+        self.calls: list[LossCall] = []
+        self.here = threading.local()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Replace the loss functions of torch.nn.functional by ones that also record."""
+        with ExitStack() as stack:
+            for name in LOSSES:
+                plain = getattr(F, name)
+                setattr(F, name, self.recorded(name, plain))
+                stack.callback(setattr, F, name, plain)
+            yield
+
+    def recorded(self, name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Return a loss function that records its calls."""
+        signature = inspect.signature(plain)
+
+        @functools.wraps(plain)
+        def call(*args: Any, **kwargs: Any) -> Tensor:
+            # A mode of torch calls the same function a second time, inside of the first.
+            if torch.compiler.is_compiling() or getattr(self.here, "inside", False):
+                return plain(*args, **kwargs)
+            self.here.inside = True
+            try:
+                result = plain(*args, **kwargs)
+            finally:
+                self.here.inside = False
+            if self.is_mine() and isinstance(result, Tensor) and result.requires_grad:
+                given = signature.bind(*args, **kwargs)
+                given.apply_defaults()
+                self.note(name, given.arguments, result)
+            return result
+
+        return call
+
+    def note(self, name: str, given: dict[str, Any], result: Tensor) -> None:
+        """Record one call, and wait for the gradient of its result."""
+        if given.get("reduce") is not None or given.get("size_average") is not None:
+            return  # these old arguments replace `reduction`
+        prediction, target, reduction = given["input"], given["target"], given["reduction"]
+        count = float(result.numel()) if result.ndim else count_targets(name, given)
+        if reduction == "batchmean":
+            reduction, count = "mean", float(prediction.shape[0])
+        shapes = (prediction.shape, target.shape) if name in BY_ELEMENT else None
+        classes = 0 if shapes else prediction.shape[-1 if prediction.ndim == 1 else 1]
+        call = LossCall(name, classes, reduction, count, self.step(), result.dtype, shapes)
+        result.register_hook(call.take)  # type: ignore[no-untyped-call]
+        self.calls.append(call)
+
+
+def count_targets(name: str, given: dict[str, Any]) -> float:
+    """Return how many targets a loss function averages over; with weights of classes, the sum of these."""
+    target: Tensor = given["target"]
+    if name not in BY_CLASS:
+        return float(max(target.numel(), given["input"].numel()))
+    if target.is_floating_point():  # probabilities
+        return float(target.numel() // target.shape[-1 if target.ndim == 1 else 1])
+    counted = target[target != given["ignore_index"]]
+    weight = given.get("weight")
+    return float(counted.numel() if weight is None else weight.detach()[counted].double().sum())

@@ -1,0 +1,171 @@
+"""Declarations and configurations of a preflight, and its page.
+
+1. Declarations: each key has a wrong and a right program; unknown keys and wrong kinds are refused.
+2. Configurations: YAML, JSON, TOML; a pickle, an alias bomb and broken files are refused.
+3. The page escapes what it shows and says what was not checked.
+"""
+
+import itertools
+import json
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from isobit import ArgumentError
+from isobit.cli.config_file import read_config
+from isobit.guards import preflight
+from isobit.report.preflight_page import write_preflight_page
+from tests.guards.preflight_programs import adam_with_warm_up_and_groups, loop, plain, sgd
+
+# ---- 1. declarations ---------------------------------------------------------------------------------------
+
+
+def tied(wrong):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16, bias=False))
+    if not wrong:
+        model[1].weight = model[0].weight
+    optimizer = sgd(model)
+    for step in range(4):
+        optimizer.zero_grad()
+        ids = torch.randint(0, 16, (4, 6), generator=torch.Generator().manual_seed(step))
+        F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten()).backward()
+        optimizer.step()
+
+
+def partly_frozen():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
+    model[0].requires_grad_(False)
+    loop(model, sgd(model))
+
+
+@pytest.mark.parametrize(
+    ("program", "declared", "rules"),
+    [
+        (partly_frozen, {"frozen": ["0.*"]}, set()),
+        (plain, {"frozen": ["0.*"]}, {"not-frozen"}),  # mmpretrain-702
+        (partly_frozen, {"frozen": ["encoder.*"]}, {"not-frozen"}),
+        (lambda: tied(False), {"tied": [["0.weight", "1.weight"]]}, set()),
+        (lambda: tied(True), {"tied": [["0.weight", "1.weight"]]}, {"not-tied"}),
+        (lambda: tied(False), {"tied": [["0.weight", "2.weight"]]}, {"not-tied"}),
+        (plain, {"hyperparameters": {"lr": 0.01}}, set()),
+        (plain, {"hyperparameters": {"lr": 0.1}}, {"hyperparameter"}),
+        (plain, {"global_batch_size": 4}, set()),
+        (plain, {"global_batch_size": 8}, {"count"}),
+    ],
+)
+def test_declarations(program, declared, rules):
+    report = preflight(program, declare=declared)
+    assert {finding.rule for finding in report.findings} == rules
+
+
+@pytest.mark.parametrize(
+    "declared",
+    [
+        {},
+        {"froze": []},
+        {"frozen": "0.*"},
+        {"frozen": [1]},
+        {"tied": [["a"]]},
+        {"tied": "a"},
+        {"hyperparameters": {"rate": 1}},
+        {"hyperparameters": {"lr": "fast"}},
+        {"hyperparameters": [1]},
+        {"global_batch_size": 0},
+        {"global_batch_size": True},
+    ],
+    ids=str,
+)
+def test_declarations_that_are_refused(declared):
+    with pytest.raises(ArgumentError, match="declaration"):
+        preflight(plain, declare=declared)
+
+
+# ---- 2. configurations -------------------------------------------------------------------------------------
+
+
+BOMB = "a: &a [1, 1]\n" + "".join(  # each line is ten of the line before
+    f"{new}: &{new} [{', '.join(10 * ['*' + old])}]\n" for old, new in itertools.pairwise("abcdefg")
+)
+
+
+def test_configurations_are_read(tmp_path):
+    (tmp_path / "a.yaml").write_text("lr: 1e-2\n2: [1, null]\nwhen: 2026-01-01\n")
+    assert read_config(tmp_path / "a.yaml") == {
+        "lr": "1e-2",
+        "2": [1, None],
+        "when": "2026-01-01",
+    }
+    (tmp_path / "a.json").write_text('{"bf16": {"enabled": true}}')
+    assert read_config(tmp_path / "a.json") == {"bf16": {"enabled": True}}
+    (tmp_path / "a.toml").write_text("[optimizer]\nlr = 3e-4\n")
+    if sys.version_info >= (3, 11):
+        assert read_config(tmp_path / "a.toml") == {"optimizer": {"lr": 3e-4}}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("training_args.bin", "x"),
+        ("a.yaml", "- 1"),
+        ("a.yaml", "a: [1"),
+        ("a.yaml", "!!python/object/apply:os.getcwd []"),
+        ("a.yaml", BOMB),
+        ("a.toml", "lr ="),
+    ],
+    ids=["pickle", "list", "broken", "code", "aliases", "toml"],
+)
+def test_configurations_that_are_refused(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ArgumentError):
+        read_config(tmp_path / name)
+
+
+def test_a_warm_up_must_have_begun():
+    config = {"lr": 0.01, "warmup_steps": 100}
+    (found,) = preflight(plain, config=config).findings
+    assert found.rule == "no-warm-up"
+    assert "step 0 is 0.01 already" in found.message
+    config = {"lr": 0.01, "betas": [0.9, 0.95], "warmup_steps": 2}
+    assert preflight(adam_with_warm_up_and_groups, config=config).is_clean
+
+
+def test_bf16_of_a_configuration_must_have_run():
+    found = preflight(plain, config={"bf16": True}).findings
+    assert [finding.rule for finding in found] == ["autocast-without-effect"]
+    assert preflight(plain, config={"bf16": False, "fp16": {"enabled": "auto"}}).is_clean
+
+
+# ---- 3. the page -------------------------------------------------------------------------------------------
+
+
+def test_the_page():
+    report = {
+        "findings": [
+            {
+                "rule": "not-tied",
+                "severity": "error",
+                "step": 1,
+                "ranks": [0],
+                "module": "<b>",
+                "message": "a & b",
+            }
+        ],
+        "judged": ["one"],
+        "not_judged": {"two": "because <i>"},
+        "dtypes": {"Linear": {"float32": 2}},
+        "ranks": 2,
+        "steps": 3,
+        "parameters": 4,
+    }
+    page = write_preflight_page("<script>.py", json.loads(json.dumps(report)))
+    assert "1 finding; 1 of 2 checks made, on 2 ranks, 3 steps and 4 parameters" in page
+    assert "&lt;b&gt;: a &amp; b" in page
+    assert "not made: because &lt;i&gt;" in page
+    assert "<script>.py" not in page
+    clean = write_preflight_page("a.py", {**report, "findings": []})
+    assert "<p>Nothing.</p>" in clean
