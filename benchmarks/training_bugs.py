@@ -13,6 +13,7 @@ from isobit.majority import name_ranks
 from isobit.simulator import World
 from tests.guards.bugs import CATALOGUE
 from tests.guards.right import ALONE, TOGETHER
+from tests.guards.right.program import KNOWN_ALARMS
 
 GROUPS = {"20": "TrainCheck's table", "new": "found by TrainCheck", "more": "others"}
 
@@ -53,21 +54,23 @@ def run(quick, threads, dtypes):
 
 
 def count_alarms(console):
-    """Run every right program."""
-    alarms = 0
+    """Run every right program; return how many have findings that are not known."""
+    alarms = unknown = 0
     for name, program in ALONE.items():
         torch.manual_seed(0)
         found = preflight(program).findings
         alarms += bool(found)
-        for finding in found:
-            console.print(f"{name}: {finding}")
+        unknown += {finding.rule for finding in found} != KNOWN_ALARMS.get(name, set())
+        if found:
+            console.print(f"{name}: {', '.join(finding.rule for finding in found)}")
     for name, program in TOGETHER.items():
         found = World(4).run(program).values
         alarms += any(found)
+        unknown += any(found)
         for event in functools.reduce(operator.iadd, found, []):
             console.print(f"{name}: {event}")
     console.print(
         f"right programs: {alarms} of {len(ALONE) + len(TOGETHER)} with a finding "
         f"({len(ALONE)} in preflight, {len(TOGETHER)} on 4 simulated ranks with watch)"
     )
-    return alarms
+    return unknown

@@ -76,7 +76,8 @@ class Watch(StepChecks):
         self.losses: list[tuple[int, Tensor]] = []
         self.micro_batch = -1
         self.versions: list[tuple[Tensor, int, int]] = []
-        self.stale: list[Tensor] = []  # parameters whose gradients of the last step are still there
+        # Parameters whose gradients of the last step are still there, and where.
+        self.stale: list[tuple[Tensor, int]] = []
         self.sample: UpdateSample | None = None
         self.next_sample = 0
         self.called = self.weights_unread = False
@@ -171,12 +172,12 @@ class Watch(StepChecks):
         backward is dropped if gradients are cleared at a later one of the same step.
         """
         if self.stale:
-            left = [p for p in self.stale if p.grad is not None and bool(p.grad.count_nonzero())]
-            self.stale = left if len(left) == len(self.stale) else []
+            cleared = any(p.grad is None or not p.grad.count_nonzero() for p, _ in self.stale)
+            self.stale = [] if cleared else self.stale
             return
         kept, self.versions = self.versions, []
         self.stale = [
-            p
+            (p, pointer)
             for p, pointer, version in kept
             if p.grad is not None
             and p.grad.data_ptr() == pointer
@@ -185,8 +186,9 @@ class Watch(StepChecks):
         ]
 
     def check_cleared(self) -> None:
-        """Report gradients of the previous step that this step adds to; once."""
-        if self.stale and "not-zeroed" not in self.reported:
+        """Report gradients of the previous step that this step adds to; once. Those that were replaced are not."""
+        added = all(p.grad is not None and p.grad.data_ptr() == at for p, at in self.stale)
+        if self.stale and added and "not-zeroed" not in self.reported:
             self.reported.add("not-zeroed")
             self.report(
                 "not-zeroed",

@@ -4,6 +4,7 @@ import tempfile
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
@@ -90,9 +91,15 @@ def trainer_that_classifies_with_frozen_embeddings():
     run_trainer(model, data)
 
 
+def accelerator_of(**options):
+    """Accelerate has one state per process, which other programs have set."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    return Accelerator(cpu=True, **options)
+
+
 @right
 def accelerate_loop():
-    accelerator = Accelerator(cpu=True)
+    accelerator = accelerator_of()
     model = mlp(8, 16, 4)
     data = DataLoader([(rand(at, 8), at % 4) for at in range(16)], batch_size=4, shuffle=True)
     model, optimizer, data = accelerator.prepare(model, torch.optim.Adam(model.parameters()), data)
@@ -104,7 +111,7 @@ def accelerate_loop():
 
 @right
 def accelerate_with_accumulation_clipping_and_a_schedule():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
     model = mlp(8, 16, 4)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -121,7 +128,7 @@ def accelerate_with_accumulation_clipping_and_a_schedule():
 
 @right
 def accelerate_with_two_models():
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = accelerator_of(mixed_precision="bf16")
     first, second = accelerator.prepare(mlp(8, 16, 8), mlp(8, 4))
     optimizer = accelerator.prepare(
         torch.optim.AdamW(nn.ModuleList([first, second]).parameters(), lr=1e-3)

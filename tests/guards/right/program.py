@@ -8,6 +8,11 @@ import torch
 from torch.nn import functional as F
 
 ALONE = {}  # programs for one rank, run by preflight
+# Right programs that preflight reports all the same, and under which rules.
+KNOWN_ALARMS = {
+    "master_weights": {"not-in-optimizer", "moved-though-frozen"},  # copies of the model's weights
+    "clipped_policy_over_one_buffer": {"same-batch"},  # intended, and not to be told from a bug
+}
 TOGETHER = {}  # programs for simulated ranks, which return the findings of their watch
 
 
