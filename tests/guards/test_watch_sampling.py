@@ -27,7 +27,7 @@ def wide_net():
 
 
 def run(poison, steps=18, model=None, **options):
-    """Take steps; `poison` names what becomes NaN: the input or one element of a gradient in step BAD, or a weight at the end."""
+    """Take steps; `poison` becomes NaN: the input or a gradient of step BAD, or a weight at the end."""
     model = model or wide_net()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     with watch(model, optimizer, sinks=[], **options) as guard:
