@@ -5,7 +5,9 @@ installed by hand. Without them these tests are skipped, with what to install.
 """
 
 import json
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -57,13 +59,19 @@ def start(tmp_path):
     def run(*words):
         with open(tmp_path / "server.log", "w") as log:
             running.append(
-                subprocess.Popen(words, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT)
+                subprocess.Popen(
+                    words,
+                    cwd=tmp_path,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,  # so that its workers end with it
+                )
             )
 
     yield run
     for process in running:
-        process.terminate()
-        process.wait(30)
+        os.killpg(process.pid, signal.SIGKILL)  # what it has written is of no use
+        process.wait(PATIENCE)
 
 
 def test_mlflow_server(tmp_path, start):

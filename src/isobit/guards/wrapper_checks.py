@@ -43,8 +43,8 @@ def same_attributes(model: nn.Module) -> Iterator[list[Event]]:
     Args:
         model: The model.
 
-    Yields:
-        A list, which has the findings `attribute-overwritten` after the block.
+    Returns:
+        A context manager. It gives a list, which has the findings `attribute-overwritten` after the block.
 
     Example:
         >>> from isobit.guards import same_attributes
