@@ -95,19 +95,7 @@ def watch(
             remedy="choose one of these",
         )
     looks = gradients_every if gradients_every is not None else 4 if policy == "log" else 1
-    numbers = {
-        "every": every,
-        "gradients_every": looks,
-        "patience": patience,
-        "agree_every": agree_every or 1,
-    }
-    wrong = [f"{name}={number}" for name, number in numbers.items() if number < 1]
-    if wrong or (max_norm is not None and not max_norm > 0) or agree_every == 0:
-        raise ArgumentError(
-            expected="every, gradients_every, patience and agree_every of at least 1, and a positive max_norm",
-            received=", ".join(wrong) or f"max_norm={max_norm}, agree_every={agree_every}",
-            remedy="leave out what should not be checked",
-        )
+    check_counts(max_norm, every, looks, patience, agree_every)
     is_sharded = bool(find_shards(model)) or any(map(is_dtensor, model.parameters()))
     if is_sharded and group is None and policy not in ("log", "raise"):
         raise ArgumentError(
@@ -133,3 +121,20 @@ def watch(
     )
     emitter = Emitter(sinks, run=run, rank=rank)
     return Watch(model, unwrapped_optimizer(optimizer), options, emitter)
+
+
+def check_counts(
+    max_norm: float | None, every: int, looks: int, patience: int, agree_every: int | None
+) -> None:
+    """Raise ArgumentError if a number of steps, or the limit of the norm, is not positive."""
+    numbers = {"every": every, "gradients_every": looks, "patience": patience}
+    if agree_every is not None:
+        numbers["agree_every"] = agree_every
+    wrong = [f"{name}={number}" for name, number in numbers.items() if number < 1]
+    wrong += [f"max_norm={max_norm}"] if max_norm is not None and not max_norm > 0 else []
+    if wrong:
+        raise ArgumentError(
+            expected="every, gradients_every, patience and agree_every of at least 1, and a positive max_norm",
+            received=", ".join(wrong),
+            remedy="leave out what should not be checked",
+        )
