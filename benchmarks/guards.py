@@ -118,7 +118,7 @@ def run(quick, threads, dtypes):
     )
     lines = []
     for name, make, steps, before in (
-        ("curve", curve_step, 14 if quick else 28, 7),
+        ("curve", curve_step, 9 if quick else 28, 4 if quick else 7),
         ("tiny", tiny_step, 800 if quick else 8000, 50),
     ):
         found, size = measure(make, steps, before)

@@ -22,11 +22,11 @@ def run(quick, threads, dtypes):
     """Print a table; the exit code is 1 if a bug is judged other than stated or a right program blamed."""
     torch.set_num_threads(1)
     started = time.process_time()
-    console = Console(width=170, highlight=False)
+    console = Console(width=240, highlight=False)
     table = Table("bug", "what is wrong", "found", "by", "rule", "step", "ranks", "right twin")
     wrong = noisy = 0
     counts = {group: [0, 0] for group in GROUPS}
-    for bug in CATALOGUE.values():
+    for bug in sorted(CATALOGUE.values(), key=lambda bug: [*GROUPS].index(bug.group)):
         found, twin = bug.look(True), bug.look(False)
         first = found[0] if found else None
         wrong += first != bug.finds

@@ -6,7 +6,14 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
-from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from isobit.guards import check_loader, same_attributes
 from isobit.integrations.transformers import WatchCallback
@@ -94,6 +101,7 @@ def run_trainer(*callbacks, **options):
         trainer = Trainer(
             tiny_model(), arguments, train_dataset=samples, callbacks=[*callbacks, watching]
         )
+        trainer.remove_callback(PrinterCallback)
         trainer.train()
     return watching.watch
 

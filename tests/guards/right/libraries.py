@@ -9,7 +9,13 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    PrinterCallback,
+    Trainer,
+    TrainingArguments,
+)
 
 from tests.guards.bugs.around_the_loop import tiny_model
 from tests.guards.right.networks import mlp
@@ -34,7 +40,9 @@ def run_trainer(model, data, kind=Trainer, **options):
             disable_tqdm=True,
             **options,
         )
-        kind(model, arguments, train_dataset=data, eval_dataset=data[:4], **given).train()
+        made = kind(model, arguments, train_dataset=data, eval_dataset=data[:4], **given)
+        made.remove_callback(PrinterCallback)
+        made.train()
 
 
 @right
