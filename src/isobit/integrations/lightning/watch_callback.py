@@ -32,8 +32,11 @@ class WatchCallback(Callback):
         """Start a watch per optimizer; those that an exception has left open are ended first."""
         self.close()
         clips = trainer.gradient_clip_algorithm in (None, "norm")
-        options = {"max_norm": (trainer.gradient_clip_val or None) if clips else None}
-        options |= {"first_step": trainer.global_step, **self.options}
+        options: dict[str, Any] = {
+            "max_norm": (trainer.gradient_clip_val or None) if clips else None,
+            "first_step": trainer.global_step,
+            **self.options,
+        }
         self.watches = []
         for optimizer in trainer.optimizers:
             self.watches.append(watch(trainer.model, optimizer, **options))
