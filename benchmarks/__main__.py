@@ -20,6 +20,8 @@ CASES = (
     "agreement",
     "simulator",
     "bugs",
+    "training_bugs",
+    "guards",
     "audit",
     "audit_whole",
     "certify",

@@ -32,6 +32,8 @@ COMMANDS = {
     "step": "python -m benchmarks step --quick",
     "agreement": "python -m benchmarks agreement",
     "bugs": "python -m benchmarks bugs",
+    "training-bugs": "python -m benchmarks training_bugs",
+    "guards": "python -m benchmarks guards",
     "simulator": "python -m benchmarks simulator --quick",
     "audit": "python -m benchmarks audit --quick --threads 2",
     "audit-whole": "python -m benchmarks audit_whole --threads 2",

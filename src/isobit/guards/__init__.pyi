@@ -7,13 +7,17 @@ from isobit.guards.drift import Drift as Drift
 from isobit.guards.drift import Reading as Reading
 from isobit.guards.emitter import Emitter as Emitter
 from isobit.guards.events import Event as Event
+from isobit.guards.link_checks import check_links as check_links
+from isobit.guards.loader_checks import check_loader as check_loader
 from isobit.guards.micro_batch_splits import SplitResult as SplitResult
 from isobit.guards.micro_batch_splits import micro_batch_invariance as micro_batch_invariance
 from isobit.guards.optimizer_checks import state_digest as state_digest
 from isobit.guards.replicated import replicated_tensors as replicated_tensors
+from isobit.guards.spans import Spans as Spans
 from isobit.guards.trial_run.report import PreflightFinding as PreflightFinding
 from isobit.guards.trial_run.report import PreflightReport as PreflightReport
 from isobit.guards.trial_run.run import preflight as preflight
 from isobit.guards.trial_run.saved_files import check_checkpoint as check_checkpoint
 from isobit.guards.watch_hooks import Watch as Watch
 from isobit.guards.watching import watch as watch
+from isobit.guards.wrapper_checks import same_attributes as same_attributes

@@ -139,17 +139,22 @@ class Drift:
 def median_and_deviation(values: list[float]) -> tuple[float, float]:
     """Return the median of sorted values, and the median of their distances from it.
 
-    The values nearest to the median lie around its place, so that half of them are visited and nothing is sorted.
+    The distances to the left of the median and to the right of it are two sorted lists. The value wanted is in the
+    place `half` of both together; a binary search finds how many of those before it are on the right.
 
     Args:
         values: Sorted, at least one.
     """
     half = len(values) // 2
-    middle, left, right = values[half], half - 1, half
-    spread = 0.0
-    for _ in range(half + 1):
-        if left < 0 or (right < len(values) and values[right] - middle <= middle - values[left]):
-            spread, right = values[right] - middle, right + 1
+    middle = values[half]
+    low, high = 1, len(values) - half  # the median itself is on the right
+    while low < high:
+        right = (low + high) // 2  # and half + 1 - right on the left
+        if values[half + right] - middle < middle - values[right - 1]:
+            low = right + 1
         else:
-            spread, left = middle - values[left], left - 1
+            high = right
+    spread = values[half + low - 1] - middle
+    if low <= half:
+        spread = max(spread, middle - values[low - 1])
     return middle, spread

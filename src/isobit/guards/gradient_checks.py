@@ -11,6 +11,8 @@ from torch import Tensor
 from isobit.guards.replica import is_finite
 from isobit.parallel.tensor.local_shards import is_dtensor
 
+SAMPLED = 4  # gradients that are looked at in a step that does not read all
+SAMPLED_ELEMENTS = 2**12  # of each
 NORM_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -45,6 +47,32 @@ def norms_of(tensors: Sequence[Tensor]) -> list[float]:
         for at, norm in zip(places, torch.stack(norms).tolist(), strict=True):
             found[at] = norm
     return found
+
+
+def spread_sample(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Return a few parameters, evenly spread over the model. Their gradients are dense."""
+    dense = [p for p in parameters if p.grad is not None and p.grad.layout == torch.strided]
+    stride = max(1, -(-len(dense) // SAMPLED))
+    return dense[::stride]
+
+
+def is_sample_finite(parameters: Sequence[Tensor]) -> bool:
+    """Return whether the first elements of these parameters' gradients are finite.
+
+    Args:
+        parameters: At most SAMPLED; those without a gradient are passed over.
+    """
+    parts = []
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        part = grad if type(grad) is Tensor else local_part(grad)
+        parts.append(
+            part if part.numel() <= SAMPLED_ELEMENTS else part.reshape(-1)[:SAMPLED_ELEMENTS]
+        )
+    # A sum that is not finite may be an overflow: the caller then reads everything.
+    return all(map(math.isfinite, norms_of(parts)))
 
 
 def nonfinite_places(tensors: Sequence[Tensor], norms: Sequence[float]) -> list[int]:

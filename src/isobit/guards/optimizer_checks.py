@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -102,6 +102,33 @@ def check_state(
                 name = names.get(id(parameter), "a parameter outside the model")
                 yield name, f"{key} is not zero before the first step"
                 break
+
+
+def weights_that_differ(model: nn.Module, saved: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a sentence if tensors of a checkpoint are not in the model bit for bit.
+
+    Tensors that only one of the two has are not compared: a new head is drawn, an old one is left out.
+
+    Args:
+        model: The model, before its first step.
+        saved: Tensors by name, such as a state dict.
+    """
+    held = model.state_dict()
+    common = [name for name in saved if name in held]
+    if not common:
+        yield f"none of the {len(saved)} tensors of the checkpoint has a name of the model"
+    wrong = [
+        name
+        for name in common
+        if not bits.equal(
+            local_shard_of(held[name]).local.cpu(), local_shard_of(saved[name]).local.cpu()
+        )
+    ]
+    if wrong:
+        yield (
+            f"{len(wrong)} of {len(common)} tensors of the checkpoint have other bits in the model, so that they were "
+            f"not loaded or were written since: {name_some(wrong)}"
+        )
 
 
 def state_digest(optimizer: Any) -> str:

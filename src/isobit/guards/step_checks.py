@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,22 @@ from isobit.guards.emitter import Emitter
 from isobit.guards.events import Event
 from isobit.guards.gradient_checks import (
     describe_nonfinite,
+    is_sample_finite,
     nonfinite_places,
     norms_of,
     total_of,
     wide_norms_of,
 )
 from isobit.guards.module_replay import ModelCall, find_end_of_graph, find_nonfinite
-from isobit.guards.optimizer_checks import check_identity, check_state, name_some, state_digest
+from isobit.guards.optimizer_checks import (
+    check_identity,
+    check_state,
+    name_some,
+    state_digest,
+    weights_that_differ,
+)
 from isobit.guards.replicated import replicated_tensors
+from isobit.guards.wrapper_checks import check_reduced
 
 POLICIES = ("log", "raise", "skip")
 MOST_FINDINGS = 1000  # that are kept; sinks receive all
@@ -48,6 +56,8 @@ class Options:
     tensor_group: dist.ProcessGroup | None
     sharded: tuple[str, ...]
     is_sharded: bool
+    gradients_every: int = 1
+    weights_from: Mapping[str, Tensor] | None = None
 
 
 class StepChecks:
@@ -60,6 +70,7 @@ class StepChecks:
         self.findings: list[Event] = []
         self.step = options.first_step
         self.steps = self.nonfinite_steps = self.skipped_steps = self.clipped_steps = 0
+        self.norm_steps = 0
         self.named = list(model.named_parameters())
         self.drift = {"loss": Drift(), "grad.norm": Drift(log=True)}
         self.call: ModelCall | None = None
@@ -68,6 +79,7 @@ class StepChecks:
         self.wrong = self.wants_skip = False  # in this step
         self.total = 0.0  # the gradient norm of this step
         self.reported: set[str] = set()  # what is reported once
+        self.few: list[Tensor] = []  # parameters whose gradients are looked at in every step
 
     def report(self, rule: str, message: str, *, severity: str = "error", **where: Any) -> None:
         """Send a finding to the sinks, and follow the policy if it is an error."""
@@ -125,12 +137,18 @@ class StepChecks:
             self.is_replaying = False
 
     def check_identity(self) -> None:
-        """Check that the optimizer has the model's parameters."""
+        """Check that the optimizer has the model's parameters, and a wrapper too."""
+        for message in check_reduced(self.model):
+            self.report("not-reduced", message)
         for rule, severity, message in check_identity(self.model, self.optimizer):
             self.report(rule, message, severity=severity)
 
     def check_start(self) -> None:
-        """Check the optimizer's state before the first step."""
+        """Check the weights and the optimizer's state before the first step."""
+        given = self.options.weights_from
+        if given is not None:
+            for message in weights_that_differ(self.model, given):
+                self.report("weights-not-loaded", message)
         names = {id(p): name for name, p in self.named}
         for name, message in check_state(self.optimizer, names):
             self.report("state-not-zero", message, module=name)
@@ -141,8 +159,20 @@ class StepChecks:
                 "the optimizer's state is not that of the checkpoint: its digest differs",
             )
 
+    def reads_all(self) -> bool:
+        """Return whether this step reads all gradients, and not only a sample of them."""
+        options = self.options
+        return (
+            self.wrong
+            or self.steps < options.patience
+            or self.step % options.gradients_every == 0
+            or self.step % options.every == 0
+            or not is_sample_finite(self.few)
+        )
+
     def check_gradients(self, pairs: list[tuple[str, Tensor]]) -> None:
         """Check that gradients are finite and within the limit."""
+        self.norm_steps += 1
         grads: list[Tensor] = [p.grad for _, p in pairs if p.grad is not None]
         norms = norms_of(grads)
         scale = getattr(self.optimizer, "grad_scale", None)  # of a GradScaler and a fused step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isobit.guards.emitter import Emitter
+from isobit.guards.gradient_checks import spread_sample
 from isobit.guards.module_replay import ModelCall, tensors_in
 from isobit.guards.optimizer_checks import parameters_of
 from isobit.guards.step_checks import Options, StepChecks
@@ -55,7 +57,8 @@ class Watch(StepChecks):
         steps: Steps that were taken or skipped.
         nonfinite_steps: Steps in which a loss, gradient or weight was not finite, whatever a trainer's log shows.
         skipped_steps: Steps that left the weights as they were.
-        clipped_steps: Steps whose gradient norm was at `max_norm`.
+        norm_steps: Steps whose gradients were all read; in the others a sample was.
+        clipped_steps: Those of them whose gradient norm was at `max_norm`.
 
     Example:
         >>> from isobit.guards import watch
@@ -73,9 +76,11 @@ class Watch(StepChecks):
         self.losses: list[tuple[int, Tensor]] = []
         self.micro_batch = -1
         self.versions: list[tuple[Tensor, int, int]] = []
-        self.stale: list[Tensor] = []  # parameters whose gradients of the last step are still there
+        # Parameters whose gradients of the last step are still there, and where.
+        self.stale: list[tuple[Tensor, int]] = []
         self.sample: UpdateSample | None = None
         self.next_sample = 0
+        self.called = self.weights_unread = False
         self.handles = [
             model.register_forward_pre_hook(ModelHook(self.before_forward), with_kwargs=True),
             model.register_forward_hook(ModelHook(self.after_forward)),
@@ -98,19 +103,31 @@ class Watch(StepChecks):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End the watch."""
+        """End the watch; the weights are not read if the run has failed."""
+        self.weights_unread = self.weights_unread and error is None
         self.close()
 
     def close(self) -> None:
-        """Remove the hooks, emit the counts, and close the sinks. A second call does nothing."""
+        """Remove the hooks, read the weights a last time, emit the counts, and close the sinks.
+
+        A second call does nothing.
+        """
         if not self.handles:
             return
         for handle in self.handles:
             handle.remove()
         self.handles, self.call, self.sample, self.versions = [], None, None, []
-        for name in ("nonfinite_steps", "skipped_steps", "clipped_steps"):
-            self.emitter.metric(name.replace("_", "."), getattr(self, name), step=self.step)
-        self.emitter.close()
+        self.few = []
+        try:
+            if self.weights_unread:
+                self.step -= 1  # the step that left them so
+                self.check_weights()
+        finally:
+            self.step += self.weights_unread
+            self.nonfinite_steps += self.wrong
+            for name in ("nonfinite_steps", "skipped_steps", "clipped_steps"):
+                self.emitter.metric(name.replace("_", "."), getattr(self, name), step=self.step)
+            self.emitter.close()
 
     def observe(self, loss: Any = None, **metrics: float) -> None:
         """Take the loss, which a loop outside of the model computes, and any other numbers of this step.
@@ -128,6 +145,7 @@ class Watch(StepChecks):
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Remember the arguments of a training forward."""
+        self.called = True
         if self.is_training_call(model):
             self.micro_batch += 1
             self.call = ModelCall.of(args, kwargs)
@@ -154,12 +172,12 @@ class Watch(StepChecks):
         backward is dropped if gradients are cleared at a later one of the same step.
         """
         if self.stale:
-            left = [p for p in self.stale if p.grad is not None and bool(p.grad.count_nonzero())]
-            self.stale = left if len(left) == len(self.stale) else []
+            cleared = any(p.grad is None or not p.grad.count_nonzero() for p, _ in self.stale)
+            self.stale = [] if cleared else self.stale
             return
         kept, self.versions = self.versions, []
         self.stale = [
-            p
+            (p, pointer)
             for p, pointer, version in kept
             if p.grad is not None
             and p.grad.data_ptr() == pointer
@@ -168,8 +186,9 @@ class Watch(StepChecks):
         ]
 
     def check_cleared(self) -> None:
-        """Report gradients of the previous step that this step adds to; once."""
-        if self.stale and "not-zeroed" not in self.reported:
+        """Report gradients of the previous step that this step adds to; once. Those that were replaced are not."""
+        added = all(p.grad is not None and p.grad.data_ptr() == at for p, at in self.stale)
+        if self.stale and added and "not-zeroed" not in self.reported:
             self.reported.add("not-zeroed")
             self.report(
                 "not-zeroed",
@@ -178,29 +197,77 @@ class Watch(StepChecks):
             )
         self.stale = []
 
-    @torch.no_grad()
-    def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Check losses and gradients; skip the step if the policy says so."""
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Check losses and gradients; those of a step with a closure after the closure's first call."""
         if self.steps == 0:
             self.check_start()
+        closure = next((each for each in (*args, *kwargs.values()) if callable(each)), None)
+        if closure is None:
+            self.check_step(optimizer)
+            return None
+        is_checked = False
+
+        def checked() -> Any:
+            nonlocal is_checked
+            loss = closure()
+            if not is_checked:
+                is_checked = True
+                if not self.losses and isinstance(loss, Tensor) and loss.numel() == 1:
+                    self.losses = [(0, loss.detach())]
+                self.check_step(optimizer)
+            return loss
+
+        put = {id(closure): checked}
+        return (
+            tuple(put.get(id(each), each) for each in args),
+            {name: put.get(id(each), each) for name, each in kwargs.items()},
+        )
+
+    @torch.no_grad()
+    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check losses and gradients; skip the step if the policy says so."""
         self.check_cleared()
+        if self.steps == 0:
+            self.check_called()
         for micro_batch, loss in self.losses:
-            self.judge("loss", float(loss), micro_batch if self.micro_batch else None)
+            self.judge("loss", float(loss), micro_batch if self.micro_batch > 0 else None)
         self.losses = []
+        if self.reads_all():
+            self.read_all(optimizer)
+        if self.agree_to_skip():
+            self.skipped_steps += 1
+            self.sample = None
+            for parameter in parameters_of(optimizer):
+                parameter.grad = None
+
+    def read_all(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check all gradients, and now and then prepare to measure how far the weights move."""
         held = {id(p) for p in parameters_of(optimizer)}
         pairs = [(name, p) for name, p in self.named if id(p) in held and p.requires_grad]
         self.check_gradients([(name, p) for name, p in pairs if p.grad is not None])
+        self.few = spread_sample([p for _, p in pairs])
         if self.steps + 1 == self.options.patience:
             self.check_flow([name for name, _ in pairs])
-        if self.agree_to_skip():
-            self.skipped_steps += 1
-            for parameter in parameters_of(optimizer):
-                parameter.grad = None
-        elif not self.wrong and (self.steps < 2 or self.step % self.options.every == 0):
+        if not self.wrong and self.measures_update():
             rates = {id(p): g.get("lr", 1) for g in optimizer.param_groups for p in g["params"]}
             moves = [(name, p, bool(rates[id(p)] > 0)) for name, p in pairs]
             self.sample = UpdateSample(moves, self.next_sample, NOISE * self.total)
             self.next_sample = self.sample.end
+
+    def measures_update(self) -> bool:
+        """Return whether this step reads the weights, and how far they move."""
+        return self.steps < 2 or self.step % self.options.every == 0
+
+    def check_called(self) -> None:
+        """Report a DistributedDataParallel that is not called before the first step, so that it reduces nothing."""
+        if isinstance(self.model, nn.parallel.DistributedDataParallel) and not self.called:
+            self.report(
+                "wrapper-bypassed",
+                "the step follows no call of DistributedDataParallel: the module inside was called, and the gradients "
+                "are not reduced over ranks",
+            )
 
     def agree_to_skip(self) -> bool:
         """Return whether to skip; ranks with shards of one model decide together."""
@@ -214,17 +281,26 @@ class Watch(StepChecks):
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Check the weights, and prepare for the next step."""
         sample, self.sample = self.sample, None
-        self.check_weights()
+        self.weights_unread = not (self.wrong or self.measures_update())
+        if not self.weights_unread:
+            self.check_weights()
         if sample is not None:
             self.check_update(*sample.compare())
         self.check_replicas()
-        given = [(p, p.grad) for p in parameters_of(optimizer) if p.grad is not None]
-        dense = [(p, grad) for p, grad in given if grad.layout == torch.strided]
-        self.versions = [(p, g.data_ptr(), g._version) for p, g in dense[:KEPT_VERSIONS]]
+        looks = self.steps < self.options.patience or self.step % self.options.gradients_every == 0
+        self.versions = list(islice(gradient_versions(optimizer), KEPT_VERSIONS)) if looks else []
         self.nonfinite_steps += self.wrong
         self.steps, self.step, self.micro_batch = self.steps + 1, self.step + 1, -1
         self.wrong = self.wants_skip = False
         self.call = None
+
+
+def gradient_versions(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, int, int]]:
+    """Yield parameters with the address and version of their dense gradients."""
+    for parameter in parameters_of(optimizer):
+        grad = parameter.grad
+        if grad is not None and grad.layout == torch.strided:
+            yield parameter, grad.data_ptr(), grad._version
 
 
 def loss_in(output: Any) -> Tensor | None:

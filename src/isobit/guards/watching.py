@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from isobit.errors import ArgumentError
 from isobit.guards.emitter import Emitter
@@ -28,9 +28,11 @@ def watch(
     run: str = "",
     max_norm: float | None = None,
     every: int = 100,
+    gradients_every: int | None = None,
     patience: int = 10,
     first_step: int = 0,
     resumed_from: str | None = None,
+    weights_from: Mapping[str, Tensor] | None = None,
     agree_every: int | None = None,
     group: dist.ProcessGroup | None = None,
     tensor_group: dist.ProcessGroup | None = None,
@@ -47,10 +49,14 @@ def watch(
         sinks: Where events go, as for `Emitter`; None is the logger `isobit.guards`.
         run: The name of the run.
         max_norm: The limit of the global gradient norm after clipping.
-        every: Steps between metrics, and between measurements of how far weights move.
+        every: Steps between metrics, and between looks at the weights and at how far they move.
+        gradients_every: Steps between looks at all gradients, after the first `patience` steps; between them, 4,096
+            elements of 4 gradients are read. None is 4, or 1 with a policy that raises or skips.
         patience: Steps after which a parameter that never had a gradient, or only zeros, is reported.
         first_step: The number of the first step, for a run that is resumed.
         resumed_from: What `state_digest` returned when the checkpoint was saved.
+        weights_from: Tensors of a checkpoint by name: those that the model has must have the same bits before the
+            first step.
         agree_every: Steps between comparisons of parameters over `group` and `tensor_group`; None compares nothing.
             Every rank of these groups must watch.
         group: Ranks that have equal parameters, for `agree_every`. With sharded parameters and a policy that skips: all
@@ -88,14 +94,8 @@ def watch(
             received=repr(policy),
             remedy="choose one of these",
         )
-    numbers = {"every": every, "patience": patience, "agree_every": agree_every or 1}
-    wrong = [f"{name}={number}" for name, number in numbers.items() if number < 1]
-    if wrong or (max_norm is not None and not max_norm > 0) or agree_every == 0:
-        raise ArgumentError(
-            expected="every, patience and agree_every of at least 1, and a positive max_norm",
-            received=", ".join(wrong) or f"max_norm={max_norm}, agree_every={agree_every}",
-            remedy="leave out what should not be checked",
-        )
+    looks = gradients_every if gradients_every is not None else 4 if policy == "log" else 1
+    check_counts(max_norm, every, looks, patience, agree_every)
     is_sharded = bool(find_shards(model)) or any(map(is_dtensor, model.parameters()))
     if is_sharded and group is None and policy not in ("log", "raise"):
         raise ArgumentError(
@@ -116,6 +116,25 @@ def watch(
         tensor_group,
         tuple(sharded),
         is_sharded,
+        looks,
+        weights_from,
     )
     emitter = Emitter(sinks, run=run, rank=rank)
     return Watch(model, unwrapped_optimizer(optimizer), options, emitter)
+
+
+def check_counts(
+    max_norm: float | None, every: int, looks: int, patience: int, agree_every: int | None
+) -> None:
+    """Raise ArgumentError if a number of steps, or the limit of the norm, is not positive."""
+    numbers = {"every": every, "gradients_every": looks, "patience": patience}
+    if agree_every is not None:
+        numbers["agree_every"] = agree_every
+    wrong = [f"{name}={number}" for name, number in numbers.items() if number < 1]
+    wrong += [f"max_norm={max_norm}"] if max_norm is not None and not max_norm > 0 else []
+    if wrong:
+        raise ArgumentError(
+            expected="every, gradients_every, patience and agree_every of at least 1, and a positive max_norm",
+            received=", ".join(wrong),
+            remedy="leave out what should not be checked",
+        )

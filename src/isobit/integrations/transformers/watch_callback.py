@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -38,6 +39,9 @@ class WatchCallback(TrainerCallback):
         options = {"max_norm": args.max_grad_norm or None, **self.options}
         options.setdefault("first_step", state.global_step)
         self.watch = watch(given["model"], given["optimizer"], **options)
+        message = miscounted_steps(args, state, given.get("train_dataloader"))
+        if message:
+            self.watch.report("steps-miscounted", message)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
@@ -45,3 +49,29 @@ class WatchCallback(TrainerCallback):
         """End the watch."""
         if self.watch is not None:
             self.watch.close()
+
+
+def miscounted_steps(args: TrainingArguments, state: TrainerState, loader: Any) -> str:
+    """Return a sentence if the Trainer plans other than the configured number of steps, or nothing.
+
+    Args:
+        args: The configuration.
+        state: What the Trainer plans.
+        loader: The training batches of this rank; one without a length is not judged.
+    """
+    try:
+        batches = len(loader)
+    except TypeError:
+        return ""
+    accumulated = args.gradient_accumulation_steps
+    per_epoch = max(batches // accumulated + bool(batches % accumulated), 1)
+    expected = (
+        args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+    )
+    if state.max_steps == expected:
+        return ""
+    return (
+        f"{state.max_steps} steps are planned, and {expected} follow from the configuration: "
+        f"{args.num_train_epochs:g} epochs of {batches} batches, {accumulated} per step"
+        + (f", max_steps {args.max_steps}" if args.max_steps > 0 else "")
+    )

@@ -1,0 +1,1 @@
+from isobit.integrations.lightning.watch_callback import WatchCallback as WatchCallback

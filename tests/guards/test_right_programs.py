@@ -1,0 +1,41 @@
+"""No false alarm: preflight and watch are silent on correct programs of many shapes, except two that are known.
+
+A few run by default; all of them with `--full`. docs/results/training-bugs.md says how they are counted.
+"""
+
+import pytest
+import torch
+
+from isobit.guards import preflight
+from isobit.simulator import World
+from tests.guards.right import ALONE, TOGETHER
+from tests.guards.right.program import KNOWN_ALARMS
+
+QUICK = ("generator_and_discriminator", "mixture_of_experts", "meta_learning", "wrapped_by_ddp")
+pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module", "default::UserWarning")
+
+
+def some_of(programs):
+    return [
+        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in programs
+    ]
+
+
+def test_there_are_enough():
+    assert len(ALONE) + len(TOGETHER) >= 60
+    assert {*QUICK} <= {*ALONE, *TOGETHER}
+
+
+@pytest.mark.parametrize("name", some_of(ALONE))
+def test_alone(name):
+    torch.manual_seed(0)
+    report = preflight(ALONE[name])
+    assert {finding.rule for finding in report.findings} == KNOWN_ALARMS.get(name, set())
+    assert report.steps >= 3
+    assert report.parameters > 0
+
+
+@pytest.mark.parametrize("name", some_of(TOGETHER))
+def test_together(name):
+    findings = World(4).run(TOGETHER[name]).values
+    assert [[str(event) for event in events] for events in findings] == [[]] * 4
