@@ -45,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
         options.one_worker,
         options.tolerance,
         options.patience,
+        options.flight_recorder,
     )
     runs: list[SeedRun] = []
     title = f"{options.script.name} on {options.ranks} ranks"

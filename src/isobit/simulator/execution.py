@@ -56,6 +56,8 @@ def execute(
         run = Run(settings, recorded, copies)
         with installed(run):
             Execution(run, function, args, init).run_ranks()
+        if run.flight_recorder is not None and settings.flight_recorder is not None:
+            run.flight_recorder.write(settings.flight_recorder)
         return conclude(run)
     finally:
         _running.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from isobit.errors import ArgumentError
@@ -28,6 +29,8 @@ class World:
         strict: Whether a finding is raised. If not, findings are in `Result.findings`.
         patience: Real seconds that a rank may compute without a call that lets other ranks run.
         ignore: Kinds of training findings to leave out, such as "gradients differ".
+        flight_recorder: A folder for the calls of each rank, in the format of torch's flight recorder; see `isobit
+            autopsy`.
 
     Raises:
         ArgumentError: If an argument is out of its range.
@@ -57,6 +60,7 @@ class World:
         strict: bool = True,
         patience: float = 120.0,
         ignore: Collection[str] = (),
+        flight_recorder: str | Path | None = None,
     ) -> None:
         """Check the arguments; nothing runs yet."""
         if (
@@ -80,6 +84,7 @@ class World:
             strict=strict,
             patience=patience,
             ignore=frozenset(ignore),
+            flight_recorder=None if flight_recorder is None else Path(flight_recorder),
         )
 
     def run(
