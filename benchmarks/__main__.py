@@ -19,6 +19,7 @@ CASES = (
     "agreement",
     "simulator",
     "bugs",
+    "autopsy",
     "audit",
     "audit_whole",
     "certify",

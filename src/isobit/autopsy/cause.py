@@ -15,8 +15,14 @@ from isobit.simulator.collectives import Call, Signature
 from isobit.simulator.operations import Operation
 
 # Sizes may differ between ranks: torch carries these out as broadcasts, or pairs of messages.
-UNEVEN = ("all_gather", "reduce_scatter", "all_gather_v", "reduce_scatter_v", "broadcast_oop")
-UNEVEN += ("reduce_oop",)
+UNEVEN = (
+    "all_gather",
+    "reduce_scatter",
+    "all_gather_v",
+    "reduce_scatter_v",
+    "broadcast_oop",
+    "reduce_oop",
+)
 PAIRWISE = ("all_to_all", "all_to_all_single", "all_to_all_v_single", "alltoall", "alltoall_base")
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 from isobit.errors import ArgumentError
 
+NAMES = {opcode.code: opcode.name for opcode in pickletools.opcodes}
+
 
 class ClosedReader:
     """The stack, the memo and the position of one reading."""
@@ -86,8 +88,7 @@ class ClosedReader:
         return self.stack[-1]
 
     def _refuse(self, code: int) -> ArgumentError:
-        known = pickletools.code2op.get(chr(code))
-        name = known.name if known else f"byte {code:#04x}"
+        name = NAMES.get(chr(code), f"byte {code:#04x}")
         if name in ("GLOBAL", "INST"):
             named = self.data[self.at : self.at + 200].split(b"\n")[:2]
             name += " " + ".".join(part.decode("utf-8", "replace") for part in named)

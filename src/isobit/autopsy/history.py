@@ -172,7 +172,7 @@ class History:
 
 
 def incarnations(entries: Iterable[Entry], whole: bool) -> dict[tuple[str, int], int]:
-    """Number the groups that were made under one name: from the first, or from the last if calls were dropped."""
+    """Return the age of each group of a name: counted from the first, or from the last if calls were dropped."""
     made: dict[str, dict[int, None]] = {}
     for entry in entries:
         made.setdefault(entry.group, {})[entry.group_id] = None
