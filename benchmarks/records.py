@@ -31,6 +31,7 @@ COMMANDS = {
     "step": "python -m benchmarks step --quick",
     "agreement": "python -m benchmarks agreement",
     "bugs": "python -m benchmarks bugs",
+    "autopsy": "python -m benchmarks autopsy",
     "simulator": "python -m benchmarks simulator --quick",
     "audit": "python -m benchmarks audit --quick --threads 2",
     "audit-whole": "python -m benchmarks audit_whole --threads 2",

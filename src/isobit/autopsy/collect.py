@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from blake3 import blake3
+
 from isobit.autopsy.dumps import MOST_RANKS, Dump, read_dump
 from isobit.autopsy.logs import Facts, read_text
 from isobit.errors import ArgumentError
@@ -23,12 +25,14 @@ class Evidence:
 
     Attributes:
         dumps: The dump of each rank.
+        digests: By rank, the BLAKE3 digest of the file.
         broken: By rank, why its dump cannot be read.
         skipped: Files that are neither dumps nor texts that are understood.
         facts: What logs and py-spy state.
     """
 
     dumps: dict[int, Dump] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
     broken: dict[int, str] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     facts: Facts = field(default_factory=Facts)
@@ -69,7 +73,8 @@ def collect(folder: Path) -> Evidence:
         except ArgumentError as error:
             note_broken(evidence, path, shown, error.one_line)
             continue
-        keep(evidence, sources, dump, path, data[:1] == b"\x80")
+        if keep(evidence, sources, dump, path, data[:1] == b"\x80"):
+            evidence.digests[rank] = blake3(data).hexdigest()
     for rank in evidence.dumps:
         evidence.broken.pop(rank, None)
     if not evidence.dumps:
@@ -83,8 +88,8 @@ def keep(
     dump: Dump,
     path: Path,
     pickled: bool,
-) -> None:
-    """Add a dump; of a pickle and JSON of one rank the pickle is kept, since only it has stacks."""
+) -> bool:
+    """Add a dump, and return whether it is used: of a pickle and JSON of one rank only the pickle, which has stacks."""
     other, was_pickled = sources.get(dump.rank, (None, False))
     if other is not None and pickled == was_pickled:
         raise ArgumentError(
@@ -95,6 +100,8 @@ def keep(
     if other is None or pickled:
         sources[dump.rank] = (path, pickled)
         evidence.dumps[dump.rank] = dump
+        return True
+    return False
 
 
 def note_broken(evidence: Evidence, path: Path, shown: str, reason: str) -> None:

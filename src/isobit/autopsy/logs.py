@@ -14,8 +14,8 @@ from isobit.plain_text import one_line
 MOST_FACTS = 10_000
 TIMEOUT = re.compile(
     r"Rank (?P<rank>\d{1,7})\b.{0,200}?Watchdog caught collective operation timeout: WorkNCCL\("
-    r"SeqNum=(?P<number>\d{1,19}), OpType=(?P<op>\w{1,40})(?P<rest>[^)]{0,300})\)"
-    r"(?: ran for (?P<ran>\d{1,19}) milliseconds)?"
+    r"SeqNum=(?P<number>\d{1,19}), OpType=(?P<op>\w{1,40})"
+    r"(?:.{0,300}? ran for (?P<ran>\d{1,19}) milliseconds)?"
 )
 STATUS = re.compile(
     r"Rank (?P<rank>\d{1,7})\b.{0,400}?last enqueued (?:NCCL )?work: (?P<enqueued>-?\d{1,19}), "

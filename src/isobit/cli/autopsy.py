@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isobit.autopsy.examine import Autopsy, Last, examine
+from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.majority import name_ranks
 from isobit.plain_text import one_line
@@ -21,16 +22,18 @@ def run(options: argparse.Namespace) -> int:
     """Examine the folder and print what its dumps show."""
     found = examine(options.folder)
     if options.json:
-        say_json(as_record(found))
+        say_json(as_record(options, found))
     else:
         show(make_console(118, soft_wrap=True), found)
     return 0 if found.finding is None else 1
 
 
-def as_record(found: Autopsy) -> dict[str, Any]:
+def as_record(options: argparse.Namespace, found: Autopsy) -> dict[str, Any]:
     """Return what the dumps show for JSON."""
     error, history = found.finding, found.history
+    digests = [found.evidence.digests[rank] for rank in history.dumps]
     return {
+        "provenance": provenance_of(options, digests),
         "finding": None
         if error is None
         else {
