@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from isobit.errors import DeadlockError, RankLostError, UnsupportedError
+from isobit.simulator.accelerator.tensors import serving_devices
 from isobit.simulator.call_sites import user_stack
 from isobit.simulator.checkers.deadlock import endless_turn
 from isobit.simulator.checkers.pending_results import watching_reads
@@ -134,6 +135,7 @@ class Execution:
                 acting_as(rank, rank.index),
                 torch.autograd.set_multithreading_enabled(False),
                 watching_reads(rank),
+                serving_devices(rank),
             ):
                 self._call(rank)
             if rank.death is not None:  # a bare `except` of the program caught it

@@ -50,6 +50,7 @@ class Settings:
     patience: float = 120.0
     ignore: frozenset[str] = frozenset()
     flight_recorder: Path | None = None
+    accelerator: str = ""
 
 
 class Run:
@@ -99,6 +100,8 @@ class Run:
             )
             for index, skew in enumerate(self.schedule.skew())
         ]
+        for rank in self.ranks:
+            rank.accelerator = settings.accelerator
         self.group_calls: dict[tuple[str, int], dict[tuple[int, ...], dict[int, str]]] = {}
         self.flight_recorder = (
             FlightRecorder(count, settings.sends == "buffered")

@@ -25,6 +25,7 @@ class Plan:
         fault_calls: The latest call at which it happens.
         one_worker: Whether to compare each run with a run on one rank.
         tolerance: Of that comparison.
+        device: "cuda" serves CUDA devices, "cpu" none; "auto" does if the script has the word.
         flight_recorder: A folder for dumps of each rank's calls; of several seeds, a folder in it for each.
     """
 
@@ -40,6 +41,7 @@ class Plan:
     tolerance: float = 1e-4
     patience: float = 120.0
     flight_recorder: Path | None = None
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,7 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
         patience=plan.patience,
         ignore=plan.ignore,
         flight_recorder=dump_folder(plan, seed),
+        accelerator=accelerator_of(plan),
     )
     errors: list[SimulationError] = []
     with plan.script.installed(capture=True) as body:
@@ -135,6 +138,11 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
     found = tuple(in_words(error, plan) for error in errors if error.kind not in plan.ignore)
     digest, calls = (result.digest, result.calls) if result else ("", 0)
     return SeedRun(seed, tuple(map(str, faults)), found, printed, digest, calls)
+
+
+def accelerator_of(plan: Plan) -> str:
+    """Return the accelerator of the world."""
+    return {"auto": plan.script.accelerator, "cpu": ""}.get(plan.device, plan.device)
 
 
 def dump_folder(plan: Plan, seed: int) -> Path | None:

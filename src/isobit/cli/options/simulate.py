@@ -79,6 +79,12 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         help="sends like gloo's, or like NCCL's",
     )
     parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="whether the script finds a CUDA device per rank, served by the CPU (default: if it has the word cuda)",
+    )
+    parser.add_argument(
         "--patience",
         type=float,
         default=120.0,
