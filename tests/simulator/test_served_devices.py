@@ -1,4 +1,4 @@
-"""Programs that expect CUDA run on CPU tensors: devices answer as on a GPU, and copies are made where a GPU makes them."""
+"""Programs that expect CUDA run on CPU tensors: devices answer as on a GPU, and copies are made where one would be."""
 
 from pathlib import Path
 
@@ -103,7 +103,7 @@ def test_autocast_and_hooks_in_a_backward_pass():
         x = torch.ones(2, 2, device="cuda", requires_grad=True)
         with torch.autocast("cuda", dtype=torch.bfloat16):
             y = x @ x
-        y.register_hook(lambda gradient: gradient + torch.zeros(2, 2, device="cuda"))
+        y.register_hook(lambda gradient: gradient + torch.zeros_like(gradient, device="cuda"))
         y.float().sum().backward()
         return y.dtype, x.grad.is_cuda
 
