@@ -151,7 +151,7 @@ def test_only_gates_and_commands_know_of_the_simulator():
         if path.name != "__init__.py"
         and "simulator" in {layer_of(name) for name in imports_of(path)}
     }
-    assert knowing <= {"simulator", "gates", "auditing", "cli"}
+    assert knowing <= {"simulator", "gates", "auditing", "autopsy", "cli"}
 
 
 @pytest.mark.parametrize(
