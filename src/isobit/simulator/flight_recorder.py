@@ -187,8 +187,10 @@ class FlightRecorder:
         }
 
     def write(self, folder: Path) -> None:
-        """Write a file per rank, under the name that torch uses."""
+        """Write a file per rank, under the name that torch uses, in place of those of an earlier run."""
         folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("nccl_trace_rank_*"):  # of an earlier run, maybe of more ranks
+            old.unlink()
         for rank in range(len(self.kept)):
             data = pickle.dumps(self.dump(rank), protocol=2)
             write_bytes(folder / f"nccl_trace_rank_{rank}", data)
