@@ -22,6 +22,7 @@ CASES = (
     "bugs",
     "training_bugs",
     "guards",
+    "autopsy",
     "audit",
     "audit_whole",
     "certify",

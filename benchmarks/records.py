@@ -34,6 +34,7 @@ COMMANDS = {
     "bugs": "python -m benchmarks bugs",
     "training-bugs": "python -m benchmarks training_bugs",
     "guards": "python -m benchmarks guards",
+    "autopsy": "python -m benchmarks autopsy",
     "simulator": "python -m benchmarks simulator --quick",
     "audit": "python -m benchmarks audit --quick --threads 2",
     "audit-whole": "python -m benchmarks audit_whole --threads 2",

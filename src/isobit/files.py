@@ -9,6 +9,11 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
+    """Replace a file's contents by text, as `write_bytes` does."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
     """Replace a file's contents in one step, so that neither readers nor crashes see half of it.
 
     Raises:
@@ -18,8 +23,8 @@ def write_text(path: Path, text: str) -> None:
         raise OSError(f"{path} is not a regular file")
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.chmod(name, 0o644)

@@ -44,7 +44,8 @@ LAYERS = {
     "nn": "foundation order ops",
     "optim": "foundation ops",
     "sampling": "foundation ops",
-    "simulator": "bits errors lazy majority order",
+    "simulator": "bits errors files lazy majority order",
+    "autopsy": "foundation simulator",
     "parallel": "foundation order ops optim",
     "guards": "foundation parallel",
     "integrations": "foundation order ops nn parallel guards sampling",
@@ -61,7 +62,7 @@ LAYERS = {
     "checkpoints report",
     "pytest_plugin": "foundation contracts auditing compiled",
     "cli": "foundation audit_records certify_records order reveal ops simulator integrations contracts "
-    "guards gates library checkpoints rollout rollout_records twice auditing compiled report",
+    "guards gates library checkpoints rollout rollout_records twice auditing autopsy compiled report",
 }
 # operator -> the operator that it is built on
 BUILT_ON = {
@@ -150,7 +151,7 @@ def test_only_gates_and_commands_know_of_the_simulator():
         if path.name != "__init__.py"
         and "simulator" in {layer_of(name) for name in imports_of(path)}
     }
-    assert knowing <= {"simulator", "gates", "auditing", "cli"}
+    assert knowing <= {"simulator", "gates", "auditing", "autopsy", "cli"}
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ def test_spawn_takes_what_torch_multiprocessing_takes():
     assert all(theirs[name].default == ours[name].default for name in theirs)
 
 
-def test_a_rank_spawns_no_processes():
+def test_a_rank_spawns_no_other_number_of_processes():
     with pytest.raises(RankFailedError, match=r"(?s)UnsupportedError.*isobit\.simulator\.spawn"):
-        World(2).run(lambda rank: torch.multiprocessing.spawn(print, nprocs=2))
+        World(2).run(lambda rank: torch.multiprocessing.spawn(print, nprocs=3))
     assert torch.multiprocessing.spawn.__module__ == "torch.multiprocessing.spawn"
 
 

@@ -19,7 +19,7 @@ GROUPS = {
     "compute": ("doctor", "chain", "curve"),
     "look": ("audit", "reveal", "bits", "rollout", "twice"),
     "judge": ("certify", "check", "verify", "status", "explain", "lint", "graph", "new", "replay"),
-    "guard": ("preflight", "simulate", "runlog"),
+    "guard": ("preflight", "simulate", "autopsy", "runlog"),
 }
 ABOUT = {
     "compute": "check this machine's kernels, and a whole model or training run",
@@ -41,6 +41,7 @@ LOAD_TORCH = (
     "chain",
     "curve",
     "simulate",
+    "autopsy",
 )
 RUN_SCRIPTS = ("audit", "preflight", "simulate", "twice")
 

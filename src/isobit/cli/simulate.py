@@ -45,6 +45,8 @@ def run(options: argparse.Namespace) -> int:
         options.one_worker,
         options.tolerance,
         options.patience,
+        options.flight_recorder,
+        options.device,
     )
     runs: list[SeedRun] = []
     title = f"{options.script.name} on {options.ranks} ranks"
@@ -131,6 +133,8 @@ def replay_command(options: argparse.Namespace, group: Group) -> str:
     if options.faults:
         words += ["--faults", ",".join(kind.lower() for kind in options.faults)]
         words += ["--fault-calls", str(options.fault_calls)]
+    if options.device != "auto":
+        words += ["--device", options.device]
     if options.sends != "buffered":
         words += ["--sends", options.sends]
     if tuple(options.watch) != WATCHES:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from isobit.errors import DeadlockError, RankLostError, UnsupportedError
+from isobit.simulator.accelerator.tensors import serving_devices
 from isobit.simulator.call_sites import user_stack
 from isobit.simulator.checkers.deadlock import endless_turn
 from isobit.simulator.checkers.pending_results import watching_reads
@@ -56,6 +57,8 @@ def execute(
         run = Run(settings, recorded, copies)
         with installed(run):
             Execution(run, function, args, init).run_ranks()
+        if run.flight_recorder is not None and settings.flight_recorder is not None:
+            run.flight_recorder.write(settings.flight_recorder)
         return conclude(run)
     finally:
         _running.release()
@@ -132,6 +135,7 @@ class Execution:
                 acting_as(rank, rank.index),
                 torch.autograd.set_multithreading_enabled(False),
                 watching_reads(rank),
+                serving_devices(rank),
             ):
                 self._call(rank)
             if rank.death is not None:  # a bare `except` of the program caught it

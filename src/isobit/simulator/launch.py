@@ -67,7 +67,7 @@ def run_script(
         ranks: The number of ranks.
         seed: The seed of the schedule.
         faults: Faults to inject.
-        **options: Further arguments of `World`.
+        **options: Further arguments of `World`. A script with the word "cuda" gets accelerator="cuda".
 
     Returns:
         The result of the run; its values are the namespaces of the script on each rank.
@@ -84,7 +84,9 @@ def run_script(
         >>> [names["arguments"] for names in run_script(path, ["--steps", "3"], ranks=2).values]
         [['--steps', '3'], ['--steps', '3']]
     """
-    with Script(Path(path), argv).installed() as body:
+    script = Script(Path(path), argv)
+    options.setdefault("accelerator", script.accelerator)
+    with script.installed() as body:
         return World(ranks, seed, faults, **options).run(body, init=False)
 
 

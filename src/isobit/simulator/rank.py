@@ -68,6 +68,10 @@ class Rank:
         left: Whether its function has ended.
         death: What a fault ended it with, even if the program caught that.
         state: Its process-wide state while another rank runs.
+        accelerator: The type of the devices that the world serves, or nothing.
+        device: The number of its current device.
+        device_marks: The devices of its tensors; see simulator/accelerator.
+        spawned: Whether it is inside a function that torch.multiprocessing.spawn was to run.
     """
 
     def __init__(
@@ -101,6 +105,9 @@ class Rank:
         self.left = False
         self.death: BaseException | None = None
         self.state = fresh_state(seed, index)
+        self.accelerator, self.device = "", 0
+        self.device_marks: Any = None
+        self.spawned = False
 
     @property
     def clock(self) -> int:

@@ -33,7 +33,7 @@ def diagnose(
     failed = run.findings.failed
     gone = sorted(failed or stalled)
     if not gone:
-        left = [rank.index for rank in run.ranks if rank.left]
+        left = {rank.index: "already returned" for rank in run.ranks if rank.left}
         return deadlock(blocked, left, stacks, run.findings.lost)
     waiters = [rank for rank in blocked if rank not in stalled]
     where = ""

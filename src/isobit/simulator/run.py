@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,7 @@ from isobit.simulator.faults import (
     plant_nan,
 )
 from isobit.simulator.findings import Findings, Killed
+from isobit.simulator.flight_recorder import FlightRecorder
 from isobit.simulator.network import Network
 from isobit.simulator.program.variables import launcher_variables
 from isobit.simulator.rank import Rank
@@ -47,6 +49,8 @@ class Settings:
     strict: bool = True
     patience: float = 120.0
     ignore: frozenset[str] = frozenset()
+    flight_recorder: Path | None = None
+    accelerator: str = ""
 
 
 class Run:
@@ -61,6 +65,7 @@ class Run:
         network: Carries collectives and messages.
         store: The key-value store of the rendezvous.
         ranks: The ranks.
+        flight_recorder: The last calls of each rank, if they are to be written.
         group_calls: Which ranks made each process group of which members, and where.
     """
 
@@ -95,7 +100,14 @@ class Run:
             )
             for index, skew in enumerate(self.schedule.skew())
         ]
+        for rank in self.ranks:
+            rank.accelerator = settings.accelerator
         self.group_calls: dict[tuple[str, int], dict[tuple[int, ...], dict[int, str]]] = {}
+        self.flight_recorder = (
+            FlightRecorder(count, settings.sends == "buffered")
+            if settings.flight_recorder is not None
+            else None
+        )
         self._faults = {(fault.rank, fault.call): fault for fault in reversed(settings.faults)}
 
     def note_group(self, rank: Rank, name: str, members: tuple[int, ...]) -> None:

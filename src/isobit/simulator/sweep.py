@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from isobit.errors import BusyError, IsobitError, RankFailedError, SimulationError
 from isobit.simulator.faults import draw_faults
@@ -24,6 +25,8 @@ class Plan:
         fault_calls: The latest call at which it happens.
         one_worker: Whether to compare each run with a run on one rank.
         tolerance: Of that comparison.
+        device: "cuda" serves CUDA devices, "cpu" none; "auto" does if the script has the word.
+        flight_recorder: A folder for dumps of each rank's calls; of several seeds, a folder in it for each.
     """
 
     script: Script
@@ -37,6 +40,8 @@ class Plan:
     one_worker: bool = False
     tolerance: float = 1e-4
     patience: float = 120.0
+    flight_recorder: Path | None = None
+    device: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
         sends=plan.sends,
         patience=plan.patience,
         ignore=plan.ignore,
+        flight_recorder=dump_folder(plan, seed),
+        accelerator=accelerator_of(plan),
     )
     errors: list[SimulationError] = []
     with plan.script.installed(capture=True) as body:
@@ -131,6 +138,18 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
     found = tuple(in_words(error, plan) for error in errors if error.kind not in plan.ignore)
     digest, calls = (result.digest, result.calls) if result else ("", 0)
     return SeedRun(seed, tuple(map(str, faults)), found, printed, digest, calls)
+
+
+def accelerator_of(plan: Plan) -> str:
+    """Return the accelerator of the world."""
+    return {"auto": plan.script.accelerator, "cpu": ""}.get(plan.device, plan.device)
+
+
+def dump_folder(plan: Plan, seed: int) -> Path | None:
+    """Return where the dumps of one seed go."""
+    if plan.flight_recorder is None or len(plan.seeds) == 1:
+        return plan.flight_recorder
+    return plan.flight_recorder / f"seed-{seed}"
 
 
 def in_words(error: SimulationError, plan: Plan) -> Found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 from isobit.errors import ArgumentError
@@ -28,6 +29,9 @@ class World:
         strict: Whether a finding is raised. If not, findings are in `Result.findings`.
         patience: Real seconds that a rank may compute without a call that lets other ranks run.
         ignore: Kinds of training findings to leave out, such as "gradients differ".
+        flight_recorder: A folder for the calls of each rank, in the format of torch's flight recorder; see `isobit
+            autopsy`.
+        accelerator: "cuda" if programs shall find a CUDA device per rank, served by CPU tensors.
 
     Raises:
         ArgumentError: If an argument is out of its range.
@@ -57,16 +61,20 @@ class World:
         strict: bool = True,
         patience: float = 120.0,
         ignore: Collection[str] = (),
+        flight_recorder: str | Path | None = None,
+        accelerator: str = "",
     ) -> None:
         """Check the arguments; nothing runs yet."""
         if (
             ranks < 1
             or sends not in ("buffered", "rendezvous")
             or any(not 0 <= fault.rank < ranks for fault in faults)
+            or accelerator not in ("", "cuda")
         ):
             raise ArgumentError(
-                expected="at least one rank, sends 'buffered' or 'rendezvous', and faults of these ranks",
-                received=f"{ranks} ranks, sends {sends!r}, faults {tuple(faults)}",
+                expected="at least one rank, sends 'buffered' or 'rendezvous', faults of these ranks, and an "
+                "accelerator 'cuda' or ''",
+                received=f"{ranks} ranks, sends {sends!r}, faults {tuple(faults)}, accelerator {accelerator!r}",
                 remedy="number ranks from 0",
             )
         self.settings = Settings(
@@ -80,6 +88,8 @@ class World:
             strict=strict,
             patience=patience,
             ignore=frozenset(ignore),
+            accelerator=accelerator,
+            flight_recorder=None if flight_recorder is None else Path(flight_recorder),
         )
 
     def run(

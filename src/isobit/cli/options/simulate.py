@@ -44,6 +44,7 @@ def add_parser(commands: Any) -> None:
     )
     add_schedule_options(parser)
     add_check_options(parser)
+    add_recorder_option(parser)
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
     add_quiet(parser)
 
@@ -78,10 +79,27 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         help="sends like gloo's, or like NCCL's",
     )
     parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "cpu"),
+        default="auto",
+        help="whether the script finds a CUDA device per rank, served by the CPU (default: if it has the word cuda)",
+    )
+    parser.add_argument(
         "--patience",
         type=float,
         default=120.0,
         help="real seconds of one rank's turn, after which it is reported as not returning (default: %(default)s)",
+    )
+
+
+def add_recorder_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option to write what torch's flight recorder would."""
+    parser.add_argument(
+        "--flight-recorder",
+        type=Path,
+        metavar="DIR",
+        help="write each rank's calls to DIR as torch's flight recorder does, for isobit autopsy; with several seeds "
+        "to DIR/seed-N",
     )
 
 

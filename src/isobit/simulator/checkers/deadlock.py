@@ -29,14 +29,21 @@ def find_cycle(waits: Mapping[int, Collection[int]]) -> list[int]:
 
 def deadlock(
     blocked: Mapping[int, Waiting],
-    left: Collection[int],
+    left: Mapping[int, str],
     stacks: Mapping[int, list[str]],
     lost: Mapping[int, str],
 ) -> DeadlockError:
     """Report that no rank can continue: which rank waits for which, in which call, and the likely culprits.
 
     The culprits are the ranks whose message was lost; or those outside the majority, where most ranks wait in one
-    call; or the ranks of a cycle; or the ranks that are waited for.
+    call; or the ranks of a cycle; or the ranks that are waited for. Of these, a rank that only waits for another of
+    them is left out.
+
+    Args:
+        blocked: What each blocked rank waits for.
+        left: Why a rank is in no call, in words such as "already returned".
+        stacks: The stack of each rank.
+        lost: By rank, a sentence about a message that was lost.
     """
     waits = {rank: sorted(waiting.missing()) for rank, waiting in blocked.items()}
     places: dict[int, list[int]] = {}
@@ -48,11 +55,16 @@ def deadlock(
     parties = [*places.values(), *([gone] if gone else [])]
     vote = Vote(tuple(sorted((tuple(sorted(p)) for p in parties), key=len, reverse=True)))
     outside = vote.others if vote.has_majority else ()
-    roots = sorted(lost) or sorted(outside) or cycle or missing
+    roots = sorted(lost) or without_followers(sorted(outside), waits) or cycle
+    roots = roots or without_followers(missing, waits)
     sentences = []
     for ranks in places.values():
-        ended = [rank for rank in waits[ranks[0]] if rank in gone]
-        tail = f" ({name_ranks(ended)} already returned)" if ended else ""
+        ended: dict[str, list[int]] = {}
+        for rank in waits[ranks[0]]:
+            if rank in gone:
+                ended.setdefault(left[rank], []).append(rank)
+        why = ", ".join(f"{name_ranks(those)} {words}" for words, those in ended.items())
+        tail = f" ({why})" if why else ""
         call = blocked[ranks[0]].describe()
         awaited = name_ranks(waits[ranks[0]])
         sentences.append(f"{name_ranks(ranks)} in {call}, waiting for {awaited}{tail}")
@@ -67,6 +79,12 @@ def deadlock(
     )
     error.waits, error.cycle = waits, cycle
     return error
+
+
+def without_followers(ranks: Sequence[int], waits: Mapping[int, Collection[int]]) -> list[int]:
+    """Leave out ranks that wait for others of these; keep all if every one does."""
+    first = [rank for rank in ranks if not set(waits.get(rank, ())) & set(ranks)]
+    return first or list(ranks)
 
 
 def endless_turn(rank: int, seconds: float, stack: Sequence[str]) -> BusyError:

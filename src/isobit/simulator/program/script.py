@@ -79,12 +79,17 @@ class RankStream(io.TextIOBase):
 
 
 class Script:
-    """A script and its arguments."""
+    """A script and its arguments.
+
+    Attributes:
+        accelerator: "cuda" if the script has that word, so that it may ask for such devices.
+    """
 
     def __init__(self, path: Path, arguments: Sequence[str] = ()) -> None:
         """Compile the script."""
         self.path, self.arguments = path, list(arguments)
         self.code = read_code(path)
+        self.accelerator = "cuda" if b"cuda" in path.read_bytes() else ""
         self.output, self.errors = RankStream(sys.stdout), RankStream(sys.stderr)
 
     @contextmanager

@@ -23,6 +23,7 @@ import torch
 
 from isobit.errors import SimulationError, in_one_line
 from isobit.simulator import rank as ranks
+from isobit.simulator.accelerator.tensors import serving_devices
 from isobit.simulator.call_sites import INSTALLED, PYTHON, SIMULATOR, TORCH, skip_pass_through
 from isobit.simulator.checkers.pending_results import watching_reads
 from isobit.simulator.findings import Killed
@@ -77,7 +78,7 @@ class Strand(StartedThread):
             registry._register_process_group(name, group)
         try:
             rank.check()
-            with watching_reads(rank):
+            with watching_reads(rank), serving_devices(rank):
                 body()
         except (SystemExit, Killed):
             pass

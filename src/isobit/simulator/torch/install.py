@@ -18,6 +18,7 @@ import torch.multiprocessing
 
 from isobit.errors import MismatchError, UnsupportedError
 from isobit.simulator import rank as ranks
+from isobit.simulator.accelerator.functions import served_functions
 from isobit.simulator.program.clock import virtual_time
 from isobit.simulator.program.events import cooperative_selection
 from isobit.simulator.program.folder import folder_per_rank
@@ -152,18 +153,45 @@ def monitored_barrier_of(plain: Any) -> Any:
     return monitored_barrier
 
 
-def spawn_of(plain: Any) -> Any:
-    """Return a replacement for `torch.multiprocessing.spawn` that does not support a call on a rank."""
+class Ended:
+    """What `spawn(join=False)` returns: the function has returned already."""
 
-    def spawn(*args: Any, **options: Any) -> Any:
+    def join(self, timeout: float | None = None, grace_period: float | None = None) -> bool:
+        """Return True."""
+        return True
+
+
+def spawn_of(plain: Any) -> Any:
+    """Return a replacement for `torch.multiprocessing.spawn`: each rank runs the function of the process of its number.
+
+    The lines of the script around the call run on every rank, not once.
+    """
+
+    def spawn(
+        fn: Any,
+        args: tuple[Any, ...] = (),
+        nprocs: int = 1,
+        join: bool = True,
+        daemon: bool = False,
+        start_method: str = "spawn",
+    ) -> Any:
         if not ranks.inside():
-            return plain(*args, **options)
-        raise UnsupportedError(
-            expected="a program that a launcher starts once per rank",
-            received="torch.multiprocessing.spawn on a rank",
-            remedy="call the function itself, with the rank that torchrun puts into the variable RANK; or start the "
-            "script with python instead of `isobit simulate`, and replace this call by isobit.simulator.spawn",
-        )
+            return plain(fn, args, nprocs, join, daemon, start_method)
+        rank = ranks.current()
+        if nprocs != rank.world_size or rank.spawned:
+            again = ", inside a function that was spawned" if rank.spawned else ""
+            raise UnsupportedError(
+                expected=f"torch.multiprocessing.spawn once, of as many processes as ranks: {rank.world_size}",
+                received=f"nprocs={nprocs}{again}",
+                remedy=f"simulate the script on {nprocs} ranks (--ranks), or replace this call by "
+                "isobit.simulator.spawn and start the script with python",
+            )
+        rank.spawned = True
+        try:
+            fn(rank.index, *args)
+        finally:
+            rank.spawned = False
+        return None if join else Ended()
 
     return spawn
 
@@ -237,8 +265,9 @@ def installed(run: Run) -> Iterator[None]:
             replaced(c10d, "_get_default_timeout", timeout_of(c10d._get_default_timeout)),
             replaced(c10d, "monitored_barrier", barrier),
             replaced(dist, "monitored_barrier", barrier),
-            replaced(
-                torch.multiprocessing, "spawn", spawn_of(vars(torch.multiprocessing)["spawn"])
+            *(
+                replaced(torch.multiprocessing, name, spawn_of(vars(torch.multiprocessing)[name]))
+                for name in ("spawn", "start_processes")
             ),
             replaced(signal, "signal", signal_of(signal.signal)),
             replaced(signal, "alarm", alarm_of(signal.alarm, 0)),
@@ -247,6 +276,7 @@ def installed(run: Run) -> Iterator[None]:
             replaced(c10d, "_default_pg_init_method", c10d._default_pg_init_method),
             compiling(run.settings.ranks),
             thread_isolation(),
+            served_functions(run.settings.accelerator),
             nullcontext() if run.training is None else run.training.installed(),
             variables_per_rank(),
             folder_per_rank(),

@@ -109,6 +109,8 @@ def begin_send(
     message.sending = Send(group, target, message)
     if not lost:
         run.network.send(group, target, tag, message)
+    if run.flight_recorder is not None:
+        run.flight_recorder.note_send(rank, group, target, message)
     buffered = run.settings.sends == "buffered"
     work = SendWork(rank, message.sending, list(tensors), site, buffered)
     if call.sent is None and call.flipped_to is None:
@@ -131,5 +133,7 @@ def begin_receive(run: Run, receive: Receive) -> ReceiveWork:
             poison(tensor)
     work = ReceiveWork(run, rank, receive)
     run.network.receive(receive)
+    if run.flight_recorder is not None:
+        run.flight_recorder.note_receive(rank, receive)
     rank.communicating = False
     return work

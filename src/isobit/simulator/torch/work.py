@@ -41,6 +41,8 @@ def begin(run: Run, group: Group, member: int, number: int, call: Call, value: A
     if call.asynchronous and run.settings.poison:
         poison_outputs(call, member)
     operation = run.network.join(group, member, number, call, lost)
+    if run.flight_recorder is not None:
+        run.flight_recorder.note_collective(rank, number, call, operation)
     work = PendingWork(rank, operation, member, call, value)
     if call.asynchronous:
         work.torchs_own = called_by_torch(sys._getframe(2))

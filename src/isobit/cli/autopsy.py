@@ -1,0 +1,140 @@
+"""`isobit autopsy`: explain a hang from the dumps of torch's flight recorder."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from isobit.autopsy.examine import Autopsy, Last, examine
+from isobit.cli.provenance import provenance_of
+from isobit.cli.terminal import make_console, say_json
+from isobit.majority import name_ranks
+from isobit.plain_text import one_line
+
+FRAMES = 4  # of a stack that are printed
+MOST_SHOWN = 12  # lines of each kind; --json has all
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine the folder and print what its dumps show."""
+    found = examine(options.folder)
+    if options.json:
+        say_json(as_record(options, found))
+    else:
+        show(make_console(118, soft_wrap=True), found)
+    return 0 if found.finding is None else 1
+
+
+def as_record(options: argparse.Namespace, found: Autopsy) -> dict[str, Any]:
+    """Return what the dumps show for JSON."""
+    error, history = found.finding, found.history
+    digests = [found.evidence.digests[rank] for rank in history.dumps]
+    return {
+        "provenance": provenance_of(options, digests),
+        "finding": None
+        if error is None
+        else {
+            "kind": error.kind,
+            "ranks": list(error.ranks),
+            "expected": error.expected,
+            "received": error.received,
+            "remedy": error.remedy,
+            "stacks": {str(rank): list(lines) for rank, lines in error.stacks.items()},
+        },
+        "calls_in_progress": [
+            {
+                "call": place.call,
+                "ranks": list(place.ranks),
+                "missing": list(place.missing),
+                "states": {str(rank): state for rank, state in place.states.items()},
+            }
+            for place in found.places
+        ],
+        "last_calls": {
+            str(rank): {"call": last.call, "state": last.state, "stack": list(last.stack)}
+            for rank, last in found.last.items()
+        },
+        "dumps": {
+            str(rank): {
+                "version": dump.version,
+                "calls": len(dump.entries),
+                "dropped": dump.dropped,
+            }
+            for rank, dump in history.dumps.items()
+        },
+        "without_dump": list(found.without_dump),
+        "broken": {str(rank): reason for rank, reason in found.evidence.broken.items()},
+        "skipped": found.evidence.skipped,
+        "collectives": len(history.meetings),
+        "logs": found.evidence.facts.lines(),
+        "py_spy": {str(rank): list(s) for rank, s in found.evidence.facts.stacks.items()},
+    }
+
+
+def show(console: Console, found: Autopsy) -> None:
+    """Print the calls in progress, the cause with stacks, and what else the folder states."""
+    if found.places:
+        table = Table("call in progress", "in it", "did not join")
+        for place in found.places[:MOST_SHOWN]:
+            missing = name_ranks(place.missing) if place.missing else "all joined"
+            table.add_row(one_line(place.call), name_ranks(place.ranks), missing)
+        console.print(table)
+    if found.finding is not None:
+        console.print(f"{found.finding.kind}: {one_line(found.finding.one_line)}")
+        show_stacks(console, found.finding.stacks)
+        show_culprits(console, found)
+    facts = found.evidence.facts
+    for line in facts.lines()[:MOST_SHOWN]:
+        console.print(f"  {line}")
+    for rank, reason in sorted(found.evidence.broken.items())[:MOST_SHOWN]:
+        console.print(f"  rank {rank}: {one_line(reason)}")
+    for name in found.evidence.skipped[:MOST_SHOWN]:
+        console.print(f"  not used: {one_line(name)}")
+    show_total(console, found)
+
+
+def show_stacks(console: Console, stacks: Any) -> None:
+    """Print where ranks are, those at one place together."""
+    places: dict[tuple[str, ...], list[int]] = {}
+    for rank, lines in sorted(stacks.items()):
+        if lines:
+            places.setdefault(tuple(lines[:FRAMES]), []).append(rank)
+    for place, ranks in list(places.items())[:MOST_SHOWN]:
+        console.print(f"  {name_ranks(ranks)}: " + " ← ".join(map(one_line, place)))
+
+
+def show_culprits(console: Console, found: Autopsy) -> None:
+    """Print what is known of the named ranks that are in no call: their last call, and py-spy's stack."""
+    assert found.finding is not None
+    lasts: dict[Last, list[int]] = {}
+    for rank in found.finding.ranks:
+        if rank not in found.finding.stacks and rank in found.last:
+            lasts.setdefault(found.last[rank], []).append(rank)
+    for last, ranks in list(lasts.items())[:MOST_SHOWN]:
+        where = "".join(f" at {one_line(line)}" for line in last.stack[:1])
+        console.print(
+            f"  {name_ranks(ranks)}: last call {one_line(last.call)}, {last.state}{where}"
+        )
+    stacks = found.evidence.facts.stacks
+    for rank in [rank for rank in found.finding.ranks if rank in stacks][:MOST_SHOWN]:
+        lines = " ← ".join(map(one_line, stacks[rank][:FRAMES]))
+        console.print(f"  rank {rank}, py-spy: {lines}")
+
+
+def show_total(console: Console, found: Autopsy) -> None:
+    """Print what was read."""
+    history = found.history
+    calls = sum(len(dump.entries) for dump in history.dumps.values())
+    dropped = [rank for rank, dump in history.dumps.items() if dump.dropped]
+    line = f"{len(history.dumps)} dumps of {len(history.world)} ranks, {calls} calls, "
+    line += f"{len(history.meetings)} collectives lined up"
+    if dropped:
+        line += f"; earlier calls of {name_ranks(dropped)} were dropped"
+    if found.without_dump:
+        line += f"; no dump of {name_ranks(found.without_dump)}"
+    console.print(line)
+    if found.finding is None:
+        console.print("no call is in progress, and all calls agree: these dumps show no hang")

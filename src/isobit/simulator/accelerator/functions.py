@@ -1,0 +1,254 @@
+"""Functions of `torch.cuda` and `torch.accelerator` for the devices that a world serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from isobit.errors import UnsupportedError
+from isobit.simulator import rank as ranks
+from isobit.simulator.accelerator.streams import ServedEvent, ServedStream
+from isobit.simulator.accelerator.tensors import SERVED, served_index
+from isobit.simulator.program.replaced import replaced
+
+MEMORY = 80 << 30  # bytes of a served device
+NAME = "isobit simulated device"
+
+
+def set_device(device: Any) -> None:
+    """Choose the current device of the rank; a negative number changes nothing, as in torch."""
+    rank = ranks.current()
+    if isinstance(device, int) and device < 0:
+        return
+    index = served_index(device, rank)
+    if index is not None:
+        rank.device = index
+
+
+class DeviceContext:
+    """`torch.cuda.device`: another current device for a block."""
+
+    def __init__(self, device: Any) -> None:
+        """Keep the device."""
+        self.device, self.before = device, 0
+
+    def __enter__(self) -> None:
+        """Choose the device."""
+        self.before = ranks.current().device
+        set_device(self.device)
+
+    def __exit__(self, *error: object) -> None:
+        """Choose the one before."""
+        ranks.current().device = self.before
+
+
+def device_of(value: Any) -> Any:
+    """Choose the device of a tensor for a block."""
+    index = value.get_device() if isinstance(value, torch.Tensor) else -1
+    return DeviceContext(index)
+
+
+def properties(device: Any = None) -> SimpleNamespace:
+    """Return what programs read of a device."""
+    return SimpleNamespace(
+        name=NAME, major=8, minor=0, total_memory=MEMORY, multi_processor_count=108, warp_size=32
+    )
+
+
+def seed(value: int) -> None:
+    """Seed the random numbers of the rank: served devices draw from its only generator."""
+    torch.default_generator.manual_seed(int(value))
+
+
+def _count() -> int:
+    return ranks.current().world_size
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    return None
+
+
+def _zero(*args: Any, **options: Any) -> int:
+    return 0
+
+
+def _yes(*args: Any, **options: Any) -> bool:
+    return True
+
+
+def _stream(*args: Any, **options: Any) -> ServedStream:
+    return ServedStream()
+
+
+CUDA: dict[str, Any] = {
+    "is_available": _yes,
+    "is_initialized": _yes,
+    "init": _nothing,
+    "_lazy_init": _nothing,
+    "is_bf16_supported": _yes,
+    "device_count": _count,
+    "current_device": lambda: ranks.current().device,
+    "set_device": set_device,
+    "device": DeviceContext,
+    "device_of": device_of,
+    "get_device_name": lambda device=None: NAME,
+    "get_device_capability": lambda device=None: (8, 0),
+    "get_device_properties": properties,
+    "get_arch_list": lambda: ["sm_80"],
+    "can_device_access_peer": _yes,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "ipc_collect": _nothing,
+    "Stream": ServedStream,
+    "Event": ServedEvent,
+    "stream": lambda stream=None: nullcontext(stream),
+    "set_stream": _nothing,
+    "current_stream": _stream,
+    "default_stream": _stream,
+    "is_current_stream_capturing": lambda: False,
+    "manual_seed": seed,
+    "manual_seed_all": seed,
+    "initial_seed": lambda: torch.default_generator.initial_seed(),
+    "get_rng_state": lambda device=None: torch.default_generator.get_state(),
+    "set_rng_state": lambda state, device=None: torch.default_generator.set_state(state),
+    "mem_get_info": lambda device=None: (MEMORY, MEMORY),
+    "memory_stats": lambda device=None: {},
+    "memory_summary": lambda *args, **options: "",
+    "set_per_process_memory_fraction": _nothing,
+}
+for _name in ("allocated", "reserved", "cached"):
+    CUDA |= {f"memory_{_name}": _zero, f"max_memory_{_name}": _zero}
+for _name in ("peak_memory_stats", "max_memory_allocated", "max_memory_cached"):
+    CUDA[f"reset_{_name}"] = _nothing
+CUDA["reset_accumulated_memory_stats"] = _nothing
+
+ACCELERATOR: dict[str, Any] = {
+    "is_available": _yes,
+    "device_count": _count,
+    "current_accelerator": lambda check_available=False: torch.device(SERVED),
+    "current_device_index": lambda: ranks.current().device,
+    "current_device_idx": lambda: ranks.current().device,
+    "set_device_index": set_device,
+    "set_device_idx": set_device,
+    "device_index": DeviceContext,
+    "current_stream": _stream,
+    "set_stream": _nothing,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "memory_allocated": _zero,
+    "max_memory_allocated": _zero,
+    "memory_reserved": _zero,
+    "max_memory_reserved": _zero,
+    "memory_stats": lambda device=None: {},
+    "get_memory_info": lambda device=None: (MEMORY, MEMORY),
+    "reset_peak_memory_stats": _nothing,
+    "reset_accumulated_memory_stats": _nothing,
+}
+NVTX: dict[str, Any] = {
+    "range_push": _zero,
+    "range_pop": _zero,
+    "mark": _nothing,
+    "range": lambda *args, **options: nullcontext(),
+}
+# Functions that need no device, and classes and modules: left as they are.
+KEPT = ("jiterator", "check_error", "caching_allocator_disabled", "get_allocator_backend")
+
+
+def on_rank(plain: Any, served: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that serves ranks, and is torch's own elsewhere."""
+
+    def function(*args: Any, **options: Any) -> Any:
+        return served(*args, **options) if ranks.inside() else plain(*args, **options)
+
+    return function
+
+
+def refused(name: str) -> Callable[..., Any]:
+    """Return a function that raises with the name of what is not served."""
+
+    def function(*args: Any, **options: Any) -> Any:
+        raise UnsupportedError(
+            expected="functions of torch.cuda that the simulator serves",
+            received=f"{name} on a rank",
+            remedy="leave the call out where the program is simulated, or pass --device cpu if it can do without CUDA",
+        )
+
+    return function
+
+
+def autocast_of(plain: Any) -> Callable[..., None]:
+    """Return a constructor of `torch.autocast` that serves "cuda" by the CPU's autocast."""
+
+    def construct(
+        self: Any, device_type: str, dtype: Any = None, *args: Any, **options: Any
+    ) -> None:
+        if ranks.inside() and device_type == SERVED:
+            device_type, dtype = "cpu", torch.get_autocast_dtype(SERVED) if dtype is None else dtype
+        plain(self, device_type, dtype, *args, **options)
+
+    return construct
+
+
+def load_of(plain: Any) -> Callable[..., Any]:
+    """Return a `torch.load` that puts tensors on served devices."""
+
+    def load(file: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
+        if not ranks.inside():
+            return plain(file, map_location, *args, **options)
+        place = map_location
+        if isinstance(map_location, dict):  # the tutorials' {"cuda:0": "cuda:1"}
+            place = next(iter(map_location.values()), None)
+        if callable(place):
+            return plain(file, map_location, *args, **options)
+        index = served_index(place, ranks.current())
+        loaded = plain(file, "cpu" if place is not None else None, *args, **options)
+        if index is None:
+            return loaded
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(index), loaded)
+
+    return load
+
+
+@contextmanager
+def without_record_stream() -> Iterator[None]:
+    """Make `tensor.record_stream` do nothing: torch would reject a served stream."""
+    owner: Any = torch.Tensor
+    owner.record_stream = on_rank(owner.record_stream, _nothing)
+    try:
+        yield
+    finally:
+        del owner.record_stream  # inherited again
+
+
+@contextmanager
+def served_functions(accelerator: str) -> Iterator[None]:
+    """Replace the functions while a world that serves devices runs."""
+    if not accelerator:
+        yield
+        return
+    with ExitStack() as stack:
+        for module, table in (
+            (torch.cuda, CUDA),
+            (torch.accelerator, ACCELERATOR),
+            (torch.cuda.nvtx, NVTX),
+        ):
+            for name, served in table.items():
+                plain = getattr(module, name)
+                value = served if isinstance(served, type) else on_rank(plain, served)
+                stack.enter_context(replaced(module, name, value))
+        for name in torch.cuda.__all__:
+            plain = getattr(torch.cuda, name)
+            if callable(plain) and not isinstance(plain, type) and name not in (*CUDA, *KEPT):
+                value = on_rank(plain, refused(f"torch.cuda.{name}"))
+                stack.enter_context(replaced(torch.cuda, name, value))
+        autocast = torch.amp.autocast_mode.autocast
+        constructor = autocast_of(vars(autocast)["__init__"])
+        stack.enter_context(replaced(autocast, "__init__", constructor))
+        stack.enter_context(without_record_stream())
+        stack.enter_context(replaced(torch, "load", load_of(torch.load)))
+        yield

@@ -1,0 +1,224 @@
+"""The mode that serves devices: see [Note: served devices]."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from isobit.simulator.rank import Rank
+
+SERVED = "cuda"
+# Untyped in torch.
+FunctionMode: Any = TorchFunctionMode
+DispatchMode: Any = TorchDispatchMode
+
+
+def served_index(device: Any, rank: Rank) -> int | None:
+    """Return the number of a served device, or None for another device.
+
+    Raises:
+        RuntimeError: As CUDA does, if there are fewer devices than that.
+    """
+    if isinstance(device, str) and device.startswith(SERVED):
+        device = torch.device(device)
+    if isinstance(device, torch.device):
+        if device.type != SERVED:
+            return None
+        index = rank.device if device.index is None else device.index
+    elif isinstance(device, int) and not isinstance(device, bool):
+        index = device
+    else:
+        return None
+    if not 0 <= index < rank.world_size:
+        raise RuntimeError(
+            f"CUDA error: invalid device ordinal {index}: there are {rank.world_size} devices"
+        )
+    return index
+
+
+class ServedDevices(FunctionMode):  # type: ignore[misc]
+    """Carry out calls on the CPU and keep the device of every tensor.
+
+    Attributes:
+        marks: The device of each tensor that is not on the CPU, as the program sees it.
+    """
+
+    def __init__(self, rank: Rank) -> None:
+        """Serve the devices of a rank."""
+        super().__init__()
+        self.rank = rank
+        if rank.device_marks is None:
+            rank.device_marks = WeakTensorKeyDictionary()
+        self.marks: Any = rank.device_marks
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the device of a call, and mark its results."""
+        kwargs = dict(kwargs or {})
+        special = SPECIAL.get(func)
+        if special is not None:
+            return special(self, func, args, kwargs)
+        kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
+        index, placed = None, False
+        if kwargs.get("device") is not None:
+            index, placed = served_index(kwargs["device"], self.rank), True
+            if index is not None:
+                kwargs["device"] = torch.device("cpu")
+        elif any(isinstance(argument, torch.device) for argument in args):
+            found = [a for a in args if isinstance(a, torch.device)]
+            index, placed = served_index(found[0], self.rank), True
+            args = [torch.device("cpu") if isinstance(a, torch.device) else a for a in args]
+        result = func(*args, **kwargs)
+        if not placed:
+            index = self.mark_among([*args, *kwargs.values()])
+        self.mark(result, index)
+        return result
+
+    def mark_of(self, tensor: Any) -> int | None:
+        """Return the device of a tensor; None is the CPU."""
+        found: int | None = self.marks.get(tensor) if isinstance(tensor, Tensor) else None
+        return found
+
+    def mark_among(self, values: Iterable[Any]) -> int | None:
+        """Return the device of the first tensor that is on one."""
+        for value in values:
+            inner = value if isinstance(value, (list, tuple)) else (value,)
+            for item in inner:
+                index = self.mark_of(item)
+                if index is not None:
+                    return index
+        return None
+
+    def mark(self, result: Any, index: int | None) -> None:
+        """Note the device of results."""
+        if index is None:
+            return
+        if isinstance(result, Tensor):
+            self.marks[result] = index
+        elif isinstance(result, (list, tuple)):
+            for item in result:
+                self.mark(item, index)
+
+    def move(self, tensor: Tensor, index: int | None, copy: Callable[[], Tensor]) -> Tensor:
+        """Return a tensor on another device: itself if it is there, else a copy."""
+        result = copy()
+        if result is tensor and self.mark_of(tensor) != index:
+            result = tensor.clone()
+        if index is None:
+            self.marks.pop(result, None)
+        else:
+            self.marks[result] = index
+        return result
+
+
+def _to_served(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
+    """Serve `tensor.cuda(device)`."""
+    device = args[1] if len(args) > 1 else kwargs.get("device")
+    index = mode.rank.device if device is None else served_index(device, mode.rank)
+    form = kwargs.get("memory_format", torch.preserve_format)
+    tensor = args[0]
+    return mode.move(tensor, index, lambda: tensor.to(memory_format=form))
+
+
+def _to_cpu(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
+    return mode.move(args[0], None, lambda: func(*args, **kwargs))
+
+
+def _to(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
+    """Serve `tensor.to(device, dtype)`, `tensor.to(dtype)` and `tensor.to(other)`."""
+    tensor, rest = args[0], list(args[1:])
+    index = mode.mark_of(tensor)
+    if rest and isinstance(rest[0], Tensor):
+        index = mode.mark_of(rest[0])
+    else:
+        place = kwargs.get("device", rest[0] if rest else None)
+        if isinstance(place, (str, torch.device, int)):
+            index = served_index(place, mode.rank)
+            if "device" in kwargs:
+                kwargs["device"] = torch.device("cpu") if index is not None else place
+            else:
+                rest[0] = torch.device("cpu") if index is not None else place
+    return mode.move(tensor, index, lambda: func(tensor, *rest, **kwargs))
+
+
+def _device(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
+    index = mode.mark_of(args[0])
+    return func(*args, **kwargs) if index is None else torch.device(SERVED, index)
+
+
+def _is_served(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> bool:
+    return mode.mark_of(args[0]) is not None
+
+
+def _index(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> int:
+    index = mode.mark_of(args[0])
+    return -1 if index is None else index
+
+
+def _itself(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
+    return args[0]
+
+
+def _set_data(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> None:
+    func(*args, **kwargs)
+    index = mode.mark_of(args[1])
+    if index is None:
+        mode.marks.pop(args[0], None)
+    else:
+        mode.marks[args[0]] = index
+
+
+def _name_device(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
+    """Serve `torch.device(3)`, and the same in the arguments of `module.to(3)`."""
+    if args and isinstance(args[0], int) and not isinstance(args[0], bool):
+        args = (torch.device(SERVED, args[0]), *args[1:])
+    return func(*args, **kwargs)
+
+
+class ServedFactories(DispatchMode):  # type: ignore[misc]
+    """Carry out on the CPU what hooks of a backward pass ask for: torch switches the other mode off there."""
+
+    def __init__(self, rank: Rank) -> None:
+        """Serve the devices of a rank."""
+        super().__init__()
+        self.rank = rank
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace the device of an operator."""
+        kwargs = kwargs or {}
+        if served_index(kwargs.get("device"), self.rank) is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        return func(*args, **kwargs)
+
+
+Special = Callable[[ServedDevices, Any, Any, Any], Any]
+_tensor: Any = Tensor  # its properties have getters that the stubs lack
+SPECIAL: dict[Any, Special] = {
+    _tensor.cuda: _to_served,
+    _tensor.cpu: _to_cpu,
+    _tensor.to: _to,
+    torch.device: _name_device,
+    torch._C._nn._parse_to: _name_device,
+    _tensor.device.__get__: _device,
+    _tensor.is_cuda.__get__: _is_served,
+    _tensor.get_device: _index,
+    torch.get_device: _index,
+    _tensor.pin_memory: _itself,
+    _tensor.data.__set__: _set_data,
+}
+
+
+@contextmanager
+def serving_devices(rank: Rank) -> Iterator[None]:
+    """Serve the devices of a rank on the current thread, if its world has any."""
+    if not rank.accelerator:
+        yield
+        return
+    with ServedFactories(rank), ServedDevices(rank):
+        yield
