@@ -75,7 +75,7 @@ class Reply:
             refuse(
                 f"JSON from {self.address}",
                 f"{len(self.data):,} bytes that are not ({why}): {self.words}",
-                "check that the URL is that of an OpenAI-compatible server",
+                "check that the address is that of the server's API",
             )
 
 
@@ -125,7 +125,7 @@ class Exchange:
                 refuse(
                     f"at most {self._largest:,} bytes from {self._address}",
                     "more",
-                    "ask for less: fewer prompts or tokens (--shape, --tokens, --top)",
+                    "ask for less, such as fewer prompts or tokens; or allow more by largest=",
                 )
         return bytes(found)
 

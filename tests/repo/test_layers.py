@@ -49,7 +49,7 @@ LAYERS = {
     "simulator": "bits errors lazy majority order",
     "parallel": "foundation order ops optim",
     "guards": "foundation parallel",
-    "integrations": "foundation order ops nn parallel guards sampling",
+    "integrations": "foundation order ops nn parallel guards sampling checkpoints",
     "contracts": "foundation order reveal certify_records",
     "gates": "foundation order ops nn optim parallel guards integrations simulator",
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts "

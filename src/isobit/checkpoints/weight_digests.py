@@ -15,6 +15,7 @@ from isobit.checkpoints.sides import Side
 from isobit.errors import ArgumentError
 
 VERSION = 1
+RPC = "isobit_weight_digests"  # the method of isobit's vLLM worker that returns them
 Digests = Mapping[str, RowDigests]
 
 
