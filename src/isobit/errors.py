@@ -25,6 +25,7 @@ IsobitError
     └── ReplayError      a run that differs from its recorded trace
 
 PortableWarning          calls that use the portable executor because there are no kernels (a UserWarning)
+RotaryWarning            a model whose rotary frequencies were rounded (a UserWarning)
 """
 
 from __future__ import annotations
@@ -125,6 +126,10 @@ class EngineError(IsobitError, RuntimeError):
 
 class PortableWarning(UserWarning):
     """Calls use the slow portable executor, as there are no native kernels; given once per process."""
+
+
+class RotaryWarning(UserWarning):
+    """A model's rotary frequencies were rounded, so that it differs from what its checkpoint gives."""
 
 
 class RevealError(IsobitError, RuntimeError):

@@ -51,7 +51,7 @@ LAYERS = {
     "guards": "foundation parallel",
     "integrations": "foundation order ops nn parallel guards sampling checkpoints",
     "contracts": "foundation order reveal certify_records",
-    "gates": "foundation order ops nn optim parallel guards integrations simulator",
+    "gates": "foundation order ops nn optim parallel guards integrations simulator checkpoints",
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts "
     "audit_records auditing",
     "checkpoints": "foundation",

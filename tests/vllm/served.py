@@ -34,8 +34,15 @@ def serve(folder, options, log):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [str(rollouts.PYTHON), "-m", "vllm.entrypoints.cli.main", "serve", str(folder)]
-    command += ["--served-model-name=tiny", "--host=127.0.0.1", f"--port={port}", *options]
+    # `vllm serve` needs a distribution named vllm, which the build for the CPU is not; this is the same server.
+    command = [str(rollouts.PYTHON), "-m", "vllm.entrypoints.openai.api_server"]
+    command += [
+        f"--model={folder}",
+        "--served-model-name=tiny",
+        "--host=127.0.0.1",
+        f"--port={port}",
+        *options,
+    ]
     command += ["--dtype=bfloat16", "--max-model-len=512", "--block-size=64"]
     command += ["--skip-tokenizer-init", "--enable-prompt-tokens-details"]
     with log.open("w") as out:
@@ -52,11 +59,17 @@ def serve(folder, options, log):
             wait_for(started, Server(address, timeout=5), log)
             yield address
         finally:
-            os.killpg(started.pid, signal.SIGTERM)
-            try:
-                started.wait(60)
-            except subprocess.TimeoutExpired:
-                os.killpg(started.pid, signal.SIGKILL)
+            if started.poll() is None:
+                stop(started)
+
+
+def stop(started):
+    """End a server and the processes that it started."""
+    os.killpg(started.pid, signal.SIGTERM)
+    try:
+        started.wait(60)
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)
 
 
 def wait_for(started, server, log):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from isobit.checkpoints.names import match_names
+from isobit.checkpoints.rotary_frequencies import warn_of_rounded_frequencies
 from isobit.checkpoints.row_digests import RowDigests, digest_rows, join_digests
 from isobit.checkpoints.sides import Side
 from isobit.errors import ArgumentError
@@ -83,6 +84,7 @@ def digest_weights(
         True
     """
     if isinstance(weights, torch.nn.Module):
+        warn_of_rounded_frequencies(weights)
         weights = weights.state_dict()
     given = columns_of or {}
     return {
