@@ -119,7 +119,8 @@ def main():
                 size = GLOBAL // ranks // micro_batches
                 print(f"{name:7}{ranks} × {micro_batches} × {size} samples  {digest}", flush=True)
         if Accelerator().is_main_process:
-            print(f"{name:7}{len(digests)} different", flush=True)
+            plural = "s" * (len(digests) > 1)
+            print(f"{name:7}{len(digests)} digest{plural}", flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
 
