@@ -12,6 +12,7 @@ from isobit.auditing.server.running import audit_server
 from isobit.cli.audit_server import run_server
 from isobit.errors import ArgumentError, ServerError
 from isobit.http_json import Server, read_key
+from isobit.report.server_page import write_server_page
 from isobit.server_records import AXES, ServerAudit, Variant
 from tests.auditing.fake_completions import EXTRAS, FakeServer, ask_for, reply
 
@@ -258,6 +259,14 @@ def test_command_prints_one_table_and_writes_a_page_and_json(tmp_path, capsys):
     kept = json.loads(page.partition('id="audit">')[2].partition("</script>")[0])
     assert kept["model"] == "tiny"
     assert page.count("<tr>") > 4
+
+
+def test_a_page_cannot_be_broken_out_of():
+    evil = "</script><script>alert(1)</script>"
+    variant = Variant("batch", evil, first=evil, reason=evil, by_prompt=((1, 2),))
+    page = write_server_page(ServerAudit("http://h", evil, 1, 1, (variant,), evil, (evil,)))
+    assert "<script>alert" not in page
+    assert page.count("</script>") == 1
 
 
 @pytest.mark.parametrize(
