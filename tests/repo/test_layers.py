@@ -196,6 +196,7 @@ def test_reports_draw_and_compute_nothing():
             "report",
             "reveal",
             "rollout_records",
+            "server_records",
         }, path.name
 
 
