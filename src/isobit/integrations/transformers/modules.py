@@ -215,7 +215,8 @@ def forward_rotary(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor
         or frequencies.device != module.inv_freq.device
         or not torch.equal(frequencies, module.inv_freq)
     ):
-        warn_of_rounded_frequencies(module, "rotary_emb")  # the model was cast after it was enabled
+        if module.inv_freq.dtype != torch.float32:  # the model was cast after it was enabled
+            warn_of_rounded_frequencies(module, "rotary_emb")
         frequencies, scaling = module.inv_freq.clone(), module.attention_scaling
         angles = torch.empty(2, 0, 2 * len(frequencies), device=frequencies.device)
     if angles.shape[1] < rows:
