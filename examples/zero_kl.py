@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config
 
 import isobit
 from isobit.report.svg import Canvas
@@ -144,7 +144,8 @@ def main():
     histories = {}
     for name in ("stock", "isobit"):
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM(Qwen3Config(**SIZES, **HEADS)).to(torch.bfloat16)
+        config = Qwen3Config(**SIZES, **HEADS)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         if name == "isobit":
             model = isobit.enable(model)
         histories[name] = train(model, options.steps)

@@ -23,6 +23,7 @@ from isobit.errors import EngineError as EngineError
 from isobit.errors import GuardError as GuardError
 from isobit.errors import IsobitError as IsobitError
 from isobit.errors import RevealError as RevealError
+from isobit.errors import ServerError as ServerError
 from isobit.errors import SimulationError as SimulationError
 from isobit.errors import UnsupportedError as UnsupportedError
 from isobit.integrations.transformers.enabling import disable as disable

@@ -8,6 +8,7 @@ IsobitError
 ├── RevealError          a target whose order of addition cannot be revealed (also a RuntimeError)
 ├── AgreementError       ranks that should have the same bits, and do not (also a RuntimeError)
 ├── GuardError           a training step that breaks a rule of a watch (also a RuntimeError)
+├── ServerError          a server that cannot be reached, or answers something else (also a RuntimeError)
 ├── ContractError        a contract that is not well-formed, or names code that is not trusted (also a ValueError)
 └── SimulationError      a fault of a distributed program, with the ranks that caused it (also a RuntimeError)
     ├── DeadlockError    ranks that wait for each other, or for a rank that has left
@@ -24,6 +25,7 @@ IsobitError
     └── ReplayError      a run that differs from its recorded trace
 
 PortableWarning          calls that use the portable executor because there are no kernels (a UserWarning)
+RotaryWarning            a model whose rotary frequencies were rounded (a UserWarning)
 """
 
 from __future__ import annotations
@@ -126,6 +128,10 @@ class PortableWarning(UserWarning):
     """Calls use the slow portable executor, as there are no native kernels; given once per process."""
 
 
+class RotaryWarning(UserWarning):
+    """A model's rotary frequencies were rounded, so that it differs from what its checkpoint gives."""
+
+
 class RevealError(IsobitError, RuntimeError):
     """A target whose order of addition cannot be revealed: not a sum, not repeatable, or not a plain tree."""
 
@@ -140,6 +146,10 @@ class GuardError(IsobitError, RuntimeError):
     """A training step that breaks a rule of `isobit.guards.watch`; `event` is the finding."""
 
     event: object = None
+
+
+class ServerError(IsobitError, RuntimeError):
+    """A server that cannot be reached, does not answer in time, or answers something else."""
 
 
 class ContractError(IsobitError, ValueError):

@@ -95,3 +95,15 @@ def test_a_folder_of_transformers_with_prompts(folder, capsys):
     assert record["inputs"] == "2 samples of 5 tokens"
     assert [axis["complete"] for axis in record["axes"]] == [True, True]
     assert "2 padded positions" in record["axes"][1]["variation"]
+
+
+def test_options_of_a_server_alone_are_refused(capsys):
+    assert main(["audit", "--model", "tiny"]) == 2
+    assert "--server" in capsys.readouterr().err
+    assert main(["audit", "--server", "http://127.0.0.1:9", "-q"]) == 2
+    assert "--model NAME" in capsys.readouterr().err
+    assert main(["audit", "net:make", "--vary", "order"]) == 2
+    assert "these are a server's" in capsys.readouterr().err
+    for wrong in (["--tokens", "0"], ["--timeout", "nan"], ["--repeats", "10000000"]):
+        with pytest.raises(SystemExit):
+            main(["audit", "--server", "http://127.0.0.1:9", "--model", "m", *wrong])

@@ -60,8 +60,12 @@ def test_a_wrong_output_is_noticed():
 
 NEED_TRL = {"audit_trl_grpo.py"}  # 280 MB, installed by ./check --full
 NEED_VLLM = {"grpo_vllm.py"}  # 3.5 GB, installed by ./setup_vllm
+TESTED = {
+    "accelerate_accumulation.py"
+}  # its functions are run by tests/integrations/test_accelerate.py
+FULL = NEED_TRL | NEED_VLLM | TESTED
 EXAMPLES = [
-    pytest.param(path, marks=[pytest.mark.full] * (path.name in NEED_TRL | NEED_VLLM), id=path.name)
+    pytest.param(path, marks=[pytest.mark.full] * (path.name in FULL), id=path.name)
     for path in sorted((ROOT / "examples").glob("*.py"))
 ]
 

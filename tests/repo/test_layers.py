@@ -16,7 +16,7 @@ SOURCE = ROOT / "src" / "isobit"
 
 # "foundation" stands for the small modules at the root of the package.
 FOUNDATION = (
-    "backends bits errors files isolation launches lazy machine majority native plain_text processor "
+    "backends bits errors files http_json isolation launches lazy machine majority native plain_text processor "
     "records trusted_folder"
 )
 # layer -> the layers that it may import, besides itself.
@@ -31,10 +31,12 @@ LAYERS = {
     "files": "",
     "trusted_folder": "",
     "native": "",
+    "http_json": "errors files plain_text",
     "records": "plain_text",
     "audit_records": "records",
     "certify_records": "order records",
     "rollout_records": "",
+    "server_records": "records",
     "bits": "records",
     "machine": "native processor records",
     "isolation": "machine",
@@ -48,21 +50,23 @@ LAYERS = {
     "autopsy": "foundation simulator",
     "parallel": "foundation order ops optim",
     "guards": "foundation parallel",
-    "integrations": "foundation order ops nn parallel guards sampling",
+    "integrations": "foundation order ops nn parallel guards sampling checkpoints",
     "contracts": "foundation order reveal certify_records",
-    "gates": "foundation order ops nn optim parallel guards integrations simulator",
+    "gates": "foundation order ops nn optim parallel guards integrations simulator checkpoints",
     "library": "foundation order reveal ops nn optim parallel guards integrations gates contracts "
     "audit_records auditing",
     "checkpoints": "foundation",
     "rollout": "foundation checkpoints rollout_records",
     "twice": "foundation",
     "compiled": "foundation certify_records order reveal report",
-    "report": "audit_records certify_records errors order plain_text records reveal rollout_records",
+    "report": "audit_records certify_records errors order plain_text records reveal rollout_records "
+    "server_records",
     "auditing": "foundation audit_records order reveal ops parallel integrations simulator "
-    "checkpoints report",
+    "checkpoints report server_records",
     "pytest_plugin": "foundation contracts auditing compiled",
     "cli": "foundation audit_records certify_records order reveal ops simulator integrations contracts "
-    "guards gates library checkpoints rollout rollout_records twice auditing autopsy compiled report",
+    "guards gates library checkpoints rollout rollout_records twice auditing autopsy compiled report "
+    "server_records",
 }
 # operator -> the operator that it is built on
 BUILT_ON = {
@@ -193,6 +197,7 @@ def test_reports_draw_and_compute_nothing():
             "report",
             "reveal",
             "rollout_records",
+            "server_records",
         }, path.name
 
 

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 
 from isobit.checkpoints.names import match_names
+from isobit.checkpoints.rotary_frequencies import warn_of_rounded_frequencies
 from isobit.checkpoints.row_digests import RowDigests, digest_rows, join_digests
 from isobit.checkpoints.sides import Side
 from isobit.errors import ArgumentError
 
 VERSION = 1
+RPC = "isobit_weight_digests"  # the method of isobit's vLLM worker that returns them
 Digests = Mapping[str, RowDigests]
 
 
@@ -82,6 +84,7 @@ def digest_weights(
         True
     """
     if isinstance(weights, torch.nn.Module):
+        warn_of_rounded_frequencies(weights)
         weights = weights.state_dict()
     given = columns_of or {}
     return {

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from isobit import files
-from isobit.audit_records import Audit
+from isobit.audit_records import AXES, DEFAULT_AXES, Audit
 from isobit.auditing.api import audit
 from isobit.auditing.inputs import Inputs, as_inputs
 from isobit.auditing.script_capture import capture_call
@@ -22,6 +22,7 @@ from isobit.auditing.subjects import (
     read_samples,
 )
 from isobit.cli.audit_dumps import run_dumps
+from isobit.cli.audit_server import run_server
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import say
@@ -34,11 +35,20 @@ from isobit.report.audit_sarif import audit_as_sarif
 from isobit.report.audit_text import describe_audit
 from isobit.trusted_folder import serve_folder
 
+SHAPE = (8, 24)  # samples and tokens
 PICTURES = 3  # orders that a page shows unless --orders says otherwise
 
 
 def run(options: argparse.Namespace) -> int:
-    """Audit a model, or compare two dumps, and print what was found."""
+    """Audit a model or a server, or compare two dumps, and print what was found."""
+    if options.server is not None:
+        return run_server(options)
+    if options.served is not None:
+        raise ArgumentError(
+            expected="--model NAME with --server URL",
+            received=f"--model {options.served} alone",
+            remedy=f"isobit audit {options.served} loads a model here; --server asks one that is served",
+        )
     if options.dumps:
         given = [name for name in ("model", "html", "sarif") if getattr(options, name)]
         if given:
@@ -50,10 +60,11 @@ def run(options: argparse.Namespace) -> int:
         return run_dumps(options)
     if options.model is None:
         raise ArgumentError(
-            expected="a model, package.module:factory or script.py; or --dumps A B",
+            expected="a model, package.module:factory or script.py; or --dumps A B, or --server URL",
             received="nothing",
             remedy="isobit audit --help",
         )
+    axes = check_axes(options.vary)
     orders = options.orders if options.orders is not None else PICTURES if options.html else 0
     with Steps(f"loading {options.model}", quiet=options.quiet, every=SELDOM) as steps:
         inputs = load(options)
@@ -62,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
         found = audit(
             inputs.model,
             inputs.named if not inputs.args else (*inputs.args,),
-            options.vary,
+            axes,
             backward=options.backward,
             sample=options.sample,
             effect=options.effect,
@@ -74,6 +85,18 @@ def run(options: argparse.Namespace) -> int:
     origin = provenance_of(options, digest)
     write(options, dataclasses.replace(found, model=options.model, provenance=origin))
     return found.exit_code
+
+
+def check_axes(given: list[str] | None) -> list[str]:
+    """Return the axes of a model; raise for those of a server."""
+    unknown = [axis for axis in given or () if axis not in AXES]
+    if unknown:
+        raise ArgumentError(
+            expected=f"axes of a model: {', '.join(AXES)}",
+            received=", ".join(unknown),
+            remedy="these are a server's: pass --server URL --model NAME, or choose others",
+        )
+    return given or list(DEFAULT_AXES)
 
 
 def load(options: argparse.Namespace) -> Inputs:
@@ -99,7 +122,7 @@ def load(options: argparse.Namespace) -> Inputs:
         model, tokenizer = from_transformers(name, dtype, options.device)
     if options.inputs is not None:
         return as_inputs(model, batch_of(model, read_samples(options.inputs, tokenizer)))
-    return as_inputs(model, random_tokens(model, options.shape, options.seed))
+    return as_inputs(model, random_tokens(model, options.shape or SHAPE, options.seed))
 
 
 def write(options: argparse.Namespace, found: Audit) -> None:

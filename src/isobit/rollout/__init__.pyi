@@ -3,6 +3,7 @@ from isobit.checkpoints.weight_digests import digest_weights as digest_weights
 from isobit.rollout.comparing import compare as compare
 from isobit.rollout.metrics import mismatch_metrics as mismatch_metrics
 from isobit.rollout.reading import read as read
+from isobit.rollout.serving import served_weights as served_weights
 from isobit.rollout.sides import Policy as Policy
 from isobit.rollout.sides import Scored as Scored
 from isobit.rollout.sides import Sequence as Sequence

@@ -10,7 +10,9 @@ from typing import Any
 from isobit.audit_records import AXES, DEFAULT_AXES
 from isobit.cli.contract_options import add_trust
 from isobit.cli.dtypes import long_dtype
+from isobit.cli.options.audit_server import add_server
 from isobit.cli.progress import add_quiet
+from isobit.server_records import AXES as SERVER_AXES
 
 # Listed here because their own module loads torch; a test compares.
 BLAMES = ("auto", "one", "class", "layer", "bisect")
@@ -37,7 +39,6 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--vary",
         type=axes,
-        default=list(DEFAULT_AXES),
         metavar="AXIS,AXIS…",
         help=f"of {', '.join(AXES)} (default: {','.join(DEFAULT_AXES)})",
     )
@@ -56,6 +57,7 @@ def add_parser(commands: Any) -> None:
         help="how guilty operators are measured: each, or in groups (default: %(default)s)",
     )
     add_reports(parser)
+    add_server(parser)
     add_trust(parser)
     add_quiet(parser)
 
@@ -97,7 +99,6 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shape",
         type=shape,
-        default=(8, 24),
         metavar="BxT",
         help="otherwise random tokens: samples × tokens (default: 8x24)",
     )
@@ -121,7 +122,7 @@ def add_inputs(parser: argparse.ArgumentParser) -> None:
 def axes(text: str) -> list[str]:
     """Read a list of axes."""
     found = [part for part in text.split(",") if part]
-    unknown = [part for part in found if part not in AXES]
+    unknown = [part for part in found if part not in (*AXES, *SERVER_AXES)]
     if unknown or not found:
         raise argparse.ArgumentTypeError(
             f"expected axes among {', '.join(AXES)}, received {text!r}"

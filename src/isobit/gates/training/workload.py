@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.checkpoints.rotary_frequencies import accept_rounded_frequencies
 from isobit.errors import ArgumentError
 from isobit.gates.model.models import spread_weights
 from isobit.integrations.transformers.package import library
@@ -105,7 +106,8 @@ def _first_model(workload: Workload, dtype: torch.dtype) -> Any:
         torch.manual_seed(workload.seed)
         model = library().Qwen3ForCausalLM(workload.config)
         spread_weights(model, workload.seed)
-    return model.to(dtype).train()
+    accept_rounded_frequencies(model.to(dtype))  # no checkpoint is compared with this model
+    return model.train()
 
 
 @dataclass(frozen=True)

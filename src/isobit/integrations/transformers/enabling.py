@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from isobit.checkpoints.rotary_frequencies import warn_of_rounded_frequencies
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers import modules
 from isobit.integrations.transformers.families import find_family, plan
@@ -37,7 +38,8 @@ def enable(model: Model, *, strict: bool = True) -> Model:
     The model is changed in place: parameters, names and the class stay, and each module's forward is replaced.
     Which rows form a sample is read from attention_mask, position_ids and the cache. Every call checks that the
     modules are those that were prepared, and raises if adapters, hooks or layers were added that would not be
-    computed. Enabling an enabled model changes nothing but `strict`.
+    computed. Enabling an enabled model changes nothing but `strict`. Rotary frequencies that were rounded, as
+    model.to(torch.bfloat16) does, are reported as a RotaryWarning.
 
     Args:
         model: A Qwen3, Qwen2 or Llama model of transformers, with or without its head.
@@ -63,6 +65,7 @@ def enable(model: Model, *, strict: bool = True) -> Model:
     """
     with _changing:
         prepare(model, strict).explicit = True
+    warn_of_rounded_frequencies(model)
     return model
 
 
@@ -119,6 +122,7 @@ def enabled(model: Model, *, strict: bool = True) -> Iterator[Model]:
     """
     with _changing:
         prepare(model, strict).scopes += 1
+    warn_of_rounded_frequencies(model)
     try:
         yield model
     finally:

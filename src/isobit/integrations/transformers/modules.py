@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isobit.checkpoints.rotary_frequencies import warn_of_rounded_frequencies
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.head import logits_of
 from isobit.integrations.transformers.layout import Layout, current_layout, in_force
@@ -214,6 +215,8 @@ def forward_rotary(module: Any, x: Tensor, position_ids: Tensor) -> tuple[Tensor
         or frequencies.device != module.inv_freq.device
         or not torch.equal(frequencies, module.inv_freq)
     ):
+        if module.inv_freq.dtype != torch.float32:  # the model was cast after it was enabled
+            warn_of_rounded_frequencies(module, "rotary_emb")
         frequencies, scaling = module.inv_freq.clone(), module.attention_scaling
         angles = torch.empty(2, 0, 2 * len(frequencies), device=frequencies.device)
     if angles.shape[1] < rows:

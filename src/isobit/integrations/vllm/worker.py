@@ -17,6 +17,7 @@ from isobit.integrations.vllm.plugin import register
 from isobit.integrations.vllm.preparing import STATE, prepare
 from isobit.integrations.vllm.refusals import check_engine, refuse
 from isobit.integrations.vllm.sampler import draw_tokens, policy_logprobs, read_draw
+from isobit.integrations.vllm.served_weights import digest_served
 
 
 def gather_logprobs(logprobs: Tensor, num_logprobs: int, token_ids: Tensor) -> LogprobsTensors:
@@ -110,3 +111,7 @@ class Worker(CPUWorker):
         """Start the worker's process group, then make isobit's runner in the place of vLLM's."""
         super().init_device()
         self.model_runner = Runner(self.vllm_config, torch.device("cpu"))
+
+    def isobit_weight_digests(self) -> str:
+        """Return the digests of the weights that are served, for `isobit.rollout.served_weights`."""
+        return digest_served(self.model_runner.model)
