@@ -12,6 +12,8 @@ import isobit
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.integrations.transformers.modules import forward_rotary
 from isobit.integrations.vllm import enabling, modules, package, plugin, refusals, sampler, weights
+from isobit.ops import dispatch
+from isobit.ops.linear.op import linear_fp32
 from isobit.ops.registration import launch
 
 
@@ -243,7 +245,10 @@ def test_head_and_embedding_leave_out_vllms_padding():
     table, hidden = wide(64, 32), wide(5, 32, seed=1)
     head = types.SimpleNamespace(weight=table)
     module = types.SimpleNamespace(org_vocab_size=50, weight=table)
-    logits = modules.forward_logits(module, head, hidden)
+    packed = weights.PackedLinear()
+    logits = modules.forward_logits(module, packed, head, hidden)
+    assert packed.is_packed == dispatch.has_native()
+    assert torch.equal(logits, linear_fp32(hidden, table.clone())[:, :50])
     assert logits.shape == (5, 50)
     assert logits.dtype == torch.float32
     targets = torch.tensor([0, 3, 49, 7, 7])
@@ -254,7 +259,7 @@ def test_head_and_embedding_leave_out_vllms_padding():
     with pytest.raises(ArgumentError):
         modules.forward_embedding(module, torch.tensor([50]))
     with pytest.raises(UnsupportedError, match="bias"):
-        modules.forward_logits(module, head, hidden, embedding_bias=table[0])
+        modules.forward_logits(module, packed, head, hidden, embedding_bias=table[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -298,8 +303,31 @@ def test_writes_to_a_packed_weight_are_seen_and_counted():
     assert torch.equal(layer.compute(x, other, None), isobit.linear(x, other))
     replaced = generation.number
     assert replaced > written
-    generation.advance()
+    generation.begin_update()
     assert generation.number > replaced
+    assert not layer.is_packed
+    assert torch.equal(layer.compute(x, other, None), isobit.linear(x, other))
+
+
+@pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
+@pytest.mark.parametrize("method", ["compute", "compute_fp32"])
+def test_stale_packed_weight_is_caught(monkeypatch, method):
+    """A packed form that ignores writes gives other bits than the weight: what follows writes is compared."""
+    right, wrong, x = weights.PackedLinear(), weights.PackedLinear(), torch.randn(3, 64)
+    weight = torch.nn.Parameter(wide(48, 64, dtype=torch.float32), requires_grad=False)
+    weight.untyped_storage()  # as vLLM's loader does; it is no second owner
+    more = (None,) if method == "compute" else ()
+    for layer in (right, wrong):
+        getattr(layer, method)(x, weight, *more)
+        assert layer.is_packed
+    stale = wrong._packed._packed
+    weight.data.mul_(1.5)
+    monkeypatch.setattr(wrong, "_current", lambda weight: stale)
+    watched = torch._lazy_clone(weight.data)  # makes the memory look clean again to the kernel
+    expected = isobit.linear(x, weight.clone())
+    assert torch.equal(getattr(right, method)(x, weight, *more), expected)
+    assert not torch.equal(getattr(wrong, method)(x, weight, *more), expected)
+    del watched
 
 
 def test_model_that_is_cast_keeps_its_frequencies_unrounded_or_differs_from_vllms():

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops import dispatch
-from isobit.ops.linear.op import linear_with_packed
+from isobit.ops.linear.op import linear_fp32, linear_with_packed
 from isobit.ops.linear.packed import PackedWeight
 
 
@@ -40,6 +40,14 @@ class PackedLinear:
         """Return x · weightᵀ + bias, with the packed form where memory allows one: the bits are the same."""
         return linear_with_packed(x, weight, bias, None, self._current(weight))
 
+    def compute_fp32(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x · weightᵀ in fp32, before it is rounded."""
+        return linear_fp32(x, weight, self._current(weight))
+
+    def drop(self) -> None:
+        """Free the packed form before the weight is replaced; the next call makes it again."""
+        self._earlier, self._packed = self.writes, None
+
     def _current(self, weight: Tensor) -> Tensor | None:
         if self._weight is not weight:
             self._earlier = self.writes + int(self._weight is not None)
@@ -62,9 +70,11 @@ class Generation:
     def __init__(self, packed: list[PackedLinear]) -> None:
         self._packed, self._loads = packed, 0
 
-    def advance(self) -> None:
-        """Count an update."""
+    def begin_update(self) -> None:
+        """Count an update, and free packed forms, so that old and new weights are not both in memory."""
         self._loads += 1
+        for layer in self._packed:
+            layer.drop()
 
     @property
     def number(self) -> int:
