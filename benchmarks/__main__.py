@@ -28,6 +28,7 @@ CASES = (
     "roofline",
     "comparisons",
     "vllm",
+    "vllm_whole",
 )
 
 if sys.argv[1:2] in (["record"], ["pages"], ["follow"]):

@@ -30,6 +30,11 @@ class PackedLinear:
         return self._packed is not None
 
     @property
+    def nbytes(self) -> int:
+        """Memory of the packed form in bytes."""
+        return 0 if self._packed is None else self._packed.nbytes
+
+    @property
     def writes(self) -> int:
         """How often the weight was written or replaced since it was packed first, as far as calls have seen."""
         if self._packed is None or self._weight is None:
