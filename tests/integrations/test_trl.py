@@ -15,6 +15,7 @@ from isobit import bits
 
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.usefixtures("no_vllm"),
     pytest.mark.filterwarnings("ignore"),  # TRL's and its libraries'
 ]
 trl = pytest.importorskip("trl", reason="pip install -c constraints.txt datasets trl")

@@ -16,6 +16,7 @@ from tests.vllm.test_vllm_engine import rollouts as environment
 
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.usefixtures("no_vllm"),
     pytest.mark.filterwarnings("ignore"),  # TRL's and its libraries'
     pytest.mark.skipif(not environment.PYTHON.exists(), reason="needs ./setup_vllm (3.5 GB)"),
 ]

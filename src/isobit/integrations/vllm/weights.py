@@ -8,12 +8,16 @@ another number is refused, with the call that drops them.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.linear.op import linear_fp32, linear_with_packed
 from isobit.ops.linear.packed import PackedWeight
+
+# vLLM's weights are a subclass of Tensor whose every attribute runs Python; without it a step is faster.
+PLAIN = torch._C.DisableTorchFunctionSubclass
 
 
 class PackedLinear:
@@ -43,11 +47,13 @@ class PackedLinear:
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x · weightᵀ + bias, with the packed form where memory allows one: the bits are the same."""
-        return linear_with_packed(x, weight, bias, None, self._current(weight))
+        with PLAIN():
+            return linear_with_packed(x, weight, bias, None, self._current(weight))
 
     def compute_fp32(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x · weightᵀ in fp32, before it is rounded."""
-        return linear_fp32(x, weight, self._current(weight))
+        with PLAIN():
+            return linear_fp32(x, weight, self._current(weight))
 
     def drop(self) -> None:
         """Free the packed form before the weight is replaced; the next call makes it again."""
