@@ -71,9 +71,11 @@ class Rollouts:
         model.save_pretrained(self._weights)
         command = [str(python), "-m", "isobit.integrations.vllm.serving", self._weights]
         command += [str(model.dtype).removeprefix("torch."), str(max_model_len), engine]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        pipe = subprocess.PIPE
         with self._messages.open("w") as messages:
-            self._process = subprocess.Popen(command, stderr=messages, text=True, **pipes)
+            self._process = subprocess.Popen(
+                command, stdin=pipe, stdout=pipe, stderr=messages, text=True
+            )
         try:
             self._read()  # it is ready, or raises why not
         except BaseException:
