@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,7 +124,8 @@ class OrderedGRPO:
             ends=self.eos_token_ids,
         )
         for prompt, (tokens, values) in zip(prompt_ids, made, strict=True):
-            self.rollout_logprobs[(*prompt, *tokens)] = torch.tensor(values, dtype=torch.float32)
+            key = (*prompt, *tokens)
+            self.rollout_logprobs[key] = torch.tensor(values, dtype=torch.float32)
         return [one.tokens for one in made], None
 
     def _generate_keyed(self, generate: Any, generation_config: Any, **inputs: Any) -> Tensor:
@@ -263,7 +265,7 @@ def __getattr__(name: str) -> Any:
     if name != "GRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from trl import GRPOTrainer as Stock  # type: ignore[import-not-found]
+        stock = import_module("trl").GRPOTrainer
     except ImportError as error:
         raise UnsupportedError(
             expected="TRL",
@@ -272,7 +274,7 @@ def __getattr__(name: str) -> Any:
         ) from error
     made = type(
         "GRPOTrainer",
-        (OrderedGRPO, Stock),
+        (OrderedGRPO, stock),
         {"__doc__": OrderedGRPO.__doc__, "__module__": __name__},
     )
     globals()["GRPOTrainer"] = made
