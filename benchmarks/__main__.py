@@ -33,6 +33,7 @@ CASES = (
     "comparisons",
     "candidates",
     "vllm",
+    "vllm_whole",
 )
 
 if sys.argv[1:2] in (["record"], ["pages"], ["follow"]):

@@ -57,10 +57,12 @@ def save_model(family, dtype, folder):
     model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 
-def roll_out(folder, dtype, engine, out, engines):
+def roll_out(folder, dtype, engine, engines, more):
     """Run benchmarks.vllm_rollouts in vLLM's environment and return what it wrote."""
+    out = Path(folder) / "found.json"
     command = [str(PYTHON), "-m", "benchmarks.vllm_rollouts", "--model", str(folder)]
     command += ["--dtype", dtype, "--engine", engine, "--out", str(out), "--engines", str(engines)]
+    command += more
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -106,27 +108,41 @@ def score(folder, dtype, found):
 
 def run(quick, threads, dtypes):
     """Print a table; return 1 if isobit differs anywhere, nothing was compared, or stock never differs."""
-    if not PYTHON.exists():
-        raise SystemExit("expected .venv-vllm; run ./setup_vllm first (3.5 GB)")
     families, engines = (("Qwen3",), 1) if quick else (("Qwen3", "Llama"), 4)
-    control = min(
-        engines, 2
-    )  # of the first family: batch, arrival, prefix cache, threads and chunks
-    total = {"isobit": [0, 0], "stock": [0, 0], "trainer": [0, 0]}
+    # Of the first family: batch, arrival, prefix cache, threads and chunks.
+    control = {"isobit": engines, "stock": min(engines, 2)}
+    total = start_total()
     with tempfile.TemporaryDirectory() as place:
         for family in families:
             for dtype in dtypes:
                 folder = Path(place) / f"{family}-{dtype}"
                 save_model(family, dtype, folder)
-                for engine in ("isobit", "stock")[: 2 if family == families[0] else 1]:
-                    count = engines if engine == "isobit" else control
-                    found = roll_out(folder, dtype, engine, Path(place) / "found.json", count)
-                    show(f"{family} {dtype} {engine}", found["counts"], total[engine])
-                    if engine == "isobit":
-                        compared, different = score(folder, dtype, found)
-                        total["trainer"][0] += compared
-                        total["trainer"][1] += different
-                        print(f"{'  trainer, padded batches':42} {different:>7} of {compared:>7}")
+                counts = control if family == families[0] else {"isobit": engines}
+                compare(f"{family} {dtype}", folder, dtype, counts, total)
+    return conclude(total)
+
+
+def start_total():
+    """Return counts of (compared, different); raise where there is no vLLM."""
+    if not PYTHON.exists():
+        raise SystemExit("expected .venv-vllm; run ./setup_vllm first (3.5 GB)")
+    return {"isobit": [0, 0], "stock": [0, 0], "trainer": [0, 0]}
+
+
+def compare(title, folder, dtype, counts, total, more=()):
+    """Roll out by each engine, in as many of its settings as `counts` says, and score isobit's by the trainer."""
+    for engine, count in counts.items():
+        found = roll_out(folder, dtype, engine, count, more)
+        show(f"{title} {engine}", found["counts"], total[engine])
+        if engine == "isobit":
+            compared, different = score(folder, dtype, found)
+            total["trainer"][0] += compared
+            total["trainer"][1] += different
+            print(f"{'  trainer, padded batches':42} {different:>7} of {compared:>7}", flush=True)
+
+
+def conclude(total):
+    """Print the sums; return 1 if isobit differs anywhere, nothing was compared, or stock never differs."""
     for name, (compared, different) in total.items():
         print(f"{name}: {different:,} of {compared:,} log-probabilities differ")
     ours = (*total["isobit"], *total["trainer"])

@@ -11,7 +11,6 @@ import json
 import os
 import random
 
-NEW = 16
 SETTINGS = {  # read by vLLM, which runs in this process so that its scheduler can be counted
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -42,13 +41,13 @@ ENGINES = {  # name: arguments of vLLM, and the axes that are compared with them
 }
 
 
-def make_prompts(vocabulary, count):
-    """Return prompts of 5 to 234 tokens; every second one begins with the same 70."""
+def make_prompts(vocabulary, count, longest, shared):
+    """Return prompts of 5 tokens to `longest`; every second one begins with the same `shared` tokens."""
     draw = random.Random(0)
-    shared = [draw.randrange(vocabulary) for _ in range(70)]
+    first = [draw.randrange(vocabulary) for _ in range(shared)]
     return [
-        (shared if row % 2 else [])
-        + [draw.randrange(vocabulary) for _ in range(5 + draw.randrange(160))]
+        (first if row % 2 else [])
+        + [draw.randrange(vocabulary) for _ in range(5 + draw.randrange(longest - shared - 4))]
         for row in range(count)
     ]
 
@@ -103,7 +102,7 @@ class Rollouts:
             top_k=top_k,
             top_p=top_p,
             seed=1000 + row,
-            max_tokens=NEW,
+            max_tokens=self.options.new,
             ignore_eos=True,
             logprobs=0,
             prompt_logprobs=0 if with_prompt else None,
@@ -209,6 +208,11 @@ def main():
     parser.add_argument("--out", required=True)
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--engines", type=int, default=len(ENGINES))
+    parser.add_argument("--new", type=int, default=16, help="tokens per request")
+    parser.add_argument("--longest", type=int, default=234, help="prompt, in tokens")
+    parser.add_argument("--shared", type=int, default=70, help="tokens of a common prefix")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2, 3, 5, 8, 16])
+    parser.add_argument("--axes", nargs="*", default=["arrival", "prefix cache", "threads"])
     options = parser.parse_args()
     os.environ.update(SETTINGS)
     import torch
@@ -218,10 +222,12 @@ def main():
     torch._dynamo.config.disable = True  # stock compiles the count of ranks anew for each process
     with open(os.path.join(options.model, "config.json")) as file:
         vocabulary = json.load(file)["vocab_size"]
-    rollouts = Rollouts(options, make_prompts(vocabulary, options.requests))
+    prompts = make_prompts(vocabulary, options.requests, options.longest, options.shared)
+    rollouts = Rollouts(options, prompts)
     for name, (_, axes) in list(ENGINES.items())[: options.engines]:
         rollouts.start(name)
-        sizes = (1, 2, 3, 5, 8, 16) if name == next(iter(ENGINES)) else (4, 16)
+        sizes = options.sizes if name == next(iter(ENGINES)) else (4, 16)
+        axes = [axis for axis in axes if axis in (*options.axes, "preemption")]
         run_axes(rollouts, axes, sizes, set_threads)
         print(json.dumps({"engine": name}), flush=True)
     with open(options.out, "w") as file:

@@ -7,69 +7,12 @@ trainer saves its weights and vLLM reloads them. Writes grpo_vllm.svg.
 """
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPTS, GROUP, NEW, WANTED = 4, 4, 16, 16
-VLLM = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "HF_HUB_OFFLINE": "1",
-}
-
-
-# ---- vLLM's process ----------------------------------------------------------------------------------------------
-
-
-def serve(folder, engine):
-    """Answer each line {weights, prompts, seeds} on standard input with a line {tokens, logprobs}."""
-    answers, sys.stdout = sys.stdout, sys.stderr  # what vLLM prints is no answer
-    import torch
-    from vllm import LLM, SamplingParams
-
-    import isobit
-
-    torch._dynamo.config.disable = (
-        True  # stock vLLM compiles one count; nothing else here is compiled
-    )
-    if engine == "isobit":
-        isobit.integrations.vllm.enable()
-    llm = LLM(
-        model=folder,
-        dtype="bfloat16",
-        max_model_len=128,
-        enforce_eager=True,
-        skip_tokenizer_init=True,
-    )
-    for line in sys.stdin:
-        asked = json.loads(line)
-        llm.collective_rpc("reload_weights", kwargs={"weights_path": asked["weights"]})
-        llm.reset_prefix_cache()  # its keys are of the weights before
-        params = [
-            SamplingParams(seed=seed, max_tokens=NEW, logprobs=0, ignore_eos=True, detokenize=False)
-            for seed in asked["seeds"]
-        ]
-        prompts = [{"prompt_token_ids": prompt} for prompt in asked["prompts"]]
-        made = [output.outputs[0] for output in llm.generate(prompts, params, use_tqdm=False)]
-        answer = {
-            "tokens": [list(one.token_ids) for one in made],
-            "logprobs": [
-                [row[token].logprob for token, row in zip(one.token_ids, one.logprobs, strict=True)]
-                for one in made
-            ],
-        }
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-# ---- the trainer's process ---------------------------------------------------------------------------------------
 
 
 def score(model, prompts, tokens, engine):
@@ -102,26 +45,17 @@ def train(folder, engine, steps, python):
         model = isobit.enable(model)
     optimiser = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.0)
     draw = torch.Generator().manual_seed(0)
-    command = [python, __file__, "--serve", folder, "--engine", engine]
     history = []
-    with subprocess.Popen(
-        command,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, **VLLM},
-    ) as vllm:
+    with isobit.integrations.vllm.Rollouts(model, python, max_model_len=128, engine=engine) as vllm:
         for step in range(steps):
             lengths = torch.randint(3, 12, (PROMPTS,), generator=draw).tolist()
             prompts = [torch.randint(0, 64, (n,), generator=draw).tolist() for n in lengths]
             prompts = [prompt for prompt in prompts for _ in range(GROUP)]
-            model.save_pretrained(folder)
-            seeds = [step * 1000 + row for row in range(len(prompts))]
-            asked = {"weights": folder, "prompts": prompts, "seeds": seeds}
-            vllm.stdin.write(json.dumps(asked) + "\n")
-            vllm.stdin.flush()
-            answer = json.loads(vllm.stdout.readline())
-            tokens, rolled = answer["tokens"], torch.tensor(answer["logprobs"])
+            vllm.update_weights(model)
+            requests = range(step * 1000, step * 1000 + len(prompts))
+            made = vllm.generate(prompts, seed=0, requests=requests, max_tokens=NEW)
+            tokens = [one.tokens for one in made]
+            rolled = torch.tensor([one.logprobs for one in made])
             reward = (torch.tensor(tokens) < WANTED).float().mean(-1).view(PROMPTS, GROUP)
             spread = reward.std(1, keepdim=True) + 1e-4
             advantage = ((reward - reward.mean(1, keepdim=True)) / spread).view(-1, 1)
@@ -149,11 +83,7 @@ def main():
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--picture", default="grpo_vllm.svg")
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
-    parser.add_argument("--serve", help=argparse.SUPPRESS)
-    parser.add_argument("--engine", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.serve:
-        return serve(options.serve, options.engine)
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from zero_kl import HEADS, SIZES, draw

@@ -75,3 +75,38 @@ def test_the_old_memory_is_free_after_the_next_call_and_after_thaw():
     address = torch._C._data_address(module.weight)
     module.weight.data.add_(1)  # the last owner writes in place
     assert torch._C._data_address(module.weight) == address
+
+
+def storage_held(weight):
+    return weight.untyped_storage()
+
+
+def view_held(weight):
+    return weight.data[:3]
+
+
+def array_held(weight):
+    return weight.detach().numpy()
+
+
+def test_a_storage_object_that_nobody_refers_to_is_no_owner():
+    module = layer()
+    storage_held(module.weight)  # what saving a model does
+    with isobit.freeze(module):
+        assert is_current(module)
+        storage_held(module.weight)
+        module.weight.data.add_(1)
+        repacks = module._packed.repacks
+        assert is_current(module)
+        assert module._packed.repacks == repacks + 1
+
+
+@pytest.mark.parametrize("hold", [storage_held, view_held, array_held])
+def test_memory_that_others_refer_to_is_not_frozen(hold):
+    module = layer()
+    held = hold(module.weight)
+    with pytest.raises(isobit.ArgumentError, match="owners"):
+        isobit.freeze(module)
+    del held
+    with isobit.freeze(module):
+        assert is_current(module)

@@ -15,6 +15,7 @@ from isobit import bits
 
 pytestmark = [
     pytest.mark.full,
+    pytest.mark.usefixtures("no_vllm"),
     pytest.mark.filterwarnings("ignore"),  # TRL's and its libraries'
 ]
 trl = pytest.importorskip("trl", reason="pip install -c constraints.txt datasets trl")
@@ -51,8 +52,10 @@ def build_model(dtype):
     return Qwen3ForCausalLM(config).to(dtype)
 
 
-def trainer_of(kind, model, folder, **options):
+def trainer_of(kind, model, folder, rollouts=None, **options):
     from datasets import Dataset
+
+    more = {} if rollouts is None else {"rollouts": rollouts}
 
     prompts = [" ".join(f"t{(7 * i + j) % 250}" for j in range(3 + i % 5)) for i in range(32)]
     asked = {
@@ -74,6 +77,7 @@ def trainer_of(kind, model, folder, **options):
         args=trl.GRPOConfig(str(folder), **(asked | options)),
         train_dataset=Dataset.from_dict({"prompt": prompts}),
         processing_class=build_tokenizer(),
+        **more,
     )
 
 

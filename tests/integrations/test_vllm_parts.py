@@ -12,6 +12,8 @@ import isobit
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.integrations.transformers.modules import forward_rotary
 from isobit.integrations.vllm import enabling, modules, package, plugin, refusals, sampler, weights
+from isobit.ops import dispatch
+from isobit.ops.linear.op import linear_fp32
 from isobit.ops.registration import launch
 
 
@@ -243,7 +245,10 @@ def test_head_and_embedding_leave_out_vllms_padding():
     table, hidden = wide(64, 32), wide(5, 32, seed=1)
     head = types.SimpleNamespace(weight=table)
     module = types.SimpleNamespace(org_vocab_size=50, weight=table)
-    logits = modules.forward_logits(module, head, hidden)
+    packed = weights.PackedLinear()
+    logits = modules.forward_logits(module, packed, head, hidden)
+    assert packed.is_packed == dispatch.has_native()
+    assert torch.equal(logits, linear_fp32(hidden, table.clone())[:, :50])
     assert logits.shape == (5, 50)
     assert logits.dtype == torch.float32
     targets = torch.tensor([0, 3, 49, 7, 7])
@@ -254,7 +259,7 @@ def test_head_and_embedding_leave_out_vllms_padding():
     with pytest.raises(ArgumentError):
         modules.forward_embedding(module, torch.tensor([50]))
     with pytest.raises(UnsupportedError, match="bias"):
-        modules.forward_logits(module, head, hidden, embedding_bias=table[0])
+        modules.forward_logits(module, packed, head, hidden, embedding_bias=table[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -275,31 +280,6 @@ def test_keys_beside_values_in_pages_of_nan_have_the_bits_of_plain_rows(dtype):
         "attention", sizes, q, cache[..., :64], cache[..., 64:], *tables, 0.125, True, 0
     )
     assert torch.equal(found, isobit.attention(q, k, v, is_causal=True, scale=0.125))
-
-
-def test_writes_to_a_packed_weight_are_seen_and_counted():
-    layer = weights.PackedLinear()
-    generation = weights.Generation([layer])
-    weight, x = (
-        torch.nn.Parameter(wide(48, 64, dtype=torch.float32), requires_grad=False),
-        torch.randn(3, 64),
-    )
-    first = layer.compute(x, weight, None)
-    assert torch.equal(first, isobit.linear(x, weight))
-    before = generation.number
-    weight.data.copy_(wide(48, 64, dtype=torch.float32, seed=9))
-    written = generation.number
-    assert written > before  # before any call reads it
-    second = layer.compute(x, weight, None)
-    assert not torch.equal(first, second)
-    assert torch.equal(second, isobit.linear(x, weight))
-    assert generation.number == written
-    other = torch.nn.Parameter(weight.data * 2, requires_grad=False)
-    assert torch.equal(layer.compute(x, other, None), isobit.linear(x, other))
-    replaced = generation.number
-    assert replaced > written
-    generation.advance()
-    assert generation.number > replaced
 
 
 def test_model_that_is_cast_keeps_its_frequencies_unrounded_or_differs_from_vllms():

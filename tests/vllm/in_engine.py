@@ -1,8 +1,10 @@
 """Checks that need vLLM, run by the Python of .venv-vllm; prints one JSON object. See test_vllm_engine.py."""
 
+import contextlib
 import json
 import os
 import sys
+from unittest import mock
 
 os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
@@ -51,22 +53,55 @@ def attempt(call):
     return ""
 
 
+def reload(llm, folder):
+    llm.collective_rpc("reload_weights", kwargs={"weights_path": folder})
+    llm.reset_prefix_cache()
+
+
+@contextlib.contextmanager
+def ignored_writes(state):
+    """Plant packed weights that stay as they are; yield what makes written weights look unwritten to the kernels."""
+    import torch
+
+    from isobit.integrations.vllm.weights import PackedLinear
+    from isobit.ops.linear.packed import PackedWeight
+
+    def make_look_unwritten(model):
+        for parameter in model.parameters():
+            torch.ops.isobit.watch(parameter)
+
+    with (
+        mock.patch.object(PackedLinear, "drop", return_value=None),
+        mock.patch.object(PackedWeight, "is_current", return_value=True),
+    ):
+        yield make_look_unwritten
+
+
 def check_weights(first, second):
-    """Reload weights with and without dropping the keys of the old ones; refuse requests; add a hook."""
+    """Update weights, with and without dropping packed forms and keys of the old ones; refuse requests; add a hook."""
     import isobit
     from isobit.integrations.vllm.preparing import STATE
 
     isobit.integrations.vllm.enable()
     llm = start(first)
+    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
+    state = model.__dict__[STATE]
     said = {"first": generate(llm)}
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": second})
+    said["packed"] = [layer.is_packed for layer in state.packed]
+    for parameter in model.parameters():  # as the second model was made
+        parameter.data.mul_(1.25)
     llm.reset_prefix_cache()
+    said["in place"] = generate(llm)
+    with ignored_writes(state) as make_look_unwritten:
+        reload(llm, first)
+        make_look_unwritten(model)
+        said["stale packs"] = generate(llm)
+    reload(llm, second)
     said["second"] = generate(llm)
+    said["packed again"] = [layer.is_packed for layer in state.packed]
     said["no seed"] = attempt(lambda: generate(llm, temperature=1.0))
     said["min_p"] = attempt(lambda: generate(llm, temperature=1.0, seed=1, min_p=0.5))
     said["after refused requests"] = generate(llm)
-    model = llm.llm_engine.model_executor.driver_worker.worker.model_runner.model
-    state = model.__dict__[STATE]
     layer = model.model.layers[0].mlp.down_proj
     hook = layer.register_forward_hook(lambda *_: None)
     said["hook"] = attempt(state.check)

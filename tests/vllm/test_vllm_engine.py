@@ -62,6 +62,12 @@ def test_update_of_the_weights_is_seen_and_keys_of_the_old_ones_are_refused(mode
         assert sum(map(len, logprobs)) == 24
         assert logprobs == trained(folder, said[name], PROMPTS)
     assert said["first"] != said["second"]
+    assert len(said["packed"]) == 9  # four per layer, and the head
+    assert all(said["packed"])
+    assert all(said["packed again"])
+    assert said["in place"] == said["second"]
+    stale = [row[1] for row in said["stale packs"]]
+    assert stale != trained(models[0], said["stale packs"], PROMPTS)
     assert said["after refused requests"] == said["second"]
     assert "seed" in said["no seed"]
     assert "min_p" in said["min_p"]

@@ -39,9 +39,9 @@ def words(text: str) -> frozenset[str]:
 MOVES = words(
     "view _unsafe_view _reshape_alias reshape transpose t permute expand slice select unsqueeze squeeze split "
     "split_with_sizes unsafe_split unbind narrow as_strided detach alias lift lift_fresh unfold diagonal view_as_real "
-    "view_as_complex view_as clone copy _to_copy contiguous cat stack repeat flip roll index_select gather index take "
-    "masked_select where masked_fill index_fill fill zero constant_pad_nd tril triu slice_scatter select_scatter "
-    "index_copy slice_backward select_backward embedding set resize one_hot repeat_interleave pin_memory"
+    "view_as_complex view_as clone _lazy_clone copy _to_copy contiguous cat stack repeat flip roll index_select gather "
+    "index take masked_select where masked_fill index_fill fill zero constant_pad_nd tril triu slice_scatter "
+    "select_scatter index_copy slice_backward select_backward embedding set resize one_hot repeat_interleave pin_memory"
 )
 CREATIONS = words(
     "empty empty_like empty_strided empty_permuted new_empty new_empty_strided zeros zeros_like new_zeros ones "

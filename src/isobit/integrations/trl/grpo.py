@@ -3,9 +3,9 @@
 [Note: what is replaced] TRL scores by its own head of stock operators, over the whole vocabulary. `OrderedGRPO` takes
 log-probabilities and entropies from isobit instead, of the policy that sampled: with its temperature, over the tokens
 that top-k and top-p kept. `generate()` draws by (seed, request, position), so rollouts do not depend on the batch, and
-records the log-probability of each draw. While the weights are those that sampled, every log-probability that the
-trainer computes is compared with the rollout's, and the number that differ is logged as
-`isobit/rollout_logprobs_differ`.
+records the log-probability of each draw. With `rollouts=` vLLM draws the same, in a process of its own. While the
+weights are those that sampled, every log-probability that the trainer computes is compared with the rollout's, and the
+number that differ is logged as `isobit/rollout_logprobs_differ`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,13 @@ from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.scoring import logprobs, logprobs_and_entropy
 from isobit.integrations.transformers.state import require_state
 from isobit.integrations.trl.recorded_sampling import RecordedSampling
+from isobit.integrations.trl.refusals import (
+    refuse_engines,
+    refuse_images,
+    refuse_policies,
+    refuse_stock_vllm,
+)
+from isobit.integrations.vllm.rollouts import Rollouts
 from isobit.sampling.support import Truncation
 
 IGNORED = -100
@@ -34,6 +42,10 @@ class OrderedGRPO:
 
     The model must be enabled (`isobit.enable`) before the trainer is created.
 
+    Args:
+        rollouts: An `isobit.integrations.vllm.Rollouts`, which generates in the place of the model; its weights are
+            updated before the rollout of each step. By default the model generates.
+
     Attributes:
         rollout_logprobs: log p of each completion of the last rollout, by the token ids of prompt and completion.
         compared: How many log-probabilities of the trainer were compared with the rollout's so far.
@@ -41,7 +53,7 @@ class OrderedGRPO:
 
     Raises:
         UnsupportedError: For an option that changes the policy in a way that isobit cannot score: min_p,
-            repetition_penalty, Liger's loss, continuous batching.
+            repetition_penalty, Liger's loss, continuous batching; and TRL's own way to vLLM.
     """
 
     # names of TRL's trainer
@@ -52,11 +64,18 @@ class OrderedGRPO:
     state: Any
     _metrics: Any
 
-    def __init__(self, *given: Any, **named: Any) -> None:
+    eos_token_ids: list[int]
+    max_completion_length: int
+
+    def __init__(self, *given: Any, rollouts: Rollouts | None = None, **named: Any) -> None:
         """Create TRL's trainer, and check what it was asked for."""
+        refuse_stock_vllm(named.get("args", given[2] if len(given) > 2 else None))
         super().__init__(*given, **named)
         require_state(self.accelerator.unwrap_model(self.model))
         refuse_policies(self.args)
+        self.rollouts = rollouts
+        if rollouts is not None:
+            refuse_engines(self.accelerator)
         self.rollout_logprobs: dict[tuple[int, ...], Tensor] = {}
         self._rollout_step, self._requests = -1, 0
         self.compared = self.differ = 0
@@ -64,26 +83,59 @@ class OrderedGRPO:
     # ---- rollout ------------------------------------------------------------------------------------------
 
     def _generate_single_turn(self, *given: Any, **named: Any) -> Any:
-        """Generate by TRL, with keyed draws that are recorded."""
+        """Generate by TRL, or by vLLM, with keyed draws that are recorded."""
         model = self.accelerator.unwrap_model(self.model)
-        if getattr(self, "use_vllm", False):
-            return super()._generate_single_turn(*given, **named)  # type: ignore[misc]
-        if self._rollout_step != self.state.global_step:
+        is_new_step = self._rollout_step != self.state.global_step
+        if is_new_step:
             self.rollout_logprobs.clear()
         self._rollout_step = self.state.global_step
+        if self.rollouts is not None:
+            if is_new_step:
+                self.rollouts.update_weights(model)
+            return self._generate_by_vllm(self.rollouts, *given, **named)
         with replaced_generate(model, self._generate_keyed):
             return super()._generate_single_turn(*given, **named)  # type: ignore[misc]
 
+    def _next_requests(self, count: int) -> range:
+        """Return the numbers of the next requests, which no other draw of the run has."""
+        first = self._requests + REQUESTS_PER_RANK * self.accelerator.process_index
+        self._requests += count
+        return range(first, first + count)
+
+    def _generate_by_vllm(
+        self,
+        rollouts: Rollouts,
+        prompt_ids: list[list[int]],
+        images: Any,
+        multimodal_fields: dict[str, Any],
+        *_: Any,
+        **__: Any,
+    ) -> tuple[list[list[int]], None]:
+        """Return the completions that vLLM drew; TRL is given no log-probabilities, as there is nothing to correct."""
+        refuse_images(False, {"images": images, **multimodal_fields})
+        made = rollouts.generate(
+            prompt_ids,
+            seed=self.args.seed,
+            requests=self._next_requests(len(prompt_ids)),
+            max_tokens=self.max_completion_length,
+            temperature=self.args.temperature,
+            top_k=self.args.top_k,
+            top_p=self.args.top_p,
+            ends=self.eos_token_ids,
+        )
+        for prompt, (tokens, values) in zip(prompt_ids, made, strict=True):
+            key = (*prompt, *tokens)
+            self.rollout_logprobs[key] = torch.tensor(values, dtype=torch.float32)
+        return [one.tokens for one in made], None
+
     def _generate_keyed(self, generate: Any, generation_config: Any, **inputs: Any) -> Tensor:
         ids, mask = inputs["input_ids"], inputs["attention_mask"]
-        first = self._requests + REQUESTS_PER_RANK * self.accelerator.process_index
-        self._requests += len(ids)
         draws = RecordedSampling(
             self.args.seed,
             self.args.temperature,
             self.args.top_k or None,
             self.args.top_p,
-            range(first, first + len(ids)),
+            self._next_requests(len(ids)),
             attention_mask=mask,
         )
         greedy = copy.deepcopy(generation_config)
@@ -204,38 +256,6 @@ def truncates(args: Any) -> bool:
     return bool((args.top_k or 0) > 0 or (args.top_p is not None and args.top_p < 1))
 
 
-def refuse_policies(args: Any) -> None:
-    """Raise for options under which the policy that samples is not the one that is scored."""
-    asked: dict[str, tuple[Any, tuple[Any, ...]]] = {
-        "min_p": (getattr(args, "min_p", None), (None, 0.0)),
-        "repetition_penalty": (getattr(args, "repetition_penalty", 1.0), (None, 1.0)),
-        "use_liger_kernel": (getattr(args, "use_liger_kernel", False), (False,)),
-        "use_transformers_continuous_batching": (
-            getattr(args, "use_transformers_continuous_batching", False),
-            (False,),
-        ),
-        "generation_kwargs": (getattr(args, "generation_kwargs", None), (None, {})),
-    }
-    for name, (value, allowed) in asked.items():
-        if value not in allowed:
-            raise UnsupportedError(
-                expected=f"{name}={allowed[0]}: a policy of temperature, top_k and top_p",
-                received=f"{name}={value}",
-                remedy="leave it out; its effect on log-probabilities is not scored",
-            )
-
-
-def refuse_images(compute_aux_loss: bool, images: dict[str, Any]) -> None:
-    """Raise for what an enabled model does not compute."""
-    given = [name for name, value in images.items() if value is not None]
-    if compute_aux_loss or given:
-        raise UnsupportedError(
-            expected="text alone, and a dense model",
-            received=f"{given}, auxiliary loss {compute_aux_loss}",
-            remedy="use TRL's own trainer for images and mixtures of experts",
-        )
-
-
 if TYPE_CHECKING:
     GRPOTrainer = Any
 
@@ -245,7 +265,7 @@ def __getattr__(name: str) -> Any:
     if name != "GRPOTrainer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from trl import GRPOTrainer as Stock  # type: ignore[import-not-found]
+        stock = import_module("trl").GRPOTrainer
     except ImportError as error:
         raise UnsupportedError(
             expected="TRL",
@@ -254,7 +274,7 @@ def __getattr__(name: str) -> Any:
         ) from error
     made = type(
         "GRPOTrainer",
-        (OrderedGRPO, Stock),
+        (OrderedGRPO, stock),
         {"__doc__": OrderedGRPO.__doc__, "__module__": __name__},
     )
     globals()["GRPOTrainer"] = made

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from isobit.integrations.transformers.modules import extend_angles
 from isobit.integrations.transformers.residual import plain_add
 from isobit.integrations.vllm.refusals import refuse
+from isobit.integrations.vllm.weights import PackedLinear
 from isobit.ops.embedding.op import embedding
-from isobit.ops.linear.op import linear_fp32
 from isobit.ops.rms_norm.op import rms_norm
 from isobit.ops.rotary.op import rotary
 from isobit.ops.swiglu.op import swiglu
@@ -40,6 +40,7 @@ def forward_embedding(module: Any, ids: Tensor) -> Tensor:
 
 def forward_logits(
     module: Any,
+    packed: PackedLinear,
     head: Any,
     hidden: Tensor,
     embedding_bias: Tensor | None = None,
@@ -48,7 +49,8 @@ def forward_logits(
     """Return logits [rows, V] in fp32 without rounding them; V is the model's, without vLLM's padding."""
     if embedding_bias is not None:
         refuse("a head without bias", "an embedding bias", "serve a model without one")
-    return linear_fp32(hidden, head.weight[: module.org_vocab_size])
+    logits = packed.compute_fp32(hidden, head.weight)  # columns do not depend on one another
+    return logits[:, : module.org_vocab_size].contiguous()
 
 
 class OrderedRotary(nn.Module):

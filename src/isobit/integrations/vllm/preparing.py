@@ -45,7 +45,6 @@ FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {
     RMSNorm: modules.forward_norm,
     SiluAndMul: modules.forward_swiglu,
     VocabParallelEmbedding: modules.forward_embedding,
-    LogitsProcessor: modules.forward_logits,
 }
 # Modules that only call others; with the family's name before.
 CONTAINERS = ("ForCausalLM", "Model", "DecoderLayer", "Attention", "MLP")
@@ -95,6 +94,11 @@ class State:
         self.strictness = Strictness(wanted=True)
         self._model = model
         self._accepted: tuple[list[Any], ...] | None = None
+
+    def add_packed(self) -> PackedLinear:
+        """Return a new packed form, whose writes are counted."""
+        self.packed.append(PackedLinear())
+        return self.packed[-1]
 
     def accept(self) -> None:
         """Take the modules as they are for the prepared ones."""
@@ -167,15 +171,16 @@ def prepare_module(name: str, module: Any, family: str, state: State) -> None:
         if kind is VocabParallelEmbedding:
             module.quant_method = OrderedEmbeddingMethod()
         module.forward = partial(FORWARDS[kind], module)
+    elif kind is LogitsProcessor:
+        check_plain(name, module)
+        module.forward = partial(modules.forward_logits, module, state.add_packed())
     elif kind is ParallelLMHead:
         check_plain(name, module)
         module.quant_method = OrderedEmbeddingMethod()
     elif kind in LINEARS:
         if type(module.quant_method) is not UnquantizedLinearMethod:
             refuse_module(name, module, f"quantized by {type(module.quant_method).__name__}")
-        packed = PackedLinear()
-        state.packed.append(packed)
-        module.quant_method = OrderedLinearMethod(packed)
+        module.quant_method = OrderedLinearMethod(state.add_packed())
     elif kind is Attention:
         prepare_attention(module, state)
     elif kind in (nn.ModuleList, modules.OrderedRotary):
@@ -251,10 +256,8 @@ def wrap_model(model: Any, state: State) -> None:
         return state.strictness.run(model, ("logits",), lambda: logits(*given, **named))
 
     def counted_load(*given: Any, **named: Any) -> Any:
-        try:
-            return load(*given, **named)
-        finally:
-            state.generation.advance()
+        state.generation.begin_update()
+        return load(*given, **named)
 
     model.forward, model.compute_logits, model.load_weights = (
         checked_forward,

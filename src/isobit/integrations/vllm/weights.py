@@ -8,12 +8,16 @@ another number is refused, with the call that drops them.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops import dispatch
-from isobit.ops.linear.op import linear_with_packed
+from isobit.ops.linear.op import linear_fp32, linear_with_packed
 from isobit.ops.linear.packed import PackedWeight
+
+# vLLM's weights are a subclass of Tensor whose every attribute runs Python; without it a step is faster.
+PLAIN = torch._C.DisableTorchFunctionSubclass
 
 
 class PackedLinear:
@@ -30,6 +34,11 @@ class PackedLinear:
         return self._packed is not None
 
     @property
+    def nbytes(self) -> int:
+        """Memory of the packed form in bytes."""
+        return 0 if self._packed is None else self._packed.nbytes
+
+    @property
     def writes(self) -> int:
         """How often the weight was written or replaced since it was packed first, as far as calls have seen."""
         if self._packed is None or self._weight is None:
@@ -38,7 +47,17 @@ class PackedLinear:
 
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x · weightᵀ + bias, with the packed form where memory allows one: the bits are the same."""
-        return linear_with_packed(x, weight, bias, None, self._current(weight))
+        with PLAIN():
+            return linear_with_packed(x, weight, bias, None, self._current(weight))
+
+    def compute_fp32(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x · weightᵀ in fp32, before it is rounded."""
+        with PLAIN():
+            return linear_fp32(x, weight, self._current(weight))
+
+    def drop(self) -> None:
+        """Free the packed form before the weight is replaced; the next call makes it again."""
+        self._earlier, self._packed = self.writes, None
 
     def _current(self, weight: Tensor) -> Tensor | None:
         if self._weight is not weight:
@@ -62,9 +81,11 @@ class Generation:
     def __init__(self, packed: list[PackedLinear]) -> None:
         self._packed, self._loads = packed, 0
 
-    def advance(self) -> None:
-        """Count an update."""
+    def begin_update(self) -> None:
+        """Count an update, and free packed forms, so that old and new weights are not both in memory."""
         self._loads += 1
+        for layer in self._packed:
+            layer.drop()
 
     @property
     def number(self) -> int:

@@ -73,13 +73,20 @@ def sizes_of(x: Tensor, weight: Tensor) -> tuple[int, int, int]:
     return (x.shape[:-1].numel(), weight.shape[1], weight.shape[0])
 
 
-def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
-    """Return x @ weight.T before it is rounded to the dtype of x, without a gradient: the logits of linear_logprob."""
+def linear_fp32(x: Tensor, weight: Tensor, packed: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T before it is rounded to the dtype of x, without a gradient: the logits of linear_logprob.
+
+    `packed` is a packed form of the weight that is known to be current. It is read where the engine computes in fp32,
+    which has x in fp32 and rounds nothing; an engine of pairs in bf16 reads the weight itself.
+    """
     check_tensors(WITH_GPU, x=x, weight=weight)
     check_linear(x, weight, None)
     if executors.is_asked_for((x, weight)):
         return launch("linear_fp32", sizes_of(x, weight), x.detach(), weight.detach())  # type: ignore[no-any-return]
     if dispatch.is_native(x.dtype):
+        if packed is not None and packed.dtype == torch.float32:
+            wide = x.detach().float()
+            return torch.ops.isobit.linear(wide, weight.detach(), None, None, packed)  # type: ignore[no-any-return]
         return torch.ops.isobit.linear_roots(x.detach(), weight.detach(), x.shape[-1], 0)[0]  # type: ignore[no-any-return]
     total = keeping_subnormals(portable.linear_fp32)(x, weight)
     return total.reshape(*x.shape[:-1], weight.shape[0])

@@ -7,9 +7,17 @@ through the parameter, `.data`, a view or a data pointer, and every call compare
 check whether the storage is copy-on-write at the moment: a later lazy clone makes it so again.
 Torch cannot see a write through a raw address that was taken earlier (ctypes, a C extension). Memory with other owners
 is not frozen, and not packed again while they exist, but a bare address has no owner: such a write is not noticed.
+
+[Note: who owns a weight]
+`weight.untyped_storage()`, which saving and vLLM's loader call, leaves a Python object of torch's that counts as an
+owner for as long as the memory exists. Nothing can be written through it while no program refers to it, and a write
+through it is noticed like any other. So owners are counted beyond those that a tensor of our own has, where the object
+was made and dropped: other tensors, and other references to the object.
 """
 
 from __future__ import annotations
+
+import sys
 
 import torch
 from torch import Tensor
@@ -40,7 +48,7 @@ class PackedWeight:
                 received="the portable executor, which has no packed form",
                 remedy="run `isobit doctor` to see why, or do not freeze",
             )
-        owners = int(torch.ops.isobit.count_owners(weight))
+        owners = count_owners(weight)
         if owners > 1:
             raise ArgumentError(
                 expected="a weight whose memory only the module owns",
@@ -65,7 +73,7 @@ class PackedWeight:
         if self.is_current(weight):
             return self._packed
         self._kept, self._place = None, ()  # frees the memory that the weight had before
-        if int(torch.ops.isobit.count_owners(weight)) > 1 or not torch.ops.isobit.watch(weight):
+        if count_owners(weight) > 1 or not torch.ops.isobit.watch(weight):
             return None
         self.repacks += 1
         self._pack(weight)
@@ -86,3 +94,14 @@ def place_of(weight: Tensor) -> tuple[object, ...]:
     """Return what does not change while a packed form is current; reading the address is not a write."""
     address = torch._C._data_address(weight)  # type: ignore[attr-defined]
     return address, weight.dtype, weight.shape, weight.stride()
+
+
+def count_owners(weight: Tensor) -> int:
+    """Return how many hold the weight's memory, the weight included; see [Note: who owns a weight]."""
+    return 1 + count_references(weight) - count_references(torch.empty(1))
+
+
+def count_references(weight: Tensor) -> int:
+    """Return the references to the weight's storage, from tensors and from Python."""
+    storage = weight.untyped_storage()
+    return int(torch.ops.isobit.count_owners(weight)) + sys.getrefcount(storage)
