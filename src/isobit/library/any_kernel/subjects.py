@@ -5,28 +5,30 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-import isobit
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.library import stock
 from isobit.library.any_kernel.operators import LAYER_EPS, RMS_EPS
 from isobit.library.subjects import Subject
+from isobit.ops.attention import op as attention_op
+from isobit.ops.layer_norm import op as layer_norm_op
+from isobit.ops.rms_norm import op as rms_norm_op
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     """Return `isobit.rms_norm`."""
-    return isobit.rms_norm(x, weight, RMS_EPS)
+    return rms_norm_op.rms_norm(x, weight, RMS_EPS)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Return `isobit.layer_norm`."""
-    return isobit.layer_norm(x, weight, bias, LAYER_EPS)
+    return layer_norm_op.layer_norm(x, weight, bias, LAYER_EPS)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
     """Return `isobit.attention`, whose heads are after the tokens."""
     moved = (t.transpose(-2, -3) for t in (q, k, v))
-    return isobit.attention(*moved, is_causal=is_causal).transpose(-2, -3)
+    return attention_op.attention(*moved, is_causal=is_causal).transpose(-2, -3)
 
 
 def stock_rms_norm(x: Tensor, weight: Tensor) -> Tensor:

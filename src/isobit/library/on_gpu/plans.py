@@ -26,6 +26,18 @@ ROW_COUNTS = ("qkv_rows", "o_rows", "gate_up_rows", "down_rows")
 ROTATED = ("tokens", "wide_heads", "gradients", "heads_apart", "normal32", "normal16")
 # Inputs of attention that fill a block of 64 keys and begin another.
 TWO_BLOCKS = ("tokens", "typed", "windowed", "windowed_narrow", "narrow_types", "single")
+ANY = "what it asks of any kernel, the operator's own contract asks too"
+ANY_KERNELS = (
+    "attention",
+    "gelu",
+    "layer-norm",
+    "linear",
+    "log-softmax",
+    "rms-norm",
+    "silu",
+    "softmax",
+    "swiglu",
+)
 MODULES = "it is about Python modules that call operators, not about a kernel"
 
 
@@ -149,6 +161,7 @@ ELSEWHERE = {
     "training-config-kernel-v1": MODULES,
     "training-stability-v1": MODULES,
     "distributed-training-v1": "isobit.parallel refuses tensors on a GPU",
+    **{f"any-{name}-v1": ANY for name in ANY_KERNELS},
 }
 
 PLANTS_LEFT_OUT = {
