@@ -2,7 +2,10 @@
 
 import pytest
 import torch
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.testing._internal.two_tensor import TwoTensor
 
+import isobit
 from isobit import bits
 
 
@@ -44,6 +47,15 @@ def test_ulps_count_across_zero():
     assert bits.ulp_distance(small, -small) == 2
     assert bits.ulp_distance(torch.tensor(0.0), torch.tensor(-0.0)) == 0
     assert bits.ulp_distance(torch.tensor(torch.nan), small) is None
+
+
+def test_a_tensor_without_memory_has_no_digest():
+    inside = torch.arange(4.0)
+    for wrapper in (AsyncCollectiveTensor(inside), TwoTensor(inside, inside)):
+        with pytest.raises(isobit.ArgumentError, match="which has none"):
+            bits.digest(wrapper)
+        with pytest.raises(isobit.ArgumentError, match="which has none"):
+            bits.digest({"x": wrapper})
 
 
 def test_digests():

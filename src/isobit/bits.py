@@ -7,7 +7,9 @@ from collections.abc import Mapping
 
 import torch
 from blake3 import blake3
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from isobit.errors import ArgumentError
 from isobit.records import Difference
 
 __all__ = ["as_integers", "digest", "equal", "first_difference", "ulp_distance"]
@@ -123,6 +125,9 @@ def digest(value: Digestible) -> str:
     Returns:
         32 hexadecimal digits.
 
+    Raises:
+        ArgumentError: If a tensor has no memory of its own, as a DTensor has none.
+
     Example:
         >>> x = torch.arange(6.0).reshape(2, 3)
         >>> isobit.bits.digest(x.t()) == isobit.bits.digest(x.t().contiguous())
@@ -139,6 +144,12 @@ def _hash(value: Digestible) -> blake3:
         hasher.update(f"{value.dtype}{list(value.shape)}".encode())
         data = as_integers(value.cpu())
         if data.numel():
+            if is_traceable_wrapper_subclass(data) or not data.data_ptr():
+                raise ArgumentError(
+                    expected="a tensor with memory of its own",
+                    received=f"a {type(value).__name__} on {value.device}, which has none",
+                    remedy="take the tensor inside: .to_local() of a DTensor, .wait() of a collective's result",
+                )
             size = data.numel() * data.element_size()
             # Reads the tensor's memory directly: no copy, and NumPy is not needed.
             memory = (ctypes.c_char * size).from_address(data.data_ptr())
