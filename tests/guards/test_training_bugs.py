@@ -1,7 +1,7 @@
 """TrainCheck's 20 bugs, the six that it found, and two more: each wrong program is found as stated, each twin silent.
 
 A bug that no check finds yet is in the catalogue too, and must not be found: whoever adds the check corrects the entry.
-`python -m benchmarks training_bugs` prints the table of docs/results/training-bugs.md.
+`python -m benchmarks training_bugs` prints the table of docs/results/guards.md.
 """
 
 import pytest

@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
             received=f"{len(options.logs)} logs",
             remedy="draw them one at a time",
         )
-    config = read_config(options.config)
+    config = None if options.config is None else read_config(options.config)
     limits = Limits(options.warmup, options.max_norm, options.norms, config)
     logs = [read_log(path, options.run) for path in options.logs]
     judged = [(log, with_causes(judge_log(log, limits))) for log in logs]

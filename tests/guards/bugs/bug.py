@@ -1,6 +1,7 @@
 """A known training bug: a program with a right and a wrong form, and what must be found in the wrong one.
 
-Four ways to look: `live` (isobit.guards.watch in the loop), `trial` (isobit.guards.preflight), `simulated` (the
+Five ways to look: `live` (isobit.guards.watch in the loop), `trial` (isobit.guards.preflight), `declared`
+(the same with what is frozen), `simulated` (the
 checkers of the simulator), and `call`, for checks that a program calls itself. A bug that is not found today has
 `finds=None` and says what it awaits; the test fails once it is found, so that the table is corrected.
 """
@@ -74,6 +75,12 @@ def trial(program, wrong):
     return [Found(finding.rule, finding.step) for finding in report.findings]
 
 
+def declared(program, wrong):
+    """Programs say what is frozen by an attribute."""
+    report = preflight(lambda: program(wrong), declare=program.declares)
+    return [Found(finding.rule, finding.step) for finding in report.findings]
+
+
 def simulated(program, wrong):
     try:
         World(RANKS, watch=("bits", "training")).run(lambda rank: program(rank, wrong))
@@ -95,6 +102,7 @@ WAYS = {
     "watch": live,
     "watch on 4 ranks": live_on_ranks,
     "preflight": trial,
+    "preflight --declare": declared,
     "simulator": simulated,
     "check": call,
 }
@@ -107,6 +115,16 @@ def planted(name, group, title, by, finds=None, *, awaits=""):
     def add(program):
         assert name not in CATALOGUE, name
         CATALOGUE[name] = Bug(name, group, title, by, finds, awaits, program)
+        return program
+
+    return add
+
+
+def declares(**what):
+    """Say what only the author of a program knows."""
+
+    def add(program):
+        program.declares = what
         return program
 
     return add

@@ -1,10 +1,13 @@
 """Bugs of a loop on one rank: the optimizer, gradients, modes, precision, accumulation."""
 
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.guards.bugs.bug import Found, planted, quiet
+from tests.guards.bugs.bug import Found, declares, planted, quiet
 from tests.guards.watched_programs import Forgetful, batch, net, train
 
 
@@ -84,7 +87,7 @@ class ForgetsAutocast(nn.Module):
     "20",
     "autocast is not applied",
     "preflight",
-    awaits="a census of dtypes under autocast",
+    Found("autocast-without-effect"),
 )
 def autocast_not_applied(wrong):
     model = ForgetsAutocast(wrong)
@@ -102,9 +105,10 @@ def autocast_not_applied(wrong):
     "mmpretrain-702",
     "20",
     "frozen_stages is ignored",
-    "preflight",
-    awaits="a declaration of what is frozen",
+    "preflight --declare",
+    Found("not-frozen"),
 )
+@declares(frozen=["0.*"])
 def frozen_stages_ignored(wrong):
     model = net()
     frozen_stages = 1
@@ -151,20 +155,19 @@ def evaluation_before_training(wrong):
     "20",
     "the saved state dict is corrupt",
     "preflight",
-    awaits="checkpoints, read back",
+    Found("checkpoint-differs"),
 )
 def corrupt_checkpoint(wrong):
-    import io
-
     model = net()
 
     def save(step):
         state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         if wrong:
             state["0.weight"].zero_()  # gathered too early, say
-        torch.save(state, io.BytesIO())
+        torch.save(state, Path(folder, "model.pt"))
 
-    loop(model, sgd(model), after=save)
+    with TemporaryDirectory() as folder:
+        loop(model, sgd(model), after=save)
 
 
 @planted(
@@ -172,19 +175,19 @@ def corrupt_checkpoint(wrong):
     "new",
     "frozen parameters are missing in the checkpoint",
     "preflight",
-    awaits="checkpoints, read back",
+    Found("checkpoint-incomplete"),
 )
 def frozen_missing_in_checkpoint(wrong):
-    import io
-
     model = net()
-    model[0].requires_grad_(False)
+    model[2].requires_grad_(False)
 
     def save(step):
         kept = {n for n, p in model.named_parameters() if p.requires_grad or not wrong}
-        torch.save({n: t for n, t in model.state_dict().items() if n in kept}, io.BytesIO())
+        state = {n: t for n, t in model.state_dict().items() if n in kept}
+        torch.save(state, Path(folder, "model.pt"))
 
-    loop(model, sgd(model), after=save)
+    with TemporaryDirectory() as folder:
+        loop(model, sgd(model), after=save)
 
 
 @planted(
@@ -223,7 +226,7 @@ def one_group_of_old_parameters(wrong):
     "more",
     "a mean per micro-batch of unequal token counts",
     "preflight",
-    awaits="invariance to micro-batches",
+    Found("per-micro-batch-mean"),
 )
 def mean_per_micro_batch(wrong):
     model = net()
