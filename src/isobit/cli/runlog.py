@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.preflight import read_config
+from isobit.cli.config_file import read_config
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.contracts.language.load import load_contract
