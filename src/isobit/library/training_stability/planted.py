@@ -36,10 +36,16 @@ class WithModel(Program):
 
 
 class HalfPrecision(Program):
-    """Weights of 16 bits and no scaler: the denominator of AdamW rounds to zero."""
+    """Weights of 16 bits and no scaler: the denominator of torch's AdamW rounds to zero."""
 
     def make_model(self) -> nn.Module:
         return super().make_model().half()
+
+    def make_optimizer(self, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        kept = super().make_optimizer(parameters).defaults
+        return torch.optim.AdamW(
+            parameters, **{name: kept[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        )
 
 
 class LogOfZero(WithModel):
