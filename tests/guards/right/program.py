@@ -9,10 +9,7 @@ from torch.nn import functional as F
 
 ALONE = {}  # programs for one rank, run by preflight
 # Right programs that preflight reports all the same, and under which rules.
-KNOWN_ALARMS = {
-    "master_weights": {"not-in-optimizer", "moved-though-frozen"},  # copies of the model's weights
-    "clipped_policy_over_one_buffer": {"same-batch"},  # intended, and not to be told from a bug
-}
+KNOWN_ALARMS = {}  # rules by program: alarms that are not yet mended
 TOGETHER = {}  # programs for simulated ranks, which return the findings of their watch
 
 

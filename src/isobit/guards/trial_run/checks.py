@@ -30,10 +30,31 @@ def named_parameters(seen: Observer) -> dict[int, tuple[str, torch.Tensor]]:
     }
 
 
+def trained_ids(seen: Observer) -> set[int]:
+    """Return the ids of parameters that optimizers have, or have a copy of another dtype of.
+
+    A copy has the same gradient, widened or rounded: master weights of fp32 for a model of 16 bits.
+    """
+    held = [p for optimizer in seen.optimizers for p in parameters_of(optimizer)]
+    copies: dict[torch.Size, list[torch.Tensor]] = {}
+    for each in held:
+        if each.grad is not None:
+            copies.setdefault(each.shape, []).append(each)
+
+    def has_copy(p: torch.Tensor) -> bool:
+        return p.grad is not None and any(
+            w.dtype != p.dtype and w.grad is not None and bits.equal(w.grad, p.grad.to(w.dtype))
+            for w in copies.get(p.shape, [])
+        )
+
+    ids = {id(p) for p in held}
+    return ids | {key for key, (_, p) in named_parameters(seen).items() if has_copy(p)}
+
+
 def optimizer_has_parameters(seen: Observer) -> Iterator[Found]:
     """Check that the optimizers have the parameters of the models that were called."""
     named = named_parameters(seen)
-    held = {id(p) for optimizer in seen.optimizers for p in parameters_of(optimizer)}
+    held = trained_ids(seen)
     trainable = {key: name for key, (name, p) in named.items() if p.requires_grad}
     missing = [name for key, name in trainable.items() if key not in held]
     if not named:
@@ -58,7 +79,7 @@ def optimizer_has_parameters(seen: Observer) -> Iterator[Found]:
 
 def only_trained_parameters_move(seen: Observer) -> Iterator[Found]:
     """Check that a parameter that is frozen, or in no optimizer, keeps its bits."""
-    held = {id(p) for optimizer in seen.optimizers for p in parameters_of(optimizer)}
+    held = trained_ids(seen)
     rest = {
         key: (name, p)
         for key, (name, p) in named_parameters(seen).items()
@@ -81,6 +102,10 @@ def batches_differ(seen: Observer) -> Iterator[Found]:
     if len(batches) < 2:
         raise NotJudged(f"{len(batches)} steps with tensors as inputs")
     if len(set(batches)) == 1:
+        if seen.evaluated & set(batches[0]):
+            raise NotJudged(
+                "the model was called with this batch without gradients before, as PPO does"
+            )
         yield (
             "same-batch",
             "warning",

@@ -42,6 +42,12 @@ class StepWatch(Watch):
         """Compare nothing yet."""
 
 
+def digests_in(value: Any) -> tuple[str, ...]:
+    """Return the digests of the tensors in a value that are not large."""
+    small = [t for t in readable_tensors(value) if t.numel() <= LARGEST]
+    return tuple(bits.digest(tensor.detach().cpu()) for tensor in small)
+
+
 class Observer:
     """Global hooks on every module and optimizer, from `install` to `remove`.
 
@@ -67,6 +73,9 @@ class Observer:
         self.watches: dict[int, StepWatch] = {}
         self.optimizers: list[torch.optim.Optimizer] = []
         self.batches: list[tuple[str, ...]] = [()]
+        self.evaluated: set[str] = (
+            set()
+        )  # digests of what models were called with without gradients
         self.before: dict[int, str] = {}
         self.rows: list[list[int]] = [[]]
         self.rates: list[float] = []
@@ -129,6 +138,8 @@ class Observer:
             return
         self.depth -= 1
         is_recomputed = torch._C._current_graph_task_id() != -1  # inside of a backward
+        if not (self.depth or is_recomputed or torch.is_grad_enabled()):
+            self.evaluated.update(digests_in((args, rest[:-1])))
         if is_recomputed or not (torch.is_grad_enabled() and module.training):
             return
         self.census.note(module, rest[-1])
@@ -145,8 +156,7 @@ class Observer:
         self.census.asked.update(now.autocast)
         given = list(tensors_in((args, kwargs)))
         self.note_shapes(module, given, rest[-1])
-        small = [t for t in readable_tensors(given) if t.numel() <= LARGEST]
-        self.batches[-1] += tuple(bits.digest(tensor.detach().cpu()) for tensor in small)
+        self.batches[-1] += digests_in(given)
 
     def note_shapes(self, module: nn.Module, given: list[Tensor], output: Any) -> None:
         """Note the rows of a call, and the shapes of the first."""
