@@ -81,8 +81,11 @@ def test_a_right_kernel_keeps_every_claim(name):
 @pytest.mark.parametrize("name", STOCK)
 def test_stock_keeps_and_breaks_what_it_is_known_to(name):
     found = judge("stock", name)
-    assert {id for id, r in found.items() if r.verdict == "broken"} == STOCK[name]
-    assert {id for id, r in found.items() if r.verdict == "kept"} == set(found) - STOCK[name]
+    broken = {id for id, r in found.items() if r.verdict == "broken"}
+    # What its backward does on several threads is not ours to promise.
+    assert STOCK[name] <= broken <= STOCK[name] | {"rows-of-the-gradient", "storage"}
+    assert {id for id, r in found.items() if r.verdict == "kept"} == set(found) - broken
+    assert found["accuracy"].verdict == found["gradients"].verdict == "kept"
 
 
 def bf16_sums(x, weight):
@@ -119,7 +122,7 @@ def test_a_wrong_kernel_breaks_its_claim(kernel):
 
 
 def test_every_planted_fault_is_caught_on_any_right_subject():
-    found = [r for name in ("softmax", "layer_norm") for r in judge("stock", name).values()]
+    found = [r for name in ("softmax", "layer_norm") for r in judge("", name).values()]
     assert sum(len(r.planted) for r in found) > 50
     assert all(p.caught for r in found for p in r.planted)
 

@@ -37,7 +37,7 @@ LAYERS = {
     "certify_records": "order records",
     "rollout_records": "",
     "server_records": "records",
-    "bits": "records",
+    "bits": "errors records",
     "machine": "native processor records",
     "isolation": "machine",
     "order": "errors lazy",

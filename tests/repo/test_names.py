@@ -52,9 +52,11 @@ def test_no_environment_variable_is_read():
     # trusted_folder.py sets one for processes that commands start, and puts it back.
     # evidence.py of `isobit twice` notes them, to say in which of them two runs of a script differ.
     # audit_server.py reads the key of the server that it asks, as OpenAI's clients do.
+    # serving.py of vLLM's process sets those that say how its engine runs, and reads none.
     assert readers == [
         "audit_server.py",
         "sources.py",
+        "serving.py",
         "variables.py",
         "trusted_folder.py",
         "evidence.py",

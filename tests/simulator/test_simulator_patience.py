@@ -145,10 +145,10 @@ def test_a_thread_that_died_is_part_of_the_deadlock():
 
 def test_a_refusal_on_a_rank_is_not_nested():
     def body(rank):
-        torch.multiprocessing.spawn(print, nprocs=2)
+        torch.multiprocessing.spawn(print, nprocs=3)
 
     with pytest.raises(RankFailedError) as caught:
         World(2).run(body)
     assert isinstance(caught.value.__cause__, UnsupportedError)
     assert str(caught.value).count("expected ") == str(caught.value).count("remedy: ") == 1
-    assert "variable RANK" in caught.value.remedy
+    assert "--ranks" in caught.value.remedy

@@ -173,9 +173,9 @@ UNKNOWN = Reason(
 def short_name(func: Any) -> str:
     """Return `add` for aten::add_.Tensor; names of other namespaces keep their prefix."""
     space, _, name = func._schema.name.partition("::")
-    if name.endswith("_") and not name.endswith("__"):
-        name = name[:-1]
-    return name if space == "aten" else f"{space}::{name}"
+    if space != "aten":
+        return str(func._schema.name)
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
 
 
 def find_reason(

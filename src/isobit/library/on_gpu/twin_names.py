@@ -178,6 +178,7 @@ AROUND: frozenset[str] = frozenset(
         "rotary.claims": "fused_if_alone in_bf16 in_pairs last_head_off narrow_for_narrow of_the_neighbour "
         "with_the_gradient_of_the_turn",
         "embedding.planted": "without_padding_idx",
+        "adamw.planted": "by_tails corrected_late normalised_apart",
         "exact_sum.claims": "by_storage halves_rounded mean_gradient skipping_the_small with_one_infinity",
         "grad_norm.claims": "largest_shard norm_of_norms sum_of_norms without_the_last",
         "linear.planted": "axes_swapped axes_swapped_where_square leaf_at_padding tail_reordered",
@@ -194,6 +195,7 @@ STOCK: frozenset[str] = frozenset(
     f"{LIBRARY}.{module}:{name}"
     for module, names in {
         "stock": "attention exact_sum gelu layer_norm linear log_softmax rms_norm silu swiglu total_norm",
+        "adamw.claims": "fused",
         "embedding.planted": "stock",
         "linear_group.planted": "stock",
         "logprob.planted": "stock",
