@@ -163,6 +163,7 @@ def test_a_model_that_cannot_be_compiled_is_skipped():
     assert "backward" in report.skipped[0].reason
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("default")
 def test_inductor_fuses_roundings_of_bf16_and_leaves_isobit_alone():
     torch._dynamo.reset()

@@ -49,12 +49,13 @@ def test_rows():
     check(softmax_case("f32", 2, 530, 1), "sm_90")
 
 
+@pytest.mark.full
 def test_attention_over_a_chunk_boundary():
     check(attention_case("bf16", 2, 150, chunk=128), "sm_80")
     check(attention_case("bf16", 2, 150, chunk=128, form="chunks"), "sm_80")
 
 
-@pytest.mark.parametrize("dtype", ["f32", "bf16"])
+@pytest.mark.parametrize("dtype", [pytest.param("f32", marks=pytest.mark.full), "bf16"])
 def test_attention_of_a_window_and_of_all_keys(dtype):
     check(attention_case(dtype, 2, 150, chunk=64, window=70), "sm_90")
     check(attention_case(dtype, 2, 70, causal=False, depth=48), "sm_90")

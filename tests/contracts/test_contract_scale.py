@@ -57,6 +57,7 @@ def grow(folder, claims=("c",)) -> Workspace:
     return Workspace([folder])
 
 
+@pytest.mark.full
 def test_ten_thousand_contracts(tmp_path, capsys):
     workspace = grow(tmp_path)
     plain = Evidence(tmp_path / ".isobit")

@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).parent / "test_digests.py"
 
 
 @pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
-@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE"])
+@pytest.mark.parametrize("isa", ["AVX2", pytest.param("AVX512_CORE", marks=pytest.mark.full)])
 def test_golden_digests_on_lesser_engines(isa):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(GOLDEN)],

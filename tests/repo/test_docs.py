@@ -22,12 +22,17 @@ BLOCKS = {
 }
 
 
+LONG_BLOCKS = {"docs/how-to/reveal.md:2"}
+
+
 def test_there_are_blocks():
     assert any(name.startswith("README.md") for name in BLOCKS)
     assert sum(bool(output) for _, output in BLOCKS.values()) >= 2
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.full] * (n in LONG_BLOCKS)) for n in BLOCKS]
+)
 def test_python_blocks_run(name, capsys, tmp_path, monkeypatch):
     """A block runs by itself. `print(...)  # value` prints that value; a text block is all its output."""
     monkeypatch.chdir(tmp_path)  # where a block may write files
@@ -63,7 +68,8 @@ NEED_VLLM = {"grpo_vllm.py"}  # 3.5 GB, installed by ./setup_vllm
 TESTED = {
     "accelerate_accumulation.py"
 }  # its functions are run by tests/integrations/test_accelerate.py
-FULL = NEED_TRL | NEED_VLLM | TESTED
+LONG = {"zero_kl.py", "one_curve.py"}  # tens of seconds; zero_kl.py is the README's picture
+FULL = NEED_TRL | NEED_VLLM | TESTED | LONG
 EXAMPLES = [
     pytest.param(path, marks=[pytest.mark.full] * (path.name in FULL), id=path.name)
     for path in sorted((ROOT / "examples").glob("*.py"))

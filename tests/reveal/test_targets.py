@@ -164,6 +164,7 @@ def test_any_callable_is_a_target():
     assert "Tree" in repr(tree)
 
 
+@pytest.mark.full
 def test_gloo_adds_each_chunk_in_another_order_of_ranks():
     with targets.Ranks(4, 64) as group:
         found = isobit.reveal.certify(group.element, [{"element": e} for e in range(64)])

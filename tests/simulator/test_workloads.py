@@ -35,6 +35,7 @@ def test_values_do_not_depend_on_the_schedule(work, tmp_path):
     assert runs[0].digest != runs[1].digest
 
 
+@pytest.mark.full
 def test_torchrun_with_gloo_prints_the_same_values(tmp_path):
     command = [
         sys.executable,

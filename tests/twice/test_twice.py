@@ -156,6 +156,7 @@ def test_the_command_says_what_differs(here, capsys):
     assert "DIFFER: 1 steps" in shown
 
 
+@pytest.mark.full
 def test_a_script_that_fails_or_does_not_train_is_not_equal(here, capsys):
     script = here / "train.py"
     for text, word in (
