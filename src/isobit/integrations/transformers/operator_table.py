@@ -172,7 +172,7 @@ UNKNOWN = Reason(
 
 def short_name(func: Any) -> str:
     """Return `add` for aten::add_.Tensor; names of other namespaces keep their prefix."""
-    space, _, name = func._schema.name.partition("::")
+    space, _, name = str(func._schema.name).partition("::")
     if space != "aten":
         return str(func._schema.name)
     return name[:-1] if name.endswith("_") and not name.endswith("__") else name
