@@ -21,6 +21,7 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
+from isobit.library.any_kernel.planted import Planted
 from isobit.library.subjects import Subject
 
 Values = dict[str, Tensor]
@@ -28,10 +29,9 @@ ROUNDOFF = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0
 UPSTREAM = 50  # the stream of random numbers that upstream gradients are drawn from
 
 
-class Operator:
+class Operator(Planted):
     """An operator: its reference, the magnitudes of its terms, and how many values a kernel may store."""
 
-    reference: ClassVar[Callable[..., Tensor]]  # by torch, exact enough in fp64
     # Values that are stored in 16 bits on the way to the output, and to a gradient.
     FORWARD: ClassVar[int]
     BACKWARD: ClassVar[int]
