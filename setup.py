@@ -51,6 +51,15 @@ def native_sources() -> tuple[list[Path], list[Path]]:
     return sorted((ROOT / "csrc").glob("*.cpp")), sorted((ROOT / "csrc").glob("*.h"))
 
 
+def with_headers(source: Path) -> list[Path]:
+    """Return a C++ file and the headers of csrc that it includes, also through others."""
+    found = [source]
+    for path in found:  # grows meanwhile
+        names = re.findall(r'^#include "(.+)"', path.read_text(), re.MULTILINE)
+        found += [p for name in sorted(names) if (p := path.parent / name) not in found]
+    return found
+
+
 def hash_of(*parts: bytes) -> str:
     """Return the SHA-256 of several byte strings, each with its length."""
     hasher = hashlib.sha256()
@@ -101,8 +110,8 @@ def say(line: str) -> None:
 class Compilation:
     """Compile the files that have no object yet, several at a time, and link them.
 
-    An object is named by the digest of its source, all headers, the flags, the compiler and torch's version, and is
-    kept in build/native, so that a changed file is compiled alone.
+    An object is named by the digest of its source, the headers of csrc that it includes, the flags, the compiler and
+    torch's version, and is kept in build/native, so that only what a change reaches is compiled.
     """
 
     def __init__(self) -> None:
@@ -110,10 +119,10 @@ class Compilation:
         self.torch = find_torch()
         self.objects = ROOT / "build" / "native"
 
-    def object_of(self, source: Path, headers: list[Path]) -> Path:
+    def object_of(self, source: Path) -> Path:
         """Return where the object of a source file is kept."""
         words = [*COMPILE, self.version, importlib.metadata.version("torch")]
-        contents = [p.read_bytes() for p in (source, *headers)]
+        contents = [p.read_bytes() for p in with_headers(source)]
         return self.objects / f"{source.stem}-{hash_of(*contents, *map(str.encode, words))[:16]}.o"
 
     def compile_one(self, source: Path, target: Path) -> None:
@@ -143,9 +152,9 @@ class Compilation:
 
     def build(self, library: Path) -> None:
         """Compile what is missing, largest file first, and link the library."""
-        sources, headers = native_sources()
+        sources, _ = native_sources()
         self.objects.mkdir(parents=True, exist_ok=True)
-        targets = {source: self.object_of(source, headers) for source in sources}
+        targets = {source: self.object_of(source) for source in sources}
         missing = [source for source in sources if not targets[source].exists()]
         missing.sort(key=lambda p: -p.stat().st_size)
         jobs = int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1

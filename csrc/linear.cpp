@@ -1,10 +1,13 @@
 // The linear layer: the output (a sum over K) and the input gradient (a sum over N).
 #include "linear.h"
 
+#include <ATen/ops/cat.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <torch/library.h>
 #include <optional>
 
 #include "attestation.h"
+#include "few_rows.h"
 #include "packed_weight.h"
 #include "product.h"
 
@@ -101,6 +104,43 @@ bool packed_is_faster(int64_t rows, at::ScalarType dtype) {
   return dtype == at::kBFloat16 ? rows > 64 : rows <= 32;
 }
 
+// Whether the weight is read in place: measured. The engine needs a widened copy of a weight that
+// is not fp32, and a packed one has twice its bytes.
+bool few_rows_are_faster(int64_t rows, const Tensor& weight, bool has_packed) {
+  const bool chains = engine_dtype(weight.scalar_type()) == at::kFloat;
+  if (rows == 0 || !chains || weight.stride(1) != 1 || !has_avx512()) return false;
+  if (weight.scalar_type() == at::kFloat) return !has_packed && rows <= 8;
+  return rows <= (has_packed ? 8 : 16);
+}
+
+// [rows, N]. `bias` is [N], or null.
+Tensor multiply_few_rows(const Tensor& left, const Tensor& weight, const float* bias,
+                         const Schedule& schedule, at::ScalarType dtype) {
+  const int64_t rows = left.size(0), cols = weight.size(0);
+  const auto multiply = [&](auto computed) {
+    constexpr int R = decltype(computed)::value;  // the rows after `rows` are zeros
+    const Tensor x = rows == R ? left.contiguous() : at::constant_pad_nd(left, {0, 0, 0, R - rows});
+    Tensor out = empty_tensor({R, cols}, dtype);
+    dispatch_dtype("linear", weight.scalar_type(), [&](auto weight_tag) {
+      dispatch_dtype("linear", dtype, [&](auto out_tag) {
+        using T = typename decltype(weight_tag)::type;
+        using Out = typename decltype(out_tag)::type;
+        FewRows<R, T, Out>(schedule, {x.const_data_ptr<float>(), x.stride(0)},
+                           {weight.const_data_ptr<T>(), weight.stride(0)}, bias,
+                           {out.mutable_data_ptr<Out>(), cols})
+            .run(cols);
+      });
+    });
+    return rows == R ? out : out.narrow(0, 0, rows).contiguous();
+  };
+  if (rows == 1) return multiply(std::integral_constant<int, 1>());
+  if (rows == 2) return multiply(std::integral_constant<int, 2>());
+  if (rows <= 4) return multiply(std::integral_constant<int, 4>());
+  if (rows <= 8) return multiply(std::integral_constant<int, 8>());
+  return at::cat({multiply_few_rows(left.narrow(0, 0, 8), weight, bias, schedule, dtype),
+                  multiply_few_rows(left.narrow(0, 8, rows - 8), weight, bias, schedule, dtype)});
+}
+
 // `bias` is [N] and `packed` as pack_weight returns it; both may be absent.
 Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
               const OptionalTensor& packed, const SummedAxis& axis) {
@@ -110,11 +150,18 @@ Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
   const Tensor fp32_bias = bias ? bias->to(at::kFloat).contiguous() : Tensor();
   const Schedule schedule = product_schedule(axis, left.size(1));
   ProductSpec spec{schedule, rows, cols, axis.output_dtype(x.scalar_type()), axis.returns_roots};
+  const float* bias_data = bias ? fp32_bias.const_data_ptr<float>() : nullptr;  // [N]
+  const bool is_whole = axis.first == 0 && axis.extent == left.size(1);
+  if (is_whole && few_rows_are_faster(rows, weight, packed.has_value())) {
+    Tensor out = multiply_few_rows(left, weight, bias_data, schedule, spec.dtype);
+    if (axis.returns_roots) out = out.unsqueeze(0);
+    return out.view(output_shape(x, cols, out, axis.returns_roots));
+  }
+  const bool use_packed = packed && packed_is_faster(rows, dtype);
   // Without a packed weight the smaller operand is packed. The leaf is symmetric in its operands,
   // so swapping them does not change bits.
-  const bool use_packed = packed && packed_is_faster(rows, dtype);
   spec.swap_operands = !use_packed && rows < cols;
-  spec.bias = bias ? fp32_bias.const_data_ptr<float>() : nullptr;
+  spec.bias = bias_data;
   spec.packed = use_packed ? packed->const_data_ptr() : nullptr;
   const Tensor right = use_packed ? left : weight.to(dtype);  // not read if the weight is packed
   const Tensor out = multiply(left, 1, right, 1, spec);

@@ -54,19 +54,28 @@ inline uint32_t* as_words(void* p) { return static_cast<uint32_t*>(p); }
 #define ISOBIT_SHIFTED_4 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31
 #define ISOBIT_SHIFTED_8 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31
 
-// dst[c][r] = src[r][c], of 32-bit words: fp32 values, or pairs of bf16.
-ISOBIT_CLONES inline void transpose_words(
-    const uint32_t* src,  // [rows][cols], row stride = src_stride
-    int64_t src_stride,
-    uint32_t* dst,  // [cols][rows], row stride = dst_stride
-    int64_t dst_stride, int64_t rows, int64_t cols) {
+// Reads src[16] without changing bits; see [Note: loading] for the other types.
+ISOBIT_INLINE void load(const uint32_t* src, Floats& values) {
+  values = *reinterpret_cast<const Floats*>(src);
+}
+ISOBIT_INLINE void load_one(const uint32_t* src, uint32_t* dst) { *dst = *src; }
+template <class T>
+ISOBIT_INLINE void load_one(const T* src, uint32_t* dst) {
+  const float value = static_cast<float>(*src);
+  std::memcpy(dst, &value, sizeof value);
+}
+
+// dst[c][r] = src[r][c]: words as they are, other types widened to fp32, which is exact.
+template <class T>
+ISOBIT_INLINE void transpose(const T* src, int64_t src_stride, uint32_t* dst, int64_t dst_stride,
+                             int64_t rows, int64_t cols) {
   int64_t r0 = 0;
   for (; r0 + 16 <= rows; r0 += 16) {
     int64_t c0 = 0;
     for (; c0 + 16 <= cols; c0 += 16) {
       Uint32s block[16];
       for (int i = 0; i < 16; i++)
-        block[i] = *reinterpret_cast<const Uint32s*>(src + (r0 + i) * src_stride + c0);
+        load(src + (r0 + i) * src_stride + c0, reinterpret_cast<Floats&>(block[i]));
       ISOBIT_BUTTERFLY(1, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
       ISOBIT_BUTTERFLY(2, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
       ISOBIT_BUTTERFLY(4, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
@@ -75,10 +84,21 @@ ISOBIT_CLONES inline void transpose_words(
         *reinterpret_cast<Uint32s*>(dst + (c0 + i) * dst_stride + r0) = block[i];
     }
     for (; c0 < cols; c0++)
-      for (int64_t i = r0; i < r0 + 16; i++) dst[c0 * dst_stride + i] = src[i * src_stride + c0];
+      for (int64_t i = r0; i < r0 + 16; i++)
+        load_one(src + i * src_stride + c0, dst + c0 * dst_stride + i);
   }
   for (int64_t c = 0; c < cols; c++)
-    for (int64_t i = r0; i < rows; i++) dst[c * dst_stride + i] = src[i * src_stride + c];
+    for (int64_t i = r0; i < rows; i++)
+      load_one(src + i * src_stride + c, dst + c * dst_stride + i);
+}
+
+// dst[c][r] = src[r][c], of 32-bit words: fp32 values, or pairs of bf16.
+ISOBIT_CLONES inline void transpose_words(
+    const uint32_t* src,  // [rows][cols], row stride = src_stride
+    int64_t src_stride,
+    uint32_t* dst,  // [cols][rows], row stride = dst_stride
+    int64_t dst_stride, int64_t rows, int64_t cols) {
+  transpose(src, src_stride, dst, dst_stride, rows, cols);
 }
 
 // out[i] = the pair (a[i], b[i]): elements 2j and 2j + 1 of the summed axis. All are [n].
