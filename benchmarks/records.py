@@ -45,6 +45,8 @@ COMMANDS = {
     "roofline": "python -m benchmarks roofline",
     "comparisons": "python -m benchmarks comparisons --quick",
     "candidates": "python -m benchmarks candidates",
+    "vllm": "python -m benchmarks vllm",
+    "vllm-whole": "python -m benchmarks vllm_whole",
     "gpu-contracts": "isobit verify isobit --backend interpreter --target sm_90 --json",
 }
 

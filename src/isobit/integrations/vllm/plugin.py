@@ -1,8 +1,9 @@
 """The entry point of the group `vllm.general_plugins`, which vLLM loads in each of its processes.
 
-It changes no result. It makes the attention backend known under the name ISOBIT, and refuses a request that isobit's
-worker could not serve when it arrives, before the worker has to end because of it. Both concern only engines whose
-configuration names isobit's worker; see [Note: what switches isobit on] in enabling.py.
+It changes no result. It makes the attention backend known under the name ISOBIT and the backend of weight transfers
+under isobit, and refuses a request that isobit's worker could not serve when it arrives, before the worker has to end
+because of it. All concern only engines whose configuration names them or isobit's worker; see [Note: what switches
+isobit on] in enabling.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from isobit.integrations.vllm.package import library
 from isobit.integrations.vllm.refusals import WORKER, check_request
 
 BACKEND = "isobit.integrations.vllm.attention.OrderedAttentionBackend"
+TRANSFER = ("isobit", "isobit.integrations.vllm.transfer", "CheckedTransfer")
 MARK = "_isobit_checks_requests"
 _registering = threading.Lock()
 
@@ -25,6 +27,9 @@ def register() -> None:
         registry = library("v1.attention.backends.registry")
         if "ISOBIT" not in registry.AttentionBackendEnum.__members__:
             registry.register_backend("ISOBIT", BACKEND)
+        transfers = library("distributed.weight_transfer").WeightTransferEngineFactory
+        if TRANSFER[0] not in transfers._registry:
+            transfers.register_engine(*TRANSFER)
         check_requests(library("v1.engine.input_processor").InputProcessor)
 
 

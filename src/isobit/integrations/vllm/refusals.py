@@ -40,6 +40,13 @@ def check_engine(config: Any) -> None:
         )
     if config.kv_transfer_config is not None:
         refuse("keys of this engine", "a KV connector", "leave kv_transfer_config out")
+    transfer = config.weight_transfer_config
+    if transfer is not None and transfer.backend != "isobit":
+        refuse(
+            'weight transfer by the backend "isobit", or none',
+            f"weight_transfer_config with backend {transfer.backend!r}, which needs GPUs",
+            """pass --weight-transfer-config '{"backend": "isobit"}', or update by reload_weights""",
+        )
     parallel = config.parallel_config
     for name in (
         "tensor_parallel_size",
