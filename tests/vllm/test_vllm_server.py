@@ -11,6 +11,7 @@ import transformers
 
 import isobit
 from benchmarks import vllm as rollouts
+from isobit.auditing.server.completions import EXACT
 from isobit.cli.main import main
 from isobit.errors import ServerError
 from isobit.http_json import Server
@@ -89,6 +90,25 @@ def test_stock_is_broken_and_has_no_digests(place, capsys):
         with pytest.raises(ServerError, match="packed for the CPU"):
             check_weights(address, load(place / "model"))
     assert codes == (1, 1), said
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"temperature": 1.0}, "seed"),
+        ({"temperature": 1.0, "seed": 3, "min_p": 0.1}, "min_p"),
+        ({"logit_bias": {"3": 5.0}}, "logit_bias"),
+        ({"repetition_penalty": 1.1}, "--generation-config vllm"),
+        ({"vllm_xargs": {"isobit_requests": 3}}, "isobit_request"),
+    ],
+)
+def test_a_request_that_no_trainer_scores_is_refused_and_the_server_lives(served, more, words):
+    body = {"model": "tiny", "prompt": [3, 4, 5], "max_tokens": 2, "temperature": 0} | EXACT
+    server = Server(served, timeout=300)
+    refused = server.post("/v1/completions", body | more)
+    assert refused.status == 400, refused.words
+    assert words in refused.data.decode()
+    assert server.post("/v1/completions", body).status == 200
 
 
 # ---- what is served -----------------------------------------------------------------------------------------------
@@ -178,7 +198,7 @@ def transferred_equals_trained(address, model):
     """Return whether a completion of the server has the trainer's log-probabilities."""
     prompt = make_prompts(1, 40, seed=5)[0]
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "logprobs": 0}
-    body |= {"return_token_ids": True, "ignore_eos": True}
+    body |= EXACT
     said = Server(address, timeout=300).post("/v1/completions", body).json()["choices"][0]
     ids = torch.tensor([prompt + said["token_ids"]])
     with torch.no_grad():

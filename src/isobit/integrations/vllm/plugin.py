@@ -1,9 +1,9 @@
 """The entry point of the group `vllm.general_plugins`, which vLLM loads in each of its processes.
 
 It changes no result. It makes the attention backend known under the name ISOBIT and the backend of weight transfers
-under isobit, and refuses a request that isobit's worker could not serve when it arrives, before the worker has to end
-because of it. All concern only engines whose configuration names them or isobit's worker; see [Note: what switches
-isobit on] in enabling.py.
+under isobit. It refuses a configuration or a request that isobit's worker could not serve when it arrives, before the
+worker has to end because of it. All concern only engines whose configuration names them or isobit's worker; see [Note:
+what switches isobit on] in enabling.py.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import threading
 from typing import Any
 
 from isobit.integrations.vllm.package import library
-from isobit.integrations.vllm.refusals import WORKER, check_request
+from isobit.integrations.vllm.refusals import WORKER, check_dtype, check_engine, check_request
 
 BACKEND = "isobit.integrations.vllm.attention.OrderedAttentionBackend"
 TRANSFER = ("isobit", "isobit.integrations.vllm.transfer", "CheckedTransfer")
-MARK = "_isobit_checks_requests"
+MARK = "_isobit_checks"  # on functions of vLLM that were wrapped here
 _registering = threading.Lock()
 
 
@@ -31,6 +31,7 @@ def register() -> None:
         if TRANSFER[0] not in transfers._registry:
             transfers.register_engine(*TRANSFER)
         check_requests(library("v1.engine.input_processor").InputProcessor)
+        check_configurations(library("engine.arg_utils").EngineArgs)
 
 
 def check_requests(processor: Any) -> None:
@@ -48,3 +49,21 @@ def check_requests(processor: Any) -> None:
 
     setattr(validate_params, MARK, True)
     processor._validate_params = validate_params
+
+
+def check_configurations(arguments: Any) -> None:
+    """Check engines with isobit's worker where they are configured, before vLLM starts a process for them."""
+    create = arguments.create_engine_config
+    if getattr(create, MARK, False):
+        return
+
+    @functools.wraps(create)
+    def create_engine_config(self: Any, *given: Any, **named: Any) -> Any:
+        config = create(self, *given, **named)
+        if config.parallel_config.worker_cls == WORKER:
+            check_engine(config)
+            check_dtype(self.dtype, config.model_config)
+        return config
+
+    setattr(create_engine_config, MARK, True)
+    arguments.create_engine_config = create_engine_config
