@@ -126,13 +126,13 @@ def test_requests_are_checked_for_isobits_worker_alone_and_once():
         def _validate_params(self, given, tasks):
             return "stock"
 
-    plugin.check_requests(Processor)
+    plugin.check_requests(Processor, LookupError)
     installed = Processor._validate_params
-    plugin.check_requests(Processor)
+    plugin.check_requests(Processor, LookupError)
     assert Processor._validate_params is installed
     assert Processor("auto")._validate_params(params(seed=None), ()) == "stock"
     assert Processor(refusals.WORKER)._validate_params(params(), ()) == "stock"
-    with pytest.raises(ArgumentError, match="seed"):
+    with pytest.raises(LookupError, match="seed"):
         Processor(refusals.WORKER)._validate_params(params(seed=None), ())
 
 

@@ -120,7 +120,7 @@ def read_checksums(reply: Reply) -> dict[str, dict[str, str]]:
         raise ServerError(
             expected="weights that the server keeps as they were loaded",
             received=f"{len(empty)} tensors without bytes, such as {empty[0]}: packed for the CPU",
-            remedy="start the server with isobit's worker, which keeps them; on GPUs stock vLLM does",
+            remedy="start the server with isobit's worker, which keeps them",
         )
     return found
 
@@ -191,7 +191,7 @@ def hashes_of(name: str, tensors: Sequence[Tensor]) -> set[str]:
 
 def as_bytes(tensor: Tensor) -> Any:
     """Return the bytes of a tensor in memory order, without a copy where it is contiguous."""
-    return memoryview(as_integers(tensor.cpu().contiguous()).reshape(-1).numpy()).cast("B")
+    return as_integers(tensor.cpu().contiguous()).reshape(-1).view(torch.uint8).numpy()
 
 
 def is_tied(name: str, sent: Mapping[str, Tensor], used: set[str]) -> bool:

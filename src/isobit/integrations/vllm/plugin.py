@@ -12,6 +12,7 @@ import functools
 import threading
 from typing import Any
 
+from isobit.errors import ArgumentError
 from isobit.integrations.vllm.package import library
 from isobit.integrations.vllm.refusals import WORKER, check_dtype, check_engine, check_request
 
@@ -30,12 +31,19 @@ def register() -> None:
         transfers = library("distributed.weight_transfer").WeightTransferEngineFactory
         if TRANSFER[0] not in transfers._registry:
             transfers.register_engine(*TRANSFER)
-        check_requests(library("v1.engine.input_processor").InputProcessor)
+        rejected = library("exceptions").VLLMValidationError
+        check_requests(library("v1.engine.input_processor").InputProcessor, rejected)
         check_configurations(library("engine.arg_utils").EngineArgs)
 
 
-def check_requests(processor: Any) -> None:
-    """Check the sampling options of requests to engines with isobit's worker."""
+def check_requests(processor: Any, rejected: type[Exception]) -> None:
+    """Check the sampling options of requests to engines with isobit's worker.
+
+    Args:
+        processor: vLLM's class of input processors.
+        rejected: vLLM's error for a wrong request. A server answers it with 400 and its words, and any other with 500
+            and none.
+    """
     validate = processor._validate_params
     if getattr(validate, MARK, False):
         return
@@ -44,7 +52,10 @@ def check_requests(processor: Any) -> None:
     def validate_params(self: Any, params: Any, *given: Any, **named: Any) -> Any:
         found = validate(self, params, *given, **named)
         if self.vllm_config.parallel_config.worker_cls == WORKER and hasattr(params, "temperature"):
-            check_request(params)  # pooling has no temperature, and no engine of ours serves it
+            try:
+                check_request(params)  # pooling has no temperature, and no engine of ours serves it
+            except ArgumentError as error:
+                raise rejected(str(error)) from error
         return found
 
     setattr(validate_params, MARK, True)
