@@ -45,6 +45,10 @@ COMMANDS = {
     "roofline": "python -m benchmarks roofline",
     "comparisons": "python -m benchmarks comparisons --quick",
     "candidates": "python -m benchmarks candidates",
+    "vllm": "python -m benchmarks vllm",
+    "vllm-whole": "python -m benchmarks vllm_whole",
+    "vllm-speed": ".venv-vllm/bin/python -m benchmarks.vllm_speed",
+    "vllm-grpo": "python examples/grpo_vllm.py --steps 40",
     "gpu-contracts": "isobit verify isobit --backend interpreter --target sm_90 --json",
 }
 
@@ -60,7 +64,9 @@ def main(words: list[str]) -> int:
     if options.output:
         printed = options.output.read_text()
     else:
-        run = [sys.executable, "-m", *shlex.split(command.removeprefix("python -m "))]
+        first, *rest = shlex.split(command)
+        python = {"python": [sys.executable], "isobit": [sys.executable, "-m", "isobit"]}
+        run = [*python.get(first, [first]), *rest]
         printed = subprocess.run(
             run, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
         ).stdout

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import torch
 import transformers
+from rich.console import Console
+from rich.table import Table
 
 import isobit
+from benchmarks.vllm_rollouts import bits
 from isobit.sampling import Truncation
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +40,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 128,
 }
+COUNTED = ("cached tokens", "preemptions")
 FAMILIES = {
     "Qwen3": {"head_dim": 64},
     "Llama": {"rope_parameters": LLAMA3},
@@ -70,10 +74,10 @@ def roll_out(folder, dtype, engine, engines, more):
 
 
 def score(folder, dtype, found):
-    """Return (compared, different): log-probabilities of the trainer, in padded batches, against vLLM's."""
+    """Return (compared, different, largest): the trainer's log-probabilities, in padded batches, against vLLM's."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
     model, pad = isobit.enable(model.eval()), torch.nn.utils.rnn.pad_sequence
-    compared = different = 0
+    compared, different, largest = 0, 0, 0.0
     for kind in sorted({tuple(kind) for kind in found["kinds"]}):
         temperature, top_k, top_p = kind
         rows = [row for row, each in enumerate(found["kinds"]) if tuple(each) == kind]
@@ -102,65 +106,65 @@ def score(folder, dtype, found):
             trained = of_prompt[row, :first].tolist()
             trained += of_policy[row, first : first + len(tokens)].tolist()
             compared += len(trained)
-            different += sum(a != b for a, b in zip(trained, of_tokens + generated, strict=True))
-    return compared, different
+            pairs = list(zip(trained, of_tokens + generated, strict=True))
+            different += sum(bits(a) != bits(b) for a, b in pairs)
+            largest = max(largest, *(abs(a - b) for a, b in pairs))
+    return compared, different, largest
 
 
 def run(quick, threads, dtypes):
     """Print a table; return 1 if isobit differs anywhere, nothing was compared, or stock never differs."""
     families, engines = (("Qwen3",), 1) if quick else (("Qwen3", "Llama"), 4)
-    # Of the first family: batch, arrival, prefix cache, threads and chunks.
-    control = {"isobit": engines, "stock": min(engines, 2)}
-    total = start_total()
+    found = Findings()
     with tempfile.TemporaryDirectory() as place:
         for family in families:
             for dtype in dtypes:
                 folder = Path(place) / f"{family}-{dtype}"
                 save_model(family, dtype, folder)
-                counts = control if family == families[0] else {"isobit": engines}
-                compare(f"{family} {dtype}", folder, dtype, counts, total)
-    return conclude(total)
+                counts = {"isobit": engines}
+                if family == families[0]:
+                    counts["stock"] = engines
+                found.compare(f"{family} {dtype}", folder, dtype, counts)
+    return found.conclude()
 
 
-def start_total():
-    """Return counts of (compared, different); raise where there is no vLLM."""
-    if not PYTHON.exists():
-        raise SystemExit("expected .venv-vllm; run ./setup_vllm first (3.5 GB)")
-    return {"isobit": [0, 0], "stock": [0, 0], "trainer": [0, 0]}
+class Findings:
+    """Rows of a table, and sums of (compared, different) by engine."""
 
-
-def compare(title, folder, dtype, counts, total, more=()):
-    """Roll out by each engine, in as many of its settings as `counts` says, and score isobit's by the trainer."""
-    for engine, count in counts.items():
-        found = roll_out(folder, dtype, engine, count, more)
-        show(f"{title} {engine}", found["counts"], total[engine])
-        if engine == "isobit":
-            compared, different = score(folder, dtype, found)
-            total["trainer"][0] += compared
-            total["trainer"][1] += different
-            print(f"{'  trainer, padded batches':42} {different:>7} of {compared:>7}", flush=True)
-
-
-def conclude(total):
-    """Print the sums; return 1 if isobit differs anywhere, nothing was compared, or stock never differs."""
-    for name, (compared, different) in total.items():
-        print(f"{name}: {different:,} of {compared:,} log-probabilities differ")
-    ours = (*total["isobit"], *total["trainer"])
-    return int(not (ours[0] and ours[2]) or bool(ours[1] or ours[3]) or not total["stock"][1])
-
-
-def show(title, counts, total):
-    """Print the axes of one model and engine, and add them up."""
-    print(title, flush=True)
-    for axis, said in counts.items():
-        extra = [
-            f"{said[name]} {name}" for name in ("cached tokens", "preemptions") if name in said
-        ]
-        print(
-            f"  {axis:40} {said['different']:>7} of {said['compared']:>7} differ, up to "
-            f"{said['largest']:.2g}; {said['other tokens']} of {said['tokens']} tokens"
-            f"{'; ' + ', '.join(extra) if extra else ''}",
-            flush=True,
+    def __init__(self):
+        if not PYTHON.exists():
+            raise SystemExit("expected .venv-vllm; run ./setup_vllm first (3.5 GB)")
+        self.console = Console(highlight=False, width=170)
+        self.table = Table(
+            "model", "vLLM", "against each alone", "differ", "by up to", "other tokens", "counted"
         )
-        total[0] += said["compared"]
-        total[1] += said["different"]
+        self.total = {"isobit": [0, 0], "stock": [0, 0], "trainer": [0, 0]}
+
+    def compare(self, title, folder, dtype, counts, more=()):
+        """Roll out by each engine, in as many of its settings as `counts` says, and score isobit's by the trainer."""
+        for engine, count in counts.items():
+            found = roll_out(folder, dtype, engine, count, more)
+            for axis, said in found["counts"].items():
+                self.add(title, engine, axis, said, engine)
+            if engine == "isobit":
+                compared, different, largest = score(folder, dtype, found)
+                said = {"compared": compared, "different": different, "largest": largest}
+                self.add(title, engine, "the trainer's padded batches", said, "trainer")
+
+    def add(self, title, engine, axis, said, total):
+        """Add a row, and its counts to a sum."""
+        tokens = f"{said['other tokens']:,} of {said['tokens']:,}" if "tokens" in said else ""
+        extra = [f"{said[name]:,} {name}" for name in COUNTED if name in said]
+        row = (f"{said['different']:,} of {said['compared']:,}", f"{said['largest']:.2g}", tokens)
+        self.table.add_row(title, engine, axis, *row, ", ".join(extra))
+        self.total[total][0] += said["compared"]
+        self.total[total][1] += said["different"]
+
+    def conclude(self):
+        """Print table and sums; return 1 if isobit differs, nothing was compared, or stock never differs."""
+        self.console.print(self.table)
+        for name, (compared, different) in self.total.items():
+            print(f"{name}: {different:,} of {compared:,} log-probabilities differ")
+        ours = (*self.total["isobit"], *self.total["trainer"])
+        right = ours[0] and ours[2] and not (ours[1] or ours[3]) and self.total["stock"][1]
+        return int(not right)

@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import random
+import struct
 
 SETTINGS = {  # read by vLLM, which runs in this process so that its scheduler can be counted
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -39,6 +40,11 @@ ENGINES = {  # name: arguments of vLLM, and the axes that are compared with them
     ),
     "pages of 128": ({"block_size": 128, "enable_prefix_caching": False}, ("batch",)),
 }
+
+
+def bits(value):
+    """Return the bytes of a number: zeros of two signs differ, and equal NaNs do not."""
+    return struct.pack("<d", value)
 
 
 def make_prompts(vocabulary, count, longest, shared):
@@ -152,7 +158,7 @@ class Rollouts:
             pairs = list(zip(generated, alone_generated, strict=True))
             pairs += zip(prompt, alone_prompt, strict=True) if prompt else ()
             said["compared"] += len(pairs)
-            said["different"] += sum(a != b for a, b in pairs)
+            said["different"] += sum(bits(a) != bits(b) for a, b in pairs)
             said["largest"] = max(said["largest"], *(abs(a - b) for a, b in pairs))
 
 

@@ -35,7 +35,7 @@ QUICK = ["--requests=4", "--new=4", "--longest=24", "--shared=0", "--axes", "--s
 
 def run(quick, threads, dtypes):
     """Print a table; return 1 if isobit differs anywhere, nothing was compared, or stock never differs."""
-    total = vllm.start_total()
+    found = vllm.Findings()
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place) / "model"
         torch.manual_seed(0)
@@ -45,5 +45,5 @@ def run(quick, threads, dtypes):
         model.save_pretrained(folder)
         del model
         counts = {"isobit": 1, "stock": 1}
-        vllm.compare("Qwen3-0.6B", folder, "bfloat16", counts, total, QUICK if quick else WORK)
-    return vllm.conclude(total)
+        found.compare("Qwen3-0.6B", folder, "bfloat16", counts, QUICK if quick else WORK)
+    return found.conclude()

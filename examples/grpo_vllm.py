@@ -78,6 +78,21 @@ def train(folder, engine, steps, python):
     return history
 
 
+def describe(history):
+    """Return a run's measures in words, and how many log-probabilities differ of how many."""
+    kls, largest, rewards, clipped, counts = zip(*history, strict=True)
+    differ, compared = (sum(count) for count in zip(*counts, strict=True))
+    measures = {
+        "steps whose KL is exactly 0": f"{sum(kl == 0 for kl in kls)} of {len(kls)}",
+        "largest KL of a step": f"{max(kls):.3g}",
+        "log-probabilities that differ": f"{differ:,} of {compared:,}",
+        "by up to": f"{max(largest):.3g}",
+        "ratios clipped, at most": f"{max(clipped):.2%}",
+        "reward, first and last step": f"{rewards[0]:.3f}, {rewards[-1]:.3f}",
+    }
+    return measures, differ, compared
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
@@ -85,11 +100,13 @@ def main():
     parser.add_argument("--vllm-python", default=str(ROOT / ".venv-vllm" / "bin" / "python"))
     options = parser.parse_args()
     import torch
+    from rich.console import Console
+    from rich.table import Table
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from zero_kl import HEADS, SIZES, draw
 
     torch.set_num_threads(1)  # the model is tiny: threads would wait for one another
-    histories, failed = {}, False
+    histories, columns, failed = {}, {}, False
     for engine in ("stock", "isobit"):
         with tempfile.TemporaryDirectory() as folder:
             torch.manual_seed(0)
@@ -98,15 +115,12 @@ def main():
             )
             history = train(folder, engine, options.steps, options.vllm_python)
         histories[engine] = [row[:3] for row in history]
-        different, compared = (sum(row[4][at] for row in history) for at in (0, 1))
-        zero = sum(row[0] == 0 for row in history)
-        print(
-            f"{engine:6}  KL exactly 0 in {zero} of {len(history)} steps, largest "
-            f"{max(row[0] for row in history):.3g}; {different} of {compared} log-probabilities differ, "
-            f"by up to {max(row[1] for row in history):.3g}; clipped at most "
-            f"{max(row[3] for row in history):.2%}; reward {history[0][2]:.3f} to {history[-1][2]:.3f}"
-        )
-        failed |= engine == "isobit" and (different > 0 or not compared)
+        columns[engine], differ, compared = describe(history)
+        failed |= engine == "isobit" and (differ > 0 or not compared)
+    table = Table(f"GRPO with vLLM, {options.steps} steps, bf16", *columns)
+    for measure in columns["isobit"]:
+        table.add_row(measure, *(column[measure] for column in columns.values()))
+    Console(width=100, highlight=False).print(table)
     draw(histories, options.picture)
     return int(failed)
 

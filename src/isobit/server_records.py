@@ -15,7 +15,7 @@ AXES = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Variant:
     """How answers of one variant differ from those of the same prompts sent alone.
 
@@ -48,6 +48,10 @@ class Variant:
     by_prompt: tuple[tuple[int, int], ...] = ()
     cached: int | None = None
     reason: str = ""
+
+    def note(self, words: str) -> None:
+        """Keep the first difference."""
+        self.first = self.first or words
 
     @property
     def verdict(self) -> str:

@@ -32,12 +32,15 @@ def engine(**given):
         "quantization": None,
         "enforce_eager": True,
         "logprobs_mode": refusals.LOGPROBS,
+        "logits_processors": None,
     }
     config = {
         "quant_config": None,
         "lora_config": None,
         "speculative_config": None,
         "kv_transfer_config": None,
+        "weight_transfer_config": None,
+        "watermark_config": None,
         "parallel_config": types.SimpleNamespace(tensor_parallel_size=1),
         "cache_config": types.SimpleNamespace(cache_dtype="auto"),
         "device_config": types.SimpleNamespace(device_type="cpu"),
@@ -54,6 +57,9 @@ WRONG_ENGINES = {
     "LoRA": {"lora_config": object()},
     "speculative": {"speculative_config": object()},
     "KV connector": {"kv_transfer_config": object()},
+    "logits_processors": {"logits_processors": ["mine:Processor"]},
+    "watermark_config": {"watermark_config": object()},
+    "backend 'nccl'": {"weight_transfer_config": types.SimpleNamespace(backend="nccl")},
     "enforce_eager": {"enforce_eager": False},
     "kv_cache_dtype": {"cache_config": types.SimpleNamespace(cache_dtype="fp8")},
     "device": {"device_config": types.SimpleNamespace(device_type="cuda")},
@@ -91,11 +97,17 @@ def test_engine_that_is_not_computed_is_refused_by_name(word):
         ("bad_words", ["no"]),
         ("structured_outputs", object()),
         ("logprob_token_ids", [1]),
+        ("prompt_logprob_token_ids", torch.ones(2, 2)),
+        ("thinking_token_budget", 0),
+        ("trace_decode_token_ids", [4]),
+        ("watermarking", True),
+        ("extra_args", {"isobit_requests": 4}),
+        ("extra_args", {"isobit_request": "4"}),
     ],
 )
 def test_request_that_no_trainer_scores_is_refused_by_name(name, value):
-    refusals.check_request(params())
-    with pytest.raises(ArgumentError, match=name):
+    refusals.check_request(params(bad_words=[], logit_bias={}, watermarking=False, min_p=0))
+    with pytest.raises(ArgumentError, match="isobit_request" if name == "extra_args" else name):
         refusals.check_request(params(**{name: value}))
 
 
@@ -114,14 +126,37 @@ def test_requests_are_checked_for_isobits_worker_alone_and_once():
         def _validate_params(self, given, tasks):
             return "stock"
 
-    plugin.check_requests(Processor)
+    plugin.check_requests(Processor, LookupError)
     installed = Processor._validate_params
-    plugin.check_requests(Processor)
+    plugin.check_requests(Processor, LookupError)
     assert Processor._validate_params is installed
     assert Processor("auto")._validate_params(params(seed=None), ()) == "stock"
     assert Processor(refusals.WORKER)._validate_params(params(), ()) == "stock"
-    with pytest.raises(ArgumentError, match="seed"):
+    with pytest.raises(LookupError, match="seed"):
         Processor(refusals.WORKER)._validate_params(params(seed=None), ())
+
+
+def test_engines_are_checked_where_they_are_configured_and_once():
+    class Arguments:
+        def __init__(self, dtype="auto", worker=refusals.WORKER, **given):
+            self.dtype, self.worker, self.given = dtype, worker, given
+
+        def create_engine_config(self):
+            config = engine(**self.given)
+            config.parallel_config.worker_cls = self.worker
+            config.model_config.hf_config = types.SimpleNamespace(dtype=torch.float32)
+            return config
+
+    plugin.check_configurations(Arguments)
+    installed = Arguments.create_engine_config
+    plugin.check_configurations(Arguments)
+    assert Arguments.create_engine_config is installed
+    Arguments("bfloat16").create_engine_config()
+    Arguments(dtype=torch.float32, worker="auto", quantization="fp8").create_engine_config()
+    with pytest.raises(UnsupportedError, match="turns float32 into bfloat16"):
+        Arguments().create_engine_config()
+    with pytest.raises(UnsupportedError, match="quantization"):
+        Arguments("bfloat16", quantization="fp8").create_engine_config()
 
 
 def test_versions_and_plugins_are_checked():

@@ -108,8 +108,13 @@ def test_numerics_are_named(sides, make):
     assert found.metrics["logprob_diff/max"] < 0.5
 
 
-def test_there_are_twenty_five_sabotages_or_more():
-    assert len(SEMANTICS) + len(WEIGHTS) + len(ARITHMETIC) >= 25
+def test_there_are_twenty_five_sabotages_or_more(capsys):
+    kinds = {"semantics": SEMANTICS, "weights": WEIGHTS, "numerics": ARITHMETIC}
+    total = sum(map(len, kinds.values()))
+    with capsys.disabled():
+        said = ", ".join(f"{len(planted)} of {name}" for name, planted in kinds.items())
+        print(f"\n{total} sabotages, each a test above: {said}")
+    assert total >= 25
 
 
 def test_without_digests_weights_and_numerics_are_not_told_apart(sides):

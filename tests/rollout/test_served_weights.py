@@ -97,7 +97,13 @@ def test_an_engine_in_this_process_is_asked_directly():
             assert method == RPC
             return [digests_to_json(digest_weights(fused(NEW)))]
 
+    class Stock:
+        def collective_rpc(self, method):
+            raise NotImplementedError(method)
+
     assert compare_weights(served_weights(Engine()), digest_weights(NEW)).equal
+    with pytest.raises(ServerError, match="engine_arguments"):
+        served_weights(Stock())
     with pytest.raises(ArgumentError, match=r"a vllm\.LLM, or the address"):
         served_weights(3)
 

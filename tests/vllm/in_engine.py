@@ -135,12 +135,45 @@ def check_refusals(folder, _):
         "logprobs": {"logprobs_mode": "raw_logits"},
         "worker": {"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"},
         "architecture": {"hf_overrides": {"architectures": ["MistralForCausalLM"]}},
+        "transfer": {"weight_transfer_config": {"backend": "nccl"}},
+        "processors": {"logits_processors": ["isobit.no:Such"]},
+        "dtype": {"hf_overrides": {"dtype": "float32"}},
     }
     said = {name: attempt(lambda more=more: build(**more)) for name, more in cases.items()}
     said["plain"] = build().parallel_config.worker_cls
     isobit.integrations.vllm.disable()
     said["disabled"] = build().parallel_config.worker_cls
+    # By the worker's name alone, as vllm serve --worker-cls: refused before a process is started.
+    ours = isobit.integrations.vllm.engine_arguments()
+    said["by name"] = build(**ours).parallel_config.worker_cls
+    for name in ("enforce_eager", "logprobs_mode"):
+        said[name] = attempt(lambda name=name: build(**{k: ours[k] for k in ours if k != name}))
+    said["stock of disabled"] = attempt(lambda: build(quantization="fp8", kv_cache_dtype="fp8"))
+    said["options of requests"] = unknown_options()
     return said
+
+
+# Options of a request that change no policy: how long it is, what is returned, and how.
+HARMLESS = {"n", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "logprobs", "flat_logprobs"}
+HARMLESS |= {"prompt_logprobs", "prompt_logprob_start", "detokenize", "skip_special_tokens"}
+HARMLESS |= {"spaces_between_special_tokens", "include_stop_str_in_output", "output_kind"}
+HARMLESS |= {"stream_interval", "skip_clone", "output_text_buffer_length", "repetition_detection"}
+HARMLESS |= {"skip_reading_prefix_cache", "routed_experts_prompt_start"}
+
+
+def unknown_options():
+    """Return the options of vLLM's requests that isobit neither computes, nor refuses, nor knows as harmless."""
+    import inspect
+
+    from vllm import SamplingParams
+
+    from isobit.integrations.vllm import refusals, sampler
+
+    code = inspect.getsource(refusals.check_request) + inspect.getsource(sampler.read_draw)
+    fields = {name for name in SamplingParams.__struct_fields__ if not name.startswith("_")}
+    return sorted(
+        name for name in fields - HARMLESS if f'"{name}"' not in code and f".{name}" not in code
+    )
 
 
 if __name__ == "__main__":

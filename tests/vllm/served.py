@@ -16,13 +16,14 @@ SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache and /collective_rpc
+    "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache, /collective_rpc and /weight_checker
     "HF_HUB_OFFLINE": "1",
 }
 ISOBIT = [
     "--enforce-eager",
     "--logprobs-mode=processed_logprobs",
     "--worker-cls=isobit.integrations.vllm.worker.Worker",
+    '--weight-transfer-config={"backend": "isobit"}',
 ]
 STOCK = ["--enforce-eager"]
 SECONDS = 600  # for a server to start, on a busy machine

@@ -88,11 +88,20 @@ def test_engines_that_are_not_computed_are_refused(models, tmp_path):
         "logprobs": "raw_logits",
         "worker": "CPUWorker",
         "architecture": "MistralForCausalLM",
+        "transfer": "'nccl'",
+        "processors": "isobit.no:Such",
+        "dtype": "turns float32 into bfloat16",
+        "enforce_eager": "enforce_eager=False",
+        "logprobs_mode": "raw_logprobs",
     }
     for name, words in expected.items():
-        assert words in said[name], name
+        assert words in said[name], (name, said[name])
+        assert "remedy" in said[name], said[name]
     assert said["plain"] == "isobit.integrations.vllm.worker.Worker"
     assert said["disabled"] == "vllm.v1.worker.cpu_worker.CPUWorker"
+    assert said["by name"] == said["plain"]
+    assert "isobit" not in said["stock of disabled"]
+    assert said["options of requests"] == []
 
 
 def test_rollouts_have_one_value_in_every_layout_and_the_trainers():

@@ -1,5 +1,6 @@
 from isobit.checkpoints.weight_digests import compare_weights as compare_weights
 from isobit.checkpoints.weight_digests import digest_weights as digest_weights
+from isobit.rollout.checking import check_weights as check_weights
 from isobit.rollout.comparing import compare as compare
 from isobit.rollout.metrics import mismatch_metrics as mismatch_metrics
 from isobit.rollout.reading import read as read
@@ -7,5 +8,6 @@ from isobit.rollout.serving import served_weights as served_weights
 from isobit.rollout.sides import Policy as Policy
 from isobit.rollout.sides import Scored as Scored
 from isobit.rollout.sides import Sequence as Sequence
+from isobit.rollout.transferring import send_weights as send_weights
 from isobit.rollout_records import Finding as Finding
 from isobit.rollout_records import RolloutReport as RolloutReport

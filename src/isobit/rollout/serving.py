@@ -44,7 +44,7 @@ def served_weights(
         reply = Server(engine, key, timeout, largest).post("/collective_rpc", {"method": RPC})
         results = read_results(reply)
     elif callable(getattr(engine, "collective_rpc", None)):
-        results = engine.collective_rpc(RPC)
+        results = ask_engine(engine)
     else:
         raise ArgumentError(
             expected="a vllm.LLM, or the address of a server",
@@ -59,6 +59,18 @@ def served_weights(
             remedy="serve the model whole, in one worker: isobit's worker supports no parallelism",
         )
     return digests_from_json(results[0])
+
+
+def ask_engine(engine: Any) -> Any:
+    """Return the results of a collective RPC of an engine in this process."""
+    try:
+        return engine.collective_rpc(RPC)
+    except Exception as error:  # of a kind that depends on how vLLM runs its workers
+        raise ServerError(
+            expected="an engine with isobit's worker, which has digests of its weights",
+            received=f"{type(error).__name__}: {error}",
+            remedy="make it by vllm.LLM(..., **isobit.integrations.vllm.engine_arguments())",
+        ) from error
 
 
 def read_results(reply: Reply) -> Any:

@@ -8,30 +8,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from isobit.auditing.server.completions import Answer
 from isobit.server_records import Variant
 
 FP32_DIGITS = 9  # decimal digits that tell any two fp32 numbers apart
-
-
-@dataclass
-class Counts:
-    """What comparing answers counted so far."""
-
-    requests: int = 0
-    tokens: int = 0
-    values: int = 0
-    differ: int = 0
-    changed: int = 0
-    left_out: int = 0
-    largest: float = 0.0
-    first: str = ""
-
-    def note(self, words: str) -> None:
-        """Keep the first difference."""
-        self.first = self.first or words
 
 
 def compare_answers(
@@ -42,17 +23,17 @@ def compare_answers(
     cached: int | None = None,
 ) -> Variant:
     """Return how answers, each with the number of its prompt, differ from those of the prompts alone."""
-    counts, by_prompt = Counts(), [[0, 0] for _ in alone]
+    counts, by_prompt = Variant(axis, name, cached=cached), [[0, 0] for _ in alone]
     for at, answer in found:
         before = counts.differ + counts.changed, counts.values
         compare_answer(counts, at, alone[at], answer)
         by_prompt[at][0] += counts.differ + counts.changed - before[0]
         by_prompt[at][1] += counts.values - before[1]
-    pairs = tuple((differ, values) for differ, values in by_prompt)
-    return Variant(axis, name, **vars(counts), by_prompt=pairs, cached=cached)
+    counts.by_prompt = tuple((differ, values) for differ, values in by_prompt)
+    return counts
 
 
-def compare_answer(counts: Counts, prompt: int, alone: Answer, other: Answer) -> None:
+def compare_answer(counts: Variant, prompt: int, alone: Answer, other: Answer) -> None:
     """Compare token by token, up to the first token that is another: what follows has another context."""
     counts.requests += 1
     for at, (mine, theirs) in enumerate(zip(alone.tokens, other.tokens, strict=False)):
@@ -78,7 +59,7 @@ def compare_answer(counts: Counts, prompt: int, alone: Answer, other: Answer) ->
         counts.note(f"prompt {prompt}: {len(alone.tokens)} and {len(other.tokens)} tokens")
 
 
-def compare_value(counts: Counts, place: str, left: float | None, right: float | None) -> None:
+def compare_value(counts: Variant, place: str, left: float | None, right: float | None) -> None:
     """Compare two numbers by their bits; one that only one side has differs."""
     if left is None and right is None:
         return

@@ -15,7 +15,7 @@ from typing import Any
 
 from isobit.integrations.vllm.package import library
 from isobit.integrations.vllm.plugin import register
-from isobit.integrations.vllm.refusals import LOGPROBS, WORKER, check_engine, refuse
+from isobit.integrations.vllm.refusals import LOGPROBS, WORKER, refuse
 
 _changing = threading.RLock()
 _stock: dict[str, Any] = {}  # what vLLM had, while it is replaced
@@ -71,9 +71,7 @@ def enable() -> None:
                 )
             for name, value in engine_arguments().items():
                 setattr(self, name, value)
-            config = create(self, *given, **named)
-            check_engine(config)
-            return config
+            return create(self, *given, **named)
 
         arguments.create_engine_config = create_engine_config
 

@@ -13,6 +13,7 @@ from isobit.integrations.transformers.families import ROTARY_KINDS
 WORKER = "isobit.integrations.vllm.worker.Worker"
 LOGPROBS = "processed_logprobs"
 ARCHITECTURES = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+REQUEST = "isobit_request"  # in SamplingParams.extra_args: the number of a request, by default 0
 GREEDY = 1e-5  # vLLM's own bound: a lower temperature means greedy
 
 
@@ -32,6 +33,15 @@ def check_engine(config: Any) -> None:
         )
     if config.lora_config is not None:
         refuse("no LoRA adapters", "enable_lora=True", "merge the adapter into the weights")
+    if config.model_config.logits_processors:
+        refuse(
+            "logits of the model",
+            f"logits_processors={config.model_config.logits_processors!r}",
+            "leave logits_processors out: a trainer does not score them",
+        )
+    for name in ("watermark_config", "diffusion_config", "engram_config"):
+        if getattr(config, name, None) is not None:
+            refuse("tokens drawn from the model's logits", name, f"leave {name} out")
     if config.speculative_config is not None:
         refuse(
             "one token per step and request",
@@ -40,6 +50,13 @@ def check_engine(config: Any) -> None:
         )
     if config.kv_transfer_config is not None:
         refuse("keys of this engine", "a KV connector", "leave kv_transfer_config out")
+    transfer = config.weight_transfer_config
+    if transfer is not None and transfer.backend != "isobit":
+        refuse(
+            'weight transfer by the backend "isobit", or none',
+            f"weight_transfer_config with backend {transfer.backend!r}, which needs GPUs",
+            """pass --weight-transfer-config '{"backend": "isobit"}', or update by reload_weights""",
+        )
     parallel = config.parallel_config
     for name in (
         "tensor_parallel_size",
@@ -128,18 +145,54 @@ def check_request(params: Any) -> None:
         "bad_words": None,
         "structured_outputs": None,
         "logprob_token_ids": None,
+        "prompt_logprob_token_ids": None,
+        "thinking_token_budget": None,
+        "trace_decode_token_ids": None,
+        "watermarking": False,
     }
     for name, plain in changed.items():
         value = getattr(params, name, plain)
-        if value != plain and value:
+        if not is_absent(value, plain):
             raise ArgumentError(
                 expected="a policy that the trainer can score: temperature, top_k and top_p",
                 received=f"{name}={value!r}",
-                remedy=f"leave {name} out",
+                remedy=f"leave {name} out; if the request has none, it is from the model's "
+                "generation_config.json: start the server with --generation-config vllm",
             )
+    check_number(params.extra_args or {})
     if params.temperature >= GREEDY and params.seed is None:
         raise ArgumentError(
             expected="seed= where tokens are drawn: with the position it is the key of a draw",
             received=f"temperature={params.temperature} and no seed",
             remedy="pass SamplingParams(seed=...), another for each request; with n > 1 vLLM adds 0, 1, ... to it",
+        )
+
+
+def is_absent(value: Any, plain: Any) -> bool:
+    """Return whether an option is not given: None, empty, or the number that changes nothing."""
+    if isinstance(value, list | dict | str):
+        return not value
+    return value is None or (isinstance(value, int | float) and value == plain)
+
+
+def check_number(given: Any) -> None:
+    """Raise unless the extra arguments that are isobit's are a request's number."""
+    for name, value in given.items():
+        if name.startswith("isobit") and (name != REQUEST or type(value) is not int):
+            raise ArgumentError(
+                expected=f"extra_args with {REQUEST}= an integer, and no others of isobit",
+                received=f"{name}={value!r}",
+                remedy=f'pass extra_args={{"{REQUEST}": 5}}, or leave it out',
+            )
+
+
+def check_dtype(asked: Any, model: Any) -> None:
+    """Raise if vLLM chose another dtype than the checkpoint's, which nobody asked for."""
+    stored = getattr(model.hf_config, "dtype", None)
+    stored, chosen = (str(one).removeprefix("torch.") for one in (stored, model.dtype))
+    if asked == "auto" and stored not in ("None", chosen):
+        refuse(
+            "the dtype of the checkpoint, or one that was asked for by name",
+            f'dtype="auto", by which vLLM turns {stored} into {chosen}',
+            f'pass dtype="{stored}", or dtype="{chosen}" and train with it (--dtype)',
         )

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.integrations.vllm.refusals import GREEDY, check_request
+from isobit.integrations.vllm.refusals import GREEDY, REQUEST, check_request
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.sampling.drawing import divide_by_temperature, sample
-
-REQUEST = "isobit_request"  # in SamplingParams.extra_args: the number of a request, by default 0
 
 
 @dataclass(frozen=True)
@@ -38,7 +36,7 @@ def read_draw(params: Any, position: int) -> Draw:
     check_request(params)
     if params.temperature < GREEDY:
         return Draw(0.0, 0, 1.0, 0, 0, position)
-    number = int((params.extra_args or {}).get(REQUEST, 0))
+    number = (params.extra_args or {}).get(REQUEST, 0)
     top_k = max(params.top_k, 0)
     return Draw(params.temperature, top_k, params.top_p, params.seed, number, position)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any, TextIO
 
 from isobit.integrations.vllm.enabling import engine_arguments
-from isobit.integrations.vllm.sampler import REQUEST
+from isobit.integrations.vllm.refusals import REQUEST
 
 # How the engine runs here; none of them changes a result. What the environment has already wins.
 SETTINGS = {
