@@ -23,7 +23,7 @@ COSTLY = (
 )
 OWN = "isobit.library.on_gpu.claims:"
 ROW_COUNTS = ("qkv_rows", "o_rows", "gate_up_rows", "down_rows")
-ROTATED = ("tokens", "wide_heads", "gradients", "heads_apart", "normal32", "normal16")
+ROTATED = ("wide_heads", "gradients", "heads_apart", "normal32", "normal16")
 # Inputs of attention that fill a block of 64 keys and begin another.
 TWO_BLOCKS = ("tokens", "typed", "windowed", "windowed_narrow", "narrow_types", "single")
 ANY = "what it asks of any kernel, the operator's own contract asks too"
@@ -85,6 +85,7 @@ PLANS: dict[str, Plan] = {
     "rope-kernel-v1": Plan(
         sizes={
             **{name: {"heads": (2,), "d": (34,)} for name in ROTATED},
+            "tokens": {"tokens": (1, 17), "heads": (2,), "d": (34,)},
             "narrow_heads": {"heads": (3,), "d": (2,)},
         }
     ),
