@@ -145,7 +145,7 @@ PLANS: dict[str, Plan] = {
     "lm-head-kernel-v1": Plan(sizes={"rows": {"k": (23,)}}, dtypes={"rows": ("bfloat16",)}),
     "grad-norm-kernel-v1": Plan(sizes={"rows": {"rows": (2,), "n": (23,)}}, edges=("tiny",)),
     "adamw-kernel-v1": Plan(
-        sizes={name: {"rows": (3,), "n": (17,)} for name in ("rows", "defined", "plain")},
+        sizes={name: {"rows": (3,), "n": (17,)} for name in ("defined", "plain")},
         edges=("tiny",),
     ),
     "cross-entropy-kernel-v1": Plan(left_out={"counts": PARTIAL}),
