@@ -52,10 +52,11 @@ MANY_ROWS = {
     "sm_90": ProductTile(128, 128, 64, 8, 2, 2),
     "sm_100": ProductTile(128, 128, 32, 8, 4),
 }
+FEW_ROWS = ProductTile(64, 64, 64, 4, 3)
 TILES: Table[ProductTile] = {
     ("many rows", None, None): ProductTile(128, 128, 64, 8, 3),
     ("many rows", torch.float32, None): ProductTile(64, 64, 16, 4, 2),
-    ("few rows", None, None): ProductTile(64, 64, 64, 4, 3),
+    ("few rows", None, None): FEW_ROWS,
     ("few rows", torch.float32, None): ProductTile(32, 64, 16, 4, 2),
     ("one tile of rows", None, None): ProductTile(16, 64, 128, 4, 3),
     ("one tile of rows", torch.float32, None): ProductTile(16, 64, 16, 4, 2),
@@ -64,6 +65,11 @@ TILES: Table[ProductTile] = {
     **{
         ("many rows", dtype, target): tile
         for target, tile in MANY_ROWS.items()
+        for dtype in (torch.bfloat16, torch.float16)
+    },
+    **{
+        ("few rows", dtype, target): replace(FEW_ROWS, pairs=2)
+        for target in ("sm_90", "sm_100")
         for dtype in (torch.bfloat16, torch.float16)
     },
 }
