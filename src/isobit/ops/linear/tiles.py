@@ -48,7 +48,7 @@ MANY_ROWS = {
     **dict.fromkeys(("sm_80", "sm_86", "sm_87", "sm_89"), AMPERE),
     "sm_120": replace(AMPERE, pairs=1),
     **dict.fromkeys(("gfx942", "gfx950"), CDNA),
-    "gfx1100": ProductTile(64, 64, 32, 4, 2),
+    "gfx1100": ProductTile(64, 64, 32, 8, 2),
     "sm_90": ProductTile(128, 128, 64, 8, 2, 2),
     "sm_100": ProductTile(128, 128, 32, 8, 4),
 }
