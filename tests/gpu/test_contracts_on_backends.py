@@ -49,6 +49,8 @@ WHOLE = (
     "exact-sum-kernel-v1",
     "linear-group-kernel-v1",
     "cross-entropy-kernel-v1",
+    "lm-head-kernel-v1",
+    "gqa-kernel-v1",
 )
 
 
