@@ -144,7 +144,10 @@ def no_bias(x):
 def linear_case(
     dtype, m, n, k, block=(16, 16, 32), form="tile", out="f32", segments=None, warps=4, stages=2
 ):
-    """y = x · weightᵀ by one of three kernels; `segments` other than the plan's is a wrong kernel."""
+    """y = x · weightᵀ by one of three kernels; `segments` other than the plan's is a wrong kernel.
+
+    The form "two pairs" is the counter with sums of two pairs in registers.
+    """
     x, weight, y = (
         draw(m, k, dtype=dtype, seed=1),
         draw(n, k, dtype=dtype, seed=2),
@@ -159,10 +162,11 @@ def linear_case(
     options, scratch = {"num_warps": warps, "num_stages": stages}, ()
     if form == "tile":
         launches = (Launch(linear.linear_tile, (tiles,), whole, options),)
-    elif form == "counter":
-        levels = count.bit_length() - 2
+    elif form in ("counter", "two pairs"):
+        pairs = 2 if form == "two pairs" else 1
+        levels = count.bit_length() - pairs - 1
         scratch = (empty(tiles, max(levels, 1), *block[:2]),)
-        given = {**whole, "scratch": scratch[0], "LEVELS": levels}
+        given = {**whole, "scratch": scratch[0], "PAIRS": pairs, "LEVELS": levels}
         launches = (Launch(linear.linear_counter, (tiles,), given, options),)
     else:
         scratch = (empty(count, m, n),)

@@ -44,6 +44,10 @@ def test_four_segments_in_memory(form):
     check(linear_case("bf16", 5, 20, 1024, form=form, out="bf16"), "sm_80")
 
 
+def test_two_pairs_in_registers():
+    check(linear_case("bf16", 5, 20, 2048, form="two pairs", out="bf16"), "sm_80")
+
+
 def test_rows():
     check(rms_norm_case("bf16", 2, 530, 1), "sm_80")
     check(softmax_case("f32", 2, 530, 1), "sm_90")
@@ -78,6 +82,14 @@ def test_weight_gradient_of_ragged_samples():
 @pytest.mark.parametrize("k", [512, 1024, 2048])
 def test_linear_in_every_form(target, dtype, form, k):
     check(linear_case(dtype, 5, 20, k, form=form), target)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
+@pytest.mark.parametrize("k", [1024, 2048])
+def test_linear_with_two_pairs_in_registers(target, dtype, k):
+    check(linear_case(dtype, 5, 20, k, form="two pairs"), target)
 
 
 @pytest.mark.full

@@ -44,6 +44,13 @@ WHOLE = (
     "gelu-kernel-v1",
     "swiglu-kernel-v1",
     "adamw-kernel-v1",
+    "rope-kernel-v1",
+    "embedding-kernel-v1",
+    "exact-sum-kernel-v1",
+    "linear-group-kernel-v1",
+    "cross-entropy-kernel-v1",
+    "lm-head-kernel-v1",
+    "gqa-kernel-v1",
 )
 
 

@@ -1,5 +1,7 @@
 """Registers, spills and shared memory are read from compiled code: default tiles do not spill, others are seen to."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,6 +15,7 @@ from benchmarks import kernel_resources
 from benchmarks.kernel_launches import Recording, empty
 from benchmarks.kernel_resources import measure, read_assembly
 from isobit import backends
+from isobit.ops.gpu.executors import prepare
 from isobit.ops.gpu.launching import run
 from isobit.ops.linear import tiles
 
@@ -85,3 +88,29 @@ def test_tiles_of_targets_are_those_of_16_bits(target):
     assert tiles.tile_of("many rows", BF16, target) == tiles.MANY_ROWS[target]
     assert tiles.tile_of("many rows", torch.float16, target) == tiles.MANY_ROWS[target]
     assert tiles.tile_of("many rows", torch.float32, target).depth == 16
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", [t for t in tiles.MANY_ROWS if t not in ("sm_86", "sm_87")])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_no_tile_of_many_rows_spills(target, transposed):
+    given = [empty(n, 4096, dtype=BF16).detach() for n in (512, 4096)]
+    function = torch.ops.isobit.triton_linear_input_grad if transposed else isobit.linear
+    prepare("linear", BF16)
+    launch = launch_of(target, function, *given)
+    found = measure(launch, target)
+    assert launch.name == "linear_counter"
+    assert launch.constants["PAIRS"] == tiles.MANY_ROWS[target].pairs
+    assert found.spills == 0, found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", ["sm_100", "sm_120"])
+def test_a_second_pair_would_be_spilled(target, monkeypatch):
+    """So these targets keep one, and the rest in memory."""
+    tile = replace(tiles.MANY_ROWS[target], pairs=2)
+    monkeypatch.setitem(tiles.TILES, ("many rows", BF16, target), tile)
+    prepare("linear", BF16)
+    given = [empty(n, 4096, dtype=BF16).detach() for n in (512, 4096)]
+    launch = launch_of(target, torch.ops.isobit.triton_linear_input_grad, *given)
+    assert measure(launch, target).spills > 0

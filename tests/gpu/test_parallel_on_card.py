@@ -5,11 +5,15 @@ place of NCCL: what is tested is what isobit adds, and where. NCCL itself was no
 """
 
 import threading
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from stand_in_card import CARD, Card, OnCard, on_card, operators, to_card
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import isobit
@@ -21,6 +25,7 @@ from isobit.order.cut import Cut
 from isobit.parallel import GlobalBatch, Gradients
 from isobit.parallel.collectives import all_to_all, elementwise_add
 from isobit.parallel.collectives.communicator import Communicator
+from isobit.parallel.collectives.rank_group import device_of_messages
 from isobit.parallel.same_environment import facts_of
 
 IDS = torch.randint(0, 40, (4, 5), generator=torch.Generator().manual_seed(0))
@@ -50,6 +55,22 @@ class Exchange:
 
     def all_gather_single(self, whole, share, group, async_op):
         return self.swap(group, share, lambda everyone: whole.copy_(torch.cat(everyone)))
+
+
+class Devices(TorchDispatchMode):
+    """Which operators are called, and on which devices their arguments and results are."""
+
+    def __init__(self):
+        super().__init__()
+        self.devices, self.calls = set(), Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        self.calls[function.name().partition(".")[0]] += 1
+        for tensor in torch.utils._pytree.tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, torch.Tensor):
+                self.devices.add(tensor.device.type)
+        return result
 
 
 def reduce_on(device, rows, exchange):
@@ -185,3 +206,44 @@ def test_partial_products_are_refused_on_a_card():
         x, weight = (torch.randn(4, 256).to("cuda") for _ in range(2))
         with pytest.raises(ArgumentError, match="on the CPU"):
             partial.output(x, weight, Cut(512, 2, 0))
+
+
+@pytest.mark.parametrize(
+    ("config", "device"),
+    [
+        ("cpu:gloo,cuda:gloo", "cpu"),
+        ("cpu:gloo,cuda:nccl", "cpu"),
+        ("cuda:nccl", "cuda:3"),
+    ],
+)
+def test_small_messages_are_where_a_backend_takes_them(monkeypatch, config, device):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert device_of_messages(None) == torch.device(device)
+
+
+def test_a_group_for_other_devices_is_refused(monkeypatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "xpu:xccl")
+    with pytest.raises(ArgumentError, match="xpu:xccl"):
+        device_of_messages(None)
+
+
+def test_tensors_stay_on_their_device_in_every_collective():
+    """On meta tensors, over torch's group without messages: no step of a collective moves a tensor to the CPU."""
+    dist.init_process_group("fake", rank=1, world_size=4, store=FakeStore())
+    try:
+        whole, share = (torch.empty(size, device="meta") for size in (1004, 251))
+        with Devices() as seen:
+            isobit.parallel.all_reduce(torch.empty(17, 59, device="meta"))
+            isobit.parallel.all_reduce(whole.view(4, -1).t(), async_op=True).wait()
+            isobit.parallel.reduce_scatter(share, whole)
+            isobit.parallel.all_gather(whole, share)
+        assert seen.devices == {"meta"}
+        assert seen.calls["c10d::alltoall_base_"] == 3
+        assert seen.calls["c10d::_allgather_base_"] == 3
+        assert seen.calls["aten::add"] == 3 * 3
+        with Devices() as seen:  # a tensor that leaves its device is seen
+            isobit.parallel.all_reduce(torch.empty(3, device="meta").new_ones(3, device="cpu"))
+        assert "cpu" in seen.devices
+    finally:
+        dist.destroy_process_group()

@@ -108,6 +108,14 @@ def test_many_rows_are_the_same_expression(target, instruction, monkeypatch):
     assert any(op.startswith("mma.sync") for op in small)
 
 
+@full
+@pytest.mark.parametrize("target", ["sm_90", "sm_100"])
+def test_few_rows_with_enough_tiles_are_the_same_expression(target, monkeypatch):
+    """The counter with two pairs in registers, on the tile of few rows."""
+    monkeypatch.setattr(executor, "ENOUGH", 1)
+    check(target, linear_inputs(BF16, 17, 20, 2048), isobit.linear, forward)
+
+
 def test_other_segments_are_caught(monkeypatch):
     inputs = linear_inputs(F32, 2, 16, 1024)
     monkeypatch.setattr(FeaturePlan, "count", 1)

@@ -62,7 +62,7 @@ rotary_wrong_in_one_half = twin(
     source(
         ROTARY,
         ("low * cos_low - high * sin_low", "low * cos_low + high * sin_low"),
-        ("low * cos_low + high * sin_high", "low * cos_low - high * sin_high"),
+        ("high * cos_high - low * sin_low", "high * cos_high + low * sin_low"),
     ),
 )
 rotary_rounded_between = twin(

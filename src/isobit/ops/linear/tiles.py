@@ -16,13 +16,17 @@ FEWEST = 16  # rows, columns or products that a tensor core can take
 
 @dataclass(frozen=True)
 class ProductTile:
-    """What one program computes: rows × columns of a product, `depth` products of each at a time."""
+    """What one program computes: rows × columns of a product, `depth` products of each at a time.
+
+    It keeps the sums of 1 or 2 `pairs` of segments in registers, where they are not spilled.
+    """
 
     rows: int
     columns: int
     depth: int
     warps: int
     stages: int
+    pairs: int = 1
 
     def fit(self, columns: int, length: int) -> ProductTile:
         """Return a tile that is not wider than a matrix, and not deeper than its segments of `length` products."""
@@ -38,19 +42,21 @@ def at_least(size: int) -> int:
 
 
 # "many rows" of 16 bits by target: the tiles of which no register is spilled (docs/results/gpu-kernels.md).
-AMPERE = ProductTile(128, 64, 32, 4, 4)  # and what has its matrix instructions
-CDNA = ProductTile(128, 128, 64, 4, 2)
+AMPERE = ProductTile(128, 64, 32, 4, 4, 2)  # and what has its matrix instructions
+CDNA = ProductTile(128, 128, 64, 4, 2, 2)
 MANY_ROWS = {
-    **dict.fromkeys(("sm_80", "sm_86", "sm_87", "sm_89", "sm_120"), AMPERE),
+    **dict.fromkeys(("sm_80", "sm_86", "sm_87", "sm_89"), AMPERE),
+    "sm_120": replace(AMPERE, pairs=1),
     **dict.fromkeys(("gfx942", "gfx950"), CDNA),
-    "gfx1100": ProductTile(64, 64, 32, 4, 2),
-    "sm_90": ProductTile(128, 128, 64, 8, 2),
+    "gfx1100": ProductTile(64, 64, 32, 8, 2),
+    "sm_90": ProductTile(128, 128, 64, 8, 2, 2),
     "sm_100": ProductTile(128, 128, 32, 8, 4),
 }
+FEW_ROWS = ProductTile(64, 64, 64, 4, 3)
 TILES: Table[ProductTile] = {
     ("many rows", None, None): ProductTile(128, 128, 64, 8, 3),
     ("many rows", torch.float32, None): ProductTile(64, 64, 16, 4, 2),
-    ("few rows", None, None): ProductTile(64, 64, 64, 4, 3),
+    ("few rows", None, None): FEW_ROWS,
     ("few rows", torch.float32, None): ProductTile(32, 64, 16, 4, 2),
     ("one tile of rows", None, None): ProductTile(16, 64, 128, 4, 3),
     ("one tile of rows", torch.float32, None): ProductTile(16, 64, 16, 4, 2),
@@ -59,6 +65,11 @@ TILES: Table[ProductTile] = {
     **{
         ("many rows", dtype, target): tile
         for target, tile in MANY_ROWS.items()
+        for dtype in (torch.bfloat16, torch.float16)
+    },
+    **{
+        ("few rows", dtype, target): replace(FEW_ROWS, pairs=2)
+        for target in ("sm_90", "sm_100")
         for dtype in (torch.bfloat16, torch.float16)
     },
 }

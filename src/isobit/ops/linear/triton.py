@@ -73,12 +73,25 @@ def multiply_tiles(
     if segments <= IN_REGISTERS:
         run(linear_tile, (tiles,), x, weight, bias, y, rows, 0, **how)
         return
-    levels = segments.bit_length() - 2
-    at_once = max(SCRATCH // (levels * tile.rows * tile.columns), 1)
-    scratch = partial_sums(x, min(at_once, tiles), levels, tile.rows, tile.columns)
+    levels = segments.bit_length() - tile.pairs.bit_length() - 1
+    at_once = max(SCRATCH // (max(levels, 1) * tile.rows * tile.columns), 1)
+    scratch = partial_sums(x, min(at_once, tiles), max(levels, 1), tile.rows, tile.columns)
     for first in range(0, tiles, at_once):
         grid = (min(at_once, tiles - first),)
-        run(linear_counter, grid, x, weight, bias, y, scratch, rows, first, LEVELS=levels, **how)
+        run(
+            linear_counter,
+            grid,
+            x,
+            weight,
+            bias,
+            y,
+            scratch,
+            rows,
+            first,
+            PAIRS=tile.pairs,
+            LEVELS=levels,
+            **how,
+        )
 
 
 def multiply_segments(

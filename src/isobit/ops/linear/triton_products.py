@@ -152,6 +152,7 @@ def linear_counter(
     N: tl.constexpr,
     K: tl.constexpr,
     SEGMENTS: tl.constexpr,
+    PAIRS: tl.constexpr,
     LEVELS: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -159,27 +160,36 @@ def linear_counter(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ) -> None:
-    """Compute a tile of y with a binary counter: the sum of a pair is in registers, larger ones in `scratch`.
+    """Compute a tile of y with a binary counter: sums of 1 or 2 PAIRS are in registers, larger ones in `scratch`.
 
-    scratch is fp32 [programs, LEVELS, BLOCK_M, BLOCK_N], with LEVELS = log2(SEGMENTS) - 1 and SEGMENTS at least 2.
+    scratch is fp32 [programs, LEVELS, BLOCK_M, BLOCK_N], with LEVELS = log2(SEGMENTS / (2 * PAIRS)). There are at
+    least 2 * PAIRS segments. Pairs are a loop, because ptxas spills registers if it is unrolled.
     See [Note: binary counter] in isobit/order/tree.py.
     """
     TILE: tl.constexpr = BLOCK_M * BLOCK_N
+    tl.static_assert(PAIRS <= 2 and SEGMENTS >= 2 * PAIRS)
     row, column = find_tile(FIRST + tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
-    own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    own = scratch + tl.program_id(0).to(tl.int64) * (LEVELS * TILE) + own
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for pair in range(SEGMENTS // 2):
-        left = sum_segment(
-            x, weight, row, column, 2 * pair, M, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
-        right = sum_segment(
-            x, weight, row, column, 2 * pair + 1, M, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
-        )  # fmt: skip
-        total = left + right
+    for run in range(SEGMENTS // (2 * PAIRS)):
+        first = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)  # the sum of the first pair
+        for pair in range(PAIRS):
+            at = 2 * (PAIRS * run + pair)
+            left = sum_segment(
+                x, weight, row, column, at, M, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
+            )
+            right = sum_segment(
+                x, weight, row, column, at + 1, M, N, K, SEGMENTS, TRANSPOSED, BLOCK_M, BLOCK_N, BLOCK_K
+            )  # fmt: skip
+            total = left + right
+            if pair == 0:
+                first = total
+            else:
+                total = first + total
+        own = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        own = scratch + tl.program_id(0).to(tl.int64) * (LEVELS * TILE) + own
         for level in tl.static_range(LEVELS):
-            if (pair & ((1 << level) - 1)) == (1 << level) - 1:  # all lower digits carried
-                if (pair >> level) & 1:
+            if (run & ((1 << level) - 1)) == (1 << level) - 1:  # all lower digits carried
+                if (run >> level) & 1:
                     total = tl.load(own + level * TILE) + total
                 else:
                     tl.store(own + level * TILE, total)

@@ -35,11 +35,7 @@ class RankGroup:
                 remedy="call this only on the ranks of the group",
             )
         ranks = tuple(dist.get_process_group_ranks(group))
-        on_gpu = dist.get_backend(group) == "nccl"
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        )
-        return cls(ranks, dist.get_rank(group), group, device)
+        return cls(ranks, dist.get_rank(group), group, device_of_messages(group))
 
     @property
     def rank(self) -> int:
@@ -77,6 +73,24 @@ class RankGroup:
         totals = torch.tensor(numbers, dtype=torch.int64, device=self.device)
         dist.all_reduce(totals, group=self.group)
         return totals.tolist()
+
+
+def device_of_messages(group: dist.ProcessGroup | None) -> torch.device:
+    """Return where small messages of a group are: on the CPU, if one of its backends takes CPU tensors.
+
+    NCCL takes tensors on a GPU only. Its groups have the configuration "cuda:nccl", and with gloo
+    beside it "cpu:gloo,cuda:nccl"; the name of the backend does not tell one from the other.
+    """
+    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    if "cuda" in kinds:
+        return torch.device("cuda", torch.cuda.current_device())
+    raise ArgumentError(
+        expected="a process group for tensors on the CPU or on CUDA devices",
+        received=f"backends {dist.get_backend_config(group)}",
+        remedy='use torch.distributed.init_process_group("cpu:gloo,cuda:nccl")',
+    )
 
 
 def is_first_rank() -> bool:
