@@ -71,6 +71,8 @@ class Rank:
         accelerator: The type of the devices that the world serves, or nothing.
         device: The number of its current device.
         device_marks: The devices of its tensors; see simulator/accelerator.
+        devices_used: The stack at the first use of each device that it used.
+        stored_devices: The devices of the tensors that are being saved or loaded, by storage.
         spawned: Whether it is inside a function that torch.multiprocessing.spawn was to run.
     """
 
@@ -107,6 +109,8 @@ class Rank:
         self.state = fresh_state(seed, index)
         self.accelerator, self.device = "", 0
         self.device_marks: Any = None
+        self.devices_used: dict[int, list[str]] = {}
+        self.stored_devices: dict[int, int] = {}
         self.spawned = False
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.errors import ArgumentError
+from isobit.simulator.accelerator.modules import KINDS
 from isobit.simulator.execution import execute
 from isobit.simulator.faults import Fault
 from isobit.simulator.result import Result
@@ -23,7 +24,8 @@ class World:
         faults: Faults to inject; see `Die`, `Stall`, `Straggle`, `Drop`, `Flip` and `PlantNaN`.
         delays: Whether computation and messages take random virtual time. If not, they take none.
         watch: What else to check: "bits" (data that changes in transit), "finite" (the first NaN or infinity that is
-            sent), "reads" (results read before `wait()`), "training" (optimizer steps of replicas).
+            sent), "reads" (results read before `wait()`), "training" (optimizer steps of replicas), "devices" (ranks
+            that use the device of another rank).
         poison: Whether results are NaN until they are waited for.
         sends: "buffered", or "rendezvous" if a send waits for its receiver, as NCCL's may.
         strict: Whether a finding is raised. If not, findings are in `Result.findings`.
@@ -31,7 +33,7 @@ class World:
         ignore: Kinds of training findings to leave out, such as "gradients differ".
         flight_recorder: A folder for the calls of each rank, in the format of torch's flight recorder; see `isobit
             autopsy`.
-        accelerator: "cuda" if programs shall find a CUDA device per rank, served by CPU tensors.
+        accelerator: "cuda", "xpu" or "npu" if programs shall find such a device per rank, served by CPU tensors.
 
     Raises:
         ArgumentError: If an argument is out of its range.
@@ -69,11 +71,11 @@ class World:
             ranks < 1
             or sends not in ("buffered", "rendezvous")
             or any(not 0 <= fault.rank < ranks for fault in faults)
-            or accelerator not in ("", "cuda")
+            or accelerator not in ("", *KINDS)
         ):
             raise ArgumentError(
                 expected="at least one rank, sends 'buffered' or 'rendezvous', faults of these ranks, and an "
-                "accelerator 'cuda' or ''",
+                f"accelerator out of {', '.join(KINDS)} or none",
                 received=f"{ranks} ranks, sends {sends!r}, faults {tuple(faults)}, accelerator {accelerator!r}",
                 remedy="number ranks from 0",
             )

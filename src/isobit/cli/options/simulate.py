@@ -11,7 +11,7 @@ from isobit.errors import SimulationError
 
 # Listed here because their own modules load torch; tests compare.
 FAULTS = {kind.lower(): kind for kind in ("Die", "Stall", "Straggle", "Drop", "Flip", "PlantNaN")}
-WATCHES = ("bits", "reads", "training")
+WATCHES = ("bits", "reads", "training", "devices")
 TRAINING = (
     "buffers differ",
     "data alike",
@@ -80,9 +80,9 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device",
-        choices=("auto", "cuda", "cpu"),
+        choices=("auto", "cuda", "xpu", "npu", "cpu"),
         default="auto",
-        help="whether the script finds a CUDA device per rank, served by the CPU (default: if it has the word cuda)",
+        help="which kind of device the script finds, one per rank, served by the CPU (default: the kind that it names)",
     )
     parser.add_argument(
         "--patience",

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 
 from isobit.errors import ArgumentError
 from isobit.simulator import rank as ranks
+from isobit.simulator.accelerator.modules import kind_in
 
 
 class RankBytes(io.RawIOBase):
@@ -82,14 +83,14 @@ class Script:
     """A script and its arguments.
 
     Attributes:
-        accelerator: "cuda" if the script has that word, so that it may ask for such devices.
+        accelerator: The kind of device that the script names, or nothing.
     """
 
     def __init__(self, path: Path, arguments: Sequence[str] = ()) -> None:
         """Compile the script."""
         self.path, self.arguments = path, list(arguments)
         self.code = read_code(path)
-        self.accelerator = "cuda" if b"cuda" in path.read_bytes() else ""
+        self.accelerator = kind_in(path.read_bytes())
         self.output, self.errors = RankStream(sys.stdout), RankStream(sys.stderr)
 
     @contextmanager
