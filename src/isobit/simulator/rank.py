@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from isobit.errors import UnsupportedError
 from isobit.simulator.findings import Findings, Killed, copy_error
@@ -73,6 +75,7 @@ class Rank:
         device_marks: The devices of its tensors; see simulator/accelerator.
         devices_used: The stack at the first use of each device that it used.
         stored_devices: The devices of the tensors that are being saved or loaded, by storage.
+        on_host_read: Called when a tensor is pickled and the like, if reads are watched.
         spawned: Whether it is inside a function that torch.multiprocessing.spawn was to run.
     """
 
@@ -111,6 +114,7 @@ class Rank:
         self.device_marks: Any = None
         self.devices_used: dict[int, list[str]] = {}
         self.stored_devices: dict[int, int] = {}
+        self.on_host_read: Callable[[str, Tensor], None] | None = None
         self.spawned = False
 
     @property

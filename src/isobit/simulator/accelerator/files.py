@@ -70,6 +70,19 @@ def put_back(loaded: Any) -> None:
                     rank.devices_used.setdefault(index, [])
 
 
+def reduce_of(plain: Any) -> Any:
+    """Return a `Tensor.__reduce_ex__` that notes the device of what is pickled; torch has no mode for it."""
+
+    def __reduce_ex__(self: Tensor, protocol: Any) -> Any:
+        rank = ranks.owner()
+        index = None if rank is None or rank.device_marks is None else rank.device_marks.get(self)
+        if rank is not None and index is not None:
+            rank.stored_devices[self.untyped_storage()._cdata] = index
+        return plain(self, protocol)
+
+    return __reduce_ex__
+
+
 @contextmanager
 def devices_in_files() -> Iterator[None]:
     """Make `torch.save` and `torch.load` keep served devices."""
@@ -77,6 +90,7 @@ def devices_in_files() -> Iterator[None]:
     registry._package_registry.insert(0, entry)
     try:
         with (
+            replaced(Tensor, "__reduce_ex__", reduce_of(vars(Tensor)["__reduce_ex__"])),
             replaced(torch, "save", clean(torch.save, lambda result: None)),
             replaced(torch, "load", clean(torch.load, put_back)),
         ):

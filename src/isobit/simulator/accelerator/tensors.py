@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from isobit.simulator.call_sites import user_stack
 from isobit.simulator.rank import Rank
+from isobit.simulator.torch.backward_pass import lasting
 
 # Untyped in torch.
 FunctionMode: Any = TorchFunctionMode
@@ -196,14 +197,6 @@ def _type(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
     return mode.move(args[0], mode.mark_of(args[0]), lambda: func(*args, **kwargs))
 
 
-def _reduce(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
-    """Note the device of a tensor that is pickled, for the file's record of it; see `files.py`."""
-    index = mode.mark_of(args[0])
-    if index is not None and not mode.rank.communicating:
-        mode.rank.stored_devices[args[0].untyped_storage()._cdata] = index
-    return func(*args, **kwargs)
-
-
 def _name_device(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
     """Serve `torch.device(3)`, and the same in the arguments of `module.to(3)`."""
     if args and isinstance(args[0], int) and not isinstance(args[0], bool):
@@ -240,7 +233,6 @@ ALWAYS: dict[Any, Special] = {
     torch.get_device: _index,
     _tensor.pin_memory: _itself,
     _tensor.data.__set__: _set_data,
-    _tensor.__reduce_ex__: _reduce,
 }
 
 
@@ -261,5 +253,5 @@ def serving_devices(rank: Rank) -> Iterator[None]:
     if not rank.accelerator:
         yield
         return
-    with ServedFactories(rank), ServedDevices(rank):
+    with ServedFactories(rank), lasting(ServedDevices(rank)):
         yield
