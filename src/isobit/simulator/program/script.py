@@ -14,6 +14,7 @@ from typing import Any, TextIO
 from isobit.errors import ArgumentError
 from isobit.simulator import rank as ranks
 from isobit.simulator.accelerator.modules import kind_in
+from isobit.simulator.program.own_modules import modules_of
 
 
 class RankBytes(io.RawIOBase):
@@ -104,7 +105,8 @@ class Script:
             sys.stdout, sys.stderr = self.output, self.errors
         sys.path.insert(0, str(self.path.parent.resolve()))
         try:
-            yield self.run
+            with modules_of(str(self.path.parent.resolve())):
+                yield self.run
         finally:
             sys.argv, sys.stdout, sys.stderr, sys.path[:] = kept
             logging.root.setLevel(log[0])  # else basicConfig does nothing in the next run
