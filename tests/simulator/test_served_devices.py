@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from isobit.errors import ArgumentError, DeadlockError, RankFailedError
 from isobit.simulator import World, run_script
 
-SCRIPTS = sorted((Path(__file__).parent / "cuda_scripts").glob("*.py"))
+SCRIPTS = sorted((Path(__file__).parent / "scripts").glob("*.py"))
 
 
 def on_two(function):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from isobit.errors import DeadlockError, RankLostError, UnsupportedError
-from isobit.simulator.accelerator.tensors import serving_devices
+from isobit.simulator.accelerator.tensors import forget_devices, serving_devices
 from isobit.simulator.call_sites import user_stack
 from isobit.simulator.checkers.deadlock import endless_turn
 from isobit.simulator.checkers.pending_results import watching_reads
@@ -124,6 +124,8 @@ class Execution:
         rank = self.run.ranks[index]
         restore_state(rank.state)
         restore_folder(rank)
+        if rank.accelerator:
+            forget_devices()
 
     def _run_rank(self, rank: Rank) -> None:
         rank.thread_ids[rank.index] = threading.get_ident()

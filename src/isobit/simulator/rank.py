@@ -72,6 +72,7 @@ class Rank:
         state: Its process-wide state while another rank runs.
         accelerator: The type of the devices that the world serves, or nothing.
         device: The number of its current device.
+        device_chosen: Whether it has chosen a device, or asked for the library of devices to start.
         device_marks: The devices of its tensors; see simulator/accelerator.
         devices_used: The stack at the first use of each device that it used.
         stored_devices: The devices of the tensors that are being saved or loaded, by storage.
@@ -110,7 +111,7 @@ class Rank:
         self.left = False
         self.death: BaseException | None = None
         self.state = fresh_state(seed, index)
-        self.accelerator, self.device = "", 0
+        self.accelerator, self.device, self.device_chosen = "", 0, False
         self.device_marks: Any = None
         self.devices_used: dict[int, list[str]] = {}
         self.stored_devices: dict[int, int] = {}

@@ -28,7 +28,7 @@ def set_device(device: Any) -> None:
         return
     index = served_index(device, rank)
     if index is not None:
-        rank.device = index
+        rank.device, rank.device_chosen = index, True
 
 
 class DeviceContext:
@@ -82,6 +82,15 @@ def _yes(*args: Any, **options: Any) -> bool:
     return True
 
 
+def _init() -> None:
+    ranks.current().device_chosen = True
+
+
+def _initialized() -> bool:
+    rank = ranks.current()
+    return rank.device_chosen or bool(rank.devices_used)
+
+
 def _stream(*args: Any, **options: Any) -> ServedStream:
     return ServedStream()
 
@@ -97,9 +106,9 @@ def _set_states(states: Any) -> None:
 # One table for all kinds of devices: what a kind does not have is left out.
 FUNCTIONS: dict[str, Any] = {
     "is_available": _yes,
-    "is_initialized": _yes,
-    "init": _nothing,
-    "_lazy_init": _nothing,
+    "is_initialized": _initialized,  # init_device_mesh chooses a device if not
+    "init": _init,
+    "_lazy_init": _init,
     "is_bf16_supported": _yes,
     "device_count": _count,
     "current_device": lambda: ranks.current().device,

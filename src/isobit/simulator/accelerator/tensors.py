@@ -247,6 +247,13 @@ def special_calls(kind: str) -> dict[Any, Special]:
     return ALWAYS | own
 
 
+def forget_devices() -> None:
+    """Clear torch's cache of fake tensors: it remembers the current device of the rank before."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    if fake is not None:
+        fake.FakeTensorMode.cache_clear()
+
+
 @contextmanager
 def serving_devices(rank: Rank) -> Iterator[None]:
     """Serve the devices of a rank on the current thread, if its world has any."""

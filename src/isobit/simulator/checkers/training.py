@@ -242,8 +242,9 @@ class Training:
 
     @rank_hook
     def _after_forward(
-        self, rank: int, module: nn.Module, args: Any, kwargs: Any, output: Any
+        self, rank: int, module: nn.Module, args: Any, *rest: Any
     ) -> None:
+        kwargs = rest[0] if len(rest) == 2 else {}  # torch leaves them out after an exception
         notes = self.notes[rank]
         notes.depth -= 1
         if notes.depth == 0 and module.training and torch.is_grad_enabled():
