@@ -23,6 +23,7 @@ from isobit.simulator.checkers.step_copies import StepCopies
 from isobit.simulator.faults import Stalled
 from isobit.simulator.findings import Killed, copy_error
 from isobit.simulator.program.folder import restore_folder
+from isobit.simulator.program.line_budget import counting_lines
 from isobit.simulator.program.process_state import restore_state, save_state
 from isobit.simulator.program.threads import finish, has_library_threads
 from isobit.simulator.program.waits import LocalWait
@@ -138,6 +139,7 @@ class Execution:
                 torch.autograd.set_multithreading_enabled(False),
                 watching_reads(rank),
                 serving_devices(rank),
+                counting_lines(rank, self.run.settings.lines),
             ):
                 self._call(rank)
             if rank.death is not None:  # a bare `except` of the program caught it

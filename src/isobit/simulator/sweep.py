@@ -42,6 +42,7 @@ class Plan:
     patience: float = 120.0
     flight_recorder: Path | None = None
     device: str = "auto"
+    lines: int | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
         watch=plan.watch,
         sends=plan.sends,
         patience=plan.patience,
+        lines=plan.lines,
         ignore=plan.ignore,
         flight_recorder=dump_folder(plan, seed),
         accelerator=accelerator_of(plan),

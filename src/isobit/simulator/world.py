@@ -30,6 +30,7 @@ class World:
         sends: "buffered", or "rendezvous" if a send waits for its receiver, as NCCL's may.
         strict: Whether a finding is raised. If not, findings are in `Result.findings`.
         patience: Real seconds that a rank may compute without a call that lets other ranks run.
+        lines: Lines of its own code that a rank may run without such a call; None for any number.
         ignore: Kinds of training findings to leave out, such as "gradients differ".
         flight_recorder: A folder for the calls of each rank, in the format of torch's flight recorder; see `isobit
             autopsy`.
@@ -62,6 +63,7 @@ class World:
         sends: str = "buffered",
         strict: bool = True,
         patience: float = 120.0,
+        lines: int | None = None,
         ignore: Collection[str] = (),
         flight_recorder: str | Path | None = None,
         accelerator: str = "",
@@ -89,6 +91,7 @@ class World:
             sends=sends,
             strict=strict,
             patience=patience,
+            lines=lines,
             ignore=frozenset(ignore),
             accelerator=accelerator,
             flight_recorder=None if flight_recorder is None else Path(flight_recorder),

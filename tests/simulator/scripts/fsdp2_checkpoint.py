@@ -47,9 +47,7 @@ states = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=T
 dcp.save(states, checkpoint_id=os.path.join(folder[0], "fsdp2"))
 step()
 dcp.load(states, checkpoint_id=os.path.join(folder[0], "fsdp2"))
-set_state_dict(
-    model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"]
-)
+set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optim"])
 again = step()
 if rank == 0:
     print(f"loss {first[0]:.5f} {first[1]:.5f}, from the checkpoint {again:.5f}")

@@ -15,7 +15,11 @@ from transformers import (
 
 
 def main():
-    words = sys.argv[1:] if "--output_dir" in sys.argv else ["--output_dir", tempfile.mkdtemp(), *sys.argv[1:]]
+    words = (
+        sys.argv[1:]
+        if "--output_dir" in sys.argv
+        else ["--output_dir", tempfile.mkdtemp(), *sys.argv[1:]]
+    )
     defaults = ["--max_steps", "2", "--per_device_train_batch_size", "2", "--logging_steps", "1"]
     defaults += ["--save_strategy", "no", "--report_to", "none", "--disable_tqdm", "true"]
     (training_args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(

@@ -1,4 +1,4 @@
-"""Train a small language model with DDP, gradient accumulation by no_sync, clipping and mixed precision, as nanoGPT does."""
+"""Train a small language model with DDP, gradient accumulation and clipping, as nanoGPT does."""
 
 import math
 import os

@@ -1,4 +1,4 @@
-"""Train with a parameter server by messages: rank 0 keeps the weights, the others send gradients and receive weights."""
+"""Train with a parameter server by messages: rank 0 keeps the weights, the others send gradients."""
 
 import torch
 import torch.distributed as dist

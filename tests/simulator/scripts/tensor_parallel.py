@@ -23,7 +23,9 @@ class ToyModel(nn.Module):
 
 
 _world_size = int(os.environ["WORLD_SIZE"])
-device_type = torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+device_type = (
+    torch.accelerator.current_accelerator().type if torch.accelerator.is_available() else "cpu"
+)
 device_mesh = init_device_mesh(device_type=device_type, mesh_shape=(_world_size,))
 _rank = device_mesh.get_rank()
 torch.manual_seed(0)

@@ -5,9 +5,9 @@ import tempfile
 
 import torch
 from datasets import Dataset
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import SFTConfig, SFTTrainer
 
 torch.manual_seed(0)
@@ -18,7 +18,9 @@ config = LlamaConfig(
 model = LlamaForCausalLM(config)
 words = {f"w{i}": i for i in range(62)} | {"<pad>": 62, "<eos>": 63}
 tokenizer = PreTrainedTokenizerFast(
-    tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), pad_token="<pad>", eos_token="<eos>"
+    tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")),
+    pad_token="<pad>",
+    eos_token="<eos>",
 )
 args = SFTConfig(
     output_dir=tempfile.mkdtemp(),

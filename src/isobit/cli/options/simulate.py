@@ -15,8 +15,13 @@ WATCHES = ("bits", "reads", "training", "devices")
 TRAINING = (
     "buffers differ",
     "data alike",
-    "gradients differ",
     "differs from one worker",
+    "dropout on",
+    "file shared",
+    "gradients differ",
+    "gradients kept",
+    "not updated",
+    "order repeated",
     "random numbers alike",
     "start differs",
     "tensors alike",
@@ -89,6 +94,12 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=120.0,
         help="real seconds of one rank's turn, after which it is reported as not returning (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lines",
+        type=at_least_one,
+        metavar="N",
+        help="lines of the program in one rank's turn, after which it is reported the same way (default: any number)",
     )
 
 

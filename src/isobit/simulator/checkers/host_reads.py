@@ -1,10 +1,11 @@
 """Host reads: ways in which a program reads a tensor's memory without an operator of torch.
 
 [Note: doors]
-Operators are watched by `pending_results.py`. Some methods of a tensor read or hand out its memory without one: `numpy()`
-returns an array of the same memory, `tolist()` reads in C++, `repr()` switches the watch of operators off. Each of them
-is a *door*, and is watched here. The registry is closed: every attribute of `torch.Tensor` is an operator of aten, or in
-one of the three sets below; tests/simulator/test_host_reads.py fails for one that is in none, and opens every door.
+Operators are watched by `pending_results.py`. Some methods of a tensor read or hand out its memory without one:
+`numpy()` returns an array of the same memory, `tolist()` reads in C++, `repr()` switches the watch of operators off.
+Each of them is a *door*, and is watched here. The registry is closed: every attribute of `torch.Tensor` is an operator
+of aten, or in one of the three sets below; tests/simulator/test_host_reads.py fails for one that is in none, and opens
+every door.
 
 An array, address or storage that a program took before the call of the collective is not seen.
 """
@@ -30,26 +31,32 @@ from isobit.simulator.rank import Rank
 FunctionMode: Any = TorchFunctionMode  # untyped in torch
 _tensor: Any = Tensor
 
+
+def names(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
 # Methods that read, or hand out, memory without an operator.
-DOORS = frozenset(
+DOORS = names(
     "__array__ __deepcopy__ __dlpack__ __format__ __reduce_ex__ __repr__ __str__ _reduce_ex_internal _typed_storage "
-    "apply_ const_data_ptr data_ptr map2_ map_ numpy share_memory_ storage tolist untyped_storage".split()
+    "apply_ const_data_ptr data_ptr map2_ map_ numpy share_memory_ storage tolist untyped_storage"
 )
 # Addresses and storages: torch itself asks for them to see whether two tensors share memory.
-IDENTITIES = frozenset("const_data_ptr data_ptr untyped_storage".split())
+IDENTITIES = names("const_data_ptr data_ptr untyped_storage")
 UNSEEN = ("_reduce_ex_internal", "_typed_storage")  # which no mode of torch sees
 # Methods in Python that read by operators.
-BY_OPERATORS = frozenset(
+BY_OPERATORS = names(
     "__bool__ __complex__ __contains__ __float__ __index__ __int__ __long__ __nonzero__ __reversed__ backward bfloat16 "
     "bool byte cdouble cfloat char cpu cuda double float half int ipu long module_load mtia new_tensor short "
     "to_sparse_coo unique xpu __abs__ __add__ __div__ __eq__ __floordiv__ __ge__ __getitem__ __gt__ __iadd__ __idiv__ "
     "__ifloordiv__ __imod__ __imul__ __invert__ __ipow__ __isub__ __itruediv__ __le__ __lt__ __matmul__ __mod__ "
     "__mul__ __ne__ __neg__ __pos__ __pow__ __radd__ __rand__ __rdiv__ __rfloordiv__ __rlshift__ __rmatmul__ __rmod__ "
-    "__rmul__ __ror__ __rpow__ __rrshift__ __rsub__ __rtruediv__ __rxor__ __setitem__ __sub__ __truediv__ lu".split()
+    "__rmul__ __ror__ __rpow__ __rrshift__ __rsub__ __rtruediv__ __rxor__ __setitem__ __sub__ __truediv__ lu"
 )
 # What describes a tensor, makes a view of it, or is no longer part of torch. The last two hand out memory to C code
 # only: `__cuda_array_interface__` raises for a CPU tensor, `__dlpack_c_exchange_api__` is a capsule of the class.
-DESCRIPTIONS = frozenset(
+DESCRIPTIONS = names(
     "H T __annotations__ __array_priority__ __array_wrap__ __class__ __delattr__ __delitem__ __dict__ __dir__ "
     "__dlpack_device__ __doc__ __getattribute__ __getstate__ __hash__ __init__ __init_subclass__ __iter__ __len__ "
     "__module__ __new__ __reduce__ __setattr__ __setstate__ __sizeof__ __subclasshook__ __torch_dispatch__ "
@@ -60,7 +67,7 @@ DESCRIPTIONS = frozenset(
     "is_mkldnn is_mps is_mtia is_nested is_quantized is_shared is_sparse is_sparse_csr is_vulkan is_xla is_xpu "
     "itemsize layout lstsq name nbytes ndim ndimension nelement new register_hook register_post_accumulate_grad_hook "
     "reinforce requires_grad shape solve storage_type symeig type volatile __cuda_array_interface__ "
-    "__dlpack_c_exchange_api__".split()
+    "__dlpack_c_exchange_api__"
 )
 # Functions that read the elements of lists in C++.
 READS_LISTS = (torch.tensor, torch.as_tensor, torch.asarray, _tensor.new_tensor)

@@ -1,4 +1,4 @@
-"""Pending results: an operator, or a door of `host_reads.py`, that reads or writes the result of a collective before `wait()`."""
+"""Pending results: an operator, or a door of `host_reads.py`, that reads or writes a result before `wait()`."""
 
 from __future__ import annotations
 
