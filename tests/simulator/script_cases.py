@@ -19,14 +19,12 @@ class Case:
         gloo: Its arguments on the CPU; None if it asks for GPUs without a choice.
         simulated: Its arguments in the simulator.
         folder: Whether its first argument is a folder for files.
-        heavy: Whether a run on 8 ranks takes more than a few seconds.
     """
 
     title: str
     gloo: tuple[str, ...] | None = ()
     simulated: tuple[str, ...] = ()
     folder: bool = False
-    heavy: bool = False
 
 
 CASES = {
@@ -42,9 +40,9 @@ CASES = {
     "pipeline": Case("1F1B pipeline, a stage per rank"),
     "parameter_server": Case("a parameter server by messages"),
     "elastic": Case("elastic torchrun, snapshots, signals", folder=True),
-    "accelerate_loop": Case("Accelerate, accumulation, metrics", ("--cpu",), heavy=True),
-    "hf_trainer": Case("transformers' Trainer", ("--use_cpu",), heavy=True),
-    "trl_sft": Case("TRL's SFTTrainer", ("--use_cpu",), ("--use_cpu",), heavy=True),
+    "accelerate_loop": Case("Accelerate, accumulation, metrics", ("--cpu",)),
+    "hf_trainer": Case("transformers' Trainer", ("--use_cpu",)),
+    "trl_sft": Case("TRL's SFTTrainer", ("--use_cpu",), ("--use_cpu",)),
 }
 
 

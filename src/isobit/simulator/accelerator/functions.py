@@ -295,7 +295,7 @@ def served_functions(kind: str) -> Iterator[None]:
         return
     with ExitStack() as stack:
         if kind == "npu":
-            vars(stack.enter_context(npu_in_torch())).update(FUNCTIONS)
+            stack.enter_context(npu_in_torch(FUNCTIONS))
         else:
             module = getattr(torch, kind)
             for part in (module.random, module.memory, module):

@@ -38,12 +38,11 @@ def _module_to_npu(self: nn.Module, device: Any = None) -> nn.Module:
     return self._apply(lambda tensor: _to_npu(tensor, device))
 
 
-@contextmanager
-def npu_in_torch() -> Iterator[ModuleType]:
-    """Give torch what the package torch_npu does: the device's name, `torch.npu` and methods of tensors and modules.
-
-    A process can name torch's free kind of device only once, so the name remains after the run.
-    """
+def name_npu() -> ModuleType:
+    """Name torch's free kind of device "npu", once in a process, and return its module, which has no devices yet."""
+    if getattr(torch, "npu", None) is not None:
+        module: ModuleType = torch.npu  # type: ignore[attr-defined]
+        return module
     try:
         torch.utils.rename_privateuse1_backend("npu")
     except RuntimeError as error:
@@ -52,14 +51,47 @@ def npu_in_torch() -> Iterator[ModuleType]:
             received=str(error),
             remedy="simulate the script in a process of its own: isobit simulate",
         ) from error
+    accelerators: Any = torch._C._acc  # type: ignore[attr-defined]
+
+    class NoDevices(accelerators.PrivateUse1Hooks):  # type: ignore[misc]
+        def is_available(self) -> bool:
+            return False
+
+        def is_built(self) -> bool:
+            return False
+
+        def has_primary_context(self, index: int) -> bool:
+            return False
+
+    accelerators.register_python_privateuseone_hook(NoDevices())
     module = ModuleType("torch.npu")
+    vars(module).update(
+        is_available=lambda: False,
+        device_count=lambda: 0,
+        manual_seed_all=lambda seed: None,
+        _is_in_bad_fork=lambda: False,
+    )
+    vars(torch)["npu"] = module
+    return module
+
+
+@contextmanager
+def npu_in_torch(functions: dict[str, Any]) -> Iterator[None]:
+    """Give torch what the package torch_npu does: `torch.npu`, and methods of tensors and modules.
+
+    A process can name this kind of device only once: afterwards the name remains, and `torch.npu` has no devices.
+    """
+    module = name_npu()
+    plain = dict(vars(module))
     owners: list[tuple[Any, str, Any]] = [
-        (torch, "npu", module),
         (Tensor, "npu", _to_npu),
         (Tensor, "is_npu", property(lambda self: self.device.type == "npu")),
         (nn.Module, "npu", _module_to_npu),
     ]
     with ExitStack() as stack:
+        vars(module).update(functions)
+        stack.callback(vars(module).update, plain)
+        stack.callback(vars(module).clear)
         for owner, name, value in owners:
             setattr(owner, name, value)
             stack.callback(delattr, owner, name)
@@ -67,4 +99,4 @@ def npu_in_torch() -> Iterator[ModuleType]:
             if name not in sys.modules:
                 sys.modules[name] = value
                 stack.callback(sys.modules.pop, name, None)
-        yield module
+        yield

@@ -148,67 +148,85 @@ def check_ends(habits: Mapping[int, Habits]) -> Iterator[TrainingFinding]:
             yield TrainingFinding("file shared", tuple(sorted(sites)), text, sites)
 
 
-@contextmanager
-def watching_habits(habits: Sequence[Habits], masks: Callable[[int], None]) -> Iterator[None]:
-    """Watch torch's functions while a world runs; `masks(rank)` is called when functional dropout draws."""
+class HabitWatch:
+    """Functions that note what a rank does, and then call the function of torch that they replace."""
 
-    def here() -> Habits | None:
-        return habits[ranks.current().index] if ranks.inside() else None
+    def __init__(self, habits: Sequence[Habits], masks: Callable[[int], None]) -> None:
+        """Watch all ranks; `masks(rank)` is called when functional dropout draws."""
+        self.habits, self.masks = habits, masks
+
+    def here(self) -> Habits | None:
+        """Return the notes of the current rank."""
+        return self.habits[ranks.current().index] if ranks.inside() else None
 
     def dropout(
-        plain: Any, x: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **more: Any
-    ) -> Tensor:
-        notes = here()
+        self,
+        plain: Any,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,
+        inplace: bool = False,
+    ) -> Any:
+        """Note a mask, and dropout while the model is evaluated."""
+        notes = self.here()
         if notes is not None and training and p > 0:
             if notes.evaluating and not torch.is_grad_enabled() and not notes.awake:
                 notes.awake = user_line(sys._getframe(1))
-            masks(ranks.current().index)
-        result: Tensor = plain(x, p, training, *rest, **more)
-        return result
+            self.masks(ranks.current().index)
+        return plain(input, p, training, inplace)
 
-    def attention(plain: Any, *args: Any, **options: Any) -> Any:
+    def attention(self, plain: Any, *args: Any, **options: Any) -> Any:
+        """Note the mask of attention's own dropout."""
         if ranks.inside() and (options.get("dropout_p") or (len(args) > 4 and args[4])):
-            masks(ranks.current().index)
+            self.masks(ranks.current().index)
         return plain(*args, **options)
 
-    def iterate(plain: Any, sampler: Any) -> Any:
-        notes = here()
+    def iterate(self, plain: Any, sampler: Any) -> Any:
+        """Note that a sampler starts an epoch."""
+        notes = self.here()
         if notes is not None and sampler.shuffle:
             notes.iterations += 1
             notes.sampler = (id(sampler), sampler.epoch, notes.iterations)
         return plain(sampler)
 
-    def add(plain: Any, optimizer: Any, group: Any) -> None:
-        plain(optimizer, group)
-        notes = here()
+    def add(self, plain: Any, optimizer: Any, param_group: Any) -> None:
+        """Note the parameters of an optimizer."""
+        plain(optimizer, param_group)
+        notes = self.here()
         if notes is not None:
             notes.owned.update({id(p): p for p in optimizer.param_groups[-1]["params"]})
 
-    def backward(plain: Any, *args: Any, **options: Any) -> Any:
-        notes = here()
+    def backward(self, plain: Any, *args: Any, **options: Any) -> Any:
+        """Look at the gradients before a backward pass."""
+        notes = self.here()
         if notes is not None and options.get("accumulate_grad"):
             notes.note_backward()
         return plain(*args, **options)
 
-    def save(plain: Any, value: Any, file: Any, *args: Any, **options: Any) -> None:
-        notes = here()
-        if notes is not None and isinstance(file, (str, os.PathLike)):
-            notes.written[os.path.abspath(file)] = user_line(sys._getframe(1))
-        plain(value, file, *args, **options)
+    def save(self, plain: Any, obj: Any, f: Any, *args: Any, **options: Any) -> None:
+        """Note the path of a file."""
+        notes = self.here()
+        if notes is not None and isinstance(f, (str, os.PathLike)):
+            notes.written[os.path.abspath(f)] = user_line(sys._getframe(1))
+        plain(obj, f, *args, **options)
 
-    functional: Any = torch.nn.functional
+
+@contextmanager
+def watching_habits(habits: Sequence[Habits], masks: Callable[[int], None]) -> Iterator[None]:
+    """Watch torch's functions while a world runs; see `HabitWatch`."""
+    watch, functional = HabitWatch(habits, masks), torch.nn.functional
     places: tuple[tuple[Any, str, Callable[..., Any]], ...] = (
-        (functional, "dropout", dropout),
-        (functional, "scaled_dot_product_attention", attention),
-        (DistributedSampler, "__iter__", iterate),
-        (Optimizer, "add_param_group", add),
-        (torch.autograd, "_engine_run_backward", backward),
-        (torch, "save", save),
+        (functional, "dropout", watch.dropout),
+        (functional, "scaled_dot_product_attention", watch.attention),
+        (DistributedSampler, "__iter__", watch.iterate),
+        (Optimizer, "add_param_group", watch.add),
+        (torch.autograd, "_engine_run_backward", watch.backward),
+        (torch, "save", watch.save),
     )
     with ExitStack() as stack:
-        for owner, name, watch in places:
+        for owner, name, function in places:
             plain = getattr(owner, name)
-            value = functools.wraps(plain)(bind(watch, plain))
+            value = functools.wraps(plain)(bind(function, plain))
             stack.enter_context(replaced(owner, name, value))
         yield
 
