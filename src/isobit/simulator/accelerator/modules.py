@@ -35,7 +35,9 @@ def _to_npu(self: Tensor, device: Any = None, non_blocking: bool = False) -> Ten
 
 def _module_to_npu(self: nn.Module, device: Any = None) -> nn.Module:
     """Copy the tensors of a module to an NPU."""
-    return self._apply(lambda tensor: _to_npu(tensor, device))
+    module: Any = self
+    module._apply(lambda tensor: _to_npu(tensor, device))
+    return self
 
 
 def name_npu() -> ModuleType:
@@ -44,14 +46,15 @@ def name_npu() -> ModuleType:
         module: ModuleType = torch.npu  # type: ignore[attr-defined]
         return module
     try:
-        torch.utils.rename_privateuse1_backend("npu")
+        naming: Any = torch.utils
+        naming.rename_privateuse1_backend("npu")
     except RuntimeError as error:
         raise UnsupportedError(
             expected="a process in which no other device has the name that npu needs",
             received=str(error),
             remedy="simulate the script in a process of its own: isobit simulate",
         ) from error
-    accelerators: Any = torch._C._acc  # type: ignore[attr-defined]
+    accelerators: Any = torch._C._acc
 
     class NoDevices(accelerators.PrivateUse1Hooks):  # type: ignore[misc]
         def is_available(self) -> bool:

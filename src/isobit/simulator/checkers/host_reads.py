@@ -135,11 +135,13 @@ def to_dlpack_of(plain: Any) -> Any:
 @contextmanager
 def watched_functions() -> Iterator[None]:
     """Replace the functions that no mode of torch sees."""
+    dlpack: Any = torch.utils.dlpack
+    to_dlpack = to_dlpack_of(dlpack.to_dlpack)
     with ExitStack() as stack:
         for owner, name, value in (
             *((Tensor, name, watched(vars(Tensor)[name], name)) for name in UNSEEN),
-            (torch, "to_dlpack", to_dlpack_of(torch.to_dlpack)),
-            (torch.utils.dlpack, "to_dlpack", to_dlpack_of(torch.to_dlpack)),
+            (torch, "to_dlpack", to_dlpack),
+            (dlpack, "to_dlpack", to_dlpack),
         ):
             stack.enter_context(replaced(owner, name, value))
         yield

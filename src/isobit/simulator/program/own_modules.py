@@ -21,7 +21,7 @@ LIBRARIES = tuple(
     for name in ("PartialState", "AcceleratorState", "GradientState")
 )
 # Python's locks of modules that are being imported: a rank may pass the baton during an import.
-locks: dict[str, Any] = vars(importlib._bootstrap)["_module_locks"]  # type: ignore[attr-defined]
+locks: dict[str, Any] = vars(importlib._bootstrap)["_module_locks"]
 
 
 @dataclass

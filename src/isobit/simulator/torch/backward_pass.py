@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
+import torch.overrides
 
 from isobit.simulator.program.replaced import replaced
 
@@ -31,7 +31,8 @@ def engine_of(plain: Any) -> Any:
     """Return a replacement for the call of torch's autograd engine."""
 
     def run(*args: Any, **options: Any) -> Any:
-        on = _get_current_function_mode_stack()
+        overrides: Any = torch.overrides
+        on = overrides._get_current_function_mode_stack()
         with ExitStack() as stack:
             for mode in getattr(_here, "modes", ()):
                 if mode not in on:
