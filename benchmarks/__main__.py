@@ -20,6 +20,7 @@ CASES = (
     "agreement",
     "simulator",
     "bugs",
+    "scripts",
     "training_bugs",
     "guards",
     "autopsy",

@@ -32,6 +32,7 @@ COMMANDS = {
     "step": "python -m benchmarks step --quick",
     "agreement": "python -m benchmarks agreement",
     "bugs": "python -m benchmarks bugs",
+    "scripts": "python -m benchmarks scripts",
     "training-bugs": "python -m benchmarks training_bugs",
     "guards": "python -m benchmarks guards",
     "autopsy": "python -m benchmarks autopsy",

@@ -21,6 +21,7 @@ IsobitError
     ├── TrainingError    ranks that all finish, but train a wrong model; `kind` is the reason
     ├── RankFailedError  a rank that raised an error of its own
     ├── RankLostError    a rank that died, or that waited for one that did
+    ├── DeviceError      a rank that uses the device of another rank
     ├── BusyError        a rank that computes, or waits, without ever letting the others run
     └── ReplayError      a run that differs from its recorded trace
 
@@ -263,6 +264,12 @@ class RankLostError(SimulationError):
     """A rank died, or waited for one that did."""
 
     kind = "rank lost"
+
+
+class DeviceError(SimulationError):
+    """A rank that uses the device of another rank."""
+
+    kind = "device shared"
 
 
 class BusyError(SimulationError):

@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
         options.patience,
         options.flight_recorder,
         options.device,
+        options.lines,
     )
     runs: list[SeedRun] = []
     title = f"{options.script.name} on {options.ranks} ranks"
@@ -135,6 +136,8 @@ def replay_command(options: argparse.Namespace, group: Group) -> str:
         words += ["--fault-calls", str(options.fault_calls)]
     if options.device != "auto":
         words += ["--device", options.device]
+    if options.lines is not None:
+        words += ["--lines", str(options.lines)]
     if options.sends != "buffered":
         words += ["--sends", options.sends]
     if tuple(options.watch) != WATCHES:

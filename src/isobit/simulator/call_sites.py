@@ -20,6 +20,7 @@ FUNCTIONS = (
     "_functional_collectives.py",
     "_ops.py",
     "_contextlib.py",
+    "overrides.py",  # which calls the function modes of ranks
 )
 NOT_USERS = (
     TORCH,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from isobit.errors import DeadlockError, RankLostError, UnsupportedError
-from isobit.simulator.accelerator.tensors import serving_devices
+from isobit.simulator.accelerator.tensors import forget_devices, serving_devices
 from isobit.simulator.call_sites import user_stack
 from isobit.simulator.checkers.deadlock import endless_turn
 from isobit.simulator.checkers.pending_results import watching_reads
@@ -23,6 +23,7 @@ from isobit.simulator.checkers.step_copies import StepCopies
 from isobit.simulator.faults import Stalled
 from isobit.simulator.findings import Killed, copy_error
 from isobit.simulator.program.folder import restore_folder
+from isobit.simulator.program.line_budget import counting_lines
 from isobit.simulator.program.process_state import restore_state, save_state
 from isobit.simulator.program.threads import finish, has_library_threads
 from isobit.simulator.program.waits import LocalWait
@@ -124,6 +125,8 @@ class Execution:
         rank = self.run.ranks[index]
         restore_state(rank.state)
         restore_folder(rank)
+        if rank.accelerator:
+            forget_devices()
 
     def _run_rank(self, rank: Rank) -> None:
         rank.thread_ids[rank.index] = threading.get_ident()
@@ -136,6 +139,7 @@ class Execution:
                 torch.autograd.set_multithreading_enabled(False),
                 watching_reads(rank),
                 serving_devices(rank),
+                counting_lines(rank, self.run.settings.lines),
             ):
                 self._call(rank)
             if rank.death is not None:  # a bare `except` of the program caught it

@@ -67,7 +67,7 @@ def run_script(
         ranks: The number of ranks.
         seed: The seed of the schedule.
         faults: Faults to inject.
-        **options: Further arguments of `World`. A script with the word "cuda" gets accelerator="cuda".
+        **options: Further arguments of `World`. A script that names cuda, xpu or npu gets such devices.
 
     Returns:
         The result of the run; its values are the namespaces of the script on each rank.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from isobit.errors import UnsupportedError
 from isobit.simulator.findings import Findings, Killed, copy_error
@@ -70,7 +72,11 @@ class Rank:
         state: Its process-wide state while another rank runs.
         accelerator: The type of the devices that the world serves, or nothing.
         device: The number of its current device.
+        device_chosen: Whether it has chosen a device, or asked for the library of devices to start.
         device_marks: The devices of its tensors; see simulator/accelerator.
+        devices_used: The stack at the first use of each device that it used.
+        stored_devices: The devices of the tensors that are being saved or loaded, by storage.
+        on_host_read: Called when a tensor is pickled and the like, if reads are watched.
         spawned: Whether it is inside a function that torch.multiprocessing.spawn was to run.
     """
 
@@ -105,8 +111,11 @@ class Rank:
         self.left = False
         self.death: BaseException | None = None
         self.state = fresh_state(seed, index)
-        self.accelerator, self.device = "", 0
+        self.accelerator, self.device, self.device_chosen = "", 0, False
         self.device_marks: Any = None
+        self.devices_used: dict[int, list[str]] = {}
+        self.stored_devices: dict[int, int] = {}
+        self.on_host_read: Callable[[str, Tensor], None] | None = None
         self.spawned = False
 
     @property

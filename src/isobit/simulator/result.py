@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from isobit.errors import SimulationError
+from isobit.simulator.checkers.devices import shared_devices
 from isobit.simulator.checkers.mismatch import group_mismatches
 from isobit.simulator.checkers.orphans import orphaned_message, orphaned_work
 from isobit.simulator.root_cause import first_failure
@@ -61,6 +62,7 @@ def conclude(run: Run) -> Result:
         if run.training is not None:
             run.training.finish()
         found.extend(group_mismatches(run.group_calls))
+        found.extend(shared_devices(run.ranks))
         found.extend(orphaned_work(run.ranks))
         found.extend(map(orphaned_message, run.network.unreceived()))
         error = run.recorder.departure

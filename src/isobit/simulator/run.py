@@ -48,6 +48,7 @@ class Settings:
     sends: str = "buffered"
     strict: bool = True
     patience: float = 120.0
+    lines: int | None = None
     ignore: frozenset[str] = frozenset()
     flight_recorder: Path | None = None
     accelerator: str = ""

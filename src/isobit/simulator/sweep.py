@@ -12,7 +12,7 @@ from isobit.simulator.program.script import Script
 from isobit.simulator.single_rank import compare_with_one
 from isobit.simulator.world import World
 
-WATCHES = ("bits", "reads", "training")
+WATCHES = ("bits", "reads", "training", "devices")
 LAST_LINES = 4  # of the error stream of a rank that failed
 
 
@@ -25,7 +25,7 @@ class Plan:
         fault_calls: The latest call at which it happens.
         one_worker: Whether to compare each run with a run on one rank.
         tolerance: Of that comparison.
-        device: "cuda" serves CUDA devices, "cpu" none; "auto" does if the script has the word.
+        device: "cuda", "xpu" or "npu" serves such devices, "cpu" none; "auto" those that the script names.
         flight_recorder: A folder for dumps of each rank's calls; of several seeds, a folder in it for each.
     """
 
@@ -42,6 +42,7 @@ class Plan:
     patience: float = 120.0
     flight_recorder: Path | None = None
     device: str = "auto"
+    lines: int | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +117,7 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
         watch=plan.watch,
         sends=plan.sends,
         patience=plan.patience,
+        lines=plan.lines,
         ignore=plan.ignore,
         flight_recorder=dump_folder(plan, seed),
         accelerator=accelerator_of(plan),

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.errors import ArgumentError
+from isobit.simulator.accelerator.modules import KINDS
 from isobit.simulator.execution import execute
 from isobit.simulator.faults import Fault
 from isobit.simulator.result import Result
@@ -23,15 +24,17 @@ class World:
         faults: Faults to inject; see `Die`, `Stall`, `Straggle`, `Drop`, `Flip` and `PlantNaN`.
         delays: Whether computation and messages take random virtual time. If not, they take none.
         watch: What else to check: "bits" (data that changes in transit), "finite" (the first NaN or infinity that is
-            sent), "reads" (results read before `wait()`), "training" (optimizer steps of replicas).
+            sent), "reads" (results read before `wait()`), "training" (optimizer steps of replicas), "devices" (ranks
+            that use the device of another rank).
         poison: Whether results are NaN until they are waited for.
         sends: "buffered", or "rendezvous" if a send waits for its receiver, as NCCL's may.
         strict: Whether a finding is raised. If not, findings are in `Result.findings`.
         patience: Real seconds that a rank may compute without a call that lets other ranks run.
+        lines: Lines of its own code that a rank may run without such a call; None for any number.
         ignore: Kinds of training findings to leave out, such as "gradients differ".
         flight_recorder: A folder for the calls of each rank, in the format of torch's flight recorder; see `isobit
             autopsy`.
-        accelerator: "cuda" if programs shall find a CUDA device per rank, served by CPU tensors.
+        accelerator: "cuda", "xpu" or "npu" if programs shall find such a device per rank, served by CPU tensors.
 
     Raises:
         ArgumentError: If an argument is out of its range.
@@ -60,6 +63,7 @@ class World:
         sends: str = "buffered",
         strict: bool = True,
         patience: float = 120.0,
+        lines: int | None = None,
         ignore: Collection[str] = (),
         flight_recorder: str | Path | None = None,
         accelerator: str = "",
@@ -69,11 +73,11 @@ class World:
             ranks < 1
             or sends not in ("buffered", "rendezvous")
             or any(not 0 <= fault.rank < ranks for fault in faults)
-            or accelerator not in ("", "cuda")
+            or accelerator not in ("", *KINDS)
         ):
             raise ArgumentError(
                 expected="at least one rank, sends 'buffered' or 'rendezvous', faults of these ranks, and an "
-                "accelerator 'cuda' or ''",
+                f"accelerator out of {', '.join(KINDS)} or none",
                 received=f"{ranks} ranks, sends {sends!r}, faults {tuple(faults)}, accelerator {accelerator!r}",
                 remedy="number ranks from 0",
             )
@@ -87,6 +91,7 @@ class World:
             sends=sends,
             strict=strict,
             patience=patience,
+            lines=lines,
             ignore=frozenset(ignore),
             accelerator=accelerator,
             flight_recorder=None if flight_recorder is None else Path(flight_recorder),

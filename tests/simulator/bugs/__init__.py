@@ -1,6 +1,6 @@
 """Planted bugs, each a small program beside its clean twin."""
 
-from tests.simulator.bugs import breakdowns, disagreements, messages, replicas, waiting
+from tests.simulator.bugs import breakdowns, disagreements, habits, messages, replicas, waiting
 from tests.simulator.bugs.bug import CATALOGUE, Bug, blamed, find
 
 __all__ = [
@@ -10,6 +10,7 @@ __all__ = [
     "breakdowns",
     "disagreements",
     "find",
+    "habits",
     "messages",
     "replicas",
     "waiting",

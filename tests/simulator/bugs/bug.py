@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from isobit.errors import SimulationError
 from isobit.simulator.faults import Fault
@@ -28,7 +28,7 @@ class Bug:
     watch: tuple[str, ...]
     against_one: bool
     ranks: int = 4
-    patience: float = 120.0
+    options: dict[str, object] = field(default_factory=dict)
 
 
 def one(seed: int) -> tuple[int, ...]:
@@ -44,7 +44,7 @@ def all_four(seed: int) -> tuple[int, ...]:
 def find(bug: Bug, seed: int, wrong: bool) -> SimulationError | None:
     """Return what the simulator finds in the bug, or in its clean twin."""
     world = World(
-        bug.ranks, seed, bug.faults(seed) if wrong else (), watch=bug.watch, patience=bug.patience
+        bug.ranks, seed, bug.faults(seed) if wrong else (), watch=bug.watch, **bug.options
     )
     try:
         if bug.against_one:
@@ -75,7 +75,7 @@ def planted(
     watch: tuple[str, ...] = ("bits", "reads", "training"),
     against_one: bool = False,
     name: str = "",
-    patience: float = 120.0,
+    **options: object,
 ) -> Callable[[Program], Program]:
     """Adds a program to the catalogue, under its own name."""
 
@@ -83,7 +83,7 @@ def planted(
         called = name or program.__name__.replace("_", "-")
         assert called not in CATALOGUE, called
         CATALOGUE[called] = Bug(
-            called, title, program, kind, culprits, faults, watch, against_one, patience=patience
+            called, title, program, kind, culprits, faults, watch, against_one, options=options
         )
         return program
 

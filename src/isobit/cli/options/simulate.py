@@ -11,12 +11,17 @@ from isobit.errors import SimulationError
 
 # Listed here because their own modules load torch; tests compare.
 FAULTS = {kind.lower(): kind for kind in ("Die", "Stall", "Straggle", "Drop", "Flip", "PlantNaN")}
-WATCHES = ("bits", "reads", "training")
+WATCHES = ("bits", "reads", "training", "devices")
 TRAINING = (
     "buffers differ",
     "data alike",
-    "gradients differ",
     "differs from one worker",
+    "dropout on",
+    "file shared",
+    "gradients differ",
+    "gradients kept",
+    "not updated",
+    "order repeated",
     "random numbers alike",
     "start differs",
     "tensors alike",
@@ -80,15 +85,21 @@ def add_schedule_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device",
-        choices=("auto", "cuda", "cpu"),
+        choices=("auto", "cuda", "xpu", "npu", "cpu"),
         default="auto",
-        help="whether the script finds a CUDA device per rank, served by the CPU (default: if it has the word cuda)",
+        help="which kind of device the script finds, one per rank, served by the CPU (default: the kind that it names)",
     )
     parser.add_argument(
         "--patience",
         type=float,
         default=120.0,
         help="real seconds of one rank's turn, after which it is reported as not returning (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--lines",
+        type=at_least_one,
+        metavar="N",
+        help="lines of the program in one rank's turn, after which it is reported the same way (default: any number)",
     )
 
 

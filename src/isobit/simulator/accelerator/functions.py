@@ -1,4 +1,4 @@
-"""Functions of `torch.cuda` and `torch.accelerator` for the devices that a world serves."""
+"""Functions of `torch.cuda`, `torch.xpu`, `torch.npu` and `torch.accelerator` for the devices that a world serves."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
+import torch.utils.checkpoint
 
 from isobit.errors import UnsupportedError
 from isobit.simulator import rank as ranks
+from isobit.simulator.accelerator.files import devices_in_files
+from isobit.simulator.accelerator.modules import npu_in_torch
 from isobit.simulator.accelerator.streams import ServedEvent, ServedStream
-from isobit.simulator.accelerator.tensors import SERVED, served_index
+from isobit.simulator.accelerator.tensors import served_index
 from isobit.simulator.program.replaced import replaced
 
 MEMORY = 80 << 30  # bytes of a served device
@@ -27,7 +29,7 @@ def set_device(device: Any) -> None:
         return
     index = served_index(device, rank)
     if index is not None:
-        rank.device = index
+        rank.device, rank.device_chosen = index, True
 
 
 class DeviceContext:
@@ -81,15 +83,33 @@ def _yes(*args: Any, **options: Any) -> bool:
     return True
 
 
+def _init() -> None:
+    ranks.current().device_chosen = True
+
+
+def _initialized() -> bool:
+    rank = ranks.current()
+    return rank.device_chosen or bool(rank.devices_used)
+
+
 def _stream(*args: Any, **options: Any) -> ServedStream:
     return ServedStream()
 
 
-CUDA: dict[str, Any] = {
+def _states(*args: Any) -> list[torch.Tensor]:
+    return [torch.default_generator.get_state()] * _count()
+
+
+def _set_states(states: Any) -> None:
+    torch.default_generator.set_state(states[ranks.current().device])
+
+
+# One table for all kinds of devices: what a kind does not have is left out.
+FUNCTIONS: dict[str, Any] = {
     "is_available": _yes,
-    "is_initialized": _yes,
-    "init": _nothing,
-    "_lazy_init": _nothing,
+    "is_initialized": _initialized,  # init_device_mesh chooses a device if not
+    "init": _init,
+    "_lazy_init": _init,
     "is_bf16_supported": _yes,
     "device_count": _count,
     "current_device": lambda: ranks.current().device,
@@ -116,21 +136,25 @@ CUDA: dict[str, Any] = {
     "initial_seed": lambda: torch.default_generator.initial_seed(),
     "get_rng_state": lambda device=None: torch.default_generator.get_state(),
     "set_rng_state": lambda state, device=None: torch.default_generator.set_state(state),
+    "get_rng_state_all": _states,
+    "set_rng_state_all": _set_states,
+    "seed": lambda: torch.default_generator.seed(),
+    "seed_all": lambda: torch.default_generator.seed(),
     "mem_get_info": lambda device=None: (MEMORY, MEMORY),
     "memory_stats": lambda device=None: {},
     "memory_summary": lambda *args, **options: "",
     "set_per_process_memory_fraction": _nothing,
 }
 for _name in ("allocated", "reserved", "cached"):
-    CUDA |= {f"memory_{_name}": _zero, f"max_memory_{_name}": _zero}
+    FUNCTIONS |= {f"memory_{_name}": _zero, f"max_memory_{_name}": _zero}
 for _name in ("peak_memory_stats", "max_memory_allocated", "max_memory_cached"):
-    CUDA[f"reset_{_name}"] = _nothing
-CUDA["reset_accumulated_memory_stats"] = _nothing
+    FUNCTIONS[f"reset_{_name}"] = _nothing
+FUNCTIONS["reset_accumulated_memory_stats"] = _nothing
 
 ACCELERATOR: dict[str, Any] = {
     "is_available": _yes,
     "device_count": _count,
-    "current_accelerator": lambda check_available=False: torch.device(SERVED),
+    "current_accelerator": lambda check_available=False: torch.device(ranks.current().accelerator),
     "current_device_index": lambda: ranks.current().device,
     "current_device_idx": lambda: ranks.current().device,
     "set_device_index": set_device,
@@ -145,12 +169,16 @@ ACCELERATOR: dict[str, Any] = {
     "memory_reserved": _zero,
     "max_memory_reserved": _zero,
     "memory_stats": lambda device=None: {},
+    "get_device_capability": lambda device=None: {},
+    "empty_host_cache": _nothing,
     "get_memory_info": lambda device=None: (MEMORY, MEMORY),
     "reset_peak_memory_stats": _nothing,
     "reset_accumulated_memory_stats": _nothing,
 }
 NVTX: dict[str, Any] = {
     "range_push": _zero,
+    "range_start": _zero,
+    "range_end": _nothing,
     "range_pop": _zero,
     "mark": _nothing,
     "range": lambda *args, **options: nullcontext(),
@@ -173,45 +201,64 @@ def refused(name: str) -> Callable[..., Any]:
 
     def function(*args: Any, **options: Any) -> Any:
         raise UnsupportedError(
-            expected="functions of torch.cuda that the simulator serves",
+            expected="functions of a device that the simulator serves",
             received=f"{name} on a rank",
-            remedy="leave the call out where the program is simulated, or pass --device cpu if it can do without CUDA",
+            remedy="leave the call out where the program is simulated, or pass --device cpu if it can do without GPUs",
         )
 
     return function
 
 
 def autocast_of(plain: Any) -> Callable[..., None]:
-    """Return a constructor of `torch.autocast` that serves "cuda" by the CPU's autocast."""
+    """Return a constructor of `torch.autocast` that serves devices by the CPU's autocast."""
 
     def construct(
         self: Any, device_type: str, dtype: Any = None, *args: Any, **options: Any
     ) -> None:
-        if ranks.inside() and device_type == SERVED:
-            device_type, dtype = "cpu", torch.get_autocast_dtype(SERVED) if dtype is None else dtype
+        if ranks.inside() and device_type == ranks.current().accelerator:
+            dtype = torch.get_autocast_dtype(device_type) if dtype is None else dtype
+            device_type = "cpu"
         plain(self, device_type, dtype, *args, **options)
 
     return construct
 
 
-def load_of(plain: Any) -> Callable[..., Any]:
-    """Return a `torch.load` that puts tensors on served devices."""
+def generators() -> type:
+    """Return a `torch.Generator` that accepts served devices: it draws on the CPU."""
+    plain: Any = torch.Generator
 
-    def load(file: Any, map_location: Any = None, *args: Any, **options: Any) -> Any:
-        if not ranks.inside():
-            return plain(file, map_location, *args, **options)
-        place = map_location
-        if isinstance(map_location, dict):  # the tutorials' {"cuda:0": "cuda:1"}
-            place = next(iter(map_location.values()), None)
-        if callable(place):
-            return plain(file, map_location, *args, **options)
-        index = served_index(place, ranks.current())
-        loaded = plain(file, "cpu" if place is not None else None, *args, **options)
-        if index is None:
-            return loaded
-        return tree_map_only(torch.Tensor, lambda tensor: tensor.cuda(index), loaded)
+    class Kind(type(plain)):  # type: ignore[misc]
+        def __instancecheck__(cls, value: object) -> bool:
+            return isinstance(value, plain)
 
-    return load
+    class Generator(plain, metaclass=Kind):  # type: ignore[misc]
+        """A generator of random numbers."""
+
+        def __new__(cls, device: Any = "cpu") -> Any:
+            served = ranks.inside() and served_index(device, ranks.current()) is not None
+            made = plain.__new__(cls, "cpu" if served else device)
+            made.named = torch.device(device) if served else None
+            return made
+
+        @property
+        def device(self) -> torch.device:
+            """The device that the program named."""
+            named: torch.device | None = getattr(self, "named", None)
+            return torch.device("cpu") if named is None else named
+
+    return Generator
+
+
+@contextmanager
+def recomputed_devices() -> Iterator[None]:
+    """Leave devices out of what activation checkpointing compares: tensors that C++ keeps have lost theirs."""
+    checks: Any = torch.utils.checkpoint._allowed_determinism_checks_to_fns
+    plain = checks["default"]
+    checks["default"] = lambda tensor: (tensor.shape, tensor.dtype)
+    try:
+        yield
+    finally:
+        checks["default"] = plain
 
 
 @contextmanager
@@ -225,30 +272,42 @@ def without_record_stream() -> Iterator[None]:
         del owner.record_stream  # inherited again
 
 
+def replace_functions(stack: ExitStack, module: Any, table: dict[str, Any], name: str) -> None:
+    """Serve the functions of a module that are in the table, and refuse its others on ranks."""
+    for member, served in table.items():
+        plain = getattr(module, member, None)
+        if plain is None:
+            continue
+        value = served if isinstance(served, type) else on_rank(plain, served)
+        stack.enter_context(replaced(module, member, value))
+    for member in module.__all__:
+        plain = getattr(module, member)
+        if callable(plain) and not isinstance(plain, type) and member not in (*table, *KEPT):
+            value = on_rank(plain, refused(f"{name}.{member}"))
+            stack.enter_context(replaced(module, member, value))
+
+
 @contextmanager
-def served_functions(accelerator: str) -> Iterator[None]:
+def served_functions(kind: str) -> Iterator[None]:
     """Replace the functions while a world that serves devices runs."""
-    if not accelerator:
+    if not kind:
         yield
         return
     with ExitStack() as stack:
-        for module, table in (
-            (torch.cuda, CUDA),
-            (torch.accelerator, ACCELERATOR),
-            (torch.cuda.nvtx, NVTX),
-        ):
-            for name, served in table.items():
-                plain = getattr(module, name)
-                value = served if isinstance(served, type) else on_rank(plain, served)
-                stack.enter_context(replaced(module, name, value))
-        for name in torch.cuda.__all__:
-            plain = getattr(torch.cuda, name)
-            if callable(plain) and not isinstance(plain, type) and name not in (*CUDA, *KEPT):
-                value = on_rank(plain, refused(f"torch.cuda.{name}"))
-                stack.enter_context(replaced(torch.cuda, name, value))
+        if kind == "npu":
+            stack.enter_context(npu_in_torch(FUNCTIONS))
+        else:
+            module = getattr(torch, kind)
+            for part in (module.random, module.memory, module):
+                name = "torch." + part.__name__.split(".")[1]
+                replace_functions(stack, part, FUNCTIONS, name)
+        replace_functions(stack, torch.accelerator, ACCELERATOR, "torch.accelerator")
+        replace_functions(stack, torch.cuda.nvtx, NVTX, "torch.cuda.nvtx")
         autocast = torch.amp.autocast_mode.autocast
         constructor = autocast_of(vars(autocast)["__init__"])
         stack.enter_context(replaced(autocast, "__init__", constructor))
+        stack.enter_context(replaced(torch, "Generator", generators()))
+        stack.enter_context(recomputed_devices())
         stack.enter_context(without_record_stream())
-        stack.enter_context(replaced(torch, "load", load_of(torch.load)))
+        stack.enter_context(devices_in_files())
         yield

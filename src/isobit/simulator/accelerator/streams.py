@@ -51,7 +51,7 @@ class ServedStream:
     @property
     def device(self) -> torch.device:
         """The current device of the rank."""
-        return torch.device("cuda", current().device)
+        return torch.device(current().accelerator, current().device)
 
     def wait_stream(self, stream: Any) -> None:
         """Do nothing."""

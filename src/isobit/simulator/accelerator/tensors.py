@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from isobit.simulator.call_sites import user_stack
 from isobit.simulator.rank import Rank
+from isobit.simulator.torch.backward_pass import lasting
 
-SERVED = "cuda"
 # Untyped in torch.
 FunctionMode: Any = TorchFunctionMode
 DispatchMode: Any = TorchDispatchMode
@@ -24,12 +26,13 @@ def served_index(device: Any, rank: Rank) -> int | None:
     """Return the number of a served device, or None for another device.
 
     Raises:
-        RuntimeError: As CUDA does, if there are fewer devices than that.
+        RuntimeError: As a GPU's driver does, if there are fewer devices than that.
     """
-    if isinstance(device, str) and device.startswith(SERVED):
+    kind = rank.accelerator
+    if isinstance(device, str) and device.startswith(kind):
         device = torch.device(device)
     if isinstance(device, torch.device):
-        if device.type != SERVED:
+        if device.type != kind:
             return None
         index = rank.device if device.index is None else device.index
     elif isinstance(device, int) and not isinstance(device, bool):
@@ -38,7 +41,7 @@ def served_index(device: Any, rank: Rank) -> int | None:
         return None
     if not 0 <= index < rank.world_size:
         raise RuntimeError(
-            f"CUDA error: invalid device ordinal {index}: there are {rank.world_size} devices"
+            f"{kind.upper()} error: invalid device ordinal {index}: there are {rank.world_size} devices"
         )
     return index
 
@@ -57,11 +60,12 @@ class ServedDevices(FunctionMode):  # type: ignore[misc]
         if rank.device_marks is None:
             rank.device_marks = WeakTensorKeyDictionary()
         self.marks: Any = rank.device_marks
+        self.special = special_calls(rank.accelerator)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace the device of a call, and mark its results."""
         kwargs = dict(kwargs or {})
-        special = SPECIAL.get(func)
+        special = self.special.get(func)
         if special is not None:
             return special(self, func, args, kwargs)
         kwargs.pop("pin_memory", None) if kwargs.get("pin_memory") else None
@@ -100,7 +104,7 @@ class ServedDevices(FunctionMode):  # type: ignore[misc]
         if index is None:
             return
         if isinstance(result, Tensor):
-            self.marks[result] = index
+            self.place(result, index)
         elif isinstance(result, (list, tuple)):
             for item in result:
                 self.mark(item, index)
@@ -113,12 +117,18 @@ class ServedDevices(FunctionMode):  # type: ignore[misc]
         if index is None:
             self.marks.pop(result, None)
         else:
-            self.marks[result] = index
+            self.place(result, index)
         return result
+
+    def place(self, tensor: Tensor, index: int) -> None:
+        """Note the device of a tensor, and where the rank first used that device."""
+        self.marks[tensor] = index
+        if index not in self.rank.devices_used:
+            self.rank.devices_used[index] = user_stack(sys._getframe())
 
 
 def _to_served(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
-    """Serve `tensor.cuda(device)`."""
+    """Serve `tensor.cuda(device)` and `tensor.xpu(device)`."""
     device = args[1] if len(args) > 1 else kwargs.get("device")
     index = mode.rank.device if device is None else served_index(device, mode.rank)
     form = kwargs.get("memory_format", torch.preserve_format)
@@ -149,7 +159,7 @@ def _to(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _device(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
     index = mode.mark_of(args[0])
-    return func(*args, **kwargs) if index is None else torch.device(SERVED, index)
+    return func(*args, **kwargs) if index is None else torch.device(mode.rank.accelerator, index)
 
 
 def _is_served(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> bool:
@@ -171,13 +181,26 @@ def _set_data(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> None:
     if index is None:
         mode.marks.pop(args[0], None)
     else:
-        mode.marks[args[0]] = index
+        mode.place(args[0], index)
+
+
+def _type(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
+    """Serve `x.type()` and `x.type("torch.cuda.FloatTensor")`."""
+    here, wanted = f"torch.{mode.rank.accelerator}.", [*args[1:], *kwargs.values()][:1]
+    if not wanted or wanted[0] is None:
+        name = func(args[0])
+        return name if mode.mark_of(args[0]) is None else name.replace("torch.", here)
+    if isinstance(wanted[0], str):
+        index = mode.rank.device if wanted[0].startswith(here) else None
+        plain = wanted[0].replace(here, "torch.")
+        return mode.move(args[0], index, lambda: func(args[0], plain))
+    return mode.move(args[0], mode.mark_of(args[0]), lambda: func(*args, **kwargs))
 
 
 def _name_device(mode: ServedDevices, func: Any, args: Any, kwargs: Any) -> Any:
     """Serve `torch.device(3)`, and the same in the arguments of `module.to(3)`."""
     if args and isinstance(args[0], int) and not isinstance(args[0], bool):
-        args = (torch.device(SERVED, args[0]), *args[1:])
+        args = (torch.device(mode.rank.accelerator, args[0]), *args[1:])
     return func(*args, **kwargs)
 
 
@@ -199,19 +222,36 @@ class ServedFactories(DispatchMode):  # type: ignore[misc]
 
 Special = Callable[[ServedDevices, Any, Any, Any], Any]
 _tensor: Any = Tensor  # its properties have getters that the stubs lack
-SPECIAL: dict[Any, Special] = {
-    _tensor.cuda: _to_served,
+ALWAYS: dict[Any, Special] = {
     _tensor.cpu: _to_cpu,
     _tensor.to: _to,
+    _tensor.type: _type,
     torch.device: _name_device,
     torch._C._nn._parse_to: _name_device,
     _tensor.device.__get__: _device,
-    _tensor.is_cuda.__get__: _is_served,
     _tensor.get_device: _index,
     torch.get_device: _index,
     _tensor.pin_memory: _itself,
     _tensor.data.__set__: _set_data,
 }
+
+
+def special_calls(kind: str) -> dict[Any, Special]:
+    """Return the calls that are not carried out as they are. Of "npu" torch has no methods: see `modules.py`."""
+    own: dict[Any, Special] = {}
+    if kind in ("cuda", "xpu"):
+        own = {
+            getattr(_tensor, kind): _to_served,
+            getattr(_tensor, f"is_{kind}").__get__: _is_served,
+        }
+    return ALWAYS | own
+
+
+def forget_devices() -> None:
+    """Clear torch's cache of fake tensors: it remembers the current device of the rank before."""
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    if fake is not None:
+        fake.FakeTensorMode.cache_clear()
 
 
 @contextmanager
@@ -220,5 +260,5 @@ def serving_devices(rank: Rank) -> Iterator[None]:
     if not rank.accelerator:
         yield
         return
-    with ServedFactories(rank), ServedDevices(rank):
+    with ServedFactories(rank), lasting(ServedDevices(rank)):
         yield

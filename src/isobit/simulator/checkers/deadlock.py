@@ -87,6 +87,18 @@ def without_followers(ranks: Sequence[int], waits: Mapping[int, Collection[int]]
     return first or list(ranks)
 
 
+def endless_lines(rank: int, lines: int, stack: Sequence[str]) -> BusyError:
+    """Report a rank that runs too many lines without letting others run."""
+    return BusyError(
+        expected=f"rank {rank} to reach a call that lets other ranks run within {lines} lines of the program",
+        received="more lines than that",
+        remedy=f"look at the line given for rank {rank}; if the work just takes long, allow more lines "
+        "(World(lines=…), --lines)",
+        ranks=[rank],
+        stacks={rank: stack},
+    )
+
+
 def endless_turn(rank: int, seconds: float, stack: Sequence[str]) -> BusyError:
     """Report a rank that keeps the baton for too long in real time."""
     return BusyError(

@@ -1,4 +1,4 @@
-"""Pending results: an operator that reads or writes the result of a collective before `wait()`."""
+"""Pending results: an operator, or a door of `host_reads.py`, that reads or writes a result before `wait()`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from isobit.errors import PendingError
 from isobit.simulator.call_sites import user_stack
+from isobit.simulator.checkers.host_reads import DoorWatch
 from isobit.simulator.memory import memory_of, overlap
 from isobit.simulator.rank import Pending, Rank
+from isobit.simulator.torch.backward_pass import lasting
 
 # Namespaces of operators that wait by themselves.
 WAITING = ("_c10d_functional", "c10d", "_c10d_functional_autograd")
@@ -38,16 +40,17 @@ class ReadWatch(DispatchMode):  # type: ignore[misc]
             and not func.is_view
         ):
             leaves = tree_leaves((args, kwargs))
-            self._check(func, [leaf for leaf in leaves if isinstance(leaf, Tensor)])
+            self.check(str(func), [leaf for leaf in leaves if isinstance(leaf, Tensor)])
         return func(*args, **(kwargs or {}))
 
-    def _check(self, func: Any, tensors: list[Tensor]) -> None:
+    def check(self, func: str, tensors: list[Tensor]) -> None:
+        """Report tensors that share memory with a pending result."""
         read = memory_of(tensors)
         for work in self.rank.pending.values():
             if overlap(read, work.memory):
                 self._report(func, work)
 
-    def _report(self, func: Any, work: Pending) -> None:
+    def _report(self, func: str, work: Pending) -> None:
         lines = user_stack(sys._getframe(2))
         line = lines[0] if lines else ""
         if line and line in self.reported:
@@ -67,9 +70,16 @@ class ReadWatch(DispatchMode):  # type: ignore[misc]
 
 @contextmanager
 def watching_reads(rank: Rank) -> Iterator[None]:
-    """Watch the operators of the current thread, if the run watches reads."""
+    """Watch the operators and doors of the current thread, if the run watches reads."""
     if "reads" not in rank.watch:
         yield
         return
-    with ReadWatch(rank):
+    watch = ReadWatch(rank)
+
+    def on_host_read(what: str, tensor: Tensor) -> None:
+        if rank.pending and not rank.communicating:
+            watch.check(what, [tensor])
+
+    rank.on_host_read = on_host_read
+    with watch, lasting(DoorWatch(rank, watch.check)):
         yield

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from isobit.majority import count_votes
+from isobit.simulator.checkers.habits import check_habits
 from isobit.simulator.checkers.step_record import Start, Step, describe_difference, digest
 from isobit.simulator.checkers.training_findings import TrainingFinding
 
@@ -166,6 +167,7 @@ def check_step(
         check_finite(steps, step),
         check_start(starts, steps) if step == 0 else None,
     ]
+    found += check_habits({rank: note.habits for rank, note in steps.items()}, step)
     for group in find_replicas({rank: starts[rank] for rank in steps}, talked):
         mine = {rank: steps[rank] for rank in group}
         found += [check_data(mine, step, before), check_masks(mine, step), check_values(mine, step)]

@@ -14,7 +14,7 @@ from isobit.simulator.collectives import Call
 from isobit.simulator.findings import Findings
 from isobit.simulator.operations import Message, Operation, Receive
 
-WATCHES = ("bits", "finite", "reads", "training")
+WATCHES = ("bits", "finite", "reads", "training", "devices")
 
 
 class DataWatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,7 @@ class Step:
         site: The line of the program that made the step.
         values: The digest of each parameter after the step.
         kept: A copy of each parameter after the step, unless it is large.
+        habits: A `StepHabits` of `habits.py`.
     """
 
     parameters: list[Tensor]
@@ -57,6 +59,7 @@ class Step:
     site: str = ""
     values: tuple[str, ...] = ()
     kept: tuple[Tensor | None, ...] = ()
+    habits: Any = None
 
 
 def digest(tensor: Tensor | None) -> str:

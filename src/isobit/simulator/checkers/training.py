@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import dropout
 from torch.nn.modules import module as modules
+from torch.nn.modules.dropout import AlphaDropout, Dropout1d, Dropout2d, Dropout3d
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
@@ -25,6 +25,7 @@ from isobit.majority import count_votes
 from isobit.simulator import probe
 from isobit.simulator import rank as ranks
 from isobit.simulator.call_sites import user_line
+from isobit.simulator.checkers.habits import Habits, check_ends, watching_habits
 from isobit.simulator.checkers.replicas import Pair, check_step, check_tensor, find_replicas
 from isobit.simulator.checkers.step_copies import StepCopies
 from isobit.simulator.checkers.step_record import (
@@ -42,6 +43,12 @@ from isobit.simulator.collectives import Call, name_of
 from isobit.simulator.findings import Findings
 from isobit.simulator.memory import memory_of, overlap
 
+MASKED = (
+    Dropout1d,
+    Dropout2d,
+    Dropout3d,
+    AlphaDropout,
+)  # nn.Dropout calls the function, which is watched
 LONGEST_DRIFT = 16  # steps that ranks may be apart; beyond, only digests of parameters are kept
 
 
@@ -100,6 +107,7 @@ class Training:
         """Start without any step; see the arguments above."""
         self.ranks, self.findings, self.ignore, self.copies = ranks, findings, ignore, copies
         self.notes = [Notes() for _ in range(ranks)]
+        self.habits = [Habits() for _ in range(ranks)]
         self.starts: dict[int, dict[int, Start]] = defaultdict(dict)
         self.steps: dict[tuple[int, int], dict[int, Step]] = defaultdict(dict)
         self.checked: set[tuple[int, int]] = set()
@@ -115,6 +123,7 @@ class Training:
         """Install hooks on every optimizer and module of the process, and listen to probes."""
         with ExitStack() as stack:
             stack.enter_context(probe.listening(self.note_tensor))
+            stack.enter_context(watching_habits(self.habits, self._note_mask))
             for handle in (
                 optimizers.register_optimizer_step_pre_hook(self._before_step),
                 optimizers.register_optimizer_step_post_hook(self._after_step),
@@ -168,6 +177,8 @@ class Training:
             self._check_buffer(used)
         for (name, count, _, alike), held in list(self.tensors.items()):
             self._report(check_tensor(held, name, count, alike))
+        for finding in check_ends(dict(enumerate(self.habits))):
+            self._report(finding)
 
     @rank_hook
     def _before_step(self, rank: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -196,6 +207,7 @@ class Training:
             masks=tuple(notes.masks),
             pending=_owned_by_pending(names, gradients),
             site=user_line(sys._getframe()),
+            habits=self.habits[rank].note_step(parameters, gradients),
         )
         notes.clear()
 
@@ -231,19 +243,26 @@ class Training:
     def _before_forward(self, rank: int, module: nn.Module, inputs: Any) -> None:
         notes = self.notes[rank]
         notes.depth += 1
+        if notes.depth == 1:
+            self.habits[rank].evaluating = not module.training
+            if module.training:
+                self.habits[rank].roots[id(module)] = module
         if notes.depth == 1 and module not in notes.seen:
             notes.seen.add(module)
             named = [*module.named_parameters(), *module.named_modules()]
             notes.names.update({id(part): name.removeprefix("module.") for name, part in named})
-        if isinstance(module, dropout._DropoutNd) and module.training and module.p > 0:
-            notes.masks.append(digest(torch.get_rng_state()))
+        if isinstance(module, MASKED) and module.training and module.p > 0:
+            self._note_mask(rank)
         if not module.training and module._buffers:
             self._note_buffers(rank, module)  # here: a wrapper may broadcast them just before
 
+    def _note_mask(self, rank: int) -> None:
+        """Note that dropout draws a mask, from the current state of the random numbers."""
+        self.notes[rank].masks.append(digest(torch.get_rng_state()))
+
     @rank_hook
-    def _after_forward(
-        self, rank: int, module: nn.Module, args: Any, kwargs: Any, output: Any
-    ) -> None:
+    def _after_forward(self, rank: int, module: nn.Module, args: Any, *rest: Any) -> None:
+        kwargs = rest[0] if len(rest) == 2 else {}  # torch leaves them out after an exception
         notes = self.notes[rank]
         notes.depth -= 1
         if notes.depth == 0 and module.training and torch.is_grad_enabled():

@@ -37,6 +37,26 @@ WORDS = {  # kind: (what was expected, remedy)
         "call .wait() on the handle of the collective, then step",
     ),
     "not finite": ("gradients that are finite numbers", "look for the source on the ranks named"),
+    "gradients kept": (
+        "gradients of this step only",
+        "call optimizer.zero_grad() before each backward pass that starts a step",
+    ),
+    "not updated": (
+        "every parameter that has a gradient in an optimizer",
+        "make the optimizer after the model is moved, copied or unfrozen; freeze what shall not train",
+    ),
+    "order repeated": (
+        "another order of samples in each epoch",
+        "call sampler.set_epoch(epoch) before each epoch",
+    ),
+    "dropout on": (
+        "no dropout while the model is evaluated",
+        "pass training=self.training to torch.nn.functional.dropout",
+    ),
+    "file shared": (
+        "one rank that writes a file, or a name per rank",
+        "save on rank 0 only, then call a barrier",
+    ),
     "tensors differ": (
         "a tensor that is the same on all ranks",
         "look for what only the ranks named do",

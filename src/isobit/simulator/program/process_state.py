@@ -1,4 +1,4 @@
-"""Process-wide state that each rank owns: random numbers, default dtype, thread count, `__main__`, `sys.argv`.
+"""Process-wide state that each rank owns: random numbers, default dtype, thread count, modules, `sys.argv`.
 
 The scheduler saves it when a rank passes the baton, and restores it when the rank gets the baton again.
 """
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from isobit.simulator.program import python_random
+from isobit.simulator.program import own_modules, python_random
 
 TORCH_SEED = 67280421310721  # the seed of the default generator in a new process
 
@@ -18,7 +18,7 @@ TORCH_SEED = 67280421310721  # the seed of the default generator in a new proces
 class ProcessState:
     """One rank's values of what a process has only once."""
 
-    __slots__ = ("arguments", "dtype", "main", "numpy", "python", "threads", "torch")
+    __slots__ = ("arguments", "dtype", "main", "modules", "numpy", "python", "threads", "torch")
 
     def __init__(
         self, torch_state: torch.Tensor, python: Any, numpy: Any, dtype: torch.dtype
@@ -28,6 +28,7 @@ class ProcessState:
         self.main = sys.modules["__main__"]  # pickle looks there for classes of a script
         self.arguments = sys.argv
         self.threads = torch.get_num_threads()
+        self.modules = own_modules.Kept()
 
 
 def numpy_random() -> Any:
@@ -39,12 +40,14 @@ def numpy_random() -> Any:
 def save_state() -> ProcessState:
     """Return the current state of the process."""
     numpy = numpy_random()
-    return ProcessState(
+    state = ProcessState(
         torch.default_generator.get_state(),
         python_random.save(),
         None if numpy is None else numpy.get_bit_generator(),
         torch.get_default_dtype(),
     )
+    state.modules = own_modules.save()
+    return state
 
 
 def restore_state(state: ProcessState) -> None:
@@ -59,6 +62,7 @@ def restore_state(state: ProcessState) -> None:
         torch.set_num_threads(state.threads)
     sys.modules["__main__"] = state.main
     sys.argv = state.arguments
+    own_modules.restore(state.modules)
 
 
 def fresh_state(seed: int, index: int) -> ProcessState:

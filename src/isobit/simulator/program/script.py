@@ -13,6 +13,8 @@ from typing import Any, TextIO
 
 from isobit.errors import ArgumentError
 from isobit.simulator import rank as ranks
+from isobit.simulator.accelerator.modules import kind_in
+from isobit.simulator.program.own_modules import modules_of
 
 
 class RankBytes(io.RawIOBase):
@@ -82,14 +84,14 @@ class Script:
     """A script and its arguments.
 
     Attributes:
-        accelerator: "cuda" if the script has that word, so that it may ask for such devices.
+        accelerator: The kind of device that the script names, or nothing.
     """
 
     def __init__(self, path: Path, arguments: Sequence[str] = ()) -> None:
         """Compile the script."""
         self.path, self.arguments = path, list(arguments)
         self.code = read_code(path)
-        self.accelerator = "cuda" if b"cuda" in path.read_bytes() else ""
+        self.accelerator = kind_in(path.read_bytes())
         self.output, self.errors = RankStream(sys.stdout), RankStream(sys.stderr)
 
     @contextmanager
@@ -103,7 +105,8 @@ class Script:
             sys.stdout, sys.stderr = self.output, self.errors
         sys.path.insert(0, str(self.path.parent.resolve()))
         try:
-            yield self.run
+            with modules_of(str(self.path.parent.resolve())):
+                yield self.run
         finally:
             sys.argv, sys.stdout, sys.stderr, sys.path[:] = kept
             logging.root.setLevel(log[0])  # else basicConfig does nothing in the next run

@@ -19,6 +19,7 @@ import torch.multiprocessing
 from isobit.errors import MismatchError, UnsupportedError
 from isobit.simulator import rank as ranks
 from isobit.simulator.accelerator.functions import served_functions
+from isobit.simulator.checkers.host_reads import watched_functions
 from isobit.simulator.program.clock import virtual_time
 from isobit.simulator.program.events import cooperative_selection
 from isobit.simulator.program.folder import folder_per_rank
@@ -29,6 +30,7 @@ from isobit.simulator.program.threads import threads_of_ranks
 from isobit.simulator.program.variables import variables_per_rank
 from isobit.simulator.run import Run
 from isobit.simulator.torch import backend
+from isobit.simulator.torch.backward_pass import modes_in_backward
 
 
 class GroupTables:
@@ -276,6 +278,8 @@ def installed(run: Run) -> Iterator[None]:
             replaced(c10d, "_default_pg_init_method", c10d._default_pg_init_method),
             compiling(run.settings.ranks),
             thread_isolation(),
+            watched_functions(),
+            modes_in_backward(),
             served_functions(run.settings.accelerator),
             nullcontext() if run.training is None else run.training.installed(),
             variables_per_rank(),

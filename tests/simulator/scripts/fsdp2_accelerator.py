@@ -24,7 +24,8 @@ for _ in range(3):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-torch.accelerator.synchronize()
+if kind != "cpu":
+    torch.accelerator.synchronize()
 total = loss.detach().clone()
 dist.all_reduce(total)
 if rank == 0:

@@ -1,0 +1,61 @@
+"""Torchrun scripts of tests/simulator/scripts, unmodified: in the simulator on 2, 8 and 64 ranks, and with gloo."""
+
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from isobit.simulator.program.script import Script
+from isobit.simulator.sweep import Plan, run_seed
+from tests.simulator.script_cases import CASES, FOLDER, losses_in, run_with_gloo, words_of
+
+PROCESSES = (
+    2  # with gloo: a sum of two has one order, so that losses may be compared digit by digit
+)
+
+
+def run(quick, threads, dtypes):
+    """Prints a table; the exit code is the number of scripts that failed or whose losses differ."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    console = Console(highlight=False, width=150)
+    sizes = (8,) if quick else (8, 64)
+    table = Table("script", "pattern", *(f"{n} ranks, CPU s" for n in sizes), "last loss", "gloo")
+    clean, compared, same, started = 0, 0, 0, time.process_time()
+    for name, case in CASES.items():
+        cells = []
+        for ranks in sizes:
+            begun = time.process_time()
+            found, losses = simulate(name, ranks)
+            clean += not found
+            cells.append(", ".join(found) or f"{time.process_time() - begun:.1f}")
+        answer = "needs GPUs"
+        if case.gloo is not None:
+            with tempfile.TemporaryDirectory() as folder:
+                real = losses_in(run_with_gloo(name, PROCESSES, Path(folder)))
+            found, ours = simulate(name, PROCESSES)
+            compared, same = compared + 1, same + (ours == real and bool(real) and not found)
+            answer = f"{len(real)} losses equal" if ours == real else f"{real} against {ours}"
+        print(name, *cells, answer, file=sys.stderr, flush=True)
+        table.add_row(name, case.title, *cells, f"{losses[-1]:.5f}" if losses else "", answer)
+    console.print(table)
+    runs = len(CASES) * len(sizes)
+    console.print(f"{len(CASES)} scripts: {clean} of {runs} runs complete without a finding")
+    console.print(f"gloo, {PROCESSES} processes: losses equal in {same} of {compared} scripts")
+    console.print(f"{time.process_time() - started:.0f} s of one core, without gloo's")
+    return (runs - clean) + (compared - same)
+
+
+def simulate(name, ranks):
+    """Return the kinds of findings of one seed, and the losses that rank 0 printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Script(FOLDER / f"{name}.py", words_of(name, folder))
+        done = run_seed(Plan(script, ranks, [0]), 0)
+    return [found.kind for found in done.found], losses_in(done.printed[0])
