@@ -31,6 +31,7 @@ class Bound:
     subject: Callable[..., Any]
     code: dict[str, Any] = field(default_factory=dict)
     wrap: Wrapper = unchanged
+    prepare: Wrapper = unchanged  # makes a planted subject callable with the drawn arguments
     gradients: bool = (
         False  # compute outputs as in training: gradients enabled, inputs require them
     )
