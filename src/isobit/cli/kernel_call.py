@@ -173,9 +173,9 @@ def fault_of_gradients(
             return f"with gradients enabled, {fault}"
         if not output.requires_grad:
             return f"its output has no gradient; {REMEDY['gradient']}"
-        found = torch.autograd.grad(
-            output, [leaves[n] for n in names], upstream.to(output.dtype), allow_unused=True
-        )
+        given = upstream.to(output.dtype, copy=True)
+        found = torch.autograd.grad(output, [leaves[n] for n in names], given, allow_unused=True)
+        found = tuple(None if t is None else t.clone() for t in found)
     except IsobitError:
         raise
     except (Exception, SystemExit) as error:
@@ -184,6 +184,8 @@ def fault_of_gradients(
     for name, gradient in zip(names, found, strict=True):
         if gradient is None:
             return f"{name} has no gradient; {REMEDY['gradient']}"
+    if not bits.equal(given, upstream.to(output.dtype)):
+        return f"its backward writes to the gradient that it is given; {REMEDY['writes']}"
     if fault := touched(watched, output):
         return f"its backward: {fault}"
     return ""

@@ -100,6 +100,7 @@ def only_tensor(value: Any) -> Tensor:
 def gradient(function: Callable[..., Any], of: str, given: Arguments, case: Case) -> Tensor:
     """Compute the gradient of an argument, from an upstream gradient that is one of the arguments."""
     upstream = given.pop(UPSTREAM)
+    upstream = upstream.clone() if upstream.is_contiguous() else upstream  # it may be written to
     given[of] = given[of].detach().requires_grad_()
     with torch.enable_grad():
         return torch.autograd.grad(function(*given.values(), **case.options), given[of], upstream)[

@@ -100,9 +100,9 @@ def differentiate(
     }
     with torch.enable_grad():
         output = function(*leaves.values())
-    found = torch.autograd.grad(
-        output, [leaves[name] for name in names], upstream.to(output.dtype)
-    )
+    # A copy: a backward may write to the gradient that it is given.
+    given_grad = upstream.to(output.dtype, copy=True)
+    found = torch.autograd.grad(output, [leaves[name] for name in names], given_grad)
     return dict(zip(names, found, strict=True))
 
 
