@@ -2,10 +2,12 @@
 
 `python -m benchmarks.liger_kernels` prints the records of all as JSON; `benchmarks candidates` starts it, because
 Triton decides when it is imported whether it interprets. The interpreter keeps a float argument of a kernel as a Python
-number, where compiled code has an fp32 scalar; `as_scalars` makes it one.
+number, where compiled code has an fp32 scalar, and has no libdevice; `as_compiled` gives it both. It adds bf16 as
+integers, so that only fp32 is judged.
 """
 
 import dataclasses
+import importlib
 import json
 import os
 import sys
@@ -59,8 +61,8 @@ def cross_entropy_of_a_copy(logits, targets):
     return liger().liger_cross_entropy(logits.clone(), targets, reduction="none")
 
 
-def as_scalars():
-    """Let the interpreter take floats for fp32 scalars, as the compiler does."""
+def as_compiled():
+    """Let the interpreter take floats for fp32 scalars, and Triton's rsqrt for libdevice's, which it does not have."""
     import numpy
     import triton.language as tl
     from triton.runtime import interpreter
@@ -74,6 +76,8 @@ def as_scalars():
         return plain(argument)
 
     interpreter._implicit_cvt = converted
+    for module in ("layer_norm", "rms_norm"):
+        importlib.import_module(f"liger_kernel.ops.{module}").rsqrt = tl.math.rsqrt
 
 
 def judged(like, name):
@@ -107,7 +111,7 @@ def main():
         print(f"Liger is not judged: {error}", file=sys.stderr)
         print("[]")
         return
-    as_scalars()
+    as_compiled()
     chosen = sys.argv[1:]
     print(
         json.dumps(
