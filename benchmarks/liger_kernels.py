@@ -95,9 +95,7 @@ def judged(like, name):
         for key, drawn in contract.inputs.items()
     }
     contract = dataclasses.replace(contract, inputs=inputs)
-    options = Options(
-        trusted=("benchmarks",), subject=f"benchmarks.liger_kernels:{name}", level=2
-    )
+    options = Options(trusted=("benchmarks",), subject=f"benchmarks.liger_kernels:{name}", level=2)
     first = first_call(contract, options, like, False)
     return [first, *(verify_contract(contract, options) if first.verdict == "kept" else ())]
 

@@ -12,7 +12,7 @@ from isobit.cli.check import chosen
 from isobit.cli.kernel_call import first_call
 from isobit.contracts.options import Options
 
-SOURCE = '''
+SOURCE = """
 import torch
 import torch.nn.functional as F
 
@@ -72,7 +72,7 @@ class OtherName(torch.nn.Module):
     def forward(self, x): return x
 
 a_norm = Norm(64)
-'''
+"""
 RIGHT = [
     ("right", "silu"), ("Right", "silu"), ("Norm", "rms_norm"), ("a_norm", "rms_norm"),
     ("norm(eps=1e-6)", "rms_norm"), ("Norm(eps=1e-6)", "rms_norm"), ("row_loss", "cross_entropy"),

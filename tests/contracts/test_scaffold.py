@@ -130,9 +130,15 @@ inputs:
   rows: {arguments: {x: [rows, n]}, sizes: {rows: [3, 17], n: [4]}, rows: rows}
 claims:
   - {id: rows, obligations: [ONE], relation: invariant, under: [batch], inputs: rows, level: L2}
-  - {id: exact, obligations: [ONE], relation: accurate, against: "isobit.library.stock:silu", limit: 1.0e-5, unit: abs, inputs: rows, level: L2, sabotage: ["isobit.library.elementwise.planted:silu_too_steep"]}
+  - {id: exact, obligations: [ONE], relation: accurate, against: "isobit.library.stock:silu",
+     limit: 1.0e-5, unit: abs, inputs: rows, level: L2, sabotage: [negated]}
 """
-CALLS = {"any-silu-v1": "x", "any-rope-v1": "x, cos, sin", "any-embedding-v1": "ids, weight", "rmsnorm-kernel-v1": "x, weight"}  # fmt: skip
+CALLS = {
+    "any-silu-v1": "x",
+    "any-rope-v1": "x, cos, sin",
+    "any-embedding-v1": "ids, weight",
+    "rmsnorm-kernel-v1": "x, weight",
+}
 
 
 @pytest.mark.parametrize("contract", CALLS)
@@ -180,7 +186,8 @@ def test_the_tests_of_a_stub_fail_until_it_is_written(tmp_path, monkeypatch):
 
     assert outcome()[0].startswith("2 failed")
     stub = (tmp_path / "half_it.py").read_text()
-    written = stub.replace("    raise NotImplementedError", "    from isobit import silu\n\n    return silu(x)\n    raise NotImplementedError")
+    body = "    from isobit import silu\n\n    return silu(x)\n    raise NotImplementedError"
+    written = stub.replace("    raise NotImplementedError", body)
     (tmp_path / "half_it.py").write_text(written)
     assert outcome()[0].startswith("2 passed"), outcome()[1]
     (tmp_path / "half_it.py").write_text(written.replace("silu(x)", "silu(x) + x.sum() / 1000"))

@@ -25,7 +25,9 @@ def add_parser(commands: Any) -> None:
         "isobit new my_norm --code any-rms-norm-v1",
     )
     parser.add_argument(
-        "name", metavar="NAME", help="the contract's id, as my-kernel-v1; with --code, a module's name"
+        "name",
+        metavar="NAME",
+        help="the contract's id, as my-kernel-v1; with --code, a module's name",
     )
     start = parser.add_mutually_exclusive_group(required=True)
     start.add_argument("--from", dest="reference", metavar="PACKAGE:FUNCTION", help="the subject")
@@ -54,7 +56,9 @@ def write_code(options: argparse.Namespace) -> int:
     (entry,) = workspace.choose(ids)
     where = options.code if is_file else entry.id
     write_all(write_stubs(options.name, workspace.tree.load(entry.id), where), options.force)
-    say(f"wrote {options.name}.py and its failing tests; write the function, then run: pytest test_{options.name}.py")
+    say(
+        f"wrote {options.name}.py and its failing tests; write the function, then run: pytest test_{options.name}.py"
+    )
     return 0
 
 

@@ -102,7 +102,9 @@ class Contract:
     waivers: tuple[Waiver, ...] = ()
     operator: str = ""
     output: tuple[str | int, ...] = ()
-    call: str = ""  # (subject, *arguments) -> output, if the subject takes other arguments than are drawn
+    call: str = (
+        ""  # (subject, *arguments) -> output, if the subject takes other arguments than are drawn
+    )
     path: str = ""  # the file; empty if the text was not read from one
 
     def code(self) -> tuple[str, ...]:

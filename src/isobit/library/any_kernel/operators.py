@@ -99,11 +99,7 @@ class Softmax(Operator):
     """`softmax(x)` over the last axis."""
 
     FORWARD, BACKWARD = 2, 3
-
-    @staticmethod
-    def reference(x: Tensor) -> Tensor:
-        """Return `torch.softmax`."""
-        return torch.softmax(x, -1)
+    reference = staticmethod(stock.softmax)
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:
@@ -121,11 +117,7 @@ class LogSoftmax(Operator):
     """`log_softmax(x)` over the last axis."""
 
     FORWARD, BACKWARD = 3, 3
-
-    @staticmethod
-    def reference(x: Tensor) -> Tensor:
-        """Return `torch.log_softmax`."""
-        return torch.log_softmax(x, -1)
+    reference = staticmethod(stock.log_softmax)
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:
@@ -144,11 +136,7 @@ class Silu(Operator):
     """`silu(x)`."""
 
     FORWARD, BACKWARD = 2, 4
-
-    @staticmethod
-    def reference(x: Tensor) -> Tensor:
-        """Return `F.silu`."""
-        return F.silu(x)
+    reference = staticmethod(stock.silu)
 
     @staticmethod
     def size(x: Tensor) -> Tensor:
@@ -175,11 +163,7 @@ class Gelu(Operator):
     """`gelu(x)`, by the error function."""
 
     FORWARD, BACKWARD = 3, 4
-
-    @staticmethod
-    def reference(x: Tensor) -> Tensor:
-        """Return GELU by a formula without cancellation."""
-        return stock.exact_gelu(x)
+    reference = staticmethod(stock.exact_gelu)
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:
@@ -196,11 +180,7 @@ class Swiglu(Operator):
     """`swiglu(gate, up)`: silu(gate) · up."""
 
     FORWARD, BACKWARD = 3, 5
-
-    @staticmethod
-    def reference(gate: Tensor, up: Tensor) -> Tensor:
-        """Return `F.silu(gate) * up`."""
-        return stock.swiglu(gate, up)
+    reference = staticmethod(stock.swiglu)
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:

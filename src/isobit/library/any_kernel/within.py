@@ -95,9 +95,7 @@ def differentiate(
     function: Callable[..., Tensor], given: Values, upstream: Tensor, names: list[str]
 ) -> Values:
     """Return the gradients of the named arguments."""
-    leaves = {
-        name: t.detach().clone().requires_grad_(name in names) for name, t in given.items()
-    }
+    leaves = {name: t.detach().clone().requires_grad_(name in names) for name, t in given.items()}
     with torch.enable_grad():
         output = function(*leaves.values())
     # A copy: a backward may write to the gradient that it is given.
