@@ -1,6 +1,6 @@
 """The first call of a kernel that `isobit check` judges: is it this operator at all, and can it be judged?
 
-What prevents the call is an error (exit 2). What a caller of the kernel would suffer from is a fault (exit 1): it writes
+What prevents the call is an error (exit 2). What a caller would suffer from is a fault (exit 1): the kernel writes
 to its inputs, returns their memory, has another dtype, another result for the same call, or no gradients.
 """
 

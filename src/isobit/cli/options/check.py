@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "code",
         metavar="CODE",
-        help="package.module:name or FILE.py:name of a function or module; it is imported, also from the current folder",
+        help="package.module:name or FILE.py:name, of a function or module; it is imported, also from here",
     )
     parser.add_argument("--like", required=True, choices=sorted(LIKE), help="what it computes")
     parser.add_argument(

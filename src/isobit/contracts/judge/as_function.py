@@ -1,4 +1,4 @@
-"""Call what a subject's name leads to as a function of tensors: functions, modules, classes of modules, autograd Functions.
+"""Call what a subject's name leads to as a function of tensors: functions, modules, their classes, autograd Functions.
 
 [Note: modules as functions]
 A module keeps its parameters, while contracts give them as the last arguments. A module is called by `functional_call`,

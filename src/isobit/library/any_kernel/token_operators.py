@@ -96,7 +96,7 @@ class CrossEntropy(Operator):
 
 
 class Logprob(Operator):
-    """`logprob(hidden, weight, targets)`: log-probabilities of targets under logits hidden · weightᵀ; in fp32, or as hidden."""
+    """`logprob(hidden, weight, targets)`: log-probabilities of targets; in fp32, or as hidden."""
 
     FORWARD, BACKWARD = 3, 4
     WIDE_OUTPUT = True
