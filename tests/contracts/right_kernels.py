@@ -131,5 +131,5 @@ def logprob(hidden, weight, targets):
         chosen = found.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         return chosen.masked_fill(targets == -100, 0)
 
-    wide = weight.float().clone()
+    (wide,) = copies(weight.float())
     return alone(one, hidden.float(), targets)
