@@ -1,21 +1,31 @@
-"""Kernels that people use, judged as `isobit check` judges: stock PyTorch, transformers, torch.compile, isobit.
+"""Kernels that people use, judged as `isobit check` judges: stock PyTorch, transformers, torch.compile, Liger, isobit.
 
 A fused kernel that is compiled for the CPU is another kernel for another number of rows, so torch.compile is judged
-with dynamic shapes, as it is used.
+with dynamic shapes, as it is used. Liger's kernels run in Triton's interpreter, in a process of their own.
 """
+
+import json
+import os
+import subprocess
+import sys
 
 import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.activations import GELUActivation, SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from isobit.cli.check import chosen
+from isobit.cli.kernel_call import first_call
 from isobit.cli.options.check import LIKE
 from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.options import Options
+from isobit.records import ClaimRecord, Planted
 
-CLAIMS = ("rows", "rows-of-the-gradient", "storage", "accuracy", "gradients", "decode-is-prefill")
+CLAIMS = (
+    "call", "rows", "rows-of-the-gradient", "storage", "accuracy", "gradients", "decode-is-prefill",
+)  # fmt: skip
 COMPILED = ("silu", "softmax", "rms_norm")
 
 
@@ -24,6 +34,11 @@ def transformers_rms_norm(x, weight):
     return torch.func.functional_call(norm, {"weight": weight}, (x,))
 
 
+def transformers_rope(x, cos, sin):
+    return apply_rotary_pos_emb(x, x, cos, sin)[0]
+
+
+transformers_silu, transformers_gelu = SiLUActivation(), GELUActivation()
 compiled_silu = torch.compile(F.silu, dynamic=True)
 compiled_softmax = torch.compile(lambda x: torch.softmax(x, -1), dynamic=True)
 compiled_rms_norm = torch.compile(transformers_rms_norm, dynamic=True)
@@ -34,9 +49,45 @@ def candidates(quick):
     for like in sorted(LIKE):
         yield "isobit", like, ""
         yield "PyTorch", like, "stock"
-    yield "transformers' LlamaRMSNorm", "rms_norm", "benchmarks.candidates:transformers_rms_norm"
+    for name, like in (
+        ("LlamaRMSNorm", "rms_norm"),
+        ("apply_rotary_pos_emb", "rope"),
+        ("SiLUActivation", "silu"),
+        ("GELUActivation", "gelu"),
+    ):
+        yield f"transformers' {name}", like, f"benchmarks.candidates:transformers_{like}"
     for like in () if quick else COMPILED:
         yield "torch.compile", like, f"benchmarks.candidates:compiled_{like}"
+
+
+def judged(like, subject):
+    """Return the records of a kernel's claims; if the first call has a fault, of that alone."""
+    contract = chosen(like, None)
+    options = Options(trusted=("benchmarks", "torch"), subject=subject, level=2)
+    first = first_call(contract, options, like, False)
+    return [first, *(verify_contract(contract, options) if first.verdict == "kept" else ())]
+
+
+def liger():
+    """Yield (who, what it is like, records) of Liger's kernels, judged in a process that interprets Triton."""
+    words = [sys.executable, "-m", "benchmarks.liger_kernels"]
+    done = subprocess.run(
+        words, stdout=subprocess.PIPE, env={**os.environ, "TRITON_INTERPRET": "1"}, check=True
+    )
+    for name, like, records in json.loads(done.stdout):
+        found = [
+            ClaimRecord(**{**r, "planted": tuple(Planted(**p) for p in r["planted"])})
+            for r in records
+        ]
+        yield f"Liger's {name}", like, found
+
+
+def everyone(quick):
+    """Yield (who, what it is like, records) of every kernel."""
+    for who, like, subject in candidates(quick):
+        yield who, like, judged(like, subject)
+    if not quick:
+        yield from liger()
 
 
 def cell(record):
@@ -52,25 +103,29 @@ def run(quick, threads, dtypes):
     """Print a row per kernel; return 1 if isobit breaks a claim, or nothing was judged."""
     console = Console(highlight=False, width=200)
     table = Table("operator", "kernel", *(c.replace("-", " ") for c in CLAIMS), "caught")
-    kept, count, wrong, examples = 0, 0, 0, []
-    for who, like, subject in candidates(quick):
-        options = Options(trusted=("benchmarks", "torch"), subject=subject, level=2)
-        found = {
-            r.claim.replace("samples", "rows"): r
-            for r in verify_contract(chosen(like, None), options)
-        }
-        planted = [p for r in found.values() for p in r.planted]
-        caught = f"{sum(p.caught for p in planted)} of {len(planted)}"
+    kept, count, wrong, examples, planted = 0, 0, 0, [], {}
+    for who, like, records in everyone(quick):
+        found = {r.claim.replace("samples", "rows"): r for r in records}
+        each = [p for r in records for p in r.planted]
+        caught = f"{sum(p.caught for p in each)} of {len(each)}"
         table.add_row(like, who, *(cell(found.get(claim)) for claim in CLAIMS), caught)
-        kept += all(r.verdict == "kept" for r in found.values())
-        wrong += who == "isobit" and any(r.verdict != "kept" for r in found.values())
+        kept += all(r.verdict == "kept" for r in records)
+        wrong += who == "isobit" and any(r.verdict != "kept" for r in records)
         count += 1
-        for record in found.values():
-            if record.verdict == "broken" and who != "isobit":
-                examples.append(f"{who}, {like}, {record.claim}: {record.detail}")
+        if who == "isobit":
+            planted |= {
+                (like, r.claim, p.name): p.caught
+                for r in records
+                for p in r.planted
+                if ".any_kernel." in p.name
+            }
+        examples += [
+            f"{who}, {like}, {r.claim}: {r.detail}" for r in records if r.verdict == "broken"
+        ]
     console.print(table)
     console.print(f"{kept} of {count} kernels keep every claim; isobit's that do not: {wrong}")
+    console.print(f"{sum(planted.values())} of {len(planted)} wrong kernels rejected")
     console.print("The smallest counter-example of each broken claim:")
     for example in examples:
         console.print(example, soft_wrap=True, markup=False)
-    return int(bool(wrong) or not count)
+    return int(bool(wrong) or not count or not all(planted.values()))

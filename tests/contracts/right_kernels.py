@@ -2,7 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
 
 
 def alone(function, *rows, rest=()):
@@ -91,3 +91,45 @@ def attention(q, k, v, is_causal=True):
         return torch.cat(rows, -2).to(q.dtype)
 
     return alone(one, q, k, v)
+
+
+def gqa(q, k, v, is_causal=True):
+    """Repeat the key heads of each group."""
+    group = q.shape[-3] // k.shape[-3]
+    return attention(q, *(t.float().repeat_interleave(group, -3) for t in (k, v)), is_causal)
+
+
+def rope(x, cos, sin):
+    """What transformers computes for queries."""
+    return alone(lambda *given: apply_rotary_pos_emb(given[0], *given)[0], x, cos, sin)
+
+
+def rope_in_fp64(x, cos, sin):
+    low, high = x.double().chunk(2, -1)
+    other = torch.cat([-high, low], -1)
+    return (x.double() * cos.unsqueeze(-3) + other * sin.unsqueeze(-3)).to(x.dtype)
+
+
+def embedding(ids, weight):
+    """Autograd adds the table's gradient in fp32."""
+    return F.embedding(ids, weight.float()).to(weight.dtype)
+
+
+def cross_entropy(logits, targets):
+    return alone(lambda *given: F.cross_entropy(*given, reduction="none"), logits, targets)
+
+
+def cross_entropy_in_fp32(logits, targets):
+    return cross_entropy(logits.float(), targets)
+
+
+def logprob(hidden, weight, targets):
+    """What TRL computes: logits, then log_softmax at the targets."""
+
+    def one(hidden, targets):
+        found = torch.log_softmax(F.linear(hidden, wide).float(), -1)
+        chosen = found.gather(-1, targets.clamp(min=0).unsqueeze(-1)).squeeze(-1)
+        return chosen.masked_fill(targets == -100, 0)
+
+    (wide,) = copies(weight.float())
+    return alone(one, hidden.float(), targets)

@@ -1,10 +1,13 @@
 """A contract to start from: it loads, names what the source says, and cannot pass before its reference is written."""
 
+import inspect
+import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
+from isobit.cli import main
 from isobit.contracts.authoring.lint import lint_contract
 from isobit.contracts.authoring.scaffold import scaffold
 from isobit.contracts.judge.verify import verify_contract
@@ -115,3 +118,77 @@ def test_it_cannot_pass(reference):
 def test_what_cannot_be_written_is_refused(package, name, reference, why):
     with pytest.raises(ContractError, match=f"(?s){why}"):
         scaffold(name, reference)
+
+
+HALF = """
+id: half-v1
+version: 0.1.0
+title: SiLU, "in quotes"
+obligations:
+  - {id: ONE, text: "Twice \\ x"}
+inputs:
+  rows: {arguments: {x: [rows, n]}, sizes: {rows: [3, 17], n: [4]}, rows: rows}
+claims:
+  - {id: rows, obligations: [ONE], relation: invariant, under: [batch], inputs: rows, level: L2}
+  - {id: exact, obligations: [ONE], relation: accurate, against: "isobit.library.stock:silu",
+     limit: 1.0e-5, unit: abs, inputs: rows, level: L2, sabotage: [negated]}
+"""
+CALLS = {
+    "any-silu-v1": "x",
+    "any-rope-v1": "x, cos, sin",
+    "any-embedding-v1": "ids, weight",
+    "rmsnorm-kernel-v1": "x, weight",
+}
+
+
+@pytest.mark.parametrize("contract", CALLS)
+def test_code_of_a_contract_has_its_parameters_and_raises(contract, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["new", "my_code", "--code", contract]) == 0
+    space = {}
+    exec((tmp_path / "my_code.py").read_text(), space)
+    assert ", ".join(inspect.signature(space["my_code"]).parameters) == CALLS[contract]
+    with pytest.raises(NotImplementedError, match="write it"):
+        space["my_code"](*CALLS[contract].split(", "))
+    compile((tmp_path / "test_my_code.py").read_text(), "tests", "exec")
+    before = (tmp_path / "my_code.py").read_text()
+    assert main.main(["new", "my_code", "--code", "any-gelu-v1"]) == 2  # not replaced
+    assert (tmp_path / "my_code.py").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "told"),
+    [
+        ("3x", "any-silu-v1", "a name of a Python module"),
+        ("class", "any-silu-v1", "a name of a Python module"),
+        ("../up", "any-silu-v1", "a name of a Python module"),
+        ("x", "no-such-contract-v1", "the id of a known contract"),
+        ("x", "absent.yaml", "no such file"),
+    ],
+)
+def test_code_that_cannot_be_written_is_refused(name, code, told, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main.main(["new", name, "--code", code]) == 2
+    assert told in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.full
+def test_the_tests_of_a_stub_fail_until_it_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "half.contract.yaml").write_text(HALF)
+    assert main.main(["new", "half_it", "--code", "half.contract.yaml"]) == 0
+
+    def outcome():
+        words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_half_it.py"]
+        done = subprocess.run(words, capture_output=True, text=True)
+        return done.stdout.strip().splitlines()[-1], done.stdout
+
+    assert outcome()[0].startswith("2 failed")
+    stub = (tmp_path / "half_it.py").read_text()
+    body = "    from isobit import silu\n\n    return silu(x)\n    raise NotImplementedError"
+    written = stub.replace("    raise NotImplementedError", body)
+    (tmp_path / "half_it.py").write_text(written)
+    assert outcome()[0].startswith("2 passed"), outcome()[1]
+    (tmp_path / "half_it.py").write_text(written.replace("silu(x)", "silu(x) + x.sum() / 1000"))
+    assert outcome()[0].startswith("2 failed")

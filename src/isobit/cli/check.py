@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
 from isobit import files
 from isobit.cli.contract_options import exit_code
-from isobit.cli.options.check import LIKE
+from isobit.cli.kernel_call import first_call
 from isobit.cli.progress import Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.cli.verify import claims_table
 from isobit.contracts.authoring.explain import explain
-from isobit.contracts.judge.binding import find_subject
-from isobit.contracts.judge.recipes import Case, fixed_recipes
 from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.language.load import load_contract
@@ -29,22 +30,31 @@ from isobit.errors import ArgumentError, EngineError, in_one_line
 from isobit.plain_text import one_line
 from isobit.records import ClaimRecord, ContractStatus
 from isobit.report.contract_page import draw_contracts
+from isobit.trusted_folder import serve_folder
 
 LEVEL = 2
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Judge the claims of an operator on the named function."""
-    package = arguments.code.partition(".")[0].partition(":")[0]
     device = find_torch_device(arguments.device)
+    code, folder = found_code(arguments.code)
+    package = code.partition(".")[0].partition(":")[0]
+    trusted = (package, *arguments.trust)
     options = Options(
-        trusted=(package, *arguments.trust), level=LEVEL, subject=arguments.code, device=device
+        trusted=trusted, level=LEVEL, subject=with_keywords(code, arguments.named), device=device
     )
-    contract = chosen(arguments.like, arguments.dtype)
-    require_call(contract, options, arguments.like)
-    records = tuple(judged(contract, options, arguments.quiet))
+    contract = chosen(arguments.like, arguments.dtype, arguments.forward_only)
+    first = first_call(contract, options, arguments.like, arguments.forward_only)
+    rest = judged(contract, options, arguments.quiet) if first.verdict == "kept" else ()
+    records = (first, *rest)
     if device != "cpu":  # `replay` calls on the CPU
         records = tuple(replace(record, replay="") for record in records)
+    if folder:
+        records = tuple(
+            replace(r, replay=r.replay and f"cd {shlex.quote(folder)} && {r.replay}")
+            for r in records
+        )
     status = status_of(contract, arguments.code, records)
     provenance = provenance_of(arguments, [contract.id, repr(records)])
     if arguments.html:
@@ -82,9 +92,50 @@ def find_torch_device(name: str) -> str:
     return name
 
 
-def chosen(like: str, dtypes: list[str] | None) -> Contract:
-    """Load an operator's contract, with the dtypes asked for."""
+def found_code(code: str) -> tuple[str, str]:
+    """Return `module:name` of a kernel, and the folder of its file if it was named by a file elsewhere.
+
+    Raises:
+        ArgumentError: If there is no such file, or another module has its name.
+    """
+    module, _, name = code.partition(":")
+    if not name:
+        raise ArgumentError(
+            expected="package.module:function or FILE.py:function",
+            received=code,
+            remedy=f"name the kernel after a colon: {code or 'my_kernels.py'}:my_rms_norm",
+        )
+    if not module.endswith(".py"):
+        return code, ""
+    file = Path(module).resolve()
+    if not file.is_file() or not file.stem.isidentifier():
+        raise ArgumentError(
+            expected="a Python file whose name is a word",
+            received=f"no such file: {module}" if not file.is_file() else module,
+            remedy="for example path/to/my_kernels.py:my_rms_norm",
+        )
+    serve_folder([file.stem], str(file.parent))
+    spec = find_spec(file.stem)
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != file:
+        raise ArgumentError(
+            expected=f"{module} to be what `import {file.stem}` finds",
+            received=str(spec and spec.origin),
+            remedy="rename the file",
+        )
+    return f"{file.stem}:{name}", "" if file.parent == Path.cwd() else str(file.parent)
+
+
+def with_keywords(code: str, named: list[str]) -> str:
+    """Add NAME=VALUE pairs to a kernel's name, where `isobit replay` finds them too."""
+    return f"{code}({', '.join(named)})" if named else code
+
+
+def chosen(like: str, dtypes: list[str] | None, forward_only: bool = False) -> Contract:
+    """Load an operator's contract, with the dtypes asked for, and without claims of gradients if asked."""
     contract = load_contract(library() / "any_kernel" / f"{like}.contract.yaml")
+    if forward_only:
+        kept = tuple(claim for claim in contract.claims if "gradient" not in claim.id)
+        contract = replace(contract, claims=kept)
     if not dtypes:
         return contract
     inputs = {
@@ -92,32 +143,6 @@ def chosen(like: str, dtypes: list[str] | None) -> Contract:
         for name, drawn in contract.inputs.items()
     }
     return replace(contract, inputs=inputs)
-
-
-def require_call(contract: Contract, options: Options, like: str) -> None:
-    """Call the kernel once per dtype, so that a wrong call is not taken for a wrong kernel.
-
-    Raises:
-        ArgumentError: If it raises, or does not return one tensor.
-    """
-    subject = find_subject(contract, options)
-    for name, inputs in contract.inputs.items():
-        for dtype in inputs.dtypes:
-            recipe = next(fixed_recipes(name, replace(inputs, dtypes=(dtype,))))
-            received = ""
-            try:
-                with torch.no_grad():
-                    found = subject(*Case(recipe, inputs).arguments.values())
-                if not isinstance(found, torch.Tensor):
-                    received = f"a {type(found).__name__} instead of a tensor"
-            except (Exception, SystemExit) as error:
-                received = f"{type(error).__name__}: {in_one_line(error)[:200]}"
-            if received:
-                raise ArgumentError(
-                    expected=f"{options.subject} to be called as {LIKE[like]}",
-                    received=f"{received}, in {dtype}",
-                    remedy="write a function that calls the kernel in this way, or leave a dtype out by --dtype",
-                )
 
 
 def judged(contract: Contract, options: Options, quiet: bool) -> Iterator[ClaimRecord]:

@@ -12,11 +12,16 @@ from isobit.cli.progress import add_quiet
 # How each is called. Listed here because their own modules load torch; a test compares.
 LIKE = {
     "attention": "attention(q, k, v, is_causal=True), of [samples, heads, tokens, depth]",
+    "cross_entropy": "cross_entropy(logits, targets), a loss per row, 0 where a target is -100",
+    "embedding": "embedding(ids, weight)",
     "gelu": "gelu(x)",
+    "gqa": "gqa(q, k, v, is_causal=True), of [samples, heads, tokens, depth], fewer heads in k and v",
     "layer_norm": "layer_norm(x, weight, bias), eps = 1e-5",
     "linear": "linear(x, weight, bias)",
     "log_softmax": "log_softmax(x), over the last axis",
+    "logprob": "logprob(hidden, weight, targets), 0 where a target is -100",
     "rms_norm": "rms_norm(x, weight), eps = 1e-6",
+    "rope": "rope(x, cos, sin), x of [samples, heads, tokens, depth], cos and sin of [samples, tokens, depth]",
     "silu": "silu(x)",
     "softmax": "softmax(x), over the last axis",
     "swiglu": "swiglu(gate, up)",
@@ -30,13 +35,13 @@ def add_parser(commands: Any) -> None:
         help="judge any kernel: is it accurate, and independent of the batch, forward and backward?",
         description="Judge a function that computes a known operator: rows do not depend on their batch, storage and "
         "threads change nothing, output and gradients are within the error of any order of addition. Nothing asks "
-        "for isobit's own bits. Exit 0: all kept; 1: something is broken; 2: could not run.",
+        "for isobit's own bits. Exit 0: all kept; 1: something is broken; 2: it could not be called.",
         epilog="called as: " + "; ".join(LIKE.values()),
     )
     parser.add_argument(
         "code",
         metavar="CODE",
-        help="package.module:function; it is imported, also from the current folder",
+        help="package.module:name or FILE.py:name, of a function or module; it is imported, also from here",
     )
     parser.add_argument("--like", required=True, choices=sorted(LIKE), help="what it computes")
     parser.add_argument(
@@ -45,6 +50,19 @@ def add_parser(commands: Any) -> None:
         type=long_dtype(*SHORT),
         metavar="DTYPE",
         help="judge this dtype only; may be given again (default: fp32, bf16 and fp16)",
+    )
+    parser.add_argument(
+        "--with",
+        dest="named",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="a keyword argument of the call, or of a class's constructor, as eps=1e-6; may be given again",
+    )
+    parser.add_argument(
+        "--forward-only",
+        action="store_true",
+        help="judge the output alone, for kernels without a backward",
     )
     parser.add_argument(
         "--device", default="cpu", help="where inputs are when the kernel is called (default cpu)"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from isobit.contracts.judge.as_function import as_function, split_name
 from isobit.contracts.judge.bound import Bound
 from isobit.contracts.judge.sabotage import LIBRARY
 from isobit.contracts.judge.trusted_code import resolve
@@ -30,15 +32,22 @@ def find_subject(contract: Contract, options: Options) -> Callable[..., Any]:
     Raises:
         ContractError: The package is not trusted, there is no such name, or it is not callable.
     """
-    name = subject_name(contract, options)
-    found = resolve(name, options.trusted)
-    if not callable(found):
-        raise ContractError(
-            expected="a subject that can be called",
-            received=f"{name}, a {type(found).__name__}",
-            remedy="name a function",
-        )
-    return found if options.device == "cpu" else on_device(found, options.device)
+    return called(contract, named_function(contract, options), options)
+
+
+def named_function(contract: Contract, options: Options) -> Callable[..., Any]:
+    """Import what the subject's name leads to, as a function of its own arguments."""
+    reference, named = split_name(subject_name(contract, options))
+    return as_function(resolve(reference, options.trusted), named)
+
+
+def called(
+    contract: Contract, function: Callable[..., Any], options: Options
+) -> Callable[..., Any]:
+    """Return a function of the drawn arguments, which calls one on the device, in the contract's own way."""
+    if options.device != "cpu":
+        function = on_device(function, options.device)
+    return partial(resolve(contract.call, options.trusted), function) if contract.call else function
 
 
 def on_device(function: Callable[..., Any], device: str) -> Callable[..., Any]:
@@ -68,7 +77,12 @@ def bind(contract: Contract, claim: Claim, options: Options) -> Bound:
     code = {
         ref: resolve(ref, options.trusted) for ref in named if isinstance(ref, str) and ":" in ref
     }
-    return Bound(claim, find_subject(contract, options), code)
+    return Bound(
+        claim,
+        find_subject(contract, options),
+        code,
+        prepare=lambda function: called(contract, function, options),
+    )
 
 
 def plant(bound: Bound, name: str, options: Options) -> Bound:
@@ -81,4 +95,4 @@ def plant(bound: Bound, name: str, options: Options) -> Bound:
             received=name,
             remedy=f"use one of: {', '.join(LIBRARY)}",
         )
-    return replace(bound, subject=resolve(name, options.trusted))
+    return replace(bound, subject=bound.prepare(resolve(name, options.trusted)))

@@ -31,6 +31,7 @@ class Bound:
     subject: Callable[..., Any]
     code: dict[str, Any] = field(default_factory=dict)
     wrap: Wrapper = unchanged
+    prepare: Wrapper = unchanged  # makes a planted subject callable with the drawn arguments
     gradients: bool = (
         False  # compute outputs as in training: gradients enabled, inputs require them
     )
@@ -99,6 +100,7 @@ def only_tensor(value: Any) -> Tensor:
 def gradient(function: Callable[..., Any], of: str, given: Arguments, case: Case) -> Tensor:
     """Compute the gradient of an argument, from an upstream gradient that is one of the arguments."""
     upstream = given.pop(UPSTREAM)
+    upstream = upstream.clone() if upstream.is_contiguous() else upstream  # it may be written to
     given[of] = given[of].detach().requires_grad_()
     with torch.enable_grad():
         return torch.autograd.grad(function(*given.values(), **case.options), given[of], upstream)[

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,7 @@ def replay_command(
     if case:
         words += ["--case", f"'{case}'"]
     if options.subject:
-        words += ["--subject", options.subject]
+        words += ["--subject", shlex.quote(options.subject)]
     for package in options.trusted:
         words += ["--trust", package]
     if contract.path and library() not in Path(contract.path).resolve().parents:

@@ -102,11 +102,14 @@ class Contract:
     waivers: tuple[Waiver, ...] = ()
     operator: str = ""
     output: tuple[str | int, ...] = ()
+    call: str = (
+        ""  # (subject, *arguments) -> output, if the subject takes other arguments than are drawn
+    )
     path: str = ""  # the file; empty if the text was not read from one
 
     def code(self) -> tuple[str, ...]:
         """Return every `package:function` that the contract names, each once; with what judges compiled code."""
-        found = [self.subject, *self.subjects.values()]
+        found = [self.subject, self.call, *self.subjects.values()]
         for claim in self.claims:
             found += [CERTIFY, PLANT] if claim.relation == "certified" else []
             found += [

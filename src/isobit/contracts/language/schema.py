@@ -282,6 +282,10 @@ CONTRACT = RecordOf(
         "subjects": Key(
             MapOf(REFERENCE), "other code to try it on: `isobit verify --subject NAME`"
         ),
+        "call": Key(
+            REFERENCE,
+            "(subject, *arguments) -> output: makes the subject's arguments of drawn ones",
+        ),
         "operator": Key(Text(r"\w+::\w+", "namespace::name"), "the torch operator, for opcheck"),
         "output": Key(ListOf(Scalar()), "the sizes of the output's axes, for L1"),
         "depends_on": Key(ListOf(NAME), "ids of contracts that this one depends on"),

@@ -99,11 +99,7 @@ class Softmax(Operator):
     """`softmax(x)` over the last axis."""
 
     FORWARD, BACKWARD = 2, 3
-
-    @staticmethod
-    def reference(x: Tensor) -> Tensor:
-        """Return `torch.softmax`."""
-        return torch.softmax(x, -1)
+    reference = staticmethod(stock.softmax)
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:
@@ -121,11 +117,7 @@ class LogSoftmax(Operator):
     """`log_softmax(x)` over the last axis."""
 
     FORWARD, BACKWARD = 3, 3
-
-    @staticmethod
-    def reference(x: Tensor) -> Tensor:
-        """Return `torch.log_softmax`."""
-        return torch.log_softmax(x, -1)
+    reference = staticmethod(stock.log_softmax)
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:
@@ -144,11 +136,7 @@ class Silu(Operator):
     """`silu(x)`."""
 
     FORWARD, BACKWARD = 2, 4
-
-    @staticmethod
-    def reference(x: Tensor) -> Tensor:
-        """Return `F.silu`."""
-        return F.silu(x)
+    reference = staticmethod(stock.silu)
 
     @staticmethod
     def size(x: Tensor) -> Tensor:
@@ -175,11 +163,7 @@ class Gelu(Operator):
     """`gelu(x)`, by the error function."""
 
     FORWARD, BACKWARD = 3, 4
-
-    @staticmethod
-    def reference(x: Tensor) -> Tensor:
-        """Return GELU by a formula without cancellation."""
-        return stock.exact_gelu(x)
+    reference = staticmethod(stock.exact_gelu)
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:
@@ -196,11 +180,7 @@ class Swiglu(Operator):
     """`swiglu(gate, up)`: silu(gate) · up."""
 
     FORWARD, BACKWARD = 3, 5
-
-    @staticmethod
-    def reference(gate: Tensor, up: Tensor) -> Tensor:
-        """Return `F.silu(gate) * up`."""
-        return stock.swiglu(gate, up)
+    reference = staticmethod(stock.swiglu)
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:
@@ -212,41 +192,3 @@ class Swiglu(Operator):
         """Return the terms of both factors' gradients."""
         g, up = upstream.abs(), given["up"].abs()
         return {"gate": g * up * Silu.slope(given["gate"]), "up": g * Silu.size(given["gate"])}
-
-
-class Attention(Operator):
-    """`attention(q, k, v)`, causal, of [samples, heads, tokens, depth], as `F.scaled_dot_product_attention`."""
-
-    FORWARD, BACKWARD = 4, 8
-    OTHER = 64
-
-    @staticmethod
-    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return attention by its formula."""
-        return Attention.weights(q, k)[0] @ v
-
-    @staticmethod
-    def weights(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the probabilities, and what a rounding of a score is multiplied by, per query."""
-        scale = q.shape[-1] ** -0.5
-        hidden = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool).triu(1)
-        scores = (q @ k.mT * scale).masked_fill(hidden, -torch.inf)
-        sizes = (q.abs() @ k.abs().mT * scale).masked_fill(hidden, 0)
-        return torch.softmax(scores, -1), 1 + 2 * sizes.amax(-1, keepdim=True)
-
-    @staticmethod
-    def magnitude(given: Values) -> Tensor:
-        """Add p·|v|, times what a rounding of a score is multiplied by."""
-        weights, factor = Attention.weights(given["q"], given["k"])
-        return weights @ given["v"].abs() * factor
-
-    @staticmethod
-    def gradients(given: Values, upstream: Tensor) -> Values:
-        """Add the magnitudes of dS = p·(dP − Σ p·dP), then of its products."""
-        q, k, v, g = (t.abs() for t in (given["q"], given["k"], given["v"], upstream))
-        weights, factor = Attention.weights(given["q"], given["k"])
-        weights = weights * factor
-        of_weights = g @ v.mT
-        of_scores = weights * (of_weights + (weights * of_weights).sum(-1, keepdim=True))
-        of_scores = of_scores * given["q"].shape[-1] ** -0.5
-        return {"q": of_scores @ k, "k": of_scores.mT @ q, "v": weights.mT @ g}

@@ -39,8 +39,12 @@ class Planted:
     @classmethod
     def changed(cls, given: tuple[Tensor, ...], change: Callable[[Tensor], Tensor]) -> Tensor:
         """Compute the operator in fp32, with a change of the gradients."""
-        passed = [Passed.apply(t, change) for t in given]  # type: ignore[no-untyped-call]
-        return cls.reference(*(t.float() for t in passed)).to(given[0].dtype)
+        real = [t for t in given if t.is_floating_point()]  # others are ids
+        passed = [
+            Passed.apply(t, change).float() if t.is_floating_point() else t  # type: ignore[no-untyped-call]
+            for t in given
+        ]
+        return cls.reference(*passed).to(real[0].dtype)
 
     @classmethod
     def scaled(cls, *given: Tensor) -> Tensor:

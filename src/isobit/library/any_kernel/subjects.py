@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
-from isobit.contracts.judge.recipes import Case
-from isobit.contracts.judge.tally import Tally
 from isobit.library import stock
 from isobit.library.any_kernel.operators import LAYER_EPS, RMS_EPS
-from isobit.library.subjects import Subject
 from isobit.ops.attention import op as attention_op
 from isobit.ops.layer_norm import op as layer_norm_op
+from isobit.ops.log_softmax import op as log_softmax_op
 from isobit.ops.rms_norm import op as rms_norm_op
+from isobit.ops.rotary import op as rotary_op
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -46,19 +45,38 @@ def stock_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> 
     return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
 
-def decode_is_prefill(subject: Subject, case: Case, tally: Tally) -> None:
-    """The last query alone, over all keys, has the bits that it has among the other queries."""
-    q, k, v = case.arguments.values()
-    whole = subject(q, k, v)
-    for length in {1, q.shape[-2] // 2 + 1, q.shape[-2]}:
-        last = subject(
-            q[..., length - 1 : length, :], k[..., :length, :], v[..., :length, :], False
-        )
-        tally.same(last, whole[..., length - 1 : length, :], f"token {length - 1} decoded")
+def stock_gqa(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
+    """Return `F.scaled_dot_product_attention` of shared key heads."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=True)
 
 
-def one_ulp_in_decode(q: Tensor, k: Tensor, v: Tensor, is_causal: bool = True) -> Tensor:
-    """Planted: decode with another order of keys."""
-    if is_causal:
-        return attention(q, k, v)
-    return attention(q, k.flip(-2), v.flip(-2), False)
+def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return `isobit.rotary`, whose heads are after the tokens."""
+    return rotary_op.rotary(x.transpose(-2, -3), cos, sin).transpose(-2, -3)
+
+
+def stock_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return the formula of transformers, by torch."""
+    return stock.rotary(x.transpose(-2, -3), cos, sin).transpose(-2, -3)
+
+
+def stock_embedding(ids: Tensor, weight: Tensor) -> Tensor:
+    """Return `F.embedding`."""
+    return stock.embedding(ids, weight)
+
+
+def stock_logprob(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Return `F.linear` and `F.cross_entropy`."""
+    return stock.linear_logprob(hidden, weight, targets)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return `isobit.log_softmax` at the targets."""
+    found = log_softmax_op.log_softmax(logits.float())
+    at = targets.clamp(min=0).unsqueeze(-1)
+    return -found.gather(-1, at).squeeze(-1).masked_fill(targets == stock.IGNORED, 0)
+
+
+def stock_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return `F.cross_entropy` without a mean."""
+    return F.cross_entropy(logits, targets, reduction="none")

@@ -14,6 +14,7 @@ result among them; it is 0 in fp32. u is the unit roundoff: 2⁻²⁴ in fp32, 2
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -36,6 +37,12 @@ class Operator(Planted):
     FORWARD: ClassVar[int]
     BACKWARD: ClassVar[int]
     OTHER: ClassVar[int] = 16  # c of the note: an exponential, a root, a division, a few products
+    WIDE_OUTPUT: ClassVar[bool] = False  # whether the output may be fp32 for 16-bit inputs
+
+    @staticmethod
+    def call(subject: Subject, *drawn: Tensor) -> Tensor:
+        """Call a kernel with what it takes instead of the drawn arguments; the contract names it too."""
+        return subject(*drawn)
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:
@@ -58,19 +65,21 @@ class Operator(Planted):
         tally.count(case.rows)
         wide = {name: t.double() for name, t in case.arguments.items()}
         found = subject(*case.arguments.values())
-        exact = cls.reference(*wide.values())
+        exact = cls.call(cls.reference, *wide.values())
         limit = cls.limit(case.dtype, cls.FORWARD, wide) * cls.magnitude(wide)
-        compare(found, exact, limit, case.dtype, tally, "the output")
+        dtype = torch.float32 if cls.WIDE_OUTPUT and found.dtype == torch.float32 else case.dtype
+        compare(found, exact, limit, dtype, tally, "the output")
 
     @classmethod
     def backward(cls, subject: Subject, case: Case, tally: Tally) -> None:
         """Every argument's gradient is within the bound of exact arithmetic."""
         tally.count(case.rows)
         wide = {name: t.double() for name, t in case.arguments.items()}
-        upstream = case.draw(tuple(cls.reference(*wide.values()).shape), UPSTREAM)
-        found = differentiate(subject, case.arguments, upstream)
-        exact = differentiate(cls.reference, wide, upstream.double())
+        exactly = partial(cls.call, cls.reference)
+        upstream = case.draw(tuple(exactly(*wide.values()).shape), UPSTREAM)
         magnitudes = cls.gradients(wide, upstream.double())
+        found = differentiate(subject, case.arguments, upstream, list(magnitudes))
+        exact = differentiate(exactly, wide, upstream.double(), list(magnitudes))
         for name, magnitude in magnitudes.items():
             limit = cls.limit(case.dtype, cls.BACKWARD, wide) * magnitude
             compare(found[name], exact[name], limit, case.dtype, tally, f"the gradient of {name}")
@@ -82,13 +91,17 @@ class Operator(Planted):
         return of_storage + (cls.longest(given) + cls.OTHER) * ROUNDOFF[torch.float32]
 
 
-def differentiate(function: Callable[..., Tensor], given: Values, upstream: Tensor) -> Values:
-    """Return the gradient of every argument."""
-    leaves = {name: t.detach().clone().requires_grad_() for name, t in given.items()}
+def differentiate(
+    function: Callable[..., Tensor], given: Values, upstream: Tensor, names: list[str]
+) -> Values:
+    """Return the gradients of the named arguments."""
+    leaves = {name: t.detach().clone().requires_grad_(name in names) for name, t in given.items()}
     with torch.enable_grad():
         output = function(*leaves.values())
-    found = torch.autograd.grad(output, list(leaves.values()), upstream)
-    return dict(zip(leaves, found, strict=True))
+    # A copy: a backward may write to the gradient that it is given.
+    given_grad = upstream.to(output.dtype, copy=True)
+    found = torch.autograd.grad(output, [leaves[name] for name in names], given_grad)
+    return dict(zip(names, found, strict=True))
 
 
 def compare(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
@@ -66,6 +67,37 @@ def reflects(subject: Subject, case: Case, tally: Tally) -> None:
     tally.count(case.rows)
     allowed = 16 * U * x.double().abs() + LOST
     tally.true((found - x.double()).abs() <= allowed, "f(x) − f(−x) is not x", found)
+
+
+def is_bounded(subject: Subject, case: Case, tally: Tally) -> None:
+    """GELU is at least −0.1701, at most x where x is positive, and not positive elsewhere."""
+    x = case.arguments["x"]
+    found = subject(x, **case.options)
+    tally.count(case.rows)
+    tally.true(found >= -0.1701, "below −0.1701", found)
+    tally.true(found <= x.clamp(min=0), "above x, or above 0 for a negative x", found)
+
+
+def grows(subject: Subject, case: Case, tally: Tally) -> None:
+    """From −0.75 on, where its slope is positive, GELU of a larger x is not smaller."""
+    x = case.arguments["x"].float().clamp(min=-0.75)
+    more = x + torch.where(x.abs() > 2.0**-6, x.abs() * 2.0**-9, 2.0**-15)
+    left, right = (subject(t.to(case.dtype), **case.options) for t in (x, more))
+    tally.count(case.rows)
+    tally.true(left <= right, "a larger x has a smaller value", left)
+
+
+def is_gated(subject: Subject, case: Case, tally: Tally) -> None:
+    """SwiGLU is 0 where gate or up is; up times four gives four times the value, to the bit."""
+    gate, up = case.arguments.values()
+    tally.count(case.rows)
+    nothing = torch.zeros_like(gate)
+    for what, given in {"gate": (nothing, up), "up": (gate, nothing)}.items():
+        found = subject(*given)
+        tally.true(found == 0, f"{what} is 0, the value is not", found)
+    found, four = subject(gate, up), subject(gate, 4 * up)
+    exact = found.abs() >= 2 * torch.finfo(found.dtype).smallest_normal  # smaller ones lose bits
+    tally.true(~exact | (four == 4 * found), "up times four", four)
 
 
 def rounds_once(exact: Subject, roundings: Callable[[Case], int]) -> Predicate:

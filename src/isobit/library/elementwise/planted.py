@@ -94,6 +94,32 @@ def gelu_by_difference(x: Tensor, approximate: str = "none") -> Tensor:
     return (0.5 * x.float() * (1 + torch.erf(x.float() / 2**0.5))).to(x.dtype)
 
 
+def gelu_of_a_leaky_kind(x: Tensor, approximate: str = "none") -> Tensor:
+    """Pass a hundredth of x below -3."""
+    return torch.where(x < -3, x / 10, gelu(x, approximate))
+
+
+def gelu_with_a_step(x: Tensor, approximate: str = "none") -> Tensor:
+    """Return x from 1.5 on less a hundredth, so that the value falls there."""
+    y = gelu(x, approximate)
+    return torch.where(x >= 1.5, y - 0.0625, y)
+
+
+def gelu_above_x(x: Tensor, approximate: str = "none") -> Tensor:
+    """Return two units of bf16 more than x above 4."""
+    return torch.where(x > 4, x * 1.015625, gelu(x, approximate))
+
+
+def swiglu_by_sigmoid(gate: Tensor, up: Tensor) -> Tensor:
+    """Gate by the sigmoid alone, which is not 0 at 0."""
+    return (torch.sigmoid(gate.float()) * up.float()).to(up.dtype)
+
+
+def swiglu_with_a_limit(gate: Tensor, up: Tensor) -> Tensor:
+    """Limit up to 7, as some models do."""
+    return swiglu(gate, up.clamp(-7, 7))
+
+
 def swiglu_exchanged(gate: Tensor, up: Tensor) -> Tensor:
     """Exchange gate and up."""
     return swiglu(up, gate)

@@ -13,7 +13,7 @@ from isobit.library.placements import is_real
 from isobit.library.subjects import Subject
 from isobit.nn.freezing import freeze
 from isobit.nn.linear import Linear
-from isobit.ops.linear import partial
+from isobit.ops.linear import partial, portable
 from isobit.ops.linear.op import linear
 from isobit.ops.linear.targets import Decoder
 from isobit.order.cut import Cut
@@ -37,6 +37,11 @@ class LinearLayer:
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return the output."""
         return self.output(x, weight, bias)
+
+
+def portable_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return the portable executor's result."""
+    return portable.linear(x, weight, bias)
 
 
 def layer_of(subject: Subject) -> LinearLayer:

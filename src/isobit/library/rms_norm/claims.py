@@ -1,4 +1,4 @@
-"""The portable executor as a subject of rmsnorm-kernel-v1, and planted wrong root-mean-square norms."""
+"""Claims of rmsnorm-kernel-v1: scale, finite rows, norms of norms; the portable executor; planted wrong norms."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.contracts.judge.recipes import Case
+from isobit.contracts.judge.tally import Tally
+from isobit.library.bounds import U
+from isobit.library.subjects import Subject
 from isobit.ops.rms_norm import portable
 from isobit.ops.rms_norm.op import rms_norm
 
@@ -14,6 +18,38 @@ from isobit.ops.rms_norm.op import rms_norm
 def portable_rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, **_: Any) -> Tensor:
     """Return the portable executor's result: the same order in plain torch operations."""
     return portable.rms_norm(x, weight, eps)[0]
+
+
+def keeps_no_scale(subject: Subject, case: Case, tally: Tally) -> None:
+    """A row times a power of two, with eps times its square, has the same bits."""
+    x, weight = case.arguments.values()
+    whole = subject(x, weight, eps=2.0**-20)
+    tally.count(case.rows)
+    for power in (-10, 3, 20):
+        found = subject(x * 2.0**power, weight, eps=2.0 ** (2 * power - 20))
+        tally.same(found, whole, f"times 2^{power}")
+
+
+def stays_finite(subject: Subject, case: Case, tally: Tally) -> None:
+    """A finite row has a finite output: also one of zeros, of subnormal and of huge numbers."""
+    x, weight = case.arguments.values()
+    zeros = torch.zeros_like(x)
+    tally.count(case.rows)
+    for what, row in {"a row": x, "a row of zeros": zeros}.items():
+        found = subject(row, weight)
+        tally.true(found.isfinite(), f"{what} has an output that is not finite", found)
+
+
+def norms_once(subject: Subject, case: Case, tally: Tally) -> None:
+    """The norm of a normed row is that row, within 16 roundings and what eps does twice."""
+    x, eps = case.arguments["x"], 2.0**-30
+    ones = torch.ones_like(case.arguments["weight"])
+    once = subject(x, ones, eps=eps)
+    twice = subject(once, ones, eps=eps)
+    least = x.double().square().mean(-1, keepdim=True)
+    allowed = (16 * U + eps / least + eps) * once.double().abs()
+    tally.count(case.rows)
+    tally.true((twice.double() - once.double()).abs() <= allowed, "the norm of a norm", twice)
 
 
 # ---- planted --------------------------------------------------------------------------------------------
@@ -27,6 +63,22 @@ def scaled(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 def eps_outside(x: Tensor, weight: Tensor, eps: float = 1e-6, **_: Any) -> Tensor:
     """Add eps to the root."""
     return scaled(x, weight, 1 / (x.float().square().mean(-1, keepdim=True).sqrt() + eps))
+
+
+def without_eps(x: Tensor, weight: Tensor, eps: float = 1e-6, **_: Any) -> Tensor:
+    """Divide by the root of the mean square alone, which may be 0."""
+    return scaled(x, weight, x.float().square().mean(-1, keepdim=True).rsqrt())
+
+
+def without_a_root(x: Tensor, weight: Tensor, eps: float = 1e-6, **_: Any) -> Tensor:
+    """Divide by the mean square instead of its root."""
+    return scaled(x, weight, 1 / (x.float().square().mean(-1, keepdim=True) + eps))
+
+
+def by_squares_in_fp16(x: Tensor, weight: Tensor, eps: float = 1e-6, **_: Any) -> Tensor:
+    """Square in fp16, which overflows, and divide by what comes of it."""
+    root = (x.half().square().float().mean(-1, keepdim=True) + eps).sqrt()
+    return scaled(x, weight, root / root.square())
 
 
 def over_the_batch(x: Tensor, weight: Tensor, eps: float = 1e-6, **_: Any) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.library import stock
+from isobit.library.bounds import U
 from isobit.library.gradients import gradients
 from isobit.library.subjects import Subject
 from isobit.ops.portable.rounding import round_once
@@ -69,6 +70,46 @@ def keeps_lengths(subject: Subject, case: Case, tally: Tally) -> None:
     tally.count(case.rows)
 
 
+def exact_angles(case: Case, first: int) -> tuple[Tensor, Tensor]:
+    """Return cosines and sines of consecutive positions, computed in fp64 and rounded to fp32 once."""
+    tokens, d = case.arguments["cos"].shape
+    rates = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    turned = torch.arange(first, first + tokens).unsqueeze(1) * torch.cat([rates, rates])
+    return turned.cos().float(), turned.sin().float()
+
+
+def depends_on_the_distance(subject: Subject, case: Case, tally: Tally) -> None:
+    """The product of a query and a key is the same at positions (m, n) and (m + s, n + s), within 16 roundings."""
+    x = case.arguments["x"]
+    q, k = x[:, :1], x[:, 1:]
+    first = case.recipe.seed % 100
+    size = (q.double().abs().square().sum(-1) * k.double().abs().square().sum(-1)).sqrt()
+    products = []
+    for shift in (0, 1, 911):
+        near, far = exact_angles(case, first + shift), exact_angles(case, first + 7 + shift)
+        turned = subject(q, *near).double() * subject(k, *far).double()
+        products.append(turned.sum(-1))
+    tally.count(case.rows)
+    for shift, found in zip((1, 911), products[1:], strict=True):
+        kept = (found - products[0]).abs() <= 16 * U * size
+        tally.true(kept, f"q · k after a shift by {shift}", found)
+
+
+def has_its_own_frequency(subject: Subject, case: Case, tally: Tally) -> None:
+    """A unit vector is turned by the frequency of its own pair: cosine and sine in two places, zero elsewhere."""
+    cos, sin = exact_angles(case, case.recipe.seed % 1000)
+    tokens, d = cos.shape
+    tally.count(case.rows)
+    for low in {0, 1, d // 4, d // 2 - 1}:
+        high = low + d // 2
+        for at, (first, second) in {low: (cos, sin), high: (-sin, cos)}.items():
+            unit, expected = torch.zeros(2, tokens, 1, d)
+            unit[..., at] = 1
+            expected[..., low], expected[..., high] = first[:, None, low], second[:, None, low]
+            found = subject(unit, cos, sin)
+            tally.true(found == expected, f"the unit vector {at}", found)
+
+
 def takes_angles_in_fp32(subject: Subject, case: Case, tally: Tally) -> None:
     """An x of 16 bits is widened, rotated by fp32 angles, and rounded once."""
     x, (cos, sin) = case.arguments["x"], angles_of(case)
@@ -99,6 +140,12 @@ def in_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate neighbouring elements together, as other models do."""
     y = rotary(torch.cat([x[..., ::2], x[..., 1::2]], -1), cos, sin)
     return torch.stack(y.chunk(2, -1), -1).flatten(-2)
+
+
+def frequencies_reversed(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Give the first pair the last frequency."""
+    turned = [torch.cat([h.flip(-1) for h in t.chunk(2, -1)], -1) for t in (cos, sin)]
+    return rotary(x, *turned)
 
 
 def in_bf16(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -1,0 +1,1 @@
+"""Wrong kernels, each with one mistake that kernels have had; contracts of any kernel must notice every one."""
