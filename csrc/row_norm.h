@@ -25,6 +25,11 @@ template <bool centred, class T>
 struct SquareTerms {
   const T* x;  // [n]
   float mean;
+  ISOBIT_INLINE void four(int64_t at, Floats4& values) const {
+    load(x + at, values);
+    if (centred) values = values - mean;
+    values = values * values;
+  }
   ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
     load_lanes(x + at, count, 0.0f, values);
     if (centred) {
@@ -102,27 +107,37 @@ struct NormForward {
   T* out;         // [rows][n], contiguous, written
 };
 
+// x̂·weight (+ bias), for write_row.
 template <bool centred, class T>
+struct NormOutput {
+  const T* x;  // [n]
+  float mean, scale;
+  const float* weight;  // [n]
+  const float* bias;    // [n], or null
+  template <class Place, class Vector>
+  ISOBIT_INLINE void operator()(const Place& place, Vector& values) const {
+    Vector parameter;
+    place.read(x, values);
+    if (centred) values = values - mean;
+    values = values * scale;
+    place.read(weight, parameter);
+    values = values * parameter;
+    if (!bias) return;
+    place.read(bias, parameter);
+    values = values + parameter;
+  }
+};
+
+template <bool centred, bool four, class T>
 ISOBIT_INLINE void forward_row(const NormForward<T>& pass, int64_t row) {
   const int64_t n = pass.n;
   const T* x = pass.x.row(row);  // [n]
   const float length = static_cast<float>(n);
-  const float mean = centred ? sum_row(pass.features, ElementTerms<T>{x}) / length : 0.0f;
-  const float square_sum = sum_row(pass.features, SquareTerms<centred, T>{x, mean});
+  const float mean = centred ? sum_row<four>(pass.features, ElementTerms<T>{x}) / length : 0.0f;
+  const float square_sum = sum_row<four>(pass.features, SquareTerms<centred, T>{x, mean});
   const float scale = 1.0f / std::sqrt(square_sum / length + pass.eps);
-  const Normalised<centred, T> normalised{x, mean, scale};
-  for (int64_t at = 0; at < n; at += lane_count) {
-    const int64_t count = std::min(lane_count, n - at);
-    Floats values, parameter;
-    normalised(at, count, values);
-    load_lanes(pass.weight + at, count, 0.0f, parameter);
-    values = values * parameter;
-    if (pass.bias) {
-      load_lanes(pass.bias + at, count, 0.0f, parameter);
-      values = values + parameter;
-    }
-    store_lanes(values, count, pass.out + row * n + at);
-  }
+  write_row<four>(n, NormOutput<centred, T>{x, mean, scale, pass.weight, pass.bias},
+                  pass.out + row * n);
   if (centred) pass.means[row] = mean;
   pass.scales[row] = scale;
 }
