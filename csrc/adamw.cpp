@@ -37,13 +37,18 @@ ISOBIT_INLINE void square_root(const Floats& x, Floats& root) {
   root = *reinterpret_cast<Floats*>(values);
 }
 
-// Multiplies by a factor, and rounds to T, as `scale` does in memory.
+// Rounds to T and widens again. A NaN stays NaN.
 template <class T>
-ISOBIT_INLINE void scale_lanes(float factor, Floats& values) {
-  T rounded[lane_count];
-  values = values * factor;
-  round_to(values, rounded);
-  load(rounded, values);
+ISOBIT_INLINE void round_and_widen(Floats& values) {
+  if constexpr (std::is_same_v<T, BFloat16>) {  // in registers
+    const Uint32s bits = reinterpret_cast<Uint32s>(values);
+    const Uint32s rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    values = values != values ? values : reinterpret_cast<Floats>(rounded);
+  } else if constexpr (!std::is_same_v<T, float>) {
+    T rounded[lane_count];
+    round_to(values, rounded);
+    load(rounded, values);
+  }
 }
 
 // Elements [at, at + count), count <= 16, of a parameter, its gradient and its moments. If
@@ -54,7 +59,10 @@ ISOBIT_INLINE void step_lanes(T* p, const T* grad, T* first, T* second, int64_t 
   Floats value, g, mean, square, root;
   load_lanes(p + at, count, 0.0f, value);
   load_lanes(grad + at, count, 0.0f, g);
-  if (scaled) scale_lanes<T>(factor, g);
+  if (scaled) {  // as scale_elements does in memory
+    g = g * factor;
+    round_and_widen<T>(g);
+  }
   load_lanes(first + at, count, 0.0f, mean);
   load_lanes(second + at, count, 0.0f, square);
   mean = mean * n.keep_mean + g * n.add_mean;

@@ -21,13 +21,30 @@ struct Shifted {
   }
 };
 
-// out = x − max − log Σ exp(x − max). Both are [n].
+// out = x − max − log Σ exp(x − max). The logarithms of 16 short rows are computed side by side;
+// long rows are taken one by one, because 16 of them would leave the nearest cache.
+//   x    [rows][n]
+//   out  [rows][n], contiguous
 template <bool four, class T>
-ISOBIT_INLINE void log_softmax_of_row(const Schedule& schedule, const T* x, int64_t n, T* out) {
-  MaxSumTree tree;
-  tree.add<four>(schedule, x);
-  const MaxSum& total = tree.total();
-  write_row<four>(n, Shifted<T>{x, total.max, log_positive_scalar(total.sum)}, out);
+ISOBIT_INLINE void log_softmax_of_rows(const Schedule& schedule, RowMajor<const T> x, int64_t rows,
+                                       int64_t n, T* out) {
+  const int64_t together = n <= 256 ? lane_count : 1;
+  float max[lane_count], sum[lane_count];
+  for (int64_t i = 0; i < lane_count; i++) sum[i] = 1.0f;
+  for (int64_t begin = 0; begin < rows; begin += together) {
+    const int64_t count = std::min(together, rows - begin);
+    for (int64_t i = 0; i < count; i++) {
+      MaxSumTree tree;
+      tree.add<four>(schedule, x.row(begin + i));
+      max[i] = tree.total().max;
+      sum[i] = tree.total().sum;
+    }
+    Floats logs;
+    load(sum, logs);
+    log_positive(logs);
+    for (int64_t i = 0; i < count; i++)
+      write_row<four>(n, Shifted<T>{x.row(begin + i), max[i], logs[i]}, out + (begin + i) * n);
+  }
 }
 
 // grad − exp(y) · Σ grad, for write_row.
@@ -58,8 +75,7 @@ ISOBIT_INLINE void grad_of_row(const Schedule& schedule, const T* grad, const T*
   versions void log_softmax_rows(std::bool_constant<four>, const Schedule& schedule,            \
                                  RowMajor<const T> x, int64_t rows, int64_t n,                  \
                                  T* __restrict out) {                                           \
-    for (int64_t row = 0; row < rows; row++)                                                    \
-      log_softmax_of_row<four>(schedule, x.row(row), n, out + row * n);                         \
+    log_softmax_of_rows<four>(schedule, x, rows, n, out);                                       \
   }                                                                                             \
   versions void grad_rows(std::bool_constant<four>, const Schedule& schedule,                   \
                           RowMajor<const T> grad, RowMajor<const T> y, int64_t rows, int64_t n, \
