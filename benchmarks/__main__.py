@@ -10,7 +10,7 @@ from importlib import import_module
 
 CASES = (
     "linear",
-    "softmax",
+    "rows",
     "adamw",
     "model",
     "structure",
@@ -48,7 +48,10 @@ parser.add_argument("case", choices=CASES)
 parser.add_argument("--quick", action="store_true", help="the 0.6B shapes only, fewer repetitions")
 parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
 parser.add_argument(
-    "--dtypes", nargs="+", default=["float32", "bfloat16"], choices=["float32", "bfloat16"]
+    "--dtypes",
+    nargs="+",
+    default=["float32", "bfloat16"],
+    choices=["float32", "bfloat16", "float16"],
 )
 options = parser.parse_args()
 sys.exit(

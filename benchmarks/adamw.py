@@ -17,7 +17,7 @@ from benchmarks.linear import geomean
 from isobit import bits
 from isobit.machine import thread_count
 from isobit.ops.adamw import portable
-from isobit.optim import AdamW, clip_grad_norm_, get_total_norm
+from isobit.optim import AdamW, get_total_norm
 
 HIDDEN, HEADS, FEEDFORWARD, HEAD_SIZE = 1024, 2048, 3072, 128
 MOVED = 7  # elements per parameter
@@ -111,16 +111,21 @@ def time_all(parameters, rounds):
         form: torch.optim.AdamW(parameters, **OPTIONS, **{form: True})
         for form in ("fused", "foreach")
     }
-    optimizers = {"ours": ours, **stock}
-    clips = {"ours": clip_grad_norm_, **dict.fromkeys(stock, torch.nn.utils.clip_grad_norm_)}
-    steps = {name: optimizer.step for name, optimizer in optimizers.items()}
+    steps = {"ours": ours.step, **{form: optimizer.step for form, optimizer in stock.items()}}
+
+    def clip_and_step(name, limit):
+        """Return the norm before a step that is clipped to a limit."""
+        if name == "ours":
+            return ours.clip_and_step(limit)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, limit)
+        steps[name]()
+        return norm
 
     def with_clipping(name, share, limit):
-        """Clip to a share of the norm, which all contenders lower, or to more than it."""
+        """Clip to a share of the norm, which torch's contenders lower, or to more than it."""
 
         def call():
-            limit[0] = share * min(float(clips[name](parameters, limit[0])), limit[0])
-            steps[name]()
+            limit[0] = share * min(float(clip_and_step(name, limit[0])), limit[0])
 
         return call
 

@@ -13,6 +13,7 @@
 #include "attestation.h"
 #include "dtypes.h"
 #include "fp_environment.h"
+#include "half.h"
 #include "lanes.h"
 #include "pieces.h"
 
@@ -36,13 +37,32 @@ ISOBIT_INLINE void square_root(const Floats& x, Floats& root) {
   root = *reinterpret_cast<Floats*>(values);
 }
 
-// Elements [at, at + count), count <= 16, of a parameter, its gradient and its moments.
+// Rounds to T and widens again. A NaN stays NaN.
 template <class T>
+ISOBIT_INLINE void round_and_widen(Floats& values) {
+  if constexpr (std::is_same_v<T, BFloat16>) {  // in registers
+    const Uint32s bits = reinterpret_cast<Uint32s>(values);
+    const Uint32s rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
+    values = values != values ? values : reinterpret_cast<Floats>(rounded);
+  } else if constexpr (!std::is_same_v<T, float>) {
+    T rounded[lane_count];
+    round_to(values, rounded);
+    load(rounded, values);
+  }
+}
+
+// Elements [at, at + count), count <= 16, of a parameter, its gradient and its moments. If
+// `scaled`, the gradient is multiplied by a factor first.
+template <bool scaled, class T>
 ISOBIT_INLINE void step_lanes(T* p, const T* grad, T* first, T* second, int64_t at, int64_t count,
-                              const Numbers& n) {
+                              const Numbers& n, float factor) {
   Floats value, g, mean, square, root;
   load_lanes(p + at, count, 0.0f, value);
   load_lanes(grad + at, count, 0.0f, g);
+  if (scaled) {  // as scale_elements does in memory
+    g = g * factor;
+    round_and_widen<T>(g);
+  }
   load_lanes(first + at, count, 0.0f, mean);
   load_lanes(second + at, count, 0.0f, square);
   mean = mean * n.keep_mean + g * n.add_mean;
@@ -54,14 +74,14 @@ ISOBIT_INLINE void step_lanes(T* p, const T* grad, T* first, T* second, int64_t 
   store_lanes(square, count, second + at);
 }
 
-template <class T>
+template <bool scaled, class T>
 ISOBIT_INLINE void step_elements(T* p, const T* grad, T* first, T* second, int64_t count,
-                                 const Numbers& numbers) {
+                                 const Numbers& numbers, float factor) {
   const Numbers n = numbers;  // a copy: a store could change what the reference refers to
   int64_t at = 0;
   for (; at + lane_count <= count; at += lane_count)
-    step_lanes(p, grad, first, second, at, lane_count, n);
-  if (at < count) step_lanes(p, grad, first, second, at, count - at, n);
+    step_lanes<scaled>(p, grad, first, second, at, lane_count, n, factor);
+  if (at < count) step_lanes<scaled>(p, grad, first, second, at, count - at, n, factor);
 }
 
 template <class T>
@@ -75,15 +95,21 @@ ISOBIT_INLINE void scale_elements(T* x, int64_t count, float factor) {
   }
 }
 
-#define ISOBIT_STEPS(T)                                                            \
-  ISOBIT_CLONES void step(T* p, const T* grad, T* first, T* second, int64_t count, \
-                          const Numbers& numbers) {                                \
-    step_elements(p, grad, first, second, count, numbers);                         \
-  }                                                                                \
-  ISOBIT_CLONES void scale(T* x, int64_t count, float factor) { scale_elements(x, count, factor); }
-ISOBIT_STEPS(float)
-ISOBIT_STEPS(BFloat16)
-ISOBIT_STEPS(Half)
+#define ISOBIT_STEPS(versions, T)                                             \
+  versions void step(T* p, const T* grad, T* first, T* second, int64_t count, \
+                     const Numbers& numbers, float factor) {                  \
+    if (factor == 1.0f)                                                       \
+      step_elements<false>(p, grad, first, second, count, numbers, factor);   \
+    else                                                                      \
+      step_elements<true>(p, grad, first, second, count, numbers, factor);    \
+  }                                                                           \
+  versions void scale(T* x, int64_t count, float factor) { scale_elements(x, count, factor); }
+ISOBIT_STEPS(ISOBIT_CLONES, float)
+ISOBIT_STEPS(ISOBIT_CLONES, BFloat16)
+ISOBIT_STEPS(ISOBIT_CLONES, Half)
+#ifdef ISOBIT_AVX512
+ISOBIT_STEPS(ISOBIT_AVX512, HardwareHalf)
+#endif
 
 // A parameter, its gradient, its mean and its mean of squares: one shape and one dtype.
 using Group = std::array<Tensor, 4>;
@@ -112,29 +138,30 @@ bool is_flat(const Group& group) {
 }
 
 // Steps groups whose elements lie in one order in memory.
-void step_flat(const std::vector<Group>& groups, const std::vector<Numbers>& numbers) {
+void step_flat(const std::vector<Group>& groups, const std::vector<Numbers>& numbers,
+               float factor) {
   std::vector<int64_t> counts;
   for (const Group& group : groups) counts.push_back(group[0].numel());
   parallel_pieces(counts, piece, [&](const auto& visit) {
     FixedFpEnvironment fp_environment;
     visit([&](size_t i, int64_t begin, int64_t end) {
       const Group& group = groups[i];
-      dispatch_dtype("optim.AdamW", group[0].scalar_type(), [&](auto tag) {
+      dispatch_hardware_dtype("optim.AdamW", group[0].scalar_type(), [&](auto tag) {
         using T = typename decltype(tag)::type;
-        step(group[0].mutable_data_ptr<T>() + begin, group[1].const_data_ptr<T>() + begin,
-             group[2].mutable_data_ptr<T>() + begin, group[3].mutable_data_ptr<T>() + begin,
-             end - begin, numbers[i]);
+        step(mutable_elements<T>(group[0]) + begin, elements<T>(group[1]) + begin,
+             mutable_elements<T>(group[2]) + begin, mutable_elements<T>(group[3]) + begin,
+             end - begin, numbers[i], factor);
       });
     });
   });
 }
 
 // Steps contiguous copies, and writes them back.
-void step_copies(const Group& group, const Numbers& numbers) {
+void step_copies(const Group& group, const Numbers& numbers, float factor) {
   Group copies;
   for (size_t i = 0; i < group.size(); i++)
     copies[i] = at::clone(group[i], at::MemoryFormat::Contiguous);
-  step_flat({copies}, {numbers});
+  step_flat({copies}, {numbers}, factor);
   for (size_t i : {0, 2, 3}) at::Tensor(group[i]).copy_(copies[i]);
 }
 
@@ -162,9 +189,10 @@ void bump_versions(at::TensorList tensors) {
   for (const Tensor& t : tensors) t.unsafeGetTensorImpl()->bump_version();
 }
 
-// numbers: number_count for each parameter.
+// numbers: number_count for each parameter. Gradients are read as if multiplied by a factor, which
+// is used as fp32, and rounded; they are not changed.
 void adamw(at::TensorList p, at::TensorList grads, at::TensorList first, at::TensorList second,
-           c10::ArrayRef<double> numbers) {
+           c10::ArrayRef<double> numbers, double factor) {
   check_attested();
   const std::vector<Group> groups = groups_of(p, grads, first, second);
   ISOBIT_CHECK(numbers.size() == number_count * p.size(), "optim.AdamW",
@@ -175,6 +203,7 @@ void adamw(at::TensorList p, at::TensorList grads, at::TensorList first, at::Ten
   for (at::TensorList written : {p, first, second}) bump_versions(written);
   const bool one_by_one = may_overlap(all);
   FixedFpEnvironment fp_environment;  // of the conversions to fp32 too
+  const float factor32 = static_cast<float>(factor);
   std::vector<Group> flat;
   std::vector<Numbers> flat_numbers;
   for (size_t i = 0; i < groups.size(); i++) {
@@ -182,13 +211,13 @@ void adamw(at::TensorList p, at::TensorList grads, at::TensorList first, at::Ten
     std::copy_n(numbers.begin() + number_count * i, number_count, given.begin());
     const Numbers own = std::bit_cast<Numbers>(given);
     if (one_by_one || !is_flat(groups[i])) {
-      step_copies(groups[i], own);
+      step_copies(groups[i], own, factor32);
       continue;
     }
     flat.push_back(groups[i]);
     flat_numbers.push_back(own);
   }
-  step_flat(flat, flat_numbers);
+  step_flat(flat, flat_numbers, factor32);
 }
 
 // Multiplies tensors whose elements lie without gaps in memory.
@@ -198,9 +227,9 @@ void scale_flat(const std::vector<Tensor>& tensors, float factor) {
   parallel_pieces(counts, piece, [&](const auto& visit) {
     FixedFpEnvironment fp_environment;
     visit([&](size_t i, int64_t begin, int64_t end) {
-      dispatch_dtype("optim.clip_grad_norm_", tensors[i].scalar_type(), [&](auto tag) {
+      dispatch_hardware_dtype("optim.clip_grad_norm_", tensors[i].scalar_type(), [&](auto tag) {
         using T = typename decltype(tag)::type;
-        scale(tensors[i].template mutable_data_ptr<T>() + begin, end - begin, factor);
+        scale(mutable_elements<T>(tensors[i]) + begin, end - begin, factor);
       });
     });
   });
@@ -236,7 +265,7 @@ void scale_all(at::TensorList tensors, double factor) {
 TORCH_LIBRARY_FRAGMENT(isobit, m) {
   m.def(
       "adamw_(Tensor(a!)[] p, Tensor[] grad, Tensor(b!)[] first, Tensor(c!)[] second, "
-      "float[] numbers) -> ()");
+      "float[] numbers, float factor=1.0) -> ()");
   m.def("scale_(Tensor(a!)[] x, float factor) -> ()");
 }
 

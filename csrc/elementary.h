@@ -10,21 +10,26 @@ namespace isobit {
 
 // Sets e = e^-x and denominator = 1 + e^-x, so that the logistic function is 1 / denominator. The
 // chain of exp_nonpositive also serves positive arguments whose scale 2^n is finite.
-ISOBIT_INLINE void logistic_denominator(const Floats& x, Floats& e, Floats& denominator) {
+template <class Vector>
+ISOBIT_INLINE void logistic_denominator(const Vector& x, Vector& e, Vector& denominator) {
   constexpr float highest = 87.25f;  // so that 1 / denominator is not subnormal
-  e = -x;
+  negate(x, e);
+  const Vector negated = e;
   exp_nonpositive(e);
-  e = -x > highest ? Floats{} + infinity : e;
+  set_where_greater(negated, highest, infinity, e);
   denominator = e + 1.0f;
 }
 
 // Sets s to the logistic function and complement to 1 - s, by a difference only where that is
 // accurate.
-ISOBIT_INLINE void sigmoid(const Floats& x, Floats& s, Floats& complement) {
-  Floats e, denominator;
+template <class Vector>
+ISOBIT_INLINE void sigmoid(const Vector& x, Vector& s, Vector& complement) {
+  Vector e, denominator;
   logistic_denominator(x, e, denominator);
   s = 1.0f / denominator;
-  complement = x >= 0.0f ? e * s : 1.0f - s;
+  complement = 1.0f - s;
+  const Vector product = e * s;
+  set_where_positive(x, product, complement);
 }
 
 namespace normal {
@@ -38,17 +43,21 @@ constexpr float p0 = -0x1.18845ep+2f, p1 = 0x1.4ef932p+2f, p2 = -0x1.98dab8p+1f,
 // Sets cdf to the standard normal distribution function at x, and density to its derivative. With
 // a = |x| the upper tail is e^(-a²/2) t (2 + u p(u)), where t = 1 / (a + 4) and u = a t. This is
 // exact at 0; the relative error of the fit is 8.3e-9.
-ISOBIT_INLINE void normal_cdf(const Floats& x, Floats& cdf, Floats& density) {
+template <class Vector>
+ISOBIT_INLINE void normal_cdf(const Vector& x, Vector& cdf, Vector& density) {
   using namespace normal;
-  Floats a = reinterpret_cast<Floats>(reinterpret_cast<Uint32s>(x) & 0x7fffffffu);
-  a = a > farthest ? Floats{} + farthest : a;
-  Floats e = a * a * -0.5f;
+  Vector a;
+  absolute(x, a);
+  const Vector magnitude = a;
+  set_where_greater(magnitude, farthest, farthest, a);
+  Vector e = a * a * -0.5f;
   exp_nonpositive(e);
-  const Floats t = 1.0f / (a + 4.0f), u = a * t;
-  const Floats p =
+  const Vector t = 1.0f / (a + 4.0f), u = a * t;
+  const Vector p =
       (((((((p8 * u + p7) * u + p6) * u + p5) * u + p4) * u + p3) * u + p2) * u + p1) * u + p0;
-  const Floats upper_tail = e * (t * (u * p + 2.0f));
-  cdf = x >= 0.0f ? 1.0f - upper_tail : upper_tail;
+  cdf = e * (t * (u * p + 2.0f));  // the upper tail
+  const Vector lower = 1.0f - cdf;
+  set_where_positive(x, lower, cdf);
   density = e * at_zero;
 }
 

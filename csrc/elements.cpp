@@ -14,7 +14,8 @@ namespace isobit {
 namespace {
 
 // Each formula below is a struct with `inputs` and `outputs` (numbers of tensors) and
-// apply(in, out): sixteen elements, in [inputs] and out [outputs] vectors.
+// apply(in, out): in [inputs] and out [outputs] vectors, of sixteen elements or of four times as
+// many (see [Note: four vectors] in lanes.h).
 enum class Formula {
   silu,
   silu_backward,
@@ -28,24 +29,27 @@ enum class Formula {
 
 struct Silu {
   static constexpr int64_t inputs = 1, outputs = 1;
-  static ISOBIT_INLINE void apply(const Floats* x, Floats* y) {
-    Floats e, denominator;
+  template <class Vector>
+  static ISOBIT_INLINE void apply(const Vector* x, Vector* y) {
+    Vector e, denominator;
     logistic_denominator(x[0], e, denominator);
     y[0] = x[0] / denominator;
   }
 };
 
 // Sets s to the logistic function of x, and derivative to that of silu.
-ISOBIT_INLINE void silu_derivative(const Floats& x, Floats& s, Floats& derivative) {
-  Floats complement;
+template <class Vector>
+ISOBIT_INLINE void silu_derivative(const Vector& x, Vector& s, Vector& derivative) {
+  Vector complement;
   sigmoid(x, s, complement);
   derivative = s * (x * complement + 1.0f);
 }
 
 struct SiluBackward {  // of (gradient, x)
   static constexpr int64_t inputs = 2, outputs = 1;
-  static ISOBIT_INLINE void apply(const Floats* in, Floats* dx) {
-    Floats s, derivative;
+  template <class Vector>
+  static ISOBIT_INLINE void apply(const Vector* in, Vector* dx) {
+    Vector s, derivative;
     silu_derivative(in[1], s, derivative);
     dx[0] = in[0] * derivative;
   }
@@ -53,8 +57,9 @@ struct SiluBackward {  // of (gradient, x)
 
 struct Gelu {
   static constexpr int64_t inputs = 1, outputs = 1;
-  static ISOBIT_INLINE void apply(const Floats* x, Floats* y) {
-    Floats cdf, density;
+  template <class Vector>
+  static ISOBIT_INLINE void apply(const Vector* x, Vector* y) {
+    Vector cdf, density;
     normal_cdf(x[0], cdf, density);
     y[0] = x[0] * cdf;
   }
@@ -62,8 +67,9 @@ struct Gelu {
 
 struct GeluBackward {  // of (gradient, x)
   static constexpr int64_t inputs = 2, outputs = 1;
-  static ISOBIT_INLINE void apply(const Floats* in, Floats* dx) {
-    Floats cdf, density;
+  template <class Vector>
+  static ISOBIT_INLINE void apply(const Vector* in, Vector* dx) {
+    Vector cdf, density;
     normal_cdf(in[1], cdf, density);
     dx[0] = in[0] * (in[1] * density + cdf);
   }
@@ -71,15 +77,17 @@ struct GeluBackward {  // of (gradient, x)
 
 // The tanh form of GELU is x times the logistic function of x (k + k' x²). This is that argument
 // and its derivative, for x clamped so that no power overflows.
+template <class Vector>
 struct TanhArgument {
-  Floats clamped, value, derivative;
-  ISOBIT_INLINE explicit TanhArgument(const Floats& x) {
+  Vector clamped, value, derivative;
+  ISOBIT_INLINE explicit TanhArgument(const Vector& x) {
     constexpr float bound = 32.0f;  // beyond it the logistic function is 0 or 1
     constexpr float linear = 0x1.988454p+0f, cubic = 0x1.2444f2p-4f,
                     cubic_derivative = 0x1.b6676cp-3f;
-    clamped = x > bound ? Floats{} + bound : x;
-    clamped = clamped < -bound ? Floats{} - bound : clamped;
-    const Floats square = clamped * clamped;
+    clamped = x;
+    set_where_greater(x, bound, bound, clamped);
+    set_where_less(x, -bound, -bound, clamped);
+    const Vector square = clamped * clamped;
     value = clamped * (square * cubic + linear);
     derivative = square * cubic_derivative + linear;
   }
@@ -87,18 +95,20 @@ struct TanhArgument {
 
 struct TanhGelu {
   static constexpr int64_t inputs = 1, outputs = 1;
-  static ISOBIT_INLINE void apply(const Floats* x, Floats* y) {
-    Floats e, denominator;
-    logistic_denominator(TanhArgument(x[0]).value, e, denominator);
+  template <class Vector>
+  static ISOBIT_INLINE void apply(const Vector* x, Vector* y) {
+    Vector e, denominator;
+    logistic_denominator(TanhArgument<Vector>(x[0]).value, e, denominator);
     y[0] = x[0] / denominator;
   }
 };
 
 struct TanhGeluBackward {  // of (gradient, x)
   static constexpr int64_t inputs = 2, outputs = 1;
-  static ISOBIT_INLINE void apply(const Floats* in, Floats* dx) {
-    const TanhArgument argument(in[1]);
-    Floats s, complement;
+  template <class Vector>
+  static ISOBIT_INLINE void apply(const Vector* in, Vector* dx) {
+    const TanhArgument<Vector> argument(in[1]);
+    Vector s, complement;
     sigmoid(argument.value, s, complement);
     dx[0] = in[0] * (s * (argument.clamped * (complement * argument.derivative) + 1.0f));
   }
@@ -106,7 +116,8 @@ struct TanhGeluBackward {  // of (gradient, x)
 
 struct Swiglu {  // of (gate, up)
   static constexpr int64_t inputs = 2, outputs = 1;
-  static ISOBIT_INLINE void apply(const Floats* in, Floats* y) {
+  template <class Vector>
+  static ISOBIT_INLINE void apply(const Vector* in, Vector* y) {
     Silu::apply(in, y);
     y[0] = y[0] * in[1];
   }
@@ -114,8 +125,9 @@ struct Swiglu {  // of (gate, up)
 
 struct SwigluBackward {  // of (gradient, gate, up), to (dgate, dup)
   static constexpr int64_t inputs = 3, outputs = 2;
-  static ISOBIT_INLINE void apply(const Floats* in, Floats* out) {
-    Floats s, derivative;
+  template <class Vector>
+  static ISOBIT_INLINE void apply(const Vector* in, Vector* out) {
+    Vector s, derivative;
     silu_derivative(in[1], s, derivative);
     out[0] = in[0] * in[2] * derivative;
     out[1] = in[0] * (in[1] * s);
@@ -132,7 +144,16 @@ ISOBIT_INLINE void apply_lanes(const T* const* in, T* const* out, int64_t at, in
   for (int64_t i = 0; i < F::outputs; i++) store_lanes(outputs[i], count, out[i] + at);
 }
 
+// The same of elements [at, at + 64).
 template <class F, class T>
+ISOBIT_INLINE void apply_lanes4(const T* const* in, T* const* out, int64_t at) {
+  Floats4 inputs[F::inputs], outputs[F::outputs];
+  for (int64_t i = 0; i < F::inputs; i++) load(in[i] + at, inputs[i]);
+  F::apply(inputs, outputs);
+  for (int64_t i = 0; i < F::outputs; i++) round_to(outputs[i], out[i] + at);
+}
+
+template <class F, bool four, class T>
 ISOBIT_INLINE void apply_formula(const T* const* in, T* const* out, int64_t n) {
   // Local copies of the pointers: otherwise the compiler must assume that a store changes them.
   const T* src[F::inputs];
@@ -140,34 +161,37 @@ ISOBIT_INLINE void apply_formula(const T* const* in, T* const* out, int64_t n) {
   std::copy(in, in + F::inputs, src);
   std::copy(out, out + F::outputs, dst);
   int64_t at = 0;
+  if constexpr (four)
+    for (; at + lane_count4 <= n; at += lane_count4) apply_lanes4<F>(src, dst, at);
   for (; at + lane_count <= n; at += lane_count) apply_lanes<F>(src, dst, at, lane_count);
   if (at < n) apply_lanes<F>(src, dst, at, n - at);
 }
 
-#define ISOBIT_ELEMENTS(T)                                                                  \
-  ISOBIT_CLONES void apply(Formula formula, const T* const* in, T* const* out, int64_t n) { \
-    switch (formula) {                                                                      \
-      case Formula::silu:                                                                   \
-        return apply_formula<Silu>(in, out, n);                                             \
-      case Formula::silu_backward:                                                          \
-        return apply_formula<SiluBackward>(in, out, n);                                     \
-      case Formula::gelu:                                                                   \
-        return apply_formula<Gelu>(in, out, n);                                             \
-      case Formula::gelu_backward:                                                          \
-        return apply_formula<GeluBackward>(in, out, n);                                     \
-      case Formula::tanh_gelu:                                                              \
-        return apply_formula<TanhGelu>(in, out, n);                                         \
-      case Formula::tanh_gelu_backward:                                                     \
-        return apply_formula<TanhGeluBackward>(in, out, n);                                 \
-      case Formula::swiglu:                                                                 \
-        return apply_formula<Swiglu>(in, out, n);                                           \
-      case Formula::swiglu_backward:                                                        \
-        return apply_formula<SwigluBackward>(in, out, n);                                   \
-    }                                                                                       \
+#define ISOBIT_ELEMENTS(versions, four, T)                                           \
+  versions void apply(std::bool_constant<four>, Formula formula, const T* const* in, \
+                      T* const* out, int64_t n) {                                    \
+    switch (formula) {                                                               \
+      case Formula::silu:                                                            \
+        return apply_formula<Silu, four>(in, out, n);                                \
+      case Formula::silu_backward:                                                   \
+        return apply_formula<SiluBackward, four>(in, out, n);                        \
+      case Formula::gelu:                                                            \
+        return apply_formula<Gelu, four>(in, out, n);                                \
+      case Formula::gelu_backward:                                                   \
+        return apply_formula<GeluBackward, four>(in, out, n);                        \
+      case Formula::tanh_gelu:                                                       \
+        return apply_formula<TanhGelu, four>(in, out, n);                            \
+      case Formula::tanh_gelu_backward:                                              \
+        return apply_formula<TanhGeluBackward, four>(in, out, n);                    \
+      case Formula::swiglu:                                                          \
+        return apply_formula<Swiglu, four>(in, out, n);                              \
+      case Formula::swiglu_backward:                                                 \
+        return apply_formula<SwigluBackward, four>(in, out, n);                      \
+    }                                                                                \
   }
-ISOBIT_ELEMENTS(float)
-ISOBIT_ELEMENTS(BFloat16)
-ISOBIT_ELEMENTS(Half)
+ISOBIT_VERSIONS(ISOBIT_ELEMENTS, float)
+ISOBIT_VERSIONS(ISOBIT_ELEMENTS, BFloat16)
+ISOBIT_VERSIONS(ISOBIT_ELEMENTS, Half)
 
 // The inputs as runs of contiguous elements: one run if all are contiguous, else one per row. Rows
 // whose elements are not contiguous are copied.
@@ -218,7 +242,9 @@ std::vector<Tensor> compute(const char* function, Formula formula, std::vector<T
       for (int64_t at = begin; at < end; at += runs.flat ? end - begin : 1) {
         for (int64_t i = 0; i < input_count; i++) run_src[i] = src[i] + at * runs.stride(i);
         for (int64_t i = 0; i < outputs; i++) run_dst[i] = dst[i] + at * length;
-        apply(formula, run_src, run_dst, runs.flat ? end - begin : length);
+        call_version([&](auto four) {
+          apply(four, formula, run_src, run_dst, runs.flat ? end - begin : length);
+        });
       }
     });
   });

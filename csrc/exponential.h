@@ -24,16 +24,21 @@ constexpr float q0 = 0x1.fffffcp-2f, q1 = 0x1.555492p-3f, q2 = 0x1.5558f2p-5f, q
                 q4 = 0x1.6a23ccp-10f;
 }  // namespace exponential
 
-// x = e^x, by e^x = 2^n e^r with |r| <= ln 2 / 2, and e^r = 1 + (r + r² q(r)). A NaN stays NaN.
-ISOBIT_INLINE void exp_nonpositive(Floats& x) {
+// x = e^x, by e^x = 2^n e^r with |r| <= ln 2 / 2, and e^r = 1 + (r + r² q(r)). A NaN stays NaN. See
+// [Note: four vectors] in lanes.h.
+template <class Vector>
+ISOBIT_INLINE void exp_nonpositive(Vector& x) {
   using namespace exponential;
-  const Floats shifted = x * per_octave + to_integer;
-  const Floats n = shifted - to_integer;
-  const Floats r = (x - n * octave) - n * octave_rest;
-  const Floats q = (((q4 * r + q3) * r + q2) * r + q1) * r + q0;
-  const Floats mantissa = 1.0f + (r + r * r * q);
-  x = x < lowest ? Floats{}
-                 : mantissa * reinterpret_cast<Floats>(reinterpret_cast<Uint32s>(shifted) << 23);
+  const Vector shifted = x * per_octave + to_integer;
+  const Vector n = shifted - to_integer;
+  const Vector r = (x - n * octave) - n * octave_rest;
+  const Vector q = (((q4 * r + q3) * r + q2) * r + q1) * r + q0;
+  const Vector mantissa = 1.0f + (r + r * r * q);
+  Vector power;
+  shift_to_exponent(shifted, power);
+  power = mantissa * power;
+  set_where_less(x, lowest, 0.0f, power);
+  x = power;
 }
 
 }  // namespace isobit

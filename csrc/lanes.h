@@ -43,6 +43,81 @@ ISOBIT_INLINE void load(const c10::Half* src, Floats& values) {
   values = reinterpret_cast<Floats>(magnitude | sign);
 }
 
+// [Note: four vectors] The steps of one exponential depend on each other, so a core waits for each
+// result. Floats4 is four vectors whose operations are written side by side: the core works on one
+// while it waits for another. A function of elements is a template over Floats and Floats4; each
+// lane has the same operations in both.
+struct Floats4 {
+  Floats a, b, c, d;
+};
+constexpr int64_t lane_count4 = 4 * lane_count;
+
+#define ISOBIT_OPERATOR(op)                                               \
+  ISOBIT_INLINE Floats4 operator op(const Floats4& x, const Floats4& y) { \
+    return {x.a op y.a, x.b op y.b, x.c op y.c, x.d op y.d};              \
+  }                                                                       \
+  ISOBIT_INLINE Floats4 operator op(const Floats4& x, float y) {          \
+    return {x.a op y, x.b op y, x.c op y, x.d op y};                      \
+  }                                                                       \
+  ISOBIT_INLINE Floats4 operator op(float x, const Floats4& y) {          \
+    return {x op y.a, x op y.b, x op y.c, x op y.d};                      \
+  }
+ISOBIT_OPERATOR(+)
+ISOBIT_OPERATOR(-)
+ISOBIT_OPERATOR(*)
+ISOBIT_OPERATOR(/)
+#undef ISOBIT_OPERATOR
+
+ISOBIT_INLINE void negate(const Floats& x, Floats& out) { out = -x; }
+ISOBIT_INLINE void absolute(const Floats& x, Floats& out) {
+  out = reinterpret_cast<Floats>(reinterpret_cast<Uint32s>(x) & 0x7fffffffu);
+}
+// Shifts the bits of x into the exponent.
+ISOBIT_INLINE void shift_to_exponent(const Floats& x, Floats& out) {
+  out = reinterpret_cast<Floats>(reinterpret_cast<Uint32s>(x) << 23);
+}
+#define ISOBIT_OF_FOUR(function)                                \
+  ISOBIT_INLINE void function(const Floats4& x, Floats4& out) { \
+    function(x.a, out.a);                                       \
+    function(x.b, out.b);                                       \
+    function(x.c, out.c);                                       \
+    function(x.d, out.d);                                       \
+  }
+ISOBIT_OF_FOUR(negate)
+ISOBIT_OF_FOUR(absolute)
+ISOBIT_OF_FOUR(shift_to_exponent)
+#undef ISOBIT_OF_FOUR
+
+// Sets out to `value` where x < bound, or x > bound. A NaN is neither.
+ISOBIT_INLINE void set_where_less(const Floats& x, float bound, float value, Floats& out) {
+  out = x < bound ? Floats{} + value : out;
+}
+ISOBIT_INLINE void set_where_greater(const Floats& x, float bound, float value, Floats& out) {
+  out = x > bound ? Floats{} + value : out;
+}
+// Sets out to `value` where x >= 0.
+ISOBIT_INLINE void set_where_positive(const Floats& x, const Floats& value, Floats& out) {
+  out = x >= 0.0f ? value : out;
+}
+ISOBIT_INLINE void set_where_less(const Floats4& x, float bound, float value, Floats4& out) {
+  set_where_less(x.a, bound, value, out.a);
+  set_where_less(x.b, bound, value, out.b);
+  set_where_less(x.c, bound, value, out.c);
+  set_where_less(x.d, bound, value, out.d);
+}
+ISOBIT_INLINE void set_where_greater(const Floats4& x, float bound, float value, Floats4& out) {
+  set_where_greater(x.a, bound, value, out.a);
+  set_where_greater(x.b, bound, value, out.b);
+  set_where_greater(x.c, bound, value, out.c);
+  set_where_greater(x.d, bound, value, out.d);
+}
+ISOBIT_INLINE void set_where_positive(const Floats4& x, const Floats4& value, Floats4& out) {
+  set_where_positive(x.a, value.a, out.a);
+  set_where_positive(x.b, value.b, out.b);
+  set_where_positive(x.c, value.c, out.c);
+  set_where_positive(x.d, value.d, out.d);
+}
+
 // Returns v, or the one NaN that results may contain. Which payload survives an addition depends on
 // the order of its operands, which a tile may choose freely.
 ISOBIT_INLINE float canonical_nan(float v) { return v != v ? __builtin_nanf("") : v; }
@@ -82,6 +157,22 @@ ISOBIT_INLINE void round_to(const Floats& v, c10::Half* dst) {
   const Uint32s rounded = ((bits >> 16) & 0x8000u) | (((sum >> 13) & 0x7c00u) + (sum & 0xfffu));
   *reinterpret_cast<Uint16s*>(dst) =
       __builtin_convertvector(v != v ? Uint32s{} + 0x7e00u : rounded, Uint16s);
+}
+
+// Reads src[64], and rounds to dst[64].
+template <class T>
+ISOBIT_INLINE void load(const T* src, Floats4& values) {
+  load(src, values.a);
+  load(src + lane_count, values.b);
+  load(src + 2 * lane_count, values.c);
+  load(src + 3 * lane_count, values.d);
+}
+template <class T>
+ISOBIT_INLINE void round_to(const Floats4& values, T* dst) {
+  round_to(values.a, dst);
+  round_to(values.b, dst + lane_count);
+  round_to(values.c, dst + 2 * lane_count);
+  round_to(values.d, dst + 3 * lane_count);
 }
 
 // Reads src[count], count <= 16; the lanes after them are `fill`.

@@ -9,49 +9,83 @@ namespace isobit {
 
 namespace {
 
-// out = x − max − log Σ exp(x − max). Both are [n].
+// (x − max) − log_sum, for write_row.
 template <class T>
-ISOBIT_INLINE void log_softmax_of_row(const Schedule& schedule, const T* x, int64_t n, T* out) {
-  MaxSumTree tree;
-  tree.add(schedule, x);
-  const float max = tree.total().max, log_sum = log_positive_scalar(tree.total().sum);
-  for (int64_t at = 0; at < n; at += lane_count) {
-    const int64_t count = std::min(lane_count, n - at);
-    Floats values;
-    load_lanes(x + at, count, 0.0f, values);
-    store_lanes((values - max) - log_sum, count, out + at);
+struct Shifted {
+  const T* x;  // [n]
+  float max, log_sum;
+  template <class Place, class Vector>
+  ISOBIT_INLINE void operator()(const Place& place, Vector& values) const {
+    place.read(x, values);
+    values = (values - max) - log_sum;
+  }
+};
+
+// out = x − max − log Σ exp(x − max). The logarithms of 16 short rows are computed side by side;
+// long rows are taken one by one, because 16 of them would leave the nearest cache.
+//   x    [rows][n]
+//   out  [rows][n], contiguous
+template <bool four, class T>
+ISOBIT_INLINE void log_softmax_of_rows(const Schedule& schedule, RowMajor<const T> x, int64_t rows,
+                                       int64_t n, T* out) {
+  const int64_t together = n <= 256 ? lane_count : 1;
+  float max[lane_count], sum[lane_count];
+  for (int64_t i = 0; i < lane_count; i++) sum[i] = 1.0f;
+  for (int64_t begin = 0; begin < rows; begin += together) {
+    const int64_t count = std::min(together, rows - begin);
+    for (int64_t i = 0; i < count; i++) {
+      MaxSumTree tree;
+      tree.add<four>(schedule, x.row(begin + i));
+      max[i] = tree.total().max;
+      sum[i] = tree.total().sum;
+    }
+    Floats logs;
+    load(sum, logs);
+    log_positive(logs);
+    for (int64_t i = 0; i < count; i++)
+      write_row<four>(n, Shifted<T>{x.row(begin + i), max[i], logs[i]}, out + (begin + i) * n);
   }
 }
 
-// out = grad − exp(y) · Σ grad. All are [n].
+// grad − exp(y) · Σ grad, for write_row.
 template <class T>
+struct LogSoftmaxGrad {
+  const T* grad;  // [n]
+  const T* y;     // [n]
+  float total;
+  template <class Place, class Vector>
+  ISOBIT_INLINE void operator()(const Place& place, Vector& values) const {
+    Vector weights;
+    place.read(grad, values);
+    place.read(y, weights);
+    exp_nonpositive(weights);
+    values = values - weights * total;
+  }
+};
+
+// All are [n].
+template <bool four, class T>
 ISOBIT_INLINE void grad_of_row(const Schedule& schedule, const T* grad, const T* y, int64_t n,
                                T* out) {
-  const float total = sum_row(schedule, ElementTerms<T>{grad});
-  for (int64_t at = 0; at < n; at += lane_count) {
-    const int64_t count = std::min(lane_count, n - at);
-    Floats values, weights;
-    load_lanes(grad + at, count, 0.0f, values);
-    load_lanes(y + at, count, 0.0f, weights);
-    exp_nonpositive(weights);
-    store_lanes(values - weights * total, count, out + at);
-  }
+  const float total = sum_row<four>(schedule, ElementTerms<T>{grad});
+  write_row<four>(n, LogSoftmaxGrad<T>{grad, y, total}, out);
 }
 
-#define ISOBIT_LOG_SOFTMAX(T)                                                                      \
-  ISOBIT_CLONES void log_softmax_rows(const Schedule& schedule, RowMajor<const T> x, int64_t rows, \
-                                      int64_t n, T* __restrict out) {                              \
-    for (int64_t row = 0; row < rows; row++)                                                       \
-      log_softmax_of_row(schedule, x.row(row), n, out + row * n);                                  \
-  }                                                                                                \
-  ISOBIT_CLONES void grad_rows(const Schedule& schedule, RowMajor<const T> grad,                   \
-                               RowMajor<const T> y, int64_t rows, int64_t n, T* __restrict out) {  \
-    for (int64_t row = 0; row < rows; row++)                                                       \
-      grad_of_row(schedule, grad.row(row), y.row(row), n, out + row * n);                          \
+#define ISOBIT_LOG_SOFTMAX(versions, four, T)                                                   \
+  versions void log_softmax_rows(std::bool_constant<four>, const Schedule& schedule,            \
+                                 RowMajor<const T> x, int64_t rows, int64_t n,                  \
+                                 T* __restrict out) {                                           \
+    log_softmax_of_rows<four>(schedule, x, rows, n, out);                                       \
+  }                                                                                             \
+  versions void grad_rows(std::bool_constant<four>, const Schedule& schedule,                   \
+                          RowMajor<const T> grad, RowMajor<const T> y, int64_t rows, int64_t n, \
+                          T* __restrict out) {                                                  \
+    for (int64_t row = 0; row < rows; row++)                                                    \
+      grad_of_row<four>(schedule, grad.row(row), y.row(row), n, out + row * n);                 \
   }
-ISOBIT_LOG_SOFTMAX(float)
-ISOBIT_LOG_SOFTMAX(BFloat16)
-ISOBIT_LOG_SOFTMAX(Half)
+ISOBIT_VERSIONS(ISOBIT_LOG_SOFTMAX, float)
+ISOBIT_VERSIONS(ISOBIT_LOG_SOFTMAX, BFloat16)
+ISOBIT_VERSIONS(ISOBIT_LOG_SOFTMAX, Half)
 
 Tensor log_softmax(const Tensor& x) {
   check_attested();
@@ -68,7 +102,10 @@ Tensor log_softmax(const Tensor& x) {
     T* dst = out.mutable_data_ptr<T>();               // [rows][n]
     at::parallel_for(0, rows.size(0), row_grain(n), [&](int64_t begin, int64_t end) {
       FixedFpEnvironment fp_environment;
-      log_softmax_rows(schedule, {src.row(begin), src.stride}, end - begin, n, dst + begin * n);
+      call_version([&](auto four) {
+        log_softmax_rows(four, schedule, {src.row(begin), src.stride}, end - begin, n,
+                         dst + begin * n);
+      });
     });
   });
   return out;
@@ -90,8 +127,10 @@ Tensor log_softmax_backward(const Tensor& grad, const Tensor& y) {
     T* dst = out.mutable_data_ptr<T>();                                            // [rows][n]
     at::parallel_for(0, grads.size(0), row_grain(n), [&](int64_t begin, int64_t end) {
       FixedFpEnvironment fp_environment;
-      grad_rows(schedule, {g.row(begin), g.stride}, {saved.row(begin), saved.stride}, end - begin,
-                n, dst + begin * n);
+      call_version([&](auto four) {
+        grad_rows(four, schedule, {g.row(begin), g.stride}, {saved.row(begin), saved.stride},
+                  end - begin, n, dst + begin * n);
+      });
     });
   });
   return out;

@@ -28,13 +28,18 @@ struct ExpTerms {
     values = values - max;
     exp_nonpositive(values);
   }
+  ISOBIT_INLINE void four(int64_t at, Floats4& values) const {
+    load(x + at, values);
+    values = values - max;
+    exp_nonpositive(values);
+  }
 };
 
 // The pair of one segment; `x` is [n].
-template <class T>
+template <bool four, class T>
 ISOBIT_INLINE MaxSum max_sum_of_segment(const T* x, int64_t n) {
   const float max = max_of_row(x, n);
-  return {max, sum_leaf(0, n, ExpTerms<T>{x, finite_or_zero(max)})};
+  return {max, sum_leaf<four>(0, n, ExpTerms<T>{x, finite_or_zero(max)})};
 }
 
 // Order: one merge of a feature schedule, done by MaxSumTree.
@@ -50,10 +55,10 @@ ISOBIT_INLINE MaxSum merge(const MaxSum& left, const MaxSum& right) {
 class MaxSumTree {
  public:
   // Adds the segments of a schedule; leaf positions count from x.
-  template <class T>
+  template <bool four = false, class T>
   ISOBIT_INLINE void add(const Schedule& schedule, const T* x) {
     for (const Leaf& leaf : schedule.leaves) {
-      stack_[top_++] = max_sum_of_segment(x + leaf.start, leaf.length);
+      stack_[top_++] = max_sum_of_segment<four>(x + leaf.start, leaf.length);
       for (int64_t done = ++segments_; done % 2 == 0; done /= 2, top_--)
         stack_[top_ - 2] = merge(stack_[top_ - 2], stack_[top_ - 1]);
     }

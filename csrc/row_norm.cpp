@@ -12,15 +12,22 @@ namespace isobit {
 
 namespace {
 
-// forward_rows: rows [begin, end). backward_leaf: see backward_quarter. backward_padding: the rows
-// of a token that is in no sample, which contributes to no sum.
-#define ISOBIT_NORM(T)                                                                             \
-  ISOBIT_CLONES void forward_rows(const NormForward<T>& pass, int64_t begin, int64_t end) {        \
-    if (pass.means)                                                                                \
-      for (int64_t row = begin; row < end; row++) forward_row<true>(pass, row);                    \
-    else                                                                                           \
-      for (int64_t row = begin; row < end; row++) forward_row<false>(pass, row);                   \
-  }                                                                                                \
+// Rows [begin, end).
+#define ISOBIT_NORM_FORWARD(versions, four, T)                                                    \
+  versions void forward_rows(std::bool_constant<four>, const NormForward<T>& pass, int64_t begin, \
+                             int64_t end) {                                                       \
+    if (pass.means)                                                                               \
+      for (int64_t row = begin; row < end; row++) forward_row<true, four>(pass, row);             \
+    else                                                                                          \
+      for (int64_t row = begin; row < end; row++) forward_row<false, four>(pass, row);            \
+  }
+ISOBIT_VERSIONS(ISOBIT_NORM_FORWARD, float)
+ISOBIT_VERSIONS(ISOBIT_NORM_FORWARD, BFloat16)
+ISOBIT_VERSIONS(ISOBIT_NORM_FORWARD, Half)
+
+// backward_leaf: see backward_quarter. backward_padding: the rows of a token that is in no sample,
+// which contributes to no sum.
+#define ISOBIT_NORM_BACKWARD(T)                                                                    \
   ISOBIT_CLONES void backward_leaf(const NormBackward<T>& pass, const Leaf& leaf, int64_t quarter, \
                                    float* lanes, float* sum) {                                     \
     if (pass.means)                                                                                \
@@ -35,9 +42,9 @@ namespace {
       else                                                                                         \
         backward_row<false>(pass, row, row, nullptr);                                              \
   }
-ISOBIT_NORM(float)
-ISOBIT_NORM(BFloat16)
-ISOBIT_NORM(Half)
+ISOBIT_NORM_BACKWARD(float)
+ISOBIT_NORM_BACKWARD(BFloat16)
+ISOBIT_NORM_BACKWARD(Half)
 
 using OptionalTensor = std::optional<Tensor>;
 
@@ -92,7 +99,7 @@ std::tuple<Tensor, Tensor, Tensor> normalise(const char* function, const Tensor&
                               out.mutable_data_ptr<T>()};
     at::parallel_for(0, rows.size(0), row_grain(n), [&](int64_t begin, int64_t end) {
       FixedFpEnvironment fp_environment;
-      forward_rows(pass, begin, end);
+      call_version([&](auto four) { forward_rows(four, pass, begin, end); });
     });
   });
   return {out, means, scales};

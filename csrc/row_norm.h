@@ -25,6 +25,11 @@ template <bool centred, class T>
 struct SquareTerms {
   const T* x;  // [n]
   float mean;
+  ISOBIT_INLINE void four(int64_t at, Floats4& values) const {
+    load(x + at, values);
+    if (centred) values = values - mean;
+    values = values * values;
+  }
   ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
     load_lanes(x + at, count, 0.0f, values);
     if (centred) {
@@ -102,27 +107,37 @@ struct NormForward {
   T* out;         // [rows][n], contiguous, written
 };
 
+// x̂·weight (+ bias), for write_row.
 template <bool centred, class T>
+struct NormOutput {
+  const T* x;  // [n]
+  float mean, scale;
+  const float* weight;  // [n]
+  const float* bias;    // [n], or null
+  template <class Place, class Vector>
+  ISOBIT_INLINE void operator()(const Place& place, Vector& values) const {
+    Vector parameter;
+    place.read(x, values);
+    if (centred) values = values - mean;
+    values = values * scale;
+    place.read(weight, parameter);
+    values = values * parameter;
+    if (!bias) return;
+    place.read(bias, parameter);
+    values = values + parameter;
+  }
+};
+
+template <bool centred, bool four, class T>
 ISOBIT_INLINE void forward_row(const NormForward<T>& pass, int64_t row) {
   const int64_t n = pass.n;
   const T* x = pass.x.row(row);  // [n]
   const float length = static_cast<float>(n);
-  const float mean = centred ? sum_row(pass.features, ElementTerms<T>{x}) / length : 0.0f;
-  const float square_sum = sum_row(pass.features, SquareTerms<centred, T>{x, mean});
+  const float mean = centred ? sum_row<four>(pass.features, ElementTerms<T>{x}) / length : 0.0f;
+  const float square_sum = sum_row<four>(pass.features, SquareTerms<centred, T>{x, mean});
   const float scale = 1.0f / std::sqrt(square_sum / length + pass.eps);
-  const Normalised<centred, T> normalised{x, mean, scale};
-  for (int64_t at = 0; at < n; at += lane_count) {
-    const int64_t count = std::min(lane_count, n - at);
-    Floats values, parameter;
-    normalised(at, count, values);
-    load_lanes(pass.weight + at, count, 0.0f, parameter);
-    values = values * parameter;
-    if (pass.bias) {
-      load_lanes(pass.bias + at, count, 0.0f, parameter);
-      values = values + parameter;
-    }
-    store_lanes(values, count, pass.out + row * n + at);
-  }
+  write_row<four>(n, NormOutput<centred, T>{x, mean, scale, pass.weight, pass.bias},
+                  pass.out + row * n);
   if (centred) pass.means[row] = mean;
   pass.scales[row] = scale;
 }
@@ -143,6 +158,37 @@ struct NormBackward {
   int64_t width() const { return heads * n * (means ? 2 : 1); }
 };
 
+// The second pass of backward_row over a row.
+template <bool centred, class T>
+struct BackwardRow {
+  const NormBackward<T>& pass;
+  Normalised<centred, T> normalised;
+  const T* grad;  // [n]
+  float projection, mean_grad;
+  T* out;       // [n]
+  float* lane;  // [n], and [n] after it; or null
+  int64_t next;
+
+  // Elements [at, at + count), count <= 16.
+  ISOBIT_INLINE void operator()(int64_t at, int64_t count) const {
+    // The rows of a quarter are not all neighbours, so the hardware does not prefetch the next one.
+    __builtin_prefetch(pass.grad.row(next) + at);
+    __builtin_prefetch(pass.x.row(next) + at);
+    Floats g, factor, values, x_hat;
+    load_lanes(grad + at, count, 0.0f, g);
+    load_lanes(pass.weight + at, count, 0.0f, factor);
+    normalised(at, count, x_hat);
+    values = g * factor;
+    if (centred) values = values - mean_grad;
+    values = (values - x_hat * projection) * normalised.scale;
+    store_lanes(values, count, out + at);
+    if (!lane) return;
+    x_hat = g * x_hat;
+    add_to_lane(x_hat, count, lane + at);
+    if (centred) add_to_lane(g, count, lane + pass.n + at);
+  }
+};
+
 // Writes dx of a row, and adds its terms of dweight [n], and of dbias [n] after it, to `lane`, if
 // that is not null. `next` is the row to prefetch.
 template <bool centred, class T>
@@ -155,25 +201,11 @@ ISOBIT_INLINE void backward_row(const NormBackward<T>& pass, int64_t row, int64_
   float sums[centred ? 2 : 1];
   sum_row_into(pass.features, GradTerms<centred, T>{weighted, normalised}, sums);
   const float projection = sums[0] / length, mean_grad = centred ? sums[centred] / length : 0.0f;
-  // The rows of a quarter are not all neighbours, so the hardware does not prefetch the next one.
-  const T *next_grad = pass.grad.row(next), *next_x = pass.x.row(next);  // [n]
-  for (int64_t at = 0; at < n; at += lane_count) {
-    const int64_t count = std::min(lane_count, n - at);
-    __builtin_prefetch(next_grad + at);
-    __builtin_prefetch(next_x + at);
-    Floats grad, factor, values, x_hat;
-    load_lanes(weighted.grad + at, count, 0.0f, grad);
-    load_lanes(pass.weight + at, count, 0.0f, factor);
-    normalised(at, count, x_hat);
-    values = grad * factor;
-    if (centred) values = values - mean_grad;
-    values = (values - x_hat * projection) * scale;
-    store_lanes(values, count, pass.out + row * n + at);
-    if (!lane) continue;
-    x_hat = grad * x_hat;
-    add_to_lane(x_hat, count, lane + at);
-    if (centred) add_to_lane(grad, count, lane + n + at);
-  }
+  const BackwardRow<centred, T> lanes{pass,      normalised,         weighted.grad, projection,
+                                      mean_grad, pass.out + row * n, lane,          next};
+  int64_t at = 0;
+  for (; at + lane_count <= n; at += lane_count) lanes(at, lane_count);
+  if (at < n) lanes(at, n - at);
 }
 
 // [Note: quarters] A leaf of tokens is striped over 16 lanes. A quarter is the tokens of lanes 4q

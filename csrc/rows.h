@@ -17,6 +17,7 @@ inline int64_t row_grain(int64_t n) { return std::max<int64_t>(grain / n, 1); }
 // The tensor as [rows, n], n its last axis, with the elements of a row contiguous. Copies if no
 // such view exists.
 inline Tensor as_rows(const Tensor& t) {
+  if (t.dim() == 2 && t.stride(1) == 1) return t;  // without a call of the dispatcher
   const Tensor rows = t.reshape({t.numel() / t.size(-1), t.size(-1)});
   return rows.stride(1) == 1 || rows.size(1) == 1 ? rows : rows.contiguous();
 }
@@ -47,15 +48,21 @@ ISOBIT_INLINE float max_of_row(const T* x, int64_t n) {
     update_max(max[0], values);
   }
   for (int64_t i = 1; i < 4; i++) update_max(max[0], max[i]);
-  float result = -infinity;
-  for (int64_t i = 0; i < lane_count; i++) result = max[0][i] > result ? max[0][i] : result;
-  return result;
+  Floats& most = max[0];
+  update_max(most, __builtin_shufflevector(most, most, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4,
+                                           5, 6, 7));
+  update_max(most, __builtin_shufflevector(most, most, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9,
+                                           10, 11));
+  update_max(most, __builtin_shufflevector(most, most, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15,
+                                           12, 13));
+  return most[0] > most[1] ? most[0] : most[1];
 }
 
 // The terms of a row's plain sum (see [Note: terms] in sums.h).
 template <class T>
 struct ElementTerms {
   const T* x;  // [n]
+  ISOBIT_INLINE void four(int64_t at, Floats4& values) const { load(x + at, values); }
   ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
     load_lanes(x + at, count, 0.0f, values);
   }
@@ -66,6 +73,12 @@ template <class T>
 struct ProductTerms {
   const T* left;   // [n]
   const T* right;  // [n]
+  ISOBIT_INLINE void four(int64_t at, Floats4& values) const {
+    Floats4 factor;
+    load(left + at, values);
+    load(right + at, factor);
+    values = values * factor;
+  }
   ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats& values) const {
     Floats factor;
     load_lanes(left + at, count, 0.0f, values);
@@ -73,6 +86,41 @@ struct ProductTerms {
     values = values * factor;
   }
 };
+
+// Where a formula of write_row reads: 64 elements from `at` on, or `count` <= 16.
+struct WholePlace {
+  int64_t at;
+  template <class T>
+  ISOBIT_INLINE void read(const T* row, Floats4& values) const {
+    load(row + at, values);
+  }
+};
+struct LanesPlace {
+  int64_t at, count;
+  template <class T>
+  ISOBIT_INLINE void read(const T* row, Floats& values) const {
+    load_lanes(row + at, count, 0.0f, values);
+  }
+};
+
+// Rounds the elements of a row to out [n]. `formula(place, values)` sets `values`, Floats4 or
+// Floats, to those of a place; Floats4 only if `four`.
+template <bool four, class Formula, class T>
+ISOBIT_INLINE void write_row(int64_t n, const Formula& formula, T* out) {
+  int64_t at = 0;
+  if constexpr (four)
+    for (; at + lane_count4 <= n; at += lane_count4) {
+      Floats4 values;
+      formula(WholePlace{at}, values);
+      round_to(values, out + at);
+    }
+  for (; at < n; at += lane_count) {
+    const int64_t count = std::min(lane_count, n - at);
+    Floats values;
+    formula(LanesPlace{at, count}, values);
+    store_lanes(values, count, out + at);
+  }
+}
 
 // Rounds a contiguous fp32 tensor to another dtype; returns it unchanged if it has that dtype.
 inline Tensor round_tensor(const char* function, const Tensor& t, at::ScalarType dtype) {

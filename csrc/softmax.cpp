@@ -24,6 +24,12 @@ struct Quotients {
     values = values / total;
     store_lanes(values, count, out + at);
   }
+  ISOBIT_INLINE void store_four(int64_t at) const {
+    Floats4 values;
+    load(exponentials + at, values);
+    values = values / total;
+    round_to(values, out + at);
+  }
 };
 
 // The terms exp(x - max) of the denominator, kept for the quotients. They overwrite those of the
@@ -42,52 +48,69 @@ struct SoftmaxTerms {
     exp_nonpositive(values);
     store_lanes(values, count, exponentials + at);
   }
+  ISOBIT_INLINE void four(int64_t at, Floats4& values) const {
+    if (previous.out) previous.store_four(at);
+    load(x + at, values);
+    values = values - max;
+    exp_nonpositive(values);
+    round_to(values, exponentials + at);
+  }
 };
 
 //   x             [rows][n]
 //   exponentials  [n], scratch
 //   out           [rows][n], contiguous
-template <class T>
+template <bool four, class T>
 ISOBIT_INLINE void softmax_of_rows(const Schedule& schedule, RowMajor<const T> x, int64_t rows,
                                    int64_t n, float* exponentials, T* out) {
   Quotients<T> previous{exponentials, 1.0f, nullptr};
   for (int64_t row = 0; row < rows; row++) {
     const T* src = x.row(row);  // [n]
     const float total =
-        sum_row(schedule, SoftmaxTerms<T>{src, max_of_row(src, n), exponentials, previous});
+        sum_row<four>(schedule, SoftmaxTerms<T>{src, max_of_row(src, n), exponentials, previous});
     previous = {exponentials, total, out + row * n};
   }
   for (int64_t at = 0; at < n; at += lane_count) previous.store(at, std::min(lane_count, n - at));
 }
 
-// out = y · (grad − Σ y · grad). All are [n].
+// y · (grad − Σ y · grad), for write_row.
 template <class T>
+struct SoftmaxGrad {
+  const T* grad;  // [n]
+  const T* y;     // [n]
+  float total;
+  template <class Place, class Vector>
+  ISOBIT_INLINE void operator()(const Place& place, Vector& values) const {
+    Vector factor;
+    place.read(y, factor);
+    place.read(grad, values);
+    values = factor * (values - total);
+  }
+};
+
+// All are [n].
+template <bool four, class T>
 ISOBIT_INLINE void grad_of_row(const Schedule& schedule, const T* grad, const T* y, int64_t n,
                                T* out) {
-  const float total = sum_row(schedule, ProductTerms<T>{y, grad});
-  for (int64_t at = 0; at < n; at += lane_count) {
-    const int64_t count = std::min(lane_count, n - at);
-    Floats values, factor;
-    load_lanes(y + at, count, 0.0f, factor);
-    load_lanes(grad + at, count, 0.0f, values);
-    values = factor * (values - total);
-    store_lanes(values, count, out + at);
-  }
+  const float total = sum_row<four>(schedule, ProductTerms<T>{y, grad});
+  write_row<four>(n, SoftmaxGrad<T>{grad, y, total}, out);
 }
 
-#define ISOBIT_SOFTMAX(T)                                                                         \
-  ISOBIT_CLONES void softmax_rows(const Schedule& schedule, RowMajor<const T> x, int64_t rows,    \
-                                  int64_t n, float* exponentials, T* __restrict out) {            \
-    softmax_of_rows(schedule, x, rows, n, exponentials, out);                                     \
-  }                                                                                               \
-  ISOBIT_CLONES void grad_rows(const Schedule& schedule, RowMajor<const T> grad,                  \
-                               RowMajor<const T> y, int64_t rows, int64_t n, T* __restrict out) { \
-    for (int64_t row = 0; row < rows; row++)                                                      \
-      grad_of_row(schedule, grad.row(row), y.row(row), n, out + row * n);                         \
+#define ISOBIT_SOFTMAX(versions, four, T)                                                       \
+  versions void softmax_rows(std::bool_constant<four>, const Schedule& schedule,                \
+                             RowMajor<const T> x, int64_t rows, int64_t n, float* exponentials, \
+                             T* __restrict out) {                                               \
+    softmax_of_rows<four>(schedule, x, rows, n, exponentials, out);                             \
+  }                                                                                             \
+  versions void grad_rows(std::bool_constant<four>, const Schedule& schedule,                   \
+                          RowMajor<const T> grad, RowMajor<const T> y, int64_t rows, int64_t n, \
+                          T* __restrict out) {                                                  \
+    for (int64_t row = 0; row < rows; row++)                                                    \
+      grad_of_row<four>(schedule, grad.row(row), y.row(row), n, out + row * n);                 \
   }
-ISOBIT_SOFTMAX(float)
-ISOBIT_SOFTMAX(BFloat16)
-ISOBIT_SOFTMAX(Half)
+ISOBIT_VERSIONS(ISOBIT_SOFTMAX, float)
+ISOBIT_VERSIONS(ISOBIT_SOFTMAX, BFloat16)
+ISOBIT_VERSIONS(ISOBIT_SOFTMAX, Half)
 
 Tensor softmax(const Tensor& x) {
   check_attested();
@@ -104,8 +127,10 @@ Tensor softmax(const Tensor& x) {
     at::parallel_for(0, rows.size(0), row_grain(n), [&](int64_t begin, int64_t end) {
       thread_local Scratch scratch;
       FixedFpEnvironment fp_environment;
-      softmax_rows(schedule, {src.row(begin), src.stride}, end - begin, n, scratch.floats(n),
-                   dst + begin * n);
+      call_version([&](auto four) {
+        softmax_rows(four, schedule, {src.row(begin), src.stride}, end - begin, n,
+                     scratch.floats(n), dst + begin * n);
+      });
     });
   });
   return out;
@@ -127,8 +152,10 @@ Tensor softmax_backward(const Tensor& grad, const Tensor& y) {
     T* dst = out.mutable_data_ptr<T>();                                            // [rows][n]
     at::parallel_for(0, grads.size(0), row_grain(n), [&](int64_t begin, int64_t end) {
       FixedFpEnvironment fp_environment;
-      grad_rows(schedule, {g.row(begin), g.stride}, {saved.row(begin), saved.stride}, end - begin,
-                n, dst + begin * n);
+      call_version([&](auto four) {
+        grad_rows(four, schedule, {g.row(begin), g.stride}, {saved.row(begin), saved.stride},
+                  end - begin, n, dst + begin * n);
+      });
     });
   });
   return out;

@@ -135,6 +135,11 @@ ISOBIT_INLINE float merge_lanes(const Floats& lanes) {
 // at positions [at, at + count), count <= 16, one per lane, and to +0 in the lanes after them. A
 // lane starts from +0, so it is never -0, and adding +0 keeps its bits.
 
+// A term may also have `term.four(at, values)`, which sets Floats4 `values` to the 64 terms from
+// `at` on (see [Note: four vectors] in lanes.h).
+template <class Term>
+concept HasFour = requires(const Term& term, Floats4& values) { term.four(int64_t(), values); };
+
 // One leaf of `sums` sums side by side: striped over the lanes, which are then merged.
 template <int64_t sums, class Term>
 ISOBIT_INLINE void sum_leaf_into(int64_t start, int64_t length, const Term& term,
@@ -150,6 +155,25 @@ ISOBIT_INLINE void sum_leaf_into(int64_t start, int64_t length, const Term& term
     for (int64_t i = 0; i < sums; i++) lanes[i] = lanes[i] + values[i];
   }
   for (int64_t i = 0; i < sums; i++) leaf_sums[i] = merge_lanes(lanes[i]);
+}
+
+// One leaf of one sum. `four` allows term.four.
+template <bool four = false, class Term>
+ISOBIT_INLINE float sum_leaf(int64_t start, int64_t length, const Term& term) {
+  Floats lanes = {}, values;
+  int64_t at = 0;
+  if constexpr (four && HasFour<Term>) {
+    Floats4 values4;
+    for (; at + lane_count4 <= length; at += lane_count4) {
+      term.four(start + at, values4);
+      lanes = (((lanes + values4.a) + values4.b) + values4.c) + values4.d;
+    }
+  }
+  for (; at < length; at += lane_count) {
+    term(start + at, std::min(lane_count, length - at), values);
+    lanes = lanes + values;
+  }
+  return merge_lanes(lanes);
 }
 
 // Subtrees that wait for their sibling, where segments are merged from left to right.
@@ -169,27 +193,17 @@ ISOBIT_INLINE void sum_row_into(const Schedule& schedule, const Term& term, floa
   for (int64_t i = 0; i < sums; i++) totals[i] = stack[0][i];
 }
 
-// Adapts a term of one vector to sum_row_into and sum_leaf_into.
-template <class Term>
-struct SingleTerm {
-  const Term& term;
-  ISOBIT_INLINE void operator()(int64_t at, int64_t count, Floats (&values)[1]) const {
-    term(at, count, values[0]);
-  }
-};
-
-template <class Term>
+// One row of one sum. `four` allows term.four.
+template <bool four = false, class Term>
 ISOBIT_INLINE float sum_row(const Schedule& schedule, const Term& term) {
-  float total[1];
-  sum_row_into(schedule, SingleTerm<Term>{term}, total);
-  return total[0];
-}
-
-template <class Term>
-ISOBIT_INLINE float sum_leaf(int64_t start, int64_t length, const Term& term) {
-  float total[1];
-  sum_leaf_into(start, length, SingleTerm<Term>{term}, total);
-  return total[0];
+  float stack[feature_tree_depth];
+  int64_t top = 0, segments = 0;
+  for (const Leaf& leaf : schedule.leaves) {
+    stack[top++] = sum_leaf<four>(leaf.start, leaf.length, term);
+    for (int64_t done = ++segments; done % 2 == 0; done /= 2, top--)
+      stack[top - 2] = stack[top - 2] + stack[top - 1];
+  }
+  return stack[0];
 }
 
 // Rounds sum(i * width + j) + bias[j] to out[i][j], for rows x cols elements.

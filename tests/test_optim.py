@@ -193,3 +193,36 @@ def test_gradients_below_the_limit_are_not_touched():
     assert one.grad._version == version
     clip_grad_norm_(one, 0.1)
     assert one.grad._version > version
+
+
+@pytest.mark.parametrize("limit", [0.5, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_clipped_step_is_clipping_and_a_step(dtype, limit):
+    values = [torch.randn(size).to(dtype) for size in (1, 33, 5000)]
+    found = []
+    for together in (True, False):
+        parameters = with_grads(*values)
+        optimizer, seen = AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}]), []
+        optimizer.register_step_post_hook(lambda *_, seen=seen: seen.append(1))
+        for _ in range(3):
+            if together:
+                norm = optimizer.clip_and_step(limit)
+                assert all(map(bits.equal, (p.grad for p in parameters), values))
+            else:
+                norm = clip_grad_norm_(parameters, limit)
+                optimizer.step()
+                for p, value in zip(parameters, values, strict=True):
+                    p.grad = value.clone()
+        assert len(seen) == 3
+        states = [optimizer.state[p][key] for p in parameters for key in ("exp_avg", "exp_avg_sq")]
+        found.append([norm, *(p.detach() for p in parameters), *states])
+    assert all(map(bits.equal, *found))
+
+
+def test_what_a_clipped_step_cannot_do_is_refused_before_anything_changes():
+    (one,) = with_grads(torch.tensor([3.0, math.inf]))
+    with pytest.raises(UnsupportedError, match="not finite"):
+        AdamW([one]).clip_and_step(1.0, error_if_nonfinite=True)
+    with pytest.raises(UnsupportedError, match=r"amsgrad=True[\s\S]*clip_grad_norm_"):
+        AdamW([one], amsgrad=True).clip_and_step(1.0)
+    assert torch.equal(one, with_grads(torch.zeros(2))[0])

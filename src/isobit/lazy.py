@@ -6,6 +6,7 @@ does this module. `import isobit` and `isobit status` do not import torch.
 
 # Under `python -m isobit` the current folder is on the search path while this module is imported, so
 # nothing is imported here that Python has not loaded at its start.
+import sys
 from importlib import import_module
 
 TYPE_CHECKING = False
@@ -31,7 +32,10 @@ def attach(
         home = homes[name]
         if home == package:
             return import_module(f"{package}.{name}")
-        return getattr(import_module(home), name)
+        try:
+            return getattr(sys.modules[home], name)  # this runs before every call of an operator
+        except (KeyError, AttributeError):  # not imported, or another thread imports it
+            return getattr(import_module(home), name)
 
     def __dir__() -> "list[str]":
         return sorted(homes)

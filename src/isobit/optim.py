@@ -86,6 +86,13 @@ def clip_grad_norm_(
     given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     refuse_unfinished("clip_grad_norm_", given)
     grads = [p.grad for p in given if p.grad is not None]
+    norm = checked_norm(grads, error_if_nonfinite)
+    scale_by_norm(grads, norm, max_norm)
+    return norm
+
+
+def checked_norm(grads: list[Tensor], error_if_nonfinite: bool) -> Tensor:
+    """Return the norm of gradients; raise if it must be finite, and is not."""
     norm = get_total_norm(grads)
     if error_if_nonfinite and not norm.isfinite():
         raise UnsupportedError(
@@ -93,7 +100,6 @@ def clip_grad_norm_(
             received=f"a norm of {norm.item()}",
             remedy="find the gradient that is not finite, or pass error_if_nonfinite=False",
         )
-    scale_by_norm(grads, norm, max_norm)
     return norm
 
 
@@ -129,6 +135,8 @@ class AdamW(torch.optim.AdamW):
         >>> optimizer.step()
     """
 
+    _factor = 1.0  # of the gradients; another number only during a call of clip_and_step
+
     def __init__(self, params: Any, *args: Any, fused: bool | None = None, **options: Any) -> None:
         refuse_fused(fused)
         super().__init__(params, *args, fused=None, **options)
@@ -158,12 +166,64 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             refuse_without_kernel(group)
         with torch.no_grad():
-            take_step(self)
+            take_step(self, self._factor)
         return loss
 
+    @torch.no_grad()
+    def clip_and_step(self, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
+        """Take one step with gradients clipped to a global 2-norm, without a pass over memory that scales them.
 
-def take_step(optimizer: AdamW) -> None:
-    """Step all groups; nothing is changed before all of them are checked."""
+        Parameters and moments have the bits that `clip_grad_norm_` of all parameters and then `step` give. The
+        gradients are scaled as the step reads them, and are themselves not changed.
+
+        Args:
+            max_norm: The largest norm allowed.
+            error_if_nonfinite: Whether to raise if the norm is NaN or infinite; nothing is changed then.
+
+        Returns:
+            The norm before scaling, a scalar in fp32.
+
+        Raises:
+            ArgumentError: As `step` does.
+            UnsupportedError: If a parameter is distributed over ranks, an option has no kernel of isobit's own, the
+                step's gradients are not complete yet, or the norm is not finite and error_if_nonfinite is set.
+
+        Example:
+            >>> p = torch.nn.Parameter(torch.zeros(2))
+            >>> p.grad = torch.tensor([3.0, 4.0])
+            >>> isobit.optim.AdamW([p]).clip_and_step(max_norm=1.0)
+            tensor(5.)
+        """
+        given = [p for group in self.param_groups for p in group["params"]]
+        refuse_unfinished("optim.AdamW.clip_and_step", given)
+        for group in self.param_groups:
+            refuse_fused(group["fused"])
+            refuse_to_clip(group)
+        norm = checked_norm([p.grad for p in given if p.grad is not None], error_if_nonfinite)
+        self._factor = scale_of(norm.cpu(), max_norm)
+        try:
+            self.step()  # with its hooks, and what a scheduler has put around it
+        finally:
+            self._factor = 1.0
+        return norm
+
+
+def refuse_to_clip(group: dict[str, Any]) -> None:
+    """Raise for groups whose gradients only `clip_grad_norm_` can scale."""
+    option = option_without_kernel(group)
+    distributed = any(hasattr(p, "placements") for p in group["params"])
+    if option is not None or distributed:
+        raise UnsupportedError(
+            expected="parameters on one rank, without amsgrad, capturable and differentiable",
+            received="parameters that are distributed over ranks"
+            if distributed
+            else f"{option}=True",
+            remedy="call isobit.parallel.clip_grad_norm_ or isobit.optim.clip_grad_norm_, then step()",
+        )
+
+
+def take_step(optimizer: AdamW, factor: float) -> None:
+    """Step all groups with gradients times a factor; nothing is changed before all of them are checked."""
     updates: list[steps.Update] = []
     counts: list[Tensor] = []
     by_torch = []
@@ -177,7 +237,7 @@ def take_step(optimizer: AdamW) -> None:
         counts += lists[-1]
     if counts:
         torch._foreach_add_(counts, 1)
-    steps.adamw_(updates)
+    steps.adamw_(updates, factor)
     for given in by_torch:
         keeping_subnormals(step_by_torch)(*given)
 

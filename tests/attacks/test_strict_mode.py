@@ -65,6 +65,15 @@ def test_a_custom_operator_that_takes_our_name_is_not_ours():
     ]
 
 
+def test_formulas_in_cpp_are_ours_and_other_nodes_in_cpp_are_not():
+    x = torch.randn(3, 4, requires_grad=True)
+    ours = (isobit.softmax, isobit.log_softmax, isobit.silu, isobit.gelu)
+    for y in (*(call(x) for call in ours), isobit.swiglu(x, x)):
+        assert walk_gradients(y) == []
+    for theirs in (torch.softmax, torch.log_softmax):  # their gradients add along a row
+        assert len(walk_gradients(theirs(x, -1))) == 1
+
+
 def test_ranges_of_the_profiler_are_still_free(model):
     def hook(_, __, output):
         with torch.profiler.record_function("a range"):

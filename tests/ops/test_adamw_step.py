@@ -35,11 +35,11 @@ def draw(shape, dtype, seed=0):
     return found
 
 
-def native(given, numbers=NUMBERS):
+def native(given, numbers=NUMBERS, factor=1.0):
     """Return a step of the native executor; the arguments are not changed."""
     p, grad, first, second = ([tensor.clone() for tensor in each] for each in given)
     updates = [step.Update(*each, numbers) for each in zip(p, grad, first, second, strict=True)]
-    step.adamw_(updates)
+    step.adamw_(updates, factor)
     return [*p, *first, *second]
 
 
@@ -104,6 +104,27 @@ def test_the_native_step_is_the_definition(dtype):
         wanted = [each[part] for part in range(3) for each in expected]
         assert len(found) == 3 * len(SIZES)
         assert all(map(bits.equal, found, wanted))
+
+
+@of_dtypes
+def test_a_factor_is_that_of_scaled_gradients(dtype):
+    groups = [draw((size,), dtype, size) for size in SIZES]
+    p, grads, first, second = zip(*groups, strict=True)
+    for factor in (0.3, 1e-5, 1.0):
+        smaller = [portable.scaled(grad, factor) for grad in grads]
+        expected = native((p, smaller, first, second))
+        assert all(map(bits.equal, native((p, grads, first, second), factor=factor), expected))
+        assert (factor == 1.0) == all(map(bits.equal, native((p, grads, first, second)), expected))
+
+
+def test_every_value_of_fp16_is_read_and_rounded():
+    """The processor's conversion, and the one in C++ where it has none, are the definition's."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+    for power in range(-30, 30):
+        for factor in (2.0**power, 1.3 * 2.0**power):
+            found = every.clone()
+            step.scale_([found], factor)
+            assert bits.equal(found, portable.scaled(every, factor)), factor
 
 
 @of_dtypes

@@ -60,6 +60,20 @@ def test_digits_are_the_true_sums(size, dtype):
                 assert bits.equal(narrow, torch.tensor(defined_fp32(x.double().tolist())))
 
 
+@needs_native
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("squared", [False, True])
+def test_no_bit_is_lost_where_a_level_ends(dtype, squared):
+    """A kernel adds a block at one level, at two or at more, by the ratio of its largest and smallest values."""
+    largest = torch.nextafter(torch.tensor(2.0, dtype=dtype), torch.tensor(0.0, dtype=dtype))
+    for ratio in (1, *range(10, 17), *range(19, 23), *range(33, 39), 59):
+        x = largest.expand(2048).clone()
+        x[1::3] = -largest
+        x[::7] = torch.ldexp(largest.float(), torch.tensor(-ratio)).to(dtype)  # the last bit is set
+        x[5] = 0.0
+        assert bits.equal(exact_state([x], squared), portable.state([x], squared)), ratio
+
+
 HARD = {
     "nothing": [],
     "zeros of both signs": [-0.0, -0.0],

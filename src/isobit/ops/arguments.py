@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -15,9 +16,28 @@ WITH_GPU = (*DEVICES, "cuda")  # of operators with a Triton executor; AMD's GPUs
 
 def check_tensors(devices: tuple[str, ...] = DEVICES, /, **tensors: torch.Tensor | None) -> None:
     """Raise unless all are strided tensors of one supported dtype on one of `devices`; None is skipped."""
+    dtype = None
+    # This runs before every call of every operator: one pass over tensors of the CPU decides, and only what is not
+    # clearly supported is looked at closely.
+    for tensor in tensors.values():
+        if tensor is None:
+            continue
+        if not (
+            isinstance(tensor, torch.Tensor)
+            and tensor.is_cpu
+            and tensor.layout is torch.strided
+            and not tensor.is_nested
+            and (tensor.dtype is dtype or (dtype is None and tensor.dtype in DTYPES))
+        ):
+            return check_closely(devices, tensors)
+        dtype = tensor.dtype
+    return None
+
+
+def check_closely(devices: tuple[str, ...], tensors: Mapping[str, torch.Tensor | None]) -> None:
+    """Raise as `check_tensors` does, for tensors of any device."""
     known = {name: t for name, t in tensors.items() if t is not None}
     first = next(iter(known.values()))
-    # This runs before every call of every operator: one pass decides, and only a failure is looked at closely.
     for tensor in known.values():
         if not (
             isinstance(tensor, torch.Tensor)
@@ -83,7 +103,7 @@ def refuse_shape(name: str, tensor: torch.Tensor, expected: str, remedy: str) ->
 def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """Cast to the autocast dtype, as torch.autocast does with the inputs of a linear layer."""
     device = autocast_device(tensors)
-    if not torch.is_autocast_enabled(device):
+    if device is None:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(None if t is None else t.to(dtype) for t in tensors)
@@ -91,11 +111,16 @@ def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
 
 def widen_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
     """Cast to fp32 under torch.autocast, which leaves a norm's weight in fp32 and its rows in 16 bits."""
-    if not torch.is_autocast_enabled(autocast_device(tensors)):
+    if autocast_device(tensors) is None:
         return tensors
     return tuple(None if t is None else t.float() for t in tensors)
 
 
-def autocast_device(tensors: tuple[torch.Tensor | None, ...]) -> str:
-    """Return the device whose autocast applies to a call."""
-    return "cuda" if any(isinstance(t, torch.Tensor) and t.is_cuda for t in tensors) else "cpu"
+def autocast_device(tensors: tuple[torch.Tensor | None, ...]) -> str | None:
+    """Return the device whose autocast applies to a call; None where it is off."""
+    on_cpu, on_gpu = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    if not (on_cpu or on_gpu):
+        return None  # without a look at the tensors: this runs before every call
+    if any(isinstance(t, torch.Tensor) and t.is_cuda for t in tensors):
+        return "cuda" if on_gpu else None
+    return "cpu" if on_cpu else None

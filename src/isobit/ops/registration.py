@@ -87,6 +87,8 @@ def register_operator(
     full = f"isobit::{name}"
     torch.library.register_fake(full, fake)
     torch.library.register_vmap(full, refuse_vmap(public))
+    if torch._C._dispatch_has_kernel_for_dispatch_key(full, "Autograd"):
+        return  # csrc/derivatives.cpp has its formula
     operator = getattr(torch.ops.isobit, name).default
     # As torch.library.register_autograd, whose kernel drops tangents: a forward-mode derivative would be zero.
     kernel = make_autograd_impl(
@@ -100,12 +102,26 @@ def register_operator(
     _library.impl(name, differentiate, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
 
 
-def launch(name: str, sizes: tuple[int, ...], *given: Any, dtype: torch.dtype | None = None) -> Any:
+def register_checks() -> None:
+    """Register the check of derivatives that the formulas of csrc/derivatives.cpp call."""
+    _library.impl("check_derivatives", check_derivatives, "Autograd")  # type: ignore[no-untyped-call]
+
+
+dispatch.when_attested(register_checks)
+
+
+def launch(
+    name: str,
+    sizes: tuple[int, ...] | Callable[[Tensor], tuple[int, ...]],
+    *given: Any,
+    dtype: torch.dtype | None = None,
+) -> Any:
     """Call the operator `name` with `given`, on the executor that serves its dtype and device.
 
     Args:
         name: The operator's name, without `portable_`.
-        sizes: The sizes of the call, for `isobit.launches.record_launches`.
+        sizes: The sizes of the call, for `isobit.launches.record_launches`, or a function of the first argument that
+            returns them.
         given: The operator's arguments.
         dtype: The dtype that chooses the executor; by default that of the first argument.
 
@@ -115,8 +131,10 @@ def launch(name: str, sizes: tuple[int, ...], *given: Any, dtype: torch.dtype | 
     chosen = given[0].dtype if dtype is None else dtype
     executor = executor_of(name, chosen, given)
     if launches.is_recording():
-        launches.record(name, executor, chosen, sizes)
-    return getattr(torch.ops.isobit, PREFIXES[executor] + name)(*given)
+        launches.record(
+            name, executor, chosen, sizes if isinstance(sizes, tuple) else sizes(given[0])
+        )
+    return getattr(torch.ops.isobit, PREFIXES[executor] + name).default(*given)
 
 
 def executor_of(name: str, dtype: torch.dtype, given: tuple[Any, ...]) -> str:

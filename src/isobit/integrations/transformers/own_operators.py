@@ -13,6 +13,10 @@ from isobit.ops.gpu.executors import is_triton_operator
 from isobit.ops.registration import is_portable_operator
 
 GENERATED = re.compile(r"GeneratedBackwardFor_isobit_(\w+)_default")
+# The formulas of csrc/derivatives.cpp. No code in Python can make a node of this type.
+COMPILED = re.compile(
+    r"torch::autograd::CppNode<isobit::derivatives::Gradient<isobit::derivatives::\w+> ?>"
+)
 # What torch.profiler.record_function calls; nothing else in that namespace is torch's.
 PROFILER = frozenset(
     ("_record_function_enter", "_record_function_enter_new", "_record_function_exit")
@@ -37,7 +41,7 @@ def is_our_node(node: Any) -> bool:
     """Return whether a node of the autograd graph is our operator's formula or our autograd.Function."""
     made = getattr(node, "_forward_cls", None)
     if made is None:
-        return False
+        return type(node).__name__ == "CppFunction" and bool(COMPILED.fullmatch(node.name()))
     generated = GENERATED.fullmatch(made.__name__)
     if generated is not None:
         return made.__module__ == "torch._library.autograd" and is_our_operator(generated[1])

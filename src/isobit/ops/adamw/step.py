@@ -41,8 +41,12 @@ class Update(NamedTuple):
                 )
 
 
-def adamw_(updates: Sequence[Update]) -> None:
+def adamw_(updates: Sequence[Update], factor: float = 1.0) -> None:
     """Step parameters and their moments in place; `Update.check` has passed.
+
+    Args:
+        updates: One per parameter.
+        factor: What gradients are multiplied by as they are read, as `scale_` would; they are not changed.
 
     Raises:
         UnsupportedError: If a dtype has no Triton executor and its tensors are on a GPU.
@@ -53,12 +57,15 @@ def adamw_(updates: Sequence[Update]) -> None:
         for each in p if launches.is_recording() else ():
             launches.record("adamw", "native", each.dtype, (each.numel(),))
         given = [number for each in numbers for number in each]
-        torch.ops.isobit.adamw_(p, grad, first, second, given)
+        torch.ops.isobit.adamw_(p, grad, first, second, given, factor)
     for update in updates:
         if is_native(update.p):
             continue
         *tensors, numbers = update
-        found = launch("adamw", (update.p.numel(),), *(t.detach() for t in tensors), *numbers)
+        p, grad, first, second = (t.detach() for t in tensors)
+        if factor != 1.0:
+            grad = launch("scaled", (grad.numel(),), grad, factor)
+        found = launch("adamw", (p.numel(),), p, grad, first, second, *numbers)
         for old, new in zip((update.p, update.first, update.second), found, strict=True):
             old.copy_(new)
 
@@ -102,7 +109,9 @@ def register_scaled(prefix: str) -> None:
 
 def register_in_place() -> None:
     """Register the native operators for tensors without memory."""
-    torch.library.register_fake("isobit::adamw_", lambda p, grad, first, second, numbers: None)
+    torch.library.register_fake(
+        "isobit::adamw_", lambda p, grad, first, second, numbers, factor=1.0: None
+    )
     torch.library.register_fake("isobit::scale_", lambda x, factor: None)
 
 

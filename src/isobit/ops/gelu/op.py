@@ -44,7 +44,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
             received=repr(approximate),
             remedy='pass "tanh" for what models call gelu_new or gelu_pytorch_tanh',
         )
-    return launch("gelu", rows_and_columns(x), x, approximate == "tanh")  # type: ignore[no-any-return]
+    return launch("gelu", rows_and_columns, x, approximate == "tanh")  # type: ignore[no-any-return]
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

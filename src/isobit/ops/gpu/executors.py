@@ -89,7 +89,12 @@ def names_of(folder: str) -> tuple[str, ...]:
 
 def is_asked_for(given: tuple[Any, ...]) -> bool:
     """Return whether a call is one for the Triton executor: a backend is chosen, or a tensor is on a GPU."""
-    return backends.chosen() is not None or any(isinstance(t, Tensor) and t.is_cuda for t in given)
+    if backends.chosen() is not None:
+        return True
+    for argument in given:  # noqa: SIM110 (a generator costs more than its work, at every call)
+        if isinstance(argument, Tensor) and argument.is_cuda:
+            return True
+    return False
 
 
 @constant_in_graphs

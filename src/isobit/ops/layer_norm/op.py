@@ -61,7 +61,7 @@ def layer_norm(
     if bias is not None and bias.shape != weight.shape:
         refuse_shape("bias", bias, f"{list(weight.shape)}", "pass one bias per feature")
     spans, of = describe(samples, x, weight, bias)
-    return launch("layer_norm", rows_and_columns(x), x, weight, bias, eps, spans, of)[0]  # type: ignore[no-any-return]
+    return launch("layer_norm", rows_and_columns, x, weight, bias, eps, spans, of)[0]  # type: ignore[no-any-return]
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -59,7 +59,7 @@ def rms_norm(
     check_tensors(WITH_GPU, x=x, weight=weight)
     check_norm(x, weight, eps, 2 if heads else 1)
     spans, of = describe(samples, x.select(-2, 0) if heads else x, weight)
-    return launch("rms_norm", rows_and_columns(x), x, weight, eps, spans, heads, of)[0]  # type: ignore[no-any-return]
+    return launch("rms_norm", rows_and_columns, x, weight, eps, spans, heads, of)[0]  # type: ignore[no-any-return]
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -36,7 +36,7 @@ def silu(x: Tensor) -> Tensor:
         True
     """
     check_tensors(WITH_GPU, x=x)
-    return launch("silu", rows_and_columns(x), x)  # type: ignore[no-any-return]
+    return launch("silu", rows_and_columns, x)  # type: ignore[no-any-return]
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

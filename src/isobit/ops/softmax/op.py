@@ -46,7 +46,7 @@ def along_axis(name: str, x: Tensor, dim: int) -> Tensor:
     check_axis(x, dim)
     last = dim in (-1, x.dim() - 1)
     rows = x if last else x.movedim(dim, -1)
-    y = launch(name, rows_and_columns(rows), rows)
+    y = launch(name, rows_and_columns, rows)
     return y if last else y.movedim(-1, dim)  # type: ignore[no-any-return]
 
 

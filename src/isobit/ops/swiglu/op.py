@@ -41,7 +41,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
         refuse_shape(
             "up", up, str(list(gate.shape)), "pass gate and up of one shape; nothing is broadcast"
         )
-    return launch("swiglu", rows_and_columns(gate), gate, up)  # type: ignore[no-any-return]
+    return launch("swiglu", rows_and_columns, gate, up)  # type: ignore[no-any-return]
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
