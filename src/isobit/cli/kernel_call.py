@@ -94,7 +94,7 @@ def called_once(
     received, remedy = "", "write a function that calls the kernel in this way"
     try:
         with torch.no_grad():
-            found = subject(*copies(case))
+            found: Tensor = subject(*copies(case))
         if not isinstance(found, Tensor):
             received = f"a {type(found).__name__} instead of a tensor"
         elif found.device.type != "cpu":

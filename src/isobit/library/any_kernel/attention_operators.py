@@ -51,8 +51,8 @@ class Attention(Operator):
         of_scores = weights * (of_weights + (weights * of_weights).sum(-1, keepdim=True))
         of_scores = of_scores * q.shape[-1] ** -0.5
         groups = (given["k"].shape[-3], -1)
-        of_k = (of_scores.mT @ q).unflatten(-3, groups).sum(-3)
-        of_v = (weights.mT @ g).unflatten(-3, groups).sum(-3)
+        of_k = torch.unflatten(of_scores.mT @ q, -3, groups).sum(-3)
+        of_v = torch.unflatten(weights.mT @ g, -3, groups).sum(-3)
         return {"q": of_scores @ k, "k": of_k, "v": of_v}
 
     @staticmethod
@@ -90,8 +90,9 @@ class Rope(Operator):
     FORWARD, BACKWARD = 2, 2
 
     @staticmethod
-    def call(subject: Subject, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def call(subject: Subject, *drawn: Tensor) -> Tensor:
         """Call with angles that are equal in both halves: kernels may read one of them."""
+        x, cos, sin = drawn
         return subject(x, torch.cat([cos, cos], -1), torch.cat([sin, sin], -1))
 
     @staticmethod

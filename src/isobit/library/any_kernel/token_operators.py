@@ -40,8 +40,9 @@ class Embedding(Operator):
     FORWARD, BACKWARD = 0, 1
 
     @staticmethod
-    def call(subject: Subject, places: Tensor, weight: Tensor) -> Tensor:
+    def call(subject: Subject, *drawn: Tensor) -> Tensor:
         """Call with ids that drawn numbers choose."""
+        places, weight = drawn
         return subject(ids_of(places, len(weight)), weight)
 
     @staticmethod
@@ -69,8 +70,9 @@ class CrossEntropy(Operator):
     WIDE_OUTPUT = True
 
     @staticmethod
-    def call(subject: Subject, logits: Tensor) -> Tensor:
+    def call(subject: Subject, *drawn: Tensor) -> Tensor:
         """Call with targets that the logits choose."""
+        (logits,) = drawn
         return subject(logits, targets_of(logits, logits.shape[-1]))
 
     @staticmethod
@@ -102,8 +104,9 @@ class Logprob(Operator):
     WIDE_OUTPUT = True
 
     @staticmethod
-    def call(subject: Subject, hidden: Tensor, weight: Tensor) -> Tensor:
+    def call(subject: Subject, *drawn: Tensor) -> Tensor:
         """Call with targets that hidden states choose."""
+        hidden, weight = drawn
         return subject(hidden, weight, targets_of(hidden, len(weight)))
 
     @staticmethod

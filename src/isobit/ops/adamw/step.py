@@ -62,10 +62,10 @@ def adamw_(updates: Sequence[Update], factor: float = 1.0) -> None:
         if is_native(update.p):
             continue
         *tensors, numbers = update
-        p, grad, first, second = (t.detach() for t in tensors)
+        weight, gradient, *moments = (t.detach() for t in tensors)
         if factor != 1.0:
-            grad = launch("scaled", (grad.numel(),), grad, factor)
-        found = launch("adamw", (p.numel(),), p, grad, first, second, *numbers)
+            gradient = launch("scaled", (gradient.numel(),), gradient, factor)
+        found = launch("adamw", (weight.numel(),), weight, gradient, *moments, *numbers)
         for old, new in zip((update.p, update.first, update.second), found, strict=True):
             old.copy_(new)
 

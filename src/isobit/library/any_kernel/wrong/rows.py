@@ -30,7 +30,7 @@ def linear_without_bias(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 def linear_sums_in_bf16(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """Add the products of eight features after another in bf16."""
     total = bias.float()
-    for a, b in zip(x.float().split(8, -1), weight.float().split(8, -1), strict=True):
+    for a, b in zip(torch.split(x.float(), 8, -1), torch.split(weight.float(), 8, -1), strict=True):
         total = (total + F.linear(a, b)).bfloat16().float()
     return total.to(x.dtype)
 
@@ -170,7 +170,8 @@ def gelu_by_tanh(x: Tensor) -> Tensor:
 
 def gelu_constant_share(x: Tensor) -> Tensor:
     """Take the distribution function for a constant in the gradient."""
-    return (x.float() * torch.special.ndtr(x.float()).detach()).to(x.dtype)
+    share: Tensor = torch.special.ndtr(x.float())
+    return (x.float() * share.detach()).to(x.dtype)
 
 
 def gelu_gradient_of_tanh(x: Tensor) -> Tensor:

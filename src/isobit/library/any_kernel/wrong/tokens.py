@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -23,7 +25,7 @@ def last_row_for_all_above(ids: Tensor, weight: Tensor) -> Tensor:
 
 def scaled_rows(ids: Tensor, weight: Tensor) -> Tensor:
     """Scale rows by the root of their length, as some models do."""
-    return (weight[ids].float() * weight.shape[-1] ** 0.5).to(weight.dtype)
+    return (weight[ids].float() * math.sqrt(weight.shape[-1])).to(weight.dtype)
 
 
 def duplicates_dropped(ids: Tensor, weight: Tensor) -> Tensor:
