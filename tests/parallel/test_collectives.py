@@ -20,7 +20,7 @@ from isobit.order.tree import merge
 from isobit.parallel.collectives import all_to_all, send_recv
 from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce
 from isobit.parallel.collectives.communicator import Communicator
-from isobit.parallel.collectives.hierarchy import TwoLevelGroup
+from isobit.parallel.collectives.levels import Levels
 from isobit.parallel.collectives.tree_collectives import all_gather, all_reduce, reduce_scatter
 
 # Of 524,287 elements one half is a long message, the other is not.
@@ -143,7 +143,7 @@ def shares(world, pair):
 @check
 def two_levels_are_the_flat_tree(world, pair):
     outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][world.rank() % 2]
-    levels = TwoLevelGroup(pair, outer)
+    levels = Levels.from_groups(pair, outer)
     for size in (1, 6, 1001, 500_000):
         values = leaves(4, size)
         mine = values[world.rank()].clone()
@@ -153,7 +153,7 @@ def two_levels_are_the_flat_tree(world, pair):
         all_reduce(mine, levels, async_op=True).wait()
         same(mine, merge(values, torch.add))
     with pytest.raises(CutError, match="consecutive"):
-        TwoLevelGroup(outer, pair)
+        Levels.from_groups(outer, pair)
 
 
 @check

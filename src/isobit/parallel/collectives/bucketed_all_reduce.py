@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from isobit.errors import AgreementError, ArgumentError
 from isobit.parallel.collectives.async_work import AsyncWork
-from isobit.parallel.collectives.hierarchy import TwoLevelGroup
+from isobit.parallel.collectives.levels import Group, rank_count
 from isobit.parallel.collectives.tree_collectives import all_reduce
 
 # The last element of a bucket is the step number modulo this. A sum of it over up to 4096 ranks is
@@ -27,7 +26,7 @@ class BucketedAllReduce:
     Args:
         sizes: The number of elements of each tensor, in the order in which they are expected to be
             ready (for gradients: the last layer first).
-        group: The ranks to sum over; None is the default group.
+        group: The ranks to sum over, or `Levels`; None is the default group.
         bucket_bytes: The size of a bucket; a larger tensor has a bucket of its own.
         dtype: The dtype of all tensors.
         device: The device of all tensors.
@@ -36,7 +35,7 @@ class BucketedAllReduce:
     def __init__(
         self,
         sizes: Sequence[int],
-        group: dist.ProcessGroup | TwoLevelGroup | None = None,
+        group: Group = None,
         bucket_bytes: int = 25 << 20,
         *,
         dtype: torch.dtype = torch.float32,
@@ -127,13 +126,6 @@ class BucketedAllReduce:
         slots = self._slots
         self._begin()
         return [slots[index] for index in range(len(slots))]
-
-
-def rank_count(group: dist.ProcessGroup | TwoLevelGroup | None) -> int:
-    """Return the number of ranks that are summed over."""
-    if isinstance(group, TwoLevelGroup):
-        return dist.get_world_size(group.inner) * dist.get_world_size(group.outer)
-    return dist.get_world_size(group)
 
 
 def group_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:

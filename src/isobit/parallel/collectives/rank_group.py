@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from isobit.errors import ArgumentError
+from isobit.parallel.collectives.levels import Group, Levels, gather_bytes, message_device
 
 
 @dataclass(frozen=True)
@@ -16,18 +18,20 @@ class RankGroup:
 
     ranks: tuple[int, ...]  # global ranks, in the group's order
     index: int  # of this rank in the group
-    group: dist.ProcessGroup | None
+    groups: Sequence[dist.ProcessGroup | None]  # one; or one per level, innermost first
     device: torch.device  # where the group's messages are
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> RankGroup:
-        """Describe a process group; None is the default group.
+    def of(cls, group: Group) -> RankGroup:
+        """Describe a process group or `Levels`; None is the default group.
 
         Raises:
             ArgumentError: This rank is not in the group.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return cls((0,), 0, None, torch.device("cpu"))
+            return cls((0,), 0, (None,), torch.device("cpu"))
+        if isinstance(group, Levels):
+            return cls(group.ranks, group.rank, group.groups, group.device)
         if dist.get_rank(group) < 0:
             raise ArgumentError(
                 expected="a group that this rank belongs to",
@@ -35,11 +39,22 @@ class RankGroup:
                 remedy="call this only on the ranks of the group",
             )
         ranks = tuple(dist.get_process_group_ranks(group))
-        on_gpu = dist.get_backend(group) == "nccl"
-        device = (
-            torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        )
-        return cls(ranks, dist.get_rank(group), group, device)
+        return cls(ranks, dist.get_rank(group), (group,), message_device(group))
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group.
+
+        Raises:
+            ArgumentError: There are several: the caller sends messages between any two ranks.
+        """
+        if len(self.groups) > 1:
+            raise ArgumentError(
+                expected="one process group",
+                received=f"levels of {len(self.groups)} groups",
+                remedy="pass the flat group of all ranks",
+            )
+        return self.groups[0]
 
     @property
     def rank(self) -> int:
@@ -55,11 +70,7 @@ class RankGroup:
         """Return every rank's bytes, in rank order; they must have one length."""
         if len(self.ranks) == 1 or not data:
             return [data] * len(self.ranks)
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-        gathered = mine.new_empty(len(data) * len(self.ranks))
-        dist.all_gather_single(gathered, mine, group=self.group)
-        joined = bytes(gathered.tolist())
-        return [joined[at : at + len(data)] for at in range(0, len(joined), len(data))]
+        return gather_bytes(data, self.groups, self.device)
 
     def broadcast(self, data: bytes, size: int, source: int) -> bytes:
         """Return the `size` bytes of the group's rank `source`; only that rank's `data` is read."""
@@ -67,7 +78,9 @@ class RankGroup:
             return data
         buffer = bytearray(data if self.index == source else size)
         message = torch.frombuffer(buffer, dtype=torch.uint8).to(self.device)
-        dist.broadcast(message, group=self.group, group_src=source)
+        for group in self.groups:
+            source, place = divmod(source, dist.get_world_size(group))
+            dist.broadcast(message, group=group, group_src=place)
         return bytes(message.tolist())
 
     def add_integers(self, numbers: list[int]) -> list[int]:
@@ -75,7 +88,8 @@ class RankGroup:
         if len(self.ranks) == 1:
             return numbers
         totals = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(totals, group=self.group)
+        for group in self.groups:
+            dist.all_reduce(totals, group=group)
         return totals.tolist()
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from isobit.order.tree import Node
 from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce
+from isobit.parallel.collectives.levels import Group
 from isobit.parallel.data.global_batch import GlobalBatch
 from isobit.parallel.data.gradient_hooks import (
     expect_partial_gradients,
@@ -21,6 +21,7 @@ from isobit.parallel.data.gradient_hooks import (
 from isobit.parallel.data.partial_gradients import PartialGradients
 from isobit.parallel.data.reducer_checks import (
     check_any_gradient,
+    check_not_distributed,
     check_one_dtype,
     check_rank_order,
     check_same_parameters,
@@ -31,11 +32,10 @@ from isobit.parallel.data.tied_weights import TiedWeights
 class PlainReducer:
     """Takes gradients in hooks and all-reduces full buckets while the backward is still running."""
 
-    def __init__(
-        self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, model: nn.Module, batch: GlobalBatch, group: Group) -> None:
         """Untie weights, allocate buckets and register hooks on the parameters."""
         check_rank_order(batch)
+        check_not_distributed(model)
         self._buckets: BucketedAllReduce | None = None
         if batch.ranks > 1:
             dtype, device = check_one_dtype([p for p in model.parameters() if p.requires_grad])
