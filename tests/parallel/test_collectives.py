@@ -288,7 +288,7 @@ def outcomes():
             theirs.close()
             lines.append(ours)
         for line in lines:
-            while line.poll(60):
+            while line.poll(240):
                 try:
                     name, said = line.recv()
                 except EOFError:

@@ -19,32 +19,58 @@ from isobit.parallel.collectives.send_recv import (
     RecursiveDoublingReturn,
     RecursiveHalvingReduce,
 )
-from isobit.parallel.collectives.transfer import LocalCopy, Sequential, Transfer
+from isobit.parallel.collectives.transfer import LocalCopy, LocalRound, Sequential, Transfer
 
 
-def reduce_over(comms: Sequence[Communicator], flat: Tensor) -> Transfer:
-    """All-reduce in place: scatter inside, all-reduce across, gather inside."""
+def reduce_over(
+    comms: Sequence[Communicator], flat: Tensor, rounded: Tensor | None = None
+) -> Transfer:
+    """All-reduce: scatter inside, all-reduce across, gather inside.
+
+    [Note: rounding before the return]
+    Partial sums are fp32, and rounding one of them would change the sum. A complete sum is rounded
+    once, by whoever has it, with the same bits. So its owner rounds it, and 16-bit parameters need
+    half the bytes on the way back: 3/4 of an fp32 all-reduce, 3/2 of one that adds in 16 bits.
+
+    Args:
+        comms: One communicator per level, innermost first.
+        flat: This rank's addends; receives the sums if `rounded` is None, else overwritten.
+        rounded: Receives the sums in its own, narrower dtype. # [numel]
+    """
     levels = [comm for comm in comms if comm.ranks > 1]
-    if not levels or not flat.numel():
+    if not flat.numel():
         return Sequential()
+    if not levels:
+        return Sequential() if rounded is None else LocalRound(flat, rounded)
     inner, outer = levels[0], levels[1:]
     if inner.uses_send_recv(flat):
         owned = bit_reversed_spans(flat.numel(), inner.ranks)
-        mine = flat[owned[inner.rank].start : owned[inner.rank].stop]
-        reduce = RecursiveHalvingReduce(inner, flat, flat, owned)
-        across = [reduce_over(outer, mine)] if outer else []
-        return Sequential(reduce, *across, RecursiveDoublingReturn(inner, flat, owned))
-    if not outer:
+        mine = slice(owned[inner.rank].start, owned[inner.rank].stop)
+        across = reduce_over(outer, flat[mine], None if rounded is None else rounded[mine])
+        returned = RecursiveDoublingReturn(inner, flat if rounded is None else rounded, owned)
+        return Sequential(RecursiveHalvingReduce(inner, flat, flat, owned), across, returned)
+    if not outer and rounded is None:
         return AllToAllReduce(inner, flat, None)
+    return _reduce_shares(levels, flat, rounded)
+
+
+def _reduce_shares(
+    levels: Sequence[Communicator], flat: Tensor, rounded: Tensor | None
+) -> Transfer:
+    """All-reduce by collectives in shares of one size."""
+    inner, outer = levels[0], levels[1:]
     padding = -flat.numel() % math.prod(comm.ranks for comm in levels)
     whole = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
+    target = flat if rounded is None else rounded
     share = whole.new_empty(whole.numel() // inner.ranks)
+    sent = share if rounded is None else rounded.new_empty(share.numel())
+    gathered = target.new_empty(whole.numel()) if padding else target
     stages = [
         AllToAllReduce(inner, whole, share),
-        reduce_over(outer, share),
-        TorchAllGather(inner, share, whole),
+        reduce_over(outer, share, None if rounded is None else sent),
+        TorchAllGather(inner, sent, gathered),
     ]
-    return Sequential(*stages, *([LocalCopy(whole[: flat.numel()], flat)] if padding else []))
+    return Sequential(*stages, *([LocalCopy(gathered[: flat.numel()], target)] if padding else []))
 
 
 def scatter_over(comms: Sequence[Communicator], flat: Tensor, total: Tensor) -> Transfer:

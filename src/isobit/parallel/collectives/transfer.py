@@ -8,6 +8,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from isobit.parallel.collectives.elementwise_add import round_into
+
 
 class Transfer(Protocol):
     """One stage of a collective."""
@@ -36,6 +38,23 @@ class LocalCopy:
     def finish(self) -> None:
         """Copy."""
         self.target.copy_(self.source)
+
+
+class LocalRound:
+    """Round this rank's sums once, so that the rounded ones are sent."""
+
+    runs_in_thread = True
+
+    def __init__(self, sums: Tensor, rounded: Tensor) -> None:
+        """Round `sums` into `rounded`, of one shape and a narrower dtype."""
+        self.sums, self.rounded = sums, rounded
+
+    def start(self) -> None:
+        """Do nothing: rounding is done in `finish`."""
+
+    def finish(self) -> None:
+        """Round."""
+        round_into(self.sums, self.rounded)
 
 
 class Sequential:

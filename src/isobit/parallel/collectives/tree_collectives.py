@@ -55,6 +55,22 @@ def all_reduce(tensor: Tensor, group: Group = None, *, async_op: bool = False) -
     return _launch(reduce_over(comms, flat), copy_back, tensor, comms[0], async_op)
 
 
+def all_reduce_rounded(flat: Tensor, rounded: Tensor, group: Group = None) -> AsyncWork:
+    """Start a sum over ranks that is rounded once: [Note: rounding before the return].
+
+    Args:
+        flat: fp32 addends, of one length on all ranks; overwritten. # [numel]
+        rounded: Receives the sums in its own dtype. # [numel]
+        group: As for `all_reduce`.
+    """
+    comms = _summing_communicators(group, flat)
+    target, copy_back = _flatten(rounded, read=False)
+    transfer = reduce_over(comms, flat, target)
+    work = _launch(transfer, copy_back, rounded, comms[0], async_op=True)
+    assert work is not None
+    return work
+
+
 def reduce_scatter(
     output: Tensor, input: Tensor, group: Group = None, *, async_op: bool = False
 ) -> AsyncWork | None:

@@ -15,11 +15,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from isobit.errors import UnsupportedError
-from isobit.ops.portable.rounding import settle_nans
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Node
 from isobit.parallel.collectives.levels import Group
-from isobit.parallel.collectives.tree_collectives import all_reduce
+from isobit.parallel.collectives.tree_collectives import all_reduce, all_reduce_rounded
 from isobit.parallel.data.global_batch import GlobalBatch
 from isobit.parallel.data.gradient_hooks import (
     expect_partial_gradients,
@@ -103,13 +102,11 @@ class DdpReducer:
             )
         roots = [self._roots.pop(p) for p in parameters]
         flat = torch.cat([root.reshape(-1).to(accumulation_dtype(root.dtype)) for root in roots])
+        if flat.dtype != buffer.dtype:
+            return all_reduce_rounded(flat, buffer, self._group).get_future()
         work = all_reduce(flat, self._group, async_op=True)
-
-        def round_once(_: Any) -> Tensor:
-            return settle_nans(buffer.copy_(flat))
-
         assert work is not None
-        return work.get_future().then(round_once)
+        return work.get_future().then(lambda _: buffer.copy_(flat))
 
     def end(self, node: Node, last: bool) -> None:
         """Close a micro-batch; after the last one DDP has written every `p.grad`."""

@@ -45,7 +45,11 @@ class PlainReducer:
         self._partials = PartialGradients(self._parameters)
         if batch.ranks > 1:
             sizes = [p.numel() for p in self._parameters]
-            self._buckets = BucketedAllReduce(sizes, group, dtype=dtype, device=device)
+            kinds = {p.dtype for p in self._parameters}
+            rounded = kinds.pop() if len(kinds) == 1 and kinds != {dtype} else None
+            self._buckets = BucketedAllReduce(
+                sizes, group, dtype=dtype, device=device, rounded=rounded
+            )
         self._index: dict[Tensor, int] = {p: i for i, p in enumerate(self._parameters)}
         self._current: tuple[Node, bool] | None = None  # (node, last) of the open micro-batch
         self._hooks = register_hooks(self._take, self._parameters)
@@ -95,7 +99,8 @@ class PlainReducer:
             totals = [t.view(p.shape) for p, t in zip(self._parameters, flat, strict=True)]
         restore_grad_dtype(self._parameters)
         by_leaf = dict(zip(self._parameters, totals, strict=True))
-        for parameter, gradient in self._tied.round_and_add(by_leaf).items():
+        settled = self._buckets is not None
+        for parameter, gradient in self._tied.round_and_add(by_leaf, settled).items():
             parameter.grad = gradient
 
     def _rank_root(self, node: Node) -> Node:
