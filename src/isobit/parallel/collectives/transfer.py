@@ -62,8 +62,11 @@ class Sequential:
 
     def __init__(self, *transfers: Transfer) -> None:
         """Run these transfers in this order; without any, do nothing."""
-        self.transfers = transfers
-        self.runs_in_thread = all(transfer.runs_in_thread for transfer in transfers)
+        self.transfers: list[Transfer] = []
+        for transfer in transfers:
+            self.transfers += transfer.transfers if isinstance(transfer, Sequential) else [transfer]
+        # What does nothing needs no thread, and the simulator would not see one.
+        self.runs_in_thread = bool(self.transfers) and all(t.runs_in_thread for t in self.transfers)
 
     def start(self) -> None:
         """Start the first transfer."""
