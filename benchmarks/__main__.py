@@ -16,6 +16,7 @@ CASES = (
     "structure",
     "logprob",
     "exchange",
+    "levels",
     "step",
     "agreement",
     "simulator",

@@ -1,9 +1,9 @@
 """A cost model of all-reduce on 8 to 16,384 ranks: time, messages and memory of each algorithm. Nothing is run."""
 
 from dataclasses import dataclass
-from math import log2
+from math import log2, prod
 
-HOST = 8  # ranks of a host
+HOST, HOSTS = 8, 8  # ranks of a host, hosts of a rack
 INSIDE, ACROSS = 3e-6, 10e-6  # seconds that a message takes, however short
 INSIDE_RATE, ACROSS_RATE = (
     300e9,
@@ -61,14 +61,30 @@ def flat_collectives(n, p):
     return Cost(2 * half + adding(n, p), 2 * (p - 1), n / p, min(2 * 16 * MEGABYTE, n))
 
 
+def messages(shape, halving=False):
+    """Return how many messages a rank sends in an all-reduce over levels of these sizes; a flat group is one."""
+    return sum(2 * (log2(size) if halving else size - 1) for size in shape)
+
+
+def levels(n, shape):
+    """Collectives inside the host, and across on the share that a rank then owns: [Note: levels] in parallel."""
+    seconds, owned = adding(n, prod(shape)), n
+    for level, size in enumerate(reversed(shape)):
+        alpha, rate = (ACROSS, ACROSS_RATE) if level else (INSIDE, INSIDE_RATE)
+        seconds += 2 * ((size - 1) * (owned / size / rate + POST) + (alpha if size > 1 else 0))
+        owned /= size
+    return Cost(seconds, messages(shape), owned, n + 2 * n / HOST)
+
+
 def two_levels(n, p):
-    """The same inside the host, and across on the eighth that a rank then owns."""
+    return levels(n, (p // HOST, HOST))
+
+
+def three_levels(n, p):
+    """Racks of up to eight hosts; between racks the same links as between hosts."""
     hosts = p // HOST
-    inside = (HOST - 1) * (n / HOST / INSIDE_RATE + POST) + INSIDE
-    across = (hosts - 1) * (n / p / ACROSS_RATE + POST) + (ACROSS if hosts > 1 else 0)
-    return Cost(
-        2 * (inside + across) + adding(n, p), 2 * (HOST + hosts - 2), n / p, n + 2 * n / HOST
-    )
+    inside = min(hosts, HOSTS)
+    return levels(n, (hosts // inside, inside, HOST))
 
 
 def recursive_halving(n, p):
@@ -88,6 +104,7 @@ ALGORITHMS = {
     "double tree": double_tree,
     "ours, flat, collectives": flat_collectives,
     "ours, two levels": two_levels,
+    "ours, three levels": three_levels,
     "ours, recursive halving": recursive_halving,
 }
 

@@ -25,7 +25,7 @@ from isobit.order.cut import Cut
 from isobit.parallel import GlobalBatch, Gradients
 from isobit.parallel.collectives import all_to_all, elementwise_add
 from isobit.parallel.collectives.communicator import Communicator
-from isobit.parallel.collectives.rank_group import device_of_messages
+from isobit.parallel.collectives.levels import device_of_messages
 from isobit.parallel.same_environment import facts_of
 
 IDS = torch.randint(0, 40, (4, 5), generator=torch.Generator().manual_seed(0))

@@ -19,9 +19,14 @@ from isobit.errors import ArgumentError, CutError
 from isobit.order.tree import merge
 from isobit.parallel.collectives import all_to_all, send_recv
 from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce
-from isobit.parallel.collectives.communicator import Communicator
-from isobit.parallel.collectives.hierarchy import TwoLevelGroup
-from isobit.parallel.collectives.tree_collectives import all_gather, all_reduce, reduce_scatter
+from isobit.parallel.collectives.communicator import Communicator, communicator_of
+from isobit.parallel.collectives.levels import Levels
+from isobit.parallel.collectives.tree_collectives import (
+    all_gather,
+    all_reduce,
+    all_reduce_rounded,
+    reduce_scatter,
+)
 
 # Of 524,287 elements one half is a long message, the other is not.
 SIZES = (0, 1, 2, 3, 5, 64, 1001, (1 << 19) - 1, 3 * (1 << 18) + 7)
@@ -111,6 +116,8 @@ def several_at_once(world, pair):
     values = {size: leaves(4, size) for size in sizes}
     mine = {size: values[size][world.rank()].clone() for size in sizes}
     works = [all_reduce(mine[size], async_op=True) for size in sizes]
+    in_thread = Communicator.uses_send_recv(communicator_of(world), mine[1])
+    assert all(work._begun == in_thread for work in works)  # on gloo beside the caller
     same(
         through(leaves(4, 99), world), merge(leaves(4, 99), torch.add)
     )  # one that waits, past those that do not
@@ -143,7 +150,7 @@ def shares(world, pair):
 @check
 def two_levels_are_the_flat_tree(world, pair):
     outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][world.rank() % 2]
-    levels = TwoLevelGroup(pair, outer)
+    levels = Levels.from_groups(pair, outer)
     for size in (1, 6, 1001, 500_000):
         values = leaves(4, size)
         mine = values[world.rank()].clone()
@@ -153,7 +160,18 @@ def two_levels_are_the_flat_tree(world, pair):
         all_reduce(mine, levels, async_op=True).wait()
         same(mine, merge(values, torch.add))
     with pytest.raises(CutError, match="consecutive"):
-        TwoLevelGroup(outer, pair)
+        Levels.from_groups(outer, pair)
+
+
+@check
+def sums_are_rounded_before_they_return(world, pair):
+    outer = [dist.new_group([0, 2]), dist.new_group([1, 3])][world.rank() % 2]
+    for group in (world, Levels.from_groups(pair, outer)):
+        for size in (0, 1, 6, 1001, (1 << 19) - 1):
+            values = leaves(4, size)
+            rounded = torch.empty(size, dtype=torch.bfloat16)
+            all_reduce_rounded(values[world.rank()].clone(), rounded, group).wait()
+            same(rounded, merge(values, torch.add).bfloat16())
 
 
 @check
@@ -288,7 +306,7 @@ def outcomes():
             theirs.close()
             lines.append(ours)
         for line in lines:
-            while line.poll(60):
+            while line.poll(240):
                 try:
                     name, said = line.recv()
                 except EOFError:

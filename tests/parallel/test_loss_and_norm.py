@@ -54,7 +54,7 @@ def test_each_rank_counts_its_shards_and_the_first_what_all_hold():
         parameter.grad = torch.ones_like(parameter)
     shards = find_shards(made)
     for index, wanted in enumerate([[6, 2], [6]]):
-        members = RankGroup((0, 1), index, None, torch.device("cpu"))
+        members = RankGroup((0, 1), index, (None,), torch.device("cpu"))
         assert [g.numel() for g in counted_here(made.parameters(), members, shards)] == wanted
     assert local_shard_of(made.weight, shards).where == str(Part(1, 2))
     assert local_shard_of(made.bias, shards).where == ""
@@ -125,7 +125,7 @@ def test_meter_refuses():
         meter.value()
     alone = RankGroup.of(None)
     with pytest.raises(UnsupportedError, match="fit an int64"):
-        add_states([0], RankGroup(range(MOST_RANKS + 1), 0, None, alone.device))
+        add_states([0], RankGroup(range(MOST_RANKS + 1), 0, (None,), alone.device))
 
 
 def test_without_ranks_it_is_the_plain_norm():

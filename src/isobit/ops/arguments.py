@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 
 import torch
 
-from isobit.errors import ArgumentError
+from isobit.errors import ArgumentError, UnsupportedError
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 DEVICES = ("cpu", "meta")
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # classes that need no closer look
 WITH_GPU = (*DEVICES, "cuda")  # of operators with a Triton executor; AMD's GPUs are "cuda" too
 
 
@@ -41,6 +42,7 @@ def check_closely(devices: tuple[str, ...], tensors: Mapping[str, torch.Tensor |
     for tensor in known.values():
         if not (
             isinstance(tensor, torch.Tensor)
+            and (type(tensor) in PLAIN or not is_dtensor(tensor))
             and tensor.layout is torch.strided
             and not tensor.is_nested
             and tensor.dtype in DTYPES
@@ -49,6 +51,32 @@ def check_closely(devices: tuple[str, ...], tensors: Mapping[str, torch.Tensor |
             and tensor.device.type in devices
         ):
             refuse_tensors(known, devices)
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Return whether this is a DTensor, without importing torch.distributed.tensor."""
+    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def refuse_distributed(name: str, tensor: Any) -> None:
+    """Raise if this is a DTensor.
+
+    DTensor would complete sums over ranks by torch.distributed's own reductions, in their order, and `to_local()` is no
+    leaf: autograd would round a gradient before ranks exchange it. So no sharding rules are registered.
+
+    Raises:
+        UnsupportedError: It is one.
+    """
+    if is_dtensor(tensor):
+        mesh, local = tensor.device_mesh, list(tensor.to_local().shape)
+        raise UnsupportedError(
+            expected=f"{name} as a plain tensor: sums over the ranks of a DTensor have an order of their own",
+            received=f"a DTensor {list(tensor.shape)} of {mesh.size()} ranks, {tensor.placements}, of which this rank "
+            f"has {local}",
+            remedy="split layers by isobit.parallel.ColwiseParallel and RowwiseParallel, models by "
+            "isobit.integrations.transformers.tensor_parallel.shard, or call fully_shard after isobit.enable; clip "
+            "by isobit.parallel.clip_grad_norm_; for a tensor of your own, pass to_local() or full_tensor()",
+        )
 
 
 def refuse_tensors(known: dict[str, torch.Tensor], devices: tuple[str, ...]) -> NoReturn:
@@ -60,6 +88,7 @@ def refuse_tensors(known: dict[str, torch.Tensor], devices: tuple[str, ...]) -> 
                 received=type(tensor).__name__,
                 remedy="convert it with torch.as_tensor",
             )
+        refuse_distributed(name, tensor)
         if tensor.layout != torch.strided:
             raise ArgumentError(
                 expected=f"{name} with strided layout",

@@ -1,4 +1,5 @@
 from isobit.parallel import checkpoint as checkpoint
+from isobit.parallel.collectives.levels import Levels as Levels
 from isobit.parallel.collectives.tree_collectives import all_gather as all_gather
 from isobit.parallel.collectives.tree_collectives import all_reduce as all_reduce
 from isobit.parallel.collectives.tree_collectives import reduce_scatter as reduce_scatter

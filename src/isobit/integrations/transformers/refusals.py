@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.family import Family, Forward
 from isobit.integrations.transformers.package import library
+from isobit.ops.arguments import refuse_distributed
 
 # Modules that are never called: an operator over several of them reads their weights.
 GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -128,6 +129,7 @@ def check_parameters(name: str, module: nn.Module, sharded: bool) -> None:
             or (sharded and kind.__name__ == "DTensor")
         ):
             continue
+        refuse_distributed(f"{name}.{key}", value)
         refuse(
             f"{name}.{key} as a plain torch.nn.Parameter",
             f"{kind.__module__}.{kind.__name__}",

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from isobit.errors import AgreementError, ArgumentError
 from isobit.parallel.collectives.async_work import AsyncWork
-from isobit.parallel.collectives.hierarchy import TwoLevelGroup
-from isobit.parallel.collectives.tree_collectives import all_reduce
+from isobit.parallel.collectives.levels import Group, rank_count, rank_in
+from isobit.parallel.collectives.tree_collectives import all_reduce, all_reduce_rounded
 
-# The last element of a bucket is the step number modulo this. A sum of it over up to 4096 ranks is
-# exact in fp32, so ranks that are at different steps are detected.
+# The last element of a bucket is the step number modulo this, on rank 0 times 1 - ranks. The sum over
+# up to 4096 ranks is exact in fp32 and zero if all are at one step; rounding keeps what is not zero.
 STEP_NUMBERS = 4096
 
 
@@ -27,23 +26,26 @@ class BucketedAllReduce:
     Args:
         sizes: The number of elements of each tensor, in the order in which they are expected to be
             ready (for gradients: the last layer first).
-        group: The ranks to sum over; None is the default group.
+        group: The ranks to sum over, or `Levels`; None is the default group.
         bucket_bytes: The size of a bucket; a larger tensor has a bucket of its own.
         dtype: The dtype of all tensors.
         device: The device of all tensors.
+        rounded: The dtype of the sums; None is that of the tensors.
     """
 
     def __init__(
         self,
         sizes: Sequence[int],
-        group: dist.ProcessGroup | TwoLevelGroup | None = None,
+        group: Group = None,
         bucket_bytes: int = 25 << 20,
         *,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
+        rounded: torch.dtype | None = None,
     ) -> None:
         """Assign tensors to buckets."""
         self._group, self._sizes, self._dtype, self._device = group, tuple(sizes), dtype, device
+        self._rounded = rounded
         self._members = group_by_size(sizes, bucket_bytes // dtype.itemsize)
         self._bucket_of = {
             index: number for number, members in enumerate(self._members) for index in members
@@ -56,15 +58,23 @@ class BucketedAllReduce:
         self._step += 1
         self._missing = [set(members) for members in self._members]
         self._works: list[AsyncWork] = []
-        self._buckets: dict[int, Tensor] = {}  # by bucket number # [sum of sizes + 1]
+        self._buckets: dict[int, Tensor] = {}  # by bucket number # [sum of sizes + 1, or more]
+        self._totals: dict[int, Tensor] = {}  # the sums: the buckets, or rounded # [the same]
         self._slots: dict[int, Tensor] = {}  # by tensor index: views of the buckets # [size]
 
     def _make_bucket(self, number: int) -> None:
         sizes = [self._sizes[index] for index in self._members[number]]
-        bucket = torch.empty(sum(sizes) + 1, dtype=self._dtype, device=self._device)
-        bucket[-1] = self._step % STEP_NUMBERS
+        ranks, held = rank_count(self._group), sum(sizes)
+        # A multiple of the ranks: collectives would copy the bucket to pad it.
+        bucket = torch.empty(held // ranks * ranks + ranks, dtype=self._dtype, device=self._device)
+        first = rank_in(self._group) == 0
+        bucket[held:] = self._step % STEP_NUMBERS * (1 - ranks if first else 1)
         self._buckets[number] = bucket
-        self._slots.update(zip(self._members[number], torch.split(bucket[:-1], sizes), strict=True))
+        self._slots.update(zip(self._members[number], self._parts(bucket, number), strict=True))
+
+    def _parts(self, bucket: Tensor, number: int) -> list[Tensor]:
+        sizes = [self._sizes[index] for index in self._members[number]]
+        return list(torch.split(bucket[: sum(sizes)], sizes))
 
     def ready(self, index: int, tensor: Tensor) -> None:
         """Copy a tensor into its bucket and launch every bucket whose turn it is.
@@ -84,9 +94,17 @@ class BucketedAllReduce:
         self._slots[index].copy_(tensor.detach().reshape(-1))
         self._missing[number].remove(index)
         while len(self._works) < len(self._members) and not self._missing[len(self._works)]:
-            work = all_reduce(self._buckets[len(self._works)], self._group, async_op=True)
+            self._works.append(self._launch(len(self._works)))
+
+    def _launch(self, number: int) -> AsyncWork:
+        bucket = self._totals[number] = self._buckets[number]
+        if self._rounded is None:
+            work = all_reduce(bucket, self._group, async_op=True)
             assert work is not None
-            self._works.append(work)
+            return work
+        totals = torch.empty(bucket.numel(), dtype=self._rounded, device=self._device)
+        self._totals[number] = totals
+        return all_reduce_rounded(bucket, totals, self._group)
 
     def clear(self) -> None:
         """Abandon this step after a failure.
@@ -117,23 +135,19 @@ class BucketedAllReduce:
         for work in [*self._abandoned, *self._works]:
             work.wait()
         self._abandoned.clear()
-        wanted = self._step % STEP_NUMBERS * rank_count(self._group)
-        if any(bucket[-1] != wanted for bucket in self._buckets.values()):
+        if any(bucket[-1] != 0 for bucket in self._totals.values()):
             raise AgreementError(
                 expected="the same step on all ranks",
                 received="a sum to which some ranks contributed another step than this one",
                 remedy="let a step fail on all ranks, or restart from a checkpoint",
             )
-        slots = self._slots
+        sums = {
+            index: part
+            for number, members in enumerate(self._members)
+            for index, part in zip(members, self._parts(self._totals[number], number), strict=True)
+        }
         self._begin()
-        return [slots[index] for index in range(len(slots))]
-
-
-def rank_count(group: dist.ProcessGroup | TwoLevelGroup | None) -> int:
-    """Return the number of ranks that are summed over."""
-    if isinstance(group, TwoLevelGroup):
-        return dist.get_world_size(group.inner) * dist.get_world_size(group.outer)
-    return dist.get_world_size(group)
+        return [sums[index] for index in range(len(sums))]
 
 
 def group_by_size(sizes: Sequence[int], limit: int) -> list[list[int]]:

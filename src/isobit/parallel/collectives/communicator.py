@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import queue
-import socket
 import threading
 import weakref
 from collections.abc import Callable
@@ -13,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store as _store
+
+from isobit.parallel.collectives.levels import host_name
 
 # Each collective has a tag of its own, so that concurrent ones are never mixed up. The range is far
 # from the tags that users choose.
@@ -67,10 +68,10 @@ class Communicator:
         """Return whether a rank runs on this host. It decides who sends first, never the result."""
         if self._hosts is None:
             self._hosts = {}
-            _store().set(self._host_key(self.rank), socket.gethostname())
+            _store().set(self._host_key(self.rank), host_name())
         if peer not in self._hosts:
             self._hosts[peer] = _store().get(self._host_key(peer))
-        return self._hosts[peer] == socket.gethostname().encode()
+        return self._hosts[peer] == host_name().encode()
 
     def _host_key(self, rank: int) -> str:
         return f"isobit host of {dist.get_global_rank(self.group, rank)}"

@@ -7,6 +7,10 @@ the calling thread adds by itself with subnormals kept.
 NaNs: the bits of NaN + NaN and of inf - inf depend on the processor and on the order of operands.
 `settle_nans` replaces every NaN by one. A NaN stays in a sum, so settling the last sum is enough.
 
+Kernels: csrc/partial_sums.cpp adds and settles in one pass, and rounds to bf16 in one. It is used
+where it has the bits of the definition below on hard inputs, which is looked at once per process;
+elsewhere torch's operators serve, with the same bits.
+
 GPUs: one addition of two fp32 values is rounded as IEEE 754 says, subnormals included, so torch's
 own addition has the bits of a CPU. There are no threads and no modes, and so no blocks.
 """
@@ -15,15 +19,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from isobit import machine
+from isobit import bits, machine, native
 from isobit.ops.portable.rounding import settle_nans
 
 # torch's grain size: an addition of no more elements starts no threads.
 BLOCK = 32768
+KERNEL_DTYPES = (torch.float32, torch.float64)
 
 
 @contextmanager
@@ -45,7 +51,19 @@ def subnormals_kept() -> Iterator[None]:
 
 def round_total(total: Tensor, dtype: torch.dtype) -> Tensor:
     """Round a sum to its result's dtype and settle its NaNs; in place if it has that dtype."""
+    if dtype == torch.bfloat16 and total.dtype == torch.float32:
+        rounded = torch.empty_like(total, dtype=dtype)
+        round_into(total, rounded)
+        return rounded
     return settle_nans(total.to(dtype))
+
+
+def round_into(total: Tensor, rounded: Tensor) -> None:
+    """Round sums to the dtype of `rounded`, of the same shape, and settle their NaNs."""
+    if _serves(total, rounded) and (total.dtype, rounded.dtype) == (torch.float32, torch.bfloat16):
+        torch.ops.isobit.round_partials(total, rounded)
+    else:
+        settle_nans(rounded.copy_(total))
 
 
 def block_of(tensor: Tensor) -> int:
@@ -55,6 +73,14 @@ def block_of(tensor: Tensor) -> int:
 
 def add_two(left: Tensor, right: Tensor, total: Tensor) -> None:
     """Write left + right to `total`; all are 1-D and of one length."""
+    if _serves(left, right, total):
+        torch.ops.isobit.add_partials(left, right, total, True)
+        return
+    add_by_torch(left, right, total)
+
+
+def add_by_torch(left: Tensor, right: Tensor, total: Tensor) -> None:
+    """Define `add_two` by torch's operators."""
     block = block_of(total)
     for at in range(0, total.numel(), block):
         part = slice(at, at + block)
@@ -81,6 +107,9 @@ def add_rows(rows: Sequence[Tensor], total: Tensor) -> None:
 
 def add_into(left: Tensor, right: Tensor) -> Tensor:
     """Add `right` to `left` in place; both contiguous. NaNs are not settled."""
+    if left.dtype in KERNEL_DTYPES and _serves(left, right):
+        torch.ops.isobit.add_partials(left, right, left, False)
+        return left
     with subnormals_kept():
         for ours, theirs in zip(_blocks(left), _blocks(right), strict=True):
             ours.add_(theirs)
@@ -93,6 +122,37 @@ def add_to_rows(rows: Tensor, row: Tensor) -> None:
         for one in rows.view(-1, rows.shape[-1]):
             for ours, theirs in zip(_blocks(one), _blocks(row), strict=True):
                 ours.add_(theirs)
+
+
+def _serves(*tensors: Tensor) -> bool:
+    return all(t.is_cpu and t.is_contiguous() for t in tensors) and kernels_agree()
+
+
+@lru_cache(maxsize=1)
+def kernels_agree() -> bool:
+    """Return whether the kernels exist and have the bits of torch's operators on hard inputs."""
+    if native.load() is not None or not hasattr(torch.ops.isobit, "round_partials"):
+        return False
+    with subnormals_kept(), torch.no_grad():
+        for dtype in KERNEL_DTYPES:
+            left, right = hard_values(dtype), hard_values(dtype).roll(37)
+            wanted, found = torch.empty_like(left), torch.empty_like(left)
+            add_by_torch(left, right, wanted)
+            torch.ops.isobit.add_partials(left, right, found, True)
+            if not bits.equal(found, wanted):
+                return False
+        total, rounded = hard_values(torch.float32), hard_values(torch.bfloat16)
+        torch.ops.isobit.round_partials(total, rounded)
+        return bits.equal(rounded, settle_nans(total.to(torch.bfloat16)))
+
+
+def hard_values(dtype: torch.dtype) -> Tensor:
+    """Return values of every exponent, ties, both zeros, infinities and NaNs of several kinds."""
+    words = torch.arange(1 << 16, dtype=torch.int64)
+    ends = words * 2654435761 % (1 << 16)  # the lower half of each word
+    ends[::3], ends[1::3] = 1 << 15, 0  # ties, and values that need no rounding
+    narrow = ((words << 16 | ends) & 0xFFFFFFFF).to(torch.uint32).view(torch.float32)
+    return narrow.to(dtype)
 
 
 def _blocks(tensor: Tensor) -> Sequence[Tensor]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from isobit.errors import ArgumentError
+from isobit.parallel.collectives.levels import Group, Levels, device_of_messages, gather_bytes
 
 
 @dataclass(frozen=True)
@@ -16,18 +18,20 @@ class RankGroup:
 
     ranks: tuple[int, ...]  # global ranks, in the group's order
     index: int  # of this rank in the group
-    group: dist.ProcessGroup | None
+    groups: Sequence[dist.ProcessGroup | None]  # one; or one per level, innermost first
     device: torch.device  # where the group's messages are
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> RankGroup:
-        """Describe a process group; None is the default group.
+    def of(cls, group: Group) -> RankGroup:
+        """Describe a process group or `Levels`; None is the default group.
 
         Raises:
             ArgumentError: This rank is not in the group.
         """
         if not (dist.is_available() and dist.is_initialized()):
-            return cls((0,), 0, None, torch.device("cpu"))
+            return cls((0,), 0, (None,), torch.device("cpu"))
+        if isinstance(group, Levels):
+            return cls(group.ranks, group.rank, group.groups, group.device)
         if dist.get_rank(group) < 0:
             raise ArgumentError(
                 expected="a group that this rank belongs to",
@@ -35,7 +39,22 @@ class RankGroup:
                 remedy="call this only on the ranks of the group",
             )
         ranks = tuple(dist.get_process_group_ranks(group))
-        return cls(ranks, dist.get_rank(group), group, device_of_messages(group))
+        return cls(ranks, dist.get_rank(group), (group,), device_of_messages(group))
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group.
+
+        Raises:
+            ArgumentError: There are several: the caller sends messages between any two ranks.
+        """
+        if len(self.groups) > 1:
+            raise ArgumentError(
+                expected="one process group",
+                received=f"levels of {len(self.groups)} groups",
+                remedy="pass the flat group of all ranks",
+            )
+        return self.groups[0]
 
     @property
     def rank(self) -> int:
@@ -51,11 +70,7 @@ class RankGroup:
         """Return every rank's bytes, in rank order; they must have one length."""
         if len(self.ranks) == 1 or not data:
             return [data] * len(self.ranks)
-        mine = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
-        gathered = mine.new_empty(len(data) * len(self.ranks))
-        dist.all_gather_single(gathered, mine, group=self.group)
-        joined = bytes(gathered.tolist())
-        return [joined[at : at + len(data)] for at in range(0, len(joined), len(data))]
+        return gather_bytes(data, self.groups, self.device)
 
     def broadcast(self, data: bytes, size: int, source: int) -> bytes:
         """Return the `size` bytes of the group's rank `source`; only that rank's `data` is read."""
@@ -63,7 +78,9 @@ class RankGroup:
             return data
         buffer = bytearray(data if self.index == source else size)
         message = torch.frombuffer(buffer, dtype=torch.uint8).to(self.device)
-        dist.broadcast(message, group=self.group, group_src=source)
+        for group in self.groups:
+            source, place = divmod(source, dist.get_world_size(group))
+            dist.broadcast(message, group=group, group_src=place)
         return bytes(message.tolist())
 
     def add_integers(self, numbers: list[int]) -> list[int]:
@@ -71,26 +88,9 @@ class RankGroup:
         if len(self.ranks) == 1:
             return numbers
         totals = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        dist.all_reduce(totals, group=self.group)
+        for group in self.groups:
+            dist.all_reduce(totals, group=group)
         return totals.tolist()
-
-
-def device_of_messages(group: dist.ProcessGroup | None) -> torch.device:
-    """Return where small messages of a group are: on the CPU, if one of its backends takes CPU tensors.
-
-    NCCL takes tensors on a GPU only. Its groups have the configuration "cuda:nccl", and with gloo
-    beside it "cpu:gloo,cuda:nccl"; the name of the backend does not tell one from the other.
-    """
-    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
-    if "cpu" in kinds:
-        return torch.device("cpu")
-    if "cuda" in kinds:
-        return torch.device("cuda", torch.cuda.current_device())
-    raise ArgumentError(
-        expected="a process group for tensors on the CPU or on CUDA devices",
-        received=f"backends {dist.get_backend_config(group)}",
-        remedy='use torch.distributed.init_process_group("cpu:gloo,cuda:nccl")',
-    )
 
 
 def is_first_rank() -> bool:

@@ -20,54 +20,20 @@ MESSAGES_AHEAD = 3  # how many are received while one is added
 LONG_BYTES = 1 << 20
 
 
-class RecursiveHalvingReduce:
-    """Reduce-scatter by recursive halving, and with `gather` an all-reduce.
-
-    Messages are sent from the tensor itself, and one message is added while the next ones arrive.
-
-    Args:
-        comm: The communicator of the group.
-        flat: This rank's addends. # [numel]
-        sums: Where the sums are written; may be `flat`. # [numel]
-        owned: By rank, the span whose sum that rank has in the end.
-        gather: Whether every rank gets all sums (all-reduce) or only its own span.
-    """
+class _Rounds:
+    """What both directions share: this rank's rounds, and messages to the partner of a round."""
 
     runs_in_thread = True
 
-    def __init__(
-        self,
-        comm: Communicator,
-        flat: Tensor,
-        sums: Tensor,
-        owned: tuple[Span, ...],
-        *,
-        gather: bool,
-    ) -> None:
+    def __init__(self, comm: Communicator, sums: Tensor, owned: tuple[Span, ...]) -> None:
         """Take a tag and compute the rounds of this rank."""
-        self.comm, self.flat, self.sums, self.gather = comm, flat, sums, gather
-        self.tag = comm.next_tag()
+        self.comm, self.sums, self.tag = comm, sums, comm.next_tag()
         self.rounds = halving_rounds(comm.rank, owned)
-        self.length = MESSAGE_BYTES // flat.element_size()  # elements per message
+        self.length = MESSAGE_BYTES // sums.element_size()  # elements per message
         self.sent: list[dist.Work] = []
 
     def start(self) -> None:
         """Do nothing: the first round is like all others."""
-
-    def finish(self) -> None:
-        """Run the rounds, then send the sums back through the rounds in reverse order."""
-        size = MESSAGES_AHEAD * self.length * self.flat.element_size()
-        buffer = self.comm.borrow_buffer(size)
-        slots = list(buffer[:size].view(self.flat.dtype).view(MESSAGES_AHEAD, -1))
-        own = self.flat
-        for step in self.rounds:
-            send = partial(self._send, own, step.sent)
-            self._swap(step, send, partial(self._receive_and_add, own, slots))
-            own = self.sums
-        self.comm.return_buffer(buffer)
-        for step in reversed(self.rounds) if self.gather else ():
-            self._swap(step, partial(self._send, own, step.kept), self._receive_sums)
-        wait_all(self.sent)
 
     def _swap(
         self, step: Round, send: Callable[[int], None], receive: Callable[[Round], None]
@@ -78,7 +44,7 @@ class RecursiveHalvingReduce:
         TCP loss probes: 64 MB on 4 processes took twice gloo's time, against 1.2 to 1.4 of it when
         they take turns. The cause is not known.
         """
-        longest = step.longest * self.flat.element_size()
+        longest = step.longest * self.sums.element_size()
         if longest < LONG_BYTES or not self.comm.is_same_host(step.peer):
             send(step.peer)
             receive(step)
@@ -95,9 +61,38 @@ class RecursiveHalvingReduce:
         for span in split_spans(spans, self.length):
             self.sent.append(self.comm.send(source[span.start : span.stop], peer, self.tag))
 
-    def _receive_sums(self, step: Round) -> None:
-        targets = [self.sums[s.start : s.stop] for s in split_spans(step.sent, self.length)]
-        wait_all([self.comm.receive(target, step.peer, self.tag) for target in targets])
+
+class RecursiveHalvingReduce(_Rounds):
+    """Reduce-scatter by recursive halving; `RecursiveDoublingReturn` makes it an all-reduce.
+
+    Messages are sent from the tensor itself, and one message is added while the next ones arrive.
+
+    Args:
+        comm: The communicator of the group.
+        flat: This rank's addends. # [numel]
+        sums: Where the sums are written; may be `flat`. # [numel]
+        owned: By rank, the span whose sum that rank has in the end.
+    """
+
+    def __init__(
+        self, comm: Communicator, flat: Tensor, sums: Tensor, owned: tuple[Span, ...]
+    ) -> None:
+        """Take a tag and compute the rounds of this rank."""
+        super().__init__(comm, sums, owned)
+        self.flat = flat
+
+    def finish(self) -> None:
+        """Run the rounds, nearest partner first."""
+        size = MESSAGES_AHEAD * self.length * self.flat.element_size()
+        buffer = self.comm.borrow_buffer(size)
+        slots = list(buffer[:size].view(self.flat.dtype).view(MESSAGES_AHEAD, -1))
+        own = self.flat
+        for step in self.rounds:
+            send = partial(self._send, own, step.sent)
+            self._swap(step, send, partial(self._receive_and_add, own, slots))
+            own = self.sums
+        self.comm.return_buffer(buffer)
+        wait_all(self.sent)
 
     def _receive_and_add(self, own: Tensor, slots: Sequence[Tensor], step: Round) -> None:
         """Add what the peer sends to what this rank has; the lower rank's value is on the left."""
@@ -115,6 +110,20 @@ class RecursiveHalvingReduce:
             left, right = (mine, theirs) if step.is_left else (theirs, mine)
             add_two(left, right, self.sums[span.start : span.stop])
             free.append(slot)
+
+
+class RecursiveDoublingReturn(_Rounds):
+    """Send sums back through the rounds of `RecursiveHalvingReduce` in reverse order."""
+
+    def finish(self) -> None:
+        """Run the rounds, farthest partner first."""
+        for step in reversed(self.rounds):
+            self._swap(step, partial(self._send, self.sums, step.kept), self._receive_sums)
+        wait_all(self.sent)
+
+    def _receive_sums(self, step: Round) -> None:
+        targets = [self.sums[s.start : s.stop] for s in split_spans(step.sent, self.length)]
+        wait_all([self.comm.receive(target, step.peer, self.tag) for target in targets])
 
 
 class RecursiveDoublingGather:

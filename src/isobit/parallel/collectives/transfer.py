@@ -8,6 +8,8 @@ from typing import Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from isobit.parallel.collectives.elementwise_add import round_into
+
 
 class Transfer(Protocol):
     """One stage of a collective."""
@@ -38,13 +40,33 @@ class LocalCopy:
         self.target.copy_(self.source)
 
 
+class LocalRound:
+    """Round this rank's sums once, so that the rounded ones are sent."""
+
+    runs_in_thread = True
+
+    def __init__(self, sums: Tensor, rounded: Tensor) -> None:
+        """Round `sums` into `rounded`, of one shape and a narrower dtype."""
+        self.sums, self.rounded = sums, rounded
+
+    def start(self) -> None:
+        """Do nothing: rounding is done in `finish`."""
+
+    def finish(self) -> None:
+        """Round."""
+        round_into(self.sums, self.rounded)
+
+
 class Sequential:
     """Run transfers one after another."""
 
     def __init__(self, *transfers: Transfer) -> None:
         """Run these transfers in this order; without any, do nothing."""
-        self.transfers = transfers
-        self.runs_in_thread = all(transfer.runs_in_thread for transfer in transfers)
+        self.transfers: list[Transfer] = []
+        for transfer in transfers:
+            self.transfers += transfer.transfers if isinstance(transfer, Sequential) else [transfer]
+        # What does nothing needs no thread, and the simulator would not see one.
+        self.runs_in_thread = bool(self.transfers) and all(t.runs_in_thread for t in self.transfers)
 
     def start(self) -> None:
         """Start the first transfer."""

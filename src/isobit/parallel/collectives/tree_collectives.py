@@ -6,33 +6,28 @@ ready first. It is described in [Note: the reduction tree over ranks] (recursive
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from isobit.errors import ArgumentError, CutError
-from isobit.parallel.collectives.all_to_all import AllToAllReduce, TorchAllGather
+from isobit.ops.arguments import refuse_distributed
 from isobit.parallel.collectives.async_work import AsyncWork
 from isobit.parallel.collectives.communicator import Communicator, communicator_of
 from isobit.parallel.collectives.elementwise_add import subnormals_kept
-from isobit.parallel.collectives.hierarchy import TwoLevelGroup
-from isobit.parallel.collectives.recursive_halving import bit_reversed_spans, equal_spans
-from isobit.parallel.collectives.send_recv import RecursiveDoublingGather, RecursiveHalvingReduce
-from isobit.parallel.collectives.transfer import LocalCopy, Sequential, Transfer
-
-Group = dist.ProcessGroup | None
+from isobit.parallel.collectives.level_transfers import gather_over, reduce_over, scatter_over
+from isobit.parallel.collectives.levels import Group, Levels, rank_count
+from isobit.parallel.collectives.transfer import Transfer
 
 
-def all_reduce(
-    tensor: Tensor, group: Group | TwoLevelGroup = None, *, async_op: bool = False
-) -> AsyncWork | None:
+def all_reduce(tensor: Tensor, group: Group = None, *, async_op: bool = False) -> AsyncWork | None:
     """Sum a tensor over ranks, in place, in the order ((0+1)+(2+3))+((4+5)+(6+7)).
 
     Args:
         tensor: fp32 or fp64, of the same shape on all ranks; overwritten by the sum.
-        group: A process group of 2^n ranks, or a `TwoLevelGroup`; None is the default group.
+        group: A process group of 2^n ranks, or `Levels`; None is the default group.
         async_op: Return a work at once instead of waiting.
 
     Returns:
@@ -55,11 +50,25 @@ def all_reduce(
         >>> World(4).run(add).values  # (1 + 1e8) + (-1e8 + 1)
         [0.0, 0.0, 0.0, 0.0]
     """
-    if isinstance(group, TwoLevelGroup):
-        return _all_reduce_two_levels(tensor, group, async_op)
-    comm = _summing_communicator(group, tensor)
+    comms = _summing_communicators(group, tensor)
     flat, copy_back = _flatten(tensor)
-    return _launch(_reduce(comm, flat), copy_back, tensor, comm, async_op)
+    return _launch(reduce_over(comms, flat), copy_back, tensor, comms[0], async_op)
+
+
+def all_reduce_rounded(flat: Tensor, rounded: Tensor, group: Group = None) -> AsyncWork:
+    """Start a sum over ranks that is rounded once: [Note: rounding before the return].
+
+    Args:
+        flat: fp32 addends, of one length on all ranks; overwritten. # [numel]
+        rounded: Receives the sums in its own dtype. # [numel]
+        group: As for `all_reduce`.
+    """
+    comms = _summing_communicators(group, flat)
+    target, copy_back = _flatten(rounded, read=False)
+    transfer = reduce_over(comms, flat, target)
+    work = _launch(transfer, copy_back, rounded, comms[0], async_op=True)
+    assert work is not None
+    return work
 
 
 def reduce_scatter(
@@ -70,7 +79,7 @@ def reduce_scatter(
     Args:
         output: Receives this rank's share of the sum. # [numel/ranks]
         input: fp32 or fp64, of the same shape on all ranks; not changed. # [numel]
-        group: A process group of 2^n ranks; None is the default group.
+        group: A process group of 2^n ranks, or `Levels`; None is the default group.
         async_op: Return a work at once instead of waiting.
 
     Returns:
@@ -91,11 +100,11 @@ def reduce_scatter(
         >>> World(2).run(scatter).values
         [2.0, 20.0]
     """
-    comm = _summing_communicator(group, input)
-    _check_shares(output, input, comm.ranks)
+    comms = _summing_communicators(group, input)
+    _check_shares(output, input, rank_count(group))
     total, copy_back = _flatten(output, read=False)
-    transfer = _scatter(comm, input.detach().contiguous().view(-1), total)
-    return _launch(transfer, copy_back, output, comm, async_op)
+    transfer = scatter_over(comms, input.detach().contiguous().view(-1), total)
+    return _launch(transfer, copy_back, output, comms[0], async_op)
 
 
 def all_gather(
@@ -106,7 +115,7 @@ def all_gather(
     Args:
         output: Receives all tensors, one after another. # [ranks * numel]
         input: This rank's tensor, of any dtype. # [numel]
-        group: A process group of any size; None is the default group.
+        group: A process group of any size, or `Levels`; None is the default group.
         async_op: Return a work at once instead of waiting.
 
     Returns:
@@ -126,53 +135,11 @@ def all_gather(
         >>> World(2).run(gather).values
         [[0, 1], [0, 1]]
     """
-    comm = communicator_of(_process_group(group))
-    _check_shares(input, output, comm.ranks)
+    comms = [communicator_of(one) for one in _process_groups(group)]
+    _check_shares(input, output, rank_count(group))
     whole, copy_back = _flatten(output, read=False)
-    transfer = _gather(comm, input.detach().contiguous().view(-1), whole)
-    return _launch(transfer, copy_back, output, comm, async_op)
-
-
-def _reduce(comm: Communicator, flat: Tensor) -> Transfer:
-    if comm.ranks == 1 or not flat.numel():
-        return Sequential()
-    if comm.uses_send_recv(flat):
-        owned = bit_reversed_spans(flat.numel(), comm.ranks)
-        return RecursiveHalvingReduce(comm, flat, flat, owned, gather=True)
-    return AllToAllReduce(comm, flat, None)
-
-
-def _scatter(comm: Communicator, flat: Tensor, total: Tensor) -> Transfer:
-    if comm.ranks == 1 or not flat.numel():
-        return LocalCopy(flat, total)
-    if not comm.uses_send_recv(flat):
-        return AllToAllReduce(comm, flat, total)
-    sums, owned = torch.empty_like(flat), equal_spans(flat.numel(), comm.ranks)
-    mine = sums[owned[comm.rank].start : owned[comm.rank].stop]
-    reduce = RecursiveHalvingReduce(comm, flat, sums, owned, gather=False)
-    return Sequential(reduce, LocalCopy(mine, total))
-
-
-def _gather(comm: Communicator, share: Tensor, whole: Tensor) -> Transfer:
-    if comm.ranks == 1 or not share.numel():
-        return LocalCopy(share, whole)
-    doubles = comm.uses_send_recv(share) and not comm.ranks & (comm.ranks - 1)
-    return (RecursiveDoublingGather if doubles else TorchAllGather)(comm, share, whole)
-
-
-def _all_reduce_two_levels(
-    tensor: Tensor, levels: TwoLevelGroup, async_op: bool
-) -> AsyncWork | None:
-    """Reduce-scatter inside the host, all-reduce across hosts, all-gather inside the host."""
-    inner, outer = (_summing_communicator(g, tensor) for g in (levels.inner, levels.outer))
-    flat, copy_back = _flatten(tensor)
-    padding = -flat.numel() % inner.ranks
-    whole = torch.cat([flat, flat.new_zeros(padding)]) if padding else flat
-    share = whole.new_empty(whole.numel() // inner.ranks)
-    stages = [_scatter(inner, whole, share), _reduce(outer, share), _gather(inner, share, whole)]
-    if padding:
-        stages.append(LocalCopy(whole[: flat.numel()], flat))
-    return _launch(Sequential(*stages), copy_back, tensor, inner, async_op)
+    transfer = gather_over(comms, input.detach().contiguous().view(-1), whole)
+    return _launch(transfer, copy_back, output, comms[0], async_op)
 
 
 def _launch(
@@ -215,7 +182,10 @@ def _flatten(tensor: Tensor, read: bool = True) -> tuple[Tensor, Callable[[], No
     return flat, copy_back
 
 
-def _process_group(group: Group) -> dist.ProcessGroup:
+def _process_groups(group: Group) -> Sequence[dist.ProcessGroup]:
+    """Return the process groups of a sum, the innermost first."""
+    if isinstance(group, Levels):
+        return group.groups
     found = dist.group.WORLD if group is None else group
     if not isinstance(found, dist.ProcessGroup):
         raise ArgumentError(
@@ -223,17 +193,19 @@ def _process_group(group: Group) -> dist.ProcessGroup:
             received="no default group" if group is None else repr(group),
             remedy="call torch.distributed.init_process_group, or new_group with this rank in it",
         )
-    return found
+    return [found]
 
 
-def _summing_communicator(group: Group, tensor: Tensor) -> Communicator:
-    comm = communicator_of(_process_group(group))
-    if comm.ranks & (comm.ranks - 1):
+def _summing_communicators(group: Group, tensor: Tensor) -> list[Communicator]:
+    comms = [communicator_of(one) for one in _process_groups(group)]
+    comm = comms[0]
+    if not isinstance(group, Levels) and comm.ranks & (comm.ranks - 1):
         raise CutError(
             expected="a group of 2^n ranks, since ranks are the leaves of a balanced tree",
             received=f"{comm.ranks} ranks",
             remedy=f"form groups of {1 << comm.ranks.bit_length() - 1} ranks",
         )
+    refuse_distributed("the tensor", tensor)
     if tensor.dtype not in (torch.float32, torch.float64):
         raise ArgumentError(
             expected="fp32 or fp64 partial sums, which are rounded once after the last addition",
@@ -241,7 +213,7 @@ def _summing_communicator(group: Group, tensor: Tensor) -> Communicator:
             remedy="pass tensor.float() and round the sum; for integers call "
             "torch.distributed.all_reduce, since their addition has no order",
         )
-    return comm
+    return comms
 
 
 def _check_shares(share: Tensor, whole: Tensor, ranks: int) -> None:

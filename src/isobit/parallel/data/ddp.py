@@ -15,10 +15,10 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from isobit.errors import UnsupportedError
-from isobit.ops.portable.rounding import settle_nans
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Node
-from isobit.parallel.collectives.tree_collectives import all_reduce
+from isobit.parallel.collectives.levels import Group
+from isobit.parallel.collectives.tree_collectives import all_reduce, all_reduce_rounded
 from isobit.parallel.data.global_batch import GlobalBatch
 from isobit.parallel.data.gradient_hooks import (
     expect_partial_gradients,
@@ -30,6 +30,7 @@ from isobit.parallel.data.gradient_hooks import (
 from isobit.parallel.data.partial_gradients import PartialGradients
 from isobit.parallel.data.reducer_checks import (
     check_any_gradient,
+    check_not_distributed,
     check_rank_order,
     check_same_parameters,
 )
@@ -39,12 +40,13 @@ from isobit.parallel.data.tied_weights import check_not_tied
 class DdpReducer:
     """Accumulates micro-batches under `no_sync()`; the last one is reduced by DDP's hook."""
 
-    def __init__(self, model: DistributedDataParallel, batch: GlobalBatch) -> None:
+    def __init__(self, model: DistributedDataParallel, batch: GlobalBatch, group: Group) -> None:
         """Check the wrapper and register hooks, among them DDP's communication hook."""
         check_not_tied(model)
         check_rank_order(batch)
+        check_not_distributed(model)
         check_options(model)
-        self._model, self._batch = model, batch
+        self._model, self._batch, self._group = model, batch, group
         self._parameters = [p for p in model.module.parameters() if p.requires_grad]
         self._partials = PartialGradients(self._parameters)
         self._roots: dict[Tensor, Tensor] = {}  # this rank's unrounded gradient, by parameter
@@ -100,13 +102,11 @@ class DdpReducer:
             )
         roots = [self._roots.pop(p) for p in parameters]
         flat = torch.cat([root.reshape(-1).to(accumulation_dtype(root.dtype)) for root in roots])
-        work = all_reduce(flat, self._model.process_group, async_op=True)
-
-        def round_once(_: Any) -> Tensor:
-            return settle_nans(buffer.copy_(flat))
-
+        if flat.dtype != buffer.dtype:
+            return all_reduce_rounded(flat, buffer, self._group).get_future()
+        work = all_reduce(flat, self._group, async_op=True)
         assert work is not None
-        return work.get_future().then(round_once)
+        return work.get_future().then(lambda _: buffer.copy_(flat))
 
     def end(self, node: Node, last: bool) -> None:
         """Close a micro-batch; after the last one DDP has written every `p.grad`."""

@@ -23,6 +23,7 @@ from isobit.ops.portable.rounding import settle_nans
 from isobit.ops.share import accumulation_dtype
 from isobit.order.tree import Counter, Node
 from isobit.parallel.collectives.elementwise_add import add_into
+from isobit.parallel.collectives.levels import Group, Levels, ranks_of
 from isobit.parallel.collectives.tree_collectives import reduce_scatter
 from isobit.parallel.data.global_batch import GlobalBatch
 from isobit.parallel.data.reducer_checks import check_no_leftover_gradients, check_same_parameters
@@ -32,8 +33,9 @@ from isobit.parallel.data.tied_weights import check_not_tied
 class TreeReduceScatter(ReduceScatter):
     """The reduce-scatter of one `fully_shard` group: a micro-batch is a subtree over all ranks."""
 
-    def __init__(self) -> None:
-        """Start with an empty counter."""
+    def __init__(self, levels: Levels | None) -> None:
+        """Start with an empty counter; `levels` are used instead of FSDP2's group if given."""
+        self.levels = levels
         self.current: tuple[Node, bool] | None = None  # (node, last) of the open micro-batch
         self.pushed: Node | None = None  # the node whose gradient arrived in this micro-batch
         self.counter: Counter[Tensor] = Counter(add_into)  # of shards # [numel/ranks]
@@ -68,7 +70,7 @@ class TreeReduceScatter(ReduceScatter):
                 received="a second one",
                 remedy="add the losses of a micro-batch, and call backward once",
             )
-        reduce_scatter(output_tensor, input_tensor, group)
+        reduce_scatter(output_tensor, input_tensor, self.levels or group)
         self.pushed, last = self.current
         only = last and not self.counter  # one micro-batch per step: no copy is needed
         self.counter.push(self.pushed, output_tensor if only else output_tensor.clone())
@@ -82,9 +84,7 @@ class TreeReduceScatter(ReduceScatter):
 class FsdpReducer:
     """Reduces every micro-batch over the ranks, and merges the micro-batches."""
 
-    def __init__(
-        self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, model: nn.Module, batch: GlobalBatch, group: Group) -> None:
         """Check the sharding and replace the reduce-scatter of every `fully_shard` group."""
         check_not_tied(model)
         check_micro_order(batch)
@@ -93,7 +93,7 @@ class FsdpReducer:
         self._parameters = [p for p in model.parameters() if p.requires_grad]
         self._scatters: list[TreeReduceScatter] = []
         for module in fsdp_modules(model):
-            scatter = TreeReduceScatter()
+            scatter = TreeReduceScatter(group if isinstance(group, Levels) else None)
             module.set_custom_reduce_scatter(scatter)
             # Absent gradients become zeros; otherwise ranks and micro-batches would reduce buffers
             # of different parameters.
@@ -188,13 +188,13 @@ def check_micro_order(batch: GlobalBatch) -> None:
         )
 
 
-def check_shard_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+def check_shard_ranks(model: nn.Module, group: Group) -> None:
     """Require that `fully_shard` shards over the ranks of the batch, without replicas (HSDP).
 
     Raises:
         UnsupportedError: It shards over other ranks, or replicates: FSDP2 would average replicas.
     """
-    wanted = dist.get_process_group_ranks(group)
+    wanted = ranks_of(group)
     for module in fsdp_modules(model):
         for held in state_of(module)._fsdp_param_groups:
             found = held.mesh_info
@@ -203,8 +203,8 @@ def check_shard_ranks(model: nn.Module, group: dist.ProcessGroup | None) -> None
                 raise UnsupportedError(
                     expected=f"shards over the batch's ranks {wanted}, and no replicas of them",
                     received=f"fully_shard over {found.mesh}",
-                    remedy="call fully_shard with a mesh of one axis, and pass its group to "
-                    "Gradients",
+                    remedy="call fully_shard with a mesh of one axis, and pass its group, or "
+                    "Levels of its ranks, to Gradients",
                 )
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from isobit.errors import UnsupportedError
 from isobit.ops.exact_sum.op import exact_state_anywhere
 from isobit.ops.unfinished import refuse_unfinished
 from isobit.optim import norm_of, scale_by_norm
+from isobit.parallel.collectives.levels import Group
 from isobit.parallel.collectives.rank_group import RankGroup
 from isobit.parallel.data.loss_meter import add_states
 from isobit.parallel.tensor.local_shards import counted_here, find_shards, is_dtensor
@@ -19,7 +19,7 @@ from isobit.parallel.tensor.local_shards import counted_here, find_shards, is_dt
 
 @torch.no_grad()
 def get_total_norm(
-    parameters: nn.Module | Tensor | Iterable[Tensor], *, group: dist.ProcessGroup | None = None
+    parameters: nn.Module | Tensor | Iterable[Tensor], *, group: Group = None
 ) -> Tensor:
     """Return the 2-norm of the gradients of a sharded model, with the bits of the unsharded one.
 
@@ -29,7 +29,7 @@ def get_total_norm(
 
     Args:
         parameters: A model, a parameter or parameters, whose `grad` is used.
-        group: All ranks that have a shard; None is the default group.
+        group: All ranks that have a shard, or their `Levels`; None is the default group.
 
     Returns:
         The norm as an fp32 scalar: the bits of `isobit.optim.get_total_norm`.
@@ -73,7 +73,7 @@ def clip_grad_norm_(
     parameters: nn.Module | Tensor | Iterable[Tensor],
     max_norm: float,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: Group = None,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
     """Clip the gradients of a sharded model in place, as `isobit.optim.clip_grad_norm_` does.
@@ -81,7 +81,7 @@ def clip_grad_norm_(
     Args:
         parameters: A model, a parameter or parameters, whose `grad` is scaled.
         max_norm: The largest norm after clipping.
-        group: All ranks that have a shard; None is the default group.
+        group: All ranks that have a shard, or their `Levels`; None is the default group.
         error_if_nonfinite: Whether to raise if the norm is NaN or infinite.
 
     Returns:

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from isobit.errors import ArgumentError
 from isobit.ops.share import Share, collecting
 from isobit.ops.unfinished import Unfinished
+from isobit.parallel.collectives.levels import Group, rank_count, rank_in, ranks_of
 from isobit.parallel.collectives.rank_group import RankGroup
 from isobit.parallel.data.ddp import DdpReducer
 from isobit.parallel.data.fsdp import FsdpReducer
@@ -56,7 +57,8 @@ class Gradients:
         model: A model of isobit's operators or an enabled model; `DistributedDataParallel` of one;
             or one to which `fully_shard` (FSDP2) was applied.
         batch: How the global batch is divided over ranks and micro-batches.
-        group: The data-parallel process group; None is the default group, or that of the DDP model.
+        group: The data-parallel process group, or its `Levels`; None is the default group, or that of
+            the DDP model.
 
     Raises:
         ArgumentError: The group does not have as many ranks as the batch.
@@ -87,16 +89,14 @@ class Gradients:
         True
     """
 
-    def __init__(
-        self, model: nn.Module, batch: GlobalBatch, *, group: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, batch: GlobalBatch, *, group: Group = None) -> None:
         """Compare the ranks and register hooks on the model."""
         self.batch = batch
         if isinstance(model, DistributedDataParallel):
             check_ddp_group(model, group)
-            group = model.process_group
-        self.rank = dist.get_rank(group) if dist.is_initialized() else 0
-        ranks = dist.get_world_size(group) if dist.is_initialized() else 1
+            group = model.process_group if group is None else group
+        self.rank = rank_in(group) if dist.is_initialized() else 0
+        ranks = rank_count(group) if dist.is_initialized() else 1
         if ranks != batch.ranks:
             raise ArgumentError(
                 expected=f"a group of {batch.ranks} ranks, as the batch is cut",
@@ -197,27 +197,25 @@ class Gradients:
             self._reducer.close()
 
 
-def check_ddp_group(model: DistributedDataParallel, group: dist.ProcessGroup | None) -> None:
+def check_ddp_group(model: DistributedDataParallel, group: Group) -> None:
     """Require that `group` has the ranks over which the DDP model reduces.
 
     Raises:
         ArgumentError: It has other ranks.
     """
     own = dist.get_process_group_ranks(model.process_group)
-    if group is not None and dist.get_process_group_ranks(group) != own:
+    if group is not None and ranks_of(group) != own:
         raise ArgumentError(
             expected=f"the group of DistributedDataParallel, ranks {own}",
-            received=f"ranks {dist.get_process_group_ranks(group)}",
+            received=f"ranks {ranks_of(group)}",
             remedy="leave the group out, or wrap the model with process_group=group",
         )
 
 
-def reducer_for(
-    model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None
-) -> GradientReducer:
+def reducer_for(model: nn.Module, batch: GlobalBatch, group: Group) -> GradientReducer:
     """Return the reducer for the way in which the model is wrapped."""
     if isinstance(model, DistributedDataParallel):
-        return DdpReducer(model, batch)
+        return DdpReducer(model, batch, group)
     if isinstance(model, FSDPModule):
         return FsdpReducer(model, batch, group)
     return PlainReducer(model, batch, group)

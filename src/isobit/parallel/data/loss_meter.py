@@ -9,13 +9,13 @@ import math
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.ops.exact_sum.op import exact_state, round_state
 from isobit.ops.exact_sum.portable import DIGITS, LOWEST, to_digits
 from isobit.order.exact_sum import round_fp32
+from isobit.parallel.collectives.levels import Group
 from isobit.parallel.collectives.rank_group import RankGroup
 
 # A state's digits are below 2^32, except the last, which has room to spare: an int64 sum of digits
@@ -68,13 +68,11 @@ class LossMeter:
         self._specials = [a + b for a, b in zip(self._specials, specials, strict=True)]
         self._count += count
 
-    def value(
-        self, group: dist.ProcessGroup | None = None, *, dtype: torch.dtype = torch.float64
-    ) -> Tensor:
+    def value(self, group: Group = None, *, dtype: torch.dtype = torch.float64) -> Tensor:
         """Return sum / count over all ranks of the group, rounded once. All its ranks call this.
 
         Args:
-            group: The data-parallel group; None is the default group.
+            group: The data-parallel group, or its `Levels`; None is the default group.
             dtype: fp64 or fp32.
 
         Raises:
@@ -92,7 +90,7 @@ class LossMeter:
             return round_state(torch.tensor(state), dtype)
         return torch.tensor(divide(whole, count, dtype), dtype=dtype)
 
-    def cross_entropy(self, group: dist.ProcessGroup | None = None) -> Tensor:
+    def cross_entropy(self, group: Group = None) -> Tensor:
         """Return the bits of `isobit.linear_cross_entropy` over the whole batch.
 
         The sum is rounded to fp32 and then divided, so it may differ from `value` in the last bit.
@@ -106,7 +104,7 @@ class LossMeter:
         negated = torch.tensor([*to_digits(-whole), nans, minus, plus])
         return round_state(negated) / -count
 
-    def _over_ranks(self, group: dist.ProcessGroup | None) -> tuple[list[int], int]:
+    def _over_ranks(self, group: Group) -> tuple[list[int], int]:
         own = [*to_digits(self._whole), *self._specials, self._count]
         *state, count = add_states(own, RankGroup.of(group))
         if not count:

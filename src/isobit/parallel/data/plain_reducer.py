@@ -5,11 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from isobit.order.tree import Node
 from isobit.parallel.collectives.bucketed_all_reduce import BucketedAllReduce
+from isobit.parallel.collectives.levels import Group
 from isobit.parallel.data.global_batch import GlobalBatch
 from isobit.parallel.data.gradient_hooks import (
     expect_partial_gradients,
@@ -21,6 +21,7 @@ from isobit.parallel.data.gradient_hooks import (
 from isobit.parallel.data.partial_gradients import PartialGradients
 from isobit.parallel.data.reducer_checks import (
     check_any_gradient,
+    check_not_distributed,
     check_one_dtype,
     check_rank_order,
     check_same_parameters,
@@ -31,11 +32,10 @@ from isobit.parallel.data.tied_weights import TiedWeights
 class PlainReducer:
     """Takes gradients in hooks and all-reduces full buckets while the backward is still running."""
 
-    def __init__(
-        self, model: nn.Module, batch: GlobalBatch, group: dist.ProcessGroup | None
-    ) -> None:
+    def __init__(self, model: nn.Module, batch: GlobalBatch, group: Group) -> None:
         """Untie weights, allocate buckets and register hooks on the parameters."""
         check_rank_order(batch)
+        check_not_distributed(model)
         self._buckets: BucketedAllReduce | None = None
         if batch.ranks > 1:
             dtype, device = check_one_dtype([p for p in model.parameters() if p.requires_grad])
@@ -45,7 +45,11 @@ class PlainReducer:
         self._partials = PartialGradients(self._parameters)
         if batch.ranks > 1:
             sizes = [p.numel() for p in self._parameters]
-            self._buckets = BucketedAllReduce(sizes, group, dtype=dtype, device=device)
+            kinds = {p.dtype for p in self._parameters}
+            rounded = kinds.pop() if len(kinds) == 1 and kinds != {dtype} else None
+            self._buckets = BucketedAllReduce(
+                sizes, group, dtype=dtype, device=device, rounded=rounded
+            )
         self._index: dict[Tensor, int] = {p: i for i, p in enumerate(self._parameters)}
         self._current: tuple[Node, bool] | None = None  # (node, last) of the open micro-batch
         self._hooks = register_hooks(self._take, self._parameters)
@@ -95,7 +99,8 @@ class PlainReducer:
             totals = [t.view(p.shape) for p, t in zip(self._parameters, flat, strict=True)]
         restore_grad_dtype(self._parameters)
         by_leaf = dict(zip(self._parameters, totals, strict=True))
-        for parameter, gradient in self._tied.round_and_add(by_leaf).items():
+        settled = self._buckets is not None
+        for parameter, gradient in self._tied.round_and_add(by_leaf, settled).items():
             parameter.grad = gradient
 
     def _rank_root(self, node: Node) -> Node:

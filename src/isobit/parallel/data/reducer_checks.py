@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.ops.arguments import refuse_distributed
 from isobit.ops.share import accumulation_dtype
 from isobit.parallel.data.global_batch import GlobalBatch
 
@@ -25,6 +26,17 @@ def check_one_dtype(parameters: list[nn.Parameter]) -> tuple[torch.dtype, torch.
             remedy="convert the model to one dtype and device",
         )
     return kinds.pop() if kinds else (torch.float32, torch.device("cpu"))
+
+
+def check_not_distributed(model: nn.Module) -> None:
+    """Require plain parameters: only `fully_shard` (FSDP2) has a reducer that knows shards.
+
+    Raises:
+        UnsupportedError: A trained parameter is a DTensor.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            refuse_distributed(name, parameter)
 
 
 def check_rank_order(batch: GlobalBatch) -> None:

@@ -38,12 +38,19 @@ class TiedWeights:
                 self._original[leaf] = parameter
                 self.leaves.append(leaf)
 
-    def round_and_add(self, totals: dict[nn.Parameter, Tensor]) -> dict[nn.Parameter, Tensor]:
-        """Round each use's gradient once, then add the uses in the order of the modules."""
+    def round_and_add(
+        self, totals: dict[nn.Parameter, Tensor], settled: bool
+    ) -> dict[nn.Parameter, Tensor]:
+        """Round each use's gradient once, then add the uses in the order of the modules.
+
+        `settled` sums, those of an exchange, have one NaN already.
+        """
         added: dict[nn.Parameter, Tensor] = {}
         for leaf in self.leaves:
             if leaf in totals:
-                first, rounded = self._original[leaf], round_total(totals[leaf], leaf.dtype)
+                first, rounded = self._original[leaf], totals[leaf]
+                if not settled or rounded.dtype != leaf.dtype:
+                    rounded = round_total(rounded, leaf.dtype)
                 added[first] = (
                     rounded if first not in added else settle_nans(add_into(added[first], rounded))
                 )

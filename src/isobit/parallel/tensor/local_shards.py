@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.ops.arguments import is_dtensor as is_dtensor
 from isobit.parallel.collectives.rank_group import RankGroup
 from isobit.parallel.tensor.shard import shard_of, shards_of
 
@@ -54,11 +55,6 @@ def local_shard_of(tensor: Tensor, shards: Mapping[int, Any] | None = None) -> L
 def find_record(tensor: Tensor, shards: Mapping[int, Any] | None = None) -> Any:
     """Return the shard of a tensor-parallel parameter, or None."""
     return (shards or {}).get(id(tensor), shard_of(tensor))
-
-
-def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether this is a DTensor, without importing torch.distributed.tensor."""
-    return hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
 
 
 def sharding_placements(tensor: Any) -> list[Any]:

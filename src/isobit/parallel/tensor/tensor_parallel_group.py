@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from isobit.errors import ArgumentError
 from isobit.parallel.collectives import tree_collectives
+from isobit.parallel.collectives.levels import Levels
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,12 @@ class TensorParallelGroup:
                 )
             name = where.mesh_dim_names[0] if where.mesh_dim_names else "tp"
             return cls(name, where.get_group(), where.get_local_rank(), where.size(), where)
+        if isinstance(where, Levels):
+            raise ArgumentError(
+                expected="one process group for tensor parallelism",
+                received=f"{where}",
+                remedy="pass the mesh axis of the ranks of a host, as mesh['tp']",
+            )
         return cls("tp", where, dist.get_rank(where), dist.get_world_size(where))
 
     def all_reduce(self, total: Tensor) -> None:
