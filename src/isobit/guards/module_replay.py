@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from isobit.guards.replica import is_finite
 
@@ -87,7 +88,10 @@ def unwrapped(model: nn.Module) -> nn.Module:
 
 
 class Buffers:
-    """The buffers of a model, as they are now; a forward may write to them, or replace them."""
+    """The buffers of a model, as they are now; a forward may write to them, or replace them.
+
+    Versions are put back with the numbers: the program's own backward, which may follow, checks them.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.kept = [
@@ -96,6 +100,8 @@ class Buffers:
             for name, buffer in module._buffers.items()
             if buffer is not None
         ]
+        counted = tuple(b for _, _, b, _ in self.kept if not b.is_inference())
+        self.versions = _unsafe_preserve_version_counter(counted) if counted else None
 
     @torch.no_grad()
     def put_back(self) -> None:
@@ -103,6 +109,8 @@ class Buffers:
         for module, name, buffer, before in self.kept:
             buffer.copy_(before)
             module._buffers[name] = buffer
+        if self.versions is not None:
+            self.versions.__exit__()
 
 
 @contextmanager

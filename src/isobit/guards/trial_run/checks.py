@@ -60,7 +60,7 @@ def optimizer_has_parameters(seen: Observer) -> Iterator[Found]:
     missing = [name for key, name in trainable.items() if key not in held]
     if not named:
         raise NotJudged("no model with parameters was called in training mode")
-    if not trainable:
+    if not trainable and not trains_something_else(seen, named):
         yield "nothing-trainable", "error", f"none of {len(named)} parameters requires a gradient"
     elif missing:
         yield (
@@ -76,6 +76,12 @@ def optimizer_has_parameters(seen: Observer) -> Iterator[Found]:
             f"only {len(trainable)} biases or norms of {len(named)} parameters require a gradient; frozen: "
             f"{name_some(frozen)}",
         )
+
+
+def trains_something_else(seen: Observer, named: dict[int, tuple[str, torch.Tensor]]) -> bool:
+    """Return whether tensors outside of the models are trained, as an image whose style is transferred is."""
+    others = [p for each in seen.optimizers for p in parameters_of(each) if id(p) not in named]
+    return any(p.grad is not None and bool(p.grad.count_nonzero()) for p in others)
 
 
 def only_trained_parameters_move(seen: Observer) -> Iterator[Found]:
@@ -107,6 +113,8 @@ def batches_differ(seen: Observer) -> Iterator[Found]:
             raise NotJudged(
                 "the model was called with this batch without gradients before, as PPO does"
             )
+        if seen.is_one_object() and not seen.loaders.epochs:
+            raise NotJudged("every step is given the same tensor, and no DataLoader is used")
         yield (
             "same-batch",
             "warning",

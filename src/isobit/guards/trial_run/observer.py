@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -79,6 +80,7 @@ class Observer:
         self.evaluated: set[str] = (
             set()
         )  # digests of what models were called with without gradients
+        self.given: set[weakref.ref[Tensor]] = set()  # the first input of each call
         self.before: dict[int, str] = {}
         self.rows: list[list[int]] = [[]]
         self.rates: list[float] = []
@@ -166,6 +168,7 @@ class Observer:
         given = list(tensors_in((args, kwargs)))
         self.note_shapes(module, given, rest[-1])
         self.batches[-1] += digests_in(given)
+        self.given.update(weakref.ref(tensor) for tensor in given[:1])
 
     def note_evaluation(self, module: nn.Module, args: Any, *rest: Any) -> None:
         """Note a call in eval mode of a model that has not been trained yet."""
@@ -256,6 +259,11 @@ class Observer:
             return
         self.batches.append(())
         self.rows.append([])
+
+    def is_one_object(self) -> bool:
+        """Return whether every call of a model was given one and the same tensor first."""
+        tensors = [each() for each in self.given]
+        return len(tensors) == 1 and tensors[0] is not None
 
     def counts(self) -> Counts:
         """Return what the steps consumed, if one model was called."""
