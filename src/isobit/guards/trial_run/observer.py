@@ -64,6 +64,7 @@ class Observer:
         rows: Per step, the samples of what models were called with, per call; 0 if they are not known.
         rates: The learning rate of the first optimizer's first group, per step.
         shapes: By model, the shapes of its inputs and of its first output, in its first call.
+        is_over: Whether the last step was taken; a program that catches its end is ended at every further step.
         thread: The only thread whose calls count; None for every thread.
     """
 
@@ -72,7 +73,7 @@ class Observer:
     ) -> None:
         self.steps, self.max_norm, self.depth = steps, max_norm, 0
         self.config = config or {}
-        self.is_open = False
+        self.is_open = self.is_over = False
         self.thread: int | None = None
         self.roots: dict[int, tuple[nn.Module, ModelCall]] = {}
         self.watches: dict[int, StepWatch] = {}
@@ -95,8 +96,10 @@ class Observer:
 
     def is_mine(self) -> bool:
         """Return whether this thread is the program's, and its steps are not over; not while a model is compiled."""
-        if not self.is_open or torch.compiler.is_compiling():
-            return False
+        return self.is_open and not torch.compiler.is_compiling() and self.is_my_thread()
+
+    def is_my_thread(self) -> bool:
+        """Return whether this thread is the program's."""
         return self.thread is None or self.thread == threading.get_ident()
 
     def install(self) -> None:
@@ -210,6 +213,8 @@ class Observer:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Start a watch at the first step of an optimizer; its own hook runs next."""
+        if self.is_over and self.is_my_thread():
+            raise StepsDone  # again: the program has caught it
         if not self.is_mine():
             return
         if self.is_first(optimizer):
@@ -254,6 +259,8 @@ class Observer:
             return
         self.created.steps[optimizer] += 1
         if self.created.are_done(self.steps):
+            self.is_over = True
+            self.finish()
             raise StepsDone
         if not self.is_first(optimizer):
             return
