@@ -138,6 +138,25 @@ def test_a_program_without_a_step_is_refused():
         preflight(plain, steps=0)
 
 
+def test_a_program_that_catches_everything_is_ended_at_every_step():
+    reached = []
+
+    def stubborn():
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for step in range(6):
+            try:
+                optimizer.zero_grad()
+                model(torch.randn(4, 8)).square().mean().backward()
+                optimizer.step()
+                reached.append(step)
+            except BaseException:
+                pass
+
+    report = preflight(stubborn)
+    assert (report.steps, report.findings, reached) == (3, (), [0, 1])
+
+
 # ---- 5. the command ----------------------------------------------------------------------------------------
 
 SCRIPT = """
@@ -153,6 +172,8 @@ for step in range(0 if "--none" in sys.argv else 1000):
     model(torch.randn(4, 8)).square().mean().backward()
     optimizer.step()
     print(step)
+    if step == 1 and "--fails" in sys.argv:
+        sys.exit("out of data")
 sys.exit(3 if "--none" in sys.argv else "not reached")
 """
 
@@ -181,12 +202,14 @@ def test_the_command(folder):
 @pytest.mark.full
 def test_the_command_in_other_ways(folder):
     done = command(folder)
-    assert (done.returncode, "train.py: clean: 0 findings; 7 of 15 checks" in done.stdout) == (
+    assert (done.returncode, "train.py: clean: 0 findings; 8 of 18 checks" in done.stdout) == (
         0,
         True,
     )
     done = command(folder, "--", "--none")
     assert (done.returncode, "exit code 3" in done.stderr) == (2, True)
+    done = command(folder, "--", "--fails")  # after two of three steps
+    assert (done.returncode, "exit code 1" in done.stderr) == (2, True)
     done = command(folder, "--", "--ranks")
     assert (done.returncode, "--torchrun" in done.stderr) == (2, True)
     assert command(folder, "--torchrun", "--", "--ranks").returncode == 0

@@ -1,6 +1,6 @@
-"""No false alarm: preflight and watch are silent on correct programs of many shapes, except two that are known.
+"""No false alarm: preflight and watch are silent on correct programs of many shapes.
 
-A few run by default; all of them with `--full`. docs/results/training-bugs.md says how they are counted.
+A few run by default; all of them with `--full`. docs/results/guards.md says how they are counted.
 """
 
 import pytest
@@ -8,8 +8,7 @@ import torch
 
 from isobit.guards import preflight
 from isobit.simulator import World
-from tests.guards.right import ALONE, TOGETHER
-from tests.guards.right.program import KNOWN_ALARMS
+from tests.guards.right import ALONE, NEEDS, TOGETHER
 
 QUICK = ("generator_and_discriminator", "mixture_of_experts", "meta_learning", "wrapped_by_ddp")
 pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module", "default::UserWarning")
@@ -28,9 +27,11 @@ def test_there_are_enough():
 
 @pytest.mark.parametrize("name", some_of(ALONE))
 def test_alone(name):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"pip install -c constraints.txt {NEEDS[name]}")
     torch.manual_seed(0)
     report = preflight(ALONE[name])
-    assert {finding.rule for finding in report.findings} == KNOWN_ALARMS.get(name, set())
+    assert report.findings == ()
     assert report.steps >= 3
     assert report.parameters > 0
 

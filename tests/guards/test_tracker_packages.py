@@ -44,7 +44,8 @@ assert emitter.lost == {}
 
 def test_weights_and_biases_offline(tmp_path):
     """In a process of its own: the package's service writes the file until the process ends."""
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
     subprocess.run([sys.executable, "-c", OFFLINE], cwd=tmp_path, env=environment, check=True)
     (record,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     written = record.read_bytes()

@@ -23,7 +23,7 @@ from tests.guards.test_events import say_something
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("default")]  # theirs
-PATIENCE = 120  # seconds until a server must answer
+PATIENCE = 300  # seconds until a server must answer
 
 
 def free_port():

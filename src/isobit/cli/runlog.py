@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:
         help="judge the log of a training run: NaN, rising loss, spikes, norms, missing steps, learning rates",
         description="Read the log of a run (JSON lines, CSV, transformers' trainer_state.json, events of "
         "isobit.guards.watch or of TensorBoard, a run of MLflow) and report numbers that are not finite, losses that "
-        "hide such numbers, a loss whose exponential mean over 100 steps rises by more than 5 %% over 500 steps "
+        "hide such numbers, a loss whose exponential mean over 100 steps rises by more than 5 % over 500 steps "
         "(FALSIFY-ALBOR-001), gradient norms above the limit (FALSIFY-ALBOR-002), spikes, plateaus, missing steps, and "
         "learning rates other than the configuration's. No tracker's package is needed. "
         "Exit 0: nothing found; 1: findings; 2: could not read.",

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from isobit.guards.replica import is_finite
 
@@ -86,10 +87,42 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
+class Buffers:
+    """The buffers of a model, as they are now; a forward may write to them, or replace them.
+
+    Versions are put back with the numbers: the program's own backward, which may follow, checks them.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.kept = [
+            (module, name, buffer, buffer.clone())
+            for module in model.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+        counted = tuple(b for _, _, b, _ in self.kept if not b.is_inference())
+        self.versions = _unsafe_preserve_version_counter(counted) if counted else None
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        """Make the model's buffers the same tensors with the same numbers again."""
+        for module, name, buffer, before in self.kept:
+            buffer.copy_(before)
+            module._buffers[name] = buffer
+        if self.versions is not None:
+            self.versions.__exit__()
+
+
 @contextmanager
-def as_it_was(model: nn.Module, call: ModelCall) -> Iterator[None]:
-    """Set generators and autocast as at the call; put generators and buffers back at the end."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+def as_it_was(model: nn.Module, call: ModelCall, *, keeps_buffers: bool = False) -> Iterator[None]:
+    """Set generators and autocast as at the call; put generators and buffers back at the end.
+
+    Args:
+        model: The model that is called.
+        call: The call.
+        keeps_buffers: Leave the buffers as the call leaves them.
+    """
+    buffers = None if keeps_buffers else Buffers(model)
     now = ModelCall.of((), {})
     with ExitStack() as stack:
         for kind, dtype in call.autocast:
@@ -99,9 +132,8 @@ def as_it_was(model: nn.Module, call: ModelCall) -> Iterator[None]:
             yield
         finally:
             set_generators(now)
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            if buffers is not None:
+                buffers.put_back()
 
 
 def set_generators(call: ModelCall) -> None:

@@ -19,7 +19,11 @@ border-bottom:1px solid #8884;white-space:nowrap}}th{{font-weight:500;color:var(
 .good{{color:var(--good)}}.bad{{color:var(--bad)}}.warn{{color:var(--warn)}}.mute{{color:var(--mute)}}
 td:last-child{{white-space:normal;overflow-wrap:anywhere;width:100%;min-width:14rem}}.wide{{overflow-x:auto}}
 code{{font:13px ui-monospace,Menlo,Consolas,monospace}}td.number{{width:auto;font-variant-numeric:tabular-nums}}
-@media (max-width:640px){{td:first-child{{white-space:normal}}}}
+@media (max-width:640px){{td:first-child{{white-space:normal}}.found tr:first-child{{display:none}}
+.found tr{{display:flex;flex-wrap:wrap;border-bottom:1px solid #8884}}.found td{{border:0;padding-bottom:.1rem}}
+.found td:last-child{{flex-basis:100%;min-width:0;padding-bottom:.35rem}}
+.found td.step:not(:empty)::before{{content:"step "}}
+.found td.ranks:not(:empty)::before{{content:"rank "}}}}
 {footer_style}</style>
 <h1>{title}</h1><p class="verdict {tone}">{verdict}</p>
 <h2>What was found</h2>{findings}
@@ -66,14 +70,16 @@ def write_findings(findings: Any) -> str:
     """Return the table of findings, errors first."""
     if not findings:
         return "<p>Nothing.</p>"
+    has_ranks = any(one["ranks"] for one in findings)
     rows = "".join(
         f'<tr><td><code>{escape(one["rule"])}</code><td class="{TONES.get(one["severity"], "mute")}">'
-        f"{escape(one['severity'])}<td>{'' if one['step'] is None else one['step']}"
-        f"<td>{escape(', '.join(map(str, one['ranks'])))}<td>{escape(words_of(one))}"
+        f'{escape(one["severity"])}<td class="step">{"" if one["step"] is None else one["step"]}'
+        + (f'<td class="ranks">{escape(", ".join(map(str, one["ranks"])))}' if has_ranks else "")
+        + f"<td>{escape(words_of(one))}"
         for one in sorted(findings, key=lambda one: str(one["severity"]))
     )
-    head = "<tr><th>rule<th>severity<th>step<th>ranks<th>found"
-    return f'<div class="wide"><table>{head}{rows}</table></div>'
+    head = f"<tr><th>rule<th>severity<th>step{'<th>ranks' if has_ranks else ''}<th>found"
+    return f'<div class="wide"><table class="found">{head}{rows}</table></div>'
 
 
 def words_of(finding: Mapping[str, Any]) -> str:

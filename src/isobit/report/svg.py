@@ -12,7 +12,9 @@ text{font:12px ui-sans-serif,system-ui,sans-serif;fill:#30353d}
 .same{stroke:#4f7cac}.shared{stroke:#8a6fb5}.differs{stroke:#d9631e}.axis{stroke:#c5cad3}
 .same-fill{fill:#4f7cac}.shared-fill{fill:#8a6fb5}.differs-fill{fill:#d9631e}.panel{fill:#fbfbfc;stroke:#e3e6eb}
 line,path{fill:none;stroke-width:1.6}.bar{stroke-width:7;stroke-linecap:butt}.hair{stroke-width:1}
-@media (prefers-color-scheme:dark){text{fill:#d7dbe2}.quiet{fill:#9aa3b2}.panel{fill:#1b1f27;stroke:#343b47}
+svg:root{background:#fff}
+@media (prefers-color-scheme:dark){svg:root{background:#14171d}
+text{fill:#d7dbe2}.quiet{fill:#9aa3b2}.panel{fill:#1b1f27;stroke:#343b47}
 .same{stroke:#7fb0e3}.shared{stroke:#b79be3}.differs{stroke:#f08a4b}.same-fill{fill:#7fb0e3}.shared-fill{fill:#b79be3}
 .differs-fill{fill:#f08a4b}.axis{stroke:#4a5160}}
 """

@@ -18,6 +18,7 @@ from transformers import (
 from isobit.guards import check_loader, same_attributes
 from isobit.integrations.transformers import WatchCallback
 from tests.guards.bugs.bug import Found, planted, quiet
+from tests.guards.bugs.on_one_rank import loop, sgd
 from tests.guards.watched_programs import net, train
 
 
@@ -168,15 +169,16 @@ class Generating(nn.Module):
     "transformers-23723",
     "20",
     "generate exceeds max_new_tokens",
-    "watch",
-    awaits="a check of what generate returns",
+    "preflight",
+    Found("generated-too-much"),
 )
 def too_many_tokens(wrong):
     model = Generating(wrong)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    guard = train(quiet(model, optimizer), model, optimizer)
-    model.generate(torch.ones(1, 2, dtype=torch.int64), max_new_tokens=4)
-    return guard
+
+    def sample(step):
+        model.generate(torch.ones(1, 2, dtype=torch.int64), max_new_tokens=4)
+
+    loop(model, sgd(model), after=sample)
 
 
 @planted(

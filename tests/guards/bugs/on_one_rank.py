@@ -139,7 +139,7 @@ class LazyNorm(nn.Module):
     "20",
     "spectral norm is not set before the first training forward",
     "preflight",
-    awaits="evaluation before and after a forward in training mode",
+    Found("eval-before-training"),
 )
 def evaluation_before_training(wrong):
     model = LazyNorm(wrong)

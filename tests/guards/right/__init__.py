@@ -1,10 +1,19 @@
 """Correct training programs of many shapes, on which no guard may report anything."""
 
-from tests.guards.right import libraries, loops, networks, objectives, sequences, several_ranks
-from tests.guards.right.program import ALONE, TOGETHER
+from tests.guards.right import (
+    libraries,
+    loops,
+    networks,
+    objectives,
+    sequences,
+    several_ranks,
+    trl_trainers,
+)
+from tests.guards.right.program import ALONE, NEEDS, TOGETHER
 
 __all__ = [
     "ALONE",
+    "NEEDS",
     "TOGETHER",
     "libraries",
     "loops",
@@ -12,4 +21,5 @@ __all__ = [
     "objectives",
     "sequences",
     "several_ranks",
+    "trl_trainers",
 ]

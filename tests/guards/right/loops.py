@@ -196,3 +196,86 @@ def sharpness_aware_steps():
             for parameter, move in zip(model.parameters(), moves, strict=True):
                 parameter.sub_(move)
         optimizer.step()
+
+
+@right
+def optimizer_inside_of_the_backward():
+    """The tutorial's way to save memory: each parameter has an optimizer, which steps when its gradient is there."""
+    model = mlp(8, 16, 4)
+    of = {p: torch.optim.Adam([p], lr=1e-3) for p in model.parameters()}
+
+    def step_at_once(parameter):
+        of[parameter].step()
+        of[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    for step in range(6):
+        F.cross_entropy(model(rand(step, 4, 8)), ids(step, 4, below=4)).backward()
+
+
+@right
+def muon_for_matrices_and_adamw_for_the_rest():
+    model = nn.Sequential(nn.Embedding(16, 8), mlp(8, 16, 8), nn.Linear(8, 16))
+    matrices = [p for p in model[1].parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if all(p is not each for each in matrices)]
+    pair = (torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=1e-3))
+    for step in range(4):
+        F.cross_entropy(model(ids(step, 8)), ids(step + 9, 8)).backward()
+        for optimizer in pair:
+            optimizer.step()
+        model.zero_grad(set_to_none=True)
+
+
+@right
+def plateaus_and_early_stopping():
+    model = mlp(8, 16, 4)
+    optimizer = adam(model)
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    best = float("inf")
+    for step in range(4):
+        model.train()
+        optimizer.zero_grad()
+        F.cross_entropy(model(rand(step, 4, 8)), ids(step, 4, below=4)).backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            checked = F.cross_entropy(model(rand(99, 4, 8)), ids(99, 4, below=4)).item()
+        schedule.step(checked)
+        best = min(best, checked)
+
+
+@right
+def compiled_model():
+    model = torch.compile(mlp(8, 16, 4), backend="aot_eager")
+    classify(model, 4, 8)
+
+
+@right
+def quasi_newton_steps():
+    """All the data in every step, without a loader."""
+    model = mlp(4, 8, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4)
+    x, y = rand(0, 16, 4), rand(1, 16, 1)
+    for _ in range(4):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (model(x) - y).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+@right
+def style_by_optimising_an_image():
+    """The image is what is trained; the network is frozen."""
+    network = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).requires_grad_(False)
+    image = nn.Parameter(rand(0, 1, 3, 8, 8))
+    optimizer = torch.optim.Adam([image], lr=0.1)
+    aim = network(rand(1, 1, 3, 8, 8))
+    for _ in range(4):
+        optimizer.zero_grad()
+        F.mse_loss(network(image), aim).backward()
+        optimizer.step()

@@ -8,14 +8,18 @@ import torch
 from torch.nn import functional as F
 
 ALONE = {}  # programs for one rank, run by preflight
-# Right programs that preflight reports all the same, and under which rules.
-KNOWN_ALARMS = {}  # rules by program: alarms that are not yet mended
+NEEDS = {}  # packages by program
 TOGETHER = {}  # programs for simulated ranks, which return the findings of their watch
 
 
-def right(program):
+def right(program=None, *, needs=None):
+    """Add a program; `needs` is a package that the development tools do not install."""
+    if program is None:
+        return lambda program: right(program, needs=needs)
     assert program.__name__ not in ALONE
     ALONE[program.__name__] = program
+    if needs is not None:
+        NEEDS[program.__name__] = needs
     return program
 
 

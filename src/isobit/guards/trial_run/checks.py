@@ -19,6 +19,7 @@ from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.loaders import epochs_differ, workers_yield_different_data
 from isobit.guards.trial_run.micro_batches import targets_weigh_the_same
 from isobit.guards.trial_run.observer import Observer
+from isobit.guards.trial_run.optimizers import optimizers_step
 
 
 def named_parameters(seen: Observer) -> dict[int, tuple[str, torch.Tensor]]:
@@ -54,12 +55,12 @@ def trained_ids(seen: Observer) -> set[int]:
 def optimizer_has_parameters(seen: Observer) -> Iterator[Found]:
     """Check that the optimizers have the parameters of the models that were called."""
     named = named_parameters(seen)
-    held = trained_ids(seen)
+    held = trained_ids(seen) | {id(p) for each in seen.created.created for p in parameters_of(each)}
     trainable = {key: name for key, (name, p) in named.items() if p.requires_grad}
     missing = [name for key, name in trainable.items() if key not in held]
     if not named:
         raise NotJudged("no model with parameters was called in training mode")
-    if not trainable:
+    if not trainable and not trains_something_else(seen, named):
         yield "nothing-trainable", "error", f"none of {len(named)} parameters requires a gradient"
     elif missing:
         yield (
@@ -75,6 +76,12 @@ def optimizer_has_parameters(seen: Observer) -> Iterator[Found]:
             f"only {len(trainable)} biases or norms of {len(named)} parameters require a gradient; frozen: "
             f"{name_some(frozen)}",
         )
+
+
+def trains_something_else(seen: Observer, named: dict[int, tuple[str, torch.Tensor]]) -> bool:
+    """Return whether tensors outside of the models are trained, as an image whose style is transferred is."""
+    others = [p for each in seen.optimizers for p in parameters_of(each) if id(p) not in named]
+    return any(p.grad is not None and bool(p.grad.count_nonzero()) for p in others)
 
 
 def only_trained_parameters_move(seen: Observer) -> Iterator[Found]:
@@ -106,6 +113,8 @@ def batches_differ(seen: Observer) -> Iterator[Found]:
             raise NotJudged(
                 "the model was called with this batch without gradients before, as PPO does"
             )
+        if seen.is_one_object() and not seen.loaders.epochs:
+            raise NotJudged("every step is given the same tensor, and no DataLoader is used")
         yield (
             "same-batch",
             "warning",
@@ -117,11 +126,18 @@ def micro_batches_are_parts(seen: Observer) -> Iterator[Found]:
     """Check that the micro-batches of a step are parts of one batch."""
     if len(seen.optimizers) > 1:
         raise NotJudged("several optimizers: a backward may be a loss of its own")
-    return targets_weigh_the_same(seen.losses.calls, seen.rows)
+    return targets_weigh_the_same(seen.losses.calls, seen.rows, seen.losses.unknown)
+
+
+def every_optimizer_steps(seen: Observer) -> Iterator[Found]:
+    """Check that no optimizer is left out whose parameters have gradients."""
+    names = {key: name for key, (name, _) in named_parameters(seen).items()}
+    return optimizers_step(seen.created, names)
 
 
 CHECKS: dict[str, Callable[[Observer], Iterator[Found]]] = {
     "optimizer has the parameters": optimizer_has_parameters,
+    "every optimizer steps": every_optimizer_steps,
     "only trained parameters move": only_trained_parameters_move,
     "batches differ": batches_differ,
     "workers yield different data": lambda seen: workers_yield_different_data(seen.loaders),
@@ -133,5 +149,7 @@ CHECKS: dict[str, Callable[[Observer], Iterator[Found]]] = {
     ),
     "checkpoint reads back": lambda seen: seen.files.check(),
     "evaluation is a function": evaluation_is_a_function,
+    "evaluation before training": lambda seen: seen.first.check(),
+    "generation keeps to its limit": lambda seen: seen.generated.check(),
     "a sample alone is as among others": a_sample_alone_is_as_among_others,
 }

@@ -97,7 +97,9 @@ def dtypes_are_as_asked(
             f"the configuration has {wanted[0]}, and no module returned {wanted[1]}: they returned "
             + ", ".join(sorted({dtype for _, dtype in census.calls})),
         )
-    half = sorted(census.half | {call.kind for call in losses if call.dtype == torch.float16})
+    named = {call.kind for call in losses if call.dtype == torch.float16 and not call.is_derived}
+    own = {"the loss" for call in losses if call.dtype == torch.float16 and call.is_derived}
+    half = sorted(census.half | named | own)
     if half:
         yield (
             "float16-reduction",

@@ -76,18 +76,29 @@ def values_in(group: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
+def is_near(value: float | None, wanted: float) -> bool:
+    """Return whether a value is the configuration's."""
+    return value is not None and math.isclose(value, wanted, rel_tol=1e-6)
+
+
 def check_hyperparameters(
     expected: Mapping[str, float], optimizers: list[torch.optim.Optimizer]
 ) -> Iterator[str]:
     """Yield a sentence for each value that no parameter group, or not every one, has.
 
     A group may have a weight decay of 0: biases and norms often do. A value that an optimizer does not have is not
-    compared: SGD has no eps.
+    compared: SGD has no eps. If one optimizer has the value, another may have one of its own, but not its default.
 
     Args:
         expected: What the configuration says.
         optimizers: Every optimizer of the run.
     """
+    reached = {
+        name
+        for name, wanted in expected.items()
+        for optimizer in optimizers
+        if all(is_near(values_in(group).get(name), wanted) for group in optimizer.param_groups)
+    }
     for optimizer in optimizers:
         kind = type(optimizer).__name__
         defaults = {
@@ -98,11 +109,12 @@ def check_hyperparameters(
         groups = [values_in(group) for group in optimizer.param_groups]
         for name, wanted in expected.items():
             held = [group[name] for group in groups if name in group]
-            wrong = [value for value in held if not math.isclose(value, wanted, rel_tol=1e-6)]
+            wrong = [value for value in held if not is_near(value, wanted)]
             if name == "weight_decay" and len(wrong) < len(held):
                 wrong = [value for value in wrong if value != 0]
-            if wrong:
-                why = ", whose default that is" if known.get(name) == wrong[0] else ""
+            is_default = bool(wrong) and known.get(name) == wrong[0]
+            if wrong and (is_default or name not in reached):
+                why = ", whose default that is" if is_default else ""
                 yield (
                     f"{name} is {wanted:g} in the configuration and {wrong[0]:g} in {len(wrong)} of {len(held)} "
                     f"groups of {kind}{why}"

@@ -77,7 +77,7 @@ class Loaders:
     def note_start(self, loader: DataLoader[Any], iterator: Any) -> None:
         """Begin an epoch of a loader."""
         _, passed = self.epochs.setdefault(id(loader), (loader, []))
-        sampler = loader.sampler
+        sampler = sampler_of(loader)
         epoch = Epoch(
             len(passed), sampler.epoch if isinstance(sampler, DistributedSampler) else None
         )
@@ -163,12 +163,21 @@ def why_not(shuffled: list[tuple[DataLoader[Any], list[Epoch]]]) -> str:
 
 def has_order(loader: DataLoader[Any]) -> bool:
     """Return whether a loader has two samples or more to put in an order."""
-    return len(loader.sampler) > 1  # type: ignore[arg-type]
+    sampler = sampler_of(loader)
+    return hasattr(sampler, "__len__") and len(sampler) > 1
 
 
 def shuffles(loader: DataLoader[Any]) -> bool:
     """Return whether a loader draws its samples in a random order."""
-    sampler = loader.sampler
+    sampler = sampler_of(loader)
     return isinstance(sampler, RandomSampler) or (
         isinstance(sampler, DistributedSampler) and sampler.shuffle
     )
+
+
+def sampler_of(loader: DataLoader[Any]) -> Any:
+    """Return what draws the samples of a loader; Accelerate and others put it inside of batch samplers."""
+    outer = loader.batch_sampler
+    while getattr(outer, "batch_sampler", None) is not None:  # a shard of Accelerate's
+        outer = outer.batch_sampler  # type: ignore[union-attr]
+    return getattr(outer, "sampler", loader.sampler)

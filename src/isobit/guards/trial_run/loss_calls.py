@@ -1,10 +1,11 @@
-"""Record the calls of torch's loss functions, and the weight that each target has in what is differentiated.
+"""Record the losses of a program, and the weight that each target has in what is differentiated.
 
 [Note: weights of targets]
 A loss function returns a mean, a sum or one number per target. The gradient that arrives at its result is the factor
 that the program gives it later: 1 / accumulation, a loss scale, a mask. So the weight of a target in the gradient of
 the step is known without knowing how the program computes it: factor / targets of a mean, factor of a sum, and the
 element of the factor otherwise. Micro-batches whose targets have different weights are not parts of one batch.
+A backward that reaches none of torch's loss functions is read from its graph; see the note in loss_graphs.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+
+from isobit.guards.trial_run.loss_graphs import UnknownLoss, reductions_of
 
 BY_CLASS = ("cross_entropy", "nll_loss")  # may ignore targets
 BY_ELEMENT = (
@@ -46,6 +49,7 @@ class LossCall:
         step: The step of the first optimizer.
         dtype: The dtype of the result.
         shapes: Those of the predictions and the targets, of a function that compares them by element.
+        is_derived: Whether the loss was read from a graph, in which targets have no names.
         backward: Which backward reached it; None before.
         factor: The gradient of the result.
     """
@@ -57,6 +61,7 @@ class LossCall:
     step: int
     dtype: torch.dtype
     shapes: tuple[torch.Size, torch.Size] | None
+    is_derived: bool = False
     backward: int | None = None
     factor: Tensor | None = None
 
@@ -75,27 +80,74 @@ class LossCall:
 
 
 class LossCalls:
-    """Loss calls of a program, recorded while `recording` is open.
+    """Losses of a program, recorded while `recording` is open.
 
     Args:
         is_mine: Whether the current thread is the program's.
         step: The number of the current step.
+
+    Attributes:
+        calls: What was differentiated.
+        roots: The scalars that `backward` was called on since they were last taken, detached.
+        unknown: Why a loss could not be read from its graph; empty if all could.
     """
 
     def __init__(self, is_mine: Callable[[], bool], step: Callable[[], int]) -> None:
         self.is_mine, self.step = is_mine, step
         self.calls: list[LossCall] = []
+        self.roots: list[Tensor] = []
+        self.unknown = ""
         self.here = threading.local()
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Replace the loss functions of torch.nn.functional by ones that also record."""
+        """Replace the loss functions of torch.nn.functional, and `backward`, by ones that also record."""
         with ExitStack() as stack:
+            backward = torch.autograd.backward
+            torch.autograd.backward = self.followed(backward)
+            stack.callback(setattr, torch.autograd, "backward", backward)
             for name in LOSSES:
                 plain = getattr(F, name)
                 setattr(F, name, self.recorded(name, plain))
                 stack.callback(setattr, F, name, plain)
             yield
+
+    def followed(self, plain: Callable[..., None]) -> Callable[..., None]:
+        """Return a `torch.autograd.backward` that notes what it was called on."""
+
+        @functools.wraps(plain)
+        def call(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            root = tensors[0] if isinstance(tensors, list | tuple) and tensors else tensors
+            is_loss = type(root) is Tensor and root.numel() == 1 and root.requires_grad
+            if not (is_loss and self.is_mine()):
+                return plain(tensors, *args, **kwargs)
+            self.roots.append(root.detach())
+            derived = self.derive(root)
+            plain(tensors, *args, **kwargs)
+            reached = {call.backward for call in self.calls}
+            # Once a loss function of torch is known to be in it, the graph has nothing to add.
+            self.calls += [c for c in derived if c.factor is not None and c.backward not in reached]
+            return None
+
+        return call
+
+    def derive(self, root: Tensor) -> list[LossCall]:
+        """Return the losses that a scalar is the sum of, which wait for their gradients; none if it is not known."""
+        try:
+            found = reductions_of(root)
+        except UnknownLoss as reason:
+            self.unknown = str(reason)
+            return []
+        calls = []
+        for each in found:
+            call = LossCall(each.kind, 0, "sum", each.count, self.step(), root.dtype, None, True)
+
+            def take(grads: Any, call: LossCall = call, divisor: float = each.divisor) -> None:
+                call.take(grads[0] / divisor)
+
+            each.node.register_prehook(take)
+            calls.append(call)
+        return calls
 
     def recorded(self, name: str, plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Return a loss function that records its calls."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from isobit.guards.trial_run.judging import Found, NotJudged
-from isobit.guards.trial_run.loss_calls import LOSSES, LossCall
+from isobit.guards.trial_run.loss_calls import LossCall
 
 NEAR = 1e-3  # relative; losses of 16 bits round factors
 SHOWN = 8
@@ -56,12 +56,15 @@ def are_near(values: Iterable[float]) -> bool:
     return max(held) - min(held) <= NEAR * max(map(abs, held))
 
 
-def targets_weigh_the_same(losses: list[LossCall], rows: list[list[int]]) -> Iterator[Found]:
+def targets_weigh_the_same(
+    losses: list[LossCall], rows: list[list[int]], unknown: str = ""
+) -> Iterator[Found]:
     """Yield a finding if the loss is averaged per micro-batch, over unequal numbers of targets.
 
     Args:
         losses: The loss calls of the run.
         rows: Per step, the rows of each call of a model.
+        unknown: Why another loss is not among them.
 
     Raises:
         NotJudged: If no step of the run can show it.
@@ -69,13 +72,16 @@ def targets_weigh_the_same(losses: list[LossCall], rows: list[list[int]]) -> Ite
     used = [call for call in losses if call.factor is not None]
     if not used:
         raise NotJudged(
-            f"no loss of torch.nn.functional ({', '.join(LOSSES[:3])}, …) was differentiated; "
-            "isobit.guards.micro_batch_invariance takes any loss"
+            f"{unknown or 'no loss was differentiated'}; isobit.guards.micro_batch_invariance takes any loss"
         )
     reasons = ["micro-batches of a step have different losses"]
     is_judged = False
     for step in sorted({call.step for call in used}):
-        for shares in shares_of_step([call for call in used if call.step == step]):
+        calls = [call for call in used if call.step == step]
+        if any(call.is_derived for call in calls) and not has_one_call_each(calls, rows[step]):
+            reasons.append("the rows of micro-batches are not known, or a backward has several")
+            continue
+        for shares in shares_of_step(calls):
             reason, wrong = judge(step, shares, set(rows[step]))
             if wrong:
                 yield "per-micro-batch-mean", "error", wrong
@@ -84,6 +90,14 @@ def targets_weigh_the_same(losses: list[LossCall], rows: list[list[int]]) -> Ite
             reasons.append(reason)
     if not is_judged:
         raise NotJudged(reasons[1] if len(reasons) > 1 else reasons[0])
+
+
+def has_one_call_each(calls: list[LossCall], rows: list[int]) -> bool:
+    """Return whether each backward of a step follows one call of a model, with two rows or more.
+
+    What a loss without a name averages over may else be one sample, or one moment of an episode.
+    """
+    return len({call.backward for call in calls}) == len(rows) and min(rows) > 1
 
 
 def shares_of_step(calls: list[LossCall]) -> list[list[Share]]:
@@ -111,7 +125,7 @@ def ranks_weigh_the_same(losses: list[list[LossCall]]) -> Iterator[Found]:
     """
     used = [[c for c in calls if c.factor is not None and c.step == 0] for calls in losses]
     if not all(used):
-        raise NotJudged("not every rank differentiated a loss of torch.nn.functional")
+        raise NotJudged("not every rank differentiated a loss that is known")
     reason, wrong = judge(0, [share_of(calls) for calls in used], set(), "rank")
     if reason:
         raise NotJudged(reason)

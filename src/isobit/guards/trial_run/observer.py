@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from contextlib import ExitStack
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,8 +24,11 @@ from isobit.guards.optimizer_checks import parameters_of
 from isobit.guards.step_checks import Options
 from isobit.guards.trial_run.counts import Counts
 from isobit.guards.trial_run.dtype_census import DtypeCensus
+from isobit.guards.trial_run.first_forward import FirstForward
+from isobit.guards.trial_run.generation import Generations
 from isobit.guards.trial_run.loaders import Loaders
 from isobit.guards.trial_run.loss_calls import LossCalls
+from isobit.guards.trial_run.optimizers import Optimizers
 from isobit.guards.trial_run.readable import can_digest, readable_tensors
 from isobit.guards.trial_run.saved_files import SavedFiles
 from isobit.guards.watch_hooks import Watch
@@ -59,6 +64,7 @@ class Observer:
         rows: Per step, the samples of what models were called with, per call; 0 if they are not known.
         rates: The learning rate of the first optimizer's first group, per step.
         shapes: By model, the shapes of its inputs and of its first output, in its first call.
+        is_over: Whether the last step was taken; a program that catches its end is ended at every further step.
         thread: The only thread whose calls count; None for every thread.
     """
 
@@ -67,15 +73,15 @@ class Observer:
     ) -> None:
         self.steps, self.max_norm, self.depth = steps, max_norm, 0
         self.config = config or {}
-        self.is_open = False
+        self.is_open = self.is_over = False
         self.thread: int | None = None
         self.roots: dict[int, tuple[nn.Module, ModelCall]] = {}
         self.watches: dict[int, StepWatch] = {}
-        self.optimizers: list[torch.optim.Optimizer] = []
         self.batches: list[tuple[str, ...]] = [()]
         self.evaluated: set[str] = (
             set()
         )  # digests of what models were called with without gradients
+        self.given: set[weakref.ref[Tensor]] = set()  # the first input of each call
         self.before: dict[int, str] = {}
         self.rows: list[list[int]] = [[]]
         self.rates: list[float] = []
@@ -84,17 +90,21 @@ class Observer:
         self.stack = ExitStack()
         self.losses = LossCalls(self.is_mine, lambda: len(self.batches) - 1)
         self.loaders, self.census = Loaders(self.is_mine), DtypeCensus()
+        self.created, self.generated = Optimizers(self.is_mine), Generations(self.is_mine)
+        self.first = FirstForward()
         self.files = SavedFiles(self.is_mine, lambda: [model for model, _ in self.roots.values()])
 
     def is_mine(self) -> bool:
         """Return whether this thread is the program's, and its steps are not over; not while a model is compiled."""
-        if not self.is_open or torch.compiler.is_compiling():
-            return False
+        return self.is_open and not torch.compiler.is_compiling() and self.is_my_thread()
+
+    def is_my_thread(self) -> bool:
+        """Return whether this thread is the program's."""
         return self.thread is None or self.thread == threading.get_ident()
 
     def install(self) -> None:
         """Add the hooks, and replace what has none."""
-        for recorder in (self.losses, self.loaders, self.files):
+        for recorder in (self.losses, self.loaders, self.files, self.created, self.generated):
             self.stack.enter_context(recorder.recording())
         for handle in (
             modules.register_module_forward_pre_hook(self.before_call),
@@ -125,7 +135,10 @@ class Observer:
         if not self.is_mine():
             return
         if self.depth == 0:
+            self.generated.follow(module)
             self.pending = ModelCall.of((), {})
+            if is_training_call(module):
+                self.first.before_training(module)
         self.depth += 1
 
     def after_call(self, module: nn.Module, args: Any, *rest: Any) -> None:
@@ -140,7 +153,9 @@ class Observer:
         is_recomputed = torch._C._current_graph_task_id() != -1  # inside of a backward
         if not (self.depth or is_recomputed or torch.is_grad_enabled()):
             self.evaluated.update(digests_in((args, rest[:-1])))
-        if is_recomputed or not (torch.is_grad_enabled() and module.training):
+        if not (self.depth or is_recomputed or module.training):
+            self.note_evaluation(module, args, *rest)
+        if is_recomputed or not is_training_call(module):
             return
         self.census.note(module, rest[-1])
         if self.depth:
@@ -148,15 +163,32 @@ class Observer:
         kwargs = rest[0] if len(rest) == 2 else {}
         if self.pending is None or not any(True for _ in module.parameters()):
             return
-        now = self.pending
-        self.roots[id(module)] = (
-            module,
-            ModelCall(args, kwargs, now.generators, now.autocast),
-        )
-        self.census.asked.update(now.autocast)
+        call = replace(self.pending, args=args, kwargs=kwargs)
+        self.roots[id(module)] = (module, call)
+        with self.not_observing():
+            self.first.after_training(module, call)
+        self.census.asked.update(call.autocast)
         given = list(tensors_in((args, kwargs)))
         self.note_shapes(module, given, rest[-1])
         self.batches[-1] += digests_in(given)
+        self.given.update(weakref.ref(tensor) for tensor in given[:1])
+
+    def note_evaluation(self, module: nn.Module, args: Any, *rest: Any) -> None:
+        """Note a call in eval mode of a model that has not been trained yet."""
+        if self.pending is None or len(rest) != 2 or id(module) in self.roots:
+            return
+        if any(True for _ in module.parameters()):
+            call = replace(self.pending, args=args, kwargs=rest[0])
+            self.first.note_evaluation(module, call, rest[1])
+
+    @contextmanager
+    def not_observing(self) -> Iterator[None]:
+        """Let calls of a model, that are not the program's, pass unseen."""
+        self.is_open = False
+        try:
+            yield
+        finally:
+            self.is_open = True
 
     def note_shapes(self, module: nn.Module, given: list[Tensor], output: Any) -> None:
         """Note the rows of a call, and the shapes of the first."""
@@ -181,11 +213,15 @@ class Observer:
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Start a watch at the first step of an optimizer; its own hook runs next."""
+        if self.is_over and self.is_my_thread():
+            raise StepsDone  # again: the program has caught it
         if not self.is_mine():
             return
-        if not self.optimizers or optimizer is self.optimizers[0]:
+        if self.is_first(optimizer):
             self.rates.append(float(optimizer.param_groups[0].get("lr", 0)))
+        losses, self.losses.roots = self.losses.roots, []
         if id(optimizer) in self.watches:
+            self.give_losses(self.watches[id(optimizer)], losses)
             return
         if not self.before:
             self.before = {
@@ -200,16 +236,41 @@ class Observer:
             (call for m, call in self.roots.values() if unwrapped(m) is watch.model), None
         )
         self.watches[id(optimizer)] = watch
-        self.optimizers.append(optimizer)
+        self.created.steps[optimizer] = 0
+        self.give_losses(watch, losses)
+
+    def give_losses(self, watch: StepWatch, losses: list[Tensor]) -> None:
+        """Let a watch judge what `backward` was called on, unless the model returned its loss itself."""
+        if not watch.losses:
+            watch.losses = list(enumerate(losses))
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that have stepped, in the order of their first steps."""
+        return list(self.created.steps)
+
+    def is_first(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return whether an optimizer is the one whose steps are those of the run."""
+        return next(iter(self.created.steps), optimizer) is optimizer
 
     def after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Count a step, and end the program after the last."""
-        if not self.is_mine() or optimizer is not self.optimizers[0]:
+        if not self.is_mine() or id(optimizer) not in self.watches:
             return
-        if self.watches[id(optimizer)].steps >= self.steps:
+        self.created.steps[optimizer] += 1
+        if self.created.are_done(self.steps):
+            self.is_over = True
+            self.finish()
             raise StepsDone
+        if not self.is_first(optimizer):
+            return
         self.batches.append(())
         self.rows.append([])
+
+    def is_one_object(self) -> bool:
+        """Return whether every call of a model was given one and the same tensor first."""
+        tensors = [each() for each in self.given]
+        return len(tensors) == 1 and tensors[0] is not None
 
     def counts(self) -> Counts:
         """Return what the steps consumed, if one model was called."""
@@ -226,6 +287,11 @@ class Observer:
             sequences=sizes[0] if len(sizes) == 1 else None,
             parameters=sum(p.numel() for model in models for p in model.parameters()),
         )
+
+
+def is_training_call(module: nn.Module) -> bool:
+    """Return whether a call of a module belongs to training."""
+    return torch.is_grad_enabled() and module.training
 
 
 def sized(dataset: Any) -> int | None:

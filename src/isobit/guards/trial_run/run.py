@@ -24,6 +24,7 @@ LIVE = "losses, gradients and weights"
 CONFIG = "configuration reached the optimizer"
 DECLARED = "parameters are as declared"
 COUNTS = "counts are as configured"
+OF_AN_OPTIMIZER = ("norm-above-limit", "not-zeroed")
 
 
 def preflight(
@@ -121,13 +122,23 @@ class Orders:
         yield from check_declaration(seen, self.declared)
 
 
+def findings_of(seen: Observer) -> list[PreflightFinding]:
+    """Return what the watches of all optimizers found, by step, each once; with several, the optimizer is named."""
+    found: dict[PreflightFinding, None] = {}
+    for watch in seen.watches.values():
+        for event in watch.findings:
+            words = event.message
+            if len(seen.watches) > 1 and event.name in OF_AN_OPTIMIZER:
+                words = f"{type(watch.optimizer).__name__}: {words}"
+            found[PreflightFinding(event.name, event.severity, words, event.step, event.module)] = (
+                None
+            )
+    return sorted(found, key=lambda each: -1 if each.step is None else each.step)
+
+
 def conclude(seen: Observer, orders: Orders, leave_out: tuple[str, ...] = ()) -> PreflightReport:
     """Make the checks that follow the steps, and collect what the watches found."""
-    found = [
-        PreflightFinding(event.name, event.severity, event.message, event.step, event.module)
-        for watch in seen.watches.values()
-        for event in watch.findings
-    ]
+    found = findings_of(seen)
     judged, skipped = (
         [LIVE if seen.max_norm is None else f"{LIVE}, norm up to {seen.max_norm:g}"],
         {},

@@ -31,9 +31,7 @@ def main() -> int:
     def program() -> None:
         try:
             runpy.run_path(orders["script"], run_name="__main__")
-        except (
-            SystemExit
-        ) as stop:  # sys.exit() at the end of a script; what was seen before still counts
+        except SystemExit as stop:  # what was seen before the end of a script still counts
             ended.append(stop.code)
 
     try:
@@ -42,7 +40,8 @@ def main() -> int:
     except ArgumentError as error:
         parts = ("expected", "received", "remedy")
         report = {"error": {part: getattr(error, part) for part in parts}}
-    if "error" in report and ended and ended[0]:
+    # A script that fails before its last step could not be run, however it fails.
+    if report.get("steps", 0) < orders["steps"] and ended and ended[0]:
         return ended[0] if isinstance(ended[0], int) else 1
     with open(orders["record"], "w", encoding="utf-8") as record:
         json.dump(report, record)
