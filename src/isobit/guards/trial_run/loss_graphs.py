@@ -11,6 +11,7 @@ that is not known: it is then not judged, and the reason names the operator.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,7 +73,7 @@ def reductions_of(root: Tensor) -> list[Reduction]:
         if operator in ("Mean", "Sum"):
             if not reduces_all(node):
                 raise UnknownLoss("the loss is a mean or sum over some dimensions only")
-            is_one = math.prod(node._saved_self_sym_sizes) == 1
+            is_one = math.prod(sizes_of(node)) == 1
             waiting += inputs if is_one else []
             found += [] if is_one else [reduction_at(node, operator)]
         elif operator in LINEAR or (operator in SCALED and len(inputs) == 1):
@@ -84,7 +85,7 @@ def reductions_of(root: Tensor) -> list[Reduction]:
 
 def reduces_all(node: Any) -> bool:
     """Return whether a mean or sum leaves one element."""
-    sizes, dims = node._saved_self_sym_sizes, getattr(node, "_saved_dim", None)
+    sizes, dims = sizes_of(node), getattr(node, "_saved_dim", None)
     if not dims or not sizes:
         return True
     # Dimensions are kept without a sign: the last one may be 2**64 - 1.
@@ -106,6 +107,12 @@ def reduction_at(node: Any, operator: str) -> Reduction:
     return Reduction(node, kind, count, float(numel) if operator == "Mean" else 1.0)
 
 
+def sizes_of(node: Any) -> Sequence[int]:
+    """Return the sizes of what a mean or sum reduces."""
+    sizes: Sequence[int] = node._saved_self_sym_sizes
+    return sizes
+
+
 def mask_of(node: Any) -> Tensor | None:
     """Return which elements a node keeps, if it multiplies them by ones and zeros or fills them.
 
@@ -114,7 +121,8 @@ def mask_of(node: Any) -> Tensor | None:
     """
     operator, given = operator_of(node), [each for each, _ in node.next_functions]
     if operator == "MaskedFill":
-        return ~node._saved_mask
+        filled: Tensor = node._saved_mask
+        return ~filled
     if operator == "Where" and given.count(None) == 1:
         kept: Tensor = node._saved_condition
         return kept if given[1] is None else ~kept
