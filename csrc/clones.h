@@ -35,12 +35,14 @@
 
 namespace isobit {
 
-#ifdef ISOBIT_AVX512
 inline bool has_avx512() {
+#ifdef ISOBIT_AVX512
   static const bool has = __builtin_cpu_supports("x86-64-v4");
   return has;
-}
+#else
+  return false;
 #endif
+}
 
 // Calls work(std::bool_constant<four>()); see [Note: versions].
 template <class Work>

@@ -11,17 +11,26 @@
 #endif
 
 #include "fp_environment.h"
+#include "half.h"
 #include "linear.h"
 #include "sums.h"
 
 namespace isobit {
 
-#if defined(__x86_64__) && defined(__GNUC__)
-#define ISOBIT_AVX512 __attribute__((target("arch=x86-64-v4")))
-inline bool has_avx512() { return __builtin_cpu_supports("x86-64-v4"); }
-#else
-#define ISOBIT_AVX512
-inline bool has_avx512() { return false; }
+// fp32 is read as words, so that nothing is converted, and fp16 by the processor's conversion.
+inline const uint32_t* as_read(const float* p) { return as_words(p); }
+inline const BFloat16* as_read(const BFloat16* p) { return p; }
+#ifdef ISOBIT_AVX512
+#define ISOBIT_FEW_ROWS ISOBIT_AVX512
+inline const HardwareHalf* as_read(const Half* p) {
+  return reinterpret_cast<const HardwareHalf*>(p);
+}
+inline void load_one(const HardwareHalf* src, uint32_t* dst) {
+  load_one(reinterpret_cast<const Half*>(src), dst);
+}
+#else  // compiled, not called
+#define ISOBIT_FEW_ROWS
+inline const Half* as_read(const Half* p) { return p; }
 #endif
 
 // chains[r][i] = fma(x[r][k], block[k][i], chains[r][i]) for k < count, ascending. By intrinsics:
@@ -29,9 +38,9 @@ inline bool has_avx512() { return false; }
 //   x       [R][count], row stride = x_stride
 //   block   [count][16]
 template <int R>
-ISOBIT_AVX512 inline void continue_chains(const float* x, int64_t x_stride, int64_t count,
-                                          const Floats* block, Floats* chains) {
-#if defined(__x86_64__) && defined(__GNUC__)
+ISOBIT_FEW_ROWS inline void continue_chains(const float* x, int64_t x_stride, int64_t count,
+                                            const Floats* block, Floats* chains) {
+#ifdef ISOBIT_AVX512
   for (int64_t k = 0; k < count; k++)
     for (int64_t r = 0; r < R; r++)
       chains[r] = reinterpret_cast<Floats>(_mm512_fmadd_ps(_mm512_set1_ps(x[r * x_stride + k]),
@@ -44,8 +53,8 @@ ISOBIT_AVX512 inline void continue_chains(const float* x, int64_t x_stride, int6
 //   x       [R][length], row stride = x_stride
 //   weight  [cols][length], row stride = weight_stride
 template <int R, class T>
-ISOBIT_AVX512 void sum_leaf(const float* x, int64_t x_stride, const T* weight,
-                            int64_t weight_stride, int64_t cols, int64_t length, float* sums) {
+ISOBIT_FEW_ROWS void sum_leaf(const float* x, int64_t x_stride, const T* weight,
+                              int64_t weight_stride, int64_t cols, int64_t length, float* sums) {
   constexpr int64_t ahead = 256 / sizeof(T);  // elements; measured
   Floats chains[R] = {};
   Floats block[lane_count] = {};  // [16 of length][16]
@@ -63,13 +72,6 @@ ISOBIT_AVX512 void sum_leaf(const float* x, int64_t x_stride, const T* weight,
     continue_chains<R>(x + start, x_stride, count, block, chains);
   }
   for (int64_t r = 0; r < R; r++) *reinterpret_cast<Floats*>(sums + r * lane_count) = chains[r];
-}
-
-// fp32 is read as words, so that nothing is converted.
-inline const uint32_t* as_read(const float* p) { return as_words(p); }
-template <class T>
-const T* as_read(const T* p) {
-  return p;
 }
 
 // T is the weight's element type, Out the result's, R the number of rows.
