@@ -101,9 +101,11 @@ def check_hyperparameters(
     }
     for optimizer in optimizers:
         kind = type(optimizer).__name__
-        defaults = {
+        defaults = {  # a subclass may pass options on to torch's class, which names them
             name: parameter.default
-            for name, parameter in inspect.signature(type(optimizer).__init__).parameters.items()
+            for each in reversed(type(optimizer).__mro__)
+            if "__init__" in vars(each)
+            for name, parameter in inspect.signature(vars(each)["__init__"]).parameters.items()
         }
         known = values_in({k: v for k, v in defaults.items() if is_number(v) or k == "betas"})
         groups = [values_in(group) for group in optimizer.param_groups]
