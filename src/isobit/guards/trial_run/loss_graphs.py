@@ -63,7 +63,9 @@ def reductions_of(root: Tensor) -> list[Reduction]:
     Raises:
         UnknownLoss: If the graph has anything else.
     """
-    found, waiting, seen = [], [root.grad_fn], 0
+    found: list[Reduction] = []
+    waiting: list[Any] = [root.grad_fn]
+    seen = 0
     while waiting:
         node, seen = waiting.pop(), seen + 1
         if node is None or seen > MOST_NODES:
@@ -114,7 +116,8 @@ def mask_of(node: Any) -> Tensor | None:
     """
     operator, given = operator_of(node), [each for each, _ in node.next_functions]
     if operator == "MaskedFill":
-        return ~node._saved_mask
+        filled: Tensor = node._saved_mask
+        return ~filled
     if operator == "Where" and given.count(None) == 1:
         kept: Tensor = node._saved_condition
         return kept if given[1] is None else ~kept
