@@ -11,6 +11,7 @@ from torch.utils.data import (
     get_worker_info,
 )
 
+from tests.guards.bugs.on_one_rank import ForgetsAutocast
 from tests.guards.preflight_programs import loop, sgd
 from tests.guards.watched_programs import batch, net
 
@@ -112,20 +113,8 @@ def column_against_row(wrong):
         optimizer.step()
 
 
-class OwnAutocast(nn.Module):
-    """A model that computes in float32 whatever its caller asks for."""
-
-    def __init__(self, wrong):
-        super().__init__()
-        self.net, self.wrong = net(), wrong
-
-    def forward(self, x):
-        with torch.autocast("cpu", torch.bfloat16, enabled=not self.wrong):
-            return self.net(x).float()
-
-
 def autocast_switched_off(wrong):
-    model = OwnAutocast(wrong)
+    model = ForgetsAutocast(wrong)
     optimizer = sgd(model)
     for step in range(4):
         x, y = batch(step)

@@ -61,7 +61,7 @@ def draw_run(
         bottom += 18
         canvas.dot(LEFT + 8, bottom - 4, 4, "differs" if counts else "shared")
         canvas.text(LEFT + 20, bottom, shorten(f"{number}. step {step}: {words}"))
-    return canvas.document(LEFT + WIDTH + 24, bottom + 18, origin)
+    return canvas.document(LEFT + WIDTH + 24, bottom + 18, origin, is_page=True)
 
 
 def labels_of(places: Sequence[tuple[float, bool]]) -> Iterator[tuple[float, str, bool]]:

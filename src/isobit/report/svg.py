@@ -12,11 +12,13 @@ text{font:12px ui-sans-serif,system-ui,sans-serif;fill:#30353d}
 .same{stroke:#4f7cac}.shared{stroke:#8a6fb5}.differs{stroke:#d9631e}.axis{stroke:#c5cad3}
 .same-fill{fill:#4f7cac}.shared-fill{fill:#8a6fb5}.differs-fill{fill:#d9631e}.panel{fill:#fbfbfc;stroke:#e3e6eb}
 line,path{fill:none;stroke-width:1.6}.bar{stroke-width:7;stroke-linecap:butt}.hair{stroke-width:1}
-svg:root{background:#fff}
-@media (prefers-color-scheme:dark){svg:root{background:#14171d}
-text{fill:#d7dbe2}.quiet{fill:#9aa3b2}.panel{fill:#1b1f27;stroke:#343b47}
+@media (prefers-color-scheme:dark){text{fill:#d7dbe2}.quiet{fill:#9aa3b2}.panel{fill:#1b1f27;stroke:#343b47}
 .same{stroke:#7fb0e3}.shared{stroke:#b79be3}.differs{stroke:#f08a4b}.same-fill{fill:#7fb0e3}.shared-fill{fill:#b79be3}
 .differs-fill{fill:#f08a4b}.axis{stroke:#4a5160}}
+"""
+# A browser shows a picture on white, also to readers who prefer dark pages.
+GROUND = """svg:root{background:#fff}
+@media (prefers-color-scheme:dark){svg:root{background:#14171d}}
 """
 
 
@@ -57,10 +59,18 @@ class Canvas:
             f'<g transform="translate({x:.1f},{y:.1f})">' + "".join(other.parts) + "</g>"
         )
 
-    def document(self, width: float, height: float, origin: Provenance | None = None) -> str:
-        """Return the whole picture."""
+    def document(
+        self,
+        width: float,
+        height: float,
+        origin: Provenance | None = None,
+        *,
+        is_page: bool = False,
+    ) -> str:
+        """Return the whole picture; one that is opened by itself, as a page, has a background of its own."""
+        style = STYLE + GROUND if is_page else STYLE
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
             f'viewBox="0 0 {width:.0f} {height:.0f}" role="img">{as_metadata(origin)}'
-            f"<style>{STYLE}</style>{''.join(self.parts)}</svg>"
+            f"<style>{style}</style>{''.join(self.parts)}</svg>"
         )

@@ -64,7 +64,9 @@ def reductions_of(root: Tensor) -> list[Reduction]:
     Raises:
         UnknownLoss: If the graph has anything else.
     """
-    found, waiting, seen = [], [root.grad_fn], 0
+    found: list[Reduction] = []
+    waiting: list[Any] = [root.grad_fn]
+    seen = 0
     while waiting:
         node, seen = waiting.pop(), seen + 1
         if node is None or seen > MOST_NODES:
