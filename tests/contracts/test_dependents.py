@@ -21,7 +21,17 @@ def digests(root, home):
 
 
 # their subjects are one file
-ANY = {"any-rms-norm-v1", "any-layer-norm-v1", "any-attention-v1"}
+ROWS = {
+    "rms-norm",
+    "layer-norm",
+    "attention",
+    "gqa",
+    "rope",
+    "embedding",
+    "cross-entropy",
+    "logprob",
+}
+ANY = {f"any-{name}-v1" for name in ROWS}
 
 
 @pytest.mark.parametrize(
@@ -32,7 +42,7 @@ ANY = {"any-rms-norm-v1", "any-layer-norm-v1", "any-attention-v1"}
             "ops/rms_norm/op.py",
             {"rmsnorm-kernel-v1", "layernorm-kernel-v1", "gradient-accumulation-v1", *ANY, *WHOLE},
         ),
-        ("ops/rotary/portable.py", {"rope-kernel-v1", *WHOLE}),
+        ("ops/rotary/portable.py", {"rope-kernel-v1", *ANY, *WHOLE}),
         # audit-v1 audits its models without isobit's cache
         ("ops/attention/cache.py", {"kv-cache-kernel-v1", *WHOLE} - {"audit-v1"}),
     ],

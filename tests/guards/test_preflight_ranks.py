@@ -107,7 +107,7 @@ def folder(tmp_path):
         ("sum over ranks", set(), ()),
         ("same data", {"data-alike"}, (0, 1)),
         ("not wrapped", {"gradients-differ"}, (0, 1)),
-        ("no zero_grad", {"not-zeroed"}, (0, 1)),
+        ("no zero_grad", {"not-zeroed", "gradients-kept"}, (0, 1)),
         ("mean per rank", {"per-rank-mean"}, ()),
         ("deadlock", {"mismatch"}, (0, 1)),  # of two ranks, neither is a majority
     ],

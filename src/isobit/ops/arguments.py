@@ -25,6 +25,7 @@ def check_tensors(devices: tuple[str, ...] = DEVICES, /, **tensors: torch.Tensor
             continue
         if not (
             isinstance(tensor, torch.Tensor)
+            and (type(tensor) in PLAIN or not is_dtensor(tensor))
             and tensor.is_cpu
             and tensor.layout is torch.strided
             and not tensor.is_nested

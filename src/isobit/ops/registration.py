@@ -134,7 +134,7 @@ def launch(
         launches.record(
             name, executor, chosen, sizes if isinstance(sizes, tuple) else sizes(given[0])
         )
-    return getattr(torch.ops.isobit, PREFIXES[executor] + name).default(*given)
+    return getattr(torch.ops.isobit, PREFIXES[executor] + name)(*given)
 
 
 def executor_of(name: str, dtype: torch.dtype, given: tuple[Any, ...]) -> str:

@@ -29,15 +29,21 @@ TWO_BLOCKS = ("tokens", "typed", "windowed", "windowed_narrow", "narrow_types", 
 ANY = "what it asks of any kernel, the operator's own contract asks too"
 ANY_KERNELS = (
     "attention",
+    "cross-entropy",
+    "embedding",
     "gelu",
+    "gqa",
     "layer-norm",
     "linear",
     "log-softmax",
+    "logprob",
     "rms-norm",
+    "rope",
     "silu",
     "softmax",
     "swiglu",
 )
+NO_TWINS = "its planted kernels have no Triton twins yet"
 MODULES = "it is about Python modules that call operators, not about a kernel"
 
 
@@ -69,6 +75,7 @@ PLANS: dict[str, Plan] = {
             "samples": (f"{OWN}norm_head_samples", FEWER),
             "gradients-agree": (f"{OWN}norm_gradients", FEWER),
         },
+        left_out=dict.fromkeys(("scale", "norm-of-a-norm", "finite"), NO_TWINS),
     ),
     "layernorm-kernel-v1": Plan(
         sizes={"tokens": {"n": (5,)}},
@@ -80,14 +87,17 @@ PLANS: dict[str, Plan] = {
     "softmax-kernel-v1": Plan(edges=("huge",)),
     "log-softmax-kernel-v1": Plan(),
     "silu-kernel-v1": Plan(edges=("nans",)),
-    "gelu-kernel-v1": Plan(),
-    "swiglu-kernel-v1": Plan(),
+    "gelu-kernel-v1": Plan(
+        left_out=dict.fromkeys(("bounds", "grows", "bounds-by-tanh", "grows-by-tanh"), NO_TWINS)
+    ),
+    "swiglu-kernel-v1": Plan(left_out={"gating": NO_TWINS}),
     "rope-kernel-v1": Plan(
         sizes={
             **{name: {"heads": (2,), "d": (34,)} for name in ROTATED},
             "tokens": {"tokens": (1, 17), "heads": (2,), "d": (34,)},
             "narrow_heads": {"heads": (3,), "d": (2,)},
-        }
+        },
+        left_out={"frequencies": NO_TWINS},
     ),
     "embedding-kernel-v1": Plan(
         sizes={"tokens": {"n": (3,), "v": (7,)}},
