@@ -32,10 +32,12 @@ def attach(
         home = homes[name]
         if home == package:
             return import_module(f"{package}.{name}")
-        try:
-            return getattr(sys.modules[home], name)  # this runs before every call of an operator
-        except (KeyError, AttributeError):  # not imported, or another thread imports it
-            return getattr(import_module(home), name)
+        # This runs before every call of an operator. A module that another thread still imports may have the name and
+        # not yet the operator's gradient, which it registers last: import_module waits for that thread.
+        module = sys.modules.get(home)
+        if module is None or module.__spec__ is None or module.__spec__._initializing:  # type: ignore[attr-defined]
+            module = import_module(home)
+        return getattr(module, name)
 
     def __dir__() -> "list[str]":
         return sorted(homes)

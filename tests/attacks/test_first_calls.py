@@ -2,8 +2,11 @@
 
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from contextlib import ExitStack, contextmanager
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -131,3 +134,28 @@ def test_bits_do_not_depend_on_defaults(dtype, executor, monkeypatch):
             assert digests(dtype) == expected, other
     with torch.device("meta"):
         assert digests(dtype) == expected
+
+
+def test_a_module_that_another_thread_imports_is_waited_for(tmp_path, monkeypatch):
+    package = tmp_path / "slowly"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "from isobit.lazy import attach\n"
+        "__getattr__, __dir__, __all__, HOMES = attach(__name__, __file__)\n"
+    )
+    (package / "__init__.pyi").write_text("from slowly.home import operator as operator\n")
+    (package / "home.py").write_text(
+        "import threading\n"
+        "def operator():\n    return registered\n"
+        "registered = False\n"
+        "threading.Event().wait(0.3)\n"  # the name is there, and its gradient is not
+        "registered = True\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    slowly = import_module("slowly")
+    first = threading.Thread(target=lambda: slowly.operator)
+    first.start()
+    while not hasattr(sys.modules.get("slowly.home"), "registered"):
+        time.sleep(0.001)
+    assert slowly.operator()
+    first.join()
