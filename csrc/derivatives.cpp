@@ -17,6 +17,7 @@ namespace derivatives {
 using at::Tensor;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
+using OptionalTensor = std::optional<Tensor>;
 
 // An operator's public name, the signatures of its torch operators, and what its gradient needs.
 struct Softmax {
@@ -42,6 +43,33 @@ struct Swiglu {
   using Forward = Tensor(const Tensor&, const Tensor&);
   using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&);
 };
+struct Rotary {
+  static constexpr const char *name = "rotary", *gradient = "rotary_backward";
+  using Forward = Tensor(const Tensor&, const Tensor&, const Tensor&);
+  using Backward = Forward;
+};
+struct Embedding {
+  static constexpr const char *name = "embedding", *gradient = "embedding_weight_grad";
+  using Forward = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, int64_t);
+  using Backward = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, int64_t, int64_t,
+                          int64_t);
+};
+// The forwards of norms return the result first, and then statistics of rows, without gradients.
+struct RmsNorm {
+  static constexpr const char *name = "rms_norm", *gradient = "rms_norm_backward";
+  using Forward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, double,
+                                             const OptionalTensor&, bool, int64_t);
+  using Backward = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                              const Tensor&, const OptionalTensor&, bool, int64_t);
+};
+struct LayerNorm {
+  static constexpr const char *name = "layer_norm", *gradient = "layer_norm_backward";
+  using Results = std::tuple<Tensor, Tensor, Tensor>;
+  using Forward = Results(const Tensor&, const Tensor&, const OptionalTensor&, double,
+                          const OptionalTensor&, int64_t);
+  using Backward = Results(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                           const Tensor&, const OptionalTensor&, int64_t);
+};
 
 template <class Signature>
 c10::TypedOperatorHandle<Signature> find(const char* name) {
@@ -52,16 +80,24 @@ c10::TypedOperatorHandle<Signature> find(const char* name) {
 
 // Calls the operator's kernel; modes of torch that are below autograd see the call.
 template <class Operator, class... Args>
-Tensor call_forward(const Args&... args) {
+auto call_forward(const Args&... args) {
   static const auto op = find<typename Operator::Forward>(Operator::name);
   at::AutoDispatchBelowAutograd guard;
   return op.call(args...);
 }
 
-bool has_tangent(bool) { return false; }
+template <class T>
+bool has_tangent(const T&) {
+  return false;
+}
 bool has_tangent(const Tensor& t) { return t._fw_grad(0).defined(); }
-bool requires_grad(bool) { return false; }
+bool has_tangent(const OptionalTensor& t) { return t && has_tangent(*t); }
+template <class T>
+bool requires_grad(const T&) {
+  return false;
+}
 bool requires_grad(const Tensor& t) { return t.requires_grad(); }
+bool requires_grad(const OptionalTensor& t) { return t && requires_grad(*t); }
 
 bool in_torch_func() {
   const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
@@ -126,19 +162,124 @@ struct Gradient<Swiglu> : torch::autograd::Function<Gradient<Swiglu>> {
   }
 };
 
-void add_tensor(bool, std::vector<Tensor>&) {}
+template <>
+struct Gradient<Rotary> : torch::autograd::Function<Gradient<Rotary>> {
+  static constexpr bool is_traceable = true;
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& cos,
+                        const Tensor& sin) {
+    ctx->save_for_backward({cos, sin});
+    return call_forward<Rotary>(x, cos, sin);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    return {call_backward<Rotary>(grads[0], saved[0], saved[1]), Tensor(), Tensor()};
+  }
+};
+
+// Saves tensors, and after them the samples of the call; see [Note: spans and of] in samples.h.
+void save(AutogradContext* ctx, variable_list tensors, const OptionalTensor& spans, int64_t of) {
+  if (spans) tensors.push_back(*spans);
+  ctx->save_for_backward(std::move(tensors));
+  ctx->saved_data["of"] = of;
+}
+// The spans that were saved after `count` tensors.
+OptionalTensor spans_after(size_t count, const variable_list& saved) {
+  return saved.size() > count ? OptionalTensor(saved[count]) : OptionalTensor();
+}
+
+template <>
+struct Gradient<Embedding> : torch::autograd::Function<Gradient<Embedding>> {
+  static constexpr bool is_traceable = true;
+  static Tensor forward(AutogradContext* ctx, const Tensor& ids, const Tensor& weight,
+                        const OptionalTensor& spans, int64_t padding, int64_t of) {
+    save(ctx, {ids}, spans, of);
+    ctx->saved_data["vocabulary"] = weight.sym_size(0).guard_int(__FILE__, __LINE__);
+    ctx->saved_data["padding"] = padding;
+    return call_forward<Embedding>(ids, weight, spans, padding, of);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    auto& known = ctx->saved_data;
+    const Tensor dweight = call_backward<Embedding>(grads[0], saved[0], spans_after(1, saved),
+                                                    known["vocabulary"].toInt(),
+                                                    known["padding"].toInt(), known["of"].toInt());
+    return {Tensor(), dweight, Tensor(), Tensor(), Tensor()};
+  }
+};
+
+// A norm's statistics leave the node through `results`, because outputs of a node have gradients.
+template <>
+struct Gradient<RmsNorm> : torch::autograd::Function<Gradient<RmsNorm>> {
+  static constexpr bool is_traceable = true;
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, double eps,
+                        const OptionalTensor& spans, bool heads, int64_t of,
+                        std::tuple<Tensor, Tensor>* results) {
+    *results = call_forward<RmsNorm>(x, weight, eps, spans, heads, of);
+    save(ctx, {x, weight, std::get<1>(*results)}, spans, of);
+    ctx->saved_data["heads"] = heads;
+    return std::get<0>(*results);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const bool heads = ctx->saved_data["heads"].toBool();
+    auto [dx, dweight] =
+        call_backward<RmsNorm>(grads[0], saved[0], saved[1], saved[2], spans_after(3, saved), heads,
+                               ctx->saved_data["of"].toInt());
+    return {dx, dweight, Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+template <>
+struct Gradient<LayerNorm> : torch::autograd::Function<Gradient<LayerNorm>> {
+  static constexpr bool is_traceable = true;
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight,
+                        const OptionalTensor& bias, double eps, const OptionalTensor& spans,
+                        int64_t of, LayerNorm::Results* results) {
+    *results = call_forward<LayerNorm>(x, weight, bias, eps, spans, of);
+    save(ctx, {x, weight, std::get<1>(*results), std::get<2>(*results)}, spans, of);
+    ctx->saved_data["biased"] = bias.has_value();
+    return std::get<0>(*results);
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    auto [dx, dweight, dbias] =
+        call_backward<LayerNorm>(grads[0], saved[0], saved[1], saved[2], saved[3],
+                                 spans_after(4, saved), ctx->saved_data["of"].toInt());
+    if (!ctx->saved_data["biased"].toBool()) dbias = Tensor();
+    return {dx, dweight, dbias, Tensor(), Tensor(), Tensor(), Tensor()};
+  }
+};
+
+template <class T>
+void add_tensor(const T&, std::vector<Tensor>&) {}
 void add_tensor(const Tensor& t, std::vector<Tensor>& tensors) { tensors.push_back(t); }
+void add_tensor(const OptionalTensor& t, std::vector<Tensor>& tensors) {
+  if (t) tensors.push_back(*t);
+}
+
+// Applies the node of a call, and returns what the operator returns.
+template <class Operator, class... Args>
+auto apply_gradient(const Args&... args) {
+  using Results = decltype(call_forward<Operator>(args...));
+  if constexpr (std::is_same_v<Results, Tensor>) {
+    return Gradient<Operator>::apply(args...);
+  } else {
+    Results results;
+    std::get<0>(results) = Gradient<Operator>::apply(args..., &results);
+    return results;
+  }
+}
 
 // The kernel of an operator for autograd.
 template <class Operator, class... Args>
-Tensor differentiate(Args... args) {
+auto differentiate(Args... args) {
   if (needs_check(args...)) {
     std::vector<Tensor> tensors;
     (add_tensor(args, tensors), ...);
     find<void(c10::string_view, at::TensorList)>("check_derivatives").call(Operator::name, tensors);
   }
   if (at::GradMode::is_enabled() && (requires_grad(args) || ...))
-    return Gradient<Operator>::apply(args...);
+    return apply_gradient<Operator>(args...);
   return call_forward<Operator>(args...);
 }
 
@@ -155,6 +296,14 @@ TORCH_LIBRARY_IMPL(isobit, Autograd, m) {
   m.impl("silu", &differentiate<Silu, const Tensor&>);
   m.impl("gelu", &differentiate<Gelu, const Tensor&, bool>);
   m.impl("swiglu", &differentiate<Swiglu, const Tensor&, const Tensor&>);
+  m.impl("rotary", &differentiate<Rotary, const Tensor&, const Tensor&, const Tensor&>);
+  m.impl("embedding", &differentiate<Embedding, const Tensor&, const Tensor&, const OptionalTensor&,
+                                     int64_t, int64_t>);
+  m.impl("rms_norm", &differentiate<RmsNorm, const Tensor&, const Tensor&, double,
+                                    const OptionalTensor&, bool, int64_t>);
+  m.impl("layer_norm",
+         &differentiate<LayerNorm, const Tensor&, const Tensor&, const OptionalTensor&, double,
+                        const OptionalTensor&, int64_t>);
 }
 
 }  // namespace isobit

@@ -6,16 +6,14 @@
 #include <vector>
 
 #include "attestation.h"
-#include "elementary.h"
+#include "element_formulas.h"
 #include "rows.h"
 
 namespace isobit {
 
 namespace {
 
-// Each formula below is a struct with `inputs` and `outputs` (numbers of tensors) and
-// apply(in, out): in [inputs] and out [outputs] vectors, of sixteen elements or of four times as
-// many (see [Note: four vectors] in lanes.h).
+// Those of element_formulas.h.
 enum class Formula {
   silu,
   silu_backward,
@@ -27,120 +25,13 @@ enum class Formula {
   swiglu_backward
 };
 
-struct Silu {
-  static constexpr int64_t inputs = 1, outputs = 1;
-  template <class Vector>
-  static ISOBIT_INLINE void apply(const Vector* x, Vector* y) {
-    Vector e, denominator;
-    logistic_denominator(x[0], e, denominator);
-    y[0] = x[0] / denominator;
-  }
-};
-
-// Sets s to the logistic function of x, and derivative to that of silu.
-template <class Vector>
-ISOBIT_INLINE void silu_derivative(const Vector& x, Vector& s, Vector& derivative) {
-  Vector complement;
-  sigmoid(x, s, complement);
-  derivative = s * (x * complement + 1.0f);
-}
-
-struct SiluBackward {  // of (gradient, x)
-  static constexpr int64_t inputs = 2, outputs = 1;
-  template <class Vector>
-  static ISOBIT_INLINE void apply(const Vector* in, Vector* dx) {
-    Vector s, derivative;
-    silu_derivative(in[1], s, derivative);
-    dx[0] = in[0] * derivative;
-  }
-};
-
-struct Gelu {
-  static constexpr int64_t inputs = 1, outputs = 1;
-  template <class Vector>
-  static ISOBIT_INLINE void apply(const Vector* x, Vector* y) {
-    Vector cdf, density;
-    normal_cdf(x[0], cdf, density);
-    y[0] = x[0] * cdf;
-  }
-};
-
-struct GeluBackward {  // of (gradient, x)
-  static constexpr int64_t inputs = 2, outputs = 1;
-  template <class Vector>
-  static ISOBIT_INLINE void apply(const Vector* in, Vector* dx) {
-    Vector cdf, density;
-    normal_cdf(in[1], cdf, density);
-    dx[0] = in[0] * (in[1] * density + cdf);
-  }
-};
-
-// The tanh form of GELU is x times the logistic function of x (k + k' x²). This is that argument
-// and its derivative, for x clamped so that no power overflows.
-template <class Vector>
-struct TanhArgument {
-  Vector clamped, value, derivative;
-  ISOBIT_INLINE explicit TanhArgument(const Vector& x) {
-    constexpr float bound = 32.0f;  // beyond it the logistic function is 0 or 1
-    constexpr float linear = 0x1.988454p+0f, cubic = 0x1.2444f2p-4f,
-                    cubic_derivative = 0x1.b6676cp-3f;
-    clamped = x;
-    set_where_greater(x, bound, bound, clamped);
-    set_where_less(x, -bound, -bound, clamped);
-    const Vector square = clamped * clamped;
-    value = clamped * (square * cubic + linear);
-    derivative = square * cubic_derivative + linear;
-  }
-};
-
-struct TanhGelu {
-  static constexpr int64_t inputs = 1, outputs = 1;
-  template <class Vector>
-  static ISOBIT_INLINE void apply(const Vector* x, Vector* y) {
-    Vector e, denominator;
-    logistic_denominator(TanhArgument<Vector>(x[0]).value, e, denominator);
-    y[0] = x[0] / denominator;
-  }
-};
-
-struct TanhGeluBackward {  // of (gradient, x)
-  static constexpr int64_t inputs = 2, outputs = 1;
-  template <class Vector>
-  static ISOBIT_INLINE void apply(const Vector* in, Vector* dx) {
-    const TanhArgument<Vector> argument(in[1]);
-    Vector s, complement;
-    sigmoid(argument.value, s, complement);
-    dx[0] = in[0] * (s * (argument.clamped * (complement * argument.derivative) + 1.0f));
-  }
-};
-
-struct Swiglu {  // of (gate, up)
-  static constexpr int64_t inputs = 2, outputs = 1;
-  template <class Vector>
-  static ISOBIT_INLINE void apply(const Vector* in, Vector* y) {
-    Silu::apply(in, y);
-    y[0] = y[0] * in[1];
-  }
-};
-
-struct SwigluBackward {  // of (gradient, gate, up), to (dgate, dup)
-  static constexpr int64_t inputs = 3, outputs = 2;
-  template <class Vector>
-  static ISOBIT_INLINE void apply(const Vector* in, Vector* out) {
-    Vector s, derivative;
-    silu_derivative(in[1], s, derivative);
-    out[0] = in[0] * in[2] * derivative;
-    out[1] = in[0] * (in[1] * s);
-  }
-};
-
 // in [inputs] and out [outputs] are pointers to [n] elements; elements [at, at + count), count
 // <= 16.
 template <class F, class T>
 ISOBIT_INLINE void apply_lanes(const T* const* in, T* const* out, int64_t at, int64_t count) {
   Floats inputs[F::inputs], outputs[F::outputs];
   for (int64_t i = 0; i < F::inputs; i++) load_lanes(in[i] + at, count, 0.0f, inputs[i]);
-  F::apply(inputs, outputs);
+  F::template apply<false>(inputs, outputs);
   for (int64_t i = 0; i < F::outputs; i++) store_lanes(outputs[i], count, out[i] + at);
 }
 
@@ -148,9 +39,18 @@ ISOBIT_INLINE void apply_lanes(const T* const* in, T* const* out, int64_t at, in
 template <class F, class T>
 ISOBIT_INLINE void apply_lanes4(const T* const* in, T* const* out, int64_t at) {
   Floats4 inputs[F::inputs], outputs[F::outputs];
-  for (int64_t i = 0; i < F::inputs; i++) load(in[i] + at, inputs[i]);
-  F::apply(inputs, outputs);
-  for (int64_t i = 0; i < F::outputs; i++) round_to(outputs[i], out[i] + at);
+  bool bounded = true;
+  for (int64_t i = 0; i < F::inputs; i++) {
+    load(in[i] + at, inputs[i]);
+    bounded &= all_within(inputs[i], F::bounds[i]);
+  }
+  if (bounded) [[likely]] {
+    F::template apply<true>(inputs, outputs);
+    for (int64_t i = 0; i < F::outputs; i++) round_numbers_to(outputs[i], out[i] + at);
+  } else {
+    F::template apply<false>(inputs, outputs);
+    for (int64_t i = 0; i < F::outputs; i++) round_to(outputs[i], out[i] + at);
+  }
 }
 
 template <class F, bool four, class T>
@@ -193,6 +93,42 @@ ISOBIT_VERSIONS(ISOBIT_ELEMENTS, float)
 ISOBIT_VERSIONS(ISOBIT_ELEMENTS, BFloat16)
 ISOBIT_VERSIONS(ISOBIT_ELEMENTS, Half)
 
+// [Note: tables] A function of one 16-bit element has 65536 results. They are computed once, by the
+// loop above, and looked up in every call: a lookup costs less than the chain, and has its bits.
+template <Formula formula, class T>
+const T* table_of() {
+  static const std::vector<T> table = [] {
+    std::vector<T> x(1 << 16), y(1 << 16);
+    for (size_t i = 0; i < x.size(); i++) x[i].x = static_cast<uint16_t>(i);
+    const T* in = x.data();
+    T* out = y.data();
+    FixedFpEnvironment fp_environment;
+    call_version([&](auto four) { apply(four, formula, &in, &out, 1 << 16); });
+    return y;
+  }();
+  return table.data();
+}
+
+// The table of a formula [65536]; null for fp32, and for a formula of several inputs.
+template <class T>
+const T* find_table(Formula formula) {
+  if constexpr (sizeof(T) == 2) {
+    if (formula == Formula::silu) return table_of<Formula::silu, T>();
+    if (formula == Formula::gelu) return table_of<Formula::gelu, T>();
+    if (formula == Formula::tanh_gelu) return table_of<Formula::tanh_gelu, T>();
+  }
+  return nullptr;
+}
+
+// table is [65536], x and out are [n].
+template <class T>
+void look_up(const T* table, const T* x, T* __restrict out, int64_t n) {
+  if constexpr (sizeof(T) == 2) {
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < n; i++) out[i] = table[x[i].x];
+  }
+}
+
 // The inputs as runs of contiguous elements: one run if all are contiguous, else one per row. Rows
 // whose elements are not contiguous are copied.
 struct ContiguousRuns {
@@ -234,6 +170,7 @@ std::vector<Tensor> compute(const char* function, Formula formula, std::vector<T
     T* dst[2] = {};        // per output: its runs, stride = length
     for (int64_t i = 0; i < input_count; i++) src[i] = runs.inputs[i].template const_data_ptr<T>();
     for (int64_t i = 0; i < outputs; i++) dst[i] = out[i].template mutable_data_ptr<T>();
+    const T* table = find_table<T>(formula);
     const int64_t count = out[0].numel() / length;
     at::parallel_for(0, count, row_grain(length), [&](int64_t begin, int64_t end) {
       FixedFpEnvironment fp_environment;
@@ -242,9 +179,11 @@ std::vector<Tensor> compute(const char* function, Formula formula, std::vector<T
       for (int64_t at = begin; at < end; at += runs.flat ? end - begin : 1) {
         for (int64_t i = 0; i < input_count; i++) run_src[i] = src[i] + at * runs.stride(i);
         for (int64_t i = 0; i < outputs; i++) run_dst[i] = dst[i] + at * length;
-        call_version([&](auto four) {
-          apply(four, formula, run_src, run_dst, runs.flat ? end - begin : length);
-        });
+        const int64_t n = runs.flat ? end - begin : length;
+        if (table)
+          look_up(table, run_src[0], run_dst[0], n);
+        else
+          call_version([&](auto four) { apply(four, formula, run_src, run_dst, n); });
       }
     });
   });

@@ -1,9 +1,9 @@
 // exp(x) for x <= 0, sixteen lanes at a time, as one chain of IEEE operations.
 //
-// The chain uses products, sums and a shift, none of them fused. Every instruction set, and torch's
-// elementwise operations in the portable executor of softmax, therefore give the same bits for a
-// value, whatever its position in memory. Tests cover all arguments: the error is below 1 ulp,
-// exp(0) is 1, and a smaller argument never has a larger result. Results below 2^-126 are +0,
+// The chain uses products, sums and a shift, each rounded by itself. Every instruction set, and
+// torch's elementwise operations in the portable executor of softmax, therefore give the same bits
+// for a value, whatever its position in memory. Tests cover all arguments: the error is below 1
+// ulp, exp(0) is 1, and a smaller argument never has a larger result. Results below 2^-126 are +0,
 // because subnormals are slow and a flush mode could change them where torch computes.
 #pragma once
 
@@ -24,20 +24,22 @@ constexpr float q0 = 0x1.fffffcp-2f, q1 = 0x1.555492p-3f, q2 = 0x1.5558f2p-5f, q
                 q4 = 0x1.6a23ccp-10f;
 }  // namespace exponential
 
-// x = e^x, by e^x = 2^n e^r with |r| <= ln 2 / 2, and e^r = 1 + (r + r² q(r)). A NaN stays NaN. See
-// [Note: four vectors] in lanes.h.
-template <class Vector>
+// x = e^x, by e^x = 2^n e^r with |r| <= ln 2 / 2, and e^r = 1 + (r + r² q(r)). A NaN stays NaN.
+// With `bounded`, x >= lowest. See [Note: four vectors] in lanes.h.
+template <bool bounded = false, class Vector>
 ISOBIT_INLINE void exp_nonpositive(Vector& x) {
   using namespace exponential;
   const Vector shifted = x * per_octave + to_integer;
   const Vector n = shifted - to_integer;
-  const Vector r = (x - n * octave) - n * octave_rest;
+  Vector r = x;
+  subtract_exact_product(n, octave, r);
+  r = r - n * octave_rest;
   const Vector q = (((q4 * r + q3) * r + q2) * r + q1) * r + q0;
   const Vector mantissa = 1.0f + (r + r * r * q);
   Vector power;
   shift_to_exponent(shifted, power);
   power = mantissa * power;
-  set_where_less(x, lowest, 0.0f, power);
+  if constexpr (!bounded) set_where_less(x, lowest, 0.0f, power);
   x = power;
 }
 

@@ -88,6 +88,39 @@ ISOBIT_OF_FOUR(absolute)
 ISOBIT_OF_FOUR(shift_to_exponent)
 #undef ISOBIT_OF_FOUR
 
+// x = x − n·c, where the product is exact: fused or not, the bits are the same.
+ISOBIT_INLINE void subtract_exact_product(const Floats& n, float c, Floats& x) { x = x - n * c; }
+
+#ifdef ISOBIT_AVX512
+ISOBIT_INLINE void subtract_exact_product(const Floats4& n, float c, Floats4& x) {
+  const Floats factor = Floats{} + c;
+  asm("vfnmadd231ps %1, %2, %0" : "+v"(x.a) : "v"(n.a), "v"(factor));
+  asm("vfnmadd231ps %1, %2, %0" : "+v"(x.b) : "v"(n.b), "v"(factor));
+  asm("vfnmadd231ps %1, %2, %0" : "+v"(x.c) : "v"(n.c), "v"(factor));
+  asm("vfnmadd231ps %1, %2, %0" : "+v"(x.d) : "v"(n.d), "v"(factor));
+}
+
+// Whether |x| < bound in all lanes; a NaN is not.
+ISOBIT_INLINE bool all_within(const Floats4& x, float bound) {
+  Floats4 magnitude;
+  absolute(x, magnitude);
+  // Magnitudes compare as integers do.
+  const Uint32s a = reinterpret_cast<Uint32s>(magnitude.a),
+                b = reinterpret_cast<Uint32s>(magnitude.b),
+                c = reinterpret_cast<Uint32s>(magnitude.c),
+                d = reinterpret_cast<Uint32s>(magnitude.d);
+  const Uint32s most_ab = a > b ? a : b, most_cd = c > d ? c : d;
+  const Uint32s most = most_ab > most_cd ? most_ab : most_cd;
+  const Uint32s limit = reinterpret_cast<Uint32s>(Floats{} + bound);
+  bool within;
+  asm("vpcmpud $5, %2, %1, %%k1\n\tkortestw %%k1, %%k1"  // $5: at least the limit
+      : "=@ccz"(within)
+      : "v"(most), "v"(limit)
+      : "k1");
+  return within;
+}
+#endif
+
 // Sets out to `value` where x < bound, or x > bound. A NaN is neither.
 ISOBIT_INLINE void set_where_less(const Floats& x, float bound, float value, Floats& out) {
   out = x < bound ? Floats{} + value : out;
@@ -136,27 +169,33 @@ ISOBIT_INLINE void round_to(float v, c10::Half* dst) {
   dst->x = v != v ? uint16_t(0x7e00) : c10::detail::fp16_ieee_from_fp32_value(v);
 }
 
-// Writes dst[16].
+// Writes dst[16]. With `numbers` no lane is NaN.
+template <bool numbers = false>
 ISOBIT_INLINE void round_to(const Floats& v, float* dst) {
-  *reinterpret_cast<Floats*>(dst) = v != v ? Floats{} + __builtin_nanf("") : v;
+  if constexpr (numbers)
+    *reinterpret_cast<Floats*>(dst) = v;
+  else
+    *reinterpret_cast<Floats*>(dst) = v != v ? Floats{} + __builtin_nanf("") : v;
 }
+template <bool numbers = false>
 ISOBIT_INLINE void round_to(const Floats& v, c10::BFloat16* dst) {
   const Uint32s bits = reinterpret_cast<Uint32s>(v);
-  const Uint32s rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  *reinterpret_cast<Uint16s*>(dst) =
-      __builtin_convertvector(v != v ? Uint32s{} + 0x7fc0u : rounded, Uint16s);
+  Uint32s rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  if constexpr (!numbers) rounded = v != v ? Uint32s{} + 0x7fc0u : rounded;
+  *reinterpret_cast<Uint16s*>(dst) = __builtin_convertvector(rounded, Uint16s);
 }
 // The same operations as c10's scalar conversion: adding a power of two rounds at the last place
 // that fp16 keeps.
+template <bool numbers = false>
 ISOBIT_INLINE void round_to(const Floats& v, c10::Half* dst) {
   const Uint32s bits = reinterpret_cast<Uint32s>(v), exponent = (bits << 1) & 0xff000000u;
   const Uint32s power =
       ((exponent < 0x71000000u ? Uint32s{} + 0x71000000u : exponent) >> 1) + 0x07800000u;
   const Floats overflowed = reinterpret_cast<Floats>(bits & 0x7fffffffu) * 0x1p+112f * 0x1p-110f;
   const Uint32s sum = reinterpret_cast<Uint32s>(reinterpret_cast<Floats>(power) + overflowed);
-  const Uint32s rounded = ((bits >> 16) & 0x8000u) | (((sum >> 13) & 0x7c00u) + (sum & 0xfffu));
-  *reinterpret_cast<Uint16s*>(dst) =
-      __builtin_convertvector(v != v ? Uint32s{} + 0x7e00u : rounded, Uint16s);
+  Uint32s rounded = ((bits >> 16) & 0x8000u) | (((sum >> 13) & 0x7c00u) + (sum & 0xfffu));
+  if constexpr (!numbers) rounded = v != v ? Uint32s{} + 0x7e00u : rounded;
+  *reinterpret_cast<Uint16s*>(dst) = __builtin_convertvector(rounded, Uint16s);
 }
 
 // Reads src[64], and rounds to dst[64].
@@ -173,6 +212,14 @@ ISOBIT_INLINE void round_to(const Floats4& values, T* dst) {
   round_to(values.b, dst + lane_count);
   round_to(values.c, dst + 2 * lane_count);
   round_to(values.d, dst + 3 * lane_count);
+}
+// The same where no lane is NaN.
+template <class T>
+ISOBIT_INLINE void round_numbers_to(const Floats4& values, T* dst) {
+  round_to<true>(values.a, dst);
+  round_to<true>(values.b, dst + lane_count);
+  round_to<true>(values.c, dst + 2 * lane_count);
+  round_to<true>(values.d, dst + 3 * lane_count);
 }
 
 // Reads src[count], count <= 16; the lanes after them are `fill`.

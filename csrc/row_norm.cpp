@@ -48,7 +48,19 @@ ISOBIT_NORM_BACKWARD(Half)
 
 using OptionalTensor = std::optional<Tensor>;
 
-Tensor fp32_vector(const Tensor& t) { return t.to(at::kFloat).contiguous(); }
+// A parameter [n] as contiguous fp32. Converted here: a call of the dispatcher costs more.
+Tensor fp32_vector(const char* function, const Tensor& t) {
+  if (t.scalar_type() == at::kFloat && t.is_contiguous()) return t;
+  Tensor out = empty_tensor(t.sizes(), at::kFloat);
+  float* dst = out.mutable_data_ptr<float>();  // [n]
+  dispatch_dtype(function, t.scalar_type(), [&](auto tag) {
+    using T = typename decltype(tag)::type;
+    const T* src = t.const_data_ptr<T>();  // [n], stride = that of t
+    const int64_t stride = t.stride(0);
+    for (int64_t i = 0; i < t.numel(); i++) dst[i] = static_cast<float>(src[i * stride]);
+  });
+  return out;
+}
 
 // Rounds sums [columns] to a tensor.
 Tensor rounded(const char* function, const float* sums, int64_t columns, at::ScalarType dtype) {
@@ -82,8 +94,8 @@ std::tuple<Tensor, Tensor, Tensor> normalise(const char* function, const Tensor&
   Tensor scales = empty_tensor(leading, at::kFloat);
   Tensor means = centred ? empty_tensor(leading, at::kFloat) : Tensor();
   if (out.numel() == 0) return {out, means, scales};
-  const Tensor rows = as_rows(x), fp32_weight = fp32_vector(weight);
-  const Tensor fp32_bias = bias ? fp32_vector(*bias) : Tensor();
+  const Tensor rows = as_rows(x), fp32_weight = fp32_vector(function, weight);
+  const Tensor fp32_bias = bias ? fp32_vector(function, *bias) : Tensor();
   const int64_t n = rows.size(1);
   const Schedule features = feature_schedule(n);
   dispatch_dtype(function, x.scalar_type(), [&](auto tag) {
@@ -146,7 +158,7 @@ std::tuple<Tensor, Tensor> backward_rows(const BackwardInputs& in, const Tensor&
   if (x.numel() == 0) return {dx, quarters.zero_()};  // samples without tokens
   float* sums = quarters.mutable_data_ptr<float>();   // [leaves * 4][width]
   const Tensor grad_rows = as_rows(in.grad), x_rows = as_rows(x);
-  const Tensor fp32_weight = fp32_vector(in.weight);
+  const Tensor fp32_weight = fp32_vector(in.function, in.weight);
   dispatch_dtype(in.function, x.scalar_type(), [&](auto tag) {
     using T = typename decltype(tag)::type;
     const NormBackward<T> pass{features,

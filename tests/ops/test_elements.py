@@ -63,6 +63,29 @@ def test_native_equals_portable(name, dtype):
     assert bits.first_difference(found, backward(grad, x)) is None
 
 
+@needs_native
+@of_each
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_far_neighbour_changes_no_bits(name, dtype):
+    """Of 64 values near 0 the chain is shorter: [Note: bounded arguments] in csrc/elementary.h."""
+    near = torch.linspace(-100, 100, 2001).to(dtype).repeat_interleave(64)
+    forward, backward = PORTABLE[name]
+    assert bits.first_difference(FUNCTIONS[name](near), forward(near)) is None
+    upstream = torch.full_like(near, 1.75)
+    leaf = near.requires_grad_()
+    whole = torch.autograd.grad(FUNCTIONS[name](leaf), leaf, upstream)[0]
+    assert bits.first_difference(whole, backward(upstream, near.detach())) is None
+    for far in (torch.nan, torch.inf, -3e38):
+        mixed = near.detach().view(-1, 64).clone()
+        mixed[:, 5] = far
+        mixed.requires_grad_()
+        y = FUNCTIONS[name](mixed)
+        dx = torch.autograd.grad(y, mixed, upstream.view(-1, 64))[0]
+        for found, expected in ((y, FUNCTIONS[name](near)), (dx, whole)):
+            others = [t.detach().view(-1, 64)[:, 6:] for t in (found, expected)]
+            assert bits.first_difference(*map(torch.clone, others)) is None
+
+
 @of_each
 @pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_gradients_of_16_bit_values_are_the_same_at_every_lane(name, dtype):

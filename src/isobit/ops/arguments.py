@@ -24,8 +24,7 @@ def check_tensors(devices: tuple[str, ...] = DEVICES, /, **tensors: torch.Tensor
         if tensor is None:
             continue
         if not (
-            isinstance(tensor, torch.Tensor)
-            and (type(tensor) in PLAIN or not is_dtensor(tensor))
+            (type(tensor) in PLAIN or (isinstance(tensor, torch.Tensor) and not is_dtensor(tensor)))
             and tensor.is_cpu
             and tensor.layout is torch.strided
             and not tensor.is_nested
@@ -148,9 +147,9 @@ def widen_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
 
 def autocast_device(tensors: tuple[torch.Tensor | None, ...]) -> str | None:
     """Return the device whose autocast applies to a call; None where it is off."""
-    on_cpu, on_gpu = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
-    if not (on_cpu or on_gpu):
+    if not torch._C._is_any_autocast_enabled():
         return None  # without a look at the tensors: this runs before every call
+    on_cpu, on_gpu = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     if any(isinstance(t, torch.Tensor) and t.is_cuda for t in tensors):
         return "cuda" if on_gpu else None
     return "cpu" if on_cpu else None

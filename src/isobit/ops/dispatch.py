@@ -155,10 +155,11 @@ def is_native(dtype: torch.dtype) -> bool:
         UnsupportedError: If a backend for Triton executors is chosen: what asks here has none.
     """
     refuse_chosen()
-    if serves_native(dtype):
+    if dtype not in NATIVE_DTYPES:
+        return False
+    if has_native():
         return True
-    if dtype in NATIVE_DTYPES:
-        warn_of_portable()
+    warn_of_portable()
     return False
 
 

@@ -87,9 +87,9 @@ def register_operator(
     full = f"isobit::{name}"
     torch.library.register_fake(full, fake)
     torch.library.register_vmap(full, refuse_vmap(public))
+    operator = getattr(torch.ops.isobit, name).default  # made here, before threads call it
     if torch._C._dispatch_has_kernel_for_dispatch_key(full, "Autograd"):
         return  # csrc/derivatives.cpp has its formula
-    operator = getattr(torch.ops.isobit, name).default
     # As torch.library.register_autograd, whose kernel drops tangents: a forward-mode derivative would be zero.
     kernel = make_autograd_impl(
         operator, Info(backward or refuse_second_order(public), setup_context)
@@ -134,7 +134,8 @@ def launch(
         launches.record(
             name, executor, chosen, sizes if isinstance(sizes, tuple) else sizes(given[0])
         )
-    return getattr(torch.ops.isobit, PREFIXES[executor] + name)(*given)
+    # The overload itself: its packet would look for it at every call.
+    return getattr(torch.ops.isobit, PREFIXES[executor] + name).default(*given)
 
 
 def executor_of(name: str, dtype: torch.dtype, given: tuple[Any, ...]) -> str:

@@ -115,6 +115,24 @@ def as_partial(grad: Tensor, share: Share | None) -> Tensor:
     return grad
 
 
+def marking_partials(output: Tensor) -> Tensor:
+    """Return an operator's output, whose node will mark the gradients of the operator's parameters as partial.
+
+    A parameter is every argument but the first. The formulas in csrc/derivatives.cpp know nothing of shares.
+    """
+    share = share_in_force()
+    if share is None or output.grad_fn is None:
+        return output
+
+    def mark(grads: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> None:
+        for grad in grads[1:]:
+            if grad is not None:
+                as_partial(grad, share)
+
+    output.grad_fn.register_hook(mark)
+    return output
+
+
 def is_partial(grad: Tensor, share: Share) -> bool:
     """Return whether `as_partial` marked this gradient for this share, and nothing was added to it since."""
     known, version = getattr(grad, _MARK, (None, 0))

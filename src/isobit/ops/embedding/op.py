@@ -12,7 +12,7 @@ from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
 from isobit.ops.embedding import portable
 from isobit.ops.portable.samples import describe, whole_samples
 from isobit.ops.registration import declare, launch, portable_operator, register_operator
-from isobit.ops.share import as_partial, described_dtype, share_in_force
+from isobit.ops.share import described_dtype, marking_partials
 from isobit.order.samples import Samples
 
 ID_DTYPES = (torch.int64, torch.int32)
@@ -57,13 +57,14 @@ def embedding(
     spans, of = describe(samples, ids.unsqueeze(-1), weight)
     given = (ids, weight, spans, padding, of)
     try:
-        return launch("embedding", (ids.numel(), *weight.shape), *given, dtype=weight.dtype)  # type: ignore[no-any-return]
+        found = launch("embedding", (ids.numel(), *weight.shape), *given, dtype=weight.dtype)
     except IndexError as error:
         raise ArgumentError(
             expected=f"ids from 0 to {len(weight) - 1}, as weight is {list(weight.shape)}",
             received=f"ids from {int(ids.min())} to {int(ids.max())}",
             remedy="pass ids of this table's rows",
         ) from error
+    return marking_partials(found)
 
 
 def check_embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> int:
@@ -93,7 +94,7 @@ def check_embedding(ids: Tensor, weight: Tensor, padding_idx: int | None) -> int
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ids, weight, spans, ctx.padding, ctx.of = inputs
-    ctx.vocabulary, ctx.share = weight.shape[0], share_in_force()
+    ctx.vocabulary = weight.shape[0]
     ctx.save_for_backward(ids, spans)
 
 
@@ -103,8 +104,8 @@ def backward_with(prefix: str) -> Any:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ids, spans = ctx.saved_tensors
         operator = getattr(torch.ops.isobit, f"{prefix}_weight_grad")
-        found = operator(grad, ids, spans, ctx.vocabulary, ctx.padding, ctx.of)
-        return None, as_partial(found, ctx.share), None, None, None
+        dweight = operator(grad, ids, spans, ctx.vocabulary, ctx.padding, ctx.of)
+        return None, dweight, None, None, None
 
     return backward
 

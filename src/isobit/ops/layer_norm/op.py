@@ -18,7 +18,7 @@ from isobit.ops.registration import (
     register_operator,
     rows_and_columns,
 )
-from isobit.ops.share import as_partial, described_dtype, share_in_force
+from isobit.ops.share import described_dtype, marking_partials
 from isobit.order.samples import Samples
 
 
@@ -61,12 +61,13 @@ def layer_norm(
     if bias is not None and bias.shape != weight.shape:
         refuse_shape("bias", bias, f"{list(weight.shape)}", "pass one bias per feature")
     spans, of = describe(samples, x, weight, bias)
-    return launch("layer_norm", rows_and_columns, x, weight, bias, eps, spans, of)[0]  # type: ignore[no-any-return]
+    given = (x, weight, bias, eps, spans, of)
+    return marking_partials(launch("layer_norm", rows_and_columns, *given)[0])
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, bias, _, spans, ctx.of = inputs
-    ctx.has_bias, ctx.share = bias is not None, share_in_force()
+    ctx.has_bias = bias is not None
     ctx.save_for_backward(x, weight, *output[1:], spans)
 
 
@@ -77,8 +78,7 @@ def backward_with(prefix: str) -> Any:
         dx, dweight, dbias = getattr(torch.ops.isobit, f"{prefix}_backward")(
             grad, *ctx.saved_tensors, ctx.of
         )
-        dbias = as_partial(dbias, ctx.share) if ctx.has_bias else None
-        return dx, as_partial(dweight, ctx.share), dbias, None, None, None
+        return dx, dweight, dbias if ctx.has_bias else None, None, None, None
 
     return backward
 

@@ -12,16 +12,19 @@ from isobit.ops.arguments import refuse_shape
 from isobit.ops.portable.sums import mean_last
 from isobit.ops.share import accumulation_dtype
 
+NUMBERS = (float, int)
+
 
 def check_norm(x: Tensor, weight: Tensor, eps: float, axes: int) -> None:
     """Raise unless x is [..., n] (or [..., T, H, n] where `axes` is 2), weight is [n], and eps is at least 0."""
-    if weight.dim() != 1 or not len(weight):
+    shape, sizes = weight.shape, x.shape  # once: this runs before every call
+    if len(shape) != 1 or not shape[0]:
         refuse_shape("weight", weight, "[n], n ≥ 1", "pass one factor per feature")
-    n = len(weight)
-    if x.dim() < axes or x.shape[-1] != n or (axes == 2 and not x.shape[-2]):
+    n = shape[0]
+    if len(sizes) < axes or sizes[-1] != n or (axes == 2 and not sizes[-2]):
         expected = f"[..., {'T, H, ' if axes == 2 else ''}{n}], as weight is [{n}]"
         refuse_shape("x", x, expected, "make the last axis of x as long as weight")
-    if not isinstance(eps, float | int) or not (eps >= 0 and math.isfinite(eps)):
+    if not isinstance(eps, NUMBERS) or not 0 <= eps < math.inf:
         raise ArgumentError(
             expected="eps of 0 or more",
             received=f"{eps!r}",

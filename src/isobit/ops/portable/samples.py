@@ -66,7 +66,7 @@ def describe(
 
     (None, 0) if there are no samples=: then the operator takes tokens [B, T, K] as the B samples of the whole batch.
     """
-    known = as_samples(samples)
+    known = None if samples is None else as_samples(samples)
     if known is None:
         check_default(tokens, *parameters)
         return None, 0

@@ -18,7 +18,7 @@ from isobit.ops.registration import (
     rows_and_columns,
 )
 from isobit.ops.rms_norm import portable
-from isobit.ops.share import as_partial, described_dtype, share_in_force
+from isobit.ops.share import described_dtype, marking_partials
 from isobit.order.samples import Samples
 
 
@@ -59,12 +59,12 @@ def rms_norm(
     check_tensors(WITH_GPU, x=x, weight=weight)
     check_norm(x, weight, eps, 2 if heads else 1)
     spans, of = describe(samples, x.select(-2, 0) if heads else x, weight)
-    return launch("rms_norm", rows_and_columns, x, weight, eps, spans, heads, of)[0]  # type: ignore[no-any-return]
+    given = (x, weight, eps, spans, heads, of)
+    return marking_partials(launch("rms_norm", rows_and_columns, *given)[0])
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, weight, _, spans, ctx.heads, ctx.of = inputs
-    ctx.share = share_in_force()
     ctx.save_for_backward(x, weight, output[1], spans)
 
 
@@ -75,7 +75,7 @@ def backward_with(prefix: str) -> Any:
         x, weight, scales, spans = ctx.saved_tensors
         operator = getattr(torch.ops.isobit, f"{prefix}_backward")
         dx, dweight = operator(grad, x, weight, scales, spans, ctx.heads, ctx.of)
-        return dx, as_partial(dweight, ctx.share), None, None, None, None
+        return dx, dweight, None, None, None, None
 
     return backward
 
