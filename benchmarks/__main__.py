@@ -15,6 +15,7 @@ CASES = (
     "model",
     "structure",
     "logprob",
+    "memory",
     "exchange",
     "levels",
     "step",

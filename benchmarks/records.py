@@ -26,6 +26,7 @@ COMMANDS = {
     "linear": "python -m benchmarks linear --quick",
     "whole-model": "python -m benchmarks model --quick --threads 2",
     "logprob": "python -m benchmarks logprob --quick --threads 2",
+    "memory": "python -m benchmarks memory",
     "rows": "python -m benchmarks rows --threads 1",
     "adamw": "python -m benchmarks adamw --quick --threads 1 --dtypes float32 bfloat16 float16",
     "exchange": "python -m benchmarks exchange",

@@ -54,19 +54,19 @@ def test_a_lazy_clone_does_not_hide_a_write(write, dropped):
 def test_a_lazy_clone_alone_is_no_write():
     module = layer()
     with isobit.freeze(module):
-        repacks = module._packed.repacks
+        repacks = module.__dict__["_isobit_packed"].repacks
         kept = [torch._lazy_clone(module.weight.detach()) for _ in range(3)]
         assert is_current(module)
-        assert module._packed.repacks == repacks
+        assert module.__dict__["_isobit_packed"].repacks == repacks
         kept[0].add_(1)  # the clone's own memory
         assert is_current(module)
-        assert module._packed.repacks == repacks
+        assert module.__dict__["_isobit_packed"].repacks == repacks
 
 
 def test_the_old_memory_is_free_after_the_next_call_and_after_thaw():
     module = layer()
     frozen = isobit.freeze(module)
-    packed = module._packed
+    packed = module.__dict__["_isobit_packed"]
     module.weight.data.add_(1)
     assert is_current(module)
     assert torch._C._data_address(packed._kept) == torch._C._data_address(module.weight)
@@ -96,9 +96,9 @@ def test_a_storage_object_that_nobody_refers_to_is_no_owner():
         assert is_current(module)
         storage_held(module.weight)
         module.weight.data.add_(1)
-        repacks = module._packed.repacks
+        repacks = module.__dict__["_isobit_packed"].repacks
         assert is_current(module)
-        assert module._packed.repacks == repacks + 1
+        assert module.__dict__["_isobit_packed"].repacks == repacks + 1
 
 
 @pytest.mark.parametrize("hold", [storage_held, view_held, array_held])

@@ -241,17 +241,17 @@ class TestFreeze:
         assert "2 linear layers" in repr(outer)
         with pytest.raises(KeyError), isobit.freeze(model):
             raise KeyError
-        assert model[0]._packed is not None
+        assert "_isobit_packed" in model[0].__dict__
         outer.thaw()
         outer.thaw()
-        assert model[0]._packed is None
+        assert "_isobit_packed" not in model[0].__dict__
         isobit.freeze(model[0])
         blocked = torch.nn.Sequential(
             isobit.nn.Linear(8, 8), isobit.nn.Linear(8, 8, dtype=torch.float64)
         )
         with pytest.raises(isobit.EngineError):
             isobit.freeze(blocked)
-        assert blocked[0]._packed is None
+        assert "_isobit_packed" not in blocked[0].__dict__
         with pytest.raises(isobit.ArgumentError, match=r"isobit\.nn\.Linear"):
             isobit.freeze(torch.nn.Linear(3, 3))
 

@@ -7,8 +7,11 @@ from types import TracebackType
 import torch
 
 from isobit.errors import ArgumentError
-from isobit.nn.linear import Linear
+from isobit.nn.linear import PACKED, Linear
 from isobit.ops.linear.packed import PackedWeight
+
+ENABLED = "_isobit_state"  # on a model that isobit.enable prepared
+FREEZES = "_isobit_freezes"  # on a frozen layer: how many Frozen hold it
 
 
 class Frozen:
@@ -21,21 +24,28 @@ class Frozen:
         >>> frozen.thaw()
     """
 
-    def __init__(self, layers: list[Linear]) -> None:
-        self._layers = layers
+    def __init__(self) -> None:
+        self._layers: list[torch.nn.Linear] = []
 
     @property
     def nbytes(self) -> int:
-        """Memory of the packed weights in bytes."""
-        return sum(layer._packed.nbytes for layer in self._layers if layer._packed is not None)
+        """Memory of the packed weights in bytes; a weight that several layers have is packed for each."""
+        return sum(layer.__dict__[PACKED].nbytes for layer in self._layers)
+
+    def add(self, layer: torch.nn.Linear) -> None:
+        """Pack the weight of a layer, or share the form that an earlier `freeze` made."""
+        if PACKED not in layer.__dict__:
+            layer.__dict__[PACKED] = PackedWeight(layer.weight)
+        layer.__dict__[FREEZES] = layer.__dict__.get(FREEZES, 0) + 1
+        self._layers.append(layer)
 
     def thaw(self) -> None:
         """Drop the packed weights; a second call does nothing."""
         layers, self._layers = self._layers, []
         for layer in layers:
-            layer._freezes -= 1
-            if not layer._freezes:
-                layer._packed = None
+            layer.__dict__[FREEZES] -= 1
+            if not layer.__dict__[FREEZES]:
+                del layer.__dict__[FREEZES], layer.__dict__[PACKED]
 
     def __enter__(self) -> Frozen:
         return self
@@ -53,14 +63,17 @@ class Frozen:
 
 
 def freeze(module: torch.nn.Module) -> Frozen:
-    """Pack the weight of every isobit.nn.Linear in a module, which makes decoding faster and changes no bits.
+    """Pack the weights of linear layers, which makes decoding faster and changes no bits.
+
+    Layers are the isobit.nn.Linear of a module, or all linear layers of a model that isobit.enable prepared; those that
+    share an input (Q, K and V; gate and up) read packed weights where no gradient is taken.
 
     A later write to a weight through torch (in place, `.data`, a view, a loaded state dict, a NumPy array) is noticed,
     and the weight is packed again at the next call. A write through a raw address (ctypes, a C extension that kept
     `data_ptr()`) is not: thaw before it. The first write to a frozen weight moves it to new memory.
 
     Args:
-        module: A module that contains isobit.nn.Linear layers.
+        module: A module that contains isobit.nn.Linear layers, or an enabled model.
 
     Returns:
         The packed weights, which can be used as a context manager.
@@ -77,27 +90,32 @@ def freeze(module: torch.nn.Module) -> Frozen:
         ...     torch.equal(layer(x), before)
         True
     """
-    layers = [layer for layer in module.modules() if isinstance(layer, Linear)]
-    if not layers and "_isobit_state" in module.__dict__:
-        raise ArgumentError(
-            expected="a module with isobit.nn.Linear layers",
-            received=f"{type(module).__name__}, a model that isobit.enable prepared",
-            remedy="leave freeze out: an enabled model packs weights as it computes, and keeps none packed",
-        )
+    kind = torch.nn.Linear if ENABLED in module.__dict__ else Linear
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, kind)}
     if not layers:
         raise ArgumentError(
-            expected="a module with isobit.nn.Linear layers",
+            expected="a module with isobit.nn.Linear layers, or a model that isobit.enable prepared",
             received=type(module).__name__,
-            remedy="replace torch.nn.Linear by isobit.nn.Linear.sharing(layer) first",
+            remedy="replace torch.nn.Linear by isobit.nn.Linear.sharing(layer), or enable the model first",
         )
-    frozen = Frozen([])
+    frozen = Frozen()
     try:
-        for layer in layers:
-            if layer._packed is None:
-                layer._packed = PackedWeight(layer.weight)
-            layer._freezes += 1
-            frozen._layers.append(layer)
+        for name, layer in layers.items():
+            pack(frozen, name, layer)
     except BaseException:
         frozen.thaw()
         raise
     return frozen
+
+
+def pack(frozen: Frozen, name: str, layer: torch.nn.Linear) -> None:
+    """Add a layer to the frozen ones, or raise with its name."""
+    try:
+        frozen.add(layer)
+    except ArgumentError as error:
+        raise ArgumentError(
+            expected=error.expected,
+            received=f"{name}: {error.received}" if name else error.received,
+            remedy="copy the weights first, as those that from_pretrained maps from a file: "
+            "for p in module.parameters(): p.data = p.data.clone()",
+        ) from error

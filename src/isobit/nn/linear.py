@@ -9,6 +9,8 @@ from isobit.ops.linear.op import linear_with_packed
 from isobit.ops.linear.packed import PackedWeight
 from isobit.order.samples import Samples
 
+PACKED = "_isobit_packed"  # on a frozen layer: its PackedWeight
+
 
 class Linear(torch.nn.Linear):
     """torch.nn.Linear that computes isobit.linear.
@@ -20,9 +22,6 @@ class Linear(torch.nn.Linear):
         True
     """
 
-    _packed: PackedWeight | None = None
-    _freezes: int = 0
-
     @classmethod
     def sharing(cls, module: torch.nn.Linear) -> Linear:
         """Return a layer that shares the parameters of a torch.nn.Linear."""
@@ -33,9 +32,13 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: Tensor, samples: Samples | Tensor | None = None) -> Tensor:
         """Compute isobit.linear(input, weight, bias)."""
-        packed = self._packed
-        # A compiled graph packs on the fly: it cannot check whether the weight was written.
-        current = (
-            None if packed is None or torch.compiler.is_compiling() else packed.current(self.weight)
-        )
-        return linear_with_packed(input, self.weight, self.bias, samples, current)
+        return linear_with_packed(input, self.weight, self.bias, samples, packed_form(self))
+
+
+def packed_form(layer: torch.nn.Linear) -> Tensor | None:
+    """Return the packed form of a frozen layer's present weight; None where there is none that may be read."""
+    packed: PackedWeight | None = layer.__dict__.get(PACKED)
+    # A compiled graph packs on the fly: it cannot check whether the weight was written.
+    if packed is None or torch.compiler.is_compiling():
+        return None
+    return packed.current(layer.weight)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import Layout
 from isobit.integrations.transformers.package import library
+from isobit.nn.linear import packed_form
 from isobit.ops.arguments import cast_for_autocast
 from isobit.ops.linear.op import linear, linear_fp32
 from isobit.ops.log_softmax.op import log_softmax
@@ -69,7 +70,7 @@ def logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tenso
         if samples is not None:
             check_share(samples, weight)
         return Logits.apply(hidden, weight, samples)  # type: ignore[no-untyped-call,no-any-return]
-    return linear_fp32(hidden, weight)
+    return linear_fp32(hidden, weight, packed_form(head) if weight is head.weight else None)
 
 
 def keep_rows(hidden: Tensor, layout: Layout, keep: int | Tensor) -> tuple[Tensor, Samples | None]:

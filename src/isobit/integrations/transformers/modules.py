@@ -14,11 +14,12 @@ from isobit.integrations.transformers.layout import Layout, current_layout, in_f
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.refusals import check_embedding
 from isobit.integrations.transformers.residual import add, fork
+from isobit.nn.linear import packed_form
 from isobit.ops.arguments import cast_for_autocast
 from isobit.ops.attention.op import attention
 from isobit.ops.embedding.op import embedding
 from isobit.ops.linear.group import linear_group
-from isobit.ops.linear.op import linear
+from isobit.ops.linear.op import linear_with_packed
 from isobit.ops.rms_norm.op import rms_norm
 from isobit.ops.rotary.op import rotary
 from isobit.ops.swiglu.op import swiglu
@@ -59,7 +60,7 @@ def forward_linear(module: nn.Linear, x: Tensor) -> Tensor:
     samples, tp_group = current_layout().samples, tp_group_of(module)
     if tp_group is not None:
         return row_linear(x, module.weight, module.bias, tp_group=tp_group, samples=samples)
-    return linear(x, module.weight, module.bias, samples=samples)
+    return linear_with_packed(x, module.weight, module.bias, samples, packed_form(module))
 
 
 def forward_logits(module: nn.Linear, hidden: Tensor, samples: Samples | None = None) -> Tensor:
@@ -251,7 +252,18 @@ def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[
         return column_linear_group(
             x, weights, biases, groups=groups, tp_group=tp_group, samples=samples
         )
+    packed = tuple(packed_form(layer) for layer in layers)
+    if any(form is not None for form in packed) and not wants_gradient(x, *weights):
+        return tuple(
+            linear_with_packed(x, layer.weight, layer.bias, samples, form)
+            for layer, form in zip(layers, packed, strict=True)
+        )
     return linear_group(x, weights, biases, groups=groups, samples=samples)
+
+
+def wants_gradient(*tensors: Tensor) -> bool:
+    """Return whether autograd would take a gradient of any of the tensors."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def share_count(features: int) -> int:
