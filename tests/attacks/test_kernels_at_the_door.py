@@ -56,6 +56,17 @@ class Right(Raises):
     @staticmethod
     def backward(ctx, grad): return torch.ops.aten.silu_backward(grad, *ctx.saved_tensors)
 
+class WritesGradient(Right):
+    @staticmethod
+    def backward(ctx, grad): return grad.copy_(Right.backward(ctx, grad))
+
+class WritesSaved(Right):
+    @staticmethod
+    def backward(ctx, grad):
+        found = Right.backward(ctx, grad)
+        ctx.saved_tensors[0].data.zero_()
+        return found
+
 class Norm(torch.nn.Module):
     def __init__(self, size, eps=1e-6):
         super().__init__()
@@ -87,6 +98,8 @@ FAULTS = [
     ("half", "rms_norm", "weight has no gradient; give it a backward"),
     ("Raises", "silu", "its backward raises RuntimeError: no kernel here; give it a backward"),
     ("loss_in_place", "cross_entropy", "with gradients enabled, it writes to argument 1"),
+    ("WritesGradient", "silu", "its backward writes to the gradient that it is given; compute"),
+    ("WritesSaved", "silu", "its backward: it writes to argument 1; compute into a new tensor"),
 ]
 REFUSED = [
     (["turned", "--like", "silu"], "[300, 130] instead of [130, 300]"),

@@ -6,6 +6,9 @@
 """
 
 import inspect
+import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.judged_kernels import records_of
 from isobit.cli import main
 from isobit.cli.check import chosen
 from isobit.cli.kernel_call import operator_of
@@ -24,6 +28,7 @@ from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
 from isobit.library.any_kernel.wrong import attention, rows, tokens
 
+ROOT = Path(__file__).parents[2]
 RIGHT = (
     "linear", "rms_norm", "layer_norm", "softmax", "softmax_in_fp64", "log_softmax", "log_softmax_by_parts", "silu",
     "silu_by_sigmoid", "gelu", "swiglu", "attention", "gqa", "rope", "rope_in_fp64", "embedding", "cross_entropy",
@@ -65,10 +70,10 @@ def test_every_operator_has_a_contract():
 
 
 def test_the_page_has_every_call_and_tolerance():
-    page = (Path(__file__).parents[2] / "docs/how-to/check-a-kernel.md").read_text()
+    page = (ROOT / "docs/how-to/check-a-kernel.md").read_text()
     for like, call in LIKE.items():
         kind = operator_of(chosen(like, None), Options())
-        assert f"| {like} | {kind.FORWARD} | {kind.BACKWARD} |" in page
+        assert f"| {like} | {kind.FORWARD} | {kind.BACKWARD} | " in page
         assert f"| {like} | `{call.partition(')')[0]})`{call.partition(')')[2]} |" in page
 
 
@@ -176,6 +181,32 @@ def test_what_cannot_run_is_refused(words, told, capsys):
     assert code == 2
     assert told in err
     assert "remedy: " in err
+
+
+def test_a_candidate_that_cannot_be_called_is_a_row_of_its_own():
+    options = Options(trusted=("torch",), subject="torch:chunk", level=2)
+    (row,) = records_of(chosen("silu", None), options, "silu")
+    assert row.verdict == "could-not-run"
+    assert "to be called as silu(x)" in row.detail
+
+
+@pytest.mark.full
+def test_kernels_of_liger_run_in_the_interpreter():
+    """Its norms keep every claim; that which writes to the gradient that it is given is named."""
+    pytest.importorskip("liger_kernel", reason="pip install -c constraints.txt liger-kernel")
+    names = ["rms_norm", "rms_norm_out_of_place", "layer_norm"]
+    words = [sys.executable, "-m", "benchmarks.liger_kernels", *names]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
+    found = {
+        name: {r["claim"]: r["verdict"] for r in records}
+        for name, _, records in json.loads(done.stdout)
+    }
+    assert found.pop("rms_norm") == {"call": "broken"}
+    assert {name: set(verdicts.values()) for name, verdicts in found.items()} == {
+        "rms_norm_out_of_place": {"kept"},
+        "layer_norm": {"kept"},
+    }
 
 
 def test_tensors_are_on_the_device_when_the_kernel_is_called():

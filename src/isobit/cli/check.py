@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         say_json({"provenance": provenance, "kernel": arguments.code, "contract": status})
     else:
-        show(status, arguments)
+        show(status, arguments, len(contract.claims) + 1 - len(records))
     return exit_code([record.verdict for record in records])
 
 
@@ -174,8 +174,8 @@ def status_of(contract: Contract, code: str, records: tuple[ClaimRecord, ...]) -
     )
 
 
-def show(status: ContractStatus, arguments: argparse.Namespace) -> None:
-    """Print the claims, each counter-example, and the totals."""
+def show(status: ContractStatus, arguments: argparse.Namespace, left: int) -> None:
+    """Print the claims, each counter-example, the totals, and how many claims are left."""
     console = make_console(132)
     console.print(claims_table([status], LEVEL))
     for claim in status.claims:
@@ -192,3 +192,5 @@ def show(status: ContractStatus, arguments: argparse.Namespace) -> None:
         f"{sum(c.compared for c in status.claims):,} comparisons",
         markup=False,
     )
+    if left:
+        console.print(f"{left} other claims are judged when the call has no fault")

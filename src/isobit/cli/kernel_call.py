@@ -68,7 +68,7 @@ def first_call(contract: Contract, options: Options, like: str, forward_only: bo
         for dtype in inputs.dtypes:
             recipe = list(fixed_recipes(name, replace(inputs, dtypes=(dtype,))))[-1]
             case = Case(recipe, inputs)
-            found = called_once(kind, subject, case, options, like)
+            found = called_once(kind, subject, case, options, like, record.compared > 0)
             with torch.no_grad():
                 fault = fault_of(kind, watched, subject, case, found)
             if not fault and not forward_only:
@@ -87,9 +87,17 @@ def operator_of(contract: Contract, options: Options) -> type[Operator]:
 
 
 def called_once(
-    kind: type[Operator], subject: Callable[..., Any], case: Case, options: Options, like: str
+    kind: type[Operator],
+    subject: Callable[..., Any],
+    case: Case,
+    options: Options,
+    like: str,
+    other_dtypes: bool,
 ) -> Tensor:
-    """Return the output of a call without gradients, which must have the operator's shape."""
+    """Return the output of a call without gradients, which must have the operator's shape.
+
+    `other_dtypes` tells whether it could be called with another dtype: then it may lack this one.
+    """
     expected = kind.call(kind.reference, *(t.double() for t in case.arguments.values()))
     received, remedy = "", "write a function that calls the kernel in this way"
     try:
@@ -105,12 +113,12 @@ def called_once(
         raise
     except (Exception, SystemExit) as error:
         received = f"{type(error).__name__}: {in_one_line(error)[:200]}"
-        remedy += ", pass what else it needs by --with NAME=VALUE"
+        remedy += ", or pass what else it needs by --with NAME=VALUE"
     if received:
         raise ArgumentError(
             expected=f"{options.subject} to be called as {LIKE[like]}",
             received=f"{received}, in {case.recipe.dtype}",
-            remedy=f"{remedy}, or leave a dtype out by --dtype",
+            remedy=remedy + ", or leave this dtype out by --dtype" * other_dtypes,
         )
     return found
 

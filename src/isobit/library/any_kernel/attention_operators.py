@@ -17,7 +17,7 @@ class Attention(Operator):
     Key heads may be fewer than query heads.
     """
 
-    FORWARD, BACKWARD = 4, 8
+    FORWARD, BACKWARD = 4, 7
     OTHER = 64
 
     @staticmethod
@@ -35,6 +35,12 @@ class Attention(Operator):
         return torch.softmax(scores, -1), 1 + 2 * sizes.amax(-1, keepdim=True)
 
     @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """A score, its exponentials and p·v; backward also dP, Σp·dP, and the rows of a group."""
+        (tokens, depth), group = given["q"].shape[-2:], heads_of_a_group(given["q"], given["k"])
+        return depth + 2 * tokens, 3 * depth + (3 + group) * tokens
+
+    @staticmethod
     def magnitude(given: Values) -> Tensor:
         """Add p·|v|, times what a rounding of a score is multiplied by."""
         weights, factor = Attention.weights(given["q"], given["k"])
@@ -45,10 +51,10 @@ class Attention(Operator):
         """Add the magnitudes of dS = p·(dP − Σ p·dP), then of its products; the heads of a group are added."""
         q, g = given["q"].abs(), upstream.abs()
         k, v = (repeated(given[name].abs(), q) for name in ("k", "v"))
-        weights, factor = Attention.weights(given["q"], given["k"])
-        weights = weights * factor
+        plain, factor = Attention.weights(given["q"], given["k"])
+        weights = plain * factor
         of_weights = g @ v.mT
-        of_scores = weights * (of_weights + (weights * of_weights).sum(-1, keepdim=True))
+        of_scores = weights * (of_weights + (plain * of_weights).sum(-1, keepdim=True))
         of_scores = of_scores * q.shape[-1] ** -0.5
         groups = (given["k"].shape[-3], -1)
         of_k = torch.unflatten(of_scores.mT @ q, -3, groups).sum(-3)
@@ -67,21 +73,20 @@ class Attention(Operator):
             tally.same(last, whole[..., length - 1 : length, :], f"token {length - 1} decoded")
 
 
+def heads_of_a_group(queries: Tensor, keys: Tensor) -> int:
+    """Return how many query heads share a key head."""
+    return queries.shape[-3] // keys.shape[-3]
+
+
 def repeated(keys: Tensor, queries: Tensor) -> Tensor:
     """Return the key head of each query head."""
-    return keys.repeat_interleave(queries.shape[-3] // keys.shape[-3], -3)
+    return keys.repeat_interleave(heads_of_a_group(queries, keys), -3)
 
 
 class Gqa(Attention):
     """`gqa(q, k, v)`: attention whose query heads share key heads, consecutive heads the same one."""
 
-    BACKWARD = 9  # a group's gradients may be added in the inputs' dtype
-
-    @staticmethod
-    def longest(given: Values) -> int:
-        """A group's heads and tokens are added to dk and dv."""
-        q, k = given["q"], given["k"]
-        return max(q.shape[-1], q.shape[-2] * (q.shape[-3] // k.shape[-3]))
+    BACKWARD = 8  # a group's gradients may be added in the inputs' dtype
 
 
 class Rope(Operator):
@@ -99,6 +104,11 @@ class Rope(Operator):
     def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return x·cos + turned(x)·sin."""
         return x * cos.unsqueeze(-3) + turned(x) * sin.unsqueeze(-3)
+
+    @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """Nothing is added up."""
+        return 0, 0
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:

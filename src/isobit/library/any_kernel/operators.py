@@ -25,6 +25,11 @@ class Linear(Operator):
     reference = staticmethod(F.linear)
 
     @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """Each product is one sum."""
+        return given["x"].shape[-1], max(len(given["weight"]), len(given["x"]))
+
+    @staticmethod
     def magnitude(given: Values) -> Tensor:
         """Add |x| · |w| and |b|."""
         return F.linear(*(t.abs() for t in given.values()))
@@ -47,6 +52,12 @@ class RmsNorm(Operator):
         return stock.rms_norm(x, weight, RMS_EPS)
 
     @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """The mean square enters dx three times, half each; the other mean and the rows are added."""
+        rows, n = given["x"].shape
+        return n, rows + 3 * n
+
+    @staticmethod
     def magnitude(given: Values) -> Tensor:
         """Squares do not cancel."""
         return RmsNorm.reference(*given.values()).abs()
@@ -64,7 +75,7 @@ class RmsNorm(Operator):
 class LayerNorm(Operator):
     """`layer_norm(x, weight, bias)`, with eps = 1e-5."""
 
-    FORWARD, BACKWARD = 4, 5
+    FORWARD, BACKWARD = 4, 4
 
     @staticmethod
     def reference(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -72,27 +83,39 @@ class LayerNorm(Operator):
         return stock.layer_norm(x, weight, bias, LAYER_EPS)
 
     @staticmethod
-    def unit(x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the magnitude of x̂, whose mean is subtracted, and the scale."""
+    def unit(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return |x̂|, the magnitudes of its terms, the scale, and what a rounding of x − mean is multiplied by in it.
+
+        The variance is a mean of squares of x − mean, whose terms are |x| and mean|x|.
+        """
         scale = (x.var(-1, correction=0, keepdim=True) + LAYER_EPS).rsqrt()
-        return (x.abs() + x.abs().mean(-1, keepdim=True)) * scale, scale
+        exact = ((x - x.mean(-1, keepdim=True)) * scale).abs()
+        terms = (x.abs() + x.abs().mean(-1, keepdim=True)) * scale
+        of_scale = 1 + terms.square().mean(-1, keepdim=True).sqrt()
+        return exact, terms + exact * of_scale, scale, of_scale
+
+    @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """As in rms_norm, with the mean that is subtracted."""
+        rows, n = given["x"].shape
+        return 2 * n, rows + 4 * n
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:
-        """Add |x̂·w| and |b|; the variance is a sum of differences, so that its error scales with |x̂|² too."""
-        unit, _ = LayerNorm.unit(given["x"])
-        twice = unit * unit.square().mean(-1, keepdim=True)
-        return twice * given["weight"].abs() + given["bias"].abs()
+        """Add the terms of x̂, times |w|, and |b|."""
+        _, terms, _, _ = LayerNorm.unit(given["x"])
+        return terms * given["weight"].abs() + given["bias"].abs()
 
     @staticmethod
     def gradients(given: Values, upstream: Tensor) -> Values:
-        """Add the three terms of dx; and the terms of dw and db over the rows."""
-        unit, scale = LayerNorm.unit(given["x"])
-        unit = unit * unit.square().mean(-1, keepdim=True)
+        """Add the three terms of dx, each with the terms of its factors; and the terms of dw and db over the rows."""
+        exact, terms, scale, of_scale = LayerNorm.unit(given["x"])
         g = upstream.abs()
         a = g * given["weight"].abs()
-        of_x = scale * (a + a.mean(-1, keepdim=True) + unit * (a * unit).mean(-1, keepdim=True))
-        return {"x": of_x, "weight": (g * unit).sum(0), "bias": g.sum(0)}
+        inner = (a * exact).mean(-1, keepdim=True)
+        of_x = of_scale * (a + a.mean(-1, keepdim=True) + exact * inner)
+        of_x = of_x + terms * inner + exact * (a * terms).mean(-1, keepdim=True)
+        return {"x": scale * of_x, "weight": (g * terms).sum(0), "bias": g.sum(0)}
 
 
 class Softmax(Operator):
@@ -100,6 +123,12 @@ class Softmax(Operator):
 
     FORWARD, BACKWARD = 2, 3
     reference = staticmethod(stock.softmax)
+
+    @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """The sum of exponentials enters the gradient twice, and Σy·g is one more."""
+        n = given["x"].shape[-1]
+        return n, 3 * n
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:
@@ -118,6 +147,12 @@ class LogSoftmax(Operator):
 
     FORWARD, BACKWARD = 3, 3
     reference = staticmethod(stock.log_softmax)
+
+    @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """The sum of exponentials, and Σg."""
+        n = given["x"].shape[-1]
+        return n, 2 * n
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:
@@ -149,6 +184,11 @@ class Silu(Operator):
         return torch.sigmoid(x) * (1 + x.abs()) * (1 + x.abs())
 
     @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """Nothing is added up."""
+        return 0, 0
+
+    @staticmethod
     def magnitude(given: Values) -> Tensor:
         """Return the size of the value."""
         return Silu.size(given["x"])
@@ -166,6 +206,11 @@ class Gelu(Operator):
     reference = staticmethod(stock.exact_gelu)
 
     @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """Nothing is added up."""
+        return 0, 0
+
+    @staticmethod
     def magnitude(given: Values) -> Tensor:
         """1 + erf(x) cancels where x is negative, so that |x| remains."""
         return given["x"].abs()
@@ -181,6 +226,11 @@ class Swiglu(Operator):
 
     FORWARD, BACKWARD = 3, 5
     reference = staticmethod(stock.swiglu)
+
+    @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """Nothing is added up."""
+        return 0, 0
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:

@@ -51,6 +51,11 @@ class Embedding(Operator):
         return F.embedding(ids, weight)
 
     @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """Tokens of an id are added."""
+        return 0, len(given["places"])
+
+    @staticmethod
     def magnitude(given: Values) -> Tensor:
         """A copy has no error."""
         return given["weight"].new_zeros(len(given["places"]), given["weight"].shape[-1])
@@ -81,6 +86,11 @@ class CrossEntropy(Operator):
         return F.cross_entropy(logits, targets, ignore_index=IGNORED, reduction="none")
 
     @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """Those of log_softmax."""
+        return LogSoftmax.sums({"x": given["logits"]})
+
+    @staticmethod
     def magnitude(given: Values) -> Tensor:
         """Return the magnitude of log_softmax at the target."""
         logits = given["logits"]
@@ -100,7 +110,7 @@ class CrossEntropy(Operator):
 class Logprob(Operator):
     """`logprob(hidden, weight, targets)`: log-probabilities of targets; in fp32, or as hidden."""
 
-    FORWARD, BACKWARD = 3, 4
+    FORWARD, BACKWARD = 3, 3
     WIDE_OUTPUT = True
 
     @staticmethod
@@ -119,6 +129,12 @@ class Logprob(Operator):
         """Return the logits, and the sums of the magnitudes of their products."""
         hidden, weight = given["hidden"], given["weight"]
         return hidden @ weight.mT, hidden.abs() @ weight.abs().mT
+
+    @staticmethod
+    def sums(given: Values) -> tuple[int, int]:
+        """Products of a logit, its exponentials, then products of its gradient."""
+        (rows, k), v = given["hidden"].shape, len(given["weight"])
+        return k + v, k + 2 * v + rows
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:

@@ -6,9 +6,10 @@ A kernel is compared with a reference in fp64 on the same inputs. The error of a
     (s · u₁₆ + (n + c) · u₃₂) · M
 
 M is the sum of the magnitudes of the terms that are added to the element, so that cancellation is no excuse and no
-fault. n is the length of the longest sum: a sum of n terms in fp32, in any order, has an error of at most n · u₃₂ · M
-to first order. c counts the other operations. s counts the values that a kernel may store in the inputs' dtype, the
-result among them; it is 0 in fp32. u is the unit roundoff: 2⁻²⁴ in fp32, 2⁻⁸ in bf16, 2⁻¹¹ in fp16.
+fault. n counts the terms of the sums that the element passes: a sum of n terms in fp32, in any order, has an error of
+at most n · u₃₂ · M to first order. c is for the other operations. s counts the values that a kernel may store in the
+inputs' dtype, the result among them; it is 0 in fp32. u is the unit roundoff: 2⁻²⁴ in fp32, 2⁻⁸ in bf16, 2⁻¹¹ in fp16.
+tolerance-table-v1 (isobit/library/tolerances) derives each bound.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class Operator(Planted):
         raise NotImplementedError
 
     @staticmethod
-    def longest(given: Values) -> int:
-        """Return the length of the longest sum, forward and backward."""
-        return max(max(t.shape) for t in given.values())
+    def sums(given: Values) -> tuple[int, int]:
+        """Return n of the note, of the output and of the gradients."""
+        raise NotImplementedError
 
     @classmethod
     def forward(cls, subject: Subject, case: Case, tally: Tally) -> None:
@@ -66,7 +67,7 @@ class Operator(Planted):
         wide = {name: t.double() for name, t in case.arguments.items()}
         found = subject(*case.arguments.values())
         exact = cls.call(cls.reference, *wide.values())
-        limit = cls.limit(case.dtype, cls.FORWARD, wide) * cls.magnitude(wide)
+        limit = cls.output_bound(case.dtype, wide)
         dtype = torch.float32 if cls.WIDE_OUTPUT and found.dtype == torch.float32 else case.dtype
         compare(found, exact, limit, dtype, tally, "the output")
 
@@ -77,18 +78,28 @@ class Operator(Planted):
         wide = {name: t.double() for name, t in case.arguments.items()}
         exactly = partial(cls.call, cls.reference)
         upstream = case.draw(tuple(exactly(*wide.values()).shape), UPSTREAM)
-        magnitudes = cls.gradients(wide, upstream.double())
-        found = differentiate(subject, case.arguments, upstream, list(magnitudes))
-        exact = differentiate(exactly, wide, upstream.double(), list(magnitudes))
-        for name, magnitude in magnitudes.items():
-            limit = cls.limit(case.dtype, cls.BACKWARD, wide) * magnitude
+        limits = cls.gradient_bounds(case.dtype, wide, upstream.double())
+        found = differentiate(subject, case.arguments, upstream, list(limits))
+        exact = differentiate(exactly, wide, upstream.double(), list(limits))
+        for name, limit in limits.items():
             compare(found[name], exact[name], limit, case.dtype, tally, f"the gradient of {name}")
 
     @classmethod
-    def limit(cls, dtype: torch.dtype, stored: int, given: Values) -> float:
-        """Return the factor of the magnitudes: see [Note: the bound of an element]."""
-        of_storage = 0.0 if dtype == torch.float32 else stored * ROUNDOFF[dtype]
-        return of_storage + (cls.longest(given) + cls.OTHER) * ROUNDOFF[torch.float32]
+    def output_bound(cls, dtype: torch.dtype, given: Values) -> Tensor:
+        """Return the bound of each element of the output: see [Note: the bound of an element]."""
+        return factor(dtype, cls.FORWARD, cls.sums(given)[0] + cls.OTHER) * cls.magnitude(given)
+
+    @classmethod
+    def gradient_bounds(cls, dtype: torch.dtype, given: Values, upstream: Tensor) -> Values:
+        """Return the bounds of each argument's gradient."""
+        times = factor(dtype, cls.BACKWARD, cls.sums(given)[1] + cls.OTHER)
+        return {name: times * size for name, size in cls.gradients(given, upstream).items()}
+
+
+def factor(dtype: torch.dtype, stored: int, operations: int) -> float:
+    """Return s · u₁₆ + (n + c) · u₃₂."""
+    of_storage = 0.0 if dtype == torch.float32 else stored * ROUNDOFF[dtype]
+    return of_storage + operations * ROUNDOFF[torch.float32]
 
 
 def differentiate(
