@@ -114,7 +114,8 @@ PLANS: dict[str, Plan] = {
     "matmul-kernel-v1": Plan(
         left_out={"ranks": PARTIAL, "packed-weights": PACKED},
         inputs_left_out=("qkv", "o", "gate_up", "down", *ROW_COUNTS),
-        sizes={"square": {"k": (70,), "n": (70,)}},
+        # Stock's kernel for several rows is one chain too; its kernel for one row is not.
+        sizes={"square": {"k": (70,), "n": (70,)}, "parity": {"rows": (1, 17), "k": (70,)}},
         predicates={"samples": (f"{OWN}linear_samples", f"micro-batches: {PARTIAL}; {FEWER}")},
     ),
     "linear-group-kernel-v1": Plan(
