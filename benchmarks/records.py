@@ -147,6 +147,10 @@ def read_backend(backend: dict, contracts: list[dict]) -> dict:
     """Return a row per contract, then a row per reason for what a backend is not held to."""
     header = ["contract", "verdict", "claims kept", "planted", "cases", "compared", "seconds"]
     rows = []
+    missing = [
+        found["id"] for found in contracts if not sum(c["compared"] for c in found["claims"])
+    ]
+    contracts = [found for found in contracts if found["id"] not in missing]
     for found in contracts:
         kept, _, compared, planted = count_claims(found["claims"])
         seconds = f"{sum(claim['seconds'] for claim in found['claims']):.0f}"
@@ -161,9 +165,12 @@ def read_backend(backend: dict, contracts: list[dict]) -> dict:
     claims = [claim for found in contracts for claim in found["claims"]]
     kept, _, compared, planted = count_claims(claims)
     whole = sum(found["verdict"] == "kept" for found in contracts)
+    cases = sum(backend["cases_by_contract"][found["id"]] for found in contracts)
     lines = [
         f"{whole} of {len(contracts)} contracts kept; {kept} claims kept; planted: {planted}",
-        f"{backend['cases']:,} cases (the CPU's executors: {backend['cases_on_cpu']:,}), {compared} comparisons",
+        f"{cases:,} of {backend['cases']:,} cases (the CPU's executors: {backend['cases_on_cpu']:,}),"
+        f" {compared} comparisons",
+        f"not judged: {', '.join(missing) or 'none'}",
     ]
     tables = [
         {"header": header, "rows": rows},

@@ -130,10 +130,10 @@ def derive_claim(contract: str, claim: Claim, plan: Plan) -> tuple[Claim, list[t
 
 
 def kept_inputs(claim: Claim, plan: Plan) -> tuple[str, ...]:
-    """Return the inputs of a claim without those that take too long."""
-    return (
-        tuple(name for name in claim.inputs if name not in plan.inputs_left_out) or claim.inputs[:1]
-    )
+    """Return the inputs of a claim without those that take too long, in the order of the plan."""
+    kept = [name for name in claim.inputs if name not in plan.inputs_left_out]
+    kept.sort(key=lambda name: name not in plan.tried_first)
+    return tuple(kept) or claim.inputs[:1]
 
 
 def dtypes_left_out(contract: Contract, plan: Plan) -> list[LeftOut]:

@@ -73,6 +73,9 @@ TWINS: dict[str, str] = {
         over_the_batch="rms_over_the_batch",
         bf16_accumulator="rms_bf16_accumulator",
         without_the_last="rms_without_the_last",
+        without_eps="rms_without_eps",
+        without_a_root="rms_without_a_root",
+        by_squares_in_fp16="rms_squares_in_fp16",
     ),
     **twins(
         "layer_norm.claims",
@@ -109,12 +112,18 @@ TWINS: dict[str, str] = {
         gelu_rounded_between="gelu_rounded_between",
         by_error_function="gelu_rounded_twice",
         gelu_by_difference="gelu_by_difference",
+        gelu_of_a_leaky_kind="gelu_of_a_leaky_kind",
+        gelu_above_x="gelu_above_x",
+        gelu_with_a_step="gelu_with_steps",
+        swiglu_by_sigmoid="swiglu_by_sigmoid",
+        swiglu_with_a_limit="swiglu_with_a_limit",
     ),
     **twins(
         "rotary.claims",
         ELEMENTS,
         wrong_in_one_half="rotary_wrong_in_one_half",
         rounded_between="rotary_rounded_between",
+        frequencies_reversed="rotary_frequencies_reversed",
     ),
     **twins(
         "embedding.planted",

@@ -1,4 +1,4 @@
-"""Wrong Triton kernels of elements: SiLU, GELU, rotary, embedding, the exact sum, the norm and AdamW."""
+"""Wrong Triton kernels of elements: SiLU, GELU, SwiGLU, rotary, embedding, the exact sum, the norm and AdamW."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from isobit.ops.exact_sum.op import exact_sum
 from isobit.ops.gelu.op import gelu
 from isobit.ops.rotary.op import rotary
 from isobit.ops.silu.op import silu
+from isobit.ops.swiglu.op import swiglu
 from isobit.optim import get_total_norm
 from isobit.order.samples import Samples
 
 SILU, GELU, ROTARY = (f"isobit.ops.{name}.triton" for name in ("silu", "gelu", "rotary"))
+SWIGLU = "isobit.ops.swiglu.triton"
 EMBEDDING, EXACT = "isobit.ops.embedding.triton", "isobit.ops.exact_sum.triton"
 ADAMW = "isobit.ops.adamw.triton"
 STATE = "isobit.ops.exact_sum.triton_state"
 NARROW = ".to(tl.bfloat16).to(tl.float32)"
 
-# ---- SiLU and GELU ---------------------------------------------------------------------------------------
+# ---- SiLU, GELU and SwiGLU -------------------------------------------------------------------------------
 
 QUOTIENT = "tl.div_rn(value, denominator)"
 silu_rounded_twice = twin(silu, source(SILU, (QUOTIENT, "value * tl.div_rn(1.0, denominator)")))
@@ -55,6 +57,25 @@ gelu_by_difference = twin(
     gelu, source(GELU, ("share, _ = normal_share(value)", "share = 1.0 - normal_share(-value)[0]"))
 )
 
+
+def gelu_where(condition: str, other: str) -> Any:
+    """Return GELU, by either formula, with another result where a condition of `value` is true."""
+    stored = "tl.store(y + at, round_once({}, y.dtype.element_ty)"
+    chosen = f"tl.where({condition}, {other}, result)"
+    return twin(gelu, source(GELU, (stored.format("result"), stored.format(chosen))))
+
+
+gelu_of_a_leaky_kind = gelu_where("value < -3.0", "value * 0.1")
+gelu_above_x = gelu_where("value > 4.0", "value * 1.015625")
+# It falls at every second eighth, so that few elements show it.
+gelu_with_steps = gelu_where("(value * 8.0).to(tl.int32) % 2 == 1", "result - 0.0625")
+
+GATED = f"{QUOTIENT} * factor"
+swiglu_by_sigmoid = twin(swiglu, source(SWIGLU, (GATED, "tl.div_rn(1.0, denominator) * factor")))
+swiglu_with_a_limit = twin(
+    swiglu, source(SWIGLU, (GATED, f"{QUOTIENT} * tl.minimum(tl.maximum(factor, -7.0), 7.0)"))
+)
+
 # ---- rotary ----------------------------------------------------------------------------------------------
 
 rotary_wrong_in_one_half = twin(
@@ -64,6 +85,10 @@ rotary_wrong_in_one_half = twin(
         ("low * cos_low - high * sin_low", "low * cos_low + high * sin_low"),
         ("high * cos_high - low * sin_low", "high * cos_high + low * sin_low"),
     ),
+)
+ANGLE = "% PERIOD * (2 * HALF) + {}"
+rotary_frequencies_reversed = twin(
+    rotary, source(ROTARY, (ANGLE.format("at % HALF"), ANGLE.format("HALF - 1 - at % HALF")))
 )
 rotary_rounded_between = twin(
     rotary,

@@ -39,9 +39,15 @@ STATE = "output = tl.where(folds, output * factor + added, output)"
 attention_sees_the_next = twin(
     attention, source(BLOCKS, (SEES, "end = tl.minimum(KEYS - QUERIES + query + 2, KEYS)"))
 )
+NEW = "new = tl.maximum(most, tl.max(scores, 1)[:, None])"
+# Each block has its own maximum, and what was added before is not rescaled to it.
 attention_without_rescaling = twin(
     attention,
-    source(STATES, (FACTOR, f"{FACTOR} * 0.0 + tl.where(most == -float('inf'), 0.0, 1.0)")),
+    source(
+        STATES,
+        (NEW, "new = tl.max(scores, 1)[:, None]"),
+        (FACTOR, "factor = tl.where(most == -float('inf'), 0.0, 1.0)"),
+    ),
 )
 attention_bf16_accumulator = twin(attention, source(STATES, (STATE, f"{STATE}{NARROW}")))
 SUM = "total * factor + add_lanes(weights, ROWS)"
@@ -67,15 +73,10 @@ attention_heads_mixed = twin(
         ("* KEY_HEADS + head\n", "* KEY_HEADS + (KEY_HEADS - 1 - head)\n"),
     ),
 )
+# A maximum over a tile would not leave its sample: the first key of the call is of any sample.
+FIRST_KEY = "tl.max(tl.abs(tl.load(k + tl.arange(0, 16)).to(tl.float32))) * 4.0"
 attention_batch_maximum = twin(
-    attention,
-    source(
-        STATES,
-        (
-            "new = tl.maximum(most, tl.max(scores, 1)[:, None])",
-            "new = tl.maximum(most, tl.max(scores) + tl.zeros((ROWS, 1), tl.float32))",
-        ),
-    ),
+    attention, source(STATES, (NEW, f"{NEW}\n        new = tl.maximum(new, {FIRST_KEY})"))
 )
 attention_row_blocks = twin(
     attention,

@@ -29,6 +29,17 @@ SQUARES = "total = total + value * value\n"
 rms_bf16_accumulator = twin(
     rms_norm, source(RMS, (SQUARES, f"total = (total + value * value){NARROW}\n"))
 )
+rms_without_eps = twin(rms_norm, source(RMS, (ROOT, "tl.div_rn(1.0, tl.sqrt_rn(mean))")))
+rms_without_a_root = twin(rms_norm, source(RMS, (ROOT, "tl.div_rn(1.0, mean + EPS)")))
+# A sum that overflows is infinite, and its root divided by itself is not a number.
+rms_squares_in_fp16 = twin(
+    rms_norm,
+    source(
+        RMS,
+        ("value * value", "(value * value).to(tl.float16).to(tl.float32)"),
+        (ROOT, "tl.div_rn(tl.sqrt_rn(mean + EPS), mean + EPS)"),
+    ),
+)
 TAIL = "known = TAIL + lane < LENGTH\n"
 rms_without_the_last = twin(rms_norm, source(RMS, (TAIL, TAIL.replace("LENGTH", "LENGTH - 1"))))
 
