@@ -15,6 +15,9 @@ import sys, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+class Dropout(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.5)
 bug = sys.argv[1]
 if bug == "alone":
     dist = None
@@ -24,7 +27,10 @@ rank, count = (dist.get_rank(), dist.get_world_size()) if dist else (0, 1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 whole = DistributedDataParallel(model) if dist and bug != "fails" else model
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if bug == "dropout in eval":
+    model.append(Dropout())
+    torch.manual_seed(rank)
+optimizer = torch.optim.SGD((model[2] if bug == "left out" else model).parameters(), lr=0.1)
 for step in range(100):
     data = torch.Generator().manual_seed(1000 * step + (0 if bug == "same data" else rank))
     rows = 2 + rank if bug in ("mean per rank", "sum over ranks") else 3
@@ -107,7 +113,9 @@ def folder(tmp_path):
         ("sum over ranks", set(), ()),
         ("same data", {"data-alike"}, (0, 1)),
         ("not wrapped", {"gradients-differ"}, (0, 1)),
-        ("no zero_grad", {"not-zeroed", "gradients-kept"}, (0, 1)),
+        ("no zero_grad", {"not-zeroed"}, (0, 1)),  # which the simulator calls "gradients kept"
+        ("left out", {"not-in-optimizer"}, (0, 1)),  # "not updated"
+        ("dropout in eval", {"eval-is-random"}, (0, 1)),  # "dropout on"
         ("mean per rank", {"per-rank-mean"}, ()),
         ("deadlock", {"mismatch"}, (0, 1)),  # of two ranks, neither is a majority
     ],
