@@ -23,6 +23,7 @@ from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import judge_log
 from isobit.guards.run_log.schedule import schedule_in
 from isobit.plain_text import one_line
+from isobit.report.preflight_page import many
 from isobit.report.run_picture import draw_run
 
 
@@ -197,7 +198,8 @@ def sentence(log: RunLog, verdict: Verdict) -> str:
     counts = sum(finding.severity != "info" for finding in verdict.findings)
     every = len(verdict.judged) + len(verdict.not_judged)
     return (
-        f"{Path(log.path).name} ({log.form}): {'kept' if verdict.is_kept else 'BROKEN'}: {counts} findings; "
+        f"{Path(log.path).name} ({log.form}): {'kept' if verdict.is_kept else 'BROKEN'}: "
+        f"{many(counts, 'finding')}; "
         f"{len(verdict.judged)} of {every} rules judged over {entries}, steps {min(steps)}–{max(steps)}"
         + (f"; {log.skipped:,} of {log.rows:,} entries have none of these" if log.skipped else "")
         + "".join(f"; {count:,} of {name} not used" for name, count in log.unused.items())

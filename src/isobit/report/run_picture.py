@@ -60,7 +60,9 @@ def draw_run(
     for number, (step, words, counts) in enumerate(marks, 1):
         bottom += 18
         canvas.dot(LEFT + 8, bottom - 4, 4, "differs" if counts else "shared")
-        canvas.text(LEFT + 20, bottom, shorten(f"{number}. step {step}: {words}"))
+        for row, line in enumerate(lines_of(f"{number}. step {step}: {words}")):
+            bottom += 15 if row else 0
+            canvas.text(LEFT + (36 if row else 20), bottom, line)
     return canvas.document(LEFT + WIDTH + 24, bottom + 18, origin, is_page=True)
 
 
@@ -77,10 +79,9 @@ def labels_of(places: Sequence[tuple[float, bool]]) -> Iterator[tuple[float, str
         yield places[group[0]][0], words, any(places[at][1] for at in group)
 
 
-def shorten(words: str) -> str:
-    """Return words that fit the width of the picture."""
-    most = 116
-    return words if len(words) <= most else words[: most - 1] + "…"
+def lines_of(words: str) -> list[str]:
+    """Return words as at most three lines that fit the width of the picture."""
+    return wrap(words, 112, max_lines=3, placeholder=" …") or [""]
 
 
 def draw_panel(
@@ -93,7 +94,7 @@ def draw_panel(
     """Draw one curve in its frame, with three lines of its scale, and behind it what it should be."""
     canvas = Canvas()
     beside = "; orange: the configuration's" if wanted else ""
-    canvas.text(0, -8, f"{name} — {len(points)} entries{beside}", "quiet")
+    canvas.text(0, -8, f"{name} — {len(points):,} entries{beside}", "quiet")
     canvas.panel(0, 0, WIDTH, HEIGHT)
     values = sorted(value for _, value in (*points, *wanted) if math.isfinite(value))
     low, high = (values[0], values[-1]) if values else (0.0, 1.0)
