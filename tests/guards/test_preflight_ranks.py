@@ -9,6 +9,7 @@ import pytest
 from isobit import ArgumentError
 from isobit.cli.preflight_ranks import preflight_ranks
 from isobit.guards.trial_run.counts import Counts, counts_are_as_configured
+from isobit.guards.trial_run.judging import NotJudged
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
@@ -174,6 +175,8 @@ def test_the_rules_of_check_training_are_applied():
     assert found >= {"config-reachable", "config-warmup-completes"}
     right = {"num_train_epochs": 200, "max_steps": 5000, "warmup_steps": 100}
     assert list(counts_are_as_configured(run, right)) == []
+    with pytest.raises(NotJudged):
+        list(counts_are_as_configured(run, {"batch_size": float("inf")}))
     alone = Counts(4, 16, 64, 22_079, 1000)  # one rank: 344 steps an epoch
     assert list(counts_are_as_configured(alone, {**right, "num_train_epochs": 15})) == []
     assert list(counts_are_as_configured(run, {**right, "num_train_epochs": 15}))

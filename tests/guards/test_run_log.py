@@ -22,6 +22,7 @@ from isobit.guards import Emitter, sinks
 from isobit.guards.run_log.curves import exponential_mean
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import RULES, Limits, judge_log
+from isobit.report.run_picture import lines_of
 
 STEPS = 2400
 
@@ -230,6 +231,9 @@ def test_the_picture_marks_the_findings(tmp_path):
     assert "<b>" not in text
     assert text.count("<line") > 2 * 3  # curves of three panels
     assert "<metadata>" in text
+    lines = lines_of("word " * 200)
+    assert [len(line) <= 112 for line in lines] == [True] * 3
+    assert lines[-1].endswith("…")
 
 
 def test_findings_of_a_watch_are_passed_on(tmp_path, capsys):
@@ -241,6 +245,19 @@ def test_findings_of_a_watch_are_passed_on(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "watch: not-zeroed" in shown
     assert "\x1b[31m" not in shown
+
+
+def test_findings_in_a_log_of_another_form_are_passed_on(tmp_path):
+    finding = {"kind": "finding", "name": "not-zeroed", "step": 5, "message": "x"}
+    log = read_log(write_jsonl(tmp_path / "log", [*healthy(100), finding]))
+    assert [f.rule for f in judge_log(log).findings] == ["watch: not-zeroed"]
+
+
+def test_losses_whose_mean_overflows_are_not_called_falling(tmp_path):
+    rows = [{"step": step, "loss": (-1) ** step * 1.7e308} for step in range(2500)]
+    verdict = judge_log(read_log(write_jsonl(tmp_path / "log", rows)))
+    assert "overflows" in verdict.not_judged["rising-loss"]
+    assert "overflows" in verdict.not_judged["plateau"]
 
 
 def test_torch_is_not_loaded(tmp_path):

@@ -93,6 +93,8 @@ def rising_loss(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     if not means or means[-1][0] - means[0][0] < limits.warmup + SPAN:
         span = means[-1][0] - means[0][0] if means else 0
         raise NotJudged(f"the log spans {span} steps, of {limits.warmup} + {SPAN} that are needed")
+    if not math.isfinite(means[-1][1]):
+        raise NotJudged("the mean of the losses overflows")
     start, first, worst, behind = means[0][0] + limits.warmup, None, 0.0, 0
     for step, mean in means:
         if step - SPAN < start:
@@ -155,6 +157,8 @@ def plateau(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Check that the loss still falls at the end of the log."""
     means = log.mean_loss
     last = means[-1][0] if means else 0
+    if means and not math.isfinite(means[-1][1]):
+        raise NotJudged("the mean of the losses overflows")
     at = bisect_right(means, last - FLAT_SPAN, key=lambda point: point[0]) - 1
     if at < 0 or means[at][0] < limits.warmup:
         raise NotJudged(f"the log has no {FLAT_SPAN} steps after warm-up")
@@ -233,7 +237,7 @@ def readable(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
 
 def reported(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Pass on what the run's own watch reported."""
-    if log.form != "events":
+    if log.form != "events" and not log.reported:
         raise NotJudged("the log is not one of isobit.guards.watch")
     for step, rule, message in log.reported:
         yield LogFinding(f"watch: {rule}", "error", step, message, "see docs/how-to/watch-a-run.md")
