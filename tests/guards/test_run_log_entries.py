@@ -114,5 +114,5 @@ def test_a_million_lines(tmp_path, capsys):
     path = write_jsonl(tmp_path / "log", healthy(1_000_000))
     started = time.process_time()
     assert main(["runlog", str(path), "--norms", "unclipped"]) in (0, 1)
-    assert time.process_time() - started < 20  # 8 on the machine of docs/results
+    assert time.process_time() - started < 30  # 10 on a shared core of 2.5 GHz
     assert "1,000,000 of loss" in capsys.readouterr().out
