@@ -12,7 +12,7 @@ from isobit.report.svg import Canvas
 
 Point = tuple[int, float]
 Mark = tuple[int, str, bool]  # step, words, whether it counts against the run
-LEFT, WIDTH, HEIGHT, TOP, SPACE = 84, 760, 170, 80, 46
+LEFT, WIDTH, HEIGHT, TOP, SPACE = 84, 760, 170, 94, 46
 MOST_POINTS = 1500  # of a curve; of more, the lowest and highest of each bin are drawn
 CLOSE = 24  # pixels between the labels of two marks
 LINE = 125  # characters of a line about the picture
@@ -56,7 +56,7 @@ def draw_run(
     canvas.text(LEFT + 8, bottom, f"step {low}", "quiet")
     canvas.text(LEFT + WIDTH - 8, bottom, str(high), "quiet", "end")
     for x, words, counts in labels_of([(across(step), counts) for step, _, counts in marks]):
-        canvas.text(LEFT + x, top - 8, words, "" if counts else "quiet", "middle")
+        canvas.text(LEFT + x, top - 24, words, "" if counts else "quiet", "middle")
     for number, (step, words, counts) in enumerate(marks, 1):
         bottom += 18
         canvas.dot(LEFT + 8, bottom - 4, 4, "differs" if counts else "shared")
@@ -81,7 +81,7 @@ def labels_of(places: Sequence[tuple[float, bool]]) -> Iterator[tuple[float, str
 
 def lines_of(words: str) -> list[str]:
     """Return words as at most three lines that fit the width of the picture."""
-    return wrap(words, 112, max_lines=3, placeholder=" …") or [""]
+    return wrap(words, 112, max_lines=3, placeholder=" …", break_on_hyphens=False) or [""]
 
 
 def draw_panel(
