@@ -14,6 +14,7 @@ import pytest
 from isobit import ArgumentError
 from isobit.guards import Drift
 from isobit.guards.drift import median_and_deviation
+from isobit.guards.run_log.alarms import alarms_of
 from tests.guards.drift_curves import (
     ANOMALIES,
     AT,
@@ -80,6 +81,40 @@ def test_a_shift_is_reported_once_and_a_second_one_again():
     found = alarms([value + 0.01 * (step % 7) for step, value in enumerate(level)])
     assert [status for _, status in found].count("shift") == 2
     assert [step >= AT - 300 for step, _ in found] == sorted(step >= AT - 300 for step, _ in found)
+
+
+def curves_of_many_kinds():
+    draw = random.Random(1)
+    for kind in range(12):
+        level = 2.0
+        curve = []
+        for step in range(1500):
+            level += draw.choice((0, 0, 0, 0.001, -0.001)) * (kind % 4)
+            noise = draw.gauss(0, 0.05) if kind % 3 else round(draw.gauss(0, 1.5)) * 0.01
+            curve.append(level + noise + (draw.random() < 0.003) * draw.choice((1, 3, -2)))
+            level += 0.5 * (step == 900)
+        yield curve[: 1500 - kind]
+    yield [1.0, 1.0, 2.0] * 300
+    yield [1e308, -1e308, 0.0, 1e-320] * 100
+    yield [1.0] * 400 + [2.0] * 400
+    yield [math.exp(step / 100) for step in range(900)]
+    yield []
+
+
+@pytest.mark.parametrize("log", [False, True])
+def test_alarms_of_a_curve_are_those_of_every_reading(log):
+    """`alarms_of` runs the detector where an alarm may be; it misses none, and their scores are the same bits."""
+    total = 0
+    for curve in curves_of_many_kinds():
+        detector, wanted = Drift(log=log), []
+        for at, value in enumerate(curve):
+            reading = detector.add(value)
+            if reading.is_alarm:
+                wanted.append((at, reading.status, reading.score))
+        found = [(at, each.status, each.score) for at, each in alarms_of(curve, log=log)]
+        assert found == wanted
+        total += len(wanted)
+    assert total > 50
 
 
 def test_the_deviation_is_that_of_sorting():

@@ -199,6 +199,45 @@ def test_the_command(folder):
     assert record["provenance"]["command"].endswith("-- --wrong")
 
 
+RESTLESS = """
+import multiprocessing, os, sys, threading, time, torch
+over = threading.Event()
+
+def train():
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(100):
+        optimizer.zero_grad()
+        model(torch.randn(4, 8)).square().mean().backward()
+        optimizer.step()
+
+if __name__ == "__main__":
+    os.mkdir("out")
+    os.chdir("out")
+    threading.Thread(target=over.wait).start()
+    multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,)).start()
+    if sys.argv[1:] == ["thread"]:
+        worker = threading.Thread(target=train)
+        worker.start()
+        worker.join()
+    else:
+        train()
+    over.set()
+    sys.exit(0)
+"""
+
+
+@pytest.mark.parametrize("words", [pytest.param((), marks=pytest.mark.full), ("thread",)])
+def test_a_script_that_is_ended_early_is_not_waited_for(folder, words):
+    """It starts a thread and a process that it would end itself, changes its folder, and trains in a thread."""
+    (folder / "train.py").write_text(RESTLESS)
+    run = [sys.executable, "-m", "isobit", "preflight", "train.py", "--json", "--", *words]
+    done = subprocess.run(run, cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)
+    assert (record["steps"], record["findings"]) == (3, [])
+
+
 @pytest.mark.full
 def test_the_command_in_other_ways(folder):
     done = command(folder)

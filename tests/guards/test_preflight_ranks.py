@@ -7,14 +7,20 @@
 import pytest
 
 from isobit import ArgumentError
-from isobit.cli.preflight_ranks import preflight_ranks
+from isobit.cli.preflight_ranks import preflight_ranks, without_same_cause
 from isobit.guards.trial_run.counts import Counts, counts_are_as_configured
+from isobit.guards.trial_run.judging import NotJudged
+from isobit.guards.trial_run.report import PreflightFinding
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+class Dropout(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.5)
 bug = sys.argv[1]
 if bug == "alone":
     dist = None
@@ -24,11 +30,20 @@ rank, count = (dist.get_rank(), dist.get_world_size()) if dist else (0, 1)
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 whole = DistributedDataParallel(model) if dist and bug != "fails" else model
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+if bug == "dropout in eval":
+    model.append(Dropout())
+    torch.manual_seed(rank)
+optimizer = torch.optim.SGD((model[2] if bug == "left out" else model).parameters(), lr=0.1)
+pairs = TensorDataset(torch.randn(6, 8), torch.randint(0, 4, (6,)))
+loader = DataLoader(pairs, 3, sampler=DistributedSampler(pairs) if dist else None)
 for step in range(100):
     data = torch.Generator().manual_seed(1000 * step + (0 if bug == "same data" else rank))
     rows = 2 + rank if bug in ("mean per rank", "sum over ranks") else 3
     x, y = torch.randn(rows, 8, generator=data), torch.randint(0, 4, (rows,), generator=data)
+    if bug == "no set_epoch":
+        x, y = next(iter(loader))
+    if bug == "nan" or (bug == "nan on rank 1" and rank == 1):
+        x[0] = float("nan")
     if bug != "no zero_grad":
         optimizer.zero_grad()
     z = (model if bug == "not wrapped" else whole)(x)
@@ -92,6 +107,9 @@ for step in range(4):
 """
 
 
+NOT_FINITE = {"nonfinite-loss", "nonfinite-gradient", "nonfinite-weight"}
+
+
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "sharded.py").write_text(SHARDED)
@@ -107,7 +125,12 @@ def folder(tmp_path):
         ("sum over ranks", set(), ()),
         ("same data", {"data-alike"}, (0, 1)),
         ("not wrapped", {"gradients-differ"}, (0, 1)),
-        ("no zero_grad", {"not-zeroed", "gradients-kept"}, (0, 1)),
+        ("no zero_grad", {"not-zeroed"}, (0, 1)),  # which the simulator calls "gradients kept"
+        ("left out", {"not-in-optimizer"}, (0, 1)),  # "not updated"
+        ("no set_epoch", {"epochs-alike", "same-batch"}, (0, 1)),  # "order repeated"
+        ("nan", NOT_FINITE, (0, 1)),  # "not finite"
+        ("nan on rank 1", {"not-finite", *NOT_FINITE}, (1,)),  # all have it after the reduction
+        ("dropout in eval", {"eval-is-random"}, (0, 1)),  # "dropout on"
         ("mean per rank", {"per-rank-mean"}, ()),
         ("deadlock", {"mismatch"}, (0, 1)),  # of two ranks, neither is a majority
     ],
@@ -121,6 +144,20 @@ def test_scripts_on_ranks(folder, bug, rules, ranks):
         assert report.findings[0].ranks == ranks
     if bug in ("sum over ranks", "mean per rank"):
         assert "ranks are parts of one batch" in report.judged
+
+
+def test_one_cause_is_named_once_for_the_same_ranks():
+    def finding(rule, *ranks):
+        return PreflightFinding(rule, "error", "x", ranks=ranks)
+
+    kept, other = finding("gradients-kept", 0, 1), finding("data-alike", 0, 1)
+    named = [finding("not-zeroed", 0), finding("not-zeroed", 1)]
+    assert without_same_cause([kept, other], named) == [other]
+    assert without_same_cause([kept], named[:1]) == [
+        kept
+    ]  # rank 1 has another cause, or is not seen
+    assert without_same_cause([kept], [finding("not-moved", 0, 1)]) == [kept]
+    assert without_same_cause([finding("gradients-kept")], []) == [finding("gradients-kept")]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +203,8 @@ def test_the_rules_of_check_training_are_applied():
     assert found >= {"config-reachable", "config-warmup-completes"}
     right = {"num_train_epochs": 200, "max_steps": 5000, "warmup_steps": 100}
     assert list(counts_are_as_configured(run, right)) == []
+    with pytest.raises(NotJudged):
+        list(counts_are_as_configured(run, {"batch_size": float("inf")}))
     alone = Counts(4, 16, 64, 22_079, 1000)  # one rank: 344 steps an epoch
     assert list(counts_are_as_configured(alone, {**right, "num_train_epochs": 15})) == []
     assert list(counts_are_as_configured(run, {**right, "num_train_epochs": 15}))

@@ -19,8 +19,10 @@ from isobit import ArgumentError
 from isobit.cli.main import main
 from isobit.cli.runlog import with_causes
 from isobit.guards import Emitter, sinks
+from isobit.guards.run_log.curves import exponential_mean
 from isobit.guards.run_log.readers import read_log
-from isobit.guards.run_log.rules import RULES, Limits, exponential_mean, judge_log
+from isobit.guards.run_log.rules import RULES, Limits, judge_log
+from isobit.report.run_picture import lines_of
 
 STEPS = 2400
 
@@ -53,9 +55,7 @@ def write_csv(path, rows):
 
 def write_trainer_state(path, rows):
     history = [*rows, {"step": STEPS, "eval_loss": 2.0}, {"step": STEPS, "train_loss": 2.1}]
-    path.write_text(
-        json.dumps({"log_history": history[:-1], "max_steps": STEPS, "best_metric": None})
-    )
+    path.write_text(json.dumps({"log_history": history, "max_steps": STEPS, "best_metric": None}))
     return path
 
 
@@ -174,7 +174,7 @@ def test_a_rise_is_found_when_it_passes_five_per_cent(tmp_path):
 
 def test_what_is_not_judged_is_said(tmp_path):
     short = judge_log(read_log(write_jsonl(tmp_path / "a", [{"loss": 1.0}, {"loss": 0.9}])))
-    assert set(short.not_judged) == set(RULES) - {"nonfinite", "hidden-nonfinite"}
+    assert set(short.not_judged) == set(RULES) - {"nonfinite", "hidden-nonfinite", "readable"}
     assert "no step" in short.not_judged["missing-steps"]
     rows = healthy()
     rows[5]["grad_norm"] = 50.0
@@ -196,14 +196,6 @@ def test_what_has_no_loss_is_refused(text, tmp_path, capsys):
     assert "remedy" in capsys.readouterr().err
 
 
-def test_the_last_line_of_a_killed_run(tmp_path):
-    path = write_jsonl(tmp_path / "log", healthy())
-    path.write_text(path.read_text()[:-20])
-    log = read_log(path)
-    assert (log.rows, log.skipped) == (STEPS, 1)
-    assert judge_log(log).is_kept
-
-
 # ---- 4. the command ----------------------------------------------------------------------------------------
 
 
@@ -213,7 +205,7 @@ def test_the_command(tmp_path, capsys):
     rows[1832]["loss"] = math.nan
     bad = write_csv(tmp_path / "bad.csv", rows)
     assert main(["runlog", str(good)]) == 0
-    assert "kept: 0 findings; 7 of 9 rules judged" in capsys.readouterr().out
+    assert "kept: 0 findings; 9 of 11 rules judged" in capsys.readouterr().out
     assert main(["runlog", str(good), str(bad), "--json"]) == 1
     record = json.loads(capsys.readouterr().out)
     assert [log["kept"] for log in record["logs"]] == [True, False]
@@ -239,6 +231,9 @@ def test_the_picture_marks_the_findings(tmp_path):
     assert "<b>" not in text
     assert text.count("<line") > 2 * 3  # curves of three panels
     assert "<metadata>" in text
+    lines = lines_of("word " * 200)
+    assert [len(line) <= 112 for line in lines] == [True] * 3
+    assert lines[-1].endswith("…")
 
 
 def test_findings_of_a_watch_are_passed_on(tmp_path, capsys):
@@ -250,6 +245,19 @@ def test_findings_of_a_watch_are_passed_on(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "watch: not-zeroed" in shown
     assert "\x1b[31m" not in shown
+
+
+def test_findings_in_a_log_of_another_form_are_passed_on(tmp_path):
+    finding = {"kind": "finding", "name": "not-zeroed", "step": 5, "message": "x"}
+    log = read_log(write_jsonl(tmp_path / "log", [*healthy(100), finding]))
+    assert [f.rule for f in judge_log(log).findings] == ["watch: not-zeroed"]
+
+
+def test_losses_whose_mean_overflows_are_not_called_falling(tmp_path):
+    rows = [{"step": step, "loss": (-1) ** step * 1.7e308} for step in range(2500)]
+    verdict = judge_log(read_log(write_jsonl(tmp_path / "log", rows)))
+    assert "overflows" in verdict.not_judged["rising-loss"]
+    assert "overflows" in verdict.not_judged["plateau"]
 
 
 def test_torch_is_not_loaded(tmp_path):

@@ -128,7 +128,7 @@ def test_the_command_prints_the_causes_of_the_contract(tmp_path, capsys):
     (tmp_path / "args.json").write_text(json.dumps(CONFIG))
     (tmp_path / "args.yaml").write_text("lr: 3e-4\nschedule: cosine\nmax_steps: 1000\n")
     assert main(["runlog", str(log), "--config", str(tmp_path / "args.json")]) == 0
-    assert "7 of 9 rules judged" in capsys.readouterr().out
+    assert "9 of 11 rules judged" in capsys.readouterr().out
     assert main(["runlog", str(log), "--config", str(tmp_path / "args.yaml"), "--json"]) == 1
     (finding,) = json.loads(capsys.readouterr().out)["logs"][0]["findings"]
     assert finding["rule"] == "schedule"

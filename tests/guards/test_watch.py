@@ -229,3 +229,17 @@ def test_wrong_arguments(wrong):
 def test_what_is_no_optimizer():
     with pytest.raises(ArgumentError, match=r"a torch\.optim\.Optimizer"):
         watch(net(), "adam")
+
+
+def test_several_optimizers_share_a_model():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    first, second, third = (torch.optim.SGD(part.parameters(), lr=0.1) for part in model)
+
+    def found(optimizer, *others):
+        with watch(model, optimizer, sinks=[], other_optimizers=others) as guard:
+            return [(event.name, event.severity) for event in guard.findings]
+
+    assert found(first, second, third) == []
+    assert found(first, second) == [("not-in-optimizer", "warning")]
+    stranger = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    assert found(stranger, first, second, third) == [("not-in-optimizer", "error")]

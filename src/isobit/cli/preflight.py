@@ -24,7 +24,7 @@ from isobit.errors import ArgumentError
 from isobit.guards import trial_run
 from isobit.majority import name_ranks
 from isobit.plain_text import one_line
-from isobit.report.preflight_page import write_preflight_page
+from isobit.report.preflight_page import many, write_preflight_page
 
 LAST_LINES = 15
 # Run by path: the caller's process needs no torch.
@@ -163,8 +163,9 @@ def show(console: Console, name: str, report: dict[str, Any]) -> None:
         console.print(one_line(f"not judged: {check}: {reason}"))
     judged, every = len(report["judged"]), len(report["judged"]) + len(report["not_judged"])
     ranks = "" if report["ranks"] == 1 else f"{report['ranks']} ranks, "
+    found = len(report["findings"])
     console.print(
-        f"{one_line(name)}: {'clean' if not report['findings'] else 'FOUND'}: {len(report['findings'])} findings; "
-        f"{judged} of {every} checks made, on {ranks}{report['steps']} steps, {report['models']} models and "
-        f"{report['parameters']} parameters"
+        f"{one_line(name)}: {'FOUND' if found else 'clean'}: {many(found, 'finding')}; "
+        f"{judged} of {every} checks made, on {ranks}{many(report['steps'], 'step')}, "
+        f"{many(report['models'], 'model')} and {many(report['parameters'], 'parameter')}"
     )

@@ -30,6 +30,7 @@ from isobit.guards.trial_run.micro_batches import ranks_weigh_the_same
 from isobit.guards.trial_run.observer import Observer, StepsDone
 from isobit.guards.trial_run.report import PreflightFinding, PreflightReport
 from isobit.guards.trial_run.run import COUNTS, Orders, conclude
+from isobit.guards.trial_run.script import leave
 from isobit.majority import count_votes
 from isobit.simulator.program.script import Script
 from isobit.simulator.result import Result
@@ -40,6 +41,14 @@ SHARES = "ranks are parts of one batch"
 NORMS = "norms of ranks with one batch stay equal"
 LEFT_BY_THE_END = "orphan"  # a program that is ended after a step leaves what it has just started
 LAST_LINES = 15
+# What the simulator and a rank's own checks both find: one cause, so that it is named once.
+SAME_CAUSE = {
+    "gradients-kept": ("not-zeroed",),
+    "not-updated": ("not-in-optimizer",),
+    "order-repeated": ("epochs-alike",),
+    "dropout-on": ("eval-is-random",),
+    "not-finite": ("nonfinite-loss", "nonfinite-gradient"),
+}
 
 
 def preflight_ranks(
@@ -168,12 +177,26 @@ def combine(
         min((report.steps for report in reports.values()), default=0),
         first.models,
         first.parameters,
-        (*found, *own),
+        (*without_same_cause(found, own), *own),
         tuple(judged),
         skipped,
         first.dtypes,
         len(seen),
     )
+
+
+def without_same_cause(
+    found: Sequence[PreflightFinding], own: Sequence[PreflightFinding]
+) -> list[PreflightFinding]:
+    """Leave out the simulator's findings whose cause the ranks' own checks name, for the same ranks."""
+    ranks: dict[str, set[int]] = {}
+    for each in own:
+        ranks.setdefault(each.rule, set()).update(each.ranks)
+    return [
+        each
+        for each in found
+        if not any(ranks.get(rule) == {*each.ranks} for rule in SAME_CAUSE.get(each.rule, ()))
+    ]
 
 
 def counts_of(seen: list[Observer]) -> Counts:
@@ -243,4 +266,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

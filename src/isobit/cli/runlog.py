@@ -23,6 +23,7 @@ from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import judge_log
 from isobit.guards.run_log.schedule import schedule_in
 from isobit.plain_text import one_line
+from isobit.report.preflight_page import many
 from isobit.report.run_picture import draw_run
 
 
@@ -117,7 +118,7 @@ def run(options: argparse.Namespace) -> int:
     limits = Limits(options.warmup, options.max_norm, options.norms, config)
     logs = [read_log(path, options.run) for path in options.logs]
     judged = [(log, with_causes(judge_log(log, limits))) for log in logs]
-    origin = provenance_of(options, [repr(log) for log in logs])
+    origin = provenance_of(options, [log.digest() for log in logs])
     if options.svg is not None:
         write_text(options.svg, picture(*judged[0], origin, config))
     if options.json:
@@ -160,6 +161,9 @@ def as_record(log: RunLog, verdict: Verdict) -> dict[str, Any]:
         "form": log.form,
         "rows": log.rows,
         "skipped": log.skipped,
+        "unreadable": log.unreadable,
+        "cut": log.cut,
+        "unused": dict(log.unused),
         "worded": log.worded,
         "replaced": log.replaced,
         "resumed": log.resumed,
@@ -194,9 +198,11 @@ def sentence(log: RunLog, verdict: Verdict) -> str:
     counts = sum(finding.severity != "info" for finding in verdict.findings)
     every = len(verdict.judged) + len(verdict.not_judged)
     return (
-        f"{Path(log.path).name} ({log.form}): {'kept' if verdict.is_kept else 'BROKEN'}: {counts} findings; "
+        f"{Path(log.path).name} ({log.form}): {'kept' if verdict.is_kept else 'BROKEN'}: "
+        f"{many(counts, 'finding')}; "
         f"{len(verdict.judged)} of {every} rules judged over {entries}, steps {min(steps)}–{max(steps)}"
         + (f"; {log.skipped:,} of {log.rows:,} entries have none of these" if log.skipped else "")
+        + "".join(f"; {count:,} of {name} not used" for name, count in log.unused.items())
         + (f"; {log.worded:,} numbers are null or words, and not finite" if log.worded else "")
         + (
             f"; {log.replaced:,} entries were logged again, and the later ones count"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,21 +47,23 @@ def name_some(names: list[str]) -> str:
 
 
 def check_identity(
-    model: nn.Module, optimizer: torch.optim.Optimizer
+    model: nn.Module, optimizer: torch.optim.Optimizer, others: Sequence[torch.optim.Optimizer] = ()
 ) -> Iterator[tuple[str, str, str]]:
     """Yield a rule, severity and sentence where the optimizer has other tensors than the model.
 
     Args:
         model: The model that is trained.
         optimizer: Its optimizer.
+        others: Optimizers that train the rest of the model.
     """
     named = {id(p): name for name, p in model.named_parameters()}
     held = {id(p) for p in parameters_of(optimizer)}
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    missing = [name for name, p in trainable if id(p) not in held]
+    trained = held | {id(p) for other in others for p in parameters_of(other)}
+    missing = [name for name, p in trainable if id(p) not in trained]
     if not trainable:
         yield "nothing-trainable", "error", f"none of {len(named)} parameters requires a gradient"
-    elif len(missing) == len(trainable):
+    elif not any(id(p) in held for _, p in trainable):
         yield (
             "not-in-optimizer",
             "error",
@@ -72,10 +74,11 @@ def check_identity(
         yield (
             "not-in-optimizer",
             "warning",
-            f"{len(missing)} of {len(trainable)} trainable parameters are not in the optimizer: {name_some(missing)}",
+            f"{len(missing)} of {len(trainable)} trainable parameters are "
+            f"{'in no optimizer' if others else 'not in the optimizer'}: {name_some(missing)}",
         )
     strangers = len(held - set(named))
-    if strangers and len(missing) < len(trainable):
+    if strangers and any(id(p) in held for _, p in trainable):
         yield (
             "not-in-model",
             "warning",

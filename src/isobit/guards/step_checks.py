@@ -58,6 +58,7 @@ class Options:
     is_sharded: bool
     gradients_every: int = 1
     weights_from: Mapping[str, Tensor] | None = None
+    other_optimizers: tuple[torch.optim.Optimizer, ...] = ()
 
 
 class StepChecks:
@@ -140,7 +141,8 @@ class StepChecks:
         """Check that the optimizer has the model's parameters, and a wrapper too."""
         for message in check_reduced(self.model):
             self.report("not-reduced", message)
-        for rule, severity, message in check_identity(self.model, self.optimizer):
+        others = self.options.other_optimizers
+        for rule, severity, message in check_identity(self.model, self.optimizer, others):
             self.report(rule, message, severity=severity)
 
     def check_start(self) -> None:

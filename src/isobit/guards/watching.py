@@ -33,6 +33,7 @@ def watch(
     first_step: int = 0,
     resumed_from: str | None = None,
     weights_from: Mapping[str, Tensor] | None = None,
+    other_optimizers: Iterable[Any] = (),
     agree_every: int | None = None,
     group: dist.ProcessGroup | None = None,
     tensor_group: dist.ProcessGroup | None = None,
@@ -57,6 +58,7 @@ def watch(
         resumed_from: What `state_digest` returned when the checkpoint was saved.
         weights_from: Tensors of a checkpoint by name: those that the model has must have the same bits before the
             first step.
+        other_optimizers: Those that train the rest of the model, each with a watch of its own.
         agree_every: Steps between comparisons of parameters over `group` and `tensor_group`; None compares nothing.
             Every rank of these groups must watch.
         group: Ranks that have equal parameters, for `agree_every`. With sharded parameters and a policy that skips: all
@@ -118,6 +120,7 @@ def watch(
         is_sharded,
         looks,
         weights_from,
+        tuple(map(unwrapped_optimizer, other_optimizers)),
     )
     emitter = Emitter(sinks, run=run, rank=rank)
     return Watch(model, unwrapped_optimizer(optimizer), options, emitter)

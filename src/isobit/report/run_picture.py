@@ -12,7 +12,7 @@ from isobit.report.svg import Canvas
 
 Point = tuple[int, float]
 Mark = tuple[int, str, bool]  # step, words, whether it counts against the run
-LEFT, WIDTH, HEIGHT, TOP, SPACE = 84, 760, 170, 80, 46
+LEFT, WIDTH, HEIGHT, TOP, SPACE = 84, 760, 170, 94, 46
 MOST_POINTS = 1500  # of a curve; of more, the lowest and highest of each bin are drawn
 CLOSE = 24  # pixels between the labels of two marks
 LINE = 125  # characters of a line about the picture
@@ -56,11 +56,13 @@ def draw_run(
     canvas.text(LEFT + 8, bottom, f"step {low}", "quiet")
     canvas.text(LEFT + WIDTH - 8, bottom, str(high), "quiet", "end")
     for x, words, counts in labels_of([(across(step), counts) for step, _, counts in marks]):
-        canvas.text(LEFT + x, top - 8, words, "" if counts else "quiet", "middle")
+        canvas.text(LEFT + x, top - 24, words, "" if counts else "quiet", "middle")
     for number, (step, words, counts) in enumerate(marks, 1):
         bottom += 18
         canvas.dot(LEFT + 8, bottom - 4, 4, "differs" if counts else "shared")
-        canvas.text(LEFT + 20, bottom, shorten(f"{number}. step {step}: {words}"))
+        for row, line in enumerate(lines_of(f"{number}. step {step}: {words}")):
+            bottom += 15 if row else 0
+            canvas.text(LEFT + (36 if row else 20), bottom, line)
     return canvas.document(LEFT + WIDTH + 24, bottom + 18, origin, is_page=True)
 
 
@@ -77,10 +79,9 @@ def labels_of(places: Sequence[tuple[float, bool]]) -> Iterator[tuple[float, str
         yield places[group[0]][0], words, any(places[at][1] for at in group)
 
 
-def shorten(words: str) -> str:
-    """Return words that fit the width of the picture."""
-    most = 116
-    return words if len(words) <= most else words[: most - 1] + "…"
+def lines_of(words: str) -> list[str]:
+    """Return words as at most three lines that fit the width of the picture."""
+    return wrap(words, 112, max_lines=3, placeholder=" …", break_on_hyphens=False) or [""]
 
 
 def draw_panel(
@@ -93,7 +94,7 @@ def draw_panel(
     """Draw one curve in its frame, with three lines of its scale, and behind it what it should be."""
     canvas = Canvas()
     beside = "; orange: the configuration's" if wanted else ""
-    canvas.text(0, -8, f"{name} — {len(points)} entries{beside}", "quiet")
+    canvas.text(0, -8, f"{name} — {len(points):,} entries{beside}", "quiet")
     canvas.panel(0, 0, WIDTH, HEIGHT)
     values = sorted(value for _, value in (*points, *wanted) if math.isfinite(value))
     low, high = (values[0], values[-1]) if values else (0.0, 1.0)

@@ -2,6 +2,7 @@
 
 from tests.guards.right import (
     libraries,
+    lightning_trainers,
     loops,
     networks,
     objectives,
@@ -16,6 +17,7 @@ __all__ = [
     "NEEDS",
     "TOGETHER",
     "libraries",
+    "lightning_trainers",
     "loops",
     "networks",
     "objectives",

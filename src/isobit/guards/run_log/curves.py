@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
+from array import array
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
+
+from blake3 import blake3
 
 from isobit.errors import ArgumentError
 
@@ -46,6 +53,10 @@ WORDS = {
     "-inf": -math.inf,
     "-infinity": -math.inf,
 }
+CURVE_OF = {name: curve for curve, names in NAMES.items() for name in names}
+KEYS_KEPT = 1000  # sets of keys for which the places of step and curves are remembered
+LARGEST_STEP = 2**63
+MEAN_WINDOW = 100  # steps of the exponential mean
 Point = tuple[int, float]
 
 
@@ -65,6 +76,10 @@ class RunLog:
         resumed: Where the steps of the loss go back: the last step before, and the step that follows it.
         replaced: Entries of all curves that were logged again, and are not judged.
         worded: Numbers that were written as null or as a word such as NaN; they count as not finite.
+        unreadable: Entries before the end that cannot be read, or whose step, loss, norm or rate is no number.
+        unread_after: The last step before the first of these.
+        cut: Entries at the end of a file that are not whole, as a killed run leaves them.
+        unused: Numbers under a second name of a curve, by name; the name with the most entries is judged.
         config: The configuration that the log itself has, as MLflow's parameters.
         max_steps: The steps of the whole run, if the log has them.
     """
@@ -79,56 +94,149 @@ class RunLog:
     resumed: tuple[tuple[int, int], ...] = ()
     replaced: int = 0
     worded: int = 0
+    unreadable: int = 0
+    unread_after: int = 0
+    cut: int = 0
+    unused: Mapping[str, int] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     max_steps: int | None = None
+
+    @cached_property
+    def finite(self) -> Mapping[str, Sequence[Point]]:
+        """The points whose value is finite, by curve."""
+        return {
+            name: [point for point in points if math.isfinite(point[1])]
+            for name, points in self.curves.items()
+        }
+
+    @cached_property
+    def mean_loss(self) -> Sequence[Point]:
+        """The exponential mean of the losses that are finite."""
+        return exponential_mean(self.finite["loss"])
+
+    def digest(self) -> str:
+        """Return a digest of everything that is judged."""
+        total = blake3(repr(replace(self, curves={})).encode(errors="backslashreplace"))
+        for name, points in self.curves.items():
+            total.update(name.encode())
+            total.update(array("d", chain.from_iterable(points)).tobytes())
+        return total.hexdigest()
 
 
 @dataclass
 class Rows:
-    """Entries while they are read."""
+    """Entries while they are read, one at a time: a long log is not kept whole."""
 
-    curves: dict[str, list[Point]] = field(default_factory=dict)
+    points: defaultdict[str, list[Point]] = field(
+        default_factory=lambda: defaultdict(list)
+    )  # by name
     rows: int = 0
     skipped: int = 0
     worded: int = 0
+    unreadable: int = 0
+    unread_after: int = 0
+    cut: int = 0
+    last_step: int = 0
     numbered: bool = True
     has_events: bool = False  # of `watch`
     reported: list[tuple[int, str, str]] = field(default_factory=list)
+    places: dict[tuple[str, ...], tuple[list[str], list[str]]] = field(default_factory=dict)
 
     def add(self, entry: Any) -> None:
         """Take one entry."""
-        self.rows += 1
         if not isinstance(entry, dict):
+            self.add_unreadable()
+            return
+        keys = tuple(entry)
+        steps, names = self.places.get(keys) or self.find_places(keys)
+        given = None
+        for name in steps:
+            given = entry[name]
+            if given is not None:
+                break
+        if type(given) is int and -LARGEST_STEP < given < LARGEST_STEP:
+            step = given
+        elif given is None:
+            step = self.rows
+        else:
+            count = number_of(given)
+            if count is None or not abs(count) < LARGEST_STEP:
+                self.add_unreadable()
+                return
+            step = int(count)
+        self.rows += 1
+        kind = entry.get("kind")
+        if kind == "finding":  # of `watch`
+            self.reported.append((step, str(entry.get("name")), str(entry.get("message", ""))))
+            return
+        if kind == "metric":
+            self.has_events = True
+            name = str(entry.get("name"))
+            entry = {name: entry.get("value")}
+            names = [name] if name in CURVE_OF else []
+        if not names:
             self.skipped += 1
             return
-        given = next((entry[name] for name in STEPS if entry.get(name) is not None), None)
-        step = number_of(given)
-        if step is None or not math.isfinite(step):
-            self.numbered = self.numbered and given is not None
-            step = self.rows - 1
-        if entry.get("kind") == "finding":
-            self.reported.append((int(step), str(entry.get("name")), str(entry.get("message", ""))))
-            return
-        if entry.get("kind") == "metric":  # an event of `watch`
-            self.has_events = True
-            entry = {str(entry.get("name")): entry.get("value")}
-        found = False
-        for curve, names in NAMES.items():
-            name = next((name for name in names if name in entry), None)
-            value = None if name is None else number_of(entry[name], missing=math.nan)
-            if name is not None and value is not None:
-                found = True
-                self.worded += not isinstance(entry[name], int | float) and not math.isfinite(value)
-                self.curves.setdefault(curve, []).append((int(step), value))
-        self.skipped += not found
+        self.numbered = self.numbered and given is not None
+        is_read = True
+        for name in names:
+            value = entry[name]
+            if type(value) is float:
+                self.points[name].append((step, value))
+            elif not self.add_word(name, step, value):
+                is_read = False
+        if not is_read:
+            self.note_unreadable()
+        self.last_step = step
 
-    def as_log(self, path: Path, form: str, lost: int = 0, **more: Any) -> RunLog:
-        """Return the log; `lost` entries could not be read.
+    def add_word(self, name: str, step: int, value: Any) -> bool:
+        """Take a number that is no float: an integer, null or a word; return False if it is no number."""
+        number = number_of(value, missing=math.nan)
+        if number is None:
+            return False
+        self.worded += not isinstance(value, int) and not math.isfinite(number)
+        self.points[name].append((step, number))
+        return True
+
+    def find_places(self, keys: tuple[str, ...]) -> tuple[list[str], list[str]]:
+        """Return which keys of an entry have its step and its curves; entries of one log have few sets of keys."""
+        found = (
+            [name for name in STEPS if name in keys],
+            [name for name in CURVE_OF if name in keys],
+        )
+        if len(self.places) < KEYS_KEPT:
+            self.places[keys] = found
+        return found
+
+    def add_unreadable(self, is_cut: bool = False) -> None:
+        """Count an entry that cannot be read; `is_cut` if it is at the end of its file, and not whole."""
+        self.rows += 1
+        if is_cut:
+            self.cut += 1
+            self.skipped += 1
+        else:
+            self.note_unreadable()
+
+    def note_unreadable(self) -> None:
+        """Count an entry of which something cannot be read."""
+        if not self.unreadable:
+            self.unread_after = self.last_step
+        self.unreadable += 1
+        self.skipped += 1
+
+    def as_log(self, path: Path, form: str, **more: Any) -> RunLog:
+        """Return the log.
 
         Raises:
             ArgumentError: If no entry has a loss.
         """
-        if not self.curves.get("loss"):
+        chosen: dict[str, str] = {}
+        for curve, names in NAMES.items():
+            present = [name for name in names if name in self.points]
+            if present:  # a Trainer ends its losses with one train_loss, the mean of the run
+                chosen[curve] = max(present, key=lambda name: len(self.points[name]))
+        found = {curve: self.points[name] for curve, name in chosen.items()}
+        if "loss" not in found:
             raise ArgumentError(
                 expected=f"a log with a loss, called one of {', '.join(NAMES['loss'])}",
                 received=f"{path}: {self.rows} entries, and none has one",
@@ -136,23 +244,41 @@ class Rows:
                 "event files, or a run of MLflow",
             )
         form = "events" if self.has_events else form
-        curves, replaced = {}, 0
-        for name, points in self.curves.items():
-            curves[name], _ = settled(points, form == "events")
-            replaced += len(points) - len(curves[name])
+        settled_ones = {curve: settled(points, form == "events") for curve, points in found.items()}
         return RunLog(
             str(path),
             form,
-            curves,
-            self.rows + lost,
-            self.skipped + lost,
+            {curve: kept for curve, (kept, _) in settled_ones.items()},
+            self.rows,
+            self.skipped,
             self.numbered,
             tuple(self.reported),
-            settled(self.curves["loss"], form == "events")[1],
-            replaced,
+            settled_ones["loss"][1],
+            sum(len(found[curve]) - len(kept) for curve, (kept, _) in settled_ones.items()),
             self.worded,
+            self.unreadable,
+            self.unread_after,
+            self.cut,
+            {n: len(points) for n, points in self.points.items() if n not in chosen.values()},
             **more,
         )
+
+
+def exponential_mean(points: Sequence[Point], window: int = MEAN_WINDOW) -> list[Point]:
+    """Return the exponential mean over a window of steps; a log of every tenth step weighs a point ten times."""
+    out: list[Point] = []
+    mean, before = 0.0, points[0][0] - 1 if points else 0
+    rates: dict[int, float] = {}  # by the steps between two points
+    for count, (step, value) in enumerate(points, 1):
+        gap = step - before
+        before = step
+        rate = rates.get(gap)
+        if rate is None:
+            rate = rates[gap] = 1 - (1 - 2 / (window + 1)) ** max(gap, 1)
+        least = 1 / count
+        mean += (rate if rate > least else least) * (value - mean)
+        out.append((step, mean))
+    return out
 
 
 def settled(
@@ -164,10 +290,14 @@ def settled(
         points: In the order of the log.
         several: Whether a step may have several entries: `watch` logs micro-batches one by one.
     """
+    rises = operator.le if several else operator.lt
+    steps = [step for step, _ in points]
+    if all(map(rises, steps, islice(steps, 1, None))):
+        return tuple(points), ()
     kept: list[Point] = []
     backs: list[tuple[int, int]] = []
     for point in points:
-        if kept and (point[0] < kept[-1][0] or (point[0] == kept[-1][0] and not several)):
+        if kept and not rises(kept[-1][0], point[0]):
             backs.append((kept[-1][0], point[0]))
             while kept and kept[-1][0] >= point[0]:
                 kept.pop()

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
-
-from isobit.guards.run_log.curves import Point
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,3 @@ class Verdict:
 
 class NotJudged(Exception):
     """A log that a rule cannot judge, with the reason."""
-
-
-def finite(points: Sequence[Point]) -> list[Point]:
-    """Return the points whose value is finite."""
-    return [(step, value) for step, value in points if math.isfinite(value)]

@@ -6,9 +6,8 @@ import csv
 import io
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TextIO
 
 from isobit.errors import ArgumentError
 from isobit.files import read_bytes
@@ -41,52 +40,83 @@ def read_log(path: Path, run: str = "") -> RunLog:
         return mlflow_runs.read_database(path, run)
     if tensorboard_events.is_event_file(data):
         return tensorboard_events.read_events(path, [path], LARGEST)
-    text = data.decode("utf-8", errors="replace").lstrip("\ufeff")
-    entries, form, lost, max_steps = entries_of(text)
     rows = Rows()
+    form, max_steps = add_entries(data, rows)
+    return rows.as_log(path, form, max_steps=max_steps)
+
+
+def text_of(data: bytes, newline: str) -> TextIO:
+    """Return a file's text to be read line by line; what is no UTF-8 is replaced."""
+    return io.TextIOWrapper(io.BytesIO(data), "utf-8-sig", "replace", newline)
+
+
+def add_entries(data: bytes, rows: Rows) -> tuple[str, int | None]:
+    """Add the entries of a file; return its form, and the steps of the whole run if it has them."""
+    lines = text_of(data, "\n")
+    first = next((line for line in lines if line.strip()), "").strip()
+    if first[:1] not in ("{", "["):
+        add_csv(data, rows)
+        return "csv", None
+    if is_json(first) and any(line.strip() for line in lines):
+        add_lines(data, rows)
+        return "jsonl", None
+    try:
+        whole = json.loads(text_of(data, "\n").read())
+    except (ValueError, RecursionError):
+        add_lines(data, rows)
+        return "jsonl", None
+    form, entries, max_steps = "jsonl", whole if isinstance(whole, list) else [whole], None
+    if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
+        form, entries = "trainer_state", whole["log_history"]
+        steps = number_of(whole.get("max_steps"))
+        if steps is not None and math.isfinite(steps) and steps > 0:
+            max_steps = int(steps)
     for entry in entries:
         rows.add(entry)
-    return rows.as_log(path, form, lost, max_steps=max_steps)
+    return form, max_steps
 
 
-def entries_of(text: str) -> tuple[list[Any], str, int, int | None]:
-    """Return the entries of a log, its form, how many lines could not be read, and the steps of the whole run."""
-    stripped = text.lstrip()
-    if stripped[:1] in ("{", "["):
-        try:
-            whole = json.loads(text)
-        except (ValueError, RecursionError):
-            found, lost = lines_of(text.splitlines())
-            return found, "jsonl", lost, None
-        if isinstance(whole, dict) and isinstance(whole.get("log_history"), list):
-            steps = number_of(whole.get("max_steps"))
-            known = steps is not None and math.isfinite(steps) and steps > 0
-            return whole["log_history"], "trainer_state", 0, int(steps or 0) if known else None
-        return (whole if isinstance(whole, list) else [whole]), "jsonl", 0, None
-    rows = csv.DictReader(io.StringIO(text))
+def is_json(text: str) -> bool:
+    """Return whether a text is JSON."""
     try:
-        return (
-            [{k: v for k, v in row.items() if k and v not in ("", None)} for row in rows],
-            "csv",
-            0,
-            None,
-        )
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def add_lines(data: bytes, rows: Rows) -> None:
+    """Add the entries of JSON lines. The last line of a killed run often is not whole."""
+    decode = json.JSONDecoder().raw_decode
+    for line in text_of(data, "\n"):
+        text = line.strip()
+        if not text:
+            continue
+        try:
+            entry, end = decode(text)
+        except (ValueError, RecursionError):
+            rows.add_unreadable(is_cut=not line.endswith("\n"))
+        else:
+            rows.add(entry if end == len(text) else None)
+
+
+def add_csv(data: bytes, rows: Rows) -> None:
+    """Add the rows of CSV. One with fewer or more fields than the first is not read: its columns may be others."""
+    reader = csv.reader(text_of(data, ""), skipinitialspace=True)
+    is_short = False  # whether the last row was
+    try:
+        names = [name.strip() for name in next((row for row in reader if row), [])]
+        for row in reader:
+            if is_short:
+                rows.add_unreadable()
+            is_short = bool(row) and (len(row) < len(names) or any(row[len(names) :]))
+            if row and not is_short:
+                rows.add({name: word for name, word in zip(names, row, strict=False) if word})
     except csv.Error as error:
         raise ArgumentError(
             expected="a log in a form that is read",
             received=f"a file that is none of these: {error}",
             remedy="export the run as JSONL or CSV",
         ) from error
-
-
-def lines_of(lines: Iterable[str]) -> tuple[list[Any], int]:
-    """Return the entries of JSON lines, and how many are not JSON: the last line of a killed run often is not."""
-    found, lost = [], 0
-    for line in lines:
-        if not line.strip():
-            continue
-        try:
-            found.append(json.loads(line))
-        except (ValueError, RecursionError):
-            lost += 1
-    return found, lost
+    if is_short:
+        rows.add_unreadable(is_cut=not data.endswith(b"\n"))

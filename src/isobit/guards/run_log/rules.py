@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
 
-from isobit.guards.drift import Drift
-from isobit.guards.run_log.curves import Point, RunLog
-from isobit.guards.run_log.findings import Limits, LogFinding, NotJudged, Verdict, finite
+from isobit.guards.run_log.alarms import alarms_of
+from isobit.guards.run_log.curves import RunLog
+from isobit.guards.run_log.findings import Limits, LogFinding, NotJudged, Verdict
 from isobit.guards.run_log.schedule import follows_schedule
 
-MEAN_WINDOW = 100  # steps of the exponential mean
 RISE, SPAN = 0.05, 500  # the most that it may rise, over so many steps
 FLAT, FLAT_SPAN = 0.001, 2000  # a mean that falls by less than this share over so many steps
 SHOWN = 5  # spikes of one log
@@ -40,18 +40,6 @@ def judge_log(log: RunLog, limits: Limits | None = None) -> Verdict:
             skipped[name] = str(reason)
     found.sort(key=lambda finding: (finding.step, finding.rule))
     return Verdict(tuple(found), tuple(judged), skipped)
-
-
-def exponential_mean(points: Sequence[Point], window: int = MEAN_WINDOW) -> list[Point]:
-    """Return the exponential mean over a window of steps; a log of every tenth step weighs a point ten times."""
-    out: list[Point] = []
-    mean = 0.0
-    for at, (step, value) in enumerate(points):
-        gap = max(step - points[at - 1][0], 1) if at else 1
-        rate = max(1 - (1 - 2 / (window + 1)) ** gap, 1 / (at + 1))
-        mean += rate * (value - mean)
-        out.append((step, mean))
-    return out
 
 
 def nonfinite(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
@@ -101,10 +89,12 @@ def hidden_nonfinite(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
 
 def rising_loss(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Check FALSIFY-ALBOR-001: after warm-up the exponential mean of the loss rises by at most 5 % over 500 steps."""
-    means = exponential_mean(finite(log.curves["loss"]))
+    means = log.mean_loss
     if not means or means[-1][0] - means[0][0] < limits.warmup + SPAN:
         span = means[-1][0] - means[0][0] if means else 0
         raise NotJudged(f"the log spans {span} steps, of {limits.warmup} + {SPAN} that are needed")
+    if not math.isfinite(means[-1][1]):
+        raise NotJudged("the mean of the losses overflows")
     start, first, worst, behind = means[0][0] + limits.warmup, None, 0.0, 0
     for step, mean in means:
         if step - SPAN < start:
@@ -128,7 +118,7 @@ def rising_loss(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
 
 def norm_limit(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Check FALSIFY-ALBOR-002: the gradient norm after clipping stays below the limit."""
-    norms = finite(log.curves.get("grad_norm", ()))
+    norms = log.finite.get("grad_norm", ())
     if not norms:
         raise NotJudged("the log has no gradient norm")
     if limits.norms == "unclipped" or (limits.norms == "auto" and log.form == "trainer_state"):
@@ -148,32 +138,32 @@ def norm_limit(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
 def spikes(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Find where the loss, or the logarithm of the norm, leaves its course; see isobit.guards.drift."""
     for name in ("loss", "grad_norm"):
-        points = finite(log.curves.get(name, ()))
+        points = log.finite.get(name, ())
         if name == "loss" and len(points) <= 64:
             raise NotJudged(f"{len(points)} losses, of more than 64 that are needed")
-        detector, found = Drift(log=name == "grad_norm"), 0
-        for step, value in points:
-            reading = detector.add(value)
-            found += reading.is_alarm
-            if reading.is_alarm and found <= SHOWN:
-                yield LogFinding(
-                    f"{reading.status}-{name}",
-                    "warning",
-                    step,
-                    f"{name} is {value:.6g}, score {reading.score:.1f} against the last 128 entries",
-                    "a bad batch or a change of data; a learning rate that is too high; for Adam, a beta2 that is too "
-                    "large for gradients that change",
-                )
+        values = [value for _, value in points]
+        for at, reading in islice(alarms_of(values, log=name == "grad_norm"), SHOWN):
+            yield LogFinding(
+                f"{reading.status}-{name}",
+                "warning",
+                points[at][0],
+                f"{name} is {values[at]:.6g}, score {reading.score:.1f} against the last 128 entries",
+                "a bad batch or a change of data; a learning rate that is too high; for Adam, a beta2 that is too "
+                "large for gradients that change",
+            )
 
 
 def plateau(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Check that the loss still falls at the end of the log."""
-    means = exponential_mean(finite(log.curves["loss"]))
+    means = log.mean_loss
     last = means[-1][0] if means else 0
-    before = [mean for step, mean in means if step <= last - FLAT_SPAN and step >= limits.warmup]
-    if not before:
+    if means and not math.isfinite(means[-1][1]):
+        raise NotJudged("the mean of the losses overflows")
+    at = bisect_right(means, last - FLAT_SPAN, key=lambda point: point[0]) - 1
+    if at < 0 or means[at][0] < limits.warmup:
         raise NotJudged(f"the log has no {FLAT_SPAN} steps after warm-up")
-    if before[-1] - means[-1][1] < FLAT * abs(before[-1]):
+    before = means[at][1]
+    if before - means[-1][1] < FLAT * abs(before):
         yield LogFinding(
             "plateau",
             "info",
@@ -184,7 +174,7 @@ def plateau(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
 
 
 def missing_steps(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
-    """Check that steps rise by one interval: none is missing, none is logged twice."""
+    """Check that steps rise by one interval: none is missing."""
     if not log.numbered:
         raise NotJudged("entries have no step")
     steps = [step for step, _ in log.curves["loss"]]
@@ -193,7 +183,6 @@ def missing_steps(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
         raise NotJudged("the log has one entry")
     usual = gaps.most_common(1)[0][0]
     holes = [(a, b) for a, b in pairwise(steps) if b - a > usual]
-    backs = log.resumed
     # The first and the last entry of many loggers are off the interval.
     inner = [(a, b) for a, b in holes if a != steps[0] and b != steps[-1]]
     if inner:
@@ -206,6 +195,13 @@ def missing_steps(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
             f"are missing in {len(inner)} places",
             "a crash between log and checkpoint; a filter of the logger; a file of several runs",
         )
+
+
+def repeated_steps(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
+    """Check that no step is logged twice."""
+    if not log.numbered:
+        raise NotJudged("entries have no step")
+    backs = log.resumed
     if backs:
         yield LogFinding(
             "repeated-steps",
@@ -217,9 +213,31 @@ def missing_steps(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
         )
 
 
+def readable(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
+    """Check that every entry can be read. The last of a run that was killed, or still writes, may be cut."""
+    if log.unreadable:
+        yield LogFinding(
+            "unreadable",
+            "warning",
+            log.unread_after,
+            f"{log.unreadable:,} of {log.rows:,} entries cannot be read, the first after step {log.unread_after}; "
+            "what they have is not judged",
+            "several processes write one file; a disk that was full; text of another program in the log",
+        )
+    if log.cut:
+        where = "" if log.cut == 1 else f" of {log.cut} files"
+        yield LogFinding(
+            "cut-off",
+            "info",
+            log.curves["loss"][-1][0],
+            f"the last entry{where} is not whole, and is not judged",
+            "the run was killed, or still writes",
+        )
+
+
 def reported(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Pass on what the run's own watch reported."""
-    if log.form != "events":
+    if log.form != "events" and not log.reported:
         raise NotJudged("the log is not one of isobit.guards.watch")
     for step, rule, message in log.reported:
         yield LogFinding(f"watch: {rule}", "error", step, message, "see docs/how-to/watch-a-run.md")
@@ -233,6 +251,8 @@ RULES: dict[str, Rule] = {
     "spikes": spikes,
     "plateau": plateau,
     "missing-steps": missing_steps,
+    "repeated-steps": repeated_steps,
+    "readable": readable,
     "schedule": follows_schedule,
     "reported": reported,
 }

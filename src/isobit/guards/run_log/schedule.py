@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from isobit.guards.run_log.curves import Point, RunLog, number_of
-from isobit.guards.run_log.findings import Limits, LogFinding, NotJudged, finite
+from isobit.guards.run_log.findings import Limits, LogFinding, NotJudged
 
 TOLERANCE = 0.01  # of the peak: logs round, and some to three digits
 SHIFTS = (0, -1, 1)  # a step may be logged before or after its rate is set, or counted from 1
@@ -143,7 +143,7 @@ def follows_schedule(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     config = limits.config if limits.config is not None else log.config
     if config is None:
         raise NotJudged("no configuration was given (--config)")
-    points = finite(log.curves.get("lr", ()))
+    points = log.finite.get("lr", ())
     if not points or not log.numbered:
         raise NotJudged("the log has no learning rate" if not points else "entries have no step")
     schedule = schedule_in(config, log.max_steps)

@@ -69,17 +69,17 @@ def read_events(path: Path, files: Sequence[Path], largest: int) -> RunLog:
     Raises:
         ArgumentError: If a file is damaged before its last record, or no scalar is a loss.
     """
-    rows, lost = Rows(), 0
+    rows = Rows()
     for file in files:
         try:
             for event in records_in(read_bytes(file, largest)):
                 if event is None:  # what a killed run was writing
-                    lost += 1
+                    rows.add_unreadable(is_cut=True)
                 else:
                     add_scalars(event, rows)
         except (ValueError, IndexError) as error:
             raise damaged(file, str(error)) from None
-    return rows.as_log(path, "tensorboard", lost)
+    return rows.as_log(path, "tensorboard")
 
 
 def damaged(file: Path, why: str) -> ArgumentError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,7 +65,7 @@ def configured_counts(config: Mapping[str, Any]) -> dict[str, int]:
 def is_count(value: Any) -> bool:
     """Return whether a value is a whole number above 0."""
     is_plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_plain and value > 0 and value == int(value)
+    return is_plain and 0 < value < math.inf and value == int(value)
 
 
 def counts_are_as_configured(
@@ -84,7 +85,7 @@ def counts_are_as_configured(
     if declared is not None:
         wanted["global_batch_size"] = declared
     pairs = [
-        ("batch_size", "rows of a micro-batch", found.rows),
+        ("batch_size", "rows in a micro-batch", found.rows),
         ("accumulation", "micro-batches per step", found.accumulation),
         (
             "global_batch_size",
@@ -100,7 +101,7 @@ def counts_are_as_configured(
                 yield (
                     "count",
                     "error",
-                    f"{key} is to be {wanted[key]}; the run has {value} {words}",
+                    f"expected {key} {wanted[key]}; the run has {value} {words}",
                 )
     algebra = as_training_config(found, wanted)
     if algebra is not None:

@@ -48,5 +48,20 @@ def main() -> int:
     return 0
 
 
+def leave(code: int) -> None:
+    """Exit without waiting for threads and processes that the program, ended early, could not stop itself."""
+    import multiprocessing
+    import threading
+
+    for child in multiprocessing.active_children():
+        if not child.daemon:
+            child.terminate()
+    if any(not t.daemon and t is not threading.main_thread() for t in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -39,7 +39,9 @@ class WatchCallback(Callback):
         }
         self.watches = []
         for optimizer in trainer.optimizers:
-            self.watches.append(watch(trainer.model, optimizer, **options))
+            others = [each for each in trainer.optimizers if each is not optimizer]
+            given = {"other_optimizers": others, **options}
+            self.watches.append(watch(trainer.model, optimizer, **given))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """End the watches."""
