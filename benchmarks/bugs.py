@@ -1,43 +1,117 @@
-"""Planted bugs under many schedules: how many are named with kind and ranks, and false alarms of right programs."""
+"""Planted bugs under many schedules: how many are named with kind and ranks, and false alarms of right programs.
 
+The verdict on each program is kept in a folder for temporary files until the simulator or the programs change, so that
+a sweep that was stopped goes on, and two processes share one.
+"""
+
+import json
+import os
+import random
 import sys
+import tempfile
 import time
 import warnings
+from pathlib import Path
 
 import torch
+from blake3 import blake3
 from rich.console import Console
 from rich.table import Table
 
 from isobit.errors import SimulationError
+from isobit.files import write_text
 from isobit.simulator import World
 from tests.simulator.bugs import CATALOGUE, blamed, find
 from tests.simulator.clean_programs import PROGRAMS
 
+ROOT = Path(__file__).parents[1]
+JUDGED = (
+    "src/isobit/simulator",
+    *(f"src/isobit/{name}.py" for name in ("bits", "errors", "majority")),
+    "tests/simulator/bugs",
+    "tests/simulator/clean_programs.py",
+)
 WATCHES = ("bits", "reads", "training")
 
 
 def run(quick, threads, dtypes):
     """Prints two tables; the exit code is 1 if a bug was missed or a right program blamed."""
-    seeds, clean_seeds = (3, 5) if quick else (50, 200)
+    seeds, clean_seeds, more_seeds = (3, 5, 2) if quick else (50, 200, 20)
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
-    started = time.process_time()
+    twins = {bug.program.__name__: bug for bug in CATALOGUE.values()}  # breakdowns share one
+    sweep = {f"bug {name}": (bug_misses, bug, seeds) for name, bug in CATALOGUE.items()}
+    sweep |= {f"twin {name}": (twin_alarms, bug, clean_seeds) for name, bug in twins.items()}
+    sweep |= {f"program {p.__name__}": (program_alarms, p, more_seeds) for p in PROGRAMS}
+    verdicts = judge(sweep)
     console = Console(width=190, highlight=False)
-    missed, twins, false = judge_bugs(console, seeds, clean_seeds)
-    false += judge_programs(console, clean_seeds)
-    total, right = len(CATALOGUE) * seeds, twins + len(PROGRAMS)
-    console.print(
-        f"{len(CATALOGUE)} bugs x {seeds} seeds: {total - missed} of {total} named with kind and ranks"
-    )
-    console.print(
-        f"{right} right programs x {clean_seeds} seeds: {false} false alarms of {right * clean_seeds}"
-    )
-    console.print(f"{time.process_time() - started:.0f} s of one core")
-    return 1 if missed or false else 0
+    show_bugs(console, verdicts, seeds, clean_seeds)
+    show_programs(console, verdicts, more_seeds)
+    wrong = 0
+    for kind, what, of, words in (
+        ("bug", "bugs", seeds, "not named with kind and ranks, of"),
+        ("twin", "right twins", clean_seeds, "false alarms of"),
+        ("program", "other right programs", more_seeds, "false alarms of"),
+    ):
+        found = [v for key, v in verdicts.items() if key.split()[0] == kind]
+        failed = sum(len(v["failed"]) for v in found)
+        console.print(f"{len(found)} {what} x {of} seeds: {failed} {words} {len(found) * of}")
+        wrong += failed
+    console.print(f"{sum(v['seconds'] for v in verdicts.values()):.0f} s of one core")
+    return int(wrong > 0)
 
 
-def judge_bugs(console, seeds, clean_seeds):
-    """Print a row per bug; return how many runs missed it, how many right twins there are, and their alarms."""
+def judge(sweep):
+    """Return the verdict on each program, those of an earlier or another process included."""
+    folder = Path(tempfile.gettempdir()) / f"isobit-bugs-{digest_of_sources()}"
+    folder.mkdir(exist_ok=True)
+    order = list(sweep)
+    random.Random(os.getpid()).shuffle(order)  # two processes seldom do the same
+    for done, key in enumerate(order):
+        function, subject, seeds = sweep[key]
+        path = folder / f"{key.replace(' ', '-')}-{seeds}.json"
+        if not path.exists():
+            begun = time.process_time()
+            failed = {seed: said for seed in range(seeds) if (said := function(subject, seed))}
+            seconds = time.process_time() - begun
+            write_text(path, json.dumps({"failed": failed, "seconds": seconds}))
+            print(f"{done + 1} of {len(order)}: {key}, {failed}", file=sys.stderr, flush=True)
+        sweep[key] = json.loads(path.read_text())
+    return sweep
+
+
+def digest_of_sources():
+    """Return a digest of what is judged and of torch's version."""
+    hasher = blake3(torch.__version__.encode())
+    for path in [ROOT / name for name in JUDGED]:
+        for file in sorted(path.rglob("*.py")) or [path]:
+            hasher.update(file.read_bytes())
+    return hasher.hexdigest()[:16]
+
+
+def bug_misses(bug, seed):
+    """Return what was found instead of the bug, with its kind and its ranks exactly."""
+    error = find(bug, seed, True)
+    said = None if error is None else (error.kind, blamed(error))
+    return "" if said == (bug.kind, bug.culprits(seed)) else str(said)
+
+
+def twin_alarms(bug, seed):
+    """Return what was found in the right twin of a bug."""
+    error = find(bug, seed, False)
+    return "" if error is None else error.one_line
+
+
+def program_alarms(program, seed):
+    """Return what was found in a program that is right in a way that a hasty watch would call wrong."""
+    try:
+        World(4, seed, watch=WATCHES).run(program, seed)
+    except SimulationError as error:
+        return error.one_line
+    return ""
+
+
+def show_bugs(console, verdicts, seeds, clean_seeds):
     table = Table(
         "bug",
         "named as",
@@ -46,61 +120,22 @@ def judge_bugs(console, seeds, clean_seeds):
         f"alarms of {clean_seeds}",
         "ms a run",
     )
-    missed, alarms, judged = 0, 0, set()
-    for bug in CATALOGUE.values():
-        begun = time.process_time()
-        wrong, false = [seed for seed in range(seeds) if not is_named(bug, seed)], {}
-        cost = (time.process_time() - begun) / seeds * 1e3
-        found = "as above"
-        if bug.program not in judged:  # breakdowns share one right program
-            judged.add(bug.program)
-            false = alarms_of(lambda seed, bug=bug: find(bug, seed, False), clean_seeds)
-            alarms += len(false)
-            found = str(len(false))
-        missed += len(wrong)
-        report(bug.name, wrong, false)
+    shown = set()
+    for name, bug in CATALOGUE.items():
+        found, twin = verdicts[f"bug {name}"], f"twin {bug.program.__name__}"
+        alarms = "as above" if twin in shown else str(len(verdicts[twin]["failed"]))
+        shown.add(twin)
         culprits = " and ".join(" ".join(map(str, bug.culprits(seed))) for seed in (0, 1))
-        table.add_row(bug.title, bug.kind, culprits, str(seeds - len(wrong)), found, f"{cost:.0f}")
+        cost = f"{found['seconds'] / seeds * 1e3:.0f}"
+        named = str(seeds - len(found["failed"]))
+        table.add_row(bug.title, bug.kind, culprits, named, alarms, cost)
     console.print(table)
-    return missed, len(judged), alarms
 
 
-def judge_programs(console, seeds):
-    """Print a row per program that is right in a way that a hasty watch would call wrong; return the alarms."""
+def show_programs(console, verdicts, seeds):
     table = Table("right program without a bug", f"alarms of {seeds}", "ms a run")
-    alarms = 0
     for program in PROGRAMS:
-        begun = time.process_time()
-        false = alarms_of(lambda seed, program=program: run_right(program, seed), seeds)
-        cost = (time.process_time() - begun) / seeds * 1e3
-        alarms += len(false)
-        report(program.__name__, [], false)
-        table.add_row(program.__name__.replace("_", " "), str(len(false)), f"{cost:.0f}")
+        found = verdicts[f"program {program.__name__}"]
+        cost = f"{found['seconds'] / seeds * 1e3:.0f}"
+        table.add_row(program.__name__.replace("_", " "), str(len(found["failed"])), cost)
     console.print(table)
-    return alarms
-
-
-def run_right(program, seed):
-    """Return what is found in a right program."""
-    try:
-        World(4, seed, watch=WATCHES).run(program, seed)
-    except SimulationError as error:
-        return error
-    return None
-
-
-def alarms_of(judge, seeds):
-    """Return the findings of a right program, by seed."""
-    return {seed: error for seed in range(seeds) if (error := judge(seed)) is not None}
-
-
-def report(name, missed, false):
-    """Write the seeds to look into to the error stream, and how far the sweep is."""
-    alarms = {seed: error.one_line for seed, error in false.items()}
-    print(name, f"missed: {missed}", f"alarms: {alarms}", file=sys.stderr, flush=True)
-
-
-def is_named(bug, seed):
-    """With its kind, and its ranks exactly."""
-    error = find(bug, seed, True)
-    return error is not None and (error.kind, blamed(error)) == (bug.kind, bug.culprits(seed))
