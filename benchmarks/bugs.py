@@ -1,36 +1,26 @@
 """Planted bugs under many schedules: how many are named with kind and ranks, and false alarms of right programs.
 
-The verdict on each program is kept in a folder for temporary files until the simulator or the programs change, so that
-a sweep that was stopped goes on, and two processes share one.
+The verdict on each program is kept (kept.py), so that a sweep that was stopped goes on, and two processes share one.
 """
 
-import json
 import os
 import random
 import sys
-import tempfile
 import time
 import warnings
-from pathlib import Path
+from functools import partial
 
 import torch
-from blake3 import blake3
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.kept import SIMULATOR, Kept
 from isobit.errors import SimulationError
-from isobit.files import write_text
 from isobit.simulator import World
 from tests.simulator.bugs import CATALOGUE, blamed, find
 from tests.simulator.clean_programs import PROGRAMS
 
-ROOT = Path(__file__).parents[1]
-JUDGED = (
-    "src/isobit/simulator",
-    *(f"src/isobit/{name}.py" for name in ("bits", "errors", "majority")),
-    "tests/simulator/bugs",
-    "tests/simulator/clean_programs.py",
-)
+JUDGED = (*SIMULATOR, "tests/simulator/bugs", "tests/simulator/clean_programs.py")
 WATCHES = ("bits", "reads", "training")
 
 
@@ -63,30 +53,26 @@ def run(quick, threads, dtypes):
 
 def judge(sweep):
     """Return the verdict on each program, those of an earlier or another process included."""
-    folder = Path(tempfile.gettempdir()) / f"isobit-bugs-{digest_of_sources()}"
-    folder.mkdir(exist_ok=True)
-    order = list(sweep)
+    kept, order = Kept("bugs", JUDGED), list(sweep)
     random.Random(os.getpid()).shuffle(order)  # two processes seldom do the same
     for done, key in enumerate(order):
-        function, subject, seeds = sweep[key]
-        path = folder / f"{key.replace(' ', '-')}-{seeds}.json"
-        if not path.exists():
-            begun = time.process_time()
-            failed = {seed: said for seed in range(seeds) if (said := function(subject, seed))}
-            seconds = time.process_time() - begun
-            write_text(path, json.dumps({"failed": failed, "seconds": seconds}))
-            print(f"{done + 1} of {len(order)}: {key}, {failed}", file=sys.stderr, flush=True)
-        sweep[key] = json.loads(path.read_text())
+        verdict = kept.result(f"{key} {sweep[key][-1]}", partial(try_seeds, *sweep[key]), is_clean)
+        print(
+            f"{done + 1} of {len(order)}: {key}, {verdict['failed']}", file=sys.stderr, flush=True
+        )
+        sweep[key] = verdict
     return sweep
 
 
-def digest_of_sources():
-    """Return a digest of what is judged and of torch's version."""
-    hasher = blake3(torch.__version__.encode())
-    for path in [ROOT / name for name in JUDGED]:
-        for file in sorted(path.rglob("*.py")) or [path]:
-            hasher.update(file.read_bytes())
-    return hasher.hexdigest()[:16]
+def is_clean(verdict):
+    return not verdict["failed"]
+
+
+def try_seeds(function, subject, seeds):
+    """Return what a function says of each seed on which a subject fails, and the time that it takes."""
+    begun = time.process_time()
+    failed = {seed: said for seed in range(seeds) if (said := function(subject, seed))}
+    return {"failed": failed, "seconds": time.process_time() - begun}
 
 
 def bug_misses(bug, seed):

@@ -4,6 +4,8 @@ Theorem: for every bug b and seed s, find(b, s, wrong) says (kind of b, culprits
 program without the bug, says nothing; nor do programs that are right in ways a hasty watch would call wrong.
 """
 
+import tempfile
+
 import pytest
 
 from benchmarks import bugs as benchmark
@@ -88,7 +90,7 @@ def test_the_benchmark_counts_bugs_that_are_missed_and_false_alarms(tmp_path, mo
     def sweep(wrong, right):
         folder = tmp_path / f"{wrong} {right}"
         folder.mkdir()
-        monkeypatch.setattr(benchmark.tempfile, "tempdir", str(folder))
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
         monkeypatch.setattr(
             benchmark, "find", lambda bug, seed, planted: found[wrong if planted else right]
         )
