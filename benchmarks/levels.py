@@ -6,6 +6,7 @@ hierarchical all-reduce (torch.distributed.all_reduce level by level), whose dig
 """
 
 import tempfile
+import time
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +37,13 @@ ELEMENTS = 1024
 
 def run(quick, threads, dtypes):
     table = Table(
-        "ranks", "levels", "digest", "messages: counted = model", "bytes", "stock's digest"
+        "ranks",
+        "levels",
+        "digest",
+        "messages: counted = model",
+        "bytes",
+        "stock's digest",
+        "CPU s",
     )
     wrong = 0
     worlds = [("simulated", n) for n in ((8, 64) if quick else (8, 64, 512))]
@@ -72,6 +79,7 @@ def row(kind, found):
         f"{found['messages']} {sign} {found['model']}",
         f"{found['bytes'] / (ELEMENTS * 4):.4f} n",
         found["stock"],
+        f"{found['seconds']:.1f}" if "seconds" in found else "",
     ]
 
 
@@ -91,10 +99,12 @@ def simulated(ranks):
             return collect(group, kind, inputs, outputs, *args, **options)
 
         backend.RankGroup._collect = counted
+        begun = time.process_time()
         try:
-            yield World(ranks).run(partial(one_rank, shape, posted)).values[0]
+            found = World(ranks).run(partial(one_rank, shape, posted)).values[0]
         finally:
             backend.RankGroup._collect = collect
+        yield {**found, "seconds": time.process_time() - begun}
 
 
 def one_rank(shape, posted, rank):

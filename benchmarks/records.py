@@ -30,6 +30,7 @@ COMMANDS = {
     "rows": "python -m benchmarks rows --threads 1",
     "adamw": "python -m benchmarks adamw --quick --threads 1 --dtypes float32 bfloat16 float16",
     "exchange": "python -m benchmarks exchange",
+    "levels": "python -m benchmarks levels",
     "step": "python -m benchmarks step --quick",
     "agreement": "python -m benchmarks agreement",
     "bugs": "python -m benchmarks bugs",

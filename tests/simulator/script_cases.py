@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -51,21 +52,33 @@ def losses_in(text):
     return [float(found) for found in re.findall(r"\bloss:? (-?\d+\.\d+)", text)]
 
 
+class ScriptFailed(Exception):
+    """A script that failed or did not end under torchrun, with the last lines of its error stream."""
+
+
 def run_with_gloo(name, processes, folder, timeout=300):
-    """Run a script under torchrun on the CPU and return what it printed."""
+    """Run a script under torchrun on the CPU and return what it printed, or raise `ScriptFailed`."""
     case = CASES[name]
     words = [*([str(folder)] if case.folder else []), *(case.gloo or ())]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(processes), str(FOLDER / f"{name}.py"), *words]
-    done = subprocess.run(
+    run = subprocess.Popen(
         command,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout,
+        start_new_session=True,  # so that its processes can be ended together
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+    try:
+        printed, errors = run.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(run.pid, signal.SIGKILL)
+        printed, errors = run.communicate()
+        raise ScriptFailed(f"no end within {timeout} s\n{errors[-2000:]}") from None
+    if run.returncode:
+        raise ScriptFailed(errors[-4000:])
+    return printed
 
 
 def words_of(name, folder):

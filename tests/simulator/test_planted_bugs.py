@@ -4,8 +4,11 @@ Theorem: for every bug b and seed s, find(b, s, wrong) says (kind of b, culprits
 program without the bug, says nothing; nor do programs that are right in ways a hasty watch would call wrong.
 """
 
+import tempfile
+
 import pytest
 
+from benchmarks import bugs as benchmark
 from isobit.simulator import World
 from tests.simulator.bugs import CATALOGUE, blamed, find
 from tests.simulator.clean_programs import PROGRAMS
@@ -76,6 +79,34 @@ def test_a_bug_is_not_named_when_nobody_watches():
     """The silent ones: without the watch they pass, so it is the watch that finds them."""
     bug = CATALOGUE["missing-all-reduce"]
     World(4).run(bug.program, 0, True)
+
+
+def test_the_benchmark_counts_bugs_that_are_missed_and_false_alarms(tmp_path, monkeypatch, capsys):
+    name = "wrong-group"  # of every rank, whatever the seed
+    monkeypatch.setattr(benchmark, "CATALOGUE", {name: CATALOGUE[name]})
+    monkeypatch.setattr(benchmark, "PROGRAMS", PROGRAMS[:1])
+    found = {wrong: find(CATALOGUE[name], 0, wrong) for wrong in (True, False)}
+
+    def sweep(wrong, right):
+        folder = tmp_path / f"{wrong} {right}"
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        monkeypatch.setattr(
+            benchmark, "find", lambda bug, seed, planted: found[wrong if planted else right]
+        )
+        codes = [benchmark.run(True, None, None) for _ in range(2)]  # the second reads the verdicts
+        assert codes[0] == codes[1]
+        return codes[0], capsys.readouterr().out
+
+    code, printed = sweep(True, False)
+    assert code == 0
+    assert "1 bugs x 3 seeds: 0 not named with kind and ranks, of 3" in printed
+    code, printed = sweep(False, False)
+    assert code == 1
+    assert "1 bugs x 3 seeds: 3 not named" in printed
+    code, printed = sweep(True, True)
+    assert code == 1
+    assert "1 right twins x 5 seeds: 5 false alarms of 5" in printed
 
 
 @pytest.mark.full

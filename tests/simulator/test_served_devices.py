@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils.data import DataLoader, dataloader
 
 from isobit.errors import ArgumentError, DeadlockError, DeviceError, RankFailedError
 from isobit.simulator import World
@@ -102,6 +103,36 @@ def test_autocast_and_hooks_in_a_backward_pass():
         return y.dtype, x.grad.is_cuda
 
     assert on_two(program) == [(torch.bfloat16, True)] * 2
+
+
+class Batch:
+    """A batch that pins itself, as torch lets programs write one."""
+
+    def __init__(self, samples):
+        self.samples, self.times_pinned = torch.stack(samples), 0
+
+    def pin_memory(self):
+        self.times_pinned += 1
+        return self
+
+
+def test_loaders_with_workers_and_pinned_memory():
+    def program(rank):
+        torch.cuda.set_device(rank)
+        data = torch.arange(6.0).add(10 * rank)
+        plain = DataLoader(data, batch_size=2, num_workers=2, pin_memory=True)
+        own = DataLoader(
+            data, batch_size=3, num_workers=1, pin_memory=True, collate_fn=Batch, timeout=60
+        )
+        taken = [batch.cuda(non_blocking=True) for batch in plain]
+        assert all(batch.device == torch.device("cuda", rank) for batch in taken)
+        batches = list(own)
+        assert [batch.times_pinned for batch in batches] == [1, 1]
+        return torch.cat(taken).tolist() + batches[1].samples.tolist()
+
+    expected = [0.0, 1, 2, 3, 4, 5, 3, 4, 5]
+    assert on_two(program) == [expected, [value + 10 for value in expected]]
+    assert dataloader._BaseDataLoaderIter.__init__.__module__ == dataloader.__name__  # restored
 
 
 def test_spawn_gives_each_rank_its_process():

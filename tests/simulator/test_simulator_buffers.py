@@ -1,6 +1,7 @@
 """Handles that are not waited for, buffers that are touched too early, and tensors that differ are reported."""
 
 import re
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -66,6 +67,24 @@ def test_an_input_changed_before_wait():
     ]
     assert found
     assert all(isinstance(error, PendingError) and error.ranks == (0,) for error in found)
+
+
+def test_a_write_into_a_share_of_a_buffer_in_progress():
+    """Shares are watched as the one tensor that they are cut from, whatever the number of ranks."""
+
+    def body(rank, where=None):
+        flat, out = torch.arange(16.0), torch.empty(9)[:8]
+        x = flat[:8]
+        work = dist.all_to_all_single(out, x, async_op=True)
+        if rank == 1 and where is not None:
+            {"sent": x, "received": out, "beside": flat[8:]}[where][5] = 7.0
+        work.wait()
+
+    World(4).run(body)
+    World(4).run(body, "beside")
+    expect(PendingError, [1], partial(body, where="sent"), match="unchanged until wait")
+    named = r"buffer 1 of rank 1 \(\(8,\) float32\)"
+    expect(PendingError, [1], partial(body, where="received"), match=named)
 
 
 def test_a_pending_result_read_is_named_where_it_is_read():

@@ -182,7 +182,8 @@ def show(
         console.print(f"  again: {replay_command(options, group)}", markup=False)
     clean = sum(not run.found for run in runs)
     console.print(
-        f"{len(runs)} seeds, {options.ranks} ranks: {clean} clean, {len(runs) - clean} with findings"
+        f"{len(runs)} seed{'s' * (len(runs) != 1)}, {options.ranks} ranks: {clean} clean, "
+        f"{len(runs) - clean} with findings"
     )
     if clean > 1:
         console.print(

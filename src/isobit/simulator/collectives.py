@@ -25,6 +25,8 @@ class Call:
 
     Attributes:
         rank: The world rank.
+        inputs, outputs: What is sent and received, one tensor per member where each has its own share.
+        sources, targets: The tensors of the program that these are, or are shares of: one tensor for 512 shares.
         root: The member at the root, or -1.
         site: The line of the program that made the call.
         clock: When it was made, in virtual microseconds.
@@ -46,7 +48,13 @@ class Call:
     digests: list[str] = field(default_factory=list)
     sent: list[Tensor] | None = None
     flipped_to: Flip | None = None
+    sources: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
     _signature: Signature | None = None
+
+    def __post_init__(self) -> None:
+        """Take inputs and outputs for whole tensors, unless others were given."""
+        self.sources, self.targets = self.sources or self.inputs, self.targets or self.outputs
 
     @property
     def carried(self) -> list[Tensor]:

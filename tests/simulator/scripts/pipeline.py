@@ -18,16 +18,17 @@ else:
 torch.manual_seed(rank)
 layer = nn.Sequential(nn.Linear(8, 8), nn.Tanh()).to(device)
 stage = PipelineStage(layer, rank, world_size, device, input_args=torch.zeros(2, 8, device=device))
-schedule = Schedule1F1B(stage, n_microbatches=4, loss_fn=nn.MSELoss())
+micro_batches = max(4, world_size)  # 1F1B takes at least as many as stages
+schedule = Schedule1F1B(stage, n_microbatches=micro_batches, loss_fn=nn.MSELoss())
 optimizer = torch.optim.SGD(layer.parameters(), lr=0.5)
 generator = torch.Generator().manual_seed(0)
 for step in range(3):
-    x = torch.randn(8, 8, generator=generator).to(device)
+    x = torch.randn(2 * micro_batches, 8, generator=generator).to(device)
     losses = []
     if rank == 0:
         schedule.step(x)
     if rank == world_size - 1 and rank:
-        schedule.step(target=torch.ones(8, 8, device=device), losses=losses)
+        schedule.step(target=torch.ones_like(x), losses=losses)
     elif rank:
         schedule.step()
     optimizer.step()

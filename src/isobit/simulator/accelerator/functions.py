@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from isobit.errors import UnsupportedError
 from isobit.simulator import rank as ranks
 from isobit.simulator.accelerator.files import devices_in_files
+from isobit.simulator.accelerator.loaders import pinned_by_ranks
 from isobit.simulator.accelerator.modules import npu_in_torch
 from isobit.simulator.accelerator.streams import ServedEvent, ServedStream
 from isobit.simulator.accelerator.tensors import served_index
@@ -310,4 +311,5 @@ def served_functions(kind: str) -> Iterator[None]:
         stack.enter_context(recomputed_devices())
         stack.enter_context(without_record_stream())
         stack.enter_context(devices_in_files())
+        stack.enter_context(pinned_by_ranks())
         yield

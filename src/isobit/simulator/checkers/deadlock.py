@@ -73,7 +73,8 @@ def deadlock(
     error = DeadlockError(
         expected="the awaited ranks to join every call",
         received="; ".join([*sentences, *lost.values()]),
-        remedy=f"look at {name_ranks(roots)} for a skipped call, another order or group of calls, or a missing send",
+        remedy=f"look at {name_ranks(roots)} for a call too many or too few, another order or group of calls, or a "
+        "missing send",
         ranks=sorted(roots),
         stacks=stacks,
     )

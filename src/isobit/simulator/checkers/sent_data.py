@@ -36,7 +36,7 @@ class DataWatch:
     def on_call(self, call: Call, what: str) -> None:
         """Record marks and digests of the inputs when a rank makes a call."""
         if call.asynchronous and call.sent is None:
-            call.marks = [mark_of(tensor) for tensor in call.inputs]
+            call.marks = [mark_of(tensor) for tensor in call.sources]
         if not self.chosen:
             return
         if self.training is not None:
@@ -53,7 +53,7 @@ class DataWatch:
     def on_complete(self, operation: Operation, call: Call) -> None:
         """Compare the inputs of a call with their marks and digests when the collective is carried out."""
         watched = call.marks and call.sent is None
-        if watched and [mark_of(tensor) for tensor in call.inputs] != call.marks:
+        if watched and [mark_of(tensor) for tensor in call.sources] != call.marks:
             self.findings.note(changed_early(operation, call))
         elif call.digests and [bits.digest(tensor) for tensor in call.carried] != call.digests:
             what = f"its input to {operation.describe()}"

@@ -149,7 +149,7 @@ class Training:
         if call.op is not None and name_of(call.op) in ("SUM", "AVG"):
             if call.kind == "all_reduce":
                 notes.summed.update(tensor.data_ptr() for tensor in call.inputs)
-            notes.poisoned = notes.poisoned or not all(map(is_finite, call.inputs))
+            notes.poisoned = notes.poisoned or not all(map(is_finite, call.sources))
 
     def note_message(self, sender: int, receiver: int) -> None:
         """Note that two ranks send each other messages: they are pipeline stages, not replicas."""

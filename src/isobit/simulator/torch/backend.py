@@ -86,7 +86,8 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
         options: Options,
         root: int = -1,
         op: Any = None,
-        value: Any = None,
+        sources: list[Tensor] | None = None,
+        targets: list[Tensor] | None = None,
     ) -> PendingWork:
         rank = current()
         self.number += 1
@@ -99,9 +100,10 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
             op,
             asynchronous=is_asynchronous(options),
             site=user_line(sys._getframe(1)),
+            sources=sources or [],
+            targets=targets or [],
         )
-        result = list(outputs) if value is None else value
-        return begin(self.run, self.group, self.member, self.number, call, result)
+        return begin(self.run, self.group, self.member, self.number, call)
 
     @override
     def allreduce(self, tensors: list[Tensor], opts: Options = None) -> PendingWork:
@@ -142,7 +144,7 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
             [t.detach().reshape(-1) for t in inputs],
             shares,
             opts,
-            value=list(outputs),
+            targets=list(outputs),
         )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -170,7 +172,13 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
         shares = [slot for tensor in inputs for slot in slots(tensor, self.size())]
         flat = [t.detach().view(-1) for t in outputs]
         return self._collect(
-            "reduce_scatter", shares, flat, opts, op=reduction(opts), value=list(outputs)
+            "reduce_scatter",
+            shares,
+            flat,
+            opts,
+            op=reduction(opts),
+            sources=list(inputs),
+            targets=list(outputs),
         )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -216,7 +224,7 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
     ) -> PendingWork:
         count = self.size()
         shares = split(source, input_sizes, count), split(output, output_sizes, count)
-        return self._collect("all_to_all", *shares, opts, value=[output])
+        return self._collect("all_to_all", *shares, opts, sources=[source], targets=[output])
 
     alltoall_base = all_to_all_single
 

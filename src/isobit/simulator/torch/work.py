@@ -30,7 +30,7 @@ from isobit.simulator.run import Run
 TorchWork: Any = dist.Work
 
 
-def begin(run: Run, group: Group, member: int, number: int, call: Call, value: Any) -> PendingWork:
+def begin(run: Run, group: Group, member: int, number: int, call: Call) -> PendingWork:
     """Make a rank's call of a collective and return its handle."""
     rank = current()
     rank.communicating = True
@@ -43,13 +43,13 @@ def begin(run: Run, group: Group, member: int, number: int, call: Call, value: A
     operation = run.network.join(group, member, number, call, lost)
     if run.flight_recorder is not None:
         run.flight_recorder.note_collective(rank, number, call, operation)
-    work = PendingWork(rank, operation, member, call, value)
+    work = PendingWork(rank, operation, member, call)
     if call.asynchronous:
         work.torchs_own = called_by_torch(sys._getframe(2))
         if not work.torchs_own:
-            work.snapshot = take_snapshot([*call.inputs, *call.outputs])
+            work.snapshot = take_snapshot([*call.sources, *call.targets])
         if "reads" in rank.watch and not (call.kind == "broadcast" and call.root == member):
-            work.memory = memory_of(call.outputs)
+            work.memory = memory_of(call.targets)
     rank.communicating = False
     return work
 
@@ -59,13 +59,13 @@ def poison_outputs(call: Call, member: int) -> None:
     """Fill results with NaN, or the lowest integer, so that a read before `wait()` shows."""
     if call.kind == "broadcast" and call.root == member:
         return
-    memory = {tensor.untyped_storage().data_ptr() for tensor in call.outputs}
+    memory = {tensor.untyped_storage().data_ptr() for tensor in call.targets}
     if call.sent is None and any(
-        tensor.untyped_storage().data_ptr() in memory for tensor in call.inputs
+        tensor.untyped_storage().data_ptr() in memory for tensor in call.sources
     ):
         call.sent = [tensor.data.clone() for tensor in call.inputs]
     if call.kind != "reduce" or call.root == member:
-        for tensor in call.outputs:
+        for tensor in call.targets:
             poison(tensor)
 
 
@@ -182,12 +182,10 @@ class RankWork(TorchWork):  # type: ignore[misc]
 class PendingWork(RankWork):
     """The handle of a collective."""
 
-    def __init__(
-        self, owner: Rank, operation: Operation, member: int, call: Call, value: Any
-    ) -> None:
+    def __init__(self, owner: Rank, operation: Operation, member: int, call: Call) -> None:
         """Make the handle of a collective of one rank."""
         self.operation, self.member = operation, member
-        super().__init__(owner, call.site, value)
+        super().__init__(owner, call.site, list(call.targets))
 
     @property
     @override
