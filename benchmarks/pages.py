@@ -1,6 +1,7 @@
 """`python -m benchmarks pages`: write the records of runs into the pages, between their markers.
 
-A page has `<!-- record: NAME -->` and `<!-- /record -->`; what is between them is written here. README.md
+A page has `<!-- record: NAME -->` and `<!-- /record -->`; what is between them is written here;
+`NAME summary` shows only the record's last table. README.md
 has `<!-- cost -->`, a table of ratios to stock that is computed from the same records.
 """
 
@@ -12,7 +13,7 @@ import textwrap
 from benchmarks.records import RECORDS, ROOT
 
 RESULTS = ROOT / "docs" / "results"
-MARK = re.compile(r"(<!-- record: ([\w-]+) -->\n).*?(<!-- /record -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- record: ([\w-]+)( summary)? -->\n).*?(<!-- /record -->)", re.DOTALL)
 COST = re.compile(r"(<!-- cost -->\n).*?(<!-- /cost -->)", re.DOTALL)
 
 
@@ -31,7 +32,7 @@ def main(words: list[str]) -> int:
 
 def render(text: str) -> str:
     """Return a page with the text between its markers replaced."""
-    text = MARK.sub(lambda found: found[1] + show(load(found[2])) + found[3], text)
+    text = MARK.sub(lambda found: found[1] + show(load(found[2]), bool(found[3])) + found[4], text)
     return COST.sub(lambda found: found[1] + show_cost() + found[2], text)
 
 
@@ -39,10 +40,11 @@ def load(name: str) -> dict:
     return json.loads((RECORDS / f"{name}.json").read_text())
 
 
-def show(record: dict) -> str:
-    """Return a record as Markdown: the command and where it ran, its tables, then its lines."""
+def show(record: dict, is_summary: bool = False) -> str:
+    """Return a record as Markdown: the command and where it ran, its tables or the last one, then its lines."""
     blocks = [f"```bash\n{record['command']}\n```", provenance(record)]
-    blocks += [as_table(table["header"], table["rows"]) for table in record["tables"]]
+    tables = record["tables"][-1:] if is_summary else record["tables"]
+    blocks += [as_table(table["header"], table["rows"]) for table in tables]
     if record["lines"]:
         blocks.append("\n".join(["```text", *record["lines"], "```"]))
     return "\n".join(f"{block}\n" for block in blocks)
