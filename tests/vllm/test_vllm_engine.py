@@ -62,7 +62,7 @@ def test_update_of_the_weights_is_seen_and_keys_of_the_old_ones_are_refused(mode
     said = ask("weights", models, tmp_path / "weights.json")
     for folder, name in zip(models, ("first", "second"), strict=True):
         logprobs = [row[1] for row in said[name]]
-        assert sum(map(len, logprobs)) == 24
+        assert sum(map(len, logprobs)) == 96
         assert logprobs == trained(folder, said[name], PROMPTS)
     assert said["first"] != said["second"]
     assert len(said["packed"]) == 9  # four per layer, and the head
@@ -86,12 +86,12 @@ def test_the_control_computes_with_the_weights_that_it_reloaded(family, is_tied,
         return [value for _, logprobs in made for value in logprobs]
 
     said = ask("stock", two_models(family, tmp_path), tmp_path / "stock.json")
-    assert sum(len(tokens) for tokens, _ in said["fresh"]) == 24
+    assert sum(len(tokens) for tokens, _ in said["fresh"]) == 96
     assert said["first"] != said["fresh"]
     assert said["reloaded"] == said["fresh"]
     assert (said["as vLLM reloads"] != said["fresh"]) == is_tied
     pairs = zip(flat(said["as vLLM reloads"]), flat(said["fresh"]), strict=True)
-    print(f"\n{family}, as vLLM reloads: {sum(a != b for a, b in pairs)} of 24 differ")
+    print(f"\n{family}, as vLLM reloads: {sum(a != b for a, b in pairs)} of 96 differ")
 
 
 def test_engines_that_are_not_computed_are_refused(models, tmp_path):
