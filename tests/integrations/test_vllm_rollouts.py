@@ -103,9 +103,13 @@ class Engine:
 
     def __init__(self, resets=True):
         self.resets, self.reloaded, self.params = resets, [], []
+        self.applied = []
 
     def collective_rpc(self, name, kwargs):
         self.reloaded.append((name, kwargs["weights_path"]))
+
+    def apply_model(self, function):
+        self.applied.append(function)
 
     def reset_prefix_cache(self):
         return self.resets
@@ -146,6 +150,7 @@ def test_each_request_has_its_own_key(monkeypatch, kind, keys):
     weights, made = serve(monkeypatch, engine, kind, {"weights": "new"}, REQUEST)
     assert weights == {}
     assert engine.reloaded == [("reload_weights", "new")]
+    assert engine.applied == ([serving.pack_tied_head] if kind == "stock" else [])
     assert made == {"completions": [[[2, 2], [-0.5, -0.5]], [[3, 3], [-0.5, -0.5]]]}
     found = [(p.seed, p.extra_args) if kind == "isobit" else p.seed for p in engine.params]
     assert found == keys

@@ -14,7 +14,8 @@ os.environ.update(
     VLLM_LOGGING_LEVEL="ERROR",
     HF_HUB_OFFLINE="1",
 )
-PROMPTS = [[(7 * row + 3 * at) % 500 for at in range(140)] for row in range(3)]
+# Twelve: packed weights are read for 9 to 32 rows, or, where the CPU computes in bf16, for more than 64.
+PROMPTS = [[(7 * row + 3 * at) % 500 for at in range(140)] for row in range(12)]
 
 
 def start(folder, **more):
@@ -115,6 +116,21 @@ def check_weights(first, second):
     return said
 
 
+def check_stock(first, second):
+    """Reload stock vLLM by the process of `Rollouts`, with and without packing a tied head, and start it afresh."""
+    from isobit.integrations.vllm import serving
+
+    llm = serving.start(first, "bfloat16", 256, "stock")
+    said = {"first": generate(llm)}
+    with mock.patch.object(serving, "pack_tied_head", return_value=None):
+        serving.answer(llm, {"weights": second}, "stock")
+    said["as vLLM reloads"] = generate(llm)
+    serving.answer(llm, {"weights": second}, "stock")
+    said["reloaded"] = generate(llm)
+    said["fresh"] = generate(serving.start(second, "bfloat16", 256, "stock"))
+    return said
+
+
 def check_refusals(folder, _):
     """Make configurations that are not computed; nothing is loaded."""
     from vllm import EngineArgs
@@ -177,7 +193,7 @@ def unknown_options():
 
 
 if __name__ == "__main__":
-    checks = {"weights": check_weights, "refusals": check_refusals}
+    checks = {"weights": check_weights, "stock": check_stock, "refusals": check_refusals}
     found = checks[sys.argv[1]](*sys.argv[2:4])
     with open(sys.argv[4], "w") as file:
         json.dump(found, file)

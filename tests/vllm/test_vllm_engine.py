@@ -21,17 +21,20 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
+def two_models(family, place):
     """Return the folders of two models of one shape with other weights."""
-    place = tmp_path_factory.mktemp("models")
     first, second = str(place / "first"), str(place / "second")
-    rollouts.save_model("Qwen3", "bfloat16", first)
+    rollouts.save_model(family, "bfloat16", first)
     model = transformers.AutoModelForCausalLM.from_pretrained(first, dtype=torch.bfloat16)
     for parameter in model.parameters():
         parameter.data.mul_(1.25)
     model.save_pretrained(second)
     return first, second
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    return two_models("Qwen3", tmp_path_factory.mktemp("models"))
 
 
 def ask(check, models, out):
@@ -59,7 +62,7 @@ def test_update_of_the_weights_is_seen_and_keys_of_the_old_ones_are_refused(mode
     said = ask("weights", models, tmp_path / "weights.json")
     for folder, name in zip(models, ("first", "second"), strict=True):
         logprobs = [row[1] for row in said[name]]
-        assert sum(map(len, logprobs)) == 24
+        assert sum(map(len, logprobs)) == 96
         assert logprobs == trained(folder, said[name], PROMPTS)
     assert said["first"] != said["second"]
     assert len(said["packed"]) == 9  # four per layer, and the head
@@ -75,6 +78,20 @@ def test_update_of_the_weights_is_seen_and_keys_of_the_old_ones_are_refused(mode
     assert "changed since" in said["method"]
     assert said["as prepared"] == ""
     assert "reset_prefix_cache" in said["stale keys"]
+
+
+@pytest.mark.parametrize(("family", "is_tied"), [("Qwen2", True), ("Qwen3", False)])
+def test_the_control_computes_with_the_weights_that_it_reloaded(family, is_tied, tmp_path):
+    def flat(made):
+        return [value for _, logprobs in made for value in logprobs]
+
+    said = ask("stock", two_models(family, tmp_path), tmp_path / "stock.json")
+    assert sum(len(tokens) for tokens, _ in said["fresh"]) == 96
+    assert said["first"] != said["fresh"]
+    assert said["reloaded"] == said["fresh"]
+    assert (said["as vLLM reloads"] != said["fresh"]) == is_tied
+    pairs = zip(flat(said["as vLLM reloads"]), flat(said["fresh"]), strict=True)
+    print(f"\n{family}, as vLLM reloads: {sum(a != b for a, b in pairs)} of 96 differ")
 
 
 def test_engines_that_are_not_computed_are_refused(models, tmp_path):

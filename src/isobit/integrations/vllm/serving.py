@@ -64,10 +64,23 @@ def generate(llm: Any, asked: dict[str, Any], engine: str) -> list[tuple[list[in
     return found
 
 
+def pack_tied_head(model: Any) -> None:
+    """Pack the weight of a tied head again, after stock vLLM 0.32 has reloaded it on the CPU.
+
+    A checkpoint of a tied model has no lm_head, so vLLM reloads the embedding, which is the head's weight, too, but not
+    the form of it that the head computes with. A control with a head of the first step would show more than numerics.
+    """
+    head = model.lm_head
+    if head.weight is model.model.embed_tokens.weight:
+        head.quant_method.process_weights_after_loading(head)
+
+
 def answer(llm: Any, asked: dict[str, Any], engine: str) -> dict[str, Any]:
     """Reload weights, or generate."""
     if "weights" in asked:
         llm.collective_rpc("reload_weights", kwargs={"weights_path": asked["weights"]})
+        if engine == "stock":
+            llm.apply_model(pack_tied_head)
         if not llm.reset_prefix_cache():  # its keys are of the weights before
             return {"error": "the prefix cache could not be reset: a request is running"}
         return {}
