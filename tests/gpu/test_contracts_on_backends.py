@@ -4,6 +4,7 @@
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -189,6 +190,14 @@ def test_evidence_is_apart_from_the_cpus(backend, tmp_path):
     assert len(digests) == 3
     quick = replace(backend.tree.load("silu-kernel-v1"), claims=())
     assert quick.depends_on == ()
+
+
+def test_evidence_counts_however_the_contract_was_named(backend, monkeypatch):
+    """`isobit verify isobit` finds what `isobit verify silu-kernel-v1` has judged, in any folder."""
+    monkeypatch.chdir(library())
+    other = BackendWorkspace([Path()], backend.home, "interpreter", "sm_90")
+    assert other.tree.entries["silu-kernel-v1"].path != backend.tree.entries["silu-kernel-v1"].path
+    assert other.tree.digest("silu-kernel-v1") == backend.tree.digest("silu-kernel-v1")
 
 
 def test_a_plan_is_in_the_digest_of_its_own_contract_alone(backend, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from isobit.contracts.language.contract import Contract
@@ -49,8 +50,9 @@ class BackendTree(Tree):
         return self._kept[id]
 
     def digest(self, id: str, variant: str = "", on: str = "") -> str:
-        """Return the digest of a derived contract, which no contract of the CPU has."""
-        derived = hash_text(repr(self._kept[id]))[:32] if id in self._kept else ""
+        """Return the digest of a derived contract, which no contract of the CPU has; its path does not count."""
+        kept = self._kept.get(id)
+        derived = hash_text(repr(replace(kept, path="")))[:32] if kept else ""
         return super().digest(id, f"{variant}{self.variant} {derived}", on)
 
 
