@@ -192,21 +192,14 @@ def test_a_candidate_that_cannot_be_called_is_a_row_of_its_own():
 
 @pytest.mark.full
 def test_kernels_of_liger_run_in_the_interpreter():
-    """Its norms keep every claim; that which writes to the gradient that it is given is named."""
+    """Its norm writes to the gradient that it is given, and that is what its row says."""
     pytest.importorskip("liger_kernel", reason="pip install -c constraints.txt liger-kernel")
-    names = ["rms_norm", "rms_norm_out_of_place", "layer_norm"]
-    words = [sys.executable, "-m", "benchmarks.liger_kernels", *names]
+    words = [sys.executable, "-m", "benchmarks.liger_kernels", "rms_norm"]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, cwd=ROOT)
-    found = {
-        name: {r["claim"]: r["verdict"] for r in records}
-        for name, _, records in json.loads(done.stdout)
-    }
-    assert found.pop("rms_norm") == {"call": "broken"}
-    assert {name: set(verdicts.values()) for name, verdicts in found.items()} == {
-        "rms_norm_out_of_place": {"kept"},
-        "layer_norm": {"kept"},
-    }
+    ((name, _, (row,)),) = json.loads(done.stdout)
+    assert (name, row["claim"], row["verdict"]) == ("rms_norm", "call", "broken")
+    assert "its backward writes to the gradient that it is given" in row["detail"]
 
 
 def test_tensors_are_on_the_device_when_the_kernel_is_called():

@@ -115,12 +115,12 @@ def attention_gradients(given: Given, g: Rounded) -> Errors:
 def over_a_group(left: Rounded, right: Rounded, keys: Rounded) -> Rounded:
     """Add the products of the heads that share a key head: in one sum, or each stored and then added."""
     groups = (keys.value.shape[-3], -1)
-    heads = (left @ right).stored().each(lambda t: t.unflatten(-3, groups))
+    heads = (left @ right).stored().each(lambda t: torch.unflatten(t, -3, groups))
     if heads.value.shape[-3] == 1:
         return heads.each(lambda t: t.squeeze(-3))
     total = heads.sum(-3).each(lambda t: t.squeeze(-3)).stored()
-    left = left.each(lambda t: t.unflatten(-3, groups).transpose(-3, -2).flatten(-2))
-    right = right.each(lambda t: t.unflatten(-3, groups).flatten(-3, -2))
+    left = left.each(lambda t: torch.unflatten(t, -3, groups).transpose(-3, -2).flatten(-2))
+    right = right.each(lambda t: torch.unflatten(t, -3, groups).flatten(-3, -2))
     wide = torch.maximum(total.wide, (left @ right).wide)
     return Rounded(total.value, wide, total.narrow)
 
