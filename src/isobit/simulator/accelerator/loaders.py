@@ -11,12 +11,13 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch.utils.data import dataloader
-from torch.utils.data._utils.pin_memory import pin_memory
+from torch.utils.data._utils import pin_memory
 
 from isobit.simulator import rank as ranks
 from isobit.simulator.program.replaced import replaced
 
 WithWorkers: Any = dataloader._MultiProcessingDataLoaderIter
+pin: Any = pin_memory.pin_memory  # untyped in torch
 
 
 def without_thread(plain: Callable[..., None]) -> Callable[..., None]:
@@ -35,7 +36,7 @@ def pinned(plain: Callable[..., Any]) -> Callable[..., Any]:
 
     def next_data(self: Any) -> Any:
         data = plain(self)
-        return pin_memory(data) if getattr(self, "pinned_by_rank", False) else data
+        return pin(data) if getattr(self, "pinned_by_rank", False) else data
 
     return next_data
 
