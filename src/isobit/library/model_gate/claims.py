@@ -87,7 +87,7 @@ def gate_with(home: Any, name: str, wrong: Callable[..., Any]) -> Subject:
     return run
 
 
-def _stock_linear(_: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None, **__: Any) -> Any:
+def _stock_linear(_: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *__: Any) -> Any:
     """Compute output and down projections by stock."""
     return stock_functions.linear(x, weight, bias)
 
@@ -119,7 +119,7 @@ def _stock_loss(_: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **__: A
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
-with_stock_linear = gate_with(modules, "linear", _stock_linear)
+with_stock_linear = gate_with(modules, "linear_with_packed", _stock_linear)
 with_keys_of_padding = gate_with(modules, "attention", _keys_of_padding)
 with_positions_of_padding = gate_with(modules, "forward_rotary", _positions_of_padding)
 with_padded_dgamma = gate_with(modules, "rms_norm", _padded_dgamma)
