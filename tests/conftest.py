@@ -13,15 +13,19 @@ from tests.cpu_time import OPTION, Watch
 hypothesis.settings.register_profile("isobit", deadline=None)
 hypothesis.settings.load_profile("isobit")
 
-# Files that take a minute or more, longest first. A worker takes a whole file, so these start first: otherwise one
+# Files that take half a minute or more, longest first. A worker takes a whole file, so these start first: otherwise one
 # worker would be left with the longest of them at the end, while the other has nothing to do.
 LONG = (
     "test_library",
+    "test_triton_executors",
+    "test_collectives",
     "test_twice",
+    "test_contract_commands",
+    "test_add_an_operator",
     "test_docs",
+    "test_targets",
     "test_reveal",
     "test_arithmetic",
-    "test_positive_probe",
 )
 
 

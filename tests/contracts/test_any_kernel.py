@@ -27,6 +27,7 @@ from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
 from isobit.library.any_kernel.wrong import attention, rows, tokens
+from tests.sweeps import mostly_full
 
 ROOT = Path(__file__).parents[2]
 RIGHT = (
@@ -77,9 +78,7 @@ def test_the_page_has_every_call_and_tolerance():
         assert f"| {like} | `{call.partition(')')[0]})`{call.partition(')')[2]} |" in page
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in RIGHT]
-)
+@pytest.mark.parametrize("name", mostly_full(RIGHT, QUICK))
 def test_a_right_kernel_keeps_every_claim(name):
     found = judge(f"right_kernels:{name}", like_of(name))
     assert {claim: (r.verdict, r.detail) for claim, r in found.items()} == dict.fromkeys(

@@ -13,11 +13,29 @@ SOURCE = Path(isobit.__file__).parent
 WHOLE = {"audit-v1", "chain-v1", "distributed-training-v1"}
 
 
-def digests(root, home):
+def forget_files():
     for cached in (sources.find_file, sources.executor_digest):
         cached.cache_clear()
-    found = tree.Tree([root], home)
+
+
+def digests(root):
+    forget_files()
+    found = tree.Tree([root], root.parent)
     return {id: found.digest(id) for id in found.entries}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """A copy of the package, which `tree` and `sources` take for the package itself, and its digests."""
+    root = tmp_path_factory.mktemp("copy") / "isobit"
+    shutil.copytree(SOURCE, root, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (sources, tree):
+            patch.setattr(module, "ROOT", root)
+        before = digests(root)
+        assert len(before) > 20
+        yield root, before
+    forget_files()
 
 
 # their subjects are one file
@@ -47,16 +65,17 @@ ANY = {f"any-{name}-v1" for name in ROWS}
         ("ops/attention/cache.py", {"kv-cache-kernel-v1", *WHOLE} - {"audit-v1"}),
     ],
 )
-def test_a_change_touches_its_dependents(changed, touched, tmp_path, monkeypatch):
-    root = tmp_path / "isobit"
-    shutil.copytree(SOURCE, root, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
-    monkeypatch.setattr(sources, "ROOT", root)
-    monkeypatch.setattr(tree, "ROOT", root)
-    before = digests(root, tmp_path)
-    assert len(before) == len(digests(root, tmp_path)) > 20
+def test_a_change_touches_its_dependents(changed, touched, copy):
+    root, before = copy
     path = root / changed
-    path.write_text(path.read_text() + "\n# changed\n")
-    after = digests(root, tmp_path)
+    text = path.read_text()
+    path.write_text(text + "\n# changed\n")
+    try:
+        after = digests(root)
+    finally:
+        path.write_text(text)
     assert {id for id in before if before[id] != after[id]} == touched
-    sources.find_file.cache_clear()
-    sources.executor_digest.cache_clear()
+
+
+def test_a_change_that_is_taken_back_touches_nothing(copy):
+    assert digests(copy[0]) == copy[1]

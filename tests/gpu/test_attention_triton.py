@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from isobit.compiled import executing
 from isobit.ops.attention import triton as executor
 from tests.gpu.attention_plans import SamplePlan, draw, problem, same, with_grads
+from tests.sweeps import mostly_full
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HALVES = DTYPES[1:]
@@ -52,7 +53,7 @@ def test_fp32_is_the_cpu(sizes, how):
     assert bits.equal(found, isobit.attention(q, k, v, **how))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", mostly_full(HALVES, HALVES[:1]))
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
 def test_halves_are_the_plan(dtype, target):
     q, k, v = problem(20, 84, heads=4, key_heads=2, depth=48, dtype=dtype)
@@ -141,7 +142,7 @@ def test_split_keys_are_one_fold_and_a_prefill(small_chunks, monkeypatch, window
     assert bits.equal(split, whole)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", mostly_full(HALVES, HALVES[:1]))
 def test_split_keys_in_16_bits(small_chunks, dtype):
     q, k, v = problem(2, 280, dtype=dtype)
     with executing("interpreter", target="sm_80"):
@@ -149,7 +150,7 @@ def test_split_keys_in_16_bits(small_chunks, dtype):
     assert bits.equal(found, SamplePlan(q, k, v, target="sm_80", chunk=128).forward())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", mostly_full(DTYPES, DTYPES[:2]))
 def test_a_cache_decodes_the_bits_of_a_prefill(small_chunks, dtype):
     q, k, v = problem(200, 200, dtype=dtype)
     cache = isobit.KVCache(1, 16, dtype, pages=1)
@@ -201,7 +202,7 @@ def test_gradients_of_packed_samples_and_special_values():
     assert same(found, with_grads(q, k, v, grad, **how))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", mostly_full(HALVES, HALVES[:1]))
 def test_gradients_in_16_bits_are_the_plan(dtype):
     q, k, v = problem(70, 70, dtype=dtype)
     grad = draw(*q.shape, dtype=dtype, seed=9)

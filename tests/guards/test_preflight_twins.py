@@ -19,7 +19,7 @@ from torch.utils.data import dataloader as loaders
 from isobit import ArgumentError
 from isobit.guards import check_checkpoint, micro_batch_invariance, preflight
 from tests.guards.preflight_more_right import MORE_RIGHT
-from tests.guards.preflight_programs import plain
+from tests.guards.preflight_programs import loop, plain, sgd
 from tests.guards.preflight_twins import (
     TWINS,
     Centred,
@@ -101,6 +101,17 @@ def test_what_is_not_judged_has_a_reason():
     assert report.dtypes == {"Linear": {"float32": 6}, "ReLU": {"float32": 3}}
     total = len(report.judged) + len(report.not_judged)
     assert (len(report.judged), total) == (8, 18)
+    assert "later steps" not in report.not_judged
+
+
+def test_a_program_that_ends_early_is_said_to():
+    def program():
+        model = net()
+        loop(model, sgd(model), steps=1)
+
+    report = preflight(program)
+    assert report.steps == 1
+    assert report.not_judged["later steps"] == "the program ended by itself after 1 of 3 steps"
 
 
 def test_torch_is_left_as_it_was():

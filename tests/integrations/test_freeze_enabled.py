@@ -82,3 +82,18 @@ def test_the_last_thaw_drops_the_forms(model):
     outer.thaw()
     outer.thaw()
     assert not [key for key in layer.__dict__ if key.startswith(("_isobit_packed", "_isobit_free"))]
+
+
+def test_training_does_not_pack_forms_that_it_does_not_read(model):
+    layers = model.model.layers[0]
+    with isobit.freeze(model):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+        gradients(model)
+        forms = [
+            m.__dict__["_isobit_packed"] for m in (layers.self_attn.q_proj, layers.mlp.up_proj)
+        ]
+        assert [form.repacks for form in forms] == [0, 0]
+        logits(model)
+        assert [form.repacks for form in forms] == [1, 1]

@@ -23,14 +23,10 @@ from tests.reveal.kernels import (
     stripes,
     target_of,
 )
-
-# The others take three seconds each, and come back at smaller sizes below.
-FEW = ("left fold", "random", "AMX's even and odd chains", "16 stripes, pairs", "split-K by 4")
+from tests.sweeps import mostly_full
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in FEW else pytest.param(n, marks=pytest.mark.full) for n in ORDERS]
-)
+@pytest.mark.parametrize("name", mostly_full(ORDERS, ["random", "AMX's even and odd chains"]))
 def test_known_orders_come_back_at_4096(name):
     branch = ORDERS[name](4096)
     tree = reveal(target_of(branch, 4096, places=2048))
@@ -39,7 +35,7 @@ def test_known_orders_come_back_at_4096(name):
     assert str(tree.arithmetic) == "fp32 sums, subnormals kept, -0 kept"
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(n=st.integers(1, 300), name=st.sampled_from(sorted(ORDERS)))
 def test_known_orders_come_back_at_any_size(n, name):
     branch = ORDERS[name](n)
@@ -48,14 +44,14 @@ def test_known_orders_come_back_at_any_size(n, name):
     assert (tree.replayed >= 8) == (n > 1)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(n=st.integers(2, 90), seed=st.integers(0, 10**6), places=st.sampled_from([1, 3, 64]))
 def test_any_binary_tree_comes_back(n, seed, places):
     branch = random_branch(n, seed)
     assert reveal(target_of(branch, n, places)).order_digest == digest(branch)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(
     n=st.integers(20, 700),
     width=st.integers(2, 40),

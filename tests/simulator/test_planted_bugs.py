@@ -62,7 +62,8 @@ def test_there_are_enough():
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_is_named_with_its_culprits(name):
-    assert judge(name, (0, 1, 6)) == {}
+    seeds = (0,) if name == "endless-poll" else (0, 1, 6)  # five seconds each
+    assert judge(name, seeds) == {}
 
 
 @pytest.mark.parametrize("name", TWINS)

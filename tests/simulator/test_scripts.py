@@ -13,6 +13,7 @@ from tests.simulator.script_cases import (
     run_with_gloo,
     words_of,
 )
+from tests.sweeps import mostly_full
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 LIGHT = ("ddp_torchrun", "amp_streams", "spawned", "elastic", "parameter_server")
@@ -55,9 +56,7 @@ def test_the_benchmark_goes_on_after_a_script_that_fails_under_gloo(monkeypatch,
     assert benchmark.compare_with_gloo("pipeline") == ("failed: RuntimeError: no device", False)
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in LIGHT else pytest.param(n, marks=pytest.mark.full) for n in CASES]
-)
+@pytest.mark.parametrize("name", mostly_full(CASES, LIGHT))
 def test_scripts_run_unmodified_on_eight_ranks(name, tmp_path):
     printed = simulate(name, 8, tmp_path)
     assert printed[0]

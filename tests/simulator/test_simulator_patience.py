@@ -90,6 +90,7 @@ def test_the_resource_tracker_is_nobody_to_wait_for():
     assert has_children() == before
 
 
+@pytest.mark.full  # torch.compile without its caches
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_the_compilers_of_torch_are_nobody_to_wait_for():
     before = has_children(), has_library_threads()

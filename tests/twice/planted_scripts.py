@@ -124,6 +124,3 @@ def write(folder, **planted):
     path = folder / "train.py"
     path.write_text(CLEAN.format(**{**DEFAULTS, **planted}))
     return path
-
-
-QUICK = ("the clock is in the loss", "an operator is not repeatable")

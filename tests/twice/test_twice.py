@@ -9,7 +9,8 @@ from isobit.cli import main
 from isobit.errors import ArgumentError
 from isobit.twice.records import OPERATOR, SCALAR
 from isobit.twice.run import run_twice
-from tests.twice.planted_scripts import PLANTED, QUICK, write
+from tests.sweeps import mostly_full
+from tests.twice.planted_scripts import PLANTED, write
 
 
 @pytest.fixture
@@ -36,9 +37,7 @@ def test_a_clean_script_is_equal(here):
     assert 0 < found.recording < 1
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.full) for n in PLANTED]
-)
+@pytest.mark.parametrize("name", mostly_full(PLANTED, ["an operator is not repeatable"]))
 def test_a_planted_cause_is_named(name, here):
     planted, cause = PLANTED[name]
     report = run_twice(write(here, **planted), steps=2)

@@ -23,6 +23,7 @@ from isobit.guards.trial_run.report import PreflightFinding, PreflightReport
 LIVE = "losses, gradients and weights"
 CONFIG = "configuration reached the optimizer"
 DECLARED = "parameters are as declared"
+LATER = "later steps"
 COUNTS = "counts are as configured"
 OF_AN_OPTIMIZER = ("norm-above-limit", "not-zeroed")
 
@@ -166,6 +167,8 @@ def conclude(seen: Observer, orders: Orders, leave_out: tuple[str, ...] = ()) ->
     models = [model for model, _ in seen.roots.values()]
     count = len({id(p) for model in models for p in model.parameters()})
     steps = next(iter(seen.watches.values())).steps
+    if not seen.is_over:
+        skipped[LATER] = f"the program ended by itself after {steps} of {seen.steps} steps"
     return PreflightReport(
         steps,
         len(models),

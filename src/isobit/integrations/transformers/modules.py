@@ -252,12 +252,15 @@ def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[
         return column_linear_group(
             x, weights, biases, groups=groups, tp_group=tp_group, samples=samples
         )
-    packed = tuple(packed_form(layer) for layer in layers)
-    if any(form is not None for form in packed) and not wants_gradient(x, *weights):
-        return tuple(
-            linear_with_packed(x, layer.weight, layer.bias, samples, form)
-            for layer, form in zip(layers, packed, strict=True)
-        )
+    if not wants_gradient(
+        x, *weights
+    ):  # else packed forms are not read, and would be packed at every step
+        packed = tuple(packed_form(layer) for layer in layers)
+        if any(form is not None for form in packed):
+            return tuple(
+                linear_with_packed(x, layer.weight, layer.bias, samples, form)
+                for layer, form in zip(layers, packed, strict=True)
+            )
     return linear_group(x, weights, biases, groups=groups, samples=samples)
 
 
