@@ -57,6 +57,7 @@ def test_a_planted_cause_is_named(name, here):
         assert origin.call.source.startswith("train.py:")
 
 
+@pytest.mark.full
 def test_a_difference_in_a_gradient_names_the_parameter_and_line(here):
     planted = {"gradients": "model.out.bias.grad.mul_(1 + step * (time.time() % 1))"}
     script = write(here, **planted)
@@ -89,6 +90,7 @@ def test_a_backward_operator_has_the_place_of_its_forward(here):
     assert found.origin.call.backward
 
 
+@pytest.mark.full
 def test_a_tensor_that_only_logs_the_time_is_harmless(here):
     planted = {"after": "elapsed = torch.zeros(2) + time.time() % 1"}
     report = run_twice(write(here, **planted), steps=2)

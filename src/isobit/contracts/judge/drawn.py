@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 
 from torch import Tensor
 
-MOST_BYTES = 2**27
+MOST_BYTES = 2**29
 
 
 class Drawn:

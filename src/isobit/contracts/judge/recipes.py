@@ -179,7 +179,9 @@ def draw_values(shape: tuple[int, ...], kind: str, generator: torch.Generator) -
     """Draw values of one kind, with full mantissas."""
     normal = torch.randn(shape, generator=generator, dtype=torch.float32)
     if kind == "wide":
-        return torch.ldexp(normal, torch.randint(-6, 7, shape, generator=generator))
+        exponents = torch.randint(-6, 7, shape, generator=generator, dtype=torch.int32)
+        # The powers of two by their bits: ldexp has the same result, and takes five times as long.
+        return normal * ((exponents + 127) << 23).view(torch.float32)
     if kind == "logits":
         return normal * 10
     if kind == "unit":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import TypeGuard
 
 
+@lru_cache(maxsize=4096)  # a process that opens several folders of contracts reads most files again
 def imports_of(text: bytes, name: str, is_package: bool) -> frozenset[str]:
     """Return every module that a file may import; `from a import b` may mean a.b."""
     try:
