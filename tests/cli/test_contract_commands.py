@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import isobit
-from isobit.cli import main
+from isobit.cli import main, verify
 from isobit.contracts.store.sources import hash_text
 
 CONTRACT = """
@@ -85,6 +85,14 @@ def place(tmp_path, monkeypatch):
 
 def run(*words):
     return main.main(list(words))
+
+
+def test_totals_count_claims_of_contracts_that_are_too_many_for_a_table(place, capsys, monkeypatch):
+    monkeypatch.setattr(verify, "FEW", 1)
+    assert run("verify", "--trust", "doubling") == 0
+    shown = capsys.readouterr().out
+    assert "3 of 3 claims; sabotage caught" in shown
+    assert "contract / claim" not in shown
 
 
 def test_verify_then_nothing_then_exactly_the_dependents(place, capsys):

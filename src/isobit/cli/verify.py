@@ -118,12 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
     stale = workspace.in_order(every) if arguments.again else workspace.stale(every, options)
     with on_backend(arguments):
         judged = judge(workspace, stale, options, arguments)
-    # The records of claims are read only if they are shown.
-    reports = arguments.json or arguments.junit or arguments.sarif or arguments.html
-    with_claims = len(entries) <= FEW or bool(reports)
     statuses = [
         with_this_run(status, judged.get(status.id))
-        for status in workspace.statuses(entries, options.variant, with_claims, options.level)
+        for status in workspace.statuses(entries, options.variant, True, options.level)
     ]
     shown = [s for s in statuses if s.id in judged] if arguments.changed else statuses
     provenance = provenance_of(arguments, [status.digest for status in shown])
