@@ -3,6 +3,8 @@
 And measures the CPU time of each file (cpu_time.py).
 """
 
+import sys
+
 import hypothesis
 import pytest
 import torch
@@ -54,3 +56,9 @@ def _seed():
     yield
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)  # stock's orders depend on it, in the tests that follow
+
+
+@pytest.fixture
+def no_vllm(monkeypatch):
+    """Keep TRL from taking the folder tests/vllm for vLLM: pytest puts the folder above it on the path."""
+    monkeypatch.setitem(sys.modules, "vllm", None)

@@ -11,7 +11,14 @@ from isobit.simulator import World
 from tests.guards.right import ALONE, NEEDS, TOGETHER
 
 QUICK = ("generator_and_discriminator", "mixture_of_experts", "meta_learning", "wrapped_by_ddp")
-pytestmark = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module", "default::UserWarning")
+pytestmark = [
+    pytest.mark.usefixtures("no_vllm"),
+    pytest.mark.filterwarnings(
+        "ignore:FSDP2-wrapped module",
+        "default::UserWarning",
+        "default:.*LeafSpec:FutureWarning",  # Lightning's
+    ),
+]
 
 
 def some_of(programs):

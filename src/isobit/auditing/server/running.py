@@ -183,7 +183,7 @@ class ServerRun:
         if cached == 0 and variant.verdict == "kept":
             reason = (
                 "the server used 0 cached tokens: prompts are shorter than a block of its cache (pass longer ones by "
-                "--shape), or caching is off (leave the axis out by --vary)"
+                "--shape or --inputs), or caching is off (leave the axis out by --vary)"
             )
             return Variant("prefix-cache", name, reason=reason, cached=0)
         if cached is None:
