@@ -240,17 +240,8 @@ def test_new_fails_until_filled(place, capsys):
 
 
 def test_the_pytest_plugin(place):
-    words = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--isobit",
-        "--isobit-level",
-        "L2",
-    ]
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    words += ["--isobit", "--isobit-level", "L2"]
     done = subprocess.run([*words, "--isobit-trust", "doubling"], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 passed" in done.stdout
