@@ -34,6 +34,8 @@ def run(quick, threads, dtypes):
         for count in threads:
             for dtype in dtypes:
                 stock = build_model("qwen3-0.6b", getattr(torch, dtype))
+                for parameter in stock.parameters():  # freeze takes no weights that a file maps
+                    parameter.data = parameter.data.clone()
                 # A second model over the very same parameters.
                 ours = copy.deepcopy(stock, {id(p): p for p in stock.parameters()})
                 isobit.enable(ours)

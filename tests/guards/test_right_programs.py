@@ -9,6 +9,7 @@ import torch
 from isobit.guards import preflight
 from isobit.simulator import World
 from tests.guards.right import ALONE, NEEDS, TOGETHER
+from tests.sweeps import mostly_full
 
 QUICK = ("generator_and_discriminator", "mixture_of_experts", "meta_learning", "wrapped_by_ddp")
 pytestmark = [
@@ -21,18 +22,12 @@ pytestmark = [
 ]
 
 
-def some_of(programs):
-    return [
-        pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in programs
-    ]
-
-
 def test_there_are_enough():
     assert len(ALONE) + len(TOGETHER) >= 60
     assert {*QUICK} <= {*ALONE, *TOGETHER}
 
 
-@pytest.mark.parametrize("name", some_of(ALONE))
+@pytest.mark.parametrize("name", mostly_full(ALONE, QUICK))
 def test_alone(name):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"pip install -c constraints.txt {NEEDS[name]}")
@@ -43,7 +38,7 @@ def test_alone(name):
     assert report.parameters > 0
 
 
-@pytest.mark.parametrize("name", some_of(TOGETHER))
+@pytest.mark.parametrize("name", mostly_full(TOGETHER, QUICK))
 def test_together(name):
     findings = World(4).run(TOGETHER[name]).values
     assert [[str(event) for event in events] for events in findings] == [[]] * 4
