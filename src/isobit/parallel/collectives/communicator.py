@@ -11,9 +11,6 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _get_default_store as _store
-
-from isobit.parallel.collectives.levels import host_name
 
 # Each collective has a tag of its own, so that concurrent ones are never mixed up. The range is far
 # from the tags that users choose.
@@ -30,7 +27,6 @@ class Communicator:
         self._group = weakref.ref(group)
         self._tags = itertools.count()
         self._buffers: list[Tensor] = []
-        self._hosts: dict[int, bytes] | None = None
         self._uses_send_recv: dict[str, bool] = {}
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] | None = None
 
@@ -63,18 +59,6 @@ class Communicator:
     def receive(self, tensor: Tensor, peer: int, tag: int) -> dist.Work:
         """Receive from a rank of the group into a contiguous tensor."""
         return self.group.recv([tensor], peer, tag)
-
-    def is_same_host(self, peer: int) -> bool:
-        """Return whether a rank runs on this host. It decides who sends first, never the result."""
-        if self._hosts is None:
-            self._hosts = {}
-            _store().set(self._host_key(self.rank), host_name())
-        if peer not in self._hosts:
-            self._hosts[peer] = _store().get(self._host_key(peer))
-        return self._hosts[peer] == host_name().encode()
-
-    def _host_key(self, rank: int) -> str:
-        return f"isobit host of {dist.get_global_rank(self.group, rank)}"
 
     def borrow_buffer(self, size: int) -> Tensor:
         """Return at least `size` bytes, reused where possible.

@@ -56,14 +56,6 @@ class Round:
     kept: tuple[Span, ...]
     sent: tuple[Span, ...]
 
-    @property
-    def longest(self) -> int:
-        """The elements of the longer of the two directions.
-
-        Halves of an odd number differ, and both ranks must agree on who sends first.
-        """
-        return max(sum(span.length for span in spans) for spans in (self.kept, self.sent))
-
 
 @lru_cache(maxsize=1024)
 def halving_rounds(rank: int, owned: tuple[Span, ...]) -> list[Round]:
