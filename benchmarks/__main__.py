@@ -10,6 +10,7 @@ from importlib import import_module
 
 CASES = (
     "linear",
+    "bounds",
     "rows",
     "adamw",
     "model",

@@ -24,6 +24,7 @@ COMMANDS = {
     "model": "isobit chain --model qwen3-0.6b --dtype bfloat16 --json",
     "contracts": "isobit verify isobit --json",
     "linear": "python -m benchmarks linear --quick",
+    "bounds": "python -m benchmarks bounds",
     "whole-model": "python -m benchmarks model --quick --threads 2",
     "logprob": "python -m benchmarks logprob --quick --threads 2",
     "memory": "python -m benchmarks memory",

@@ -51,6 +51,12 @@ TILES: Table[HeadTile] = {
         for dtype in HALVES
         for target in ("sm_80", "sm_86", "sm_87", "sm_89", "sm_120")
     },
+    **{
+        # Every tile spills here: a thread has 256 registers. These spill least.
+        (use, dtype, "gfx1100"): HeadTile(16, 8, stages)
+        for use, stages in (("many queries", 2), ("gradient", 1))
+        for dtype in HALVES
+    },
 }
 
 

@@ -68,6 +68,10 @@ TILES: Table[ProductTile] = {
         for dtype in (torch.bfloat16, torch.float16)
     },
     **{
+        ("weight gradient", dtype, "gfx1100"): ProductTile(64, 128, 32, 8, 2)
+        for dtype in (torch.bfloat16, torch.float16)
+    },
+    **{
         ("few rows", dtype, target): replace(FEW_ROWS, pairs=2)
         for target in ("sm_90", "sm_100")
         for dtype in (torch.bfloat16, torch.float16)
