@@ -23,9 +23,6 @@ ROWS = (512, 64, 1)  # every form of a product and of attention
 # Constants that are sizes of a call, not of a tile; a kernel is shown at the first sizes that it is launched with.
 SIZES = {"N", "K", "WIDTH", "HEADS", "HALF", "KEY_HEADS", "GROUP", "DEPTH", "LEVELS", "CHUNK"}
 FLAGS = {"HAS_BIAS", "BIASED", "FINAL", "CAUSAL", "WINDOWED", "CENTRED", "TRANSPOSED", "INVERSE"}
-UNROLLED = "fp32 attention: tl.dot of fp32 is unrolled over the whole depth of a head"
-# ptxas takes minutes for each of these; they are compiled for this target alone.
-SLOW, SLOW_TARGET = ("attention", torch.float32), "sm_90"
 
 
 def tile_of(launch):
@@ -66,9 +63,7 @@ def measure_all(targets, quick):
     rows = {}
     for dtype, target, launch in track(todo, console=Console(stderr=True), transient=True):
         row = rows.setdefault((*shown_as(launch), SHORT[dtype]), {})
-        slow = (launch.operator, dtype) == SLOW and launch.name not in ("dot_heads", "merge_chunks")
-        left_out = slow and target != SLOW_TARGET
-        row[target] = None if left_out else measure(launch, target, only_kept=quick)
+        row[target] = measure(launch, target, only_kept=quick)
     return rows
 
 
@@ -109,6 +104,5 @@ def run(quick, threads, dtypes):
         console.print(f"spills: {line}")
     for line in too_large:
         console.print(f"does not fit: {line}")
-    console.print(f"for {SLOW_TARGET} alone: {UNROLLED}, and ptxas takes minutes for each")
     console.print(f"{time.process_time() - begun:.0f} s of one core, without ptxas")
     return int(not count or bool(too_large))
