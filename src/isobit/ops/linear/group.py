@@ -76,9 +76,8 @@ def linear_group(
     check_derivatives("linear_group", (x, *weights, *given))
     described = describe(samples, x, *weights, *given)
     arguments = (x, *described, groups, len(weights), *weights, *given)
-    if (
-        not torch.is_grad_enabled()
-    ):  # apply() reads a signature at each call: 0.2 ms of a decode step, per layer twice
+    # `apply` reads a signature at each call, which was a third of the time of a small model's decode step.
+    if not torch.is_grad_enabled():
         return _Group.forward(*arguments)
     outputs: tuple[Tensor, ...] = _Group.apply(*arguments)  # type: ignore
     return outputs
