@@ -72,7 +72,7 @@ def show_cost() -> str:
         ["the same, forward and backward", *ratios("linear", ("forward", "fwd"), "2")],
         ["Qwen3-0.6B: prefill of 512 tokens", *ratios("whole-model", "ratio", "prefill")],
         ["Qwen3-0.6B: decode, batch 8", *ratios("whole-model", "ratio", "decode")],
-        ["Qwen3-0.6B: training step, 4 × 256 tokens", *ratios("whole-model", "ratio", "training")],
+        ["Qwen3-0.6B: training step, 2 × 128 tokens", *ratios("whole-model", "ratio", "training")],
         ["data-parallel step on two ranks, with AdamW", *ratios("step", "ours / stock", "1")],
     ]
     return as_table(["stock time / isobit time", "fp32", "bf16"], rows) + "\n"
