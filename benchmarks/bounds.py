@@ -53,7 +53,7 @@ def loops(folder):
     """Compile the two loops for this machine."""
     source, library = Path(folder) / "bounds.c", Path(folder) / "bounds.so"
     source.write_text(SOURCE)
-    flags = ["-O3", "-march=native", "-ffp-contract=fast", "-mprefer-vector-width=512"]
+    flags = ["-O3", "-mavx512f", "-ffp-contract=fast", "-mprefer-vector-width=512"]
     subprocess.run(["gcc", *flags, "-shared", "-fPIC", source, "-o", library], check=True)
     found = ctypes.CDLL(str(library))
     found.multiply_add.argtypes = (ctypes.c_int64, ctypes.c_float)
