@@ -73,15 +73,21 @@ def test_no_environment_variable_is_read():
     assert [p.name for p in native if "getenv" in p.read_text()] == []
 
 
-@pytest.mark.parametrize("path", PYTHON, ids=lambda p: str(p.relative_to(ROOT)))
-def test_sizes(path):
+def too_long(path):
+    """Yield the file if it has more than one job's lines, and its functions that are too long."""
     text = path.read_text()
-    assert len(text.splitlines()) <= 330, f"{path.name}: one job a file"
+    if len(text.splitlines()) > 330:
+        yield f"{path.name}: one job a file"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             described = len((ast.get_docstring(node, clean=False) or "").splitlines())
             # The parameters of a kernel are many, and one a line.
             kernel = any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
             start = node.body[0].lineno if kernel else node.lineno
-            lines = node.end_lineno - start - described
-            assert lines < 60, f"{path.name}:{node.lineno} {node.name}"
+            if node.end_lineno - start - described >= 60:
+                yield f"{path.name}:{node.lineno} {node.name}"
+
+
+def test_sizes():
+    assert len(PYTHON) > 100
+    assert [each for path in PYTHON for each in too_long(path)] == []
