@@ -143,8 +143,25 @@ KINDS = {
 }
 
 
+def is_undisturbed(rows, moved):
+    """Whether no row writes what the moved instruction reads or writes, or reads what it writes; if in doubt, not."""
+    written, known = (
+        set(REGISTER.findall(" ".join(part))) for part in (moved.operands[:1], moved.operands)
+    )
+    for row in rows:
+        named = REGISTER.findall(row)
+        plain = not re.search(r"[@{\[]", row)  # then the first register is the result
+        if set(named) & (written if plain else known) or (plain and set(named[:1]) & known):
+            return False
+    return True
+
+
 def swap_dependent(text, line, lines, random):
-    """Exchange an instruction with the next float instruction that reads its result."""
+    """Exchange an instruction with the next float instruction that reads its result.
+
+    Returns the new text, and the lines (from 1) on which it depends whether anything changes: only the first, whose
+    result is read too early, if the second could as well be where the first is.
+    """
     rows = text.splitlines()
     results = set(REGISTER.findall(line.operands[0]))
     for each in lines:
@@ -156,8 +173,9 @@ def swap_dependent(text, line, lines, random):
                 for row in rows[line.at : each.at]
             ):
                 return None
+            alone = is_undisturbed(rows[line.at + 1 : each.at], each)
             rows[line.at], rows[each.at] = rows[each.at], rows[line.at]
-            return "\n".join(rows)
+            return "\n".join(rows), {line.at + 1} if alone else {line.at + 1, each.at + 1}
     return None
 
 
@@ -169,11 +187,9 @@ def mutate(text, random):
         kind = random.choice([*KINDS, "dependent instructions swapped"])
         before = text.splitlines()[line.at].strip()
         if kind == "dependent instructions swapped":
-            changed = swap_dependent(text, line, lines, random)
-            if changed is None or changed == text:
+            changed, moved = swap_dependent(text, line, lines, random) or (text, ())
+            if changed == text:
                 continue
-            pairs = zip(text.splitlines(), changed.splitlines(), strict=True)
-            moved = {at + 1 for at, (old, new) in enumerate(pairs) if old != new}
             return {"kind": kind, "what": before, "text": changed, "lines": moved, "exchanged": ()}
         made = KINDS[kind](
             Line(line.at, line.guard, line.opcode, list(line.operands)), lines, random

@@ -38,16 +38,18 @@ def draw(*shape, dtype, seed, spread=3):
 
 @dataclass
 class Launch:
-    """One call of a kernel: the kernel, its grid, arguments by name, constants and options of Triton."""
+    """One call of a kernel: the kernel, its grid, arguments by name, constants and options of Triton, or a function of
+    the target that returns them."""
 
     kernel: object
     grid: tuple
     arguments: dict
-    options: dict
+    options: object
 
     def compile(self, target):
         """Return the compiled kernel."""
-        named = {"enable_fp_fusion": False, "num_warps": 4, "num_stages": 2, **self.options}
+        options = self.options(target) if callable(self.options) else self.options
+        named = {"enable_fp_fusion": False, "num_warps": 4, "num_stages": 2, **options}
         given = {**self.arguments, **named}
         call = specialise(self.kernel, target, (), given)
         return compiler(target).compile(self.kernel, call), call

@@ -7,6 +7,7 @@ import pytest
 from isobit.contracts.language import yaml_text
 from isobit.contracts.language.load import load_contract, parse_contract
 from isobit.errors import ContractError
+from tests.cpu_time import time_loop
 
 SMALL = """id: half-v1
 version: 1.0.0
@@ -206,7 +207,8 @@ HOSTILE = {
 def test_hostile_text_is_refused_soon(what):
     started = time.thread_time()
     refused(HOSTILE[what])
-    assert time.thread_time() - started < 2.0
+    # A second at most, on a machine that nobody else slows down.
+    assert time.thread_time() - started < 150 * time_loop()
 
 
 def test_both_parsers_of_yaml_give_the_same(monkeypatch):

@@ -71,8 +71,9 @@ def round_bf16(bits: Array) -> Array:
 
 
 def round_f16(values: Array) -> Array:
-    """Return fp16 bits (uint16) of fp32 or fp64 values, to nearest, ties to even."""
-    near: Array = values.astype(np.float16).view(np.uint16)
+    """Return fp16 bits (uint16) of fp32 or fp64 values, to nearest, ties to even; too large a value is infinite."""
+    with np.errstate(over="ignore"):
+        near: Array = values.astype(np.float16).view(np.uint16)
     return canonical(near, "f16")
 
 

@@ -23,6 +23,7 @@ from isobit.ops.gpu import executors
 _library = torch.library.Library("isobit", "FRAGMENT")  # type: ignore[no-untyped-call]
 _portable: set[str] = set()
 _without_kernel: set[str] = set()
+_with_python_formula: set[torch._ops.OpOverload] = set()
 PREFIXES = {"triton": "triton_", "native": "", "portable": "portable_"}
 
 
@@ -100,6 +101,7 @@ def register_operator(
         return kernel(keyset, *arguments, **options)
 
     _library.impl(name, differentiate, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+    _with_python_formula.add(operator)
 
 
 def register_checks() -> None:
@@ -135,7 +137,14 @@ def launch(
             name, executor, chosen, sizes if isinstance(sizes, tuple) else sizes(given[0])
         )
     # The overload itself: its packet would look for it at every call.
-    return getattr(torch.ops.isobit, PREFIXES[executor] + name).default(*given)
+    operator = getattr(torch.ops.isobit, PREFIXES[executor] + name).default
+    is_followed = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    if is_followed or operator not in _with_python_formula:
+        return operator(*given)
+    # Without gradients a formula in Python only checks, and costs tens of microseconds.
+    check_derivatives(name, given)
+    with torch._C._AutoDispatchBelowAutograd():
+        return operator(*given)
 
 
 def executor_of(name: str, dtype: torch.dtype, given: tuple[Any, ...]) -> str:

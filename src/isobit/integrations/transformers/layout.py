@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.ops.attention.op import Places
 from isobit.ops.logprob.op import IGNORED
 from isobit.ops.share import share_in_force
 from isobit.order.samples import Samples
@@ -25,6 +27,14 @@ class Layout:
     samples: Samples | None  # spans of the B·T rows of this call
     keys: Samples | None  # spans of the B·S rows of cache and call
     key_rows: int  # S
+    known_places: dict[Any, Places] = field(default_factory=dict, compare=False, repr=False)
+
+    def places(self, q: Tensor, k: Tensor) -> Places:
+        """Return where samples are in the queries and keys of a layer; layers share what the first one makes."""
+        of = q.shape[:-2], k.shape[:-2], q.device
+        if of not in self.known_places:
+            self.known_places[of] = Places(q, k, self.samples, self.keys)
+        return self.known_places[of]
 
     def next_of(self, tokens: Tensor) -> Tensor:
         """Return the next token of the same sample, [B, T]; -100 where there is none."""

@@ -16,7 +16,7 @@ from isobit.integrations.transformers.refusals import check_embedding
 from isobit.integrations.transformers.residual import add, fork
 from isobit.nn.linear import packed_form
 from isobit.ops.arguments import cast_for_autocast
-from isobit.ops.attention.op import attention
+from isobit.ops.attention.op import attention_in
 from isobit.ops.embedding.op import embedding
 from isobit.ops.linear.group import linear_group
 from isobit.ops.linear.op import linear_with_packed
@@ -169,15 +169,14 @@ def attend(
             received="output_attentions=True",
             remedy="disable isobit for the call that looks at attention weights",
         )
-    mixed = attention(
+    mixed = attention_in(
+        layout.places,
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
         is_causal=module.is_causal,
         scale=scaling,
         window=sliding_window,
-        q_samples=layout.samples,
-        k_samples=layout.keys,
     )
     return mixed, None
 

@@ -20,6 +20,7 @@ from isobit.integrations.transformers import head, modules
 from isobit.integrations.transformers.enabling import enabled as scope
 from isobit.library import stock as stock_functions
 from isobit.library.subjects import replaced
+from isobit.ops.attention.op import Places
 
 FAMILIES = ("qwen3-tiny", "qwen2-tiny", "llama-tiny")
 SELECTED = "log-probability"
@@ -92,11 +93,9 @@ def _stock_linear(_: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *__: A
     return stock_functions.linear(x, weight, bias)
 
 
-def _keys_of_padding(right: Any, q: Tensor, k: Tensor, v: Tensor, **how: Any) -> Any:
+def _keys_of_padding(right: Any, _: Any, *tensors: Tensor, **how: Any) -> Any:
     """Attend over a whole row of the batch, padding included."""
-    return right(
-        q, k, v, **{n: value for n, value in how.items() if n not in ("q_samples", "k_samples")}
-    )
+    return right(lambda q, k: Places(q, k, None, None), *tensors, **how)
 
 
 def _positions_of_padding(right: Any, module: Any, x: Tensor, places: Tensor) -> Any:
@@ -120,7 +119,7 @@ def _stock_loss(_: Any, hidden: Tensor, weight: Tensor, targets: Tensor, **__: A
 
 
 with_stock_linear = gate_with(modules, "linear_with_packed", _stock_linear)
-with_keys_of_padding = gate_with(modules, "attention", _keys_of_padding)
+with_keys_of_padding = gate_with(modules, "attention_in", _keys_of_padding)
 with_positions_of_padding = gate_with(modules, "forward_rotary", _positions_of_padding)
 with_padded_dgamma = gate_with(modules, "rms_norm", _padded_dgamma)
 with_stock_norm = gate_with(modules, "rms_norm", _stock_norm)

@@ -10,7 +10,14 @@ from torch import Tensor
 
 from isobit.errors import ArgumentError
 from isobit.ops.arguments import WITH_GPU, check_tensors, refuse_shape
-from isobit.ops.attention.op import BlockTable, attend, check_attention, check_scale, check_window
+from isobit.ops.attention.op import (
+    BlockTable,
+    attend,
+    check_attention,
+    check_scale,
+    check_window,
+    spans_tensor,
+)
 from isobit.ops.attention.portable import Mask
 from isobit.order.plan import ATTENTION_BLOCK
 from isobit.order.samples import Samples
@@ -156,7 +163,7 @@ class KVCache:
             q,
             k,
             v,
-            queries,
+            spans_tensor(queries, q.device),
             table,
             Mask(check_scale(scale, q.shape[-1]), True, check_window(window, True)),
         )

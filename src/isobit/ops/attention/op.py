@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,18 +58,67 @@ def attention(
         >>> torch.equal(isobit.attention(q[:, -1:], k, v, is_causal=True), whole[:, -1:])
         True
     """
+
+    def places(q: Tensor, k: Tensor) -> Places:
+        return Places(q, k, as_samples(q_samples), as_samples(k_samples))
+
+    return attention_in(places, q, k, v, is_causal=is_causal, scale=scale, window=window)
+
+
+def attention_in(
+    places: Callable[[Tensor, Tensor], Places],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    window: int | None,
+) -> Tensor:
+    """Compute `attention` of samples at places that the caller may keep from layer to layer."""
     check_tensors(WITH_GPU, q=q, k=k, v=v)
     check_attention(q, k, v)
-    queries = as_samples(q_samples) or default_samples(q)
-    keys = as_samples(k_samples) or default_samples(k)
-    check_samples(q, k, queries, keys)
-    blocks = [[start + at for at in range(0, rows, ATTENTION_BLOCK)] for start, rows in keys.spans]
-    shape = q.shape
-    if not keeps_batches(keys, k.shape[-3]) or not keeps_batches(queries, q.shape[-3]):
-        q, k, v = q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3)
-    table = BlockTable(blocks, [rows for _, rows in keys.spans], k.device)
     mask = Mask(check_scale(scale, q.shape[-1]), is_causal, check_window(window, is_causal))
-    return attend(q, k, v, queries, table, mask).view(shape)
+    return places(q, k).attend(q, k, v, mask)
+
+
+class Places:
+    """Where the queries and keys of each sample are: the same for every layer of a model that runs once.
+
+    Args:
+        q: Queries of a call, of which only the shape and the device are read.
+        k: Keys of that call.
+        queries: The samples of q; by default each batch entry is one.
+        keys: The samples of k.
+
+    Raises:
+        ArgumentError: If the samples do not describe the rows of q and k.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, queries: Samples | None, keys: Samples | None) -> None:
+        """Check the samples, and make the tables that the operator reads."""
+        queries, keys = queries or default_samples(q), keys or default_samples(k)
+        check_samples(q, k, queries, keys)
+        starts = [
+            [start + at for at in range(0, rows, ATTENTION_BLOCK)] for start, rows in keys.spans
+        ]
+        self.spans = spans_tensor(queries, q.device)
+        self.table = BlockTable(starts, [rows for _, rows in keys.spans], k.device)
+        self.crosses = not (
+            keeps_batches(keys, k.shape[-3]) and keeps_batches(queries, q.shape[-3])
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> Tensor:
+        """Compute attention of tensors that were checked, in the shapes that the places were made of."""
+        if not self.crosses:
+            return attend(q, k, v, self.spans, self.table, mask)
+        rows = q.flatten(0, -3), k.flatten(0, -3), v.flatten(0, -3)
+        return attend(*rows, self.spans, self.table, mask).view(q.shape)
+
+
+def spans_tensor(samples: Samples, device: torch.device) -> Tensor:
+    """Return the first row and the number of rows of each sample, [samples, 2]."""
+    return torch.tensor(samples.spans, dtype=torch.int64, device=device).reshape(-1, 2)
 
 
 def keeps_batches(samples: Samples, rows: int) -> bool:
@@ -94,11 +144,8 @@ class BlockTable:
         self.lengths = torch.tensor(lengths, dtype=torch.int64, device=device)
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, queries: Samples, keys: BlockTable, mask: Mask
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, spans: Tensor, keys: BlockTable, mask: Mask) -> Tensor:
     """Compute attention of rows [R, H, D] or [B, T, H, D]; contiguous, cached and paged keys all call this."""
-    spans = torch.tensor(queries.spans, dtype=torch.int64, device=q.device).reshape(-1, 2)
     sizes = (q.shape[:-2].numel(), *q.shape[-2:], k.shape[:-2].numel(), k.shape[-2])
     where = (spans, keys.starts, keys.lengths)
     y, _ = launch("attention", sizes, q, k, v, *where, mask.scale, mask.causal, mask.window)
