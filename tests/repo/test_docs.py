@@ -155,15 +155,6 @@ def test_the_picture_of_a_plan_is_current():
         assert (ROOT / "docs" / "pictures" / f"plan_{extent}.svg").read_text() == draw(extent)
 
 
-@pytest.mark.parametrize("page", PAGES + ROOT_PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_lines_fit(page):
-    """100 columns, except printed output and rows of tables, which Markdown cannot wrap."""
-    text = re.sub(r"```text\n.*?```", "", page.read_text(), flags=re.DOTALL)
-    for line in text.splitlines():
-        table = line.startswith("|") and page.name != "README.md"
-        assert len(line) <= 100 or table or "://" in line, f"{page.name}: {line}"
-
-
 @pytest.mark.parametrize("page", [PAGES[0], *ROOT_PAGES], ids=lambda p: p.name)
 def test_links_of_root_pages_lead_somewhere(page):
     """Links between pages of the site are checked by `mkdocs build --strict`."""
@@ -172,10 +163,6 @@ def test_links_of_root_pages_lead_somewhere(page):
         raw = "https://raw.githubusercontent.com/isobit/isobit/main/"
         path = link.removeprefix(raw)
         assert "://" in path or (ROOT / path).exists(), f"{page.name}: {link}"
-
-
-def test_the_readme_fits():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
 def test_the_version_in_pages_is_the_package_s():

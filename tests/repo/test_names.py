@@ -1,6 +1,5 @@
-"""Style that is worth enforcing: banned names, sizes, no environment variables, no words of elsewhere."""
+"""Style that is worth enforcing: banned names, no environment variables, no words of elsewhere."""
 
-import ast
 import re
 from pathlib import Path
 
@@ -71,23 +70,3 @@ def test_no_environment_variable_is_read():
     )
     native = [p for p in FILES if p.suffix in (".cpp", ".h")]
     assert [p.name for p in native if "getenv" in p.read_text()] == []
-
-
-def too_long(path):
-    """Yield the file if it has more than one job's lines, and its functions that are too long."""
-    text = path.read_text()
-    if len(text.splitlines()) > 330:
-        yield f"{path.name}: one job a file"
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            described = len((ast.get_docstring(node, clean=False) or "").splitlines())
-            # The parameters of a kernel are many, and one a line.
-            kernel = any("triton.jit" in ast.unparse(each) for each in node.decorator_list)
-            start = node.body[0].lineno if kernel else node.lineno
-            if node.end_lineno - start - described >= 60:
-                yield f"{path.name}:{node.lineno} {node.name}"
-
-
-def test_sizes():
-    assert len(PYTHON) > 100
-    assert [each for path in PYTHON for each in too_long(path)] == []
