@@ -32,8 +32,6 @@ except ImportError:
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = ROOT / "src" / "isobit"
-HOME = "https://github.com/isobit/isobit/blob/main/"
-PICTURES = "https://raw.githubusercontent.com/isobit/isobit/main/"
 LIBRARY, STAMP, REASON = "_native.so", "_native.json", "native_build_failure.txt"
 
 # Pinned: nothing of the build machine (-march=native) and nothing that reorders or fuses additions.
@@ -247,16 +245,13 @@ class AnyPython(bdist_wheel):
 
 
 def long_description() -> str:
-    """Return README.md with absolute links: a package index shows neither pictures nor files of the repository."""
-    link = re.compile(r"(\]\(|^\[[^\]]+\]: *)(?![a-z]+:|#)([^)\s]+)", re.MULTILINE)
-
-    def absolute(found: re.Match[str]) -> str:
-        is_picture = found[2].endswith((".svg", ".png"))
-        return found[1] + (PICTURES if is_picture else HOME) + found[2]
+    """Return README.md without pictures and links into the repository, which a package index cannot show."""
+    picture = re.compile(r"^!\[[^\]]*\]\([^)]*\)\n+", re.MULTILINE)
+    link = re.compile(r"\[([^\]]+)\]\((?![a-z]+:|#)[^)\s]+\)")
 
     # Every second part is a block of code.
     parts = re.split(r"(^```.*?^```$)", (ROOT / "README.md").read_text(), flags=re.M | re.S)
-    return "".join(p if i % 2 else link.sub(absolute, p) for i, p in enumerate(parts))
+    return "".join(p if i % 2 else link.sub(r"\1", picture.sub("", p)) for i, p in enumerate(parts))
 
 
 sources, headers = native_sources()

@@ -36,22 +36,6 @@ from collections.abc import Mapping, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-# Where public functions are, the preferred name first.
-PACKAGES = (
-    "isobit",
-    "isobit.nn",
-    "isobit.optim",
-    "isobit.order",
-    "isobit.parallel",
-    "isobit.parallel.checkpoint",
-    "isobit.integrations.transformers",
-    "isobit.integrations.vllm",
-    "isobit.reveal",
-    "isobit.compiled",
-    "isobit.guards",
-    "isobit.simulator",
-)
-
 
 class IsobitError(Exception):
     """The base of isobit's exceptions. The message names the public function that was called."""
@@ -94,13 +78,16 @@ def called_function(traceback: TracebackType | None) -> str:
 
 
 def public_name(frame: FrameType) -> str:
-    """Return the public name of a frame's function or method, or nothing if it has none."""
+    """Return the public name of a frame's function or method, or nothing if it has none.
+
+    Public is what a package lists in its stub (`HOMES`) or a module in its `__all__`; the shortest name is preferred.
+    """
     home, name = frame.f_globals["__name__"], frame.f_code.co_name
     owner = frame.f_locals.get("self")
     public = name if owner is None else type(owner).__name__
-    for package in PACKAGES:
-        module = sys.modules.get(package)
-        names = {} if module is None else module.__dict__
+    loaded = [each for each in list(sys.modules) if each.partition(".")[0] == "isobit"]
+    for package in sorted(loaded, key=len):
+        names = getattr(sys.modules.get(package), "__dict__", {})
         if names.get("HOMES", {}).get(public) == home or (
             package == home and public in names.get("__all__", ())
         ):

@@ -64,7 +64,7 @@ LAYERS = {
     "server_records",
     "auditing": "foundation audit_records order reveal ops parallel integrations simulator "
     "checkpoints report server_records",
-    "pytest_plugin": "foundation contracts auditing compiled",
+    "pytest_plugin": "contracts auditing",
     "cli": "foundation audit_records certify_records order reveal ops simulator integrations contracts "
     "guards gates library checkpoints rollout rollout_records twice auditing autopsy compiled report "
     "server_records",

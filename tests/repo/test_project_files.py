@@ -1,6 +1,7 @@
 """Files beside the package agree with it: versions, addresses, and what GitHub and citation tools read."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,6 @@ import yaml
 import isobit
 
 ROOT = Path(__file__).parents[2]
-HOME = "https://github.com/isobit/isobit"
-PAGES = ("SECURITY.md", "CODE_OF_CONDUCT.md", "GOVERNANCE.md")
 
 
 def test_one_version():
@@ -18,13 +17,18 @@ def test_one_version():
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert f'version = "{isobit.__version__}"' in project
     assert citation["version"] == isobit.__version__
-    assert citation["repository-code"] == HOME
 
 
-def test_one_address():
-    files = [*PAGES, "pyproject.toml", "setup.py", "CITATION.cff"]
-    text = "".join((ROOT / name).read_text() for name in files)
-    assert set(re.findall(r"https://github\.com/[\w-]+/[\w-]+", text)) == {HOME}
+def test_no_address_that_is_not_the_project_s():
+    """The accounts called isobit belong to other people: links are relative, and shipped code names no page."""
+    foreign = re.compile(r"(github\.com|githubusercontent\.com)/isobit|isobit\.github\.io")
+    named = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    files = [ROOT / name for name in named.stdout.splitlines() if (ROOT / name) != Path(__file__)]
+    assert len(files) > 500
+    texts = {p: p.read_text(errors="replace") for p in files if p.is_file()}
+    assert [str(p.relative_to(ROOT)) for p, text in texts.items() if foreign.search(text)] == []
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)

@@ -3,6 +3,7 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,20 +11,11 @@ import torch
 import isobit
 from isobit.ops.constants_of_graphs import constant_in_graphs
 
-PACKAGES = [
-    "isobit",
-    "isobit.compiled",
-    "isobit.guards",
-    "isobit.integrations.transformers",
-    "isobit.integrations.vllm",
-    "isobit.nn",
-    "isobit.order",
-    "isobit.parallel",
-    "isobit.reveal",
-    "isobit.rollout",
-    "isobit.sampling",
-    "isobit.simulator",
-]
+# Every package with a stub, except one that only commands import, and two whose packages are not installed.
+LEFT_OUT = {"isobit.auditing.dumps", "isobit.integrations.lightning", "isobit.integrations.trl"}
+SOURCE = Path(isobit.__file__).parents[1]
+STUBS = [path.parent.relative_to(SOURCE) for path in SOURCE.glob("isobit/**/__init__.pyi")]
+PACKAGES = sorted({".".join(path.parts) for path in STUBS} - LEFT_OUT)
 MODULES = ["isobit.optim", "isobit.bits", "isobit.parallel.checkpoint"]
 
 
@@ -46,6 +38,28 @@ def test_importing_isobit_imports_no_torch():
     code = "import sys, isobit; assert 'torch' not in sys.modules; isobit.linear; assert 'torch' in sys.modules"
     code += "; assert 'torch._dynamo' not in sys.modules"  # torch.compile takes as long to import as torch
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_pytest_loads_nothing_of_isobit_for_people_who_do_not_ask_for_it():
+    """Pytest imports the plugin in every test run of everybody who has isobit installed."""
+    code = "import sys, pytest; before = set(sys.modules); import isobit.pytest_plugin"
+    code += "; print(*sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["isobit", "isobit.lazy", "isobit.pytest_plugin"]
+
+
+def test_errors_name_the_function_of_every_package():
+    for call, name in (
+        (lambda: isobit.linear(torch.zeros(2, 3), torch.zeros(2, 4)), "isobit.linear"),
+        (lambda: isobit.rollout.compare(3, 4), "isobit.rollout.compare"),
+        (
+            lambda: isobit.sampling.sample(torch.zeros(2, 2, 2), seed=0, requests=0, positions=0),
+            "isobit.sampling.sample",
+        ),
+    ):
+        with pytest.raises(isobit.IsobitError) as error:
+            call()
+        assert str(error.value).startswith(f"{name}: expected"), str(error.value)
 
 
 def test_constants_of_graphs_are_marked_as_torch_marks_them():

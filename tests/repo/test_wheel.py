@@ -110,11 +110,10 @@ def test_contents(wheel):
     assert {n for n in names if n.endswith(".py")} == wanted  # none of an earlier build
     fields = Parser().parsestr(metadata)
     assert "torch>=2.13" in fields.get_all("Requires-Dist")
-    assert "https://github.com/isobit/isobit" in " ".join(fields.get_all("Project-URL"))
     text = re.sub(r"^```.*?^```$", "", fields.get_payload(), flags=re.MULTILINE | re.DOTALL)
     links = re.findall(r"(?:\]\(|^\[[^\]]+\]: *)([^)\s]+)", text, re.MULTILINE)
-    assert links
     assert [link for link in links if not link.startswith(("https:", "#"))] == []
+    assert "Wheels, extras, times" in text  # the words of a link stay
 
 
 def test_no_path_of_the_build_machine(wheel):

@@ -152,7 +152,7 @@ def _covers(found: Certified) -> str:
         '<p class="lead">The PTX that Triton made for these targets and options, run for these sizes on a CPU; '
         "integers have the values that were passed, floats stand for all values. Equal expressions have equal bits "
         "for all inputs. Trusted: ptxas, and that names of 62 bits do not collide. Nothing was run on a GPU. "
-        f'<a href="{COVERS}">All of it</a>.</p>'
+        f"All of it: {COVERS}.</p>"
     )
 
 

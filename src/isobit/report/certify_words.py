@@ -8,7 +8,7 @@ from math import prod
 
 from isobit.certify_records import Certified, Configuration, ExpressionClass, TargetReport
 
-COVERS = "https://isobit.github.io/isobit/explanation/what-a-certificate-covers/"
+COVERS = "docs/explanation/what-a-certificate-covers.md"
 FEW = 4  # configurations that are listed before "and more"
 ROWS = "rows"
 TUNED = " tuned to"  # ends the name of what an autotuner picks

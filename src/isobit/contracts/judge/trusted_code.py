@@ -16,6 +16,7 @@ OURS = ("isobit",)
 FORBIDDEN = (
     "cli",
     "contracts.judge.trusted_code",
+    "contracts.pytest_items",
     "files",
     "native",
     "pytest_plugin",
