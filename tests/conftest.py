@@ -1,15 +1,10 @@
-"""Poisons memory: whatever torch allocates without values is NaN, in Python and in the kernels alike.
-
-And measures the CPU time of each file (cpu_time.py).
-"""
+"""Poisons memory: whatever torch allocates without values is NaN, in Python and in the kernels alike."""
 
 import sys
 
 import hypothesis
 import pytest
 import torch
-
-from tests.cpu_time import OPTION, Watch
 
 # Machines are shared: how long an example takes says nothing of the code.
 hypothesis.settings.register_profile("isobit", deadline=None)
@@ -29,14 +24,6 @@ LONG = (
     "test_reveal",
     "test_arithmetic",
 )
-
-
-def pytest_addoption(parser):
-    parser.addoption(OPTION, action="store_true", help="record the CPU time of each test file")
-
-
-def pytest_configure(config):
-    config.pluginmanager.register(Watch(), "cpu time")
 
 
 def pytest_collection_modifyitems(items):
