@@ -110,16 +110,22 @@ class Compilation:
 
     An object is named by the digest of its source, the headers of csrc that it includes, the flags, the compiler and
     torch's version, and is kept in build/native, so that only what a change reaches is compiled.
+    packaging/sanitized_kernels.py passes other flags and another folder.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        objects: Path = ROOT / "build" / "native",
+        compile_flags: list[str] = COMPILE,
+        link_flags: list[str] = LINK,
+    ) -> None:
         self.compiler, self.version = find_compiler()
         self.torch = find_torch()
-        self.objects = ROOT / "build" / "native"
+        self.objects, self.compile_flags, self.link_flags = objects, compile_flags, link_flags
 
     def object_of(self, source: Path) -> Path:
         """Return where the object of a source file is kept."""
-        words = [*COMPILE, self.version, importlib.metadata.version("torch")]
+        words = [*self.compile_flags, self.version, importlib.metadata.version("torch")]
         contents = [p.read_bytes() for p in with_headers(source)]
         return self.objects / f"{source.stem}-{hash_of(*contents, *map(str.encode, words))[:16]}.o"
 
@@ -133,7 +139,7 @@ class Compilation:
         maps = [f"-ffile-prefix-map={ROOT}/=", f"-ffile-prefix-map={self.torch.parent}/="]
         unfinished = target.with_suffix(".part.o")
         self.run(
-            [*COMPILE, *maps, *(f"-isystem{p}" for p in includes)],
+            [*self.compile_flags, *maps, *(f"-isystem{p}" for p in includes)],
             ["-c", str(source.relative_to(ROOT)), "-o", str(unfinished)],
         )
         unfinished.rename(target)
@@ -171,7 +177,7 @@ class Compilation:
                 say(f"[{count}/{len(missing)}] {running[done].name}, {elapsed}")
         library.parent.mkdir(parents=True, exist_ok=True)
         objects = [str(targets[source]) for source in sources]
-        self.run(objects, [f"-L{self.torch / 'lib'}", *LINK, "-o", str(library)])
+        self.run(objects, [f"-L{self.torch / 'lib'}", *self.link_flags, "-o", str(library)])
         say(f"linked {library.name} after {minutes(time.monotonic() - start)}")
 
 
@@ -254,17 +260,18 @@ def long_description() -> str:
     return "".join(p if i % 2 else link.sub(r"\1", picture.sub("", p)) for i, p in enumerate(parts))
 
 
-sources, headers = native_sources()
-setup(
-    long_description=long_description(),
-    long_description_content_type="text/markdown",
-    # Named here so that the source distribution holds the files.
-    ext_modules=[
-        Extension(
-            "isobit._native",
-            [str(p.relative_to(ROOT)) for p in sources],
-            depends=[str(p.relative_to(ROOT)) for p in headers],
-        )
-    ],
-    cmdclass={"build_py": FreshModules, "build_ext": BuildKernels, "bdist_wheel": AnyPython},
-)
+if __name__ == "__main__":  # packaging/sanitized_kernels.py reads this file for its functions
+    sources, headers = native_sources()
+    setup(
+        long_description=long_description(),
+        long_description_content_type="text/markdown",
+        # Named here so that the source distribution holds the files.
+        ext_modules=[
+            Extension(
+                "isobit._native",
+                [str(p.relative_to(ROOT)) for p in sources],
+                depends=[str(p.relative_to(ROOT)) for p in headers],
+            )
+        ],
+        cmdclass={"build_py": FreshModules, "build_ext": BuildKernels, "bdist_wheel": AnyPython},
+    )

@@ -86,7 +86,7 @@ def trainer_of(kind, model, folder, rollouts=None, **options):
 def test_the_trainer_s_own_head_is_refused(dtype, options, tmp_path):
     model = build_model(dtype)
     isobit.enable(model)
-    with pytest.raises(isobit.UnsupportedError, match=r"(?s)Qwen3Model alone.*isobit\.logprobs"):
+    with pytest.raises(isobit.UnsupportedError, match=r"(?s)Qwen3Model alone.*isobit\.integrations\.trl\.GRPOTrainer.*isobit\.logprobs"):
         trainer_of(trl.GRPOTrainer, model, tmp_path, **options).train()
 
 

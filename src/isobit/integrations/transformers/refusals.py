@@ -17,9 +17,14 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 READ = frozenset(name for group in GROUPS for name in group) | {"act_fn"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 AGAIN = "call isobit.disable(model), change the model, then isobit.enable(model) again"
+# What there is for a model that `enable` does not compute.
+ELSEWHERE = (
+    "isobit.audit(model, inputs), or `isobit audit`, shows for any model what depends on the batch; "
+    "docs/how-to/own-model.md builds other architectures from isobit's operators"
+)
 MERGE = (
     "merge the adapter first: model = peft_model.merge_and_unload(), then isobit.enable(model); "
-    "LoRA itself is not supported yet"
+    f"while an adapter is trained: {ELSEWHERE}"
 )
 
 
@@ -108,7 +113,8 @@ def check_type(name: str, module: nn.Module, family: Family) -> None:
     refuse(
         "modules of the stock architecture",
         where,
-        f"load the model without quantisation and wrappers; if it was replaced later: {AGAIN}",
+        f"load the model without quantisation and wrappers; if it was replaced later: {AGAIN}; for other modules: "
+        f"{ELSEWHERE}",
     )
 
 
