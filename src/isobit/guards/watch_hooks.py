@@ -116,12 +116,14 @@ class Watch(StepChecks):
             return
         for handle in self.handles:
             handle.remove()
+        self.course.stop()
         self.handles, self.call, self.sample, self.versions = [], None, None, []
         self.few = []
         try:
             if self.weights_unread:
                 self.step -= 1  # the step that left them so
                 self.check_weights()
+                self.check_moments()
         finally:
             self.step += self.weights_unread
             self.nonfinite_steps += self.wrong
@@ -149,11 +151,14 @@ class Watch(StepChecks):
         if self.is_training_call(model):
             self.micro_batch += 1
             self.call = ModelCall.of(args, kwargs)
+            if self.looks():
+                self.course.start()
 
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         """Take the loss from the output, and ask to be called when its backward starts."""
         if not self.is_training_call(model):
             return
+        self.course.stop()
         loss = loss_in(output)
         if loss is not None:
             self.losses.append((self.micro_batch, loss.detach()))
@@ -234,6 +239,7 @@ class Watch(StepChecks):
         for micro_batch, loss in self.losses:
             self.judge("loss", float(loss), micro_batch if self.micro_batch > 0 else None)
         self.losses = []
+        self.emit_rates()
         if self.reads_all():
             self.read_all(optimizer)
         if self.agree_to_skip():
@@ -248,6 +254,9 @@ class Watch(StepChecks):
         pairs = [(name, p) for name, p in self.named if id(p) in held and p.requires_grad]
         self.check_gradients([(name, p) for name, p in pairs if p.grad is not None])
         self.few = spread_sample([p for _, p in pairs])
+        if self.step % self.options.every == 0:
+            for metric, block, value in self.course.metrics():
+                self.emitter.metric(metric, value, step=self.step, module=block)
         if self.steps + 1 == self.options.patience:
             self.check_flow([name for name, _ in pairs])
         if not self.wrong and self.measures_update():
@@ -284,6 +293,7 @@ class Watch(StepChecks):
         self.weights_unread = not (self.wrong or self.measures_update())
         if not self.weights_unread:
             self.check_weights()
+            self.check_moments()
         if sample is not None:
             self.check_update(*sample.compare())
         self.check_replicas()
@@ -291,7 +301,8 @@ class Watch(StepChecks):
         self.versions = list(islice(gradient_versions(optimizer), KEPT_VERSIONS)) if looks else []
         self.nonfinite_steps += self.wrong
         self.steps, self.step, self.micro_batch = self.steps + 1, self.step + 1, -1
-        self.wrong = self.wants_skip = False
+        self.wrong = self.wants_skip = self.alarmed = False
+        self.course.sizes = {}
         self.call = None
 
 
