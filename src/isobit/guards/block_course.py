@@ -68,7 +68,6 @@ class BlockCourse:
 
     def start(self) -> None:
         """Read the outputs of the forward that begins now."""
-        self.stop()  # of a forward that raised
         self.handles = [block.register_forward_hook(self.read) for block in self.blocks.values()]
 
     def stop(self) -> None:

@@ -148,6 +148,8 @@ class Watch(StepChecks):
     ) -> None:
         """Remember the arguments of a training forward."""
         self.called = True
+        if not self.is_replaying:
+            self.course.stop()  # of a forward that raised
         if self.is_training_call(model):
             self.micro_batch += 1
             self.call = ModelCall.of(args, kwargs)
