@@ -112,7 +112,7 @@ def draw_panel(
             return 6.0
         return HEIGHT - 14 - (value - low) / (high - low) * (HEIGHT - 28)
 
-    for value in round_ticks(low, high, 4):
+    for value in round_ticks(low, high, 5):
         canvas.line(0, height(value), WIDTH, height(value), "axis hair")
         canvas.text(-8, height(value) + 4, f"{value:.6g}", "quiet", "end")
     for _, words, counts, steps in marks:
