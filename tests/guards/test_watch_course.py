@@ -172,6 +172,23 @@ def test_a_global_cause_names_no_block():
     assert "all 8 blocks are on their course" in guard.findings[0].message
 
 
+def test_no_block_is_named_without_outputs():
+    """Gradients alone cannot tell a block from those after it."""
+    model = torch.compile(Blocks(), backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with watch(model, optimizer, sinks=[], max_norm=50.0) as guard:
+        for step in range(40):
+            if step >= 20:
+                model.blocks[3].down.weight.data.mul_(1.5)
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+    assert guard.findings[0].name == "norm-above-limit"
+    assert {f.module for f in guard.findings} == {""}
+    assert "outputs were not read" in guard.findings[-1].message
+
+
 def test_a_healthy_run_is_silent_and_has_the_same_bits():
     guard, model = train("", policy="raise", every=10)
     assert guard.findings == []

@@ -134,6 +134,13 @@ def layer_of_zeros(watch, wrong):
     return train(watch(model, optimizer, patience=3), model, optimizer)
 
 
+def evaluation_mode(watch, wrong):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4)).train(not wrong)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return train(watch(model, optimizer), model, optimizer)
+
+
 def missing_clip(watch, wrong):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -308,6 +315,7 @@ PROGRAMS = {
         {"hyperparameter"},
         "beta2 is 0.95 in the configuration and 0.99 in 1",
     ),
+    evaluation_mode: ({"eval-mode"}, "model.train() is missing"),
     missing_clip: ({"norm-above-limit"}, "above 0.05"),
     clip_before_the_last_micro_batch: ({"norm-above-limit"}, "above 0.05"),
     uninitialised_state: ({"state-not-zero"}, "exp_avg is not zero"),

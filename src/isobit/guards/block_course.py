@@ -2,11 +2,13 @@
 
 [Note: the first block that leaves its course]
 A look is the root mean square of each block's output (of 4,096 elements) and of its gradients (of all; their norms are
-read anyway). The last 256 looks are kept. When the loss or the norm leaves its course, blocks are compared with
-their own medians over these looks. A block whose output is far above its median while those before it in the forward
-are not is where an explosion starts. If all outputs are on their course and gradients are not, the last such block in
-the forward is the first in the backward. Hooks are on the blocks only during the forward of a step that looks: torch
-takes another path through some modules, such as TransformerEncoderLayer in evaluation, if they have hooks.
+read anyway). The last 256 looks are kept. When the loss or the norm leaves its course, blocks are compared with their
+own medians over these looks. A block whose output is far above its median while those before it in the forward are not
+is where an explosion starts. If all outputs are on their course and gradients are not, the last such block in the
+forward is the first in the backward. Outputs of a compiled model are not read, and then no block is named: what grows
+in the forward of one block grows in the gradients of those before it. Hooks are on the blocks only during the forward
+of a step that looks: torch takes another path through some modules, such as TransformerEncoderLayer in evaluation, if
+they have hooks.
 """
 
 from __future__ import annotations
@@ -131,8 +133,13 @@ class BlockCourse:
                     if value is not None:
                         yield name, block, value
 
+    def has_outputs(self) -> bool:
+        """Return whether the last of enough looks has read the outputs of blocks."""
+        enough = len(self.looks) >= FEWEST
+        return enough and any(value is not None for value in self.looks[-1].outputs)
+
     def origin(self) -> tuple[str, str]:
-        """Return the block where sizes left their course, and a sentence; empty if there is no verdict."""
+        """Return the block where sizes left their course, and a sentence; both are empty if all are on it."""
         if len(self.looks) < FEWEST:
             return "", ""
         off = {
@@ -152,18 +159,23 @@ class BlockCourse:
             if began < len(self.looks):
                 at = next(at for at in places if off[kind][at][began])
                 found.append((kind, began, at, sum(off[kind][each][began] for each in places)))
+        has_outputs = self.has_outputs()
         if not found:
-            return "", f"all {len(names)} blocks are on their course: look at the loss and its data"
+            on_course = (
+                f"all {len(names)} blocks are on their course: look at the loss and its data"
+            )
+            return "", on_course if has_outputs else ""
         kind, began, at, count = found[0]
         values = [getattr(look, kind)[at] for look in self.looks]
         middle = median_and_deviation(sorted(v for v in values if v is not None))[0]
         forward = kind == "outputs"
         earlier = next((other for other in found[1:] if other[1] < began), None)
-        return names[at], (
+        outputs = "all outputs are on their course" if has_outputs else "outputs were not read"
+        return names[at] if has_outputs else "", (
             f"{names[at]} is the first in the {'forward' if forward else 'backward'} of {count} blocks (of "
             f"{len(names)}) that leave their course at step {self.looks[began].step}: the root mean square of "
             f"its {'output' if forward else 'gradients'} is {values[began]:.4g}, and {middle:.4g} is usual"
-            + ("" if forward else "; all outputs are on their course")
+            + ("" if forward else f"; {outputs}")
             + (
                 f"; gradients left theirs at step {self.looks[earlier[1]].step}, first in {names[earlier[2]]}"
                 if earlier

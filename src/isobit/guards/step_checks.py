@@ -164,6 +164,8 @@ class StepChecks:
         if course.sizes and (not course.looks or course.looks[-1].step != self.step):
             course.take(self.step, [], [])
         block, sentence = course.origin()
+        if not sentence and course.has_outputs():
+            sentence = f"all {len(course.blocks)} blocks are on their course: look at the loss and its data"
         for name, module, value in course.metrics():
             self.emitter.metric(name, value, step=self.step, module=module)
         return block, f"; {sentence}" if sentence else ""
@@ -256,7 +258,7 @@ class StepChecks:
                 self.report(
                     "norm-above-limit",
                     f"the optimizer reads gradients of norm {total:.6g}, above {limit:g}: they were not clipped, or "
-                    f"clipped before the last of them was added{f'; {why}' if block else ''}",
+                    f"clipped before the last of them was added{f'; {why}' if why else ''}",
                     value=total,
                     module=block,
                 )

@@ -272,12 +272,20 @@ class Watch(StepChecks):
         return self.steps < 2 or self.step % self.options.every == 0
 
     def check_called(self) -> None:
-        """Report a DistributedDataParallel that is not called before the first step, so that it reduces nothing."""
+        """Report a wrapper that is not called before the first step, and a model that is called in evaluation mode."""
         if isinstance(self.model, nn.parallel.DistributedDataParallel) and not self.called:
             self.report(
                 "wrapper-bypassed",
                 "the step follows no call of DistributedDataParallel: the module inside was called, and the gradients "
                 "are not reduced over ranks",
+            )
+        elif self.called and not self.model.training and depends_on_mode(self.model):
+            self.report(
+                "eval-mode",
+                "the model is in evaluation mode at its first step: dropout is off, and batch norms use their "
+                "running statistics. model.train() is missing, unless that is meant; the loss in the model's output "
+                "and the module where numbers stop being finite are not seen",
+                severity="warning",
             )
 
     def agree_to_skip(self) -> bool:
@@ -306,6 +314,16 @@ class Watch(StepChecks):
         self.wrong = self.wants_skip = self.alarmed = False
         self.course.sizes = {}
         self.call = None
+
+
+def depends_on_mode(model: nn.Module) -> bool:
+    """Return whether a module computes something else in evaluation mode: a dropout, or a norm of batches."""
+    return any(
+        getattr(module, "p", 0) > 0
+        if isinstance(module, nn.modules.dropout._DropoutNd)
+        else isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+        for module in model.modules()
+    )
 
 
 def gradient_versions(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, int, int]]:
