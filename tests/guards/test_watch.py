@@ -83,6 +83,20 @@ def test_a_bias_that_is_cancelled_is_exempt_and_a_weight_is_not():
         assert any(f"zero-gradient: {weight}" in each for each in zeroed(model, weight, loss))
 
 
+def test_an_empty_parameter_has_no_gradient_to_report():
+    """The shard of a small parameter is empty on some ranks."""
+    model = nn.Linear(8, 4)
+    model.empty = nn.Parameter(torch.empty(0, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with quiet(model, optimizer, patience=2) as guard:
+        for step in range(3):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            (F.mse_loss(model(x), y) + model.empty.sum()).backward()
+            optimizer.step()
+    assert guard.findings == []
+
+
 # ---- 2. policies -------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from isobit.guards.events import Event
 from isobit.guards.gradient_checks import (
     describe_nonfinite,
     is_sample_finite,
+    local_part,
     nonfinite_places,
     norms_of,
     total_of,
@@ -239,7 +240,11 @@ class StepChecks:
         if not wrong and math.isinf(total):
             total = total_of(wide_norms_of(grads)) * factor
         self.total = total
-        self.flowing.update(name for (name, _), norm in zip(pairs, norms, strict=True) if norm)
+        self.flowing.update(  # a rank may have an empty shard of a parameter
+            name
+            for (name, p), norm in zip(pairs, norms, strict=True)
+            if norm or not local_part(p).numel()
+        )
         if wrong:
             self.wrong = True
             last = wrong[-1]  # the first in the order of the backward
