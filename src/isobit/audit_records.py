@@ -91,12 +91,15 @@ class Accuracy:
         run: the largest error of the audited run's result, as a multiple of what rounding can explain.
         variant: the same for the variant's result. An error of a sum in any order is at most 1.
         isobit: the same for isobit's operator, where there is one.
+        approximation: True if an error is larger than rounding explains, but not than an approximation of exp, tanh or
+            a root would explain.
     """
 
     reference: str
     run: float | None = None
     variant: float | None = None
     isobit: float | None = None
+    approximation: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +134,8 @@ class Guilty:
         why_no_order: why there is none.
         remedy: what to use instead.
         price: time of isobit's operator over time of this one at this shape, where there is one.
+        unread: True if nothing in the run reads the results that differ, such as the logsumexp of an attention without
+            a backward pass.
     """
 
     place: Place
@@ -149,6 +154,12 @@ class Guilty:
     why_no_order: str = ""
     remedy: str = ""
     price: float | None = None
+    unread: bool = False
+
+    @property
+    def is_error(self) -> bool:
+        """True if a result that something reads is less accurate than rounding explains."""
+        return self.kind == ERROR and not self.unread
 
 
 @dataclass(frozen=True)
@@ -253,9 +264,9 @@ class Audit:
 
     @property
     def guilty(self) -> tuple[Guilty, ...]:
-        """Guilty operators of all axes, the largest share of its axis's effect first."""
+        """Guilty operators of all axes, the largest share of its axis's effect first, unread results last."""
         found = [one for axis in self.axes for one in axis.guilty]
-        return tuple(sorted(found, key=lambda one: -abs(one.share or 0.0)))
+        return tuple(sorted(found, key=lambda one: (one.unread, -abs(one.share or 0.0))))
 
     @property
     def unjudged(self) -> tuple[Unjudged, ...]:

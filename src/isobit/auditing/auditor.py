@@ -162,6 +162,8 @@ class AxisAudit:
             watcher = SameWatcher(Places(self.model), v.axis, v.around)
         self.say(v.sides[0], 0, 1)
         outputs = self.outputs(v.run, watcher)
+        watcher.reads.note(outputs.values())
+        watcher.reads.settle()
         kept = {name: watcher.parts.get(tensor) for name, tensor in outputs.items()}
         self.outcomes.parts = {name: parts for name, parts in kept.items() if parts is not None}
         self.outcomes.marks = {name: ledger.get(tensor) for name, tensor in outputs.items()}
