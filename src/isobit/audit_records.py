@@ -21,6 +21,7 @@ AXES = (
     "dp",
 )
 DEFAULT_AXES = ("batch", "padding", "decode", "repeat")
+WITHOUT_BACKWARD = ("decode", "chunks")  # cached calls
 ORDER, ERROR, RANDOM = "order", "error", "random"
 
 
@@ -253,6 +254,7 @@ class Audit:
         skipped: axes that could not be audited, and why.
         backward: whether gradients were audited.
         provenance: software, machine, command and time.
+        left_out: axes of the default that were not asked for by name and do not apply, and why.
     """
 
     model: str
@@ -261,6 +263,7 @@ class Audit:
     skipped: tuple[Skipped, ...] = ()
     backward: bool = False
     provenance: Provenance | None = None
+    left_out: tuple[Skipped, ...] = ()
 
     @property
     def guilty(self) -> tuple[Guilty, ...]:

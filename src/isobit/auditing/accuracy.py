@@ -60,20 +60,8 @@ SUMS = {
 ARITHMETIC = {
     f"aten::{name}{end}"
     for name in (
-        "add",
-        "sub",
-        "rsub",
-        "mul",
-        "div",
-        "sqrt",
-        "reciprocal",
-        "neg",
-        "abs",
-        "relu",
-        "where",
-        "clamp",
-    )
-    + ("maximum", "minimum", "addcmul", "addcdiv", "lerp", "masked_fill", "copy", "_to_copy")
+        "add sub rsub mul div sqrt reciprocal neg abs relu where clamp maximum minimum addcmul addcdiv lerp masked_fill"
+    ).split()
     for end in ("", "_")
 }
 

@@ -221,7 +221,10 @@ class AxisAudit:
             return False, f"the run gives other bits the second time: {some(unequal)}"
         differ = self.outcomes.equal(last, target)
         if differ is None:
-            return False, "the model returns no tensor"
+            return (
+                False,
+                "the model returns no tensor, nor a dictionary, tuple or dataclass with one",
+            )
         if not differ:
             return True, ""
         unknown = [name for name in differ if self.outcomes.why_unknown(name)]

@@ -70,7 +70,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results = results_of(func, flat, spec, out)
         odd = odd or without_rows(results)
         if odd:
-            self.give_up(place, f"it has {odd}, whose rows are not followed", results)
+            self.give_up(
+                place,
+                f"it has {odd}, whose rows are not followed: a dense one there would be judged",
+                results,
+            )
             return out
         if plans is not None and any(r.is_complex() for r in results):
             plans = "it returns complex numbers, which are not compared"
