@@ -59,9 +59,10 @@ SUMS = {
 # Elementwise operators that are rounded exactly, without an approximation.
 ARITHMETIC = {
     f"aten::{name}{end}"
-    for name in (
-        "add sub rsub mul div sqrt reciprocal neg abs relu where clamp maximum minimum addcmul addcdiv lerp masked_fill"
-    ).split()
+    for name in [
+        *("add", "sub", "rsub", "mul", "div", "sqrt", "reciprocal", "neg", "abs", "relu", "clamp"),
+        *("maximum", "minimum", "addcmul", "addcdiv", "lerp", "where", "masked_fill"),
+    ]
     for end in ("", "_")
 }
 

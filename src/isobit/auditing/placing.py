@@ -1,8 +1,8 @@
 """Labels of tensors that are made from sizes and filled by index: gradients of `x[index]`, sums of experts' tokens.
 
-Such a tensor is zeros or empty at first, and several labels may fit its size. Which of them is right shows when rows are
-written to it by index: a position has the label of the row that is written there. That holds also for a tensor that was
-made like one with rows (`zeros_like(y)` before `z[order] = y`): it has their number, not their order.
+Such a tensor is zeros or empty at first, and several labels may fit its size. Which of them is right shows when rows
+are written to it by index: a position has the label of the row that is written there. That holds also for a tensor that
+was made like one with rows (`zeros_like(y)` before `z[order] = y`): it has their number, not their order.
 """
 
 from __future__ import annotations
