@@ -208,6 +208,65 @@ def test_a_model_with_lazy_parameters_is_refused():
         isobit.audit(nn.Sequential(nn.LazyLinear(4)), X, vary=("batch",))
 
 
+def test_a_model_on_the_meta_device_is_refused():
+    with pytest.raises(ArgumentError, match="meta device"):
+        isobit.audit(nn.Linear(8, 8, device="meta"), X, vary=("batch",))
+
+
+@pytest.fixture
+def compiled():
+    """Return a function that compiles with a backend whose code gives other bits, as fused code may."""
+    torch._dynamo.reset()
+
+    def made(function, scale=1.5):
+        def backend(graph, inputs):
+            return lambda *args: [one * scale for one in graph(*args)]
+
+        return torch.compile(function, backend=backend)
+
+    yield made
+    torch._dynamo.reset()
+
+
+class CallsCompiled(nn.Module):
+    """Compiled code that is no module."""
+
+    def __init__(self, compiled):
+        super().__init__()
+        self.layer, self.function = isobit.nn.Linear(8, 8), compiled(lambda y: y + 0)
+
+    def forward(self, x):
+        return self.function(self.layer(x))
+
+
+@pytest.mark.parametrize("form", ["the model", "a module", "in place", "a function"])
+@pytest.mark.parametrize("called", [True, False])
+def test_compiled_code_is_never_called_innocent_and_stays_compiled(compiled, form, called):
+    model = {
+        "the model": lambda: compiled(Wrapped()),
+        "a module": lambda: nn.Sequential(Wrapped(), compiled(Wrapped())),
+        "in place": Wrapped,
+        "a function": lambda: CallsCompiled(compiled),
+    }[form]()
+    if form == "in place":
+        model.compile(backend=lambda graph, inputs: lambda *args: [1.5 * y for y in graph(*args)])
+    with torch.no_grad():
+        before = model(X) if called else None
+        for axis in ("batch", "repeat"):
+            report = isobit.audit(model, X, vary=(axis,))
+            assert report.exit_code == 2
+            assert "before torch.compile" in report.axes[0].why_not
+        assert before is None or torch.equal(model(X), before)
+
+
+def test_a_compiled_model_with_the_same_bits_is_not_called_innocent(compiled):
+    report = isobit.audit(compiled(Wrapped(), scale=1.0), X, vary=("batch", "compile"))
+    assert report.exit_code == 2
+    assert [one.reason for one in report.skipped] == [
+        "the model is compiled already; pass the module before torch.compile"
+    ]
+
+
 def test_models_of_two_threads_keep_their_state():
     models, failures = [Remembers() for _ in range(4)], []
 
@@ -224,6 +283,21 @@ def test_models_of_two_threads_keep_their_state():
     for thread in threads:
         thread.join()
     assert failures == []
+
+
+def test_audits_in_threads_leave_compiled_code_compiled(compiled):
+    function = compiled(lambda x: x + 0)
+    assert torch.equal(function(X), X * 1.5)
+    models = [Wrapped(lambda y: [y * 2 for _ in range(20)]) for _ in range(6)]
+    threads = [
+        threading.Thread(target=isobit.audit, args=(model, X), kwargs={"vary": ("batch", "repeat")})
+        for model in models
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(function(X), X * 1.5)
 
 
 def test_a_backward_audit_of_a_clean_model_leaves_decode_out_and_says_so(tmp_path, capsys):

@@ -14,6 +14,7 @@ from isobit.auditing.axes import AXES_BY_NAME, NotApplicableError
 from isobit.auditing.axes import batch as batch_axis
 from isobit.auditing.blame import BY
 from isobit.auditing.compiled_axis import CompiledAudit
+from isobit.auditing.compiled_code import check_eager
 from isobit.auditing.data_parallel_axis import data_parallel
 from isobit.auditing.gradients import Backward
 from isobit.auditing.inputs import Batch, Inputs, as_inputs
@@ -134,6 +135,7 @@ def audit_axis(axis: str, inputs: Inputs, sample: int, wishes: Wishes) -> AxisRe
     if axis == "compile":
         if wishes.backward:
             raise NotApplicableError("compiled modules are audited forward; leave backward out")
+        check_eager(inputs.model)
         return CompiledAudit(inputs, wishes).report()
     variation = variation_of(axis, inputs, sample, wishes)
     report = AxisAudit(inputs.model, variation, wishes).report()

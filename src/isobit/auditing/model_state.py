@@ -99,8 +99,15 @@ def elements_of(value: Any) -> list[Any]:
 
 
 def check_initialized(model: nn.Module) -> None:
-    """Raise ArgumentError for a model with lazy parameters: its first call would change what it is."""
+    """Raise ArgumentError for parameters without values: lazy ones, and those on the meta device."""
     named = [*model.named_parameters(), *model.named_buffers()]
+    meta = [n for n, t in named if t.is_meta]
+    if meta:
+        raise ArgumentError(
+            expected="a model whose parameters have values",
+            received=f"{meta[0]} on the meta device",
+            remedy="load the weights first, or model.to_empty(device=…) and initialize them",
+        )
     lazy = [n for n, t in named if isinstance(t, (UninitializedParameter, UninitializedBuffer))]
     if lazy:
         raise ArgumentError(
