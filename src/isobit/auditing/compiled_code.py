@@ -18,8 +18,8 @@ from torch import nn
 from isobit.auditing.axes import NotApplicableError
 
 NOT_WATCHED = (
-    "compiled code is not watched, its eager form is: audit the model as it is before torch.compile, and what compiling "
-    "changes on the axis compile"
+    "compiled code is not watched, its eager form is: audit the model as it is before torch.compile, and what "
+    "compiling changes on the axis compile"
 )
 
 

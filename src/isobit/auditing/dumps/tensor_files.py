@@ -110,7 +110,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _unique(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Number paths that occur twice, as those of 1 and "1" do: none of them hides another."""
+    """Return unique paths: those that occur twice, as those of 1 and "1" do, get a number."""
     seen: Counter[str] = Counter()
     unique = []
     for path, value in found:
