@@ -43,12 +43,14 @@ def as_record(options: argparse.Namespace, found: Autopsy) -> dict[str, Any]:
             "received": error.received,
             "remedy": error.remedy,
             "stacks": {str(rank): list(lines) for rank, lines in error.stacks.items()},
+            "note": error.note,
         },
         "calls_in_progress": [
             {
                 "call": place.call,
                 "ranks": list(place.ranks),
                 "missing": list(place.missing),
+                "calls_differ": place.differs,
                 "states": {str(rank): state for rank, state in place.states.items()},
             }
             for place in found.places
@@ -79,12 +81,15 @@ def show(console: Console, found: Autopsy) -> None:
     if found.places:
         table = Table("call in progress", "in it", "did not join")
         for place in found.places[:MOST_SHOWN]:
-            missing = name_ranks(place.missing) if place.missing else "all joined"
+            missing = name_ranks(place.missing) if place.missing else "nobody"
+            missing += "; the calls differ" if place.differs else ""
             table.add_row(one_line(place.call), name_ranks(place.ranks), missing)
         console.print(table)
     if found.finding is not None:
         console.print(f"{found.finding.kind}: {one_line(found.finding.one_line)}")
         show_stacks(console, found.finding.stacks)
+        if found.finding.note:
+            console.print(f"  note: {one_line(found.finding.note)}", markup=False)
         show_culprits(console, found)
     facts = found.evidence.facts
     for line in facts.lines()[:MOST_SHOWN]:
