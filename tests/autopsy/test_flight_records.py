@@ -187,7 +187,9 @@ def test_where_ranks_came_apart_is_a_note_of_the_mismatch(tmp_path, capsys):
         "ranks call from different lines first in all_reduce number 2 of group '0' (ranks 0, 1): "
         "rank 0 at /job/train.py:20 in step, rank 1 at /mnt/job/train.py:30 in step"
     )
-    assert main(["autopsy", str(folder)]) == 1
+    page = tmp_path / "page.html"
+    assert main(["autopsy", str(folder), "--html", str(page)]) == 1
+    assert found.finding.note.split(":")[0] in page.read_text()
     shown = capsys.readouterr().out
     assert "nobody; the calls differ" in shown
     assert "all joined" not in shown

@@ -32,10 +32,14 @@ def record(capsys, *words):
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_deadlock_is_named_and_replayed(capsys):
-    code = main(["simulate", str(EXAMPLE), "--ranks", "8", "--seeds", "2"])
+def test_a_deadlock_is_named_and_replayed(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    code = main(["simulate", str(EXAMPLE), "--ranks", "8", "--seeds", "2", "--html", str(page)])
     said = capsys.readouterr().out
     assert code == 1
+    assert "0 of 2 seeds clean on 8 ranks" in page.read_text()
+    assert "waiting for ranks 1–7" in page.read_text()
+    assert "logging_deadlock.py:21" in page.read_text()
     assert "deadlock" in said
     assert "rank 0: " in said
     assert "logging_deadlock.py:21" in said

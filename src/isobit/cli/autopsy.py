@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from isobit import files
 from isobit.autopsy.examine import Autopsy, Last, examine
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.majority import name_ranks
 from isobit.plain_text import one_line
+from isobit.records import to_json
+from isobit.report.autopsy_page import write_autopsy_page
 
 FRAMES = 4  # of a stack that are printed
 MOST_SHOWN = 12  # lines of each kind; --json has all
@@ -21,8 +25,12 @@ MOST_SHOWN = 12  # lines of each kind; --json has all
 def run(options: argparse.Namespace) -> int:
     """Examine the folder and print what its dumps show."""
     found = examine(options.folder)
+    record = as_record(options, found)
+    if options.html:
+        page = write_autopsy_page(json.loads(to_json(record)), record["provenance"])
+        files.write_text(options.html, page)
     if options.json:
-        say_json(as_record(options, found))
+        say_json(record)
     else:
         show(make_console(118, soft_wrap=True), found)
     return 0 if found.finding is None else 1

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from isobit import files
 from isobit.cli.options.simulate import WATCHES
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
 from isobit.majority import name_ranks
+from isobit.records import to_json
+from isobit.report.simulate_page import write_simulate_page
 from isobit.simulator.program.script import Script
 from isobit.simulator.sweep import (
     Group,
@@ -67,8 +71,12 @@ def run(options: argparse.Namespace) -> int:
             steps.done(f"{title}, seed {finished.seed}: {found} seeds with findings")
     refuse_silent(options, runs)
     groups, departs = group_findings(runs), compare_prints(runs)
+    record = as_record(options, runs, groups, departs)
+    if options.html:
+        page = write_simulate_page(json.loads(to_json(record)), record["provenance"])
+        files.write_text(options.html, page)
     if options.json:
-        say_json(as_record(options, runs, groups, departs))
+        say_json(record)
     else:
         show(make_console(118, soft_wrap=True), options, runs, groups, departs)
     return 1 if groups else 0
