@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -255,13 +256,29 @@ def test_rpc_is_two_at_once(write, capsys):
         assert "remedy: simulate the parts of the script that use collectives" in said
 
 
+def test_a_kernel_that_needs_a_gpu_is_two(write, tmp_path, monkeypatch, capsys):
+    """TRL's losses launch Triton kernels on a device that the simulator serves."""
+    triton = tmp_path / "site-packages" / "triton"
+    triton.mkdir(parents=True)
+    (triton / "__init__.py").write_text("def launch():\n    raise AssertionError('no libcuda')\n")
+    body = f"dist.barrier()\nsys.path.insert(0, {str(triton.parent)!r})\n"
+    body += "for name in [n for n in sys.modules if n.split('.')[0] == 'triton']: del sys.modules[name]\n"
+    body += "import triton\ntriton.launch()\n"
+    with monkeypatch.context() as patch:
+        for name in [n for n in sys.modules if n.split(".")[0] == "triton"]:
+            patch.setitem(sys.modules, name, sys.modules[name])
+        assert main(["simulate", write(body), "--ranks", "2", "--seeds", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "received: a Triton kernel, which needs a GPU, at " in said
+    assert "script.py:8 in <module>" in said
+    assert "use_cpu=True" in said
+
+
 def test_a_script_that_is_no_python_is_two(write):
     assert main(["simulate", write("if:\n")]) == 2
 
 
 def test_the_process_is_as_before(write, capsys):
-    import sys
-
     before = sys.argv, sys.stdout, list(sys.path), sys.modules["__main__"]
     main(
         [

@@ -136,6 +136,36 @@ def test_a_wrong_run_ends_though_its_loop_does_not():
     assert 2 * STEPS_AFTER <= len(made) <= 2 * STEPS_AFTER + 4
 
 
+def test_faults_of_a_step_with_a_closure_are_named():
+    """The gradients of a closure's step are those after it, and the batches are those in it."""
+
+    def body(rank, clears, share):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def closure(step):
+            if clears:
+                optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * step + rank // share)
+            loss = model(torch.randn(2, 4, generator=generator)).square().mean()
+            loss.backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+            return loss
+
+        for step in range(3):
+            optimizer.step(closure=lambda step=step: closure(step))
+
+    def found(*planted):
+        errors = World(4, watch=("training",), strict=False).run(body, *planted).findings
+        return [(error.kind, error.ranks) for error in errors]
+
+    assert found(True, 1) == []
+    assert found(False, 1) == [("gradients kept", EVERY)]
+    assert found(True, 2) == [("data alike", EVERY)]
+
+
 def log(x):
     dist.all_reduce(x)
 

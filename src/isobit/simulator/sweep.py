@@ -19,6 +19,7 @@ from isobit.simulator.single_rank import compare_with_one
 from isobit.simulator.world import World
 
 WATCHES = ("bits", "reads", "training", "devices")
+TRITON = "site-packages/triton/"  # a part of the paths of its files
 LAST_LINES = 4  # of the error stream of a rank that failed
 
 
@@ -204,6 +205,10 @@ def in_words(error: SimulationError, plan: Plan) -> Found:
         wrote = "\n".join(
             plan.script.errors.text(min(error.stacks), plan.ranks).splitlines()[-LAST_LINES:]
         )
+        kernel = triton_call(next(iter(error.stacks.values()), ()))
+        if kernel:
+            unsupported, cause = True, f"a Triton kernel, which needs a GPU, at {kernel}"
+            remedy = "choose the CPU in the script, as by use_cpu=True of transformers and TRL, or leave the kernel out"
     text = error.one_line
     stacks = {rank: tuple(lines) for rank, lines in error.stacks.items()}
     return Found(
@@ -218,6 +223,12 @@ def in_words(error: SimulationError, plan: Plan) -> Found:
         error.follows,
         unsupported,
     )
+
+
+def triton_call(stack: Sequence[str]) -> str:
+    """Return the line that launched a Triton kernel, if Triton's own code failed in it."""
+    inside = [TRITON in frame for frame in stack]
+    return stack[inside.index(False)] if inside and inside[0] and not all(inside) else ""
 
 
 def group_findings(runs: Sequence[SeedRun]) -> list[Group]:

@@ -206,19 +206,25 @@ class Training:
     @rank_hook
     def _before_step(self, rank: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         notes, parameters = self.notes[rank], plain_parameters(optimizer)
-        shards = sharded_parameters(optimizer)
         if self.ends_after is not None and sum(notes.counts.values()) >= self.ends_after:
             self.findings.end()
         if len(parameters) < sum(len(group["params"]) for group in optimizer.param_groups):
             self.shards.add(rank)
         ordinal = notes.ordinals.setdefault(optimizer, len(notes.ordinals))
-        names = tuple(
-            notes.names.get(id(p), f"parameter {i}") for i, p in enumerate([*parameters, *shards])
-        )
         if ordinal not in notes.counts:
             varied = any(not is_constant(p) for p in parameters)
             shapes = tuple(f"{p.dtype}{list(p.shape)}" for p in parameters)
             self.starts[ordinal][rank] = Start(tuple(map(digest, parameters)), shapes, varied)
+        if len(args) < 2 and kwargs.get("closure") is None:
+            self._note_step(rank, optimizer)
+
+    def _note_step(self, rank: int, optimizer: Optimizer) -> None:
+        """Record a step whose gradients are complete: before the update, or after it if a closure computed them."""
+        notes, parameters = self.notes[rank], plain_parameters(optimizer)
+        shards, ordinal = sharded_parameters(optimizer), notes.ordinals[optimizer]
+        names = tuple(
+            notes.names.get(id(p), f"parameter {i}") for i, p in enumerate([*parameters, *shards])
+        )
         if self.copies is not None:
             self.copies.note_step(rank, notes.counts[ordinal], parameters, names[: len(parameters)])
         gradients = [plain_gradient(p) for p in parameters]
@@ -253,6 +259,8 @@ class Training:
             return
         ordinal = self.notes[rank].ordinals[optimizer]
         key = ordinal, self.notes[rank].counts[ordinal]
+        if rank not in self.steps[key]:
+            self._note_step(rank, optimizer)
         self.notes[rank].counts[ordinal] += 1
         step = self.steps[key][rank]
         step.values = tuple(map(digest, step.parameters))
