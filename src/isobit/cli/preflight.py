@@ -75,6 +75,13 @@ def add_parser(commands: Any) -> None:
         metavar="N",
         help="run a script that torchrun starts on N simulated ranks",
     )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "xpu", "npu", "cpu"),
+        default="auto",
+        help="which kind of device the script finds, served by the CPU (default: with --ranks the kind that it names; "
+        "otherwise that kind if this machine lacks it and the script does not ask whether it is there)",
+    )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page")
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
 
@@ -106,6 +113,7 @@ def run_script(
             "arguments": options.passed_on,
             "steps": options.steps,
             "ranks": options.ranks,
+            "device": options.device,
             "config": config,
             "declare": declare,
             "record": str(record),

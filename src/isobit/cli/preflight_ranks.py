@@ -59,13 +59,16 @@ def preflight_ranks(
     steps: int = 3,
     config: Mapping[str, Any] | None = None,
     declare: Mapping[str, Any] | None = None,
+    device: str = "auto",
 ) -> PreflightReport:
     """Run a script on simulated ranks as torchrun would, and report what is wrong with its first steps.
 
     Args:
-        script: The script. It calls init_process_group itself.
+        script: The script. Of several ranks, it calls init_process_group itself.
         arguments: Its command-line arguments.
         ranks: The number of ranks.
+        device: The kind of device that the script finds, one per rank, served by the CPU: "cuda", "xpu" or "npu"; "cpu"
+            for none, "auto" for the kind that it names.
         steps: As of `isobit.guards.preflight`; so are `config` and `declare`.
         config: See there.
         declare: See there.
@@ -92,10 +95,12 @@ def preflight_ranks(
                 return None
             return conclude(seen[rank], orders, leave_out=(COUNTS,))
 
-        world = World(ranks, watch=("bits", "training"), strict=False)
+        accelerator = {"auto": program.accelerator, "cpu": ""}.get(device, device)
+        world = World(ranks, watch=("bits", "training"), strict=False, accelerator=accelerator)
         found, result = run_world(world, run, program)
     reports = {r: v for r, v in enumerate(result.values) if isinstance(v, PreflightReport)}
-    if not result.calls or (not reports and not found):
+    is_silent = ranks > 1 and not result.calls
+    if is_silent or (not reports and not found):
         raise ArgumentError(
             expected="a script whose ranks communicate and take an optimizer step",
             received=f"{result.calls} collectives, and steps on {len(reports)} of {ranks} ranks",
@@ -254,7 +259,7 @@ def norm_digests(seen: Observer) -> dict[str, tuple[str, str]]:
 def main() -> int:
     """Run the script that the argument names, and write the report."""
     given = json.loads(sys.argv[1])
-    options = {name: given[name] for name in ("ranks", "steps", "config", "declare")}
+    options = {name: given[name] for name in ("ranks", "steps", "config", "declare", "device")}
     try:
         report = asdict(preflight_ranks(given["script"], given["arguments"], **options))
     except ArgumentError as error:
