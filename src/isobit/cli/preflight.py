@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -24,9 +25,10 @@ from isobit.errors import ArgumentError
 from isobit.guards import trial_run
 from isobit.majority import name_ranks
 from isobit.plain_text import one_line
-from isobit.report.preflight_page import many, write_preflight_page
+from isobit.report.preflight_page import headline, in_steps, write_preflight_page
 
 LAST_LINES = 15
+DEVICES = re.compile(rb"\bcuda\b|\bnccl\b|\bxpu\b|\bxccl\b|\bnpu\b|\bhccl\b|accelerator=.gpu")
 # Run by path: the caller's process needs no torch.
 script_program = Path(trial_run.__file__).with_name("script.py")
 ranks_program = Path(__file__).with_name("preflight_ranks.py")
@@ -118,7 +120,8 @@ def run_script(
             "declare": declare,
             "record": str(record),
         }
-        program = script_program if options.ranks is None else ranks_program
+        is_simulated = options.ranks is not None or wants_device(options)
+        program = ranks_program if is_simulated else script_program
         command = [sys.executable, str(program), json.dumps(orders)]
         if options.torchrun:
             command = ["env", *rank_variables(), *command]
@@ -145,6 +148,17 @@ def run_script(
     return report
 
 
+def wants_device(options: argparse.Namespace) -> bool:
+    """Return whether a script of one process asks for a device that this machine may lack; its process looks.
+
+    A script that asks whether a device is there runs without one, and so do trainers that choose by themselves.
+    """
+    source = options.script.read_bytes()
+    if options.device != "auto":
+        return bool(options.device != "cpu")
+    return DEVICES.search(source) is not None and b"is_available" not in source
+
+
 def rank_variables() -> list[str]:
     """Return the variables of the only rank of a torchrun."""
     with socket.socket() as free:
@@ -160,20 +174,17 @@ def show(console: Console, name: str, report: dict[str, Any]) -> None:
     if report["findings"]:
         table = Table("rule", "severity", "step", "found")
         for found in report["findings"]:
-            step = "" if found["step"] is None else str(found["step"])
             words = f"{name_ranks(found['ranks'])}: " if found["ranks"] else ""
             words += f"{found['module']}: " if found["module"] else ""
             table.add_row(
-                found["rule"], found["severity"], step, one_line(words + found["message"])
+                found["rule"],
+                found["severity"],
+                in_steps(found),
+                one_line(words + found["message"]),
             )
         console.print(table)
+    for note in report["notes"]:
+        console.print(one_line(f"note: {note['message']}"))
     for check, reason in report["not_judged"].items():
         console.print(one_line(f"not judged: {check}: {reason}"))
-    judged, every = len(report["judged"]), len(report["judged"]) + len(report["not_judged"])
-    ranks = "" if report["ranks"] == 1 else f"{report['ranks']} ranks, "
-    found = len(report["findings"])
-    console.print(
-        f"{one_line(name)}: {'FOUND' if found else 'clean'}: {many(found, 'finding')}; "
-        f"{judged} of {every} checks made, on {ranks}{many(report['steps'], 'step')}, "
-        f"{many(report['models'], 'model')} and {many(report['parameters'], 'parameter')}"
-    )
+    console.print(f"{one_line(name)}: {one_line(headline(report))}")

@@ -11,27 +11,32 @@ import sys
 if __name__ == "__main__" and sys.path[:1] == [os.path.dirname(os.path.abspath(__file__))]:
     del sys.path[0]
 
+import functools
+import importlib.util
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from isobit import bits
 from isobit.errors import ArgumentError, RankFailedError, SimulationError
 from isobit.guards.module_replay import unwrapped
+from isobit.guards.trial_run import script
 from isobit.guards.trial_run.counts import Counts, counts_are_as_configured
 from isobit.guards.trial_run.judging import Found, NotJudged
+from isobit.guards.trial_run.merging import merge_ranks
 from isobit.guards.trial_run.micro_batches import ranks_weigh_the_same
 from isobit.guards.trial_run.observer import Observer, StepsDone
 from isobit.guards.trial_run.report import PreflightFinding, PreflightReport
-from isobit.guards.trial_run.run import COUNTS, Orders, conclude
-from isobit.guards.trial_run.script import leave
+from isobit.guards.trial_run.run import COUNTS, LATER, Orders, conclude, refuse_unseen
 from isobit.majority import count_votes
+from isobit.simulator.accelerator.modules import kind_in
 from isobit.simulator.program.script import Script
 from isobit.simulator.result import Result
 from isobit.simulator.world import World
@@ -47,7 +52,7 @@ SAME_CAUSE = {
     "not-updated": ("not-in-optimizer",),
     "order-repeated": ("epochs-alike",),
     "dropout-on": ("eval-is-random",),
-    "not-finite": ("nonfinite-loss", "nonfinite-gradient"),
+    "not-finite": ("no-targets", "nonfinite-loss", "nonfinite-gradient"),
 }
 
 
@@ -91,11 +96,11 @@ def preflight_ranks(
             with suppress(StepsDone):
                 body(rank)
             seen[rank].finish()
-            if not seen[rank].watches:
-                return None
-            return conclude(seen[rank], orders, leave_out=(COUNTS,))
+            return conclude(seen[rank], orders, leave_out=(COUNTS,)) if seen[rank].watches else None
 
         accelerator = {"auto": program.accelerator, "cpu": ""}.get(device, device)
+        if accelerator:
+            stack.enter_context(without_triton())
         world = World(ranks, watch=("bits", "training"), strict=False, accelerator=accelerator)
         found, result = run_world(world, run, program)
     reports = {r: v for r, v in enumerate(result.values) if isinstance(v, PreflightReport)}
@@ -106,7 +111,28 @@ def preflight_ranks(
             received=f"{result.calls} collectives, and steps on {len(reports)} of {ranks} ranks",
             remedy="name the script that torchrun starts; leave --ranks out for a script of one process",
         )
-    return combine(reports, found, seen, orders)
+    for rank, each in enumerate(seen):
+        if rank not in reports and each.watches:  # the world ended before the rank's last step
+            reports[rank] = replace(conclude(each, orders, checks=()), judged=(), not_judged={})
+    report = combine(reports, found, seen, orders)
+    refuse_unseen(report)
+    return report
+
+
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """Answer libraries that ask for Triton that it is not there: it compiles for a GPU, which the CPU does not run."""
+    plain = importlib.util.find_spec
+
+    @functools.wraps(plain)
+    def find(name: str, package: str | None = None) -> Any:
+        return None if name == "triton" else plain(name, package)
+
+    importlib.util.find_spec = find
+    try:
+        yield
+    finally:
+        importlib.util.find_spec = plain
 
 
 def run_world(world: World, run: Any, program: Script) -> tuple[list[PreflightFinding], Result]:
@@ -130,7 +156,7 @@ def run_world(world: World, run: Any, program: Script) -> tuple[list[PreflightFi
         if error.result is None:
             raise
         result, errors = error.result, [error]
-    errors += [each for each in result.findings if each not in errors]
+    errors += result.findings
     found = [
         PreflightFinding(
             error.kind.replace(" ", "-"), "error", error.one_line, ranks=tuple(error.ranks)
@@ -138,7 +164,7 @@ def run_world(world: World, run: Any, program: Script) -> tuple[list[PreflightFi
         for error in errors
         if error.kind != LEFT_BY_THE_END
     ]
-    return found, result
+    return list(dict.fromkeys(found)), result  # what ends a run is among its findings too
 
 
 def combine(
@@ -148,11 +174,7 @@ def combine(
     orders: Orders,
 ) -> PreflightReport:
     """Put the reports of all ranks together; a check counts as made if every rank made it."""
-    merged: dict[PreflightFinding, list[int]] = {}
-    for rank, report in reports.items():
-        for finding in report.findings:
-            merged.setdefault(finding, []).append(rank)
-    own = [replace(each, ranks=tuple(where)) for each, where in merged.items()]
+    own = merge_ranks({rank: report.findings for rank, report in reports.items()})
     skipped: dict[str, str] = {}
     for rank, report in reports.items():
         for name, reason in report.not_judged.items():
@@ -160,34 +182,50 @@ def combine(
     names = dict.fromkeys(name for report in reports.values() for name in report.judged)
     judged = [name for name in names if name not in skipped]
     starts = [tuple(each.before.values()) for each in seen]
-    if found or len(set(starts)) < len(starts):
-        judged.append(REPLICAS)
-    else:
-        skipped[REPLICAS] = "no two ranks start with the same parameters"
+    if len(seen) > 1:
+        if found or any(starts.count(each) > 1 for each in starts if each):
+            judged.append(REPLICAS)
+        else:
+            skipped[REPLICAS] = (
+                "no two ranks start with the same parameters"
+                if any(starts)
+                else "parameters are sharded over ranks, and shards are not compared"
+            )
     size = orders.declared.global_batch_size if orders.declared else None
     counts = counts_of(seen)
-    for name, check in (
-        (COUNTS, counts_are_as_configured(counts, orders.config, size)),
-        (SHARES, ranks_weigh_the_same([each.losses.calls for each in seen])),
-        (NORMS, norms_stay_replicas(seen)),
-    ):
+    checks = {COUNTS: counts_are_as_configured(counts, orders.config, size)}
+    if len(seen) > 1:
+        checks[SHARES] = ranks_weigh_the_same([each.losses.calls for each in seen])
+        checks[NORMS] = norms_stay_replicas(seen)
+    for name, check in checks.items():
         try:
             for each in check:
                 own.append(PreflightFinding(*each))
             judged.append(name)
         except NotJudged as reason:
             skipped[name] = str(reason)
+    if len(reports) < len(seen):
+        skipped[LATER] = "ranks were ended before their last step, by what is found"
+    if any(each.has_closures for each in seen):
+        # The simulator reads gradients when a step begins, before its function computes them.
+        found = [each for each in found if each.rule != "gradients-kept"]
     first = next(iter(reports.values()), PreflightReport(0, 0, 0, (), ()))
     return PreflightReport(
         min((report.steps for report in reports.values()), default=0),
-        first.models,
-        first.parameters,
+        first.models or max(len(each.roots) for each in seen),
+        first.parameters or max(map(count_parameters, seen)),
         (*without_same_cause(found, own), *own),
         tuple(judged),
         skipped,
         first.dtypes,
         len(seen),
+        tuple(merge_ranks({rank: report.notes for rank, report in reports.items()})),
     )
+
+
+def count_parameters(seen: Observer) -> int:
+    """Return the number of parameters of the models that a rank has called."""
+    return len({id(p) for model, _ in seen.roots.values() for p in model.parameters()})
 
 
 def without_same_cause(
@@ -256,10 +294,23 @@ def norm_digests(seen: Observer) -> dict[str, tuple[str, str]]:
     }
 
 
+def has_device(kind: str) -> bool:
+    """Return whether this machine has a device of a kind."""
+    return bool(getattr(getattr(torch, kind, None), "is_available", lambda: False)())
+
+
 def main() -> int:
-    """Run the script that the argument names, and write the report."""
+    """Run the script that the argument names, and write the report.
+
+    Without a number of ranks, the script is one process that names a device: it is served if the machine lacks it.
+    """
     given = json.loads(sys.argv[1])
     options = {name: given[name] for name in ("ranks", "steps", "config", "declare", "device")}
+    if given["ranks"] is None:
+        kind = kind_in(Path(given["script"]).read_bytes())
+        if given["device"] == "auto" and has_device(kind):
+            return script.main()
+        options["ranks"] = 1
     try:
         report = asdict(preflight_ranks(given["script"], given["arguments"], **options))
     except ArgumentError as error:
@@ -271,4 +322,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    script.leave(main())

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 class Classifier(lightning.LightningModule):
     def __init__(self):
         super().__init__()
-        self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 4))
+        self.model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
 
     def training_step(self, batch, index):
         x, y = batch
