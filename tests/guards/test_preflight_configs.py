@@ -164,7 +164,9 @@ def test_the_page():
         "parameters": 4,
     }
     page = write_preflight_page("<script>.py", json.loads(json.dumps(report)))
-    verdict = "1 finding by 1 of 2 checks, on 2 ranks, 3 steps, 1 model, 4 parameters; not judged: two"
+    verdict = (
+        "1 finding by 1 of 2 checks, on 2 ranks, 3 steps, 1 model, 4 parameters; not judged: two"
+    )
     assert verdict in page
     assert "&lt;b&gt;: a &amp; b" in page
     assert "not made: because &lt;i&gt;" in page
