@@ -8,7 +8,7 @@ import pytest
 
 from isobit import ArgumentError
 from isobit.cli.preflight_ranks import preflight_ranks, without_same_cause
-from isobit.guards.trial_run.counts import Counts, counts_are_as_configured
+from isobit.guards.trial_run.counts import Counts, counts_are_as_configured, steps_suffice
 from isobit.guards.trial_run.judging import NotJudged
 from isobit.guards.trial_run.report import PreflightFinding
 
@@ -195,13 +195,13 @@ def test_the_batch_of_all_ranks_is_compared(folder):
 def test_the_rules_of_check_training_are_applied():
     """C-TRAINCFG-001: 22,079 sequences were 43 steps of 512, and warm-up was longer."""
     run = Counts(4, 16, 512, 22_079, 1000, ranks=8)
-    wrong = {"num_train_epochs": 1, "max_steps": 5000, "warmup_steps": 2000}
-    found = {rule for rule, _, _ in counts_are_as_configured(run, wrong)}
+    wrong = {"epochs": 1, "max_steps": 5000, "warmup_steps": 2000}
+    found = {rule for rule, _, _ in steps_suffice(run, wrong)}
     assert found >= {"config-reachable", "config-warmup-completes"}
-    right = {"num_train_epochs": 200, "max_steps": 5000, "warmup_steps": 100}
-    assert list(counts_are_as_configured(run, right)) == []
+    right = {"epochs": 200, "max_steps": 5000, "warmup_steps": 100}
+    assert list(steps_suffice(run, right)) == []
     with pytest.raises(NotJudged):
         list(counts_are_as_configured(run, {"batch_size": float("inf")}))
     alone = Counts(4, 16, 64, 22_079, 1000)  # one rank: 344 steps an epoch
-    assert list(counts_are_as_configured(alone, {**right, "num_train_epochs": 15})) == []
-    assert list(counts_are_as_configured(run, {**right, "num_train_epochs": 15}))
+    assert list(steps_suffice(alone, {**right, "epochs": 15})) == []
+    assert list(steps_suffice(run, {**right, "epochs": 15}))

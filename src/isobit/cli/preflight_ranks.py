@@ -28,13 +28,13 @@ from isobit import bits
 from isobit.errors import ArgumentError, RankFailedError, SimulationError
 from isobit.guards.module_replay import unwrapped
 from isobit.guards.trial_run import script
-from isobit.guards.trial_run.counts import Counts, counts_are_as_configured
+from isobit.guards.trial_run.counts import Counts, counts_are_as_configured, steps_suffice
 from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.merging import merge_ranks
 from isobit.guards.trial_run.micro_batches import ranks_weigh_the_same
 from isobit.guards.trial_run.observer import Observer, StepsDone
 from isobit.guards.trial_run.report import PreflightFinding, PreflightReport
-from isobit.guards.trial_run.run import COUNTS, LATER, Orders, conclude, refuse_unseen
+from isobit.guards.trial_run.run import COUNTS, LATER, STEPS, Orders, conclude, refuse_unseen
 from isobit.majority import count_votes
 from isobit.simulator.accelerator.modules import kind_in
 from isobit.simulator.program.script import Script
@@ -96,7 +96,11 @@ def preflight_ranks(
             with suppress(StepsDone):
                 body(rank)
             seen[rank].finish()
-            return conclude(seen[rank], orders, leave_out=(COUNTS,)) if seen[rank].watches else None
+            return (
+                conclude(seen[rank], orders, leave_out=(COUNTS, STEPS))
+                if seen[rank].watches
+                else None
+            )
 
         accelerator = {"auto": program.accelerator, "cpu": ""}.get(device, device)
         if accelerator:
@@ -193,7 +197,10 @@ def combine(
             )
     size = orders.declared.global_batch_size if orders.declared else None
     counts = counts_of(seen)
-    checks = {COUNTS: counts_are_as_configured(counts, orders.config, size)}
+    checks = {
+        COUNTS: counts_are_as_configured(counts, orders.config, size),
+        STEPS: steps_suffice(counts, orders.config, seen[0].peak),
+    }
     if len(seen) > 1:
         checks[SHARES] = ranks_weigh_the_same([each.losses.calls for each in seen])
         checks[NORMS] = norms_stay_replicas(seen)
@@ -214,12 +221,18 @@ def combine(
         min((report.steps for report in reports.values()), default=0),
         first.models or max(len(each.roots) for each in seen),
         first.parameters or max(map(count_parameters, seen)),
-        (*without_same_cause(found, own), *own),
+        (
+            *without_same_cause(found, own),
+            *(each for each in own if each.severity != "info"),
+        ),
         tuple(judged),
         skipped,
         first.dtypes,
         len(seen),
-        tuple(merge_ranks({rank: report.notes for rank, report in reports.items()})),
+        (
+            *(each for each in own if each.severity == "info"),
+            *merge_ranks({rank: report.notes for rank, report in reports.items()}),
+        ),
     )
 
 

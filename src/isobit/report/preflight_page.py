@@ -59,6 +59,8 @@ def write_preflight_page(
 
 def headline(report: Mapping[str, Any]) -> str:
     """Return the verdict in one sentence: what was found, by how many checks of what, and which were not made."""
+    if "headline" in report:
+        return str(report["headline"])
     made, missed = len(report["judged"]), list(report["not_judged"])
     found = len(report["findings"])
     words = f"FOUND: {many(found, 'finding')}" if found else "nothing found"

@@ -32,6 +32,7 @@ from isobit.guards.trial_run.loss_calls import LossCalls
 from isobit.guards.trial_run.optimizers import Optimizers
 from isobit.guards.trial_run.readable import can_digest, readable_tensors
 from isobit.guards.trial_run.saved_files import SavedFiles
+from isobit.guards.trial_run.schedules import Schedules
 from isobit.guards.trial_run.step_order import StepOrder
 from isobit.guards.trial_run.training_mode import EvalCall
 from isobit.guards.watch_hooks import Watch
@@ -108,6 +109,7 @@ class Observer:
         self.given: set[weakref.ref[Tensor]] = set()  # the first input of each call
         self.before: dict[int, str] = {}
         self.rows: list[list[int]] = [[]]
+        self.callers: list[list[int]] = [[]]  # the models that the rows were given to, by id
         self.rates: list[float] = []
         self.shapes: dict[int, tuple[nn.Module, list[torch.Size], torch.Size | None]] = {}
         self.pending: ModelCall | None = None
@@ -115,7 +117,7 @@ class Observer:
         self.losses = LossCalls(self.is_mine, lambda: len(self.batches) - 1)
         self.loaders, self.census = Loaders(self.is_mine), DtypeCensus()
         self.created, self.generated = Optimizers(self.is_mine), Generations(self.is_mine)
-        self.order = StepOrder(self.is_mine)
+        self.order, self.schedules = StepOrder(self.is_mine), Schedules(self.is_mine)
         self.first = FirstForward()
         self.files = SavedFiles(self.is_mine, lambda: [model for model, _ in self.roots.values()])
 
@@ -136,6 +138,7 @@ class Observer:
             self.created,
             self.generated,
             self.order,
+            self.schedules,
         ):
             self.stack.enter_context(recorder.recording())
         for handle in (
@@ -267,6 +270,7 @@ class Observer:
         shapes = [tensor.shape for tensor in given if tensor.ndim]
         self.shapes.setdefault(id(module), (unwrapped(module), shapes, returned))
         axis = batch_axis(module)
+        self.callers[-1].append(id(module))
         self.rows[-1].append(shapes[0][axis] if shapes and len(shapes[0]) > max(axis, 1) else 0)
 
     def model_of(self, optimizer: torch.optim.Optimizer) -> nn.Module:
@@ -346,6 +350,7 @@ class Observer:
         self.loaders.note_step()
         self.batches.append(())
         self.rows.append([])
+        self.callers.append([])
 
     def is_one_object(self) -> bool:
         """Return whether every call of a model was given one and the same tensor first."""
@@ -353,20 +358,37 @@ class Observer:
         return len(tensors) == 1 and tensors[0] is not None
 
     def counts(self) -> Counts:
-        """Return what the steps consumed, if one model was called."""
-        rows = {count for step in self.rows for count in step}
-        calls = {len(step) for step in self.rows}
+        """Return what the steps consumed; of a model in parts that are called one after another, what each did."""
+        taken = next(iter(self.created.steps.values()), 0)
+        steps = [
+            [
+                [r for r, caller in zip(rows, callers, strict=True) if caller == key]
+                for key in self.roots
+            ]
+            for rows, callers in zip(self.rows[:taken], self.callers[:taken], strict=True)
+        ]
+        is_one = bool(steps and self.roots) and all(
+            part == step[0] for step in steps for part in step
+        )
+        firsts = [step[0] for step in steps] if is_one else []
+        rows = {count for step in firsts for count in step}
+        calls = {len(step) for step in firsts}
         # One row may be many samples in a line, as padding-free trainers send them.
-        is_plain = len(self.roots) == 1 and len(calls) == 1 and not rows & {0, 1}
+        is_plain = is_one and len(calls) == 1 and not rows & {0, 1}
         sizes = [sized(loader.dataset) for loader, _ in self.loaders.epochs.values()]
         models = [model for model, _ in self.roots.values()]
         return Counts(
             rows=rows.pop() if is_plain and len(rows) == 1 else None,
             accumulation=calls.pop() if is_plain else None,
-            per_step=sum(self.rows[0]) if is_plain else None,
+            per_step=sum(firsts[0]) if is_plain else None,
             sequences=sizes[0] if len(sizes) == 1 else None,
             parameters=sum(p.numel() for model in models for p in model.parameters()),
         )
+
+    def peak(self, steps: int) -> tuple[str, float]:
+        """Return the class and the largest rate of the program's schedule in a run of this length."""
+        first = next(iter(self.order.rates))
+        return self.schedules.peak(first, self.order.rates[first], steps)
 
 
 def is_training_call(module: nn.Module) -> bool:

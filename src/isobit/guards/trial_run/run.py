@@ -8,13 +8,14 @@ from typing import Any
 
 from isobit.errors import ArgumentError
 from isobit.guards.trial_run.checks import CHECKS
-from isobit.guards.trial_run.counts import counts_are_as_configured
+from isobit.guards.trial_run.counts import counts_are_as_configured, steps_suffice
 from isobit.guards.trial_run.declaration import Declaration, check_declaration, read_declaration
 from isobit.guards.trial_run.hyperparameters import (
     check_hyperparameters,
     check_warm_up,
     expected_limit,
     expected_values,
+    name_defaults,
 )
 from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.merging import merge_steps
@@ -26,6 +27,7 @@ CONFIG = "configuration reached the optimizer"
 DECLARED = "parameters are as declared"
 LATER = "later steps"
 COUNTS = "counts are as configured"
+STEPS = "configured steps suffice"
 OF_AN_OPTIMIZER = ("norm-above-limit", "not-zeroed")
 
 
@@ -128,6 +130,7 @@ class Orders:
             **CHECKS,
             DECLARED: lambda seen: self.check_declared(seen),
             COUNTS: lambda seen: counts_are_as_configured(seen.counts(), self.config, size),
+            STEPS: lambda seen: steps_suffice(seen.counts(), self.config, seen.peak),
         }
 
     def check_declared(self, seen: Observer) -> Iterator[Found]:
@@ -181,7 +184,7 @@ def conclude(
             skipped[name] = str(reason)
     expected = expected_values(orders.config)
     if expected:
-        wrong = check_hyperparameters(expected, seen.optimizers)
+        wrong = check_hyperparameters(expected, seen.optimizers, orders.config)
         found += [PreflightFinding("hyperparameter", "error", message) for message in wrong]
         found += [
             PreflightFinding("no-warm-up", "error", message)
@@ -190,6 +193,12 @@ def conclude(
         judged.append(f"{CONFIG} ({', '.join(expected)})")
     else:
         skipped[CONFIG] = "no configuration with hyperparameters was given"
+    notes = [each for each in found if each.severity == "info"]
+    notes += [
+        PreflightFinding("default-hyperparameters", "info", message)
+        for message in name_defaults(expected, seen.optimizers)
+    ]
+    found = [each for each in found if each.severity != "info"]
     models = [model for model, _ in seen.roots.values()]
     count = len({id(p) for model in models for p in model.parameters()})
     steps = next(iter(seen.watches.values())).steps
@@ -203,4 +212,5 @@ def conclude(
         tuple(judged),
         skipped,
         seen.census.as_record(),
+        notes=tuple(notes),
     )
