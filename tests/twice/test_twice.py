@@ -138,8 +138,9 @@ def test_the_script_is_run_as_python_would(here, capsys):
         "assert sys.path[0] == os.path.dirname(os.path.realpath(__file__)), sys.path\n"
         "assert os.getcwd() != sys.path[0] and 'PYTHONSAFEPATH' not in os.environ\n",
     )
-    words = ["twice", str(script), "--steps", "1", "-q", "--json", "--", "--lr", "0.1"]
-    assert main.main(words) == 0
+    words = ["twice", str(script), "--steps", "1", "-q", "--json", "--html", "page.html"]
+    assert main.main([*words, "--", "--lr", "0.1"]) == 0
+    assert "equal: 1 steps" in (here / "page.html").read_text()
     record = json.loads(capsys.readouterr().out)
     assert record["equal"]
     assert record["arguments"] == ["--lr", "0.1"]
