@@ -50,9 +50,9 @@ def add_parser(commands: Any) -> None:
         "optimizer, get no gradient or do not move, frozen ones that do; gradients that are not cleared; numbers that "
         "are not finite; a loss that is averaged per micro-batch; equal batches, workers and epochs; a model that in "
         "eval mode is random or mixes samples, or is trained in it; autocast without effect; a checkpoint that reads "
-        "back differently; hyperparameters and counts that differ from a configuration. Of a configuration alone: steps that its data "
-        "does not have, a warm-up that does not end, too few tokens. Exit 0: nothing found; 1: findings; 2: could not "
-        "run, nothing was seen, or the steps of a configuration could not be judged.",
+        "back differently; hyperparameters and counts that differ from a configuration. Of a configuration: steps that "
+        "its data does not have, a warm-up that does not end, too few tokens. Exit 0: nothing found; 1: findings; 2: "
+        "could not run, nothing was seen, or the steps of a configuration could not be judged.",
         epilog="words after -- go to the script: isobit preflight train.py --config train.yaml -- --lr 0.1",
     )
     parser.add_argument(

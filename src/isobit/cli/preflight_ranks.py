@@ -27,6 +27,7 @@ from torch import nn
 from isobit import bits
 from isobit.errors import ArgumentError, RankFailedError, SimulationError
 from isobit.guards.module_replay import unwrapped
+from isobit.guards.optimizer_checks import name_some
 from isobit.guards.trial_run import script
 from isobit.guards.trial_run.counts import Counts, counts_are_as_configured, steps_suffice
 from isobit.guards.trial_run.judging import Found, NotJudged
@@ -41,7 +42,11 @@ from isobit.simulator.program.script import Script
 from isobit.simulator.result import Result
 from isobit.simulator.world import World
 
-REPLICAS = "replicas agree, and train on different data"
+# check -> how the simulator's reasons not to make it begin
+OF_THE_SIMULATOR = {
+    "replicas start and stay equal": "start, gradients and updates",
+    "ranks train on different data": "data alike",
+}
 SHARES = "ranks are parts of one batch"
 NORMS = "norms of ranks with one batch stay equal"
 LEFT_BY_THE_END = "orphan"  # a program that is ended after a step leaves what it has just started
@@ -117,8 +122,10 @@ def preflight_ranks(
         )
     for rank, each in enumerate(seen):
         if rank not in reports and each.watches:  # the world ended before the rank's last step
-            reports[rank] = replace(conclude(each, orders, checks=()), judged=(), not_judged={})
-    report = combine(reports, found, seen, orders)
+            part = conclude(each, orders, checks=())
+            why = {LATER: "ended before its last step by what is found"}
+            reports[rank] = replace(part, judged=(), not_judged=why)
+    report = combine(reports, found, seen, orders, result.not_judged)
     refuse_unseen(report)
     return report
 
@@ -163,7 +170,7 @@ def run_world(world: World, run: Any, program: Script) -> tuple[list[PreflightFi
     errors += result.findings
     found = [
         PreflightFinding(
-            error.kind.replace(" ", "-"), "error", error.one_line, ranks=tuple(error.ranks)
+            error.kind.replace(" ", "-"), "error", in_words(error), ranks=tuple(error.ranks)
         )
         for error in errors
         if error.kind != LEFT_BY_THE_END
@@ -171,13 +178,29 @@ def run_world(world: World, run: Any, program: Script) -> tuple[list[PreflightFi
     return list(dict.fromkeys(found)), result  # what ends a run is among its findings too
 
 
+def in_words(error: SimulationError) -> str:
+    """Return a finding of the simulator in one line."""
+    note = f"; {error.note}" if error.note else ""
+    follows = f" (may follow from {error.follows.replace(' ', '-')})" if error.follows else ""
+    return f"{error.one_line}{note}{follows}"
+
+
 def combine(
     reports: Mapping[int, PreflightReport],
     found: list[PreflightFinding],
     seen: list[Observer],
     orders: Orders,
+    unseen: Mapping[str, str],
 ) -> PreflightReport:
-    """Put the reports of all ranks together; a check counts as made if every rank made it."""
+    """Put the reports of all ranks together; a check counts as made if every rank made it.
+
+    Args:
+        reports: The report of each rank.
+        found: What the simulator found.
+        seen: What each rank did.
+        orders: The configuration and the declaration.
+        unseen: What the simulator did not judge, with the reason.
+    """
     own = merge_ranks({rank: report.findings for rank, report in reports.items()})
     skipped: dict[str, str] = {}
     for rank, report in reports.items():
@@ -185,16 +208,13 @@ def combine(
             skipped.setdefault(name, f"rank {rank}: {reason}")
     names = dict.fromkeys(name for report in reports.values() for name in report.judged)
     judged = [name for name in names if name not in skipped]
-    starts = [tuple(each.before.values()) for each in seen]
-    if len(seen) > 1:
-        if found or any(starts.count(each) > 1 for each in starts if each):
-            judged.append(REPLICAS)
+    for name, key in OF_THE_SIMULATOR.items() if len(seen) > 1 else ():
+        reason = next((why for each, why in unseen.items() if each.startswith(key)), None)
+        reason = unseen.get("training", reason)
+        if reason is None:
+            judged.append(name)
         else:
-            skipped[REPLICAS] = (
-                "no two ranks start with the same parameters"
-                if any(starts)
-                else "parameters are sharded over ranks, and shards are not compared"
-            )
+            skipped[name] = reason
     size = orders.declared.global_batch_size if orders.declared else None
     counts = counts_of(seen)
     checks = {
@@ -211,8 +231,6 @@ def combine(
             judged.append(name)
         except NotJudged as reason:
             skipped[name] = str(reason)
-    if len(reports) < len(seen):
-        skipped[LATER] = "ranks were ended before their last step, by what is found"
     if any(each.has_closures for each in seen):
         # The simulator reads gradients when a step begins, before its function computes them.
         found = [each for each in found if each.rule != "gradients-kept"]
@@ -282,15 +300,15 @@ def norms_stay_replicas(seen: list[Observer]) -> Iterator[Found]:
         held = {rank: norm_digests(seen[rank]) for rank in ranks}
         names = [n for n in held[ranks[0]] if len({held[r].get(n, ("",))[0] for r in ranks}) == 1]
         judged += len(names)
-        for name in names:
-            vote = count_votes({rank: held[rank][name][1] for rank in ranks})
-            if not vote.is_unanimous:
-                yield (
-                    "norms-differ",
-                    "error",
-                    f"{name} was equal on ranks {ranks}, which share a batch, and differs after {seen[0].steps} "
-                    f"steps: {vote}",
-                )
+        votes = {n: count_votes({r: held[r][n][1] for r in ranks}) for n in names}
+        wrong = [name for name, vote in votes.items() if not vote.is_unanimous]
+        if wrong:
+            yield (
+                "norms-differ",
+                "error",
+                f"{name_some(wrong)} of {len(names)} parameters of norms were equal on ranks {ranks}, which share a "
+                f"batch, and differ after {seen[0].steps} steps: {votes[wrong[0]]}",
+            )
     if not judged:
         raise NotJudged("no two ranks share a batch and a norm")
 
