@@ -164,14 +164,7 @@ FAULTS = [
         "not-in-optimizer",
         (1,),
     ),
-    Fault(
-        "lightning_trainer",
-        "predictions detached",
-        "F.cross_entropy(self.model(x), y)",
-        "F.cross_entropy(self.model[2](self.model[:2](x).detach()), y)",
-        "no-gradient",
-        (1,),
-    ),
+    Fault("lightning_trainer", "rate of 0", "lr=1e-2", "lr=0.0", "rate-zero"),
     Fault("trl_sft", "rate of 0", "learning_rate=1e-3", "learning_rate=0.0", "rate-zero"),
     Fault(
         "trl_sft",

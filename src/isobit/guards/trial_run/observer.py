@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -62,6 +62,20 @@ class StepWatch(Watch):
         """Return whether a call of the model belongs to a training step."""
         is_training = model.training or self.trains_in_eval
         return torch.is_grad_enabled() and is_training and not self.is_replaying
+
+    def is_spread(self) -> bool:
+        """Return whether parameters are sharded: a forward needs every rank, and leaves other tensors in the model."""
+        return not all(map(can_digest, self.model.parameters()))
+
+    def replay(self) -> str:
+        """Return where the forward stops being finite, in words; nothing if other ranks had to run it too."""
+        return "" if self.is_spread() else super().replay()
+
+    def without_hooks(self, search: Callable[..., Any], *args: Any) -> Any:
+        """Search in a replay of the last call."""
+        if self.is_spread():
+            return "the model is sharded, so that its forward is not repeated"
+        return super().without_hooks(search, *args)
 
 
 def digests_in(value: Any) -> tuple[str, ...]:

@@ -88,7 +88,7 @@ class StepOrder:
     def was_read(self, parameter: Tensor) -> bool:
         """Return whether an optimizer has read the gradient that a parameter has now."""
         _, kept, version = self.read.get(id(parameter), (None, lambda: None, -1))
-        grad = parameter.grad
+        grad = own_gradient(parameter)
         return grad is not None and kept() is grad and grad._version == version
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -115,15 +115,21 @@ class StepOrder:
         if any(shares(optimizer, outer) for outer in self.inside):
             return
         for parameter in parameters_of(optimizer):
-            if parameter.grad is None:
+            grad = own_gradient(parameter)
+            if grad is None:
                 continue
-            grad = parameter.grad
             self.read[id(parameter)] = optimizer, TensorWeakRef(grad), grad._version
             if id(parameter) in self.clipped:
                 self.clipped_in_time.add(id(parameter))
             else:
                 self.clipped_in_time.discard(id(parameter))
             self.clipped.discard(id(parameter))
+
+
+def own_gradient(parameter: Tensor) -> Tensor | None:
+    """Return the gradient of a parameter; of a sharded one this rank's shard, whose version its additions change."""
+    # to_local() makes a new tensor at each call, and identity is what counts here.
+    return getattr(parameter.grad, "_local_tensor", parameter.grad)
 
 
 def shares(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
