@@ -26,6 +26,8 @@ DISPATCH = ("_library/", "autograd/", "utils/", "_dynamo/")  # folders of torch 
 NOT_USERS = (
     TORCH,
     SIMULATOR,
+    # Functions of torch that `isobit preflight` has replaced, to see their calls.
+    os.path.join(os.path.dirname(SIMULATOR), "guards", "trial_run"),
     os.path.join(INSTALLED, "typing_extensions"),
     "<frozen",
     "<eval_with_key",
