@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from isobit import bits
+from isobit.cli.kernel_run import fault_of_kernel
+from isobit.cli.kernel_sizes import LARGE
 from isobit.cli.options.check import LIKE
 from isobit.contracts.judge.binding import bind, called, named_function
 from isobit.contracts.judge.recipes import Case, fixed_recipes
@@ -65,14 +67,21 @@ def first_call(contract: Contract, options: Options, like: str, forward_only: bo
     subject = called(contract, watched, options)
     record = ClaimRecord("call", "holds", "kept", 2, 2)
     for name, inputs in contract.inputs.items():
+        if name in LARGE:  # claims judge them
+            continue
         for dtype in inputs.dtypes:
             recipe = list(fixed_recipes(name, replace(inputs, dtypes=(dtype,))))[-1]
             case = Case(recipe, inputs)
-            found = called_once(kind, subject, case, options, like, record.compared > 0)
-            with torch.no_grad():
-                fault = fault_of(kind, watched, subject, case, found)
-            if not fault and not forward_only:
-                fault = fault_of_gradients(kind, watched, subject, case)
+            try:
+                found = called_once(kind, subject, case, options, like, record.compared > 0)
+                with torch.no_grad():
+                    fault = fault_of(kind, watched, subject, case, found)
+                if not fault and not forward_only:
+                    fault = fault_of_gradients(kind, watched, subject, case)
+            except IsobitError as error:
+                fault = fault_of_kernel(error)
+                if not fault:
+                    raise
             record = replace(record, compared=record.compared + 1, inputs=record.inputs + case.rows)
             if fault:
                 detail = f"in {dtype}, {fault}"
@@ -113,7 +122,12 @@ def called_once(
         raise
     except (Exception, SystemExit) as error:
         received = f"{type(error).__name__}: {in_one_line(error)[:200]}"
-        remedy += ", or pass what else it needs by --with NAME=VALUE"
+        if "cuda" in received.lower() and options.device == "cpu":
+            remedy = (
+                "let it take tensors on the CPU, or judge it where there is a GPU, by --device cuda"
+            )
+        else:
+            remedy += ", or pass what else it needs by --with NAME=VALUE"
     if received:
         raise ArgumentError(
             expected=f"{options.subject} to be called as {LIKE[like]}",
