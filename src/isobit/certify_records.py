@@ -14,7 +14,7 @@ from isobit.records import Provenance
 
 # The verdict of one configuration.
 EXECUTED = "executed"  # it ran, and its expressions are known
-# The result is not fixed by the inputs: a race, an atomic on floats, an address outside a buffer, a row that reads another.
+# The inputs do not fix the result: a race, an atomic on floats, an address outside a buffer, a row that reads another.
 BROKEN = "broken"
 REFUSED = "refused"  # it could not be executed, such as an unknown instruction
 FAILED = (BROKEN, REFUSED)

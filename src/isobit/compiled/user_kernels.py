@@ -21,6 +21,7 @@ import torch
 from isobit.compiled.backends import compile_once
 from isobit.compiled.capture import Choices, captured, storage_of
 from isobit.compiled.compile import LaunchError, absent_driver, check_target, specialise
+from isobit.compiled.execution import label_buffers
 from isobit.compiled.machine import Buffer, Machine, Pointer
 from isobit.compiled.refusals import AddressError, FloatAtomicError, RaceError
 from isobit.compiled.storages import ALIGNED, first_byte
@@ -112,13 +113,13 @@ class Running:
             return
         engine = ENGINE_OF_TARGET[self.target]
         machine = Machine(compiled.program, engine, names=False, races=False)
-        names = [n for n, kind in call.signature.items() if kind != "constexpr"]
-        given = buffers_of(call.arguments, names)
+        given = buffers_of(call.arguments)
+        label_buffers(given, call.names)
         machine.run((*size, 1, 1)[:3], given, shared_bytes=compiled.shared_bytes)
         self.approximate |= machine.approximate
 
 
-def buffers_of(values: Sequence[Any], names: Sequence[str]) -> list[Buffer | Pointer | int | float]:
+def buffers_of(values: Sequence[Any]) -> list[Buffer | Pointer | int | float]:
     """Return the arguments of a launch; tensors of one storage are pointers into one buffer.
 
     Raises:
@@ -136,7 +137,7 @@ def buffers_of(values: Sequence[Any], names: Sequence[str]) -> list[Buffer | Poi
             starts.setdefault(storage_of(value), []).append(first_byte(value))
     buffers: dict[int, tuple[Buffer, int]] = {}
     found: list[Buffer | Pointer | int | float] = []
-    for name, value in zip(names, values, strict=True):
+    for value in values:
         if not isinstance(value, torch.Tensor):
             found.append(value)
             continue
@@ -146,7 +147,7 @@ def buffers_of(values: Sequence[Any], names: Sequence[str]) -> list[Buffer | Poi
             # A buffer of several views begins at a multiple of what vector accesses are aligned to.
             begin = places[0] if len(set(places)) == 1 else min(places) // ALIGNED * ALIGNED
             whole = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage()).numpy()
-            buffers[storage] = Buffer(np.asarray(whole)[begin:], label=name), begin
+            buffers[storage] = Buffer(np.asarray(whole)[begin:]), begin
         buffer, begin = buffers[storage]
         offset = first_byte(value) - begin
         found.append(Pointer(buffer, offset) if offset else buffer)

@@ -11,6 +11,7 @@ from isobit.certify_records import Certified, Configuration, ExpressionClass, Ta
 COVERS = "https://isobit.github.io/isobit/explanation/what-a-certificate-covers/"
 FEW = 4  # configurations that are listed before "and more"
 ROWS = "rows"
+OUTSIDE = ("a read of ", "a write of ")  # how the reason of an access outside a buffer begins
 TUNED = " tuned to"  # ends the name of what an autotuner picks
 
 
@@ -217,7 +218,13 @@ def _kept(found: Certified) -> list[str]:
             f"The same expression in all {count}; the same bits on each target, for all inputs. Between targets bits "
             f"may differ: each GPU has its own approximation of {listed(approximate)}."
         ]
-    return [f"One expression in all {count}: a row has the same bits in each, for all inputs."]
+    several = [
+        listed(sorted(k)) for t in found.targets for c in t.classes if len(k := kinds_of(c, t)) > 1
+    ]
+    model = f", if {several[0]} round alike, as MMA-Sim's model has it" if several else ""
+    return [
+        f"One expression in all {count}: a row has the same bits in each, for all inputs{model}."
+    ]
 
 
 def approximations(found: Certified) -> list[str]:
@@ -281,7 +288,9 @@ def _not_kept(found: Certified) -> list[str]:
     total = count_configurations(found)
     if broken:
         share = f"all {total}" if len(broken) == _total(found) else f"{len(broken)} of {total}"
-        parts.append(f"In {share} the inputs do not fix the result: {_reasons(broken)}")
+        outside = all(one.reason.startswith(OUTSIDE) for one in broken)
+        what = "a kernel leaves its buffers" if outside else "the inputs do not fix the result"
+        parts.append(f"In {share} {what}: {_reasons(broken)}")
     if refused:
         share = f"all {total}" if len(refused) == _total(found) else f"{len(refused)} of {total}"
         parts.append(f"No verdict on {share}: {_reasons(refused)}")
