@@ -15,8 +15,8 @@ from isobit.errors import ArgumentError
 
 LARGE = ("wide", "many")
 # More than 16 rows: planted kernels change their order there. An embedding's first and last id are among few.
-FEW = {"rows": (18,), "samples": (18,), "n": (40,), "v": (40,), "tokens": (1, 3)}
-FEW_IDS = {"rows": (33,), "v": (5,)}
+FEW = {"rows": (3, 18), "samples": (18,), "n": (40,), "v": (40,), "tokens": (1, 3)}
+FEW_IDS = {"rows": (3, 33), "v": (5,)}
 FEW_WIDE = {"rows": (2,), "samples": (1,)}
 
 Sizes = Mapping[str, tuple[int, ...]]
