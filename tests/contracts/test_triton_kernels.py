@@ -45,7 +45,7 @@ def test_a_right_kernel_is_kept(capsys):
     assert code == 0
     assert "compiled for sm_90, in the PTX machine, without a GPU" in record["run"][0]
     assert re.search(r"rms_norm_kernel \(\d+ launches\)", record["run"][0])
-    assert record["sizes"] == ["rows 3, 18; n 40; bfloat16 (all claims)"]
+    assert record["sizes"] == ["x [rows, n], weight [n]: rows 3, 18; n 40; bfloat16 (all claims)"]
 
 
 def test_a_backward_of_kernels_is_judged(capsys):

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         contract = only_used(
             replace(sized, claims=tuple(c for c in sized.claims if c.id in wanted))
         )
-        records = (first,)
+        records: tuple[ClaimRecord, ...] = (first,)
         if first.verdict == "kept":
             with Steps("configurations", len(wanted), arguments.quiet, every=SELDOM) as steps:
                 records += tuple(judge_autotuned(sized, options, arguments, how, steps))

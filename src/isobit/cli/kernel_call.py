@@ -1,7 +1,8 @@
 """The first call of a kernel that `isobit check` judges: is it this operator at all, and can it be judged?
 
 What prevents the call is an error (exit 2). What a caller would suffer from is a fault (exit 1): the kernel writes
-to its inputs, returns their memory, has another dtype, another result for the same call, or no gradients.
+to its inputs, returns their memory, has another dtype, another result for the same call, hides a NaN, or has no
+gradients.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ REMEDY = {
     "dtype": "return the dtype of the inputs, or leave a dtype out by --dtype",
     "drawn": "leave dropout out, or call eval() of a module",
     "again": "make it a function of its arguments: no counter, no cache by address",
+    "hidden": "let it pass: a NaN that is hidden is found steps later, or never",
+    "leaks": "read no other row, and select by where instead of multiplying by a mask of zeros",
     "gradient": "give it a backward, or judge the output alone by --forward-only",
 }
 
@@ -160,6 +163,19 @@ def fault_of(
         return f"it has another result for the same arguments; {REMEDY['again']}"
     if not bits.equal(twice[0], before):
         return f"it draws random numbers; {REMEDY['drawn']}"
+    return fault_of_nan(kind, subject, case)
+
+
+def fault_of_nan(kind: type[Operator], subject: Callable[..., Any], case: Case) -> str:
+    """Return whether a NaN in the first row is hidden, or reaches another row; empty if neither is."""
+    given = copies(case)
+    given[0].view(len(given[0]), -1)[0, -1] = torch.nan
+    expected = kind.call(kind.reference, *(t.double() for t in given)).isnan()
+    found = subject(*given).isnan()
+    if (expected & ~found).any():
+        return f"it returns numbers where an input is NaN; {REMEDY['hidden']}"
+    if (found & ~expected).any():
+        return f"a NaN in one row is in other rows too; {REMEDY['leaks']}"
     return ""
 
 

@@ -55,7 +55,7 @@ def with_given_sizes(contract: Contract, given: Sequence[tuple[str, tuple[int, .
             raise ArgumentError(
                 expected=f"each size once, of {', '.join(known)}",
                 received=f"--sizes {name}" + " twice" * (names.count(name) > 1),
-                remedy="for example --sizes " + next(reversed(known)) + "=4096,32768",
+                remedy="for example --sizes " + list(known)[-1] + "=4096,32768",
             )
     inputs = {
         name: replace(drawn, sizes={**drawn.sizes, **dict(given)})
@@ -78,7 +78,7 @@ def only_used(contract: Contract) -> Contract:
 
 
 def sizes_in_words(contract: Contract) -> list[str]:
-    """Return a line per inputs: "rows 1, 33, 130; n 7, 64, 300 (all claims)"."""
+    """Return a line per inputs: "x [rows, n]: rows 1, 33, 130; n 7, 64, 300; float32 (all claims)"."""
     found = []
     for name, drawn in contract.inputs.items():
         claims = [claim.id for claim in contract.claims if name in claim.inputs]
@@ -88,8 +88,12 @@ def sizes_in_words(contract: Contract) -> list[str]:
 
 
 def words_of(drawn: Inputs) -> str:
-    """Return the sizes of inputs, and their dtypes."""
-    sizes = "; ".join(
-        f"{size} {', '.join(f'{v:,}' for v in values)}" for size, values in drawn.sizes.items()
+    """Return the shapes of inputs, their sizes and dtypes."""
+    shapes = ", ".join(
+        f"{name} [{', '.join(map(str, axes))}]" for name, axes in drawn.arguments.items()
     )
-    return f"{sizes}; {', '.join(drawn.dtypes)}"
+    sizes = "; ".join(
+        f"{size} {', '.join(f'{value:,}' for value in values)}"
+        for size, values in drawn.sizes.items()
+    )
+    return f"{shapes}: {sizes}; {', '.join(drawn.dtypes)}"
