@@ -42,7 +42,9 @@ def from_transformers(name: str, dtype: torch.dtype | None, device: str) -> tupl
     transformers = library()
     try:
         given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
-        given["trust_remote_code"] = False  # otherwise transformers asks on the terminal whether to run it
+        given["trust_remote_code"] = (
+            False  # otherwise transformers asks on the terminal whether to run it
+        )
         model = transformers.AutoModelForCausalLM.from_pretrained(name, **given)
     except (OSError, ValueError) as error:
         raise ArgumentError(
