@@ -17,8 +17,8 @@ SOURCE = ROOT / "src" / "isobit"
 
 # "foundation" stands for the small modules at the root of the package.
 FOUNDATION = (
-    "backends bits errors files http_json isolation launches lazy machine majority native plain_text processor "
-    "records trusted_folder"
+    "backends bits errors file_digests files http_json isolation launches lazy machine majority native "
+    "plain_text processor records trusted_folder"
 )
 # layer -> the layers that it may import, besides itself.
 LAYERS = {
@@ -29,6 +29,7 @@ LAYERS = {
     "plain_text": "",
     "processor": "",
     "majority": "",
+    "file_digests": "",
     "files": "",
     "trusted_folder": "",
     "native": "",

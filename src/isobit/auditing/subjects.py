@@ -45,7 +45,10 @@ def from_transformers(name: str, dtype: torch.dtype | None, device: str) -> tupl
     """Load a causal language model and, if it has one, its tokenizer."""
     transformers = library()
     try:
-        given = {} if dtype is None else {"dtype": dtype}
+        given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+        given["trust_remote_code"] = (
+            False  # otherwise transformers asks on the terminal whether to run it
+        )
         model = transformers.AutoModelForCausalLM.from_pretrained(name, **given)
     except (OSError, ValueError) as error:
         raise ArgumentError(
@@ -54,7 +57,7 @@ def from_transformers(name: str, dtype: torch.dtype | None, device: str) -> tupl
             remedy="pass a folder that save_pretrained wrote, or package.module:factory for any other model",
         ) from error
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         tokenizer = None
     return model.to(device).eval(), tokenizer
