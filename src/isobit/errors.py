@@ -49,6 +49,7 @@ PACKAGES = (
     "isobit.reveal",
     "isobit.compiled",
     "isobit.guards",
+    "isobit.profiling",
     "isobit.simulator",
 )
 

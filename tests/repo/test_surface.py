@@ -19,6 +19,7 @@ PACKAGES = [
     "isobit.nn",
     "isobit.order",
     "isobit.parallel",
+    "isobit.profiling",
     "isobit.reveal",
     "isobit.rollout",
     "isobit.sampling",

@@ -1,0 +1,63 @@
+"""A profile in a few lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from isobit.plain_text import one_line
+from isobit.profiling.records import Account, Profile
+
+MOST_RANKS = 8  # lines of ranks; --json has all
+SMALL_PART = 0.01  # parts below this share are added up as "other"
+
+
+def lines_of(profile: Profile) -> Iterator[str]:
+    """Yield the lines that the command prints."""
+    first = profile.ranks[0]
+    steps = len(first.steps)
+    yield (
+        f"{len(profile.ranks)} of {many(profile.world, 'rank')}, {one_line(first.device)}, "
+        f"{many(steps, 'step')} of {milliseconds(first.whole.total // steps)} ms on average"
+    )
+    for rank in profile.ranks[:MOST_RANKS]:
+        yield f"rank {rank.rank}: {sentence_of(rank.whole)}"
+    if len(profile.ranks) > MOST_RANKS:
+        yield f"… and {len(profile.ranks) - MOST_RANKS} more ranks; --json has all"
+    for rank in profile.ranks[:MOST_RANKS]:
+        if rank.outside:
+            yield (
+                f"note: rank {rank.rank}: {milliseconds(rank.outside)} ms of device work are outside of every step"
+            )
+        for note in rank.notes:
+            yield f"note: rank {rank.rank}: {one_line(note)}"
+    for note in profile.notes:
+        yield f"note: {one_line(note)}"
+
+
+def sentence_of(account: Account) -> str:
+    """Return an account as a sum, the largest part first."""
+    parts = sorted(account.parts.items(), key=lambda part: -part[1])
+    large = [part for part in parts if part[1] >= SMALL_PART * account.total]
+    other = account.total - sum(ns for _, ns in large)
+    words = [f"{cause} {share(ns, account.total)}" for cause, ns in large]
+    if other:
+        words.append(f"other {share(other, account.total)}")
+    text = f"{milliseconds(account.total)} ms = " + " + ".join(words)
+    if account.hidden_communication:
+        text += f"; communication behind compute: {milliseconds(account.hidden_communication)} ms"
+    return text
+
+
+def milliseconds(ns: int) -> str:
+    """Return nanoseconds as milliseconds."""
+    return f"{ns / 1e6:,.3f}"
+
+
+def share(part: float, whole: float) -> str:
+    """Return a share in percent."""
+    return f"{part / whole:.1%}" if whole else "-"
+
+
+def many(count: int, noun: str) -> str:
+    """Return a number and its noun."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
