@@ -8,6 +8,8 @@ from pathlib import Path
 
 from isobit.errors import ArgumentError
 from isobit.profiling.account import Books
+from isobit.profiling.bounds import machine_of
+from isobit.profiling.bricks import blocks_of, bricks_of
 from isobit.profiling.reading.trace import Trace, read_traces
 from isobit.profiling.records import Account, Profile, RankProfile
 from isobit.profiling.steps import Step, steps_of
@@ -75,6 +77,7 @@ def profile_rank(trace: Trace) -> RankProfile:
     """Profile one trace."""
     books, steps = Books(trace), steps_of(trace)
     accounts = tuple(books.account(step) for step in steps)
+    machine = None if trace.on_cpu else machine_of(trace.gpu)
     return RankProfile(
         name=trace.name,
         digest=trace.digest,
@@ -82,6 +85,9 @@ def profile_rank(trace: Trace) -> RankProfile:
         device="CPU" if trace.on_cpu else trace.gpu or "a GPU without a name",
         whole=Account.of_all(accounts),
         steps=accounts,
+        bricks=bricks_of(trace, steps),
+        blocks=blocks_of(trace, steps),
+        peaks=machine.source if machine is not None else "",
         outside=work_outside(trace, steps),
         notes=tuple(trace.notes),
     )

@@ -71,6 +71,55 @@ class Account:
 
 
 @dataclass(frozen=True)
+class Brick:
+    """Device time of one operator at one set of shapes, one kind of transfer, or one collective.
+
+    Attributes:
+        kind: "kernel", "transfer", "collective", or "earlier" for work from before the trace.
+        operator: The operator, the direction of a copy, or the collective.
+        shapes, dtypes: Of the operator's inputs, where recorded.
+        module: The module or annotation in which most of it was launched.
+        calls: How often the operator was called.
+        slices: How many kernels or copies ran.
+        ns: Their time. On a CPU the time of an operator without those inside it.
+        bytes: Of transfers.
+        bound: Nanoseconds that all calls take at least; 0 if no bound is known.
+        bound_by: What sets the bound: "memory", "bf16 products", "host link"; "cache" if it was faster than memory, so
+            that the bound does not apply.
+        strict: Nanoseconds that it takes at least even if the cache holds what it can.
+        kernels: Up to three kernels, the longest first.
+    """
+
+    kind: str
+    operator: str
+    shapes: str
+    dtypes: str
+    module: str
+    calls: int
+    slices: int
+    ns: int
+    bytes: int = 0
+    bound: int = 0
+    bound_by: str = ""
+    strict: int = 0
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def of_bound(self) -> float | None:
+        """The bound divided by the time: 1 is as fast as the device allows. None if no bound is known."""
+        return self.bound / self.ns if self.bound and self.ns else None
+
+
+@dataclass(frozen=True)
+class Block:
+    """Device time of one block of the model in all steps, in nanoseconds."""
+
+    name: str
+    forward: int
+    backward: int
+
+
+@dataclass(frozen=True)
 class RankProfile:
     """The profile of one process.
 
@@ -81,6 +130,9 @@ class RankProfile:
         device: The name of the GPU, or "CPU".
         whole: Where the time of all its steps went.
         steps: Where the time of each step went.
+        bricks: Device time by operator and shapes, transfer and collective, the longest first.
+        blocks: Device time by block of the model, if modules were recorded.
+        peaks: The source of the device's peak rates; "" if they are not known.
         outside: Nanoseconds of device work outside of every step.
         notes: What was left out, or what the trace does not have.
     """
@@ -91,8 +143,21 @@ class RankProfile:
     device: str
     whole: Account
     steps: tuple[Account, ...]
+    bricks: tuple[Brick, ...] = ()
+    blocks: tuple[Block, ...] = ()
+    peaks: str = ""
     outside: int = 0
     notes: tuple[str, ...] = ()
+
+    @property
+    def device_time(self) -> int:
+        """Nanoseconds of all bricks of the steps, without work from before the trace."""
+        return sum(brick.ns for brick in self.bricks if brick.kind != "earlier")
+
+    @property
+    def bounded_time(self) -> int:
+        """Nanoseconds of the bricks with a known bound."""
+        return sum(brick.ns for brick in self.bricks if brick.bound)
 
 
 @dataclass(frozen=True)

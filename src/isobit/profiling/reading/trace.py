@@ -24,6 +24,7 @@ from isobit.profiling.reading.sources import Source, find_sources
 
 MOST_EVENTS = 20_000_000  # that are kept; about 10 GB
 LONGEST_NAME = 2000
+DEEPEST_PATH = 64  # modules
 MOST_RANKS = 1 << 20
 
 DEVICE = {
@@ -70,14 +71,17 @@ class Event:
         module: Of the host: the name of the innermost module or annotation around this slice.
         loading: Of the host: whether it is inside a data loader.
         self_time: Of the host: nanoseconds that no operator inside it covers.
-        dims, types, strides: Of an operator with shapes.
+        path: Of the host: the modules around this slice, outermost first; of a backward, those of its forward.
+        is_backward: Of the host: whether it is inside a function of autograd's engine.
+        dims, types, strides, concrete: Of an operator with shapes.
         size: Bytes of a copy.
         message: Of a collective: name, elements, dtype and group, where recorded.
     """
 
     __slots__ = (
-        "correlation", "device", "dims", "end", "kind", "launch", "loading", "message", "module", "name",
-        "operator", "outer", "parent", "self_time", "shaped", "size", "start", "strides", "thread", "types",
+        "concrete", "correlation", "device", "dims", "end", "is_backward", "kind", "launch", "loading",
+        "message", "module", "name", "operator", "outer", "parent", "path", "self_time", "sequence",
+        "shaped", "size", "start", "strides", "thread", "types",
     )  # fmt: skip
 
     def __init__(self, name: str, kind: str, start: int, end: int, thread: tuple[Any, Any]) -> None:
@@ -93,6 +97,10 @@ class Event:
         self.dims: list[Any] | None = None
         self.types: list[Any] = []
         self.strides: list[Any] = []
+        self.concrete: list[Any] = []
+        self.path: tuple[str, ...] = ()
+        self.sequence: int | None = None
+        self.is_backward = False
         self.size = 0
         self.message: dict[str, Any] | None = None
 
@@ -278,6 +286,11 @@ class Builder:
                 event.dims, event.types = dims, types
                 strides = args.get("Input Strides")
                 event.strides = strides if isinstance(strides, list) else []
+                concrete = args.get("Concrete Inputs")
+                event.concrete = concrete if isinstance(concrete, list) else []
+            sequence = args.get("Sequence number")
+            if type(sequence) is int and sequence >= 0:
+                event.sequence = sequence
         elif event.kind == "call" and event.correlation is not None:
             self.calls[event.correlation] = event
         self.host.append(event)
@@ -341,24 +354,27 @@ def nest(host: list[Event]) -> list[Event]:
     for event in host:
         threads[event.thread].append(event)
     ordered = []
-    for slices in threads.values():
+    forwards: dict[int, tuple[str, ...]] = {}
+    # A backward is in another thread than its forward, or later in the same one.
+    for slices in sorted(threads.values(), key=lambda found: min(event.start for event in found)):
         slices.sort(key=lambda event: (event.start, -event.end))
         stack: list[Event] = []
         for event in slices:
             while stack and (stack[-1].end <= event.start or stack[-1].end < event.end):
                 stack.pop()
-            inherit(event, stack[-1] if stack else None)
+            inherit(event, stack[-1] if stack else None, forwards)
             stack.append(event)
         ordered += slices
     return ordered
 
 
-def inherit(event: Event, parent: Event | None) -> None:
-    """Set what a host slice has from its parent."""
+def inherit(event: Event, parent: Event | None, forwards: dict[int, tuple[str, ...]]) -> None:
+    """Set what a host slice has from its parent; `forwards` has the modules of each forward by sequence number."""
     event.parent = parent
     if parent is not None:
         event.shaped, event.outer, event.operator = parent.shaped, parent.outer, parent.operator
         event.module, event.loading = parent.module, parent.loading
+        event.path, event.is_backward = parent.path, parent.is_backward
     if event.kind == "operator":
         event.self_time = event.duration
         if event.operator is not None:
@@ -366,10 +382,17 @@ def inherit(event: Event, parent: Event | None) -> None:
         event.operator, event.outer = event, event.outer or event
         if event.dims is not None and not event.name.startswith("autograd::"):
             event.shaped = event
-        if not event.module and event.name.startswith("autograd::engine"):
-            event.module = "backward"
+        if event.name.startswith("autograd::engine"):
+            event.is_backward = True
+            if event.sequence is not None:
+                event.path = forwards.get(event.sequence, event.path)
+            event.module = event.module or "backward"
+        elif event.sequence is not None and not event.is_backward and event.path:
+            forwards[event.sequence] = event.path
     elif event.kind == "python" and event.name.startswith(MODULE):
         event.module = event.name[len(MODULE) :]
+        if len(event.path) < DEEPEST_PATH:
+            event.path = (*event.path, event.module)
     elif event.kind == "note":
         if LOADER.search(event.name):
             event.loading = True

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isobit.plain_text import one_line
-from isobit.profiling.records import Account, Profile
+from isobit.profiling.records import Account, Profile, RankProfile
 
 MOST_RANKS = 8  # lines of ranks; --json has all
+MOST_BRICKS = 5
 SMALL_PART = 0.01  # parts below this share are added up as "other"
 
 
@@ -23,6 +24,7 @@ def lines_of(profile: Profile) -> Iterator[str]:
         yield f"rank {rank.rank}: {sentence_of(rank.whole)}"
     if len(profile.ranks) > MOST_RANKS:
         yield f"… and {len(profile.ranks) - MOST_RANKS} more ranks; --json has all"
+    yield from lines_of_bricks(first)
     for rank in profile.ranks[:MOST_RANKS]:
         if rank.outside:
             yield (
@@ -32,6 +34,34 @@ def lines_of(profile: Profile) -> Iterator[str]:
             yield f"note: rank {rank.rank}: {one_line(note)}"
     for note in profile.notes:
         yield f"note: {one_line(note)}"
+
+
+def lines_of_bricks(rank: RankProfile) -> Iterator[str]:
+    """Yield the longest bricks of a rank, and for how much of its device time a bound is known."""
+    total = rank.device_time
+    for brick in [one for one in rank.bricks if one.kind != "earlier"][:MOST_BRICKS]:
+        of_bound = brick.of_bound
+        bound = (
+            f"{of_bound:.0%} of the bound by {brick.bound_by}"
+            if of_bound is not None
+            else "faster than memory: its data were in the cache"
+            if brick.bound_by == "cache"
+            else "no bound known"
+        )
+        where = f", mostly in {one_line(brick.module)}" if brick.module else ""
+        words = " ".join(filter(None, (one_line(brick.operator), brick.shapes, brick.dtypes)))
+        yield (
+            f"  {milliseconds(brick.ns)} ms ({share(brick.ns, total)}) {brick.kind} {words}: "
+            f"{many(brick.calls, 'call')}, {bound}{where}"
+        )
+    if total:
+        known = rank.bounded_time
+        bounds = sum(brick.bound for brick in rank.bricks)
+        line = f"  rank {rank.rank}: {many(len(rank.bricks), 'brick')}; no bound is known for "
+        line += f"{share(total - known, total)} of {milliseconds(total)} ms of work"
+        if known:
+            line += f"; the rest runs at {bounds / known:.0%} of its bound"
+        yield line
 
 
 def sentence_of(account: Account) -> str:
