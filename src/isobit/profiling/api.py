@@ -10,8 +10,11 @@ from isobit.errors import ArgumentError
 from isobit.profiling.account import Books
 from isobit.profiling.bounds import machine_of
 from isobit.profiling.bricks import blocks_of, bricks_of
+from isobit.profiling.collectives import match
+from isobit.profiling.lateness import blamed, causes_of, judge
 from isobit.profiling.reading.trace import Trace, read_traces
 from isobit.profiling.records import Account, Profile, RankProfile
+from isobit.profiling.replay import Replay
 from isobit.profiling.steps import Step, steps_of
 from isobit.profiling.timeline import covered, union
 
@@ -40,9 +43,26 @@ def profile(paths: Iterable[str | Path]) -> Profile:
 def profile_traces(traces: Sequence[Trace]) -> Profile:
     """Profile traces that were read."""
     traces = in_order(traces)
-    ranks = tuple(profile_rank(trace) for trace in traces)
-    world = max(trace.world for trace in traces)
-    return Profile(ranks=ranks, world=world or len(ranks))
+    world = max(trace.world for trace in traces) or len(traces)
+    steps = {trace.rank: steps_of(trace) for trace in traces}
+    books = {trace.rank: Books(trace) for trace in traces}
+    ranks = tuple(profile_rank(trace, books[trace.rank], steps[trace.rank]) for trace in traces)
+    matched = match(traces, steps, world)
+    if matched is None:
+        return Profile(ranks=ranks, world=world)
+    collectives = judge(matched, books, steps)
+    waited_for = blamed(collectives)
+    apart = [m for m, one in zip(matched.meetings, collectives, strict=True) if one.apart]
+    replay = Replay(matched, apart, steps)
+    return Profile(
+        ranks=ranks,
+        world=world,
+        collectives=collectives,
+        waited_for=waited_for,
+        causes={rank: causes_of(collectives, rank) for rank in waited_for},
+        savings={rank: replay.saved(rank) for rank in waited_for},
+        notes=tuple(matched.notes),
+    )
 
 
 def in_order(traces: Sequence[Trace]) -> list[Trace]:
@@ -73,9 +93,8 @@ def in_order(traces: Sequence[Trace]) -> list[Trace]:
     return sorted(traces, key=lambda trace: trace.rank)
 
 
-def profile_rank(trace: Trace) -> RankProfile:
+def profile_rank(trace: Trace, books: Books, steps: Sequence[Step]) -> RankProfile:
     """Profile one trace."""
-    books, steps = Books(trace), steps_of(trace)
     accounts = tuple(books.account(step) for step in steps)
     machine = None if trace.on_cpu else machine_of(trace.gpu)
     return RankProfile(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -161,15 +161,92 @@ class RankProfile:
 
 
 @dataclass(frozen=True)
+class Lateness:
+    """How late a rank came to a collective, in nanoseconds: `parts` add up to `ns`.
+
+    Attributes:
+        rank: The last rank.
+        against: The median rank.
+        ns: How much later the last rank arrived.
+        parts: For each cause, its time on the last rank minus that on the median rank.
+
+    Raises:
+        ArithmeticError: If the parts do not add up.
+    """
+
+    rank: int
+    against: int
+    ns: int
+    parts: dict[str, int]
+
+    def __post_init__(self) -> None:
+        if sum(self.parts.values()) != self.ns:
+            raise ArithmeticError(
+                f"{sum(self.parts.values())} of {self.ns} ns of lateness have a cause"
+            )
+
+    @property
+    def cause(self) -> str:
+        """The largest part; "" if the rank was not late."""
+        return max(self.parts, key=lambda cause: self.parts[cause], default="")
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective on all its ranks.
+
+    Attributes:
+        number: Its place among all.
+        name: Such as "allreduce".
+        detail: Elements or shapes, where recorded.
+        step: The step in which it was launched.
+        last: The rank that arrived last.
+        waits: By rank, nanoseconds from its arrival to that of the last rank.
+        moves: By rank, nanoseconds from the last arrival to its end.
+        lateness: Why the last rank was late.
+        apart: Whether it began when the ones before had ended on every rank, so that waits may be added.
+    """
+
+    number: int
+    name: str
+    detail: str
+    step: str
+    last: int
+    waits: dict[int, int]
+    moves: dict[int, int]
+    lateness: Lateness
+    apart: bool
+
+    @property
+    def waiting(self) -> int:
+        """Nanoseconds of all ranks."""
+        return sum(self.waits.values())
+
+    @property
+    def moving(self) -> int:
+        """Nanoseconds of all ranks."""
+        return sum(self.moves.values())
+
+
+@dataclass(frozen=True)
 class Profile:
     """What the traces of one run show.
 
     Attributes:
         ranks: One profile per trace, by rank.
         world: The number of ranks of the run, if the traces have it; else 0.
+        collectives: Those that were matched over all ranks.
+        waited_for: Nanoseconds that all ranks together waited for each rank, the most waited for first.
+        causes: Of each rank that was waited for: why it was late, in nanoseconds that add up to its lateness.
+        savings: Of each such rank: nanoseconds that the run would take less if the rank were as the others, by replay;
+            None if the replay does not reproduce the recording.
         notes: What could not be told.
     """
 
     ranks: tuple[RankProfile, ...]
     world: int
+    collectives: tuple[Collective, ...] = ()
+    waited_for: dict[int, int] = field(default_factory=dict)
+    causes: dict[int, dict[str, int]] = field(default_factory=dict)
+    savings: dict[int, int | None] = field(default_factory=dict)
     notes: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from isobit.files import open_regular
 from isobit.profiling.reading.json_stream import refuse
@@ -67,7 +67,7 @@ def sources_of_archive(stream: Bounded, name: str) -> Iterator[Source]:
     """Yield the traces of a tar archive one after the other; links, devices and other files are left out."""
     found = 0
     try:
-        with tarfile.open(fileobj=stream, mode="r|") as archive:
+        with tarfile.open(fileobj=cast(IO[bytes], stream), mode="r|") as archive:
             for member in archive:
                 if member.isreg() and member.name.endswith(ENDINGS):
                     found += 1

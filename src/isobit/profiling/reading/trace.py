@@ -130,7 +130,7 @@ class Trace:
         name: The name of its file.
         digest: BLAKE3 of its JSON.
         rank, world: Its rank and the number of ranks; world is 0 if the trace does not say.
-        host: The name of the machine, if recorded.
+        base: Nanoseconds to add to its times to get those of other ranks' clocks.
         gpu: The name of the device, if recorded.
         on_cpu: Whether it has no device: operators are the work.
         device: Device slices by start; on a CPU, collectives only.
@@ -139,9 +139,9 @@ class Trace:
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.digest, self.host, self.gpu = name, "", "", ""
+        self.name, self.digest, self.gpu = name, "", ""
         self.rank, self.world, self.on_cpu = 0, 0, False
-        self.has_rank = False
+        self.base = 0
         self.device: list[Event] = []
         self.host_slices: list[Event] = []
         self.notes: list[str] = []
@@ -199,13 +199,11 @@ def read_header(trace: Trace, header: dict[str, Any]) -> None:
     named = RANK_IN_NAME.search(trace.name.rpartition(":")[2])
     if type(rank) is not int and named:
         rank = int(named[1])
-    trace.has_rank = type(rank) is int and 0 <= rank < MOST_RANKS
-    if trace.has_rank:
-        assert type(rank) is int
+    if type(rank) is int and 0 <= rank < MOST_RANKS:
         trace.rank = rank
     trace.world = world if type(world) is int and 0 < world <= MOST_RANKS else 0
-    host = header.get("host_name")
-    trace.host = host[:200] if isinstance(host, str) else ""
+    base = header.get("baseTimeNanoseconds")
+    trace.base = base if type(base) is int and abs(base) < 1 << 63 else 0
     devices = header.get("deviceProperties")
     if isinstance(devices, list) and devices and isinstance(devices[0], dict):
         trace.gpu = str(devices[0].get("name", ""))[:200]

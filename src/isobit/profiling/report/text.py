@@ -9,6 +9,7 @@ from isobit.profiling.records import Account, Profile, RankProfile
 
 MOST_RANKS = 8  # lines of ranks; --json has all
 MOST_BRICKS = 5
+MOST_LATE = 3
 SMALL_PART = 0.01  # parts below this share are added up as "other"
 
 
@@ -24,6 +25,7 @@ def lines_of(profile: Profile) -> Iterator[str]:
         yield f"rank {rank.rank}: {sentence_of(rank.whole)}"
     if len(profile.ranks) > MOST_RANKS:
         yield f"… and {len(profile.ranks) - MOST_RANKS} more ranks; --json has all"
+    yield from lines_of_ranks(profile)
     yield from lines_of_bricks(first)
     for rank in profile.ranks[:MOST_RANKS]:
         if rank.outside:
@@ -34,6 +36,32 @@ def lines_of(profile: Profile) -> Iterator[str]:
             yield f"note: rank {rank.rank}: {one_line(note)}"
     for note in profile.notes:
         yield f"note: {one_line(note)}"
+
+
+def lines_of_ranks(profile: Profile) -> Iterator[str]:
+    """Yield how much of the collectives is waiting, for whom, and why those were late."""
+    waiting = sum(one.waiting for one in profile.collectives)
+    total = waiting + sum(one.moving for one in profile.collectives)
+    if not total:
+        return
+    yield (
+        f"{many(len(profile.collectives), 'collective')}, {milliseconds(total)} ms on all ranks: "
+        f"{share(waiting, total)} waits for the last rank, {share(total - waiting, total)} comes after all have arrived"
+    )
+    for rank, ns in list(profile.waited_for.items())[:MOST_LATE]:
+        if ns * 20 < waiting:
+            break
+        causes = profile.causes[rank]
+        late = sum(causes.values())
+        words = ", ".join(
+            f"{cause} {milliseconds(ns)}" for cause, ns in list(causes.items())[:3] if ns > 0
+        )
+        line = f"  waited for rank {rank}: {share(ns, waiting)}; late by {milliseconds(late)} ms"
+        saved = profile.savings[rank]
+        line += f" ({words}, …)" if words else ""
+        if saved is not None:
+            line += f"; as the other ranks it would save {milliseconds(saved)} ms"
+        yield line
 
 
 def lines_of_bricks(rank: RankProfile) -> Iterator[str]:
