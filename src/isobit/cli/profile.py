@@ -15,7 +15,7 @@ def add_parser(commands: Any) -> None:
         description="Read traces that torch.profiler exported, one per rank, and account for every nanosecond of every "
         "step: compute, exposed communication, copies, and idle time with its reason. The parts add up to the step. "
         "Reads Chrome JSON, also gzipped, tar archives and folders, of CUDA, ROCm and CPU; needs no GPU. "
-        "Exit 0: profiled; 2: could not read.",
+        "Exit 0: nothing found; 1: findings; 2: could not read.",
         epilog="example: isobit profile trace_rank0.json trace_rank1.json",
     )
     parser.add_argument(
@@ -42,4 +42,4 @@ def run(options: argparse.Namespace) -> int:
     else:
         for line in lines_of(found):
             say(line)
-    return 0
+    return found.exit_code

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from isobit.errors import ArgumentError
@@ -11,6 +12,7 @@ from isobit.profiling.account import Books
 from isobit.profiling.bounds import machine_of
 from isobit.profiling.bricks import blocks_of, bricks_of
 from isobit.profiling.collectives import match
+from isobit.profiling.findings import find_all
 from isobit.profiling.lateness import blamed, causes_of, judge
 from isobit.profiling.reading.trace import Trace, read_traces
 from isobit.profiling.records import Account, Profile, RankProfile
@@ -47,16 +49,26 @@ def profile_traces(traces: Sequence[Trace]) -> Profile:
     steps = {trace.rank: steps_of(trace) for trace in traces}
     books = {trace.rank: Books(trace) for trace in traces}
     ranks = tuple(profile_rank(trace, books[trace.rank], steps[trace.rank]) for trace in traces)
-    matched = match(traces, steps, world)
+    found = with_collectives(Profile(ranks=ranks, world=world), traces, books, steps)
+    return replace(found, findings=find_all(found, traces, books, steps))
+
+
+def with_collectives(
+    profile: Profile,
+    traces: Sequence[Trace],
+    books: dict[int, Books],
+    steps: dict[int, tuple[Step, ...]],
+) -> Profile:
+    """Add what the collectives of all ranks show."""
+    matched = match(traces, steps, profile.world)
     if matched is None:
-        return Profile(ranks=ranks, world=world)
+        return profile
     collectives = judge(matched, books, steps)
     waited_for = blamed(collectives)
     apart = [m for m, one in zip(matched.meetings, collectives, strict=True) if one.apart]
     replay = Replay(matched, apart, steps)
-    return Profile(
-        ranks=ranks,
-        world=world,
+    return replace(
+        profile,
         collectives=collectives,
         waited_for=waited_for,
         causes={rank: causes_of(collectives, rank) for rank in waited_for},

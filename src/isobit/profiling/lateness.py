@@ -50,6 +50,7 @@ def judge(
                 name=meeting.name,
                 detail=meeting.detail,
                 step=meeting.step,
+                at=meeting.slices[last].start,
                 last=last,
                 waits=waits,
                 moves=moves,

@@ -161,6 +161,43 @@ class RankProfile:
 
 
 @dataclass(frozen=True)
+class Slice:
+    """A piece of a rank's time, as evidence: its start on the trace's clock and its length, in nanoseconds."""
+
+    rank: int
+    start: int
+    ns: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that costs time.
+
+    Attributes:
+        rule: Which one, such as "data-loader".
+        severity: "warning", or "info" for what costs no time.
+        rank: Where.
+        ns: What it costs in all steps.
+        share: Of the steps, or of the device's time where the finding is about a brick.
+        detail: What was found.
+        evidence: The longest slices.
+        remedy: What to do.
+        cost: "measured", "at most", or "measured, saving by replay".
+    """
+
+    rule: str
+    severity: str
+    rank: int
+    ns: int
+    share: float
+    detail: str
+    evidence: tuple[Slice, ...]
+    remedy: str
+    cost: str
+
+
+@dataclass(frozen=True)
 class Lateness:
     """How late a rank came to a collective, in nanoseconds: `parts` add up to `ns`.
 
@@ -200,6 +237,7 @@ class Collective:
         name: Such as "allreduce".
         detail: Elements or shapes, where recorded.
         step: The step in which it was launched.
+        at: When the last rank arrived, on that rank's clock.
         last: The rank that arrived last.
         waits: By rank, nanoseconds from its arrival to that of the last rank.
         moves: By rank, nanoseconds from the last arrival to its end.
@@ -211,6 +249,7 @@ class Collective:
     name: str
     detail: str
     step: str
+    at: int
     last: int
     waits: dict[int, int]
     moves: dict[int, int]
@@ -240,6 +279,7 @@ class Profile:
         causes: Of each rank that was waited for: why it was late, in nanoseconds that add up to its lateness.
         savings: Of each such rank: nanoseconds that the run would take less if the rank were as the others, by replay;
             None if the replay does not reproduce the recording.
+        findings: What costs time, the costliest first.
         notes: What could not be told.
     """
 
@@ -249,4 +289,10 @@ class Profile:
     waited_for: dict[int, int] = field(default_factory=dict)
     causes: dict[int, dict[str, int]] = field(default_factory=dict)
     savings: dict[int, int | None] = field(default_factory=dict)
+    findings: tuple[Finding, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """0 if nothing that costs time was found, else 1."""
+        return int(any(one.severity == "warning" for one in self.findings))

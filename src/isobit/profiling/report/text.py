@@ -10,6 +10,7 @@ from isobit.profiling.records import Account, Profile, RankProfile
 MOST_RANKS = 8  # lines of ranks; --json has all
 MOST_BRICKS = 5
 MOST_LATE = 3
+MOST_FINDINGS = 4
 SMALL_PART = 0.01  # parts below this share are added up as "other"
 
 
@@ -27,6 +28,7 @@ def lines_of(profile: Profile) -> Iterator[str]:
         yield f"… and {len(profile.ranks) - MOST_RANKS} more ranks; --json has all"
     yield from lines_of_ranks(profile)
     yield from lines_of_bricks(first)
+    yield from lines_of_findings(profile)
     for rank in profile.ranks[:MOST_RANKS]:
         if rank.outside:
             yield (
@@ -62,6 +64,21 @@ def lines_of_ranks(profile: Profile) -> Iterator[str]:
         if saved is not None:
             line += f"; as the other ranks it would save {milliseconds(saved)} ms"
         yield line
+
+
+def lines_of_findings(profile: Profile) -> Iterator[str]:
+    """Yield the costliest findings, with their first evidence and the remedy."""
+    for one in profile.findings[:MOST_FINDINGS]:
+        cost = f" {one.cost} {milliseconds(one.ns)} ms, {one.share:.1%}" if one.ns else ""
+        yield f"{one.severity} {one.rule}, rank {one.rank}:{cost}; {one_line(one.detail)}"
+        for found in one.evidence[:1]:
+            yield f"  longest: {one_line(found.name)}, {milliseconds(found.ns)} ms at {found.start:,} ns"
+        yield f"  remedy: {one.remedy}"
+    more = len(profile.findings) - MOST_FINDINGS
+    if more > 0:
+        yield f"… and {many(more, 'more finding')}; --json has all"
+    if not profile.findings:
+        yield "no finding"
 
 
 def lines_of_bricks(rank: RankProfile) -> Iterator[str]:
