@@ -17,13 +17,13 @@ KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
 # What a user does, and the commands for it. A command's module has its name and is imported when it is run.
 GROUPS = {
     "compute": ("doctor", "chain", "curve"),
-    "look": ("audit", "reveal", "bits", "rollout", "twice"),
+    "look": ("audit", "reveal", "bits", "rollout", "twice", "profile"),
     "judge": ("certify", "check", "verify", "status", "explain", "lint", "graph", "new", "replay"),
     "guard": ("preflight", "simulate", "autopsy", "runlog"),
 }
 ABOUT = {
     "compute": "check this machine's kernels, and a whole model or training run",
-    "look": "find which operators depend on the batch, how a kernel adds, and where two runs differ",
+    "look": "find which operators depend on the batch, how a kernel adds, where two runs differ, where time goes",
     "judge": "prove what compiled kernels compute; state what a kernel promises, and judge it",
     "guard": "find what goes wrong in a training run or a distributed program",
 }

@@ -1,0 +1,45 @@
+"""`isobit profile`: where a step's time goes, from traces of torch.profiler. Does not load torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "profile",
+        help="say where a training step's time goes, from traces of torch.profiler",
+        description="Read traces that torch.profiler exported, one per rank, and account for every nanosecond of every "
+        "step: compute, exposed communication, copies, and idle time with its reason. The parts add up to the step. "
+        "Reads Chrome JSON, also gzipped, tar archives and folders, of CUDA, ROCm and CPU; needs no GPU. "
+        "Exit 0: nothing found; 1: findings; 2: could not read.",
+        epilog="example: isobit profile trace_rank0.json trace_rank1.json",
+    )
+    parser.add_argument(
+        "traces",
+        nargs="+",
+        type=Path,
+        metavar="TRACE",
+        help="a trace, a tar archive or a folder of traces; one per rank of one run",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Profile the traces and print what they show."""
+    from isobit.cli.provenance import provenance_of
+    from isobit.cli.terminal import say, say_json
+    from isobit.profiling.api import profile
+    from isobit.profiling.report.text import lines_of
+
+    found = profile(options.traces)
+    origin = provenance_of(options, [rank.digest for rank in found.ranks])
+    if options.json:
+        say_json({"provenance": origin, "profile": found})
+    else:
+        for line in lines_of(found):
+            say(line)
+    return found.exit_code
