@@ -5,8 +5,8 @@
 
 `address` is AddressSanitizer with UndefinedBehaviorSanitizer, `thread` is ThreadSanitizer. FOLDER gets the objects and
 a copy of the package with the sanitized library; a second run compiles only what has changed. The arguments after `--`
-are Python's. Torch and Python are not instrumented, so their own memory is checked only where a kernel touches it. The exit
-code is Python's: a sanitizer's first report ends the process with code 99.
+are Python's. Torch and Python are not instrumented, so their own memory is checked only where a kernel touches it. The
+exit code is Python's: a sanitizer's first report ends the process with code 99.
 """
 
 import os
