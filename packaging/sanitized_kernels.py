@@ -3,10 +3,10 @@
     python packaging/sanitized_kernels.py address FOLDER -- -m pytest tests/ops
     python packaging/sanitized_kernels.py thread FOLDER -- program.py
 
-`address` is AddressSanitizer with UndefinedBehaviorSanitizer, `thread` is ThreadSanitizer. FOLDER gets the objects and a
-copy of the package with the sanitized library; a second run compiles only what has changed. The words after `--` are
-Python's. Torch and Python are not instrumented, so their own memory is checked only where a kernel touches it. The exit
-code is Python's: a sanitizer's first report ends the process with code 99.
+`address` is AddressSanitizer with UndefinedBehaviorSanitizer, `thread` is ThreadSanitizer. FOLDER gets the objects and
+a copy of the package with the sanitized library; a second run compiles only what has changed. The arguments after `--`
+are Python's. Torch and Python are not instrumented, so their own memory is checked only where a kernel touches it. The
+exit code is Python's: a sanitizer's first report ends the process with code 99.
 """
 
 import os
@@ -21,7 +21,11 @@ ROOT = Path(__file__).resolve().parent.parent
 READABLE = ["-O1", "-g1", "-fno-omit-frame-pointer"]
 FLAGS = {
     # vptr needs type information of torch's classes that its library does not export.
-    "address": ["-fsanitize=address,undefined", "-fno-sanitize=vptr", "-fno-sanitize-recover=undefined"],
+    "address": [
+        "-fsanitize=address,undefined",
+        "-fno-sanitize=vptr",
+        "-fno-sanitize-recover=undefined",
+    ],
     "thread": ["-fsanitize=thread"],
 }
 RUNTIMES = {"address": ["libasan.so", "libubsan.so"], "thread": ["libtsan.so"]}
@@ -76,7 +80,9 @@ def main() -> int:
         "LD_PRELOAD": " ".join(map(runtime_path, RUNTIMES[kind])),
         "PYTHONPATH": os.pathsep.join([str(path), str(ROOT)]),
     }
-    return subprocess.run([sys.executable, *words[1:]], cwd=ROOT, env=environment, check=False).returncode
+    return subprocess.run(
+        [sys.executable, *words[1:]], cwd=ROOT, env=environment, check=False
+    ).returncode
 
 
 if __name__ == "__main__":

@@ -340,7 +340,9 @@ def test_another_loss_is_refused_by_name_and_the_remedies_work(model):
     with isobit.enabled(model):
         expected = model(IDS, labels=IDS).loss
         model.loss_function = my_loss
-        with pytest.raises(UnsupportedError, match=r"(?s)loss_function = .*my_loss.*without labels"):
+        with pytest.raises(
+            UnsupportedError, match=r"(?s)loss_function = .*my_loss.*without labels"
+        ):
             model(IDS, labels=IDS)
         assert my_loss(model(IDS).logits, IDS, 128).item() == 42.0
         model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss

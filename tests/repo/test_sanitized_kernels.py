@@ -64,6 +64,8 @@ def test_ten_training_steps_touch_nothing_else(folder, threads, monkeypatch):
 
 @pytest.mark.full
 def test_the_operators_touch_nothing_else(folder):
-    done = run(folder, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full", *TESTS)
+    done = run(
+        folder, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not full", *TESTS
+    )
     assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
     assert " passed" in done.stdout or "[100%]" in done.stdout

@@ -90,8 +90,8 @@ def freeze(module: torch.nn.Module) -> Frozen:
     replaced (`module.weight.data = new`, `load_state_dict(..., assign=True)`), each call without gradients reads the
     old or the new weight, never a mixture. A model has many layers: for tokens of one version of all weights, let no
     call run during the update. Two threads must not write one weight at once, and where gradients are taken nothing
-    may be written meanwhile. A collective or an operator of your own that writes asynchronously has to end first, unless
-    it writes to `weight.data`.
+    may be written meanwhile. A collective or an operator of your own that writes asynchronously has to end first,
+    unless it writes to `weight.data`.
 
     A copy of a frozen layer (`copy.deepcopy`, pickle, `torch.save`) is not frozen.
 

@@ -70,7 +70,9 @@ def find_family(model: nn.Module) -> Family:
     backbone = getattr(model, "model", None)
     if any(type(backbone).__name__ == f"{name}Model" for name in NAMES):  # another head
         missing = "its head"
-        remedy = f"enable the backbone: isobit.enable(model.model), and replace the head; {ELSEWHERE}"
+        remedy = (
+            f"enable the backbone: isobit.enable(model.model), and replace the head; {ELSEWHERE}"
+        )
     raise UnsupportedError(
         expected=f"a supported architecture: {', '.join(f'{name}ForCausalLM, {name}Model' for name in NAMES)}",
         received=f"{type(model).__module__}.{kind}; not supported: {missing}",

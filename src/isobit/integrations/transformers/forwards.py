@@ -213,11 +213,11 @@ def refuse_packed_cache(past_key_values: Any, use_cache: bool | None) -> bool:
 
 def refuse_other_loss(module: Any) -> None:
     """Raise if the model's loss is not the mean of -log p of the next tokens, which is what labels are scored by."""
-    wanted = library("loss.loss_utils").ForCausalLMLoss
-    if module.loss_function is not wanted:
+    found = module.loss_function
+    if found is not library("loss.loss_utils").ForCausalLMLoss:
         refuse(
             "the loss of a causal language model, where labels are passed: isobit computes it without logits",
-            f"model.loss_function = {getattr(module.loss_function, '__qualname__', type(module.loss_function).__name__)}",
+            f"model.loss_function = {getattr(found, '__qualname__', type(found).__name__)}",
             "call your function with the logits of model(input_ids) without labels, or put the stock loss back: "
             "model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss",
         )
