@@ -82,6 +82,14 @@ def test_policies_act_on_a_divergence():
     ]
 
 
+def test_one_of_several_ranks_does_not_skip_alone(monkeypatch):
+    """Its replicas may not see the divergence of its loss."""
+    monkeypatch.setattr("isobit.guards.step_checks.is_one_of_many", lambda: True)
+    guard = follow(DIVERGING[0](random.Random(0))[AT - 200 : AT + 80], "skip")
+    assert guard.findings[-1].name == "divergence-loss"
+    assert guard.skipped_steps == 0
+
+
 def test_a_number_that_may_well_rise_stops_nothing():
     curve = DIVERGING[0](random.Random(0))[AT - 200 : AT + 80]
     guard = follow(curve, "raise", "reward")

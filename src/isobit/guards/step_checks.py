@@ -112,7 +112,11 @@ class StepChecks:
             )
             error.event = event
             raise error
-        if policy == "skip" or (callable(policy) and policy(event) == "skip"):
+        wants = policy == "skip" or (callable(policy) and policy(event) == "skip")
+        # Every rank has a loss of its own: one that skips alone would leave its replicas behind.
+        if wants and not (
+            rule == "divergence-loss" and self.options.group is None and is_one_of_many()
+        ):
             self.wants_skip = True
 
     def judge(self, name: str, value: float, micro_batch: int | None = None) -> None:
@@ -358,6 +362,11 @@ class StepChecks:
                 severity="warning",
                 module=new[0],
             )
+
+
+def is_one_of_many() -> bool:
+    """Return whether this process is one of several ranks."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def module_of(name: str) -> str:

@@ -289,8 +289,8 @@ class Watch(StepChecks):
             )
 
     def agree_to_skip(self) -> bool:
-        """Return whether to skip; ranks with shards of one model decide together."""
-        if not self.options.is_sharded or self.options.policy in ("log", "raise"):
+        """Return whether to skip; the ranks of `group` decide together."""
+        if self.options.group is None or self.options.policy in ("log", "raise"):
             return self.wants_skip
         flag = torch.tensor(float(self.wants_skip), device=self.named[0][1].device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.options.group)

@@ -64,8 +64,9 @@ def watch(
         other_optimizers: Those that train the rest of the model, each with a watch of its own.
         agree_every: Steps between comparisons of parameters over `group` and `tensor_group`; None compares nothing.
             Every rank of these groups must watch.
-        group: Ranks that have equal parameters, for `agree_every`. With sharded parameters and a policy that skips: all
-            ranks, which then skip together.
+        group: Ranks that have equal parameters, for `agree_every`, and that skip a step together under a policy that
+            skips: with sharded parameters, all ranks. Without it, ranks do not skip for a loss that diverges, which
+            is one rank's own.
         tensor_group: The ranks of a tensor-parallel group, for `agree_every`: what `replicated_tensors` returns is
             compared there.
         sharded: Patterns of names that are sharded by hand, for `replicated_tensors`.
