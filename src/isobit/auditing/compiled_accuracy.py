@@ -52,10 +52,10 @@ def explain(call: Called, compiled: Any) -> tuple[str, Accuracy]:
     allowed = FARTHER * max(min(far), 1.0)
     shown = [error / allowed for error in far]
     if max(shown) <= 1:
-        return ORDER, Accuracy("fp64", *shown)
+        return ORDER, Accuracy("fp64", shown[0], shown[1])
     finest = min(torch.finfo(a.dtype).eps for a, _ in pairs)
     explained = max(far) * finest <= APPROXIMATION
-    return ERROR, Accuracy("fp64", *shown, approximation=explained)
+    return ERROR, Accuracy("fp64", shown[0], shown[1], approximation=explained)
 
 
 def in_double(call: Called) -> Any:

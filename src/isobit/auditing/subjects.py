@@ -117,7 +117,7 @@ def batch_of(model: nn.Module, samples: Sequence[Tensor]) -> dict[str, Tensor]:
     Raises:
         ArgumentError: A token is not in the model's vocabulary.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     size = getattr(text, "vocab_size", None)
     largest = max(int(one.max()) for one in samples)
