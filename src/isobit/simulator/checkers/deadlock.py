@@ -54,7 +54,7 @@ def deadlock(
     missing = sorted({rank for ranks in waits.values() for rank in ranks})
     parties = [*places.values(), *([gone] if gone else [])]
     vote = Vote(tuple(sorted((tuple(sorted(p)) for p in parties), key=len, reverse=True)))
-    outside = vote.others if vote.has_majority else ()
+    outside: Sequence[int] = vote.others if vote.has_majority else ()
     outside = fewer_culprits(outside, places.values(), waits)
     roots = sorted(lost) or without_followers(sorted(outside), waits) or cycle
     roots = roots or without_followers(missing, waits)
