@@ -179,6 +179,32 @@ def test_a_script_that_fails_or_does_not_train_is_not_equal(here, capsys):
     capsys.readouterr()
 
 
+DISTRIBUTED = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).square().mean().backward()
+optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_scripts_of_torchrun_and_of_gpus_get_a_remedy_that_works(here, monkeypatch):
+    script = here / "train.py"
+    script.write_text("raise AssertionError('Torch not compiled with CUDA enabled')")
+    with pytest.raises(ArgumentError, match="remedy: run it on a machine with the device"):
+        run_twice(script)
+    script.write_text(DISTRIBUTED)
+    with pytest.raises(ArgumentError, match="remedy: start it as torchrun's only rank: env") as e:
+        run_twice(script)
+    for pair in e.value.remedy.split("env ")[1].split(" isobit")[0].split():
+        monkeypatch.setenv(*pair.split("="))
+    assert run_twice(script, steps=1).comparison.steps == (1, 1)
+
+
 @pytest.mark.full
 def test_a_script_that_catches_everything_ends_too(here):
     script = write(here)
