@@ -138,7 +138,7 @@ def vocabulary_of(model: Any) -> int:
     Raises:
         ArgumentError: If it is not a language model of transformers with trainable parameters.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     size = (
         getattr(config.get_text_config(), "vocab_size", 0)
         if hasattr(config, "get_text_config")
