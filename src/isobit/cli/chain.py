@@ -138,7 +138,7 @@ def vocabulary_of(model: Any) -> int:
     Raises:
         ArgumentError: If it is not a language model of transformers with trainable parameters.
     """
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     size = (
         getattr(config.get_text_config(), "vocab_size", 0)
         if hasattr(config, "get_text_config")
@@ -246,7 +246,7 @@ def show(
     for row in ours.rows:
         if not row.kept:
             verdict = "BROKEN" if row.differ else "not judged"
-            console.print(f"{verdict}: {row.quantity}, {row.layout}: {row.where}")
+            console.print(f"{verdict}: {row.quantity}, {row.layout}: {row.where}", soft_wrap=True)
     for report in (ours, *([stock] if stock else [])):
         console.print(f"{report.side}: {summary(report)}")
     if stock:
@@ -260,7 +260,8 @@ def show(
     if ours.frozen:
         trained += f" ({ours.frozen} more are frozen)"
     verdict = "kept" if ours.kept else "BROKEN" if ours.differs else "not judged"
-    console.print(f"{options.model}, {options.dtype}{where}, {trained}: {verdict}")
+    line = f"{options.model}, {options.dtype}{where}, {trained}: {verdict}"
+    console.print(line, soft_wrap=True)  # a path may be long, and a verdict is searched for
 
 
 def say(row: Comparison) -> str:

@@ -10,8 +10,8 @@ from torch import nn
 from isobit.auditing.subjects import from_transformers
 from isobit.cli.named_code import load_module
 from isobit.errors import ArgumentError, in_one_line
-from isobit.gates.model.models import MODELS, build_model, without_bars
-from isobit.integrations.transformers.package import library
+from isobit.gates.model.models import MODELS, build_model
+from isobit.integrations.transformers.package import without_bars
 
 
 def load_model(
@@ -35,7 +35,7 @@ def load_model(
     if ":" in name:
         model = call_factory(name, trust)
         return (model.to(device) if dtype is None else model.to(device, dtype)).eval(), None
-    with without_bars(library()):
+    with without_bars():
         return from_transformers(name, dtype, str(device))
 
 

@@ -77,8 +77,16 @@ def check_tree(
 
 
 def check_classes(family: Family) -> None:
-    """Raise if a class's forward was replaced for the whole process."""
+    """Raise if a class, or its forward, was replaced for the whole process, as Liger's patches do."""
+    own = (family.model.__module__, nn.Linear.__module__, nn.Embedding.__module__)
     for kind in family.forwards:
+        if kind.__module__ not in own:
+            refuse(
+                f"the classes that {family.model.__module__} defines",
+                f"{kind.__module__}.{kind.__name__} in the place of one of them",
+                "do not patch the classes of transformers where isobit computes them, and make the model before "
+                "others are patched",
+            )
         if kind.forward.__module__ != kind.__module__:
             refuse(
                 f"{kind.__name__}.forward as {kind.__module__} defines it",
