@@ -1,4 +1,4 @@
-"""The usual scripts with `.cuda()` and nccl, right and with planted faults, as one process and on two simulated ranks."""
+"""The usual scripts with `.cuda()` and nccl, right and with planted faults, as one process and on two ranks."""
 
 import tempfile
 import time
