@@ -89,7 +89,9 @@ class StepOrder:
         """Return whether an optimizer has read the gradient that a parameter has now."""
         _, kept, version = self.read.get(id(parameter), (None, lambda: None, -1))
         grad = own_gradient(parameter)
-        return grad is not None and kept() is grad and bool(grad._version == version)
+        if grad is None or kept() is not grad:
+            return False
+        return bool(grad._version == version)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the rate of a step, and gradients that another optimizer has read before."""
