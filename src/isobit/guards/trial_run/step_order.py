@@ -89,9 +89,7 @@ class StepOrder:
         """Return whether an optimizer has read the gradient that a parameter has now."""
         _, kept, version = self.read.get(id(parameter), (None, lambda: None, -1))
         grad = own_gradient(parameter)
-        if grad is None or kept() is not grad:
-            return False
-        return bool(grad._version == version)
+        return grad is not None and bool(grad._version == version) and kept() is grad
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the rate of a step, and gradients that another optimizer has read before."""
