@@ -209,12 +209,11 @@ def combine(
     names = dict.fromkeys(name for report in reports.values() for name in report.judged)
     judged = [name for name in names if name not in skipped]
     for name, key in OF_THE_SIMULATOR.items() if len(seen) > 1 else ():
-        reason = next((why for each, why in unseen.items() if each.startswith(key)), None)
-        reason = unseen.get("training", reason)
-        if reason is None:
-            judged.append(name)
+        reasons = [w for each, w in unseen.items() if each == "training" or each.startswith(key)]
+        if reasons:
+            skipped[name] = reasons[0]
         else:
-            skipped[name] = reason
+            judged.append(name)
     size = orders.declared.global_batch_size if orders.declared else None
     counts = counts_of(seen)
     checks = {

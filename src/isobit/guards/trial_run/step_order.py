@@ -89,7 +89,7 @@ class StepOrder:
         """Return whether an optimizer has read the gradient that a parameter has now."""
         _, kept, version = self.read.get(id(parameter), (None, lambda: None, -1))
         grad = own_gradient(parameter)
-        return grad is not None and kept() is grad and grad._version == version
+        return grad is not None and bool(grad._version == version) and kept() is grad
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Note the rate of a step, and gradients that another optimizer has read before."""
@@ -129,7 +129,8 @@ class StepOrder:
 def own_gradient(parameter: Tensor) -> Tensor | None:
     """Return the gradient of a parameter; of a sharded one this rank's shard, whose version its additions change."""
     # to_local() makes a new tensor at each call, and identity is what counts here.
-    return getattr(parameter.grad, "_local_tensor", parameter.grad)
+    grad: Tensor | None = getattr(parameter.grad, "_local_tensor", parameter.grad)
+    return grad
 
 
 def shares(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
