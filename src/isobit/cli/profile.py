@@ -19,7 +19,7 @@ def add_parser(commands: Any) -> None:
         "Reads Chrome JSON, also gzipped, tar archives and folders, of CUDA, ROCm and CPU; needs no GPU. "
         "Two runs are compared brick by brick: the differences add up to that of the step. "
         "Exit 0: nothing found, or compared; 1: findings; 2: could not read.",
-        epilog="example: isobit profile trace_rank0.json trace_rank1.json",
+        epilog="example: isobit profile trace_rank0.json trace_rank1.json --html profile.html",
     )
     parser.add_argument(
         "traces",
@@ -35,15 +35,20 @@ def add_parser(commands: Any) -> None:
         "different ranks of one run",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the report of one run to this file"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Profile the traces and print what they show."""
     from isobit.cli.provenance import provenance_of
     from isobit.cli.terminal import say, say_json
+    from isobit.files import write_text
     from isobit.profiling.api import are_one_run, profile_traces
     from isobit.profiling.comparing import compare_profiles
     from isobit.profiling.reading.trace import read_traces
+    from isobit.profiling.report.page import write_profile_page
     from isobit.profiling.report.text import lines_of, lines_of_comparison
 
     if options.compare and len(options.traces) != 2:
@@ -55,6 +60,12 @@ def run(options: argparse.Namespace) -> int:
     sides = [read_traces([path]) for path in options.traces]
     every = [trace for side in sides for trace in side]
     if options.compare or (len(sides) == 2 and not are_one_run(every)):
+        if options.html:
+            raise ArgumentError(
+                expected="--html with the traces of one run",
+                received="two runs to compare",
+                remedy="use --json, or profile each run by itself with --html",
+            )
         difference = compare_profiles(*(profile_traces(side) for side in sides))
         if options.json:
             origin = provenance_of(options, difference.digests)
@@ -65,6 +76,8 @@ def run(options: argparse.Namespace) -> int:
         return 0
     found = profile_traces(every)
     origin = provenance_of(options, [rank.digest for rank in found.ranks])
+    if options.html:
+        write_text(options.html, write_profile_page(found, origin))
     if options.json:
         say_json({"provenance": origin, "profile": found})
     else:
