@@ -12,10 +12,11 @@ from isobit.profiling.account import Books
 from isobit.profiling.bounds import machine_of
 from isobit.profiling.bricks import blocks_of, bricks_of
 from isobit.profiling.collectives import match
+from isobit.profiling.comparing import compare_profiles
 from isobit.profiling.findings import find_all
 from isobit.profiling.lateness import blamed, causes_of, judge
 from isobit.profiling.reading.trace import Trace, read_traces
-from isobit.profiling.records import Account, Profile, RankProfile
+from isobit.profiling.records import Account, Comparison, Profile, RankProfile
 from isobit.profiling.replay import Replay
 from isobit.profiling.steps import Step, steps_of
 from isobit.profiling.timeline import covered, union
@@ -40,6 +41,34 @@ def profile(paths: Iterable[str | Path]) -> Profile:
         {'compute': 110421537, 'exposed communication': 64187021, 'idle: data loader': 274010932}
     """
     return profile_traces(read_traces(Path(path) for path in paths))
+
+
+def compare(left: str | Path, right: str | Path) -> Comparison:
+    """Compare two runs brick by brick.
+
+    Args:
+        left: A trace, or a folder or archive of the traces of one run.
+        right: That of the other run.
+
+    Returns:
+        The time of each brick and each reason of idle time in both. Their differences add up to that of the step.
+
+    Raises:
+        ArgumentError: If a file is no trace.
+        OSError: If a file cannot be read.
+
+    Example:
+        >>> from isobit.profiling import compare
+        >>> compare("before.json", "after.json").rows[0]  # doctest: +SKIP
+        Row(kind='kernel', operator='aten::mm', ...)
+    """
+    return compare_profiles(profile([left]), profile([right]))
+
+
+def are_one_run(traces: Sequence[Trace]) -> bool:
+    """Whether traces are of different ranks of one world, and so of one run as far as they say."""
+    worlds = {trace.world for trace in traces}
+    return len({trace.rank for trace in traces}) == len(traces) and len(worlds) == 1
 
 
 def profile_traces(traces: Sequence[Trace]) -> Profile:
@@ -116,7 +145,7 @@ def profile_rank(trace: Trace, books: Books, steps: Sequence[Step]) -> RankProfi
         device="CPU" if trace.on_cpu else trace.gpu or "a GPU without a name",
         whole=Account.of_all(accounts),
         steps=accounts,
-        bricks=bricks_of(trace, steps),
+        bricks=bricks_of(books, steps),
         blocks=blocks_of(trace, steps),
         peaks=machine.source if machine is not None else "",
         outside=work_outside(trace, steps),

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from isobit.profiling.account import earlier_work, only_starts_a_collective
+from isobit.profiling.account import (
+    COMPUTE,
+    COPIES,
+    EARLIER,
+    EXPOSED,
+    Books,
+    earlier_work,
+    only_starts_a_collective,
+)
 from isobit.profiling.bounds import Bound, Machine, least_copy, least_time, machine_of, need_of
 from isobit.profiling.reading.trace import Event, Trace
 from isobit.profiling.records import Block, Brick
 from isobit.profiling.steps import Step
+from isobit.profiling.timeline import tiles
 
 NO_OPERATOR = "launched before the trace, or by no operator"
 LONGEST_SHAPES = 120
@@ -25,7 +35,7 @@ class Growing:
         self.calls: dict[int, Event | None] = {}
         self.kernels: Counter[str] = Counter()
         self.modules: Counter[str] = Counter()
-        self.slices, self.ns, self.size = 0, 0, 0
+        self.slices, self.ns, self.wall, self.size = 0, 0, 0, 0
         self.bound, self.strict, self.bounded, self.by = 0, 0, True, ""
 
     def finish(self) -> Brick:
@@ -42,6 +52,7 @@ class Growing:
             calls=len(self.calls),
             slices=self.slices,
             ns=self.ns,
+            wall=self.wall,
             bytes=self.size,
             bound=self.bound if known and not cached else 0,
             bound_by="" if not known else "cache" if cached else self.by,
@@ -50,22 +61,58 @@ class Growing:
         )
 
 
-def bricks_of(trace: Trace, steps: Sequence[Step]) -> tuple[Brick, ...]:
-    """Return the bricks of the steps of a trace, the longest first. Device time of the steps = sum of their `ns`."""
+def bricks_of(books: Books, steps: Sequence[Step]) -> tuple[Brick, ...]:
+    """Return the bricks of the steps of a trace, the longest first."""
+    trace = books.trace
     machine = None if trace.on_cpu else machine_of(trace.gpu)
     found: dict[tuple[str, str, str, str], Growing] = {}
     earlier = earlier_work(trace)
     start, end = steps[0].start, steps[-1].end
+    growing: list[Growing] = []  # the brick of each slice
+    layers: dict[str, list[tuple[int, int, int]]] = {}
     for event in work_of(trace):
-        if not start <= event.start < end:
+        if event.end < start or event.start >= end:
             continue
         operator = operator_of(event)
         key = key_of(event, operator, event in earlier)
         brick = found.setdefault(key, Growing(*key))
         add(brick, event, operator, machine)
+        growing.append(brick)
+        cause = EARLIER if event in earlier else layer_of(event)
+        layers.setdefault(cause, []).append((event.start, event.end, len(growing) - 1))
+    for number, ns in walls_of(books, steps, layers):
+        growing[number].wall += ns
     return tuple(
-        sorted((b.finish() for b in found.values()), key=lambda b: (-b.ns, b.operator, b.shapes))
+        sorted(
+            (b.finish() for b in found.values() if b.ns or b.wall),
+            key=lambda b: (-b.ns, b.operator, b.shapes),
+        )
     )
+
+
+def layer_of(event: Event) -> str:
+    """Return the layer of the timeline in which a slice of work is."""
+    if event.communicates:
+        return EXPOSED
+    return COPIES if event.kind in ("copy", "set") else COMPUTE
+
+
+def walls_of(
+    books: Books, steps: Sequence[Step], layers: dict[str, list[tuple[int, int, int]]]
+) -> Iterator[tuple[int, int]]:
+    """Yield (number of a slice, nanoseconds of the steps that are its alone)."""
+    covering = {cause: tiles(slices) for cause, slices in layers.items()}
+    starts = {cause: [start for start, _, _ in found] for cause, found in covering.items()}
+    for step in steps:
+        for begin, stop, cause in books.timeline.pieces(step.start, step.end):
+            if cause not in covering:
+                continue
+            index, found = max(bisect_right(starts[cause], begin) - 1, 0), covering[cause]
+            while index < len(found) and found[index][0] < stop:
+                start, end, number = found[index]
+                if end > begin:
+                    yield number, min(end, stop) - max(start, begin)
+                index += 1
 
 
 def work_of(trace: Trace) -> list[Event]:
@@ -75,10 +122,7 @@ def work_of(trace: Trace) -> list[Event]:
     operators = [
         e
         for e in trace.host_slices
-        if e.kind == "operator"
-        and not e.loading
-        and e.self_time > 0
-        and not only_starts_a_collective(e)
+        if e.kind == "operator" and not e.loading and not only_starts_a_collective(e)
     ]
     return sorted(operators + trace.device, key=lambda event: event.start)
 

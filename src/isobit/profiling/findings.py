@@ -248,10 +248,11 @@ def of_orders(rank: RankProfile, trace: Trace) -> Iterator[Finding]:
     total = sum(event.duration for event in trace.device)
     for order, ns in found.most_common():
         if ns >= ORDER * total and not order.startswith("cannot be told"):
-            detail = f"kernels of {ns / total:.1%} of the device time have names of a family with {order}"
-            yield finding(
+            detail = f"kernels whose names say how they add: {order}"
+            said = finding(
                 "order-dependent", rank.rank, 0, total, detail, severity="info", cost="none"
             )
+            yield replace(said, share=ns / total)
 
 
 def describe(brick: Brick) -> str:

@@ -82,6 +82,8 @@ class Brick:
         calls: How often the operator was called.
         slices: How many kernels or copies ran.
         ns: Their time. On a CPU the time of an operator without those inside it.
+        wall: Nanoseconds of the steps that are this brick's alone: of slices that run at once the last to start counts,
+            and compute before communication before copies. All bricks and idle time add up to the steps.
         bytes: Of transfers.
         bound: Nanoseconds that all calls take at least; 0 if no bound is known.
         bound_by: What sets the bound: "memory", "bf16 products", "host link"; "cache" if it was faster than memory, so
@@ -98,6 +100,7 @@ class Brick:
     calls: int
     slices: int
     ns: int
+    wall: int = 0
     bytes: int = 0
     bound: int = 0
     bound_by: str = ""
@@ -296,3 +299,52 @@ class Profile:
     def exit_code(self) -> int:
         """0 if nothing that costs time was found, else 1."""
         return int(any(one.severity == "warning" for one in self.findings))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One brick, or one reason of idle time, in two runs: nanoseconds of all steps, calls and kernels."""
+
+    kind: str
+    operator: str
+    shapes: str
+    dtypes: str
+    left: int
+    left_calls: int
+    left_kernels: tuple[str, ...]
+    right: int
+    right_calls: int
+    right_kernels: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two runs brick by brick.
+
+    Attributes:
+        names, digests, devices: Of both traces.
+        steps: How many steps each has.
+        totals: Nanoseconds of all steps of each.
+        rows: The largest difference per step first. Their differences add up to that of the runs.
+        notes: What is left out.
+
+    Raises:
+        ArithmeticError: If the rows do not add up.
+    """
+
+    names: tuple[str, str]
+    digests: tuple[str, str]
+    devices: tuple[str, str]
+    steps: tuple[int, int]
+    totals: tuple[int, int]
+    rows: tuple[Row, ...]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        sums = sum(row.left for row in self.rows), sum(row.right for row in self.rows)
+        if sums != self.totals:
+            raise ArithmeticError(f"{sums} of {self.totals} ns are in rows")
+
+    def per_step(self, row: Row) -> tuple[float, float]:
+        """Return the nanoseconds per step of a row in both runs."""
+        return row.left / self.steps[0], row.right / self.steps[1]

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from heapq import heappop, heappush
+from itertools import pairwise
 
 UNRECORDED = "idle: nothing recorded"
 Interval = tuple[int, int]
@@ -55,6 +57,27 @@ class Timeline:
         for begin, stop, cause in self.pieces(start, end):
             found[cause] = found.get(cause, 0) + stop - begin
         return {name: found[name] for name in self.names if name in found}
+
+
+def tiles(slices: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Return (start, end, number) of disjoint tiles that cover what slices (start, end, number) cover.
+
+    Where several slices run at once, the one that started last has the tile: the innermost of nested ones.
+    """
+    waiting = sorted((start, -end, number) for start, end, number in slices if end > start)
+    edges = sorted({start for start, _, _ in waiting} | {-end for _, end, _ in waiting})
+    running: list[tuple[int, int, int]] = []  # the one that started last on top, by negated place
+    found: list[tuple[int, int, int]] = []
+    place = 0
+    for start, end in pairwise(edges):
+        while place < len(waiting) and waiting[place][0] <= start:
+            heappush(running, (-place, -waiting[place][1], waiting[place][2]))
+            place += 1
+        while running and running[0][1] <= start:
+            heappop(running)
+        if running:
+            found.append((start, end, running[0][2]))
+    return found
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:

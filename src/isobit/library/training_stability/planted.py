@@ -231,11 +231,9 @@ class WeightWithoutDerivative(WithModel):
         def hidden(self, found: Tensor) -> Tensor:
             for block in self.blocks:
                 weight: Any = block.weight
+                bias: Any = block.bias
                 kept = weight.detach() + 0 * weight
-                found = nn.functional.leaky_relu(
-                    nn.functional.linear(found, kept, block.bias),
-                    SLOPE,  # type: ignore[arg-type]
-                )
+                found = nn.functional.leaky_relu(nn.functional.linear(found, kept, bias), SLOPE)
             return found
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from isobit.plain_text import one_line
-from isobit.profiling.records import Account, Profile, RankProfile
+from isobit.profiling.records import Account, Comparison, Profile, RankProfile
 
 MOST_RANKS = 8  # lines of ranks; --json has all
 MOST_BRICKS = 5
 MOST_LATE = 3
+MOST_ROWS = 7
 MOST_FINDINGS = 4
 SMALL_PART = 0.01  # parts below this share are added up as "other"
 
@@ -38,6 +39,36 @@ def lines_of(profile: Profile) -> Iterator[str]:
             yield f"note: rank {rank.rank}: {one_line(note)}"
     for note in profile.notes:
         yield f"note: {one_line(note)}"
+
+
+def lines_of_comparison(found: Comparison) -> Iterator[str]:
+    """Yield the difference of two runs and the bricks that make most of it."""
+    left, right = (total / steps for total, steps in zip(found.totals, found.steps, strict=True))
+    for letter, name, device, steps, total in zip(
+        "AB", found.names, found.devices, found.steps, (left, right), strict=True
+    ):
+        yield f"{letter} {one_line(name)}, {one_line(device)}, {many(steps, 'step')} of {milliseconds(total)} ms"
+    yield f"B - A: {signed(right - left)} ms per step, of which (the rows add up)"
+    rest = right - left
+    for row in found.rows[:MOST_ROWS]:
+        before, after = found.per_step(row)
+        rest -= after - before
+        words = " ".join(filter(None, (row.kind, one_line(row.operator), row.shapes, row.dtypes)))
+        line = f"  {signed(after - before)} ms {words}: {milliseconds(before)} to {milliseconds(after)}"
+        if row.left_calls * found.steps[1] != row.right_calls * found.steps[0]:
+            line += f", {row.left_calls / found.steps[0]:g} to {row.right_calls / found.steps[1]:g} calls per step"
+        if row.left_kernels and row.right_kernels and row.left_kernels[0] != row.right_kernels[0]:
+            line += f", {one_line(row.left_kernels[0])} is now {one_line(row.right_kernels[0])}"
+        yield line
+    if len(found.rows) > MOST_ROWS:
+        yield f"  {signed(rest)} ms {many(len(found.rows) - MOST_ROWS, 'more row')}; --json has all"
+    for note in found.notes:
+        yield f"note: {note}"
+
+
+def signed(ns: float) -> str:
+    """Return nanoseconds as milliseconds with a sign."""
+    return f"{ns / 1e6:+,.3f}"
 
 
 def lines_of_ranks(profile: Profile) -> Iterator[str]:
@@ -123,7 +154,7 @@ def sentence_of(account: Account) -> str:
     return text
 
 
-def milliseconds(ns: int) -> str:
+def milliseconds(ns: float) -> str:
     """Return nanoseconds as milliseconds."""
     return f"{ns / 1e6:,.3f}"
 
