@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -27,7 +27,7 @@ try:
 except ImportError:
     raise SystemExit(
         "isobit: expected setuptools 77 or later\n  received: an older one\n"
-        "  remedy: pip install --upgrade setuptools, or install without --no-build-isolation"
+        "  remedy: pip install --upgrade 'setuptools>=77' wheel"
     ) from None
 
 ROOT = Path(__file__).resolve().parent
@@ -42,6 +42,7 @@ COMPILE = [*FLAGS, "-fPIC", "-fwrapv", "-DNDEBUG", f'-DISOBIT_FLAGS="{" ".join(F
 LINK = ["-shared", "-Wl,--as-needed", "-lc10", "-ltorch_cpu"]
 # CPU seconds that compiling all files took on a Sapphire Rapids class machine with g++ 12: an estimate for users.
 CORE_SECONDS = 200
+SECONDS_PER_LINE = 60  # of progress, at most
 
 
 def native_sources() -> tuple[list[Path], list[Path]]:
@@ -110,16 +111,22 @@ class Compilation:
 
     An object is named by the digest of its source, the headers of csrc that it includes, the flags, the compiler and
     torch's version, and is kept in build/native, so that only what a change reaches is compiled.
+    packaging/sanitized_kernels.py passes other flags and another folder.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        objects: Path = ROOT / "build" / "native",
+        compile_flags: list[str] = COMPILE,
+        link_flags: list[str] = LINK,
+    ) -> None:
         self.compiler, self.version = find_compiler()
         self.torch = find_torch()
-        self.objects = ROOT / "build" / "native"
+        self.objects, self.compile_flags, self.link_flags = objects, compile_flags, link_flags
 
     def object_of(self, source: Path) -> Path:
         """Return where the object of a source file is kept."""
-        words = [*COMPILE, self.version, importlib.metadata.version("torch")]
+        words = [*self.compile_flags, self.version, importlib.metadata.version("torch")]
         contents = [p.read_bytes() for p in with_headers(source)]
         return self.objects / f"{source.stem}-{hash_of(*contents, *map(str.encode, words))[:16]}.o"
 
@@ -133,7 +140,7 @@ class Compilation:
         maps = [f"-ffile-prefix-map={ROOT}/=", f"-ffile-prefix-map={self.torch.parent}/="]
         unfinished = target.with_suffix(".part.o")
         self.run(
-            [*COMPILE, *maps, *(f"-isystem{p}" for p in includes)],
+            [*self.compile_flags, *maps, *(f"-isystem{p}" for p in includes)],
             ["-c", str(source.relative_to(ROOT)), "-o", str(unfinished)],
         )
         unfinished.rename(target)
@@ -160,19 +167,40 @@ class Compilation:
         expected = CORE_SECONDS * share / min(jobs, len(missing) or 1)
         say(
             f"compiling {len(missing)} of {len(sources)} files with {self.version}, {jobs} at a time; "
-            f"this takes about {minutes(expected)} minutes"
+            f"this takes about {minutes(expected)} minutes where nothing else runs"
         )
         start = time.monotonic()
         with ThreadPoolExecutor(jobs) as pool:
             running = {pool.submit(self.compile_one, p, targets[p]): p for p in missing}
-            for count, done in enumerate(as_completed(running), 1):
-                done.result()
-                elapsed = minutes(time.monotonic() - start)
-                say(f"[{count}/{len(missing)}] {running[done].name}, {elapsed}")
+            self.follow(running, jobs, start)
         library.parent.mkdir(parents=True, exist_ok=True)
         objects = [str(targets[source]) for source in sources]
-        self.run(objects, [f"-L{self.torch / 'lib'}", *LINK, "-o", str(library)])
+        self.run(objects, [f"-L{self.torch / 'lib'}", *self.link_flags, "-o", str(library)])
         say(f"linked {library.name} after {minutes(time.monotonic() - start)}")
+
+    def follow(self, running: dict[Future[None], Path], jobs: int, start: float) -> None:
+        """Print a line per finished file, and at least one a minute, with the time that is left."""
+        sizes = [p.stat().st_size for p in running.values()]
+        waiting, finished = set(running), 0
+        while waiting:
+            done, waiting = wait(waiting, SECONDS_PER_LINE, FIRST_COMPLETED)
+            finished += sum(running[one].stat().st_size for one in done)
+            count, elapsed = len(running) - len(waiting), time.monotonic() - start
+            left = time_left(elapsed, finished, sizes[count : count + jobs], sum(sizes))
+            for one in done:
+                one.result()
+            names = ", ".join(running[one].name for one in done) or "still compiling"
+            later = f", about {minutes(left)} left" if waiting and finished else ""
+            say(f"[{count}/{len(running)}] {names}, {minutes(elapsed)}{later}")
+
+
+def time_left(elapsed: float, finished: int, under_way: list[int], total: int) -> float:
+    """Estimate the seconds that are left from the bytes of the files that are finished.
+
+    A file that is being compiled counts as half done.
+    """
+    compiled = finished + sum(under_way) / 2
+    return elapsed * (total - compiled) / compiled
 
 
 def is_current(folder: Path) -> bool:
@@ -254,17 +282,18 @@ def long_description() -> str:
     return "".join(p if i % 2 else link.sub(r"\1", picture.sub("", p)) for i, p in enumerate(parts))
 
 
-sources, headers = native_sources()
-setup(
-    long_description=long_description(),
-    long_description_content_type="text/markdown",
-    # Named here so that the source distribution holds the files.
-    ext_modules=[
-        Extension(
-            "isobit._native",
-            [str(p.relative_to(ROOT)) for p in sources],
-            depends=[str(p.relative_to(ROOT)) for p in headers],
-        )
-    ],
-    cmdclass={"build_py": FreshModules, "build_ext": BuildKernels, "bdist_wheel": AnyPython},
-)
+if __name__ == "__main__":  # packaging/sanitized_kernels.py reads this file for its functions
+    sources, headers = native_sources()
+    setup(
+        long_description=long_description(),
+        long_description_content_type="text/markdown",
+        # Named here so that the source distribution holds the files.
+        ext_modules=[
+            Extension(
+                "isobit._native",
+                [str(p.relative_to(ROOT)) for p in sources],
+                depends=[str(p.relative_to(ROOT)) for p in headers],
+            )
+        ],
+        cmdclass={"build_py": FreshModules, "build_ext": BuildKernels, "bdist_wheel": AnyPython},
+    )

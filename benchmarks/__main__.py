@@ -25,6 +25,7 @@ CASES = (
     "bugs",
     "scripts",
     "training_bugs",
+    "usual_scripts",
     "guards",
     "autopsy",
     "audit",

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <utility>
 #include <vector>
 
 #include "attestation.h"
@@ -137,31 +138,51 @@ bool is_flat(const Group& group) {
   return true;
 }
 
+// Where a group's elements are. Taken before a parallel region: asking for the memory of a
+// copy-on-write storage, as frozen weights have, moves it, which torch forbids inside one.
+struct Addresses {
+  void* p;
+  const void* grad;
+  void *first, *second;
+
+  explicit Addresses(const Group& group)
+      : p(group[0].mutable_data_ptr()),
+        grad(group[1].const_data_ptr()),
+        first(group[2].mutable_data_ptr()),
+        second(group[3].mutable_data_ptr()) {}
+};
+
 // Steps groups whose elements lie in one order in memory.
 void step_flat(const std::vector<Group>& groups, const std::vector<Numbers>& numbers,
                float factor) {
   std::vector<int64_t> counts;
-  for (const Group& group : groups) counts.push_back(group[0].numel());
+  std::vector<Addresses> addresses;
+  for (const Group& group : groups) {
+    counts.push_back(group[0].numel());
+    addresses.emplace_back(group);
+  }
   parallel_pieces(counts, piece, [&](const auto& visit) {
     FixedFpEnvironment fp_environment;
     visit([&](size_t i, int64_t begin, int64_t end) {
-      const Group& group = groups[i];
-      dispatch_hardware_dtype("optim.AdamW", group[0].scalar_type(), [&](auto tag) {
+      dispatch_hardware_dtype("optim.AdamW", groups[i][0].scalar_type(), [&](auto tag) {
         using T = typename decltype(tag)::type;
-        step(mutable_elements<T>(group[0]) + begin, elements<T>(group[1]) + begin,
-             mutable_elements<T>(group[2]) + begin, mutable_elements<T>(group[3]) + begin,
-             end - begin, numbers[i], factor);
+        const Addresses& at = addresses[i];
+        step(static_cast<T*>(at.p) + begin, static_cast<const T*>(at.grad) + begin,
+             static_cast<T*>(at.first) + begin, static_cast<T*>(at.second) + begin, end - begin,
+             numbers[i], factor);
       });
     });
   });
 }
 
-// Steps contiguous copies, and writes them back.
-void step_copies(const Group& group, const Numbers& numbers, float factor) {
+Group copy_group(const Group& group) {
   Group copies;
   for (size_t i = 0; i < group.size(); i++)
     copies[i] = at::clone(group[i], at::MemoryFormat::Contiguous);
-  step_flat({copies}, {numbers}, factor);
+  return copies;
+}
+
+void write_back(const Group& copies, const Group& group) {
   for (size_t i : {0, 2, 3}) at::Tensor(group[i]).copy_(copies[i]);
 }
 
@@ -184,10 +205,25 @@ std::vector<Group> groups_of(at::TensorList p, at::TensorList grads, at::TensorL
   return groups;
 }
 
-// Each tensor's version tells autograd that a value it saved has changed.
-void bump_versions(at::TensorList tensors) {
-  for (const Tensor& t : tensors) t.unsafeGetTensorImpl()->bump_version();
+// Moves frozen weights to memory of their own, so that nothing is written if that fails.
+void make_writable(at::TensorList tensors) {
+  for (const Tensor& t : tensors) t.mutable_data_ptr();
 }
+
+// Changes the tensors' versions when the writing has ended, also by an error: autograd learns that
+// a value it saved has changed, and a thread that packed a frozen weight meanwhile packs it again.
+class WrittenVersions {
+ public:
+  explicit WrittenVersions(std::vector<at::TensorList> written) : written_(std::move(written)) {}
+  ~WrittenVersions() {
+    for (const at::TensorList& tensors : written_)
+      for (const Tensor& t : tensors)
+        if (!t.is_inference()) t.unsafeGetTensorImpl()->bump_version();
+  }
+
+ private:
+  std::vector<at::TensorList> written_;  // not owned
+};
 
 // numbers: number_count for each parameter. Gradients are read as if multiplied by a factor, which
 // is used as fp32, and rounded; they are not changed.
@@ -198,38 +234,47 @@ void adamw(at::TensorList p, at::TensorList grads, at::TensorList first, at::Ten
   ISOBIT_CHECK(numbers.size() == number_count * p.size(), "optim.AdamW",
                c10::str(number_count, " numbers for each parameter"), numbers.size(),
                "call isobit.optim.AdamW.step");
+  for (at::TensorList written : {p, first, second}) make_writable(written);
+  const WrittenVersions versions({p, first, second});
   std::vector<Tensor> all;
   for (const Group& group : groups) all.insert(all.end(), group.begin(), group.end());
-  for (at::TensorList written : {p, first, second}) bump_versions(written);
-  const bool one_by_one = may_overlap(all);
   FixedFpEnvironment fp_environment;  // of the conversions to fp32 too
   const float factor32 = static_cast<float>(factor);
-  std::vector<Group> flat;
-  std::vector<Numbers> flat_numbers;
+  std::vector<Numbers> own;  // per group
   for (size_t i = 0; i < groups.size(); i++) {
     std::array<float, number_count> given;
     std::copy_n(numbers.begin() + number_count * i, number_count, given.begin());
-    const Numbers own = std::bit_cast<Numbers>(given);
-    if (one_by_one || !is_flat(groups[i])) {
-      step_copies(groups[i], own, factor32);
-      continue;
-    }
-    flat.push_back(groups[i]);
-    flat_numbers.push_back(own);
+    own.push_back(std::bit_cast<Numbers>(given));
   }
-  step_flat(flat, flat_numbers, factor32);
+  if (may_overlap(all)) {  // one group after another
+    for (size_t i = 0; i < groups.size(); i++) {
+      const Group copies = copy_group(groups[i]);
+      step_flat({copies}, {own[i]}, factor32);
+      write_back(copies, groups[i]);
+    }
+    return;
+  }
+  std::vector<Group> stepped;  // the groups, or copies: made before anything is written
+  for (const Group& group : groups) stepped.push_back(is_flat(group) ? group : copy_group(group));
+  step_flat(stepped, own, factor32);
+  for (size_t i = 0; i < groups.size(); i++)
+    if (!is_flat(groups[i])) write_back(stepped[i], groups[i]);
 }
 
 // Multiplies tensors whose elements lie without gaps in memory.
 void scale_flat(const std::vector<Tensor>& tensors, float factor) {
   std::vector<int64_t> counts;
-  for (const Tensor& t : tensors) counts.push_back(t.numel());
+  std::vector<void*> addresses;  // taken before the parallel region, as Addresses are
+  for (const Tensor& t : tensors) {
+    counts.push_back(t.numel());
+    addresses.push_back(t.mutable_data_ptr());
+  }
   parallel_pieces(counts, piece, [&](const auto& visit) {
     FixedFpEnvironment fp_environment;
     visit([&](size_t i, int64_t begin, int64_t end) {
       dispatch_hardware_dtype("optim.clip_grad_norm_", tensors[i].scalar_type(), [&](auto tag) {
         using T = typename decltype(tag)::type;
-        scale(mutable_elements<T>(tensors[i]) + begin, end - begin, factor);
+        scale(static_cast<T*>(addresses[i]) + begin, end - begin, factor);
       });
     });
   });
@@ -243,7 +288,8 @@ void scale_all(at::TensorList tensors, double factor) {
                  "strided tensors on the CPU", describe(t), "call isobit.optim.clip_grad_norm_");
     dispatch_dtype("optim.clip_grad_norm_", t.scalar_type(), [](auto) {});
   }
-  bump_versions(tensors);
+  make_writable(tensors);
+  const WrittenVersions versions({tensors});
   const bool one_by_one = may_overlap(tensors.vec());
   FixedFpEnvironment fp_environment;  // of the conversion to fp32 too
   const float factor32 = static_cast<float>(factor);

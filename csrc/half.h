@@ -42,10 +42,6 @@ void dispatch_hardware_dtype(const char* function, at::ScalarType dtype, const W
 
 // The elements of a tensor of a dispatched type. Not owned.
 template <class T>
-T* mutable_elements(const Tensor& t) {
-  return static_cast<T*>(t.mutable_data_ptr());
-}
-template <class T>
 const T* elements(const Tensor& t) {
   return static_cast<const T*>(t.const_data_ptr());
 }

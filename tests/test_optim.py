@@ -3,15 +3,20 @@
 1. Clipping scales as torch does. grad-norm-kernel-v1 judges that the norm of pieces is the norm of the whole.
 2. AdamW's step is close to torch's, and each element's own; tests/ops/test_adamw_step.py has its bits. The fused form,
    whose tails have other bits, is refused, also from a state dict.
+3. A weight that is or was frozen is stepped as any other; a step that raises counts nothing.
 """
 
+import copy
 import math
 
 import pytest
 import torch
 from torch import nn
 
+import isobit
 from isobit import ArgumentError, UnsupportedError, bits
+from isobit.ops import dispatch
+from isobit.ops.adamw import step as steps
 from isobit.optim import AdamW, clip_grad_norm_
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -226,3 +231,76 @@ def test_what_a_clipped_step_cannot_do_is_refused_before_anything_changes():
     with pytest.raises(UnsupportedError, match=r"amsgrad=True[\s\S]*clip_grad_norm_"):
         AdamW([one], amsgrad=True).clip_and_step(1.0)
     assert torch.equal(one, with_grads(torch.zeros(2))[0])
+
+
+# ---- frozen weights: the loop of reinforcement learning ---------------------------------------------------------
+
+
+def train_one(module, optimizer, clips):
+    for p in module.parameters():
+        p.grad = torch.full_like(p, 0.5)
+    if clips:
+        optimizer.clip_and_step(1.0)
+    else:
+        clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("clips", [False, True], ids=["step", "clip_and_step"])
+@pytest.mark.parametrize("thaws", [False, True], ids=["frozen", "thawed"])
+@pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
+def test_weights_that_are_or_were_frozen_are_stepped_as_others(dtype, clips, thaws):
+    torch.manual_seed(0)
+    module = isobit.nn.Linear(300, 65, dtype=dtype)
+    twin = copy.deepcopy(module)
+    optimizer, plain = AdamW(module.parameters()), AdamW(twin.parameters())
+    x = torch.randn(3, 300).to(dtype)
+    for _ in range(3):  # freeze, roll out, thaw, train
+        frozen = isobit.freeze(module)
+        with torch.no_grad():
+            assert bits.equal(module(x), twin(x))
+        if thaws:
+            frozen.thaw()
+        train_one(module, optimizer, clips)
+        train_one(twin, plain, clips)
+        with torch.no_grad():
+            assert bits.equal(module(x), twin(x))
+        frozen.thaw()
+    assert all(map(bits.equal, module.parameters(), twin.parameters()))
+    for p in module.parameters():
+        assert optimizer.state[p]["step"] == 3
+
+
+@pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
+def test_gradients_and_moments_that_share_memory_lazily_are_stepped_and_scaled():
+    (ours,), (theirs,) = with_grads(torch.randn(33, 7)), with_grads(torch.zeros(33, 7))
+    theirs.grad = ours.grad.clone()
+    kept, before = torch._lazy_clone(ours.grad), ours.grad.clone()
+    clip_grad_norm_([ours], 0.1)
+    clip_grad_norm_([theirs], 0.1)
+    assert bits.equal(ours.grad, theirs.grad)
+    assert bits.equal(kept, before)
+
+
+def test_a_step_that_raises_counts_nothing(monkeypatch):
+    (p,) = with_grads(torch.ones(3))
+    optimizer = AdamW([p])
+    optimizer.step()
+
+    def fail(*_):
+        raise MemoryError
+
+    monkeypatch.setattr(steps, "adamw_", fail)
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    assert optimizer.state[p]["step"] == 1
+
+
+@pytest.mark.skipif(not dispatch.has_native(), reason="no native kernels")
+def test_a_version_changes_when_a_step_has_ended():
+    """A thread that packs a frozen weight during the step reads the version before."""
+    (p,) = with_grads(torch.ones(3))
+    optimizer, version = AdamW([p]), p._version
+    optimizer.step()
+    assert p._version > version

@@ -21,6 +21,7 @@ AXES = (
     "dp",
 )
 DEFAULT_AXES = ("batch", "padding", "decode", "repeat")
+WITHOUT_BACKWARD = ("decode", "chunks")  # cached calls
 ORDER, ERROR, RANDOM = "order", "error", "random"
 
 
@@ -91,12 +92,15 @@ class Accuracy:
         run: the largest error of the audited run's result, as a multiple of what rounding can explain.
         variant: the same for the variant's result. An error of a sum in any order is at most 1.
         isobit: the same for isobit's operator, where there is one.
+        approximation: True if an error is larger than rounding explains, but not than an approximation of exp, tanh or
+            a root would explain.
     """
 
     reference: str
     run: float | None = None
     variant: float | None = None
     isobit: float | None = None
+    approximation: bool = False
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,8 @@ class Guilty:
         why_no_order: why there is none.
         remedy: what to use instead.
         price: time of isobit's operator over time of this one at this shape, where there is one.
+        unread: True if nothing in the run reads the results that differ, such as the logsumexp of an attention without
+            a backward pass.
     """
 
     place: Place
@@ -149,6 +155,12 @@ class Guilty:
     why_no_order: str = ""
     remedy: str = ""
     price: float | None = None
+    unread: bool = False
+
+    @property
+    def is_error(self) -> bool:
+        """True if a result that something reads is less accurate than rounding explains."""
+        return self.kind == ERROR and not self.unread
 
 
 @dataclass(frozen=True)
@@ -242,6 +254,7 @@ class Audit:
         skipped: axes that could not be audited, and why.
         backward: whether gradients were audited.
         provenance: software, machine, command and time.
+        left_out: axes of the default that were not asked for by name and do not apply, and why.
     """
 
     model: str
@@ -250,12 +263,13 @@ class Audit:
     skipped: tuple[Skipped, ...] = ()
     backward: bool = False
     provenance: Provenance | None = None
+    left_out: tuple[Skipped, ...] = ()
 
     @property
     def guilty(self) -> tuple[Guilty, ...]:
-        """Guilty operators of all axes, the largest share of its axis's effect first."""
+        """Guilty operators of all axes, the largest share of its axis's effect first, unread results last."""
         found = [one for axis in self.axes for one in axis.guilty]
-        return tuple(sorted(found, key=lambda one: -abs(one.share or 0.0)))
+        return tuple(sorted(found, key=lambda one: (one.unread, -abs(one.share or 0.0))))
 
     @property
     def unjudged(self) -> tuple[Unjudged, ...]:

@@ -14,7 +14,8 @@ from isobit.records import Provenance
 
 # The verdict of one configuration.
 EXECUTED = "executed"  # it ran, and its expressions are known
-BROKEN = "broken"  # the result is not fixed by the inputs: a race, an atomic on floats, a row that reads another row
+# The inputs do not fix the result: a race, an atomic on floats, an address outside a buffer, a row that reads another.
+BROKEN = "broken"
 REFUSED = "refused"  # it could not be executed, such as an unknown instruction
 FAILED = (BROKEN, REFUSED)
 

@@ -185,12 +185,15 @@ class SimulationError(IsobitError, RuntimeError):
             {rank: tuple(lines) for rank, lines in (stacks or {}).items()},
         )
         self.result: Any = None  # what the world had when it raised: values, trace, findings
+        self.note = ""  # what else was seen, which may have led to it
+        self.follows = ""  # the kind of an earlier finding that this one may follow from
 
     def __str__(self) -> str:
         places = [
             f"\n  rank {rank} at {lines[0]}" for rank, lines in sorted(self.stacks.items()) if lines
         ]
-        return super().__str__() + "".join(places)
+        note = f"\n  note: {self.note}" if self.note else ""
+        return super().__str__() + "".join(places) + note
 
 
 class DeadlockError(SimulationError):

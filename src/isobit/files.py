@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from io import FileIO
 from pathlib import Path
 
 
@@ -34,12 +35,18 @@ def write_bytes(path: Path, data: bytes) -> None:
         raise
 
 
+def open_regular(path: Path) -> FileIO:
+    """Open a regular file for reading; raise OSError for a device, a pipe or a folder."""
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0)
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(f"{path} is not a regular file")
+    return file
+
+
 def read_bytes(path: Path, largest: int) -> bytes:
     """Read a regular file; raise OSError for a device, a pipe, or a file that is too large."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with os.fdopen(handle, "rb", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(f"{path} is not a regular file")
+    with open_regular(path) as file:
         found: bytes = file.read(largest + 1) or b""
     if len(found) > largest:
         raise OSError(f"{path} is larger than {largest:,} bytes")

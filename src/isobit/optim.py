@@ -123,7 +123,8 @@ class AdamW(torch.optim.AdamW):
     step has the bits of the CPU's. State dicts are those of torch.optim.AdamW. The results differ from torch's by
     roundings: torch's square roots on the CPU are not all correctly rounded, it fuses some operations, and in 16 bits
     it rounds after each operation. `foreach` is accepted and changes nothing. With `amsgrad`, `differentiable` or
-    `capturable`, a step is torch's own on the CPU, and not supported on a GPU.
+    `capturable`, a step is torch's own on the CPU, and not supported on a GPU. A weight that is or was frozen
+    (`isobit.freeze`) is stepped as any other. If a step raises, it is not counted.
 
     Raises:
         ArgumentError: If fused is True.
@@ -235,9 +236,9 @@ def take_step(optimizer: AdamW, factor: float) -> None:
             continue
         updates += updates_of(group, lists)
         counts += lists[-1]
-    if counts:
-        torch._foreach_add_(counts, 1)
     steps.adamw_(updates, factor)
+    if counts:  # after the step, which counts nothing if it raises
+        torch._foreach_add_(counts, 1)
     for given in by_torch:
         keeping_subnormals(step_by_torch)(*given)
 

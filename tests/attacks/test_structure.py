@@ -1,6 +1,7 @@
 """An enabled model computes every module it has: what is put into it later runs, or is refused at every call."""
 
 import copy
+import importlib
 import pickle
 
 import pytest
@@ -185,6 +186,22 @@ def test_a_patched_class_is_refused(model, monkeypatch):
         with pytest.raises(UnsupportedError, match=r"MLP\.forward as transformers"):
             model(IDS)
     assert bits.equal(model(IDS).logits, expected)
+
+
+def test_a_class_in_the_place_of_another_is_refused(monkeypatch):
+    """As `apply_liger_kernel_to_llama()` does before a model is made: its norm would be computed as Llama's."""
+    home = importlib.import_module("transformers.models.llama.modeling_llama")
+
+    class Doubled(home.LlamaRMSNorm):
+        def forward(self, hidden_states):
+            return 2 * super().forward(hidden_states)
+
+    monkeypatch.setattr(home, "LlamaRMSNorm", Doubled)
+    patched = build_model("llama-tiny", torch.float32)
+    with pytest.raises(UnsupportedError, match=r"(?s)Doubled in the place of.*do not patch"):
+        isobit.enable(patched)
+    monkeypatch.undo()
+    isobit.enable(build_model("llama-tiny", torch.float32))
 
 
 def test_another_attention_under_our_name_is_refused(model):

@@ -12,6 +12,7 @@ import isobit
 from isobit.audit_records import AXES
 from isobit.auditing.script_capture import capture_call
 from isobit.auditing.subjects import read_samples
+from isobit.cli.main import main
 from isobit.errors import ArgumentError
 from isobit.report.audit_json import audit_from_json
 
@@ -306,8 +307,22 @@ def test_a_script_is_run_until_its_model_is_called(tmp_path):
         capture_call(script, ["4"], wanted=7)
 
 
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"input_ids": [1, 2]}\n{"input_ids": [1, 999999999]}\n')
+    assert main(["audit", "qwen3-tiny", "--inputs", str(path), "--quiet"]) == 2
+    assert "vocabulary" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
-    "line", ["[]", "{}", "{", '{"input_ids": []}', '{"input_ids": [-1]}', '{"prompt": "text"}', "3"]
+    "line",
+    [
+        *("[]", "{}", "{", '{"input_ids": []}', '{"input_ids": [-1]}', '{"prompt": "text"}', "3"),
+        *('{"input_ids": [true]}', '{"input_ids": [1.5]}', '{"input_ids": "12"}'),
+        '{"input_ids": [' + "9" * 30 + "]}",
+        "[" * 100_000 + "]" * 100_000,
+    ],
+    ids=lambda line: line[:30],
 )
 def test_hostile_inputs_files_are_refused_by_line(tmp_path, line):
     path = tmp_path / "prompts.jsonl"

@@ -278,3 +278,25 @@ def test_torch_function_calls_and_kernels_are_placed():
         ("Net", "redistribute_input"),
     ]
     assert entries[3].hashes == (("a", "1.0"), ("b", "nan"))
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [(0, 1), (1, "1"), ("x", 2), (None, "None"), ((0, 1), "(0, 1)"), (b"a", "b'a'")],
+    ids=str,
+)
+def test_no_key_hides_the_tensor_of_another(tmp_path, keys):
+    values = [numbers(2, 3, seed=at) for at in range(2)]
+    torch.save(dict(zip(keys, values, strict=True)), tmp_path / "a.pt")
+    assert compare_dumps(tmp_path / "a.pt", tmp_path / "a.pt").exit_code == 0
+    for at in range(2):
+        changed = [one_ulp_up(v) if i == at else v for i, v in enumerate(values)]
+        torch.save(dict(zip(keys, changed, strict=True)), tmp_path / "b.pt")
+        assert compare_dumps(tmp_path / "a.pt", tmp_path / "b.pt").exit_code == 1
+
+
+def test_a_key_with_a_dot_hides_no_nested_one(tmp_path):
+    values = numbers(3), numbers(3, seed=1)
+    for name, last in (("a", values[1]), ("b", one_ulp_up(values[1]))):
+        torch.save([{"x.y": values[0], "x": {"y": last}}], tmp_path / f"{name}.pt")
+    assert compare_dumps(tmp_path / "a.pt", tmp_path / "b.pt").exit_code == 1

@@ -7,6 +7,7 @@ import shutil
 import pytest
 
 from isobit.autopsy.examine import examine
+from isobit.cli.main import main
 from isobit.errors import ArgumentError
 from tests.autopsy.hangs import HANGS, record
 from tests.autopsy.written_dumps import PAIR, call, write
@@ -160,3 +161,52 @@ def test_logs_and_stacks_are_repeated(tmp_path):
     ]
     assert facts.stacks == {1: ("dataset.py:88 in read", "train.py:3 in <module>")}
     assert examine(tmp_path).evidence.skipped == ["notes.txt"]
+
+
+def at(line, **fields):
+    """Fields of a call from a line of the job; hosts may keep it in different folders."""
+    folder = fields.pop("folder", "/job")
+    return {"frames": [{"name": "step", "filename": f"{folder}/train.py", "line": line}]} | fields
+
+
+def test_where_ranks_came_apart_is_a_note_of_the_mismatch(tmp_path, capsys):
+    """Rank 0's extra call has the shape of rank 1's next one: it completes, and the call after it differs."""
+    extra = [
+        call(0, "all_reduce", 1, **at(10)),
+        call(1, "all_reduce", 2, **at(20)),
+        call(2, "all_reduce", 3, "started", **at(30)),
+    ]
+    other = [
+        call(0, "all_reduce", 1, **at(10, folder="/mnt/job")),
+        call(1, "all_reduce", 2, **at(30, folder="/mnt/job")),
+        call(2, "all_reduce", 3, "started", input_sizes=[[9]], **at(40, folder="/mnt/job")),
+    ]
+    folder = write(tmp_path / "wrong", {0: extra, 1: other})
+    found = examine(folder)
+    assert found.finding.note == (
+        "ranks call from different lines first in all_reduce number 2 of group '0' (ranks 0, 1): "
+        "rank 0 at /job/train.py:20 in step, rank 1 at /mnt/job/train.py:30 in step"
+    )
+    page = tmp_path / "page.html"
+    assert main(["autopsy", str(folder), "--html", str(page)]) == 1
+    assert "ranks call from different lines first in all_reduce number 2" in page.read_text()
+    shown = capsys.readouterr().out
+    assert "nobody; the calls differ" in shown
+    assert "all joined" not in shown
+    assert "note: ranks call from different lines first in all_reduce number 2" in shown
+    right = {rank: [call(0, "all_reduce", 1, **at(10 + rank))] for rank in (0, 1)}
+    assert said(write(tmp_path / "right", right)) is None  # different lines alone are no finding
+
+
+def test_where_ranks_came_apart_is_a_note_of_a_deadlock(tmp_path):
+    lines = {0: [10, 20, 30], 1: [10, 30]}
+    dumps = {
+        rank: [
+            call(i, "all_reduce", i + 1, "started" if i == 2 else "completed", **at(line))
+            for i, line in enumerate(where)
+        ]
+        for rank, where in lines.items()
+    }
+    found = examine(write(tmp_path, dumps)).finding
+    assert (found.kind, found.ranks) == ("deadlock", (1,))
+    assert "first in all_reduce number 2 of group" in found.note

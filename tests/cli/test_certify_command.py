@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 
@@ -31,6 +32,39 @@ def doubled(rows, BLOCK=64, num_warps=4):
     return out
 
 number = 5
+
+@triton.jit
+def four_times_too_far(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + 4 * at, tl.load(x + at, mask=at < n), mask=at < n)
+
+@triton.jit
+def one_too_far(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at + 1))
+
+def launch(kernel, rows):
+    x = torch.randn(rows, 32)
+    out = torch.empty_like(x)
+    kernel[(rows,)](x, out, rows * 32, 32)
+    return out
+
+def writes_outside(rows):
+    return launch(four_times_too_far, rows)
+
+def reads_outside(rows):
+    return launch(one_too_far, rows)
+
+@triton.jit
+def root(x, out, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.exp(tl.load(x + at)))
+
+def exponentials(rows):
+    x = torch.randn(rows, 32)
+    out = torch.empty_like(x)
+    root[(rows,)](x, out, 32)
+    return out
 """
 
 
@@ -239,3 +273,33 @@ def test_a_function_that_exits_has_no_verdict(folder, capsys):
     (folder / "exits.py").write_text(KERNELS + "\ndef leaves(rows):\n    raise SystemExit(0)\n")
     assert main(["certify", "exits.py:leaves", "--rows", "1", "--target", "sm_80", "-q"]) == 2
     assert "SystemExit at exits.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        ("writes_outside", "a write of 4 bytes at byte 496, .*inside out \\(128 bytes\\)"),
+        ("reads_outside", "a read of 4 bytes at byte 128, .*inside x \\(128 bytes\\)"),
+    ],
+)
+def test_an_access_outside_a_buffer_is_broken_and_named(folder, capsys, function, what):
+    """ALB-043: an output that is written at four times its size."""
+    words = ["--rows", "1", "--target", "sm_90", "-q"]
+    assert main(["certify", f"certified_kernels.py:{function}", *words]) == 1
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a kernel leaves its buffers" in said
+    assert re.search(what, said)
+    assert re.search(r"broken: sm_90 .* at certified_kernels.py:\d+, PTX line \d+", said)
+
+
+def test_approximations_are_not_called_equal_across_targets(folder, capsys):
+    words = ["--rows", "1,2", "--target", "sm_80,sm_90", "-q"]
+    assert main(["certify", "certified_kernels.py:exponentials", *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "The same expression in all 4 configurations" in said
+    assert "the same bits on each target" in said
+    assert "each GPU has its own approximation of ex2.approx" in said
+    assert main(["certify", "certified_kernels.py:doubled", *words]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "One expression in all 4 configurations" in said
+    assert "a row has the same bits in each" in said

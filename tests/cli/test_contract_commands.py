@@ -321,3 +321,25 @@ def test_every_report_says_where_it_comes_from(place, capsys):
         assert "isobit graph --format" in drawn
     assert run("status", "--json") == 2
     assert json.loads(capsys.readouterr().out)["provenance"]["command"] == "isobit status --json"
+
+
+def test_an_invalid_file_that_was_not_asked_for_is_a_warning(place, capsys):
+    """Ids name what is asked for; below a folder everything is."""
+    verify = ("verify", "--trust", "doubling")
+    assert run(*verify, "doubled-v1") == 0
+    (place / "draft.contract.yaml").write_text("id: [not valid\n")
+    capsys.readouterr()
+    assert run(*verify, "doubled-v1") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: another file is not valid" in said
+    assert "draft.contract.yaml" in said
+    assert "INVALID" not in said
+    assert run("status", "doubled-v1") == 0
+    assert run(*verify) == run("status") == 1
+    assert "INVALID" in capsys.readouterr().out
+    assert run(*verify, "drafted-v1") == 2
+    assert "draft.contract.yaml, which is not valid" in " ".join(capsys.readouterr().err.split())
+    same_id = (place / "doubled.contract.yaml").read_text()
+    (place / "draft.contract.yaml").write_text(same_id)
+    assert run(*verify, "doubled-v1") == 1
+    assert "INVALID" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,10 +33,14 @@ def record(capsys, *words):
     return code, json.loads(capsys.readouterr().out)
 
 
-def test_a_deadlock_is_named_and_replayed(capsys):
-    code = main(["simulate", str(EXAMPLE), "--ranks", "8", "--seeds", "2"])
+def test_a_deadlock_is_named_and_replayed(tmp_path, capsys):
+    page = tmp_path / "page.html"
+    code = main(["simulate", str(EXAMPLE), "--ranks", "8", "--seeds", "2", "--html", str(page)])
     said = capsys.readouterr().out
     assert code == 1
+    assert "0 of 2 seeds clean on 8 ranks" in page.read_text()
+    assert "waiting for ranks 1–7" in page.read_text()
+    assert "logging_deadlock.py:21" in page.read_text()
     assert "deadlock" in said
     assert "rank 0: " in said
     assert "logging_deadlock.py:21" in said
@@ -178,7 +183,8 @@ for step in range(3):
 def test_what_is_left_out_hides_nothing_behind_it(write, capsys):
     script = write(ALIKE)
     _, found = record(capsys, script, "--seeds", "1")
-    assert [finding["kind"] for finding in found["findings"]] == ["random numbers alike"]
+    kinds = [finding["kind"] for finding in found["findings"]]
+    assert kinds == ["random numbers alike", "gradients differ"]
     _, found = record(capsys, script, "--seeds", "1", "--ignore", "random numbers alike")
     assert [finding["kind"] for finding in found["findings"]] == ["gradients differ"]
     assert "0.bias differs at step 2" in found["findings"][0]["first"]["text"]
@@ -228,13 +234,51 @@ def test_every_kind_of_finding_can_be_ignored():
     assert WATCHES == sweep.WATCHES
 
 
+def test_what_was_not_judged_is_printed_with_clean(write, capsys):
+    script = write("dist.barrier()\n")
+    assert main(["simulate", script, "--ranks", "2", "--seeds", "1", "--ignore", "orphan"]) == 0
+    said = capsys.readouterr().out
+    assert "1 clean, 0 with findings; 4 checks not judged:" in said
+    assert "not judged: training: no optimizer of torch made a step" in said
+    assert "not judged: orphan: --ignore leaves it out" in said
+    _, found = record(capsys, script, "--ranks", "2", "--seeds", "1", "--watch", "bits")
+    assert found["not_judged"]["training"] == "not in --watch"
+
+
+def test_rpc_is_two_at_once(write, capsys):
+    start = "import torch.distributed.rpc as rpc\n"
+    for before in ("", "dist.barrier()\n"):
+        body = start + before + "rpc.init_rpc(f'worker{rank}', rank=rank, world_size=2)\n"
+        assert main(["simulate", write(body), "--ranks", "2"]) == 2
+        said = capsys.readouterr().err
+        assert "received: torch.distributed.rpc, which isobit.simulator does not support" in said
+        assert "script.py:" in said
+        assert "remedy: simulate the parts of the script that use collectives" in said
+
+
+def test_a_kernel_that_needs_a_gpu_is_two(write, tmp_path, monkeypatch, capsys):
+    """TRL's losses launch Triton kernels on a device that the simulator serves."""
+    triton = tmp_path / "site-packages" / "triton"
+    triton.mkdir(parents=True)
+    (triton / "__init__.py").write_text("def launch():\n    raise AssertionError('no libcuda')\n")
+    body = f"dist.barrier()\nsys.path.insert(0, {str(triton.parent)!r})\n"
+    body += "for name in [n for n in sys.modules if n.split('.')[0] == 'triton']: del sys.modules[name]\n"
+    body += "import triton\ntriton.launch()\n"
+    with monkeypatch.context() as patch:
+        for name in [n for n in sys.modules if n.split(".")[0] == "triton"]:
+            patch.setitem(sys.modules, name, sys.modules[name])
+        assert main(["simulate", write(body), "--ranks", "2", "--seeds", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "received: a Triton kernel, which needs a GPU, at " in said
+    assert "script.py:8 in <module>" in said
+    assert "use_cpu=True" in said
+
+
 def test_a_script_that_is_no_python_is_two(write):
     assert main(["simulate", write("if:\n")]) == 2
 
 
 def test_the_process_is_as_before(write, capsys):
-    import sys
-
     before = sys.argv, sys.stdout, list(sys.path), sys.modules["__main__"]
     main(
         [

@@ -141,6 +141,33 @@ def test_what_contradicts_itself_does_not_count_whatever_its_name(tmp_path, how)
     assert refused[str(path)]
 
 
+DOUBLED = {
+    "a verdict twice": (1, b'"verdict": "kept"', b'"verdict": "broken", "verdict": "kept"'),
+    "a count twice": (1, b'"cases": 7', b'"cases": 0, "cases": 7'),
+    "a digest twice": (0, b'"digest": "', b'"digest": "0", "digest": "'),
+    "a plant caught twice": (1, b'"caught": true', b'"caught": false, "caught": true'),
+}
+
+
+@pytest.mark.parametrize("how", DOUBLED)
+def test_names_that_occur_twice_do_not_count(tmp_path, how):
+    """The last value is well-formed, and the chain and the name fit; another reader would take the first."""
+    at, once, twice = DOUBLED[how]
+    lines = chain(finding(record()))
+    assert once in lines[at]
+    lines[at] = lines[at].replace(once, twice, 1)
+    before = json.loads(lines[1])["previous"].encode()
+    lines[1] = lines[1].replace(before, blake3(lines[0]).hexdigest().encode())
+    path = (
+        tmp_path / "evidence" / DIGEST[:2] / f"{DIGEST}-{blake3(lines[1]).hexdigest()[:32]}.jsonl"
+    )
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    found, refused = read(tmp_path)
+    assert found == []
+    assert "occurs twice" in refused[str(path)]
+
+
 def test_evidence_of_the_older_form_is_recognised_and_does_not_count(tmp_path):
     header = {
         "contract": CONTRACT.id,

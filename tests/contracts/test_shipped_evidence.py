@@ -51,12 +51,27 @@ def test_shown_with_machine_and_commit(ship, capsys):
     ship()
     assert main.main(["status", ID]) == 2  # not judged on this machine
     shown = capsys.readouterr().out
-    for words in ("shipped: kept", "judged on Reference CPU at abc1234", "1 not-judged"):
-        assert words in shown
+    said = " ".join(shown.split())
+    for words in (
+        "shipped: kept",
+        "judged on Reference CPU at abc1234",
+        "1 contracts: 1 judged elsewhere only",
+        "shipped evidence: 1 of 1 kept, judged on another machine; not judged on this machine",
+    ):
+        assert words in said
     assert main.main(["status", ID, "--json"]) == 2
     (found,) = json.loads(capsys.readouterr().out)["contracts"]
     assert (found["verdict"], found["level"]) == ("not-judged", 0)
     assert (found["shipped"]["verdict"], found["shipped"]["commit"]) == ("kept", "abc1234")
+
+
+def test_shipped_as_kept_is_no_row_among_what_is_not_kept(ship, capsys):
+    """After an installation nothing was judged; the first impression must not be that nothing is kept."""
+    ship()
+    assert main.main(["status", "isobit"]) == 2
+    said = " ".join(capsys.readouterr().out.split())
+    assert ID not in said  # a row of the table of what is not kept
+    assert "1 judged elsewhere only" in said
 
 
 def test_verify_judges_as_if_it_were_not_there(ship):

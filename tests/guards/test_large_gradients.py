@@ -18,7 +18,8 @@ def test_a_norm_that_overflows(clipped, dtype):
             optim.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     rules = [finding.name for finding in guard.findings if finding.severity == "error"]
-    assert rules == ([] if clipped else ["norm-above-limit"])
+    # The square of 1e35 overflows the optimizer's mean of squares too.
+    assert rules == ([] if clipped else ["norm-above-limit", "state-nonfinite"])
     if not clipped:
         assert 5e35 < guard.findings[0].value < 7e35  # 2e35 · √9
         assert guard.nonfinite_steps == 0

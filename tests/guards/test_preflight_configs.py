@@ -160,12 +160,19 @@ def test_the_page():
         "dtypes": {"Linear": {"float32": 2}},
         "ranks": 2,
         "steps": 3,
+        "models": 1,
         "parameters": 4,
     }
     page = write_preflight_page("<script>.py", json.loads(json.dumps(report)))
-    assert "1 finding; 1 of 2 checks made, on 2 ranks, 3 steps and 4 parameters" in page
+    verdict = (
+        "1 finding by 1 of 2 checks, on 2 ranks, 3 steps, 1 model, 4 parameters; not judged: two"
+    )
+    assert verdict in page
     assert "&lt;b&gt;: a &amp; b" in page
     assert "not made: because &lt;i&gt;" in page
     assert "<script>.py" not in page
     clean = write_preflight_page("a.py", {**report, "findings": []})
     assert "<p>Nothing.</p>" in clean
+    assert "clean" not in clean  # one of two checks was made
+    whole = write_preflight_page("a.py", {**report, "findings": [], "not_judged": {}})
+    assert "clean by 1 of 1 checks" in whole

@@ -4,12 +4,15 @@
 2. Counts: the batch of all ranks against the configuration, and the rules of check_training with it.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from isobit import ArgumentError
 from isobit.cli.preflight_ranks import preflight_ranks, without_same_cause
-from isobit.guards.trial_run.counts import Counts, counts_are_as_configured
+from isobit.guards.trial_run.counts import Counts, counts_are_as_configured, steps_suffice
 from isobit.guards.trial_run.judging import NotJudged
+from isobit.guards.trial_run.merging import merge_ranks
 from isobit.guards.trial_run.report import PreflightFinding
 
 SCRIPT = """
@@ -106,12 +109,40 @@ for step in range(4):
     optimizer.step()
 """
 
-
-NOT_FINITE = {"nonfinite-loss", "nonfinite-gradient", "nonfinite-weight"}
+FAULTS = """
+import os, sys, torch, torch.distributed as dist
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.middle, self.head = nn.Linear(6, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+    def forward(self, x):
+        return self.head(torch.tanh(self.middle(torch.tanh(self.body(x)))))
+dist.init_process_group("nccl")
+rank = int(os.environ["LOCAL_RANK"])
+torch.cuda.set_device(rank)
+faults = sys.argv[1:]
+torch.manual_seed(rank if "start" in faults else 0)
+model = Net().cuda()
+trained = [*model.body.parameters(), *model.middle.parameters()]
+trained += [] if "head" in faults else model.head.parameters()
+rate = 0.2 if rank == 1 and "rate" in faults else 0.1
+optimizer = torch.optim.SGD(trained, lr=rate, momentum=0.9)
+for step in range(5):
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank)).cuda()
+    if "zero" not in faults:
+        model.zero_grad()
+    model(x).square().mean().backward()
+    for name, parameter in model.named_parameters():
+        if name != "middle.weight" or "reduce" not in faults:
+            dist.all_reduce(parameter.grad, dist.ReduceOp.AVG)
+    optimizer.step()
+"""
 
 
 @pytest.fixture
 def folder(tmp_path):
+    (tmp_path / "faults.py").write_text(FAULTS)
     (tmp_path / "sharded.py").write_text(SHARDED)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "tensor_parallel.py").write_text(TENSOR_PARALLEL)
@@ -128,8 +159,8 @@ def folder(tmp_path):
         ("no zero_grad", {"not-zeroed"}, (0, 1)),  # which the simulator calls "gradients kept"
         ("left out", {"not-in-optimizer"}, (0, 1)),  # "not updated"
         ("no set_epoch", {"epochs-alike", "same-batch"}, (0, 1)),  # "order repeated"
-        ("nan", NOT_FINITE, (0, 1)),  # "not finite"
-        ("nan on rank 1", {"not-finite", *NOT_FINITE}, (1,)),  # all have it after the reduction
+        ("nan", {"nonfinite-loss"}, (0, 1)),  # "not finite"
+        ("nan on rank 1", {"nonfinite-loss"}, (1,)),  # all have it after the reduction
         ("dropout in eval", {"eval-is-random"}, (0, 1)),  # "dropout on"
         ("mean per rank", {"per-rank-mean"}, ()),
         ("deadlock", {"mismatch"}, (0, 1)),  # of two ranks, neither is a majority
@@ -144,6 +175,44 @@ def test_scripts_on_ranks(folder, bug, rules, ranks):
         assert report.findings[0].ranks == ranks
     if bug in ("sum over ranks", "mean per rank"):
         assert "ranks are parts of one batch" in report.judged
+
+
+RULES = {
+    "start": ("start-differs", (0, 1, 2, 3)),
+    "rate": ("update-differs", (1,)),
+    "head": ("not-in-optimizer", (0, 1, 2, 3)),
+    "zero": ("not-zeroed", (0, 1, 2, 3)),
+    "reduce": ("gradients-differ", (0, 1, 2, 3)),
+}
+
+
+@pytest.mark.parametrize("faults", [(), tuple(RULES)], ids=["none", "five"])
+def test_faults_at_once_are_all_named(folder, faults):
+    """A script with .cuda() and nccl, with five faults: each has one row, with its ranks."""
+    report = preflight_ranks(folder / "faults.py", faults, ranks=4)
+    found = {finding.rule: finding.ranks for finding in report.findings}
+    assert found == dict(RULES[fault] for fault in faults)
+    assert len(report.findings) == len(faults)
+    assert (report.models, report.parameters) == (1, 6)
+
+
+def test_a_mismatch_has_one_row_and_says_what_was_seen(folder):
+    report = preflight_ranks(folder / "train.py", ["deadlock"], ranks=2)
+    assert [finding.rule for finding in report.findings] == ["mismatch"]
+    assert (report.steps, report.models, report.parameters) == (1, 1, 4)
+    assert "later steps" in report.not_judged
+    assert "loss_calls.py" not in report.findings[0].message  # the lines are the script's
+
+
+def test_findings_of_ranks_that_differ_in_numbers_are_one():
+    def finding(message, **options):
+        return PreflightFinding("per-micro-batch-mean", "error", message, **options)
+
+    found = merge_ranks({0: [finding("49/76")], 1: [finding("27/76")], 2: []})
+    assert found == [finding("49/76 (on rank 0; alike on the others)", ranks=(0, 1))]
+    same, other = finding("lr"), finding("beta2")
+    found = merge_ranks({0: [same], 1: [other, same]})
+    assert found == [replace(same, ranks=(0, 1)), replace(other, ranks=(1,))]
 
 
 def test_one_cause_is_named_once_for_the_same_ranks():
@@ -198,13 +267,13 @@ def test_the_batch_of_all_ranks_is_compared(folder):
 def test_the_rules_of_check_training_are_applied():
     """C-TRAINCFG-001: 22,079 sequences were 43 steps of 512, and warm-up was longer."""
     run = Counts(4, 16, 512, 22_079, 1000, ranks=8)
-    wrong = {"num_train_epochs": 1, "max_steps": 5000, "warmup_steps": 2000}
-    found = {rule for rule, _, _ in counts_are_as_configured(run, wrong)}
+    wrong = {"epochs": 1, "max_steps": 5000, "warmup_steps": 2000}
+    found = {rule for rule, _, _ in steps_suffice(run, wrong)}
     assert found >= {"config-reachable", "config-warmup-completes"}
-    right = {"num_train_epochs": 200, "max_steps": 5000, "warmup_steps": 100}
-    assert list(counts_are_as_configured(run, right)) == []
+    right = {"epochs": 200, "max_steps": 5000, "warmup_steps": 100}
+    assert list(steps_suffice(run, right)) == []
     with pytest.raises(NotJudged):
         list(counts_are_as_configured(run, {"batch_size": float("inf")}))
     alone = Counts(4, 16, 64, 22_079, 1000)  # one rank: 344 steps an epoch
-    assert list(counts_are_as_configured(alone, {**right, "num_train_epochs": 15})) == []
-    assert list(counts_are_as_configured(run, {**right, "num_train_epochs": 15}))
+    assert list(steps_suffice(alone, {**right, "epochs": 15})) == []
+    assert list(steps_suffice(run, {**right, "epochs": 15}))

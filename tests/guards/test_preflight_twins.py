@@ -100,7 +100,7 @@ def test_what_is_not_judged_has_a_reason():
     assert report.not_judged["epochs differ"] == "no DataLoader that shuffles was used"
     assert report.dtypes == {"Linear": {"float32": 6}, "ReLU": {"float32": 3}}
     total = len(report.judged) + len(report.not_judged)
-    assert (len(report.judged), total) == (8, 18)
+    assert (len(report.judged), total) == (10, 24)
     assert "later steps" not in report.not_judged
 
 

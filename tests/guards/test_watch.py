@@ -40,6 +40,63 @@ def test_a_planted_bug_is_found_and_its_right_twin_is_silent(program):
     assert right.steps > 0
 
 
+class Keys(nn.Module):
+    """Attention whose key bias the softmax does not see."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return torch.softmax(self.query(x) @ self.key(x).T, -1) @ x[:, :4]
+
+
+def zeroed(model, name, loss):
+    """Train with the gradient of one parameter set to exact zeros, as rounding may leave it; return the findings."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with quiet(model, optimizer, patience=3) as guard:
+        for step in range(4):
+            optimizer.zero_grad()
+            loss(model, *batch(step)).backward()
+            model.get_parameter(name).grad.zero_()
+            optimizer.step()
+    return [*map(str, guard.findings)]
+
+
+def test_a_bias_that_is_cancelled_is_exempt_and_a_weight_is_not():
+    torch.manual_seed(0)
+    normed = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    critic = nn.Linear(8, 1)
+
+    def plain(model, x, y):
+        return F.mse_loss(model(x), y)
+
+    def difference(model, x, y):
+        return (model(x) - model(x.flip(0) ** 2)).mean()
+
+    for model, bias, weight, loss in (
+        (normed, "0.bias", "0.weight", plain),
+        (Keys(), "key.bias", "key.weight", plain),
+        (critic, "bias", "weight", difference),
+    ):
+        assert zeroed(model, bias, loss) == []
+        assert any(f"zero-gradient: {weight}" in each for each in zeroed(model, weight, loss))
+
+
+def test_an_empty_parameter_has_no_gradient_to_report():
+    """The shard of a small parameter is empty on some ranks."""
+    model = nn.Linear(8, 4)
+    model.empty = nn.Parameter(torch.empty(0, 8))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with quiet(model, optimizer, patience=2) as guard:
+        for step in range(3):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            (F.mse_loss(model(x), y) + model.empty.sum()).backward()
+            optimizer.step()
+    assert guard.findings == []
+
+
 # ---- 2. policies -------------------------------------------------------------------------------------------
 
 

@@ -94,6 +94,53 @@ def dead_layer(watch, wrong):
     return train(watch(model, optimizer, patience=3), model, optimizer)
 
 
+class WithoutDerivative(nn.Linear):
+    """A layer whose weight, or bias, has the right value in the forward and a gradient of zero."""
+
+    def __init__(self, wrong):
+        super().__init__(8, 16)
+        self.wrong = wrong
+
+    def forward(self, x):
+        weight, bias = (
+            p.detach() + 0 * p if name == self.wrong else p
+            for name, p in (("weight", self.weight), ("bias", self.bias))
+        )
+        return F.linear(x, weight, bias)
+
+
+def without_derivative(watch, wrong):
+    torch.manual_seed(0)
+    model = nn.Sequential(WithoutDerivative(wrong), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return train(watch(model, optimizer, patience=3), model, optimizer)
+
+
+def weight_without_derivative(watch, wrong):
+    return without_derivative(watch, "weight" if wrong else "")
+
+
+def bias_without_derivative(watch, wrong):
+    return without_derivative(watch, "bias" if wrong else "")
+
+
+def layer_of_zeros(watch, wrong):
+    """The weight of a layer whose input is zero has a gradient of zero; its bias learns."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    with torch.no_grad():
+        model[0].bias.fill_(-1000.0 if wrong else 0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return train(watch(model, optimizer, patience=3), model, optimizer)
+
+
+def evaluation_mode(watch, wrong):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.1), nn.Linear(16, 4)).train(not wrong)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    return train(watch(model, optimizer), model, optimizer)
+
+
 def missing_clip(watch, wrong):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -140,6 +187,47 @@ class Forgetful(torch.optim.SGD):
 
     def step(self, closure=None):
         return None
+
+
+def overwritten_moments(watch, wrong):
+    """Something else writes into the mean of squares."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    guard = watch(model, optimizer, every=4)
+    train(guard, model, optimizer)
+    if wrong:
+        optimizer.state[model[2].weight]["exp_avg_sq"][1, 2] = -1.0
+    return train(guard, model, optimizer, steps=1)
+
+
+def moments_that_are_not_finite(watch, wrong):
+    """A gradient whose square overflows, once: every later step of that element is zero."""
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    guard = watch(model, optimizer, every=4)
+    train(guard, model, optimizer)
+    if wrong:
+        optimizer.state[model[0].bias]["exp_avg_sq"][3] = float("inf")
+    return train(guard, model, optimizer, steps=1)
+
+
+def second_optimizer_by_defaults(watch, wrong):
+    """C-HYPERPARAMS-001: the optimizer of another path has a beta2 that is neither configured nor the default."""
+    model = net()
+    config = {"optimizer": {"lr": 0.01, "adam_beta2": 0.95, "weight_decay": 0.1}}
+    first, second = (
+        torch.optim.AdamW(part.parameters(), lr=0.01, betas=(0.9, beta2), weight_decay=0.1)
+        for part, beta2 in ((model[0], 0.95), (model[2], 0.99 if wrong else 0.95))
+    )
+    other = watch(model, first, other_optimizers=[second], config=config)
+    guard = watch(model, second, other_optimizers=[first], config=config)
+    for _ in range(2):
+        first.zero_grad()
+        train(guard, model, second, steps=1)
+        first.step()
+    other.close()
+    assert other.findings == []
+    return guard
 
 
 def step_that_does_nothing(watch, wrong):
@@ -211,7 +299,23 @@ PROGRAMS = {
     replaced_parameters: ({"not-in-optimizer"}, "none of the model's 4"),
     forgotten_layer: ({"not-in-optimizer"}, "2 of 4 trainable parameters"),
     detached_layer: ({"no-gradient"}, "first.weight, first.bias; the graph ends before second"),
-    dead_layer: ({"zero-gradient"}, "first.weight, first.bias"),
+    dead_layer: ({"zero-gradient"}, "first.weight, first.bias, second.weight"),
+    weight_without_derivative: (
+        {"zero-gradient"},
+        "1 of 4 trainable parameters in 3 steps: 0.weight",
+    ),
+    bias_without_derivative: ({"zero-gradient"}, "1 of 4 trainable parameters in 3 steps: 0.bias"),
+    layer_of_zeros: (
+        {"zero-gradient"},
+        "3 of 4 trainable parameters in 3 steps: 0.weight, 0.bias, 2.weight",
+    ),
+    overwritten_moments: ({"state-negative", "nonfinite-weight"}, "2.weight: exp_avg_sq"),
+    moments_that_are_not_finite: ({"state-nonfinite"}, "0.bias: exp_avg_sq"),
+    second_optimizer_by_defaults: (
+        {"hyperparameter"},
+        "beta2 is 0.95 in the configuration and 0.99 in 1",
+    ),
+    evaluation_mode: ({"eval-mode"}, "model.train() is missing"),
     missing_clip: ({"norm-above-limit"}, "above 0.05"),
     clip_before_the_last_micro_batch: ({"norm-above-limit"}, "above 0.05"),
     uninitialised_state: ({"state-not-zero"}, "exp_avg is not zero"),

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+import transformers
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 import isobit
@@ -328,3 +329,67 @@ def test_torch_compile_runs_it_eagerly(model):
     with isobit.enabled(model), torch.no_grad():
         expected = model(IDS).logits
         assert bits.equal(torch.compile(model)(IDS).logits, expected)
+
+
+def test_another_loss_is_refused_by_name_and_the_remedies_work(model):
+    stock = model.loss_function
+
+    def my_loss(logits, labels, vocab_size, **_):
+        return logits.sum() * 0 + 42.0
+
+    with isobit.enabled(model):
+        expected = model(IDS, labels=IDS).loss
+        model.loss_function = my_loss
+        with pytest.raises(
+            UnsupportedError, match=r"(?s)loss_function = .*my_loss.*without labels"
+        ):
+            model(IDS, labels=IDS)
+        assert my_loss(model(IDS).logits, IDS, 128).item() == 42.0
+        model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss
+        assert bits.equal(model(IDS, labels=IDS).loss, expected)
+        model.loss_function = stock
+        assert bits.equal(model(IDS, labels=IDS).loss, expected)
+        model.loss_type = "ForMaskedLM"
+        del model._loss_function
+        with pytest.raises(UnsupportedError, match="ForMaskedLMLoss"):
+            model(IDS, labels=IDS)
+
+
+@pytest.mark.parametrize("shape", [(0, 9), (2, 0), (9,)])
+def test_an_empty_batch_is_refused_with_its_shape(model, shape):
+    with isobit.enabled(model), pytest.raises(ArgumentError, match=r"(?s)input_ids.*at least one"):
+        model(torch.zeros(shape, dtype=torch.long))
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("name", "missing"),
+    [
+        ("Mistral", r"isobit\.attention\(window="),
+        ("Gemma", "gelu"),
+        ("Qwen3Moe", "experts"),
+        ("Phi3", "in one weight each"),
+        ("Olmo2", "its classes"),
+    ],
+)
+def test_other_architectures_name_what_is_missing_and_where_to_go(name, missing):
+    config = getattr(transformers, f"{name}Config")(**SMALL)
+    other = getattr(transformers, f"{name}ForCausalLM")(config)
+    with pytest.raises(UnsupportedError, match=rf"(?s){name}.*{missing}.*audit.*own-model\.md"):
+        isobit.enable(other)
+
+
+def test_another_head_names_the_backbone_which_can_be_enabled():
+    config = transformers.Qwen3Config(**SMALL, num_labels=3)
+    torch.manual_seed(0)
+    classifier = transformers.Qwen3ForSequenceClassification(config).eval()
+    with pytest.raises(UnsupportedError, match=r"(?s)its head.*isobit\.enable\(model\.model\)"):
+        isobit.enable(classifier)
+    isobit.enable(classifier.model)
+    classifier.score = isobit.nn.Linear.sharing(classifier.score)
+    ids = IDS % 64
+    with torch.no_grad():
+        assert bits.equal(classifier(ids).logits[:1], classifier(ids[:1]).logits)

@@ -63,7 +63,7 @@ def test_packed_weights_are_read_and_a_write_is_seen(model):
     with isobit.freeze(model):
         before = logits(model)
         packed = layer.__dict__["_isobit_packed"]
-        packed._packed.zero_()  # a planted wrong form, which must be read
+        packed._snapshot.packed.zero_()  # a planted wrong form, which must be read
         assert not bits.equal(logits(model), before)
         with torch.no_grad():
             layer.weight.mul_(1.5)
@@ -97,3 +97,18 @@ def test_training_does_not_pack_forms_that_it_does_not_read(model):
         assert [form.repacks for form in forms] == [0, 0]
         logits(model)
         assert [form.repacks for form in forms] == [1, 1]
+
+
+def test_a_tied_embedding_is_watched_and_sees_writes():
+    made = build_model("qwen3-tiny", torch.float32)
+    for parameter in made.parameters():
+        parameter.data = parameter.data.clone()
+    made.lm_head.weight = made.model.embed_tokens.weight
+    with isobit.enabled(made):
+        with isobit.freeze(made):
+            assert "_isobit_packed" in made.model.embed_tokens.__dict__
+            with torch.no_grad():
+                made.lm_head.weight.mul_(1.5)
+            frozen = logits(made)
+        assert "_isobit_packed" not in made.model.embed_tokens.__dict__
+        assert bits.equal(logits(made), frozen)

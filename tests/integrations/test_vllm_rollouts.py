@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import isobit
+from isobit.gates.model.models import build_model
 from isobit.integrations.vllm import Completion, Rollouts, serving
 
 
@@ -159,3 +160,20 @@ def test_each_request_has_its_own_key(monkeypatch, kind, keys):
 def test_keys_of_older_weights_that_stay_are_an_error(monkeypatch):
     (answer,) = serve(monkeypatch, Engine(resets=False), "isobit", {"weights": "new"})
     assert "prefix cache" in answer["error"]
+
+
+def test_starting_says_so_and_shows_no_bars(tmp_path, capsys):
+    """An engine takes a minute or more to start; bars of transformers between a loop's own lines tell nothing."""
+    model = build_model("qwen3-micro", torch.float32)
+    rollouts = Rollouts(model, process(tmp_path, "echo '{}'"))
+    rollouts.close()
+    said = capsys.readouterr().err
+    assert said.startswith("isobit: starting vLLM (isobit), which takes")
+    assert "isobit: vLLM is ready after" in said
+    assert "shards" not in said
+
+
+def test_an_engine_that_does_not_start_is_not_ready(tmp_path, capsys):
+    with pytest.raises(isobit.UnsupportedError):
+        Rollouts(Model(), process(tmp_path, "exit 3"))
+    assert "ready" not in capsys.readouterr().err

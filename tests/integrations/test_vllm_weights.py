@@ -47,7 +47,7 @@ def test_stale_packed_weight_is_caught(monkeypatch, method):
     for layer in (right, wrong):
         getattr(layer, method)(x, weight, *more)
         assert layer.is_packed
-    stale = wrong._packed._packed
+    stale = wrong._packed._snapshot
     weight.data.mul_(1.5)
     monkeypatch.setattr(wrong, "_current", lambda weight: stale)
     watched = torch._lazy_clone(weight.data)  # makes the memory look clean again to the kernel

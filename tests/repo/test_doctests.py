@@ -19,6 +19,7 @@ NAMESPACES = (
     "isobit.nn",
     "isobit.optim",
     "isobit.order",
+    "isobit.profiling",
     "isobit.reveal",
     "isobit.reveal.targets",
     "isobit.rollout",

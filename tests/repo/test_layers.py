@@ -17,8 +17,8 @@ SOURCE = ROOT / "src" / "isobit"
 
 # "foundation" stands for the small modules at the root of the package.
 FOUNDATION = (
-    "backends bits errors files http_json isolation launches lazy machine majority native plain_text processor "
-    "records trusted_folder"
+    "backends bits errors file_digests files http_json isolation launches lazy machine majority native "
+    "plain_text processor records trusted_folder"
 )
 # layer -> the layers that it may import, besides itself.
 LAYERS = {
@@ -29,6 +29,7 @@ LAYERS = {
     "plain_text": "",
     "processor": "",
     "majority": "",
+    "file_digests": "",
     "files": "",
     "trusted_folder": "",
     "native": "",
@@ -62,12 +63,13 @@ LAYERS = {
     "compiled": "foundation certify_records order reveal report",
     "report": "audit_records certify_records errors order plain_text records reveal rollout_records "
     "server_records",
+    "profiling": "foundation report",
     "auditing": "foundation audit_records order reveal ops parallel integrations simulator "
     "checkpoints report server_records",
     "pytest_plugin": "contracts auditing",
     "cli": "foundation audit_records certify_records order reveal ops simulator integrations contracts "
     "guards gates library checkpoints rollout rollout_records twice auditing autopsy compiled report "
-    "server_records",
+    "server_records profiling",
 }
 # operator -> the operator that it is built on
 BUILT_ON = {
@@ -203,6 +205,12 @@ def test_reports_draw_and_compute_nothing():
             "rollout_records",
             "server_records",
         }, path.name
+
+
+def test_profiling_is_plain_python():
+    """A trace is read and reported where torch is not installed."""
+    for path in (SOURCE / "profiling").rglob("*.py"):
+        assert "torch" not in {name.split(".")[0] for name in all_imports(path)}, path.name
 
 
 def test_commands_that_only_read_import_neither_torch_nor_what_contracts_name(tmp_path):

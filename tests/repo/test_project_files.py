@@ -54,3 +54,12 @@ def test_pre_commit_has_the_versions_of_check():
         tool = "ruff" if "ruff" in repository["repo"] else "clang-format"
         if tool in pinned:
             assert repository["rev"] == f"v{pinned[tool]}"
+
+
+def test_the_installation_page_names_every_extra():
+    project = (ROOT / "pyproject.toml").read_text()
+    lines = project.split("[project.optional-dependencies]")[1].split("\n[project.")[0]
+    extras = re.findall(r"^(\w+) = \[", lines, re.M)
+    page = (ROOT / "docs/how-to/install.md").read_text()
+    assert len(extras) >= 6
+    assert [name for name in extras if f"| `{name}` |" not in page] == []

@@ -7,12 +7,17 @@ library is never compiled again. The `full` tests compile from the source distri
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from email.parser import Parser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -171,3 +176,47 @@ def test_release_wheel():
     done = run(ROOT / "packaging/build_wheel", sys.executable, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"isobit-[\d.]+-py3-none-manylinux_2_28_x86_64\.whl: [\d.]+ MB", done.stdout)
+
+
+@pytest.fixture
+def setup_module(monkeypatch):
+    """setup.py as a module: nothing is built."""
+    monkeypatch.setattr("setuptools.setup", lambda **_: None)
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "setup.py"), run_name="setup"))
+
+
+def test_the_time_left_follows_the_files_that_are_finished(setup_module):
+    left = setup_module.time_left
+    assert left(10, 50, [], 100) == 10  # half of the bytes took ten seconds
+    assert (
+        left(112, 10, [10, 10], 100) == 112 * 80 / 20
+    )  # not what was estimated before the first file
+    assert left(60, 0, [40], 40) == 60
+    assert left(10, 100, [], 100) == 0
+
+
+def test_compiling_prints_a_line_per_minute_and_per_file(
+    setup_module, tmp_path, capsys, monkeypatch
+):
+    for name in ("large", "small"):
+        (tmp_path / f"{name}.cpp").write_text(name)
+    waited = threading.Event()
+    follow = setup_module.Compilation.follow
+    monkeypatch.setitem(follow.__globals__, "SECONDS_PER_LINE", 0.01)
+    said = []
+
+    def say(line):
+        said.append(line)
+        waited.set()  # the files are finished after the first line without one
+
+    monkeypatch.setitem(follow.__globals__, "say", say)
+    with ThreadPoolExecutor(2) as pool:
+        running = {pool.submit(waited.wait): path for path in sorted(tmp_path.iterdir())}
+        follow(None, running, 2, time.monotonic())
+    assert said[0].startswith("[0/2] still compiling, 0:0")
+    assert said[-1].startswith("[2/2] ")
+    assert "left" not in said[-1]
+    assert {name for line in said for name in ("large.cpp", "small.cpp") if name in line} == {
+        "large.cpp",
+        "small.cpp",
+    }

@@ -182,3 +182,42 @@ def test_nothing_in_a_record_becomes_markup_or_controls_a_terminal():
     assert "\x1b" not in text
     assert "\u202e" not in text
     assert json.loads(certificate_as_json(found))["function"] == HOSTILE
+
+
+def test_a_letter_is_one_expression_on_all_targets():
+    """Targets whose expressions differ have different letters, and share them where they share expressions."""
+    rows, vary = (1, 3), (("BLOCK_M", ("16", "64")),)
+    first = fakes.target_of("sm_80", lambda rows, s: 0, rows=rows, settings=vary)
+    same = fakes.target_of("sm_90", lambda rows, s: 0, rows=rows, settings=vary)
+    other = fakes.target_of("sm_100", lambda rows, s: 1, rows=rows, settings=vary)
+    page = write_certificate_page(fakes.certified((first, same, other), vary=vary, rows=rows))
+    cells = dict(re.findall(r'title="(sm_\d+) .*?">([A-Z])', page))
+    assert cells == {"sm_80": "A", "sm_90": "A", "sm_100": "B"}
+    legend = re.search("the same letter on two targets.*?</p>", page)[0]
+    assert "sm_80, sm_90" in legend
+    assert legend.count("<code>") == 2
+    text = describe_certificate(fakes.certified((first, other), vary=vary, rows=rows))
+    assert "Expressions" not in text  # one expression each
+
+
+def test_matrix_instructions_are_named_and_their_equality_is_a_model():
+    rows, vary = (1, 3), (("BLOCK_M", ("16", "64")),)
+    target = fakes.target_of("sm_90", lambda rows, s: 0, rows=rows, settings=vary)
+    kernels = (
+        fakes.facts(target="sm_90", tensor_core={"mma.sync.aligned.m16n8k16": 4}),
+        fakes.facts(target="sm_90", tensor_core={"wgmma.mma_async.sync": 4}),
+    )
+    outcomes = tuple(
+        replace(one, kernels=(int(dict(one.configuration.settings)["BLOCK_M"] == "64"),))
+        for one in target.outcomes
+    )
+    mixed = fakes.certified(
+        [replace(target, outcomes=outcomes, kernels=kernels)], vary=vary, rows=rows
+    )
+    said = " ".join(describe_certificate(mixed).split())
+    assert "if mma.sync and wgmma.mma_async round alike, as MMA-Sim's model has it" in said
+    assert "mma.sync in BLOCK_M 16; wgmma.mma_async in BLOCK_M 64" in said
+    alone = fakes.certified([replace(target, kernels=kernels[:1])], vary=vary, rows=rows)
+    said = " ".join(describe_certificate(alone).split())
+    assert "MMA-Sim" not in said
+    assert "matrix products are made by mma.sync" in said

@@ -108,6 +108,102 @@ def test_wrong_lines_are_refused(tmp_path, line):
         read(write(tmp_path / "a.jsonl", [line]))
 
 
+def hostile(**changed):
+    return json.dumps(records()[0] | changed)
+
+
+LINES = {
+    "deep lists": "[" * 200_000 + "]" * 200_000,
+    "a deep record": '{"token_ids": [1], "id": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "deep digests": '{"weights": ' + '{"a": ' * 5_000 + "1" + "}" * 5_000 + "}",
+    "a hot temperature": hostile(temperature="hot"),
+    "a true temperature": hostile(temperature=True),
+    "a temperature that is not finite": hostile(temperature=float("nan")),
+    "a temperature below zero": hostile(temperature=-0.5),
+    "a top-k of parts": hostile(top_k=1.5),
+    "a top-p above 1": hostile(top_p=2),
+    "another normaliser": hostile(normaliser="half"),
+    "processors without names": hostile(processors="min_p"),
+    "true as a token": hostile(token_ids=[5, 6, 7, 8, True]),
+    "a part of a token": hostile(token_ids=[5, 6, 7, 8, 9.5]),
+    "text as a token": hostile(token_ids=[5, 6, 7, 8, "9"]),
+    "a negative token": hostile(token_ids=[5, 6, 7, 8, -100]),
+    "a huge token": hostile(token_ids=[5, 6, 7, 8, 10**40]),
+    "a number of many digits": '{"token_ids": [' + "9" * 5_000 + "]}",
+    "a huge log-probability": '{"token_ids": [1], "logprobs": [' + "9" * 400 + "]}",
+    "true as a log-probability": hostile(logprobs=[-1.0, -1.0, -1.0, -1.0, True]),
+    "text as a log-probability": hostile(logprobs=["-1"] * 5),
+    "log-probabilities in lists": hostile(logprobs=[[-1.0]] * 5),
+    "no log-probability": hostile(logprobs=[-1.0, None, -1.0, -1.0, -1.0]),
+    "too few log-probabilities": hostile(logprobs=[-1.0]),
+    "a mask of texts": hostile(mask=["no"] * 5),
+    "a mask of numbers": hostile(mask=[2, 0, 1, 1, 1]),
+    "a list as an id": hostile(id=[1]),
+    "no id": hostile(id=None),
+    "a key twice": '{"token_ids": [1], "token_ids": [2], "logprobs": [-1.0]}',
+    "no text": b"\xff\xfe{}",
+}
+
+
+@pytest.mark.parametrize("name", LINES)
+def test_hostile_lines_are_refused_by_file_and_line(tmp_path, capsys, name):
+    good = write(tmp_path / "good.jsonl", records())
+    line = LINES[name]
+    wrong = tmp_path / "wrong.jsonl"
+    first = json.dumps(records()[0]).encode() + b"\n"
+    wrong.write_bytes(first + (line if isinstance(line, bytes) else line.encode()) + b"\n")
+    for sides in ((good, wrong), (wrong, good), (wrong, wrong)):
+        assert main(["rollout", "compare", *map(str, sides)]) == 2
+        said = capsys.readouterr().err
+        assert "line 2 of wrong.jsonl" in said
+        assert "remedy" in said
+
+
+UNUSUAL = {
+    "a separator of lines in a text": {"id": "one\u2028two\x85three"},
+    "a lone surrogate": {"id": "\ud800"},
+    "a number as id": {"id": 10**30},
+    "greedy": {"temperature": 0, "top_k": -1, "top_p": 1, "processors": ["min_p"]},
+    "a mask of 0 and 1": {"mask": [1, 0, 1, 1, 1]},
+    "no temperature": {"temperature": None},
+}
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_unusual_lines_are_read(tmp_path, capsys, name):
+    line = json.dumps(records()[0] | UNUSUAL[name], ensure_ascii=name == "a lone surrogate")
+    path = tmp_path / "a.jsonl"
+    path.write_text(line + "\n", encoding="utf-8")
+    assert main(["rollout", "compare", str(path), str(path)]) == 0
+    other = write(tmp_path / "b.jsonl", [records()[0] | UNUSUAL[name] | {"token_ids": [1] * 5}])
+    page = tmp_path / "page.html"
+    assert main(["rollout", "compare", str(path), str(other), "--html", str(page)]) == 1
+    assert main(["rollout", "compare", str(path), str(other), "--json"]) == 1
+    assert page.stat().st_size
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("value", ["NaN", "1e999", "-Infinity"])
+def test_numbers_that_are_not_finite_are_a_finding(tmp_path, capsys, value):
+    line = '{"token_ids": [1, 2], "logprobs": [-1.0, ' + value + "]}"
+    path = write(tmp_path / "a.jsonl", [line])
+    assert main(["rollout", "compare", str(path), str(path)]) == 1
+    assert "not finite" in capsys.readouterr().out
+
+
+def test_an_id_twice_is_a_finding(tmp_path, capsys):
+    path = write(tmp_path / "a.jsonl", [records()[0], records()[1] | {"id": 0}])
+    assert main(["rollout", "compare", str(path), str(path)]) == 1
+    assert "ids twice" in capsys.readouterr().out
+
+
+def test_what_is_no_file_is_refused(tmp_path, capsys):
+    good = write(tmp_path / "good.jsonl", records())
+    assert main(["rollout", "compare", str(good), "/dev/zero"]) == 2
+    assert main(["rollout", "compare", str(tmp_path), str(good)]) == 2
+    capsys.readouterr()
+
+
 def with_weights(lines, tensor):
     return [*lines, '{"weights": ' + digests_to_json(digest_weights({"w": tensor})) + "}"]
 

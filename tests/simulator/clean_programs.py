@@ -114,6 +114,25 @@ def stages_of_one_seed(rank, seed):
         update.zero_grad()
 
 
+def accumulates_in_closures(rank, seed):
+    """As Lightning does: the first micro-batch clears the gradients, and the step's closure runs the last."""
+    model = DistributedDataParallel(build(seed))
+    update = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def micro_batch(step, at):
+        generator = torch.Generator().manual_seed(1000 * seed + 100 * step + 10 * at + rank)
+        if at == 0:
+            update.zero_grad()
+        loss = model(torch.randn(4, WIDTH, generator=generator)).square().mean()
+        loss.backward()
+        return loss
+
+    for step in range(3):
+        with model.no_sync():
+            micro_batch(step, 0)
+        update.step(lambda step=step: micro_batch(step, 1))
+
+
 def zero_one(rank, seed):
     """Each rank holds the optimizer of one parameter, and broadcasts what it updated."""
     model = build(seed)
@@ -312,6 +331,7 @@ PROGRAMS = [
     buckets_of_one_buffer,
     sharded_by_hand,
     stages_of_one_seed,
+    accumulates_in_closures,
     zero_one,
     sparse_and_by_name,
     fully_sharded,

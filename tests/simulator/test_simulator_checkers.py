@@ -50,6 +50,20 @@ def test_collectives_reordered_on_two_groups():
     assert 1 in error.cycle
 
 
+def test_a_rank_that_skips_a_collective_of_a_subgroup():
+    """It waits with the majority of all ranks; one wrong rank explains more than three."""
+
+    def body(rank, wrong=6):
+        groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
+        for step in range(3):
+            if (rank, step) != (wrong, 1):
+                dist.all_reduce(torch.ones(2), group=groups[rank // 4])
+            dist.all_reduce(torch.ones(2))
+
+    expect(DeadlockError, [6], body, count=8, match="ranks 4, 5, 7 in all_reduce number 2")
+    World(8).run(body, -1)
+
+
 def test_cyclic_receives():
     def body(rank):
         x = torch.zeros(1)

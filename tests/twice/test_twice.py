@@ -100,8 +100,13 @@ def test_a_tensor_that_only_logs_the_time_is_harmless(here):
 
 @pytest.mark.full
 def test_memory_that_was_never_written_is_named(here):
-    filler = "junk = torch.full((1000,), 1.0 + time.time() % 7); del junk; "
-    planted = {"batch": filler + "x = data + torch.empty(1000)[:48].reshape(8, 6)"}
+    """The contents are written past torch, as an allocator's old contents are: what it reuses is chance."""
+    number = "struct.pack('f', 1 + int.from_bytes(os.urandom(3), 'little') / 2**24)"
+    filler = f"e = torch.empty(1000); ctypes.memmove(e.data_ptr(), {number} * 1000, 4000); "
+    planted = {
+        "before": "import ctypes, struct",
+        "batch": filler + "x = data + e[:48].reshape(8, 6)",
+    }
     report = run_twice(write(here, **planted), steps=1, causes=False)
     assert applying(report) == ["memory that was never written"]
 
@@ -138,8 +143,9 @@ def test_the_script_is_run_as_python_would(here, capsys):
         "assert sys.path[0] == os.path.dirname(os.path.realpath(__file__)), sys.path\n"
         "assert os.getcwd() != sys.path[0] and 'PYTHONSAFEPATH' not in os.environ\n",
     )
-    words = ["twice", str(script), "--steps", "1", "-q", "--json", "--", "--lr", "0.1"]
-    assert main.main(words) == 0
+    words = ["twice", str(script), "--steps", "1", "-q", "--json", "--html", "page.html"]
+    assert main.main([*words, "--", "--lr", "0.1"]) == 0
+    assert "equal: 1 steps" in (here / "page.html").read_text()
     record = json.loads(capsys.readouterr().out)
     assert record["equal"]
     assert record["arguments"] == ["--lr", "0.1"]
@@ -171,6 +177,32 @@ def test_a_script_that_fails_or_does_not_train_is_not_equal(here, capsys):
         assert word in capsys.readouterr().err
     assert main.main(["twice", str(here / "nothing.py"), "-q"]) == 2
     capsys.readouterr()
+
+
+DISTRIBUTED = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model(torch.ones(2, 4)).square().mean().backward()
+optimizer.step()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.full
+def test_scripts_of_torchrun_and_of_gpus_get_a_remedy_that_works(here, monkeypatch):
+    script = here / "train.py"
+    script.write_text("raise AssertionError('Torch not compiled with CUDA enabled')")
+    with pytest.raises(ArgumentError, match="remedy: run it on a machine with the device"):
+        run_twice(script)
+    script.write_text(DISTRIBUTED)
+    with pytest.raises(ArgumentError, match="remedy: start it as torchrun's only rank: env") as e:
+        run_twice(script)
+    for pair in e.value.remedy.split("env ")[1].split(" isobit")[0].split():
+        monkeypatch.setenv(*pair.split("="))
+    assert run_twice(script, steps=1).comparison.steps == (1, 1)
 
 
 @pytest.mark.full

@@ -7,7 +7,14 @@
 - an elementwise operator: a few roundings of the result;
 - any other operator: how far each element moves when its inputs are rounded, which is measured in fp64 by changing
   every input by ± one rounding at random (`sensitivity.py`). If an element depends on n inputs with derivatives a_i,
-  that is the root of Σ (a_i x_i)², and the worst order of a sum of n terms moves it by at most n · √n of it.
+  that is the root of Σ (a_i x_i)², and the worst order of a sum of n terms moves it by at most n · √n of it. Such a
+  kernel may also round its steps to the narrowest floating dtype that it is given: attention in bf16 returns an fp32
+  logsumexp of products that it rounded to bf16.
+
+[Note: what an approximation explains] Kernels may compute exp, tanh, a reciprocal or a root with fewer bits than their
+results have (hardware gives 10 to 12 bits, vectorized exponentials about 20), or multiply in TF32 with 11. Such an
+error is at most `APPROXIMATION` of the element and of what it moves with its inputs. Sums of products and plain
+arithmetic have no step that could be approximated, so there a larger error than rounding explains is a bug.
 """
 
 from __future__ import annotations
@@ -29,6 +36,10 @@ from isobit.bits import as_integers
 
 ROUNDING = 2.0**-24  # of the fp32 accumulators that all kernels here have at least
 FEW = 8  # roundings that an elementwise operator may make
+APPROXIMATION = 2.0**-10  # the relative error of the coarsest approximation; see the note
+COARSEST = torch.finfo(
+    torch.bfloat16
+).eps  # to which kernels round steps; fp8 is a dtype of inputs alone
 # Operators whose result is a sum of products of their arguments: of |arguments|, it is the sum of |terms|.
 SUMS = {
     "aten::mm",
@@ -44,6 +55,15 @@ SUMS = {
     "aten::_grouped_mm",
     "aten::index_add",
     "aten::embedding_dense_backward",
+}
+# Elementwise operators that are rounded exactly, without an approximation.
+ARITHMETIC = {
+    f"aten::{name}{end}"
+    for name in [
+        *("add", "sub", "rsub", "mul", "div", "sqrt", "reciprocal", "neg", "abs", "relu", "clamp"),
+        *("maximum", "minimum", "addcmul", "addcdiv", "lerp", "where", "masked_fill"),
+    ]
+    for end in ("", "_")
 }
 
 
@@ -70,7 +90,8 @@ def explain(
         call, run, variant = where_different(call, run, variant)
     try:
         wide = reference(call, which)
-        allowed = bound(call, wide, which, variant.dtype) + by_merging(call, which, parts)
+        merging = by_merging(call, which, parts)
+        allowed, approximate = (b + merging for b in bounds(call, wide, which, variant.dtype))
     except Exception:  # an operator may raise anything where it has no fp64 kernel
         return without_reference(run, variant)
     if wide.shape != variant.shape:
@@ -80,7 +101,10 @@ def explain(
     kind = ERROR if max(errors) > 1 or not all(e == e for e in errors) else ORDER
     made = ours_for(call) if which == 0 and not parts else None
     ours = None if made is None else worst(made()[differ], wide[differ], allowed[differ])
-    return kind, Accuracy("fp64", errors[0], errors[1], ours)
+    explained = kind == ERROR and all(
+        worst(value[differ], wide[differ], approximate[differ]) <= 1 for value in (run, variant)
+    )
+    return kind, Accuracy("fp64", errors[0], errors[1], ours, explained)
 
 
 def choices(call: Call, run: Tensor, variant: Tensor) -> tuple[str, Accuracy]:
@@ -138,8 +162,10 @@ def without_reference(run: Tensor, variant: Tensor) -> tuple[str, Accuracy]:
     wide = torch.maximum(run.double().abs(), variant.double().abs())
     top = wide.amax(-1, keepdim=True) if wide.dim() else wide
     allowed = 2 * units(wide, run.dtype) + 2 * torch.finfo(run.dtype).eps * top
-    error = worst(run, variant.double(), allowed)
-    return (ERROR if not error <= 1 else ORDER), Accuracy("none")
+    if worst(run, variant.double(), allowed) <= 1:
+        return ORDER, Accuracy("none")
+    explained = worst(run, variant.double(), allowed + 2 * APPROXIMATION * top) <= 1
+    return ERROR, Accuracy("none", approximation=explained)
 
 
 def reference(call: Call, which: int) -> Tensor:
@@ -177,23 +203,40 @@ def widen(values: Any, change: Change | None = None) -> Any:
     )
 
 
-def bound(call: Call, wide: Tensor, which: int, dtype: torch.dtype) -> Tensor:
-    """Return the largest error of each element that rounding explains."""
+def bounds(call: Call, wide: Tensor, which: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return the largest error of each element that rounding explains, and that an approximation explains."""
     own = units(wide, dtype) + 4 * FEW * ROUNDING * wide.abs()
+    name = operator_name(call.func)
     if torch.Tag.pointwise in call.func.tags:
-        return own
-    if operator_name(call.func) in SUMS:
+        if name in ARITHMETIC:
+            return own, own
+        given = [v.double().abs() for v in floating(call) if is_broadcast(v, wide)]
+        return own, own + APPROXIMATION * sum(given, wide.abs())
+    if name in SUMS:
         sizes = [v.shape for v in tensors_of((call.args, call.kwargs))]
         terms = max([FEW, *(size for shape in sizes for size in shape)])
         scale = run_wide(call, change=torch.abs)[which].abs()
-        return units(wide, dtype) + 4 * terms * ROUNDING * scale
+        allowed = units(wide, dtype) + 4 * terms * ROUNDING * scale
+        return allowed, allowed
     eps = torch.finfo(dtype).eps
     moved, inputs = sensitivity(lambda change: run_wide(call, change)[which], wide, eps / 2)
     terms = max(FEW, inputs)
-    # Kernels of several steps may round their steps to the result's dtype.
-    steps = 4 * float(terms) ** 1.5 * ROUNDING + FEW * eps
-    allowed: Tensor = own + steps * moved
-    return allowed
+    # Kernels of several steps may round their steps to the narrowest dtype that they are given.
+    narrowest = max([eps, *(torch.finfo(v.dtype).eps for v in floating(call))])
+    steps = 4 * float(terms) ** 1.5 * ROUNDING + FEW * max(eps, min(narrowest, COARSEST))
+    allowed = own + steps * moved
+    return allowed, allowed + APPROXIMATION * (wide.abs() + moved)
+
+
+def floating(call: Call) -> list[Tensor]:
+    """Return the floating-point tensors among the arguments."""
+    return [v for v in tensors_of((call.args, call.kwargs)) if v.is_floating_point()]
+
+
+def is_broadcast(value: Tensor, wide: Tensor) -> bool:
+    """Return whether an argument of an elementwise operator has the result's shape, or a smaller one."""
+    sizes = zip(reversed(value.shape), reversed(wide.shape), strict=False)
+    return value.dim() <= wide.dim() and all(a in (1, b) for a, b in sizes)
 
 
 def by_merging(call: Call, which: int, parts: Sequence[Tensor]) -> Tensor | float:

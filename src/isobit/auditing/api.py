@@ -8,26 +8,29 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from isobit.audit_records import AXES, DEFAULT_AXES, AxisReport, Skipped
+from isobit.audit_records import AXES, DEFAULT_AXES, WITHOUT_BACKWARD, AxisReport, Skipped
 from isobit.auditing.auditor import AxisAudit, Progress, Wishes
 from isobit.auditing.axes import AXES_BY_NAME, NotApplicableError
 from isobit.auditing.axes import batch as batch_axis
 from isobit.auditing.blame import BY
 from isobit.auditing.compiled_axis import CompiledAudit
+from isobit.auditing.compiled_code import check_eager
 from isobit.auditing.data_parallel_axis import data_parallel
 from isobit.auditing.gradients import Backward
 from isobit.auditing.inputs import Batch, Inputs, as_inputs
-from isobit.auditing.model_state import left_as_it_was
+from isobit.auditing.model_state import check_initialized, left_as_it_was
 from isobit.auditing.report import Report, origin_of
 from isobit.auditing.tensor_parallel_axis import tensor_parallel
 from isobit.auditing.variation import Variation
 from isobit.errors import ArgumentError
 
+CACHED = "a cached call has no backward pass; audit it without backward"
+
 
 def audit(
     model: nn.Module,
     batch: Batch,
-    vary: Sequence[str] = DEFAULT_AXES,
+    vary: Sequence[str] | None = None,
     *,
     backward: bool = False,
     sample: int = 0,
@@ -49,7 +52,8 @@ def audit(
             dimension, tokens along the second. Padding is what `attention_mask` excludes. `labels` of a model of
             transformers are left out, unless `effect` is "loss".
         vary: The axes: batch, padding, packing, decode, chunks, threads, repeat, compile, tp (tensor-parallel ranks),
-            dp (data-parallel ranks, with `backward`).
+            dp (data-parallel ranks, with `backward`). By default batch, padding, decode and repeat; with `backward`
+            without decode, which has no backward pass.
         backward: Audit gradients, too: every backward operator, and parameters' gradients summed over samples.
         sample: The sample that runs alone.
         effect: What the effect is measured on: "logp", "loss", "grad", or the name of an output. By default
@@ -75,7 +79,9 @@ def audit(
         >>> report.complete
         True
     """
+    check_initialized(model)
     inputs = as_inputs(model, batch, effect)
+    vary, left_out = axes_for(backward) if vary is None else (vary, ())
     check(inputs, vary, blame, sample)
     if effect == "grad" and not backward:
         raise ArgumentError(
@@ -94,7 +100,14 @@ def audit(
                 skipped.append(Skipped(axis, str(error)))
     command = f"isobit.audit(model, batch, vary={tuple(vary)!r}, backward={backward})"
     made = Report(type(model).__name__, str(inputs), tuple(reports), tuple(skipped), backward)
-    return replace(made, provenance=origin_of(command, ""))
+    return replace(made, provenance=origin_of(command, ""), left_out=left_out)
+
+
+def axes_for(backward: bool) -> tuple[tuple[str, ...], tuple[Skipped, ...]]:
+    """Return the axes that are audited by default, and those that are left out of them."""
+    out = WITHOUT_BACKWARD if backward else ()
+    left = tuple(Skipped(axis, CACHED) for axis in DEFAULT_AXES if axis in out)
+    return tuple(axis for axis in DEFAULT_AXES if axis not in out), left
 
 
 def check(inputs: Inputs, vary: Sequence[str], blame: str, sample: int) -> None:
@@ -122,6 +135,7 @@ def audit_axis(axis: str, inputs: Inputs, sample: int, wishes: Wishes) -> AxisRe
     if axis == "compile":
         if wishes.backward:
             raise NotApplicableError("compiled modules are audited forward; leave backward out")
+        check_eager(inputs.model)
         return CompiledAudit(inputs, wishes).report()
     variation = variation_of(axis, inputs, sample, wishes)
     report = AxisAudit(inputs.model, variation, wishes).report()
@@ -142,8 +156,8 @@ def variation_of(axis: str, inputs: Inputs, sample: int, wishes: Wishes) -> Vari
         raise NotApplicableError(f"isobit.audit cannot vary {axis} in this process")
     if not wishes.backward:
         return AXES_BY_NAME[axis](inputs, sample)
-    if axis in ("decode", "chunks"):
-        raise NotApplicableError("a cached call has no backward pass; audit it without backward")
+    if axis in WITHOUT_BACKWARD:
+        raise NotApplicableError(CACHED)
     every = axis == "batch"
     made = batch_axis(inputs, sample, every) if every else AXES_BY_NAME[axis](inputs, sample)
     return Backward(inputs.model, wishes.effect).add_to(made)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from isobit import bits
 from isobit.audit_records import AxisReport, Effect, Guilty, Unjudged
 from isobit.auditing.blame import Blame, as_records, rank
+from isobit.auditing.compiled_code import NOT_WATCHED, compiled_module, run_eagerly
 from isobit.auditing.effects import Quantity, check_effect, measure, outputs_of
 from isobit.auditing.exactness import is_exact
 from isobit.auditing.findings import Finding
@@ -67,7 +68,7 @@ class AxisAudit:
         if self.variation.by_chance and watcher.findings:
             with self.timed("find"):
                 plain, substituted, theirs, kept = self.play_back(watcher)
-            again = []
+            again = ""
         start, last, target = o.of_run(plain), o.of_run(substituted), o.of_variant(theirs)
         with self.timed("rank"):
             blame = self.rank(watcher, start, last, kept)
@@ -103,17 +104,24 @@ class AxisAudit:
             seconds=self.seconds,
         )
 
-    def time_plain_run(self) -> tuple[dict[str, Tensor], list[str]]:
-        """Run the model as it is, for its results and its time; return also the outputs that did not repeat."""
+    def time_plain_run(self) -> tuple[dict[str, Tensor], str]:
+        """Run the model as it is, for its results and its time; return also why what is watched is not that run."""
         self.say("a plain run", 0, 1)
-        first = self.outputs(self.variation.run)
         times: list[float] = []
         while not times or (len(times) < 3 and times[0] < QUICK):
             began = time.perf_counter()
             plain = self.outputs(self.variation.run)
             times.append(time.perf_counter() - began)
         self.seconds["forward"] = sorted(times)[len(times) // 2]
-        return plain, [name for name in first if not bits.equal(first[name], plain[name])]
+        watched = self.outputs(self.variation.run, Substituter({}, ()))  # substitutes nothing
+        unequal = differing(watched, plain)
+        if unequal:
+            changes = differing(plain, self.outputs(self.variation.run))
+            if changes:
+                return plain, f"the run gives other bits the second time: {some(changes)}"
+            return plain, f"{some(unequal)}: {NOT_WATCHED}"
+        compiled = compiled_module(self.model)
+        return plain, f"{compiled}: {NOT_WATCHED}" if compiled else ""
 
     def timed(self, name: str) -> Timer:
         """Return a context that adds its time to `seconds`."""
@@ -131,7 +139,7 @@ class AxisAudit:
         with same_start(seed):
             if mode is None:
                 return outputs_of(run())
-            with mode:
+            with run_eagerly(), mode:
                 return outputs_of(run())
 
     def record(self) -> tuple[list[Recorder], list[dict[str, Tensor]]]:
@@ -162,6 +170,8 @@ class AxisAudit:
             watcher = SameWatcher(Places(self.model), v.axis, v.around)
         self.say(v.sides[0], 0, 1)
         outputs = self.outputs(v.run, watcher)
+        watcher.reads.note(outputs.values())
+        watcher.reads.settle()
         kept = {name: watcher.parts.get(tensor) for name, tensor in outputs.items()}
         self.outcomes.parts = {name: parts for name, parts in kept.items() if parts is not None}
         self.outcomes.marks = {name: ledger.get(tensor) for name, tensor in outputs.items()}
@@ -208,18 +218,21 @@ class AxisAudit:
 
     def close(
         self,
-        unequal: Sequence[str],
+        unlike: str,
         last: Rows,
         target: Rows,
         watcher: Watcher,
         recorders: Sequence[Recorder],
     ) -> tuple[bool, str]:
         """Return whether the substituted run is the variant, bit for bit, and why not."""
-        if unequal:
-            return False, f"the run gives other bits the second time: {some(unequal)}"
+        if unlike:
+            return False, unlike
         differ = self.outcomes.equal(last, target)
         if differ is None:
-            return False, "the model returns no tensor"
+            return (
+                False,
+                "the model returns no tensor, nor a dictionary, tuple or dataclass with one",
+            )
         if not differ:
             return True, ""
         unknown = [name for name in differ if self.outcomes.why_unknown(name)]
@@ -235,6 +248,15 @@ class AxisAudit:
         """Return the records of the guilty calls, the largest share first."""
         remedies = [remedy_for(f.place.operator, f.kind) for f in findings]
         return as_records(findings, self.variation.axis, blame, remedies)
+
+
+def differing(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    """Return the names of outputs that differ in any bit, or that only one has."""
+    return [
+        name
+        for name in dict.fromkeys([*one, *other])
+        if name not in one or name not in other or not bits.equal(one[name], other[name])
+    ]
 
 
 class Timer:

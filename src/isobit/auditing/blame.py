@@ -147,7 +147,7 @@ def as_records(
     remedies: Sequence[str],
     why_no_order: str = "",
 ) -> tuple[Guilty, ...]:
-    """Return the records of what was found, the largest share first."""
+    """Return the records of what was found, the largest share first, results that nothing reads last."""
     found = [
         Guilty(
             one.place,
@@ -164,7 +164,10 @@ def as_records(
             blame.effect.get(one.place.call) if blame else None,
             why_no_order=why_no_order,
             remedy=remedy,
+            unread=one.unread and not (blame and blame.share.get(one.place.call)),
         )
         for one, remedy in zip(findings, remedies, strict=True)
     ]
-    return tuple(sorted(found, key=lambda one: (-abs(one.share or 0.0), one.place.call)))
+    return tuple(
+        sorted(found, key=lambda one: (one.unread, -abs(one.share or 0.0), one.place.call))
+    )

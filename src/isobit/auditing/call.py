@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -147,6 +148,20 @@ def shapes_of(flat: list[Any]) -> str:
 def tensors_of(value: Any) -> list[Tensor]:
     """Return the tensors in the result of an operator, in order."""
     return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def without_rows(values: Iterable[Any]) -> str:
+    """Return what kind of tensor without strides is among values, such as "a sparse_coo tensor"; "" if none is.
+
+    Sparse and nested tensors and those of a library of its own (mkldnn) have no rows that could be cut or compared.
+    """
+    for value in values:
+        if isinstance(value, Tensor) and value.is_nested:
+            return "a nested tensor"
+        if isinstance(value, Tensor) and value.layout is not torch.strided:
+            name = str(value.layout).removeprefix("torch.").removeprefix("_")
+            return f"{'an' if name[0] in 'aeiou' else 'a'} {name} tensor"
+    return ""
 
 
 def operator_name(func: Any) -> str:

@@ -82,7 +82,7 @@ def judge(axis: str, module: str, by_rank: Sequence[Sequence[Tensor]]) -> Guilty
         total.ulps,
         total.largest,
         ERROR if max(errors) > 1 else ORDER,
-        Accuracy("fp64", *errors),
+        Accuracy("fp64", errors[0], errors[1]),
         total.first,
         (f"all_reduce of {ranks} ranks", f"tree of {ranks} ranks"),
         why_no_order="the collective adds ranks from left to right here; another library may not",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from isobit.audit_records import ERROR, ORDER, RANDOM, Accuracy
-from isobit.auditing.accuracy import without_reference
+from isobit.auditing.accuracy import APPROXIMATION, without_reference
 from isobit.auditing.call import tensors_of
 from isobit.auditing.module_hooks import Called
 
@@ -40,15 +40,22 @@ def explain(call: Called, compiled: Any) -> tuple[str, Accuracy]:
     except Exception:  # a module may raise anything in fp64
         wide = []
     if [t.shape for t in wide] != [a.shape for a, _ in pairs]:
-        kinds = [without_reference(a, b)[0] for a, b in pairs]
-        return (ERROR if ERROR in kinds else ORDER), Accuracy("none")
-    errors = [
+        judged = [without_reference(a, b) for a, b in pairs]
+        errors = [accuracy for kind, accuracy in judged if kind == ERROR]
+        if not errors:
+            return ORDER, Accuracy("none")
+        return ERROR, Accuracy("none", approximation=all(one.approximation for one in errors))
+    far = [
         max(distance(pair[side], exact) for pair, exact in zip(pairs, wide, strict=True))
         for side in (0, 1)
     ]
-    allowed = FARTHER * max(min(errors), 1.0)
-    shown = [error / allowed for error in errors]
-    return (ORDER if max(shown) <= 1 else ERROR), Accuracy("fp64", *shown)
+    allowed = FARTHER * max(min(far), 1.0)
+    shown = [error / allowed for error in far]
+    if max(shown) <= 1:
+        return ORDER, Accuracy("fp64", shown[0], shown[1])
+    finest = min(torch.finfo(a.dtype).eps for a, _ in pairs)
+    explained = max(far) * finest <= APPROXIMATION
+    return ERROR, Accuracy("fp64", shown[0], shown[1], approximation=explained)
 
 
 def in_double(call: Called) -> Any:

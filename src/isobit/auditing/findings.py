@@ -26,7 +26,11 @@ class Comparison:
 
 @dataclass(eq=False)
 class Finding:
-    """A guilty call: what differed, and what is needed to call it again with tensors of the same kind."""
+    """A guilty call: what differed, and what is needed to call it again with tensors of the same kind.
+
+    Attributes:
+        unread: whether nothing reads the results that differ.
+    """
 
     place: Place
     comparison: Comparison
@@ -36,6 +40,7 @@ class Finding:
     run: list[Any | TensorSpec]
     variant: list[Any | TensorSpec]
     spec: Any
+    unread: bool = False
 
 
 def compare(run: Tensor, variant: Tensor) -> Comparison:

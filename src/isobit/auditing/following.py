@@ -10,7 +10,7 @@ from torch import Tensor
 from isobit.auditing.call import operator_name, written_by
 from isobit.auditing.labels import Known, Ledger, Marks, Rows
 from isobit.auditing.moving import MOVES, RESHAPES, SORTS, Mover, put_back
-from isobit.auditing.placing import MAKES, WRITES_ROWS, place_rows
+from isobit.auditing.placing import FILLS, LIKES, MAKES, WRITES_ROWS, place_rows
 from isobit.auditing.sizing import Sizer
 
 COUNTS = {"aten::histc", "aten::bincount"}  # whole numbers, which are exact in any order
@@ -66,6 +66,11 @@ class Follower:
                 elif not any(isinstance(v, Tensor) for v in flat):
                     marks = self.sizer.guess_by_size(tensor)
             self.ledger.put(tensor, marks)
+            if operator_name(func) in LIKES and marks and not isinstance(marks, str):
+                self.ledger.guess(tensor, self.sizer.as_many(marks))
+        if is_in_place(func) and operator_name(func) not in WRITES_ROWS | FILLS:
+            for tensor in results:
+                self.ledger.forget_options(tensor)
 
     def marks_of_results(
         self, func: Any, flat: list[Any], spec: Any, results: list[Tensor]

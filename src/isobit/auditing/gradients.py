@@ -40,10 +40,16 @@ class Backward:
             outputs = outputs_of(variation.run())
         check_effect(self.effect, outputs)
         name = choose(outputs, self.effect)
+        if name not in outputs:
+            raise ArgumentError(
+                expected="a model that returns a floating-point tensor, to audit the backward pass",
+                received=f"outputs {', '.join(outputs)}" if outputs else "no tensor",
+                remedy="return it alone, or in a dictionary, tuple or dataclass",
+            )
         out = outputs[name]
         generator = torch.Generator().manual_seed(len(name) + out.numel())
         grad = torch.randn(out.shape, generator=generator, dtype=torch.float32)
-        grad = (grad / max(out.shape[-1], 1) ** 0.5).to(out.device, out.dtype)
+        grad = (grad / max(out.shape[-1] if out.dim() else 1, 1) ** 0.5).to(out.device, out.dtype)
         marks = self.marks_of(variation, out)
         for dim, values in marks.items():  # rows that no call of the variant has get no gradient
             kept = torch.zeros(len(values), dtype=torch.bool)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isobit.auditing.call import without_rows
 from isobit.errors import ArgumentError
 
 Batch = Tensor | Mapping[str, Any] | Sequence[Any]
@@ -124,6 +125,13 @@ def as_inputs(model: nn.Module, batch: Batch, effect: str | None = None) -> Inpu
             expected="a batch with at least one tensor whose first dimension is the samples",
             received=type(batch).__name__,
             remedy="pass a tensor, a dict of tensors as for model(**batch), or a tuple of tensors",
+        )
+    odd = without_rows(made.tensors)
+    if odd:
+        raise ArgumentError(
+            expected="inputs with rows, one per sample",
+            received=odd,
+            remedy="pass dense tensors, and make sparse or nested ones of them in the model",
         )
     config = getattr(model, "config", None)
     if (

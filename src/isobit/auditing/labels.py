@@ -128,6 +128,10 @@ class Ledger:
             return None
         return found[2]
 
+    def forget_options(self, tensor: Tensor) -> None:
+        """Take a tensor as one with contents from now on."""
+        self._options.pop(tensor.untyped_storage()._cdata, None)
+
     def change(self, tensor: Tensor) -> None:
         """Note that a tensor was changed by a guilty operator before it."""
         storage = tensor.untyped_storage()

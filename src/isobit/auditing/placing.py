@@ -1,7 +1,8 @@
 """Labels of tensors that are made from sizes and filled by index: gradients of `x[index]`, sums of experts' tokens.
 
-Such a tensor is zeros at first, and several labels may fit its size. Which of them is right shows when rows are written
-to it by index: a position has the label of the row that is written there.
+Such a tensor is zeros or empty at first, and several labels may fit its size. Which of them is right shows when rows
+are written to it by index: a position has the label of the row that is written there. That holds also for a tensor that
+was made like one with rows (`zeros_like(y)` before `z[order] = y`): it has their number, not their order.
 """
 
 from __future__ import annotations
@@ -19,9 +20,14 @@ from isobit.auditing.labels import EVERY, LOST, Known, Labels, Ledger, Marks, Ro
 MAKES = {f"aten::new_{name}" for name in ("zeros", "ones", "empty", "full", "empty_strided")}
 BY_LIST = {"aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
 BY_DIM = {
-    f"aten::{name}{end}" for name in ("index_add", "index_copy", "scatter_add") for end in ("", "_")
+    f"aten::{name}{end}"
+    for name in ("index_add", "index_copy", "scatter_add", "scatter", "scatter_reduce")
+    for end in ("", "_")
 }
 WRITES_ROWS = BY_LIST | BY_DIM
+# Operators that make a tensor of another one's sizes, and those that fill it with one number.
+LIKES = {f"aten::{name}_like" for name in ("zeros", "ones", "empty", "full")}
+FILLS = {"aten::zero_", "aten::fill_"}
 
 
 def written_rows(func: Any, flat: list[Any]) -> list[tuple[int, Tensor, int]]:
@@ -34,12 +40,21 @@ def written_rows(func: Any, flat: list[Any]) -> list[tuple[int, Tensor, int]]:
         found = [
             (dim, v, end - 1) for dim, v in enumerate(flat[1 : end - 1]) if isinstance(v, Tensor)
         ]
-    elif name in BY_DIM and isinstance(flat[1], int):
-        found = [(flat[1] % flat[0].dim(), flat[2], 3)]
+    elif name in BY_DIM and isinstance(flat[1], int) and isinstance(flat[3], Tensor):
+        dim = flat[1] % max(flat[0].dim(), 1)
+        return [(dim, v, 3) for v in [as_positions(along(flat[2], dim))] if v is not None]
     else:
         return []
     plain = [(dim, as_positions(v), at) for dim, v, at in found]
     return [(dim, v, at) for dim, v, at in plain if v is not None]
+
+
+def along(index: Tensor, dim: int) -> Tensor:
+    """Return an index that is the same for all elements of a row, as scatter takes it, as a vector of its rows."""
+    if index.dim() < 2 or not index.numel():
+        return index
+    lines = index.movedim(dim, 0).flatten(1)
+    return lines[:, 0] if bool((lines == lines[:, :1]).all()) else index
 
 
 def as_positions(index: Tensor) -> Tensor | None:
@@ -52,7 +67,7 @@ def as_positions(index: Tensor) -> Tensor | None:
 def place_rows(
     ledger: Ledger, func: Any, flat: list[Any], given: dict[int, Known], variants: Sequence[Rows]
 ) -> Known | None:
-    """Return the marks of a fresh tensor that rows are written to; None if it is not such a call.
+    """Return the marks of a fresh or overwritten tensor that rows are written to; None if it is not such a call.
 
     Args:
         ledger: Where the labels that fit a fresh tensor are kept.
@@ -63,7 +78,7 @@ def place_rows(
     """
     options = ledger.options(flat[0]) if isinstance(flat[0], Tensor) else None
     if not options:
-        return None
+        return overwritten_rows(ledger, func, flat, given)
     rows = written_rows(func, flat)
     found: Marks = {}
     for dim, fitting in options.items():
@@ -79,6 +94,38 @@ def place_rows(
     return found
 
 
+def overwritten_rows(
+    ledger: Ledger, func: Any, flat: list[Any], given: dict[int, Known]
+) -> Known | None:
+    """Return the marks of a tensor with rows of which some are replaced by those of other samples."""
+    rows = written_rows(func, flat)
+    before = given.get(0, {})
+    if len(rows) != 1 or not replaces(func, flat) or isinstance(before, str):
+        return None
+    ((dim, positions, at),) = rows
+    marks = given.get(at, {})
+    source = dim - flat[0].dim() + flat[at].dim()
+    if dim not in before or isinstance(marks, str) or source not in marks:
+        return None
+    written = marks[source].values
+    if len(written) != len(positions):
+        return None
+    values = before[dim].values.clone()
+    values[positions] = written
+    if not torch.equal(values[positions], written):
+        return LOST  # rows of several samples are written to one position
+    return {**before, dim: ledger.vector(values)}
+
+
+def replaces(func: Any, flat: list[Any]) -> bool:
+    """Return whether rows that an operator writes replace those that were there, and are not added to them."""
+    name = operator_name(func)
+    if name in BY_LIST:
+        return not next(v for v in flat if isinstance(v, bool))
+    plain = name.rstrip("_") in ("aten::index_copy", "aten::scatter")
+    return plain and "reduce" not in func._schema.overload_name
+
+
 def with_written_rows(
     ledger: Ledger, func: Any, flat: list[Any], given: dict[int, Known], variants: Sequence[Rows]
 ) -> dict[int, Known]:
@@ -86,7 +133,7 @@ def with_written_rows(
     if operator_name(func) not in WRITES_ROWS:
         return given
     rows = written_rows(func, flat)
-    if not rows or not any(isinstance(marks, str) for marks in given.values()):
+    if not rows:
         return given
     found = dict(given)
     base = place_rows(ledger, func, flat, given, variants)

@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isobit.auditing.call import describe, flatten, operator_name, results_of
+from isobit.auditing.call import describe, flatten, operator_name, results_of, without_rows
 from isobit.auditing.places import Places
 
+NO_ROWS = "a tensor without rows"  # is kept of a sparse or nested tensor
 SMALL = 1 << 20  # elements of integer tensors that are kept whole
 Key = tuple[str, str, bool, int]  # module, operator, backward, number of the call among these
 
@@ -61,10 +62,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = func(*args, **(kwargs or {}))
         _, key = self.numbering.next(func)
         results = results_of(func, flat, spec, out)
-        if key[2]:
+        if key[2] and not without_rows([*flat, *results]):
             self.note_reads(func, key, flat, results)
         rounds = any(r.is_floating_point() for r in results)
-        self.entries[key] = Entry(func, known, spec, [tuple(r.shape) for r in results], rounds)
+        shapes = [] if without_rows(results) else [tuple(r.shape) for r in results]
+        self.entries[key] = Entry(func, known, spec, shapes, rounds)
         return out
 
     def note_reads(self, func: Any, key: Key, flat: list[Any], results: list[Tensor]) -> None:
@@ -79,6 +81,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def keep(value: Any) -> Any:
     """Return a small integer tensor or a mask itself, the spec of any other tensor, and other values as they are."""
+    if without_rows([value]):
+        return NO_ROWS
     if isinstance(value, Tensor):
         whole = not value.is_floating_point() and value.numel() <= SMALL
         return value if whole or is_mask(value) else describe([value])[0]

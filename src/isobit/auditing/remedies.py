@@ -28,7 +28,7 @@ def remedy_for(operator: str, kind: str) -> str:
     if ours is None and "scaled_dot_product" in operator:
         ours = "isobit.attention"
     if kind == ERROR:
-        fix = "one of its two results is wrong beyond rounding: look at the kernel and at what it reads"
+        fix = "one of its two results is less accurate than rounding explains: look at the kernel and at what it reads"
         return f"{fix}; {ours} computes it right" if ours else fix
     if ours is None:
         return "call it one sample at a time, or write it over a fixed order of addition"

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.auditing.call import operator_name
+from isobit.audit_records import Place
+from isobit.auditing.call import operator_name, without_rows
 from isobit.auditing.exactness import is_exact
 from isobit.auditing.following import Follower
 from isobit.auditing.labels import LOST, Known, Ledger, Marks, Rows
@@ -81,6 +82,13 @@ class RowWatcher(Watcher):  # type: ignore[no-untyped-call]
             except (RuntimeError, IndexError) as error:
                 return f"its rows could not be cut: {first_line(error)}"
         return found
+
+    def give_up(self, place: Place, reason: str, results: Sequence[Tensor]) -> None:
+        """Record a call without a verdict; what is computed from its results has none either."""
+        super().give_up(place, reason, results)
+        for result in results:
+            if not without_rows([result]):
+                self.ledger.put(result, LOST)
 
     def lose(self, call: Judged) -> None:
         """Mark results without rows as lost: they are no constants, since the variant's have another shape."""

@@ -10,8 +10,10 @@ from torch import Tensor
 
 Change = Callable[[Tensor], Tensor]
 # The share of inputs that each draw changes. Full draws measure how far an element moves; sparse ones leave an element
-# as it is unless one of its inputs was drawn, which shows how many it has.
-SHARES = (1.0, 1.0, 1.0, 1.0, 0.5, 0.125, 2.0**-6, 2.0**-9)
+# as it is unless one of its inputs was drawn, which shows how many it has. An element of two inputs that nearly cancel
+# does not move in a draw that changes both alike, which is every second one: FULL such draws miss it once in 2^16.
+FULL = 16
+SHARES = (1.0, 1.0, 1.0, 1.0, 0.5, 0.125, 2.0**-6, 2.0**-9, *[1.0] * (FULL - 4))
 CHANCE = 0.1  # of what a full draw moves: above it, two equal calls differ by more than fp64's rounding explains
 MOST = 0.98  # a share of changed elements above which a draw says only that there are many inputs
 

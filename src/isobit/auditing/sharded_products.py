@@ -230,7 +230,7 @@ def explain_partials(call: Judged, pair: Pair, again: SplitProduct) -> tuple[str
     terms = call.flat[FORMS[operator_name(call.func)][0]].shape[-1]
     allowed = allowed + 4 * terms * ROUNDING * magnitude
     errors = [worst(value, exact, allowed) for value in (pair.run, pair.variant)]
-    return (ERROR if max(errors) > 1 else ORDER), Accuracy("fp64", *errors)
+    return (ERROR if max(errors) > 1 else ORDER), Accuracy("fp64", errors[0], errors[1])
 
 
 def shard(tensor: Tensor, dim: int, rank: int, ranks: int) -> Tensor:

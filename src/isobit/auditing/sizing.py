@@ -132,6 +132,17 @@ class Sizer:
             self.ledger.guess(tensor, options)
         return LOST if unsure else marks
 
+    def as_many(self, marks: Marks) -> dict[int, list[Labels]]:
+        """Return for every labelled dimension all labels that keep as many rows."""
+        return {
+            dim: [
+                other
+                for other in self.ledger.of_length(len(labels))
+                if all(len(other.kept(r)) == len(labels.kept(r)) for r in self.variants)
+            ]
+            for dim, labels in marks.items()
+        }
+
 
 def broadcast(result: Tensor, flat: list[Any], known: dict[int, Marks]) -> Marks | None:
     """Return the marks of an elementwise result; None where a labelled dimension of size one is repeated."""

@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from isobit import files
 from isobit.auditing.inputs import Inputs, as_inputs
 from isobit.errors import ArgumentError
 from isobit.integrations.transformers.package import library
+
+LARGEST_FILE = 1 << 30  # bytes of samples
+LARGEST_ID = 2**63 - 1
 
 
 def from_factory(name: str, effect: str | None = None) -> Inputs:
@@ -41,7 +45,10 @@ def from_transformers(name: str, dtype: torch.dtype | None, device: str) -> tupl
     """Load a causal language model and, if it has one, its tokenizer."""
     transformers = library()
     try:
-        given = {} if dtype is None else {"dtype": dtype}
+        given: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
+        given["trust_remote_code"] = (
+            False  # otherwise transformers asks on the terminal whether to run it
+        )
         model = transformers.AutoModelForCausalLM.from_pretrained(name, **given)
     except (OSError, ValueError) as error:
         raise ArgumentError(
@@ -50,7 +57,7 @@ def from_transformers(name: str, dtype: torch.dtype | None, device: str) -> tupl
             remedy="pass a folder that save_pretrained wrote, or package.module:factory for any other model",
         ) from error
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError):
         tokenizer = None
     return model.to(device).eval(), tokenizer
@@ -67,13 +74,13 @@ def random_tokens(model: nn.Module, shape: tuple[int, int], seed: int) -> dict[s
 def read_samples(path: Path, tokenizer: Any) -> list[Tensor]:
     """Read one sample per line of a JSON Lines file."""
     samples = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(files.read_bytes(path, LARGEST_FILE).split(b"\n"), 1):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = json.loads(line.decode("utf-8"))
             samples.append(tokens_of(record, tokenizer))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ArgumentError(
                 expected='lines {"prompt": text} or {"input_ids": [numbers]}',
                 received=f"{path.name}, line {number}: {error}",
@@ -89,7 +96,9 @@ def read_samples(path: Path, tokenizer: Any) -> list[Tensor]:
 def tokens_of(record: Any, tokenizer: Any) -> Tensor:
     """Return the tokens of one record."""
     if "input_ids" in record:
-        ids = [int(i) for i in record["input_ids"]]
+        ids = record["input_ids"]
+        if not isinstance(ids, list) or not all(type(one) is int for one in ids):
+            raise TypeError("input_ids that are not a list of whole numbers")
     else:
         text = next((record[key] for key in ("prompt", "text") if key in record), None)
         if not isinstance(text, str):
@@ -97,13 +106,27 @@ def tokens_of(record: Any, tokenizer: Any) -> Tensor:
         if tokenizer is None:
             raise ValueError("the model has no tokenizer, so text cannot be read")
         ids = tokenizer(text)["input_ids"]
-    if not ids or min(ids) < 0:
-        raise ValueError("no tokens, or a negative one")
+    if not ids or min(ids) < 0 or max(ids) > LARGEST_ID:
+        raise ValueError("no tokens, or one that is no token id")
     return torch.tensor(ids)
 
 
 def batch_of(model: nn.Module, samples: Sequence[Tensor]) -> dict[str, Tensor]:
-    """Return samples padded on the left to one width, with their mask, on the model's device."""
+    """Return samples padded on the left to one width, with their mask, on the model's device.
+
+    Raises:
+        ArgumentError: A token is not in the model's vocabulary.
+    """
+    config: Any = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    size = getattr(text, "vocab_size", None)
+    largest = max(int(one.max()) for one in samples)
+    if isinstance(size, int) and largest >= size:
+        raise ArgumentError(
+            expected=f"token ids below {size}, the size of the model's vocabulary",
+            received=str(largest),
+            remedy="use the tokenizer of this model",
+        )
     width = max(len(s) for s in samples)
     ids = torch.zeros(len(samples), width, dtype=torch.int64)
     mask = torch.zeros_like(ids)

@@ -26,6 +26,7 @@ from isobit.auditing.call import (
     positions_of,
     results_of,
     unflatten,
+    without_rows,
     written_by,
 )
 from isobit.auditing.exactness import computes, is_compared, is_exact
@@ -35,6 +36,7 @@ from isobit.auditing.merging import MIXED_OURS, Parts, merge_parts
 from isobit.auditing.places import Places
 from isobit.auditing.recording import Key, Numbering
 from isobit.auditing.replay import Again, SameCall
+from isobit.auditing.several_results import ByResult, Reads
 from isobit.auditing.totals import Totals
 
 
@@ -54,15 +56,26 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.summed: dict[tuple[int, int], bool] = {}
         self.parts = Parts()  # of sums over samples
         self.read: set[Key] = set()  # those that are read again
+        self.reads = Reads()  # of guilty calls' results
         self.explaining = 0.0  # seconds spent to tell order from error
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call, judge it, and follow its rows."""
         flat, spec = flatten(func, args, kwargs or {})
         place, key = self.numbering.next(func)
-        plans = self.plan(func, flat, spec, key)
+        self.reads.note(flat)
+        odd = without_rows(flat)
+        plans = None if odd else self.plan(func, flat, spec, key)
         out = func(*args, **(kwargs or {}))
         results = results_of(func, flat, spec, out)
+        odd = odd or without_rows(results)
+        if odd:
+            self.give_up(
+                place,
+                f"it has {odd}, whose rows are not followed: a dense one there would be judged",
+                results,
+            )
+            return out
         if plans is not None and any(r.is_complex() for r in results):
             plans = "it returns complex numbers, which are not compared"
         if not is_exact(func) and any(r.is_floating_point() for r in results):
@@ -111,6 +124,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.judged += 1
         self.settle(call, pairs, plans)
 
+    def give_up(self, place: Place, reason: str, results: Sequence[Tensor]) -> None:
+        """Record a call without a verdict."""
+        self.unjudged.append(Unjudged(place, self.axis, reason))
+
     def lose(self, call: Judged) -> None:
         """Forget what results are where they could not be compared: what is computed from them is not judged."""
 
@@ -118,18 +135,20 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, call: Judged, pairs: Sequence[Pair], plans: list[tuple[Again, list[Any]]]
     ) -> None:
         """Record a call as guilty if any pair differs."""
-        total: Comparison | None = None
-        finding: Finding | None = None
+        compared: dict[int, Comparison] = {}
+        differ: dict[int, Finding] = {}
         for pair in pairs:
             found = compare(pair.run, pair.variant)
-            total = merge(total, found)
-            if found.elements and finding is None:
-                finding = self.find(call, pair, found)
-        carried = self.is_carrier(call, finding is not None)
-        if finding is None or total is None:
+            compared[pair.at] = merge(compared.get(pair.at), found)
+            if found.elements and pair.at not in differ:
+                differ[pair.at] = self.find(call, pair, found)
+        carried = self.is_carrier(call, bool(differ))
+        if not differ:
             self.carriers += carried
             return
-        finding.comparison = total
+        finding = differ[min(differ)]
+        kinds = {at: (one.kind, one.accuracy) for at, one in differ.items()}
+        self.reads.wait_for(ByResult(finding, compared, kinds), call.results)
         if self.is_total(call):
             self.totals.add(call.results, finding)
         else:

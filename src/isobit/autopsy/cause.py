@@ -9,6 +9,7 @@ from isobit.autopsy.dumps import Entry
 from isobit.autopsy.history import History, Letter, Meeting
 from isobit.errors import DeadlockError, MismatchError, SimulationError
 from isobit.majority import name_ranks
+from isobit.simulator.checkers.call_site_history import CallSites
 from isobit.simulator.checkers.deadlock import deadlock
 from isobit.simulator.checkers.mismatch import describe_signature, group_mismatches, mismatch
 from isobit.simulator.collectives import Call, Signature
@@ -30,14 +31,31 @@ def find_cause(history: History) -> SimulationError | None:
     """Return why ranks wait, or None if no call is in progress and all calls agree."""
     blocked = blocked_ranks(history)
     found = find_group_mismatch(history) or find_mismatch(history)
-    if found is not None:
+    if found is not None or not blocked:
         return found
+    waits: Mapping[int, Wait] = blocked
+    stuck: SimulationError
     if any(waiting.missing() for waiting in blocked.values()):
-        return find_deadlock(history, blocked)
-    if not blocked:
-        return None
-    queued = queued_ranks(history, blocked)
-    return find_deadlock(history, queued) if queued else all_joined(history, blocked)
+        stuck = find_deadlock(history, blocked)
+    elif queued := queued_ranks(history, blocked):
+        waits, stuck = queued, find_deadlock(history, queued)
+    else:
+        stuck = all_joined(history, blocked)
+    sites = call_sites(history)
+    meetings = [wait for wait in waits.values() if isinstance(wait, Meeting)]
+    notes = (sites.before(meeting.group.key, meeting.number) for meeting in meetings)
+    stuck.note = next(filter(None, notes), "")
+    return stuck
+
+
+def call_sites(history: History) -> CallSites:
+    """Return from where ranks made the collectives that all members have recorded."""
+    sites = CallSites()
+    for meeting in sorted(history.meetings.values(), key=lambda m: m.number):
+        if len(meeting.calls) == len(meeting.group.members):
+            stacks = {rank: calls[0].stack for rank, calls in meeting.calls.items()}
+            sites.note(meeting.group.key, meeting.number, meeting.describe(), stacks)
+    return sites
 
 
 Wait = Meeting | Letter
@@ -135,6 +153,7 @@ def find_mismatch(history: History) -> MismatchError | None:
     for meeting in sorted(history.meetings.values(), key=lambda m: (m.first.created, m.number)):
         found = disagreement(meeting)
         if found is not None:
+            found.note = call_sites(history).before(meeting.group.key, meeting.number)
             return found
     for letters in history.letters.values():
         for letter in letters:

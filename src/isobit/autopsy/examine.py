@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isobit.autopsy.cause import blocked_ranks, find_cause
+from isobit.autopsy.cause import blocked_ranks, disagreement, find_cause
 from isobit.autopsy.collect import Evidence, collect
 from isobit.autopsy.history import History, Meeting
 from isobit.errors import SimulationError
@@ -13,12 +13,13 @@ from isobit.errors import SimulationError
 
 @dataclass(frozen=True)
 class Place:
-    """A call in progress: who is in it, and who is not."""
+    """A call in progress: who is in it, and who is not; `differs` if the ranks in it do not call the same."""
 
     call: str
     ranks: tuple[int, ...]
     missing: tuple[int, ...]
     states: dict[int, str] = field(default_factory=dict)
+    differs: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def find_places(history: History) -> tuple[Place, ...]:
             rank: wait.calls[rank][0] if isinstance(wait, Meeting) else wait.entry for rank in those
         }
         states = {rank: entry.state for rank, entry in entries.items()}
-        found.append(Place(wait.describe(), tuple(those), tuple(wait.missing()), states))
+        differs = isinstance(wait, Meeting) and disagreement(wait) is not None
+        found.append(Place(wait.describe(), tuple(those), tuple(wait.missing()), states, differs))
     return tuple(found)
 
 

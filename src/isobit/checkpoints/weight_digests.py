@@ -231,7 +231,7 @@ def digests_from_json(text: str) -> dict[str, RowDigests]:
         version, tensors = read["isobit_weight_digests"], read["tensors"]
         found = {name: one_from_json(entry) for name, entry in tensors.items()}
         claimed = {name: entry["digest"] for name, entry in tensors.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArgumentError(
             expected="JSON that digests_to_json wrote",
             received=f"{type(error).__name__}: {error}",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from isobit import files
-from isobit.audit_records import AXES, DEFAULT_AXES, Audit
+from isobit.audit_records import AXES, Audit
 from isobit.auditing.api import audit
 from isobit.auditing.inputs import Inputs, as_inputs
 from isobit.auditing.script_capture import capture_call
@@ -87,8 +87,8 @@ def run(options: argparse.Namespace) -> int:
     return found.exit_code
 
 
-def check_axes(given: list[str] | None) -> list[str]:
-    """Return the axes of a model; raise for those of a server."""
+def check_axes(given: list[str] | None) -> list[str] | None:
+    """Return the axes of a model, None for the usual ones; raise for those of a server."""
     unknown = [axis for axis in given or () if axis not in AXES]
     if unknown:
         raise ArgumentError(
@@ -96,7 +96,7 @@ def check_axes(given: list[str] | None) -> list[str]:
             received=", ".join(unknown),
             remedy="these are a server's: pass --server URL --model NAME, or choose others",
         )
-    return given or list(DEFAULT_AXES)
+    return given or None
 
 
 def load(options: argparse.Namespace) -> Inputs:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from isobit import files
 from isobit.autopsy.examine import Autopsy, Last, examine
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.majority import name_ranks
 from isobit.plain_text import one_line
+from isobit.records import to_json
+from isobit.report.autopsy_page import write_autopsy_page
 
 FRAMES = 4  # of a stack that are printed
 MOST_SHOWN = 12  # lines of each kind; --json has all
@@ -21,8 +25,12 @@ MOST_SHOWN = 12  # lines of each kind; --json has all
 def run(options: argparse.Namespace) -> int:
     """Examine the folder and print what its dumps show."""
     found = examine(options.folder)
+    record = as_record(options, found)
+    if options.html:
+        page = write_autopsy_page(json.loads(to_json(record)), record["provenance"])
+        files.write_text(options.html, page)
     if options.json:
-        say_json(as_record(options, found))
+        say_json(record)
     else:
         show(make_console(118, soft_wrap=True), found)
     return 0 if found.finding is None else 1
@@ -43,12 +51,14 @@ def as_record(options: argparse.Namespace, found: Autopsy) -> dict[str, Any]:
             "received": error.received,
             "remedy": error.remedy,
             "stacks": {str(rank): list(lines) for rank, lines in error.stacks.items()},
+            "note": error.note,
         },
         "calls_in_progress": [
             {
                 "call": place.call,
                 "ranks": list(place.ranks),
                 "missing": list(place.missing),
+                "calls_differ": place.differs,
                 "states": {str(rank): state for rank, state in place.states.items()},
             }
             for place in found.places
@@ -79,12 +89,15 @@ def show(console: Console, found: Autopsy) -> None:
     if found.places:
         table = Table("call in progress", "in it", "did not join")
         for place in found.places[:MOST_SHOWN]:
-            missing = name_ranks(place.missing) if place.missing else "all joined"
+            missing = name_ranks(place.missing) if place.missing else "nobody"
+            missing += "; the calls differ" if place.differs else ""
             table.add_row(one_line(place.call), name_ranks(place.ranks), missing)
         console.print(table)
     if found.finding is not None:
         console.print(f"{found.finding.kind}: {one_line(found.finding.one_line)}")
         show_stacks(console, found.finding.stacks)
+        if found.finding.note:
+            console.print(f"  note: {one_line(found.finding.note)}", markup=False)
         show_culprits(console, found)
     facts = found.evidence.facts
     for line in facts.lines()[:MOST_SHOWN]:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
-import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import Any
 
 from isobit import files
 from isobit.certify_records import Certified
+from isobit.cli.named_code import load_module
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import say
@@ -24,7 +22,6 @@ from isobit.errors import ArgumentError, in_one_line
 from isobit.report.certify_json import certificate_as_json
 from isobit.report.certify_page import write_certificate_page
 from isobit.report.certify_text import describe_certificate
-from isobit.trusted_folder import serve_folder
 
 ADAPTER = "def certified(rows): x = torch.randn(rows, 256); out = torch.empty_like(x); kernel[grid](x, out); return out"
 
@@ -82,7 +79,7 @@ def find(name: str, trust: list[str]) -> Callable[..., Any]:
             received=name,
             remedy=f"name the function that launches the kernel after a colon: {name or 'matmul.py'}:matmul",
         )
-    loaded = load_file(Path(module), trust) if module.endswith(".py") else load(module, trust)
+    loaded = load_module(module, trust)
     if not hasattr(loaded, attribute):
         made = [
             n
@@ -109,58 +106,6 @@ def find(name: str, trust: list[str]) -> Callable[..., Any]:
         )
     checked: Callable[..., Any] = found
     return checked
-
-
-def load(module: str, trust: list[str]) -> Any:
-    """Import a module of the current folder or of an installed package."""
-    serve_folder([module.partition(".")[0], *trust])
-    try:
-        return importlib.import_module(module)
-    except (Exception, SystemExit) as error:  # importing may raise anything
-        raise could_not_import(module, error) from error
-
-
-def load_file(path: Path, trust: list[str]) -> Any:
-    """Run a Python file as a module; only packages that are trusted are found in its folder."""
-    if not path.is_file():
-        raise ArgumentError(
-            expected="a Python file",
-            received=f"no such file: {path}",
-            remedy="name it by its path: path/to/kernels.py:function",
-        )
-    serve_folder(trust, str(path.parent.resolve()))
-    spec = importlib.util.spec_from_file_location(path.stem, path.resolve())
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    known = sys.modules.get(path.stem)
-    sys.modules[path.stem] = module  # for dataclasses and pickles of the file
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise could_not_import(str(path), error) from error
-    finally:
-        if known is None:
-            del sys.modules[path.stem]
-        else:
-            sys.modules[path.stem] = known
-    return module
-
-
-def could_not_import(name: str, error: BaseException) -> ArgumentError:
-    """Return the error for a file or module whose import raised."""
-    missing = isinstance(error, ModuleNotFoundError) and error.name
-    if missing == "triton":
-        remedy = "pip install triton"
-    elif missing:
-        remedy = f"pip install {missing}, or --trust {missing} if it is beside the file"
-    else:
-        remedy = "fix what was named: python must be able to import it on this machine"
-    return ArgumentError(
-        expected=f"{name}, imported",
-        received=f"{type(error).__name__}: {in_one_line(error)}",
-        remedy=remedy,
-    )
 
 
 def write(options: argparse.Namespace, found: Certified) -> None:

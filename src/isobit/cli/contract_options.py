@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from isobit.contracts.store.ladder import UNSETTLED
-from isobit.contracts.store.tree import library
+from isobit.contracts.store.tree import Broken, library
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError
+from isobit.plain_text import one_line
 from isobit.trusted_folder import serve_folder
 
 FEW = 40  # the most rows that are shown
@@ -84,10 +86,23 @@ def open_workspace(
     return workspace, chosen
 
 
-def show_invalid(console: Console, workspace: Workspace) -> None:
+def invalid_that_count(options: argparse.Namespace, workspace: Workspace) -> list[Broken]:
+    """Return the invalid files among what was asked for: all below a named place; of ids, those with the same id."""
+    ids = [word for word in options.which if word != LIBRARY and not is_place(word)]
+    if len(ids) < len(options.which) or not ids:
+        return workspace.tree.broken
+    named = re.compile(rf"\b(?:{'|'.join(map(re.escape, ids))})(?![\w-])")
+    return [one for one in workspace.tree.broken if named.search(str(one.error))]
+
+
+def show_invalid(console: Console, workspace: Workspace, counting: Sequence[Broken]) -> None:
     """Print the contract files that are not valid, and the evidence that does not count."""
     for broken in workspace.tree.broken[:FEW]:
-        console.print(f"INVALID {broken.error}")
+        if broken in counting:
+            console.print(f"INVALID {broken.error}", markup=False)
+        else:
+            text = one_line(str(broken.error))
+            console.print(f"warning: another file is not valid: {text}", markup=False)
     for name, reason in list(workspace.evidence.refused.items())[:FEW]:
         console.print(f"evidence that does not count, {reason}: {name}")
 

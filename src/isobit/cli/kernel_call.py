@@ -1,7 +1,8 @@
 """The first call of a kernel that `isobit check` judges: is it this operator at all, and can it be judged?
 
 What prevents the call is an error (exit 2). What a caller would suffer from is a fault (exit 1): the kernel writes
-to its inputs, returns their memory, has another dtype, another result for the same call, or no gradients.
+to its inputs, returns their memory, has another dtype, another result for the same call, hides a NaN, or has no
+gradients.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from isobit import bits
+from isobit.cli.kernel_run import fault_of_kernel
+from isobit.cli.kernel_sizes import LARGE
 from isobit.cli.options.check import LIKE
 from isobit.contracts.judge.binding import bind, called, named_function
 from isobit.contracts.judge.recipes import Case, fixed_recipes
@@ -29,6 +32,8 @@ REMEDY = {
     "dtype": "return the dtype of the inputs, or leave a dtype out by --dtype",
     "drawn": "leave dropout out, or call eval() of a module",
     "again": "make it a function of its arguments: no counter, no cache by address",
+    "hidden": "let it pass: a NaN that is hidden is found steps later, or never",
+    "leaks": "read no other row, and select by where instead of multiplying by a mask of zeros",
     "gradient": "give it a backward, or judge the output alone by --forward-only",
 }
 
@@ -65,14 +70,21 @@ def first_call(contract: Contract, options: Options, like: str, forward_only: bo
     subject = called(contract, watched, options)
     record = ClaimRecord("call", "holds", "kept", 2, 2)
     for name, inputs in contract.inputs.items():
+        if name in LARGE:  # claims judge them
+            continue
         for dtype in inputs.dtypes:
             recipe = list(fixed_recipes(name, replace(inputs, dtypes=(dtype,))))[-1]
             case = Case(recipe, inputs)
-            found = called_once(kind, subject, case, options, like, record.compared > 0)
-            with torch.no_grad():
-                fault = fault_of(kind, watched, subject, case, found)
-            if not fault and not forward_only:
-                fault = fault_of_gradients(kind, watched, subject, case)
+            try:
+                found = called_once(kind, subject, case, options, like, record.compared > 0)
+                with torch.no_grad():
+                    fault = fault_of(kind, watched, subject, case, found)
+                if not fault and not forward_only:
+                    fault = fault_of_gradients(kind, watched, subject, case)
+            except IsobitError as error:
+                fault = fault_of_kernel(error)
+                if not fault:
+                    raise
             record = replace(record, compared=record.compared + 1, inputs=record.inputs + case.rows)
             if fault:
                 detail = f"in {dtype}, {fault}"
@@ -113,7 +125,12 @@ def called_once(
         raise
     except (Exception, SystemExit) as error:
         received = f"{type(error).__name__}: {in_one_line(error)[:200]}"
-        remedy += ", or pass what else it needs by --with NAME=VALUE"
+        if "cuda" in received.lower() and options.device == "cpu":
+            remedy = (
+                "let it take tensors on the CPU, or judge it where there is a GPU, by --device cuda"
+            )
+        else:
+            remedy += ", or pass what else it needs by --with NAME=VALUE"
     if received:
         raise ArgumentError(
             expected=f"{options.subject} to be called as {LIKE[like]}",
@@ -146,6 +163,19 @@ def fault_of(
         return f"it has another result for the same arguments; {REMEDY['again']}"
     if not bits.equal(twice[0], before):
         return f"it draws random numbers; {REMEDY['drawn']}"
+    return fault_of_nan(kind, subject, case)
+
+
+def fault_of_nan(kind: type[Operator], subject: Callable[..., Any], case: Case) -> str:
+    """Return whether a NaN in the first row is hidden, or reaches another row; empty if neither is."""
+    given = copies(case)
+    given[0].view(len(given[0]), -1)[0, -1] = torch.nan
+    expected = kind.call(kind.reference, *(t.double() for t in given)).isnan()
+    found = subject(*given).isnan()
+    if (expected & ~found).any():
+        return f"it returns numbers where an input is NaN; {REMEDY['hidden']}"
+    if (found & ~expected).any():
+        return f"a NaN in one row is in other rows too; {REMEDY['leaks']}"
     return ""
 
 

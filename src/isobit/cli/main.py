@@ -17,13 +17,13 @@ KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
 # What a user does, and the commands for it. A command's module has its name and is imported when it is run.
 GROUPS = {
     "compute": ("doctor", "chain", "curve"),
-    "look": ("audit", "reveal", "bits", "rollout", "twice"),
+    "look": ("audit", "reveal", "bits", "rollout", "twice", "profile"),
     "judge": ("certify", "check", "verify", "status", "explain", "lint", "graph", "new", "replay"),
     "guard": ("preflight", "simulate", "autopsy", "runlog"),
 }
 ABOUT = {
     "compute": "check this machine's kernels, and a whole model or training run",
-    "look": "find which operators depend on the batch, how a kernel adds, and where two runs differ",
+    "look": "find which operators depend on the batch, how a kernel adds, where two runs differ, where time goes",
     "judge": "prove what compiled kernels compute; state what a kernel promises, and judge it",
     "guard": "find what goes wrong in a training run or a distributed program",
 }
@@ -43,6 +43,8 @@ LOAD_TORCH = (
     "simulate",
     "autopsy",
 )
+# `isobit gate model` and `isobit gate training` are second names of two commands.
+GATES = {"model": "chain", "training": "curve"}
 RUN_SCRIPTS = ("audit", "preflight", "simulate", "twice")
 
 
@@ -87,9 +89,24 @@ def build_parser(names: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     return parser
 
 
+def resolve_gate(words: list[str]) -> list[str]:
+    """Replace `gate model` or `gate training` by the command of that name; exit with usage for anything else."""
+    parser = PlainParser(
+        prog="isobit gate", description="Compare raw bits of a whole model, or of a training run."
+    )
+    parser.add_argument(
+        "gate",
+        choices=GATES,
+        help="model: every layout of a batch (isobit chain); training: every layout of ranks (isobit curve)",
+    )
+    return [GATES[parser.parse_args(words[1:2]).gate], *words[2:]]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if words[:1] == ["gate"]:
+        words = resolve_gate(words)
     names = words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS
     # Words after -- are options of the script that is run.
     cut = words.index("--") if names[0] in RUN_SCRIPTS and "--" in words else len(words)

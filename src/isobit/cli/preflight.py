@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -11,22 +12,30 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from isobit import files
+from isobit.cli import preflight_config
 from isobit.cli.config_file import read_config
 from isobit.cli.options.simulate import at_least_one
+from isobit.cli.preflight_output import show_report
 from isobit.cli.provenance import provenance_of
 from isobit.cli.script_file import check_script
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
 from isobit.guards import trial_run
-from isobit.majority import name_ranks
+from isobit.guards.configured_steps import plan_of
 from isobit.plain_text import one_line
-from isobit.report.preflight_page import many, write_preflight_page
+from isobit.report.preflight_page import write_preflight_page
 
 LAST_LINES = 15
+COUNTS = {  # which a configuration may lack
+    "--sequences": "training sequences, if neither the configuration nor a data loader says",
+    "--tokens": "tokens of the training data, instead of --sequences",
+    "--sequence-length": "tokens per sequence, if the configuration does not say",
+    "--parameters": "parameters of the model; then there must be ten tokens for each",
+}
+STEPS = "configured steps suffice"  # as in isobit.guards.trial_run.run, which loads torch
+# Words of a script that name a device.
+DEVICES = re.compile(rb"\bcuda\b|\bnccl\b|\bxpu\b|\bxccl\b|\bnpu\b|\bhccl\b|accelerator=.gpu")
 # Run by path: the caller's process needs no torch.
 script_program = Path(trial_run.__file__).with_name("script.py")
 ranks_program = Path(__file__).with_name("preflight_ranks.py")
@@ -40,12 +49,18 @@ def add_parser(commands: Any) -> None:
         description="Run a script until its optimizer has stepped three times, and report: parameters that are in no "
         "optimizer, get no gradient or do not move, frozen ones that do; gradients that are not cleared; numbers that "
         "are not finite; a loss that is averaged per micro-batch; equal batches, workers and epochs; a model that in "
-        "eval mode is random or mixes samples; autocast without effect; a checkpoint that reads back differently; "
-        "hyperparameters and counts that differ from a configuration. Exit 0: nothing found; 1: findings; 2: could "
-        "not run.",
+        "eval mode is random or mixes samples, or is trained in it; autocast without effect; a checkpoint that reads "
+        "back differently; hyperparameters and counts that differ from a configuration. Of a configuration: steps that "
+        "its data does not have, a warm-up that does not end, too few tokens. Exit 0: nothing found; 1: findings; 2: "
+        "could not run, nothing was seen, or the steps of a configuration could not be judged.",
         epilog="words after -- go to the script: isobit preflight train.py --config train.yaml -- --lr 0.1",
     )
-    parser.add_argument("script", type=Path, help="a script that trains; it is run")
+    parser.add_argument(
+        "script",
+        type=Path,
+        help="a script that trains, which is run; or its configuration (.yaml, .yml, .json, .toml), whose steps, "
+        "epochs and warm-up are judged without running anything",
+    )
     parser.add_argument(
         "--steps", type=at_least_one, default=3, help="optimizer steps (default: %(default)s)"
     )
@@ -73,16 +88,30 @@ def add_parser(commands: Any) -> None:
         "--ranks",
         type=at_least_one,
         metavar="N",
-        help="run a script that torchrun starts on N simulated ranks",
+        help="run a script that torchrun starts on N simulated ranks; of a configuration, the ranks that share a batch",
+    )
+    for option, words in COUNTS.items():
+        parser.add_argument(option, type=at_least_one, metavar="N", help=words)
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cuda", "xpu", "npu", "cpu"),
+        default="auto",
+        help="which kind of device the script finds, served by the CPU (default: with --ranks the kind that it names; "
+        "otherwise that kind if this machine lacks it and the script does not ask whether it is there)",
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page")
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the script and print what was found. The exit code is 0 if nothing was."""
+    """Run the script, or judge the configuration, and print what was found. The exit code is 0 if nothing was."""
     check_script(options.script)
+    if options.script.suffix.lower() in preflight_config.SUFFIXES:
+        return preflight_config.run(options)
     config = None if options.config is None else read_config(options.config)
+    given = preflight_config.given_counts(options)
+    if given.keys() - {"ranks"}:
+        config = {**(config or {}), **{k: v for k, v in given.items() if k != "ranks"}}
     declare = None if options.declare is None else read_config(options.declare, "--declare")
     report = run_script(options, config, declare)
     origin = provenance_of(options, [options.script.read_text(errors="replace")])
@@ -91,8 +120,21 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         say_json({"provenance": origin, "clean": not report["findings"], **report})
     else:
-        show(make_console(130, soft_wrap=True), options.script.name, report)
-    return 1 if report["findings"] else 0
+        show_report(make_console(130, soft_wrap=True), options.script.name, report)
+    if report["findings"]:
+        return 1
+    return refuse_unjudged(config, report)
+
+
+def refuse_unjudged(config: dict[str, Any] | None, report: dict[str, Any]) -> int:
+    """Return 0; or 2, with the reason, if the configuration has steps that could not be judged."""
+    reason = report["not_judged"].get(STEPS)
+    if config is None or reason is None or not plan_of(config).has_steps:
+        return 0
+    sys.stderr.write(
+        f"isobit preflight: the steps of the configuration could not be judged: {one_line(reason)}\n"
+    )
+    return 2
 
 
 def run_script(
@@ -106,11 +148,13 @@ def run_script(
             "arguments": options.passed_on,
             "steps": options.steps,
             "ranks": options.ranks,
+            "device": options.device,
             "config": config,
             "declare": declare,
             "record": str(record),
         }
-        program = script_program if options.ranks is None else ranks_program
+        is_simulated = options.ranks is not None or wants_device(options)
+        program = ranks_program if is_simulated else script_program
         command = [sys.executable, str(program), json.dumps(orders)]
         if options.torchrun:
             command = ["env", *rank_variables(), *command]
@@ -137,6 +181,17 @@ def run_script(
     return report
 
 
+def wants_device(options: argparse.Namespace) -> bool:
+    """Return whether a script of one process asks for a device that this machine may lack; its process looks.
+
+    A script that asks whether a device is there runs without one, and so do trainers that choose by themselves.
+    """
+    source = options.script.read_bytes()
+    if options.device != "auto":
+        return bool(options.device != "cpu")
+    return DEVICES.search(source) is not None and b"is_available" not in source
+
+
 def rank_variables() -> list[str]:
     """Return the variables of the only rank of a torchrun."""
     with socket.socket() as free:
@@ -145,27 +200,3 @@ def rank_variables() -> list[str]:
     ranks = [f"{name}=0" for name in ("RANK", "LOCAL_RANK", "GROUP_RANK")]
     sizes = [f"{name}=1" for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")]
     return [*ranks, *sizes, "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}"]
-
-
-def show(console: Console, name: str, report: dict[str, Any]) -> None:
-    """Print the findings, what was not judged, and the sentence with its denominators."""
-    if report["findings"]:
-        table = Table("rule", "severity", "step", "found")
-        for found in report["findings"]:
-            step = "" if found["step"] is None else str(found["step"])
-            words = f"{name_ranks(found['ranks'])}: " if found["ranks"] else ""
-            words += f"{found['module']}: " if found["module"] else ""
-            table.add_row(
-                found["rule"], found["severity"], step, one_line(words + found["message"])
-            )
-        console.print(table)
-    for check, reason in report["not_judged"].items():
-        console.print(one_line(f"not judged: {check}: {reason}"))
-    judged, every = len(report["judged"]), len(report["judged"]) + len(report["not_judged"])
-    ranks = "" if report["ranks"] == 1 else f"{report['ranks']} ranks, "
-    found = len(report["findings"])
-    console.print(
-        f"{one_line(name)}: {'FOUND' if found else 'clean'}: {many(found, 'finding')}; "
-        f"{judged} of {every} checks made, on {ranks}{many(report['steps'], 'step')}, "
-        f"{many(report['models'], 'model')} and {many(report['parameters'], 'parameter')}"
-    )

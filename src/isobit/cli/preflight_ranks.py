@@ -11,32 +11,42 @@ import sys
 if __name__ == "__main__" and sys.path[:1] == [os.path.dirname(os.path.abspath(__file__))]:
     del sys.path[0]
 
+import functools
+import importlib.util
 import json
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from isobit import bits
 from isobit.errors import ArgumentError, RankFailedError, SimulationError
 from isobit.guards.module_replay import unwrapped
-from isobit.guards.trial_run.counts import Counts, counts_are_as_configured
+from isobit.guards.optimizer_checks import name_some
+from isobit.guards.trial_run import script
+from isobit.guards.trial_run.counts import Counts, counts_are_as_configured, steps_suffice
 from isobit.guards.trial_run.judging import Found, NotJudged
+from isobit.guards.trial_run.merging import merge_ranks
 from isobit.guards.trial_run.micro_batches import ranks_weigh_the_same
 from isobit.guards.trial_run.observer import Observer, StepsDone
 from isobit.guards.trial_run.report import PreflightFinding, PreflightReport
-from isobit.guards.trial_run.run import COUNTS, Orders, conclude
-from isobit.guards.trial_run.script import leave
+from isobit.guards.trial_run.run import COUNTS, LATER, STEPS, Orders, conclude, refuse_unseen
 from isobit.majority import count_votes
+from isobit.simulator.accelerator.modules import kind_in
 from isobit.simulator.program.script import Script
 from isobit.simulator.result import Result
 from isobit.simulator.world import World
 
-REPLICAS = "replicas agree, and train on different data"
+# check -> how the simulator's reasons not to make it begin
+OF_THE_SIMULATOR = {
+    "replicas start and stay equal": "start, gradients and updates",
+    "ranks train on different data": "data alike",
+}
 SHARES = "ranks are parts of one batch"
 NORMS = "norms of ranks with one batch stay equal"
 LEFT_BY_THE_END = "orphan"  # a program that is ended after a step leaves what it has just started
@@ -47,7 +57,7 @@ SAME_CAUSE = {
     "not-updated": ("not-in-optimizer",),
     "order-repeated": ("epochs-alike",),
     "dropout-on": ("eval-is-random",),
-    "not-finite": ("nonfinite-loss", "nonfinite-gradient"),
+    "not-finite": ("no-targets", "nonfinite-loss", "nonfinite-gradient"),
 }
 
 
@@ -59,13 +69,16 @@ def preflight_ranks(
     steps: int = 3,
     config: Mapping[str, Any] | None = None,
     declare: Mapping[str, Any] | None = None,
+    device: str = "auto",
 ) -> PreflightReport:
     """Run a script on simulated ranks as torchrun would, and report what is wrong with its first steps.
 
     Args:
-        script: The script. It calls init_process_group itself.
+        script: The script. Of several ranks, it calls init_process_group itself.
         arguments: Its command-line arguments.
         ranks: The number of ranks.
+        device: The kind of device that the script finds, one per rank, served by the CPU: "cuda", "xpu" or "npu"; "cpu"
+            for none, "auto" for the kind that it names.
         steps: As of `isobit.guards.preflight`; so are `config` and `declare`.
         config: See there.
         declare: See there.
@@ -88,20 +101,49 @@ def preflight_ranks(
             with suppress(StepsDone):
                 body(rank)
             seen[rank].finish()
-            if not seen[rank].watches:
-                return None
-            return conclude(seen[rank], orders, leave_out=(COUNTS,))
+            return (
+                conclude(seen[rank], orders, leave_out=(COUNTS, STEPS))
+                if seen[rank].watches
+                else None
+            )
 
-        world = World(ranks, watch=("bits", "training"), strict=False)
+        accelerator = {"auto": program.accelerator, "cpu": ""}.get(device, device)
+        if accelerator:
+            stack.enter_context(without_triton())
+        world = World(ranks, watch=("bits", "training"), strict=False, accelerator=accelerator)
         found, result = run_world(world, run, program)
     reports = {r: v for r, v in enumerate(result.values) if isinstance(v, PreflightReport)}
-    if not result.calls or (not reports and not found):
+    is_silent = ranks > 1 and not result.calls
+    if is_silent or (not reports and not found):
         raise ArgumentError(
             expected="a script whose ranks communicate and take an optimizer step",
             received=f"{result.calls} collectives, and steps on {len(reports)} of {ranks} ranks",
             remedy="name the script that torchrun starts; leave --ranks out for a script of one process",
         )
-    return combine(reports, found, seen, orders)
+    for rank, each in enumerate(seen):
+        if rank not in reports and each.watches:  # the world ended before the rank's last step
+            part = conclude(each, orders, checks=())
+            why = {LATER: "ended before its last step by what is found"}
+            reports[rank] = replace(part, judged=(), not_judged=why)
+    report = combine(reports, found, seen, orders, result.not_judged)
+    refuse_unseen(report)
+    return report
+
+
+@contextmanager
+def without_triton() -> Iterator[None]:
+    """Answer libraries that ask for Triton that it is not there: it compiles for a GPU, which the CPU does not run."""
+    plain = importlib.util.find_spec
+
+    @functools.wraps(plain)
+    def find(name: str, package: str | None = None) -> Any:
+        return None if name == "triton" else plain(name, package)
+
+    importlib.util.find_spec = find
+    try:
+        yield
+    finally:
+        importlib.util.find_spec = plain
 
 
 def run_world(world: World, run: Any, program: Script) -> tuple[list[PreflightFinding], Result]:
@@ -125,15 +167,22 @@ def run_world(world: World, run: Any, program: Script) -> tuple[list[PreflightFi
         if error.result is None:
             raise
         result, errors = error.result, [error]
-    errors += [each for each in result.findings if each not in errors]
+    errors += result.findings
     found = [
         PreflightFinding(
-            error.kind.replace(" ", "-"), "error", error.one_line, ranks=tuple(error.ranks)
+            error.kind.replace(" ", "-"), "error", in_words(error), ranks=tuple(error.ranks)
         )
         for error in errors
         if error.kind != LEFT_BY_THE_END
     ]
-    return found, result
+    return list(dict.fromkeys(found)), result  # what ends a run is among its findings too
+
+
+def in_words(error: SimulationError) -> str:
+    """Return a finding of the simulator in one line."""
+    note = f"; {error.note}" if error.note else ""
+    follows = f" (may follow from {error.follows.replace(' ', '-')})" if error.follows else ""
+    return f"{error.one_line}{note}{follows}"
 
 
 def combine(
@@ -141,48 +190,72 @@ def combine(
     found: list[PreflightFinding],
     seen: list[Observer],
     orders: Orders,
+    unseen: Mapping[str, str],
 ) -> PreflightReport:
-    """Put the reports of all ranks together; a check counts as made if every rank made it."""
-    merged: dict[PreflightFinding, list[int]] = {}
-    for rank, report in reports.items():
-        for finding in report.findings:
-            merged.setdefault(finding, []).append(rank)
-    own = [replace(each, ranks=tuple(where)) for each, where in merged.items()]
+    """Put the reports of all ranks together; a check counts as made if every rank made it.
+
+    Args:
+        reports: The report of each rank.
+        found: What the simulator found.
+        seen: What each rank did.
+        orders: The configuration and the declaration.
+        unseen: What the simulator did not judge, with the reason.
+    """
+    own = merge_ranks({rank: report.findings for rank, report in reports.items()})
     skipped: dict[str, str] = {}
     for rank, report in reports.items():
         for name, reason in report.not_judged.items():
             skipped.setdefault(name, f"rank {rank}: {reason}")
     names = dict.fromkeys(name for report in reports.values() for name in report.judged)
     judged = [name for name in names if name not in skipped]
-    starts = [tuple(each.before.values()) for each in seen]
-    if found or len(set(starts)) < len(starts):
-        judged.append(REPLICAS)
-    else:
-        skipped[REPLICAS] = "no two ranks start with the same parameters"
+    for name, key in OF_THE_SIMULATOR.items() if len(seen) > 1 else ():
+        reasons = [w for each, w in unseen.items() if each == "training" or each.startswith(key)]
+        if reasons:
+            skipped[name] = reasons[0]
+        else:
+            judged.append(name)
     size = orders.declared.global_batch_size if orders.declared else None
     counts = counts_of(seen)
-    for name, check in (
-        (COUNTS, counts_are_as_configured(counts, orders.config, size)),
-        (SHARES, ranks_weigh_the_same([each.losses.calls for each in seen])),
-        (NORMS, norms_stay_replicas(seen)),
-    ):
+    checks = {
+        COUNTS: counts_are_as_configured(counts, orders.config, size),
+        STEPS: steps_suffice(counts, orders.config, seen[0].peak),
+    }
+    if len(seen) > 1:
+        checks[SHARES] = ranks_weigh_the_same([each.losses.calls for each in seen])
+        checks[NORMS] = norms_stay_replicas(seen)
+    for name, check in checks.items():
         try:
             for each in check:
                 own.append(PreflightFinding(*each))
             judged.append(name)
         except NotJudged as reason:
             skipped[name] = str(reason)
+    if any(each.has_closures for each in seen):
+        # The simulator reads gradients when a step begins, before its function computes them.
+        found = [each for each in found if each.rule != "gradients-kept"]
     first = next(iter(reports.values()), PreflightReport(0, 0, 0, (), ()))
     return PreflightReport(
         min((report.steps for report in reports.values()), default=0),
-        first.models,
-        first.parameters,
-        (*without_same_cause(found, own), *own),
+        first.models or max(len(each.roots) for each in seen),
+        first.parameters or max(map(count_parameters, seen)),
+        (
+            *without_same_cause(found, own),
+            *(each for each in own if each.severity != "info"),
+        ),
         tuple(judged),
         skipped,
         first.dtypes,
         len(seen),
+        (
+            *(each for each in own if each.severity == "info"),
+            *merge_ranks({rank: report.notes for rank, report in reports.items()}),
+        ),
     )
+
+
+def count_parameters(seen: Observer) -> int:
+    """Return the number of parameters of the models that a rank has called."""
+    return len({id(p) for model, _ in seen.roots.values() for p in model.parameters()})
 
 
 def without_same_cause(
@@ -226,15 +299,15 @@ def norms_stay_replicas(seen: list[Observer]) -> Iterator[Found]:
         held = {rank: norm_digests(seen[rank]) for rank in ranks}
         names = [n for n in held[ranks[0]] if len({held[r].get(n, ("",))[0] for r in ranks}) == 1]
         judged += len(names)
-        for name in names:
-            vote = count_votes({rank: held[rank][name][1] for rank in ranks})
-            if not vote.is_unanimous:
-                yield (
-                    "norms-differ",
-                    "error",
-                    f"{name} was equal on ranks {ranks}, which share a batch, and differs after {seen[0].steps} "
-                    f"steps: {vote}",
-                )
+        votes = {n: count_votes({r: held[r][n][1] for r in ranks}) for n in names}
+        wrong = [name for name, vote in votes.items() if not vote.is_unanimous]
+        if wrong:
+            yield (
+                "norms-differ",
+                "error",
+                f"{name_some(wrong)} of {len(names)} parameters of norms were equal on ranks {ranks}, which share a "
+                f"batch, and differ after {seen[0].steps} steps: {votes[wrong[0]]}",
+            )
     if not judged:
         raise NotJudged("no two ranks share a batch and a norm")
 
@@ -251,10 +324,23 @@ def norm_digests(seen: Observer) -> dict[str, tuple[str, str]]:
     }
 
 
+def has_device(kind: str) -> bool:
+    """Return whether this machine has a device of a kind."""
+    return bool(getattr(getattr(torch, kind, None), "is_available", lambda: False)())
+
+
 def main() -> int:
-    """Run the script that the argument names, and write the report."""
+    """Run the script that the argument names, and write the report.
+
+    Without a number of ranks, the script is one process that names a device: it is served if the machine lacks it.
+    """
     given = json.loads(sys.argv[1])
-    options = {name: given[name] for name in ("ranks", "steps", "config", "declare")}
+    options = {name: given[name] for name in ("ranks", "steps", "config", "declare", "device")}
+    if given["ranks"] is None:
+        kind = kind_in(Path(given["script"]).read_bytes())
+        if given["device"] == "auto" and has_device(kind):
+            return script.main()
+        options["ranks"] = 1
     try:
         report = asdict(preflight_ranks(given["script"], given["arguments"], **options))
     except ArgumentError as error:
@@ -266,4 +352,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    leave(main())
+    script.leave(main())

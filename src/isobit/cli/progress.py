@@ -86,6 +86,12 @@ class Steps:
             self.bar.update(self.task, description=one_line(stage), completed=done, total=total)
         self._line(f"{stage}, {done} of {total}")
 
+    def within(self, stage: str, done: int, total: int) -> None:
+        """Show how much of the current step is done, without counting a step."""
+        if self.bar is not None:
+            self.bar.update(self.task, description=one_line(f"{stage}, {done} of {total}"))
+        self._line(f"[{self.count}/{self.total or '?'}] {stage}, {done} of {total}")
+
     def _line(self, text: str, seconds: float | None = None) -> None:
         if self.bar is not None or self.quiet:
             return

@@ -33,7 +33,10 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Judge the case, and print the counts and the first difference."""
+    from isobit.cli.kernel_run import running_kernels
+    from isobit.contracts.judge.binding import named_function
     from isobit.contracts.judge.replay import replay
+    from isobit.contracts.store.sources import is_interpreted
 
     id, _, name = options.claim.partition("/")
     options.which = [options.file] if options.file else [id]  # isobit's own ids are always known
@@ -49,8 +52,13 @@ def run(options: argparse.Namespace) -> int:
         )
     judged = Options(trusted=tuple(options.trust), subject=options.subject)
     try:
-        with on_backend(options):
-            tally = replay(contract, claim, judged, options.case)
+        if options.subject and not is_interpreted():  # its Triton kernels run as in `isobit check`
+            with running_kernels("cpu", options.target) as how:
+                how.attempt(lambda: named_function(contract, judged))
+                tally = how.attempt(lambda: replay(contract, claim, judged, options.case))
+        else:
+            with on_backend(options):
+                tally = replay(contract, claim, judged, options.case)
     except IsobitError:
         raise
     except (Exception, SystemExit) as error:

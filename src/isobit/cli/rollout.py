@@ -14,13 +14,15 @@ from isobit.cli.terminal import make_console, say_json
 from isobit.plain_text import one_line
 from isobit.report.rollout_page import write_rollout_page
 from isobit.rollout.comparing import compare
+from isobit.rollout.reading import LARGEST_FILE
 from isobit.rollout_records import RolloutReport
 
 
 def run(options: argparse.Namespace) -> int:
     """Compare and print. The exit code is 0 if equal, 1 if something differs, 2 if nothing was compared."""
     found = compare(options.rollout, options.trainer)
-    texts = [path.read_text(errors="replace") for path in (options.rollout, options.trainer)]
+    sides = (options.rollout, options.trainer)
+    texts = [files.read_bytes(path, LARGEST_FILE).decode(errors="replace") for path in sides]
     origin = provenance_of(options, texts)
     if options.html:
         names = (options.rollout.name, options.trainer.name)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,17 @@ from isobit.contracts.language.load import load_contract
 from isobit.contracts.store.tree import library
 from isobit.errors import ArgumentError
 from isobit.files import write_text
-from isobit.guards.run_log.curves import RunLog
-from isobit.guards.run_log.findings import Limits, Verdict
+from isobit.guards.run_log.curves import NAMES, RunLog
+from isobit.guards.run_log.findings import Limits, LogFinding, Verdict
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import judge_log
+from isobit.guards.run_log.same import Sameness, compare_logs
 from isobit.guards.run_log.schedule import schedule_in
 from isobit.plain_text import one_line
+from isobit.records import Provenance
 from isobit.report.preflight_page import many
-from isobit.report.run_picture import draw_run
+from isobit.report.run_page import Section, write_run_page
+from isobit.report.run_picture import Mark, draw_run
 
 
 def add_parser(commands: Any) -> None:
@@ -36,9 +40,10 @@ def add_parser(commands: Any) -> None:
         "isobit.guards.watch or of TensorBoard, a run of MLflow) and report numbers that are not finite, losses that "
         "hide such numbers, a loss whose exponential mean over 100 steps rises by more than 5 % over 500 steps "
         "(FALSIFY-ALBOR-001), gradient norms above the limit (FALSIFY-ALBOR-002), spikes, plateaus, missing steps, and "
-        "learning rates other than the configuration's. No tracker's package is needed. "
-        "Exit 0: nothing found; 1: findings; 2: could not read.",
-        epilog="example: isobit runlog out/trainer_state.json --svg run.svg",
+        "learning rates other than the configuration's. With --same, compare two logs step by step instead. No "
+        "tracker's package is needed. Exit 0: nothing found; 1: findings; 2: could not read, or could not judge what "
+        "was asked for: the norms with --max-norm, the rates with --config.",
+        epilog="examples: isobit runlog out/trainer_state.json --html run.html; isobit runlog a.jsonl b.jsonl --same",
     )
     parser.add_argument(
         "logs",
@@ -70,8 +75,25 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--max-norm",
         type=positive,
-        default=Limits.max_norm,
-        help="limit of the gradient norm after clipping (default: %(default)s)",
+        help=f"limit of the gradient norm after clipping (default: {Limits.max_norm:g})",
+    )
+    parser.add_argument(
+        "--columns",
+        type=columns_of,
+        action="append",
+        default=[],
+        metavar="CURVE=NAME,…",
+        help="columns that have other names than the usual ones: loss, grad_norm, lr or step, as "
+        "loss=train/nll,grad_norm=gn; may be repeated; grad_norm= states that there is none",
+    )
+    parser.add_argument(
+        "--same",
+        type=tolerance_of,
+        nargs="?",
+        const=0.0,
+        metavar="TOLERANCE",
+        help="compare two logs instead: the first step at which loss, norm or rate differ, by more than this share of "
+        "the larger value (default: 0); written after the logs",
     )
     parser.add_argument(
         "--norms",
@@ -83,8 +105,9 @@ def add_parser(commands: Any) -> None:
         "--svg",
         type=Path,
         metavar="FILE",
-        help="draw the curves with the findings marked; of one log",
+        help="draw the curves with the findings marked; of one log, or of two with --same",
     )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write an HTML report")
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
 
 
@@ -106,28 +129,159 @@ def positive(text: str) -> float:
     return value
 
 
+def columns_of(text: str) -> dict[str, str]:
+    """Parse names of columns by curve; a name may have commas if what follows one is no curve."""
+    known = (*NAMES, "step")
+    found: dict[str, str] = {}
+    last = ""
+    for part in text.split(","):
+        curve, sign, name = part.partition("=")
+        if sign and curve.strip() in known:
+            last = curve.strip()
+            found[last] = name.strip()
+        elif last and found[last]:
+            found[last] += f",{part}"
+        else:
+            raise argparse.ArgumentTypeError(
+                f"expected CURVE=NAME with a curve of {', '.join(known)}, received {part!r}"
+            )
+    return found
+
+
+def tolerance_of(text: str) -> float:
+    """Parse a tolerance: a number from 0 up to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected a tolerance from 0 up to 1, such as 1e-4, received {text!r} (write --same after the logs)"
+        )
+    return value
+
+
 def run(options: argparse.Namespace) -> int:
-    """Judge every log and print what was found. The exit code is 0 if nothing counts against a run."""
-    if options.svg is not None and len(options.logs) > 1:
+    """Judge every log, or compare two, and print what was found."""
+    columns = {curve: name for each in options.columns for curve, name in each.items()}
+    wanted = 2 if options.same is not None else 1
+    if options.same is not None and len(options.logs) != 2:
+        raise ArgumentError(
+            expected="two logs with --same",
+            received=f"{len(options.logs)} logs",
+            remedy="name two: isobit runlog A B --same",
+        )
+    if options.svg is not None and len(options.logs) > wanted:
         raise ArgumentError(
             expected="one log with --svg",
             received=f"{len(options.logs)} logs",
-            remedy="draw them one at a time",
+            remedy="draw them one at a time, or write --html",
         )
     config = None if options.config is None else read_config(options.config)
-    limits = Limits(options.warmup, options.max_norm, options.norms, config)
-    logs = [read_log(path, options.run) for path in options.logs]
-    judged = [(log, with_causes(judge_log(log, limits))) for log in logs]
+    logs = [read_log(path, options.run, columns) for path in options.logs]
     origin = provenance_of(options, [log.digest() for log in logs])
+    if options.same is not None:
+        return compare(options, logs[0], logs[1], origin)
+    max_norm = Limits.max_norm if options.max_norm is None else options.max_norm
+    limits = Limits(options.warmup, max_norm, options.norms, config)
+    judged = [
+        Judged(log, with_causes(judge_log(log, limits)), asked_for(options, log)) for log in logs
+    ]
     if options.svg is not None:
-        write_text(options.svg, picture(*judged[0], origin, config))
+        write_text(options.svg, picture(judged[0], origin, config))
+    if options.html is not None:
+        sections = [section_of(each, origin, config) for each in judged]
+        title = f"Log of {judged[0].name}" if len(judged) == 1 else f"Logs of {len(judged)} runs"
+        write_text(options.html, write_run_page(title, sections, origin))
     if options.json:
-        say_json({"provenance": origin, "logs": [as_record(*each) for each in judged]})
+        say_json({"provenance": origin, "logs": [as_record(each) for each in judged]})
     else:
         console = make_console(140, soft_wrap=True)
         for each in judged:
-            show(console, *each)
-    return 0 if all(verdict.is_kept for _, verdict in judged) else 1
+            show(console, each)
+    if not all(each.verdict.is_kept for each in judged):
+        return 1
+    return 2 if any(each.unanswered for each in judged) else 0
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A log, the verdict on it, and the rules that the user asked for by an option."""
+
+    log: RunLog
+    verdict: Verdict
+    asked: frozenset[str]
+
+    @property
+    def name(self) -> str:
+        """The name of the file or folder."""
+        return Path(self.log.path).name
+
+    @property
+    def unanswered(self) -> list[str]:
+        """Rules that were asked for and could not be judged."""
+        return [rule for rule in self.verdict.not_judged if rule in self.asked]
+
+
+def asked_for(options: argparse.Namespace, log: RunLog) -> frozenset[str]:
+    """Return the rules that a user counts on: those of given options, and of a norm that has an unknown name."""
+    asked = set()
+    if options.config is not None:
+        asked.add("schedule")
+    if options.norms != "unclipped" and (
+        options.max_norm is not None or options.norms == "clipped" or log.norm_like
+    ):
+        asked.add("norm-limit")
+    return frozenset(asked)
+
+
+def compare(options: argparse.Namespace, a: RunLog, b: RunLog, origin: Provenance) -> int:
+    """Compare two logs, and print what differs."""
+    found = compare_logs(a, b, options.same)
+    words = same_sentence(a, b, found, options.same)
+    title, _, about = words.partition("; ")
+    drawn = draw_run(
+        title, about, a.curves, marks_of(found.findings), origin, b.curves, Path(b.path).name
+    )
+    if options.svg is not None:
+        write_text(options.svg, drawn)
+    if options.html is not None:
+        findings = [asdict(each) for each in found.findings]
+        tone = "good" if found.is_same else "bad"
+        section = Section(f"{a.path} and {b.path}", tone, words, findings, {}, drawn)
+        write_text(options.html, write_run_page("Two logs compared", [section], origin))
+    if options.json:
+        paths = {"a": a.path, "b": b.path, "tolerance": options.same, "same": found.is_same}
+        say_json({"provenance": origin, **paths, **asdict(found)})
+    else:
+        console = make_console(140, soft_wrap=True)
+        show_findings(console, found.findings)
+        console.print(one_line(words))
+    return 0 if found.is_same else 1
+
+
+def same_sentence(a: RunLog, b: RunLog, found: Sameness, tolerance: float) -> str:
+    """Return the verdict of a comparison with its denominators."""
+    first = next((f for f in found.findings if f.rule == "differs-loss"), None)
+    verdict = (
+        "same"
+        if found.is_same
+        else f"DIFFER, losses first at step {first.step}"
+        if first is not None
+        else "DIFFER"
+    )
+    counts = ", ".join(f"{count:,} of {name}" for name, count in found.compared.items())
+    allowed = f"up to {tolerance:g} of the larger value" if tolerance else "equal as logged"
+    return (
+        f"{Path(a.path).name} and {Path(b.path).name}: {verdict} (DIST-002); {counts} compared, {allowed}"
+        + "".join(f"; {name} is in one log only" for name in found.one_sided)
+        + "".join(
+            f"; {count:,} steps of the {which} are outside of the other's"
+            for which, count in zip(("first", "second"), found.beyond, strict=True)
+            if count
+        )
+        + (f"; {found.nonfinite:,} equal values are not finite" if found.nonfinite else "")
+    )
 
 
 def with_causes(verdict: Verdict) -> Verdict:
@@ -143,19 +297,41 @@ def with_causes(verdict: Verdict) -> Verdict:
     return replace(verdict, findings=tuple(found))
 
 
-def picture(log: RunLog, verdict: Verdict, origin: Any, config: Any = None) -> str:
+def marks_of(findings: Sequence[LogFinding]) -> list[Mark]:
+    """Return the findings as marks of a picture."""
+    return [
+        (f.step, f"{f.rule}: {f.message}", f.severity != "info", f.steps or (f.step,))
+        for f in findings
+    ]
+
+
+def picture(judged: Judged, origin: Any, config: Any = None) -> str:
     """Return the picture of a log, with the learning rates of the configuration if the log has others."""
-    marks = [(f.step, f"{f.rule}: {f.message}", f.severity != "info") for f in verdict.findings]
-    title, _, about = sentence(log, verdict).partition("; ")
+    log, verdict = judged.log, judged.verdict
+    title, _, about = sentence(judged).partition("; ")
     wanted = {}
     if any(finding.rule == "schedule" for finding in verdict.findings):
         schedule = schedule_in(config if config is not None else log.config or {}, log.max_steps)
         wanted["lr"] = [(step, schedule.rate(step)) for step, _ in log.curves["lr"]]
-    return draw_run(title, about, log.curves, marks, origin, wanted)
+    return draw_run(title, about, log.curves, marks_of(verdict.findings), origin, wanted)
 
 
-def as_record(log: RunLog, verdict: Verdict) -> dict[str, Any]:
+def section_of(judged: Judged, origin: Any, config: Any) -> Section:
+    """Return a log as a section of a page."""
+    verdict = judged.verdict
+    return Section(
+        judged.log.path,
+        "bad" if not verdict.is_kept else "warn" if judged.unanswered else "good",
+        sentence(judged),
+        [asdict(finding) for finding in verdict.findings],
+        verdict.not_judged,
+        picture(judged, origin, config),
+    )
+
+
+def as_record(judged: Judged) -> dict[str, Any]:
     """Return a log and its verdict for JSON; the curves stay in the log."""
+    log, verdict = judged.log, judged.verdict
     return {
         "path": log.path,
         "form": log.form,
@@ -169,38 +345,53 @@ def as_record(log: RunLog, verdict: Verdict) -> dict[str, Any]:
         "resumed": log.resumed,
         "entries": {name: len(points) for name, points in log.curves.items()},
         "kept": verdict.is_kept,
+        "unanswered": judged.unanswered,
         **asdict(verdict),
     }
 
 
-def show(console: Console, log: RunLog, verdict: Verdict) -> None:
+def show_findings(console: Console, findings: Sequence[LogFinding]) -> None:
+    """Print a table of findings, with the numbers that they have in a picture."""
+    if not findings:
+        return
+    table = Table("no.", "step", "rule", "severity", "found", "likely causes")
+    for number, finding in enumerate(findings, 1):
+        table.add_row(
+            str(number),
+            str(finding.step),
+            one_line(finding.rule),
+            finding.severity,
+            one_line(finding.message),
+            one_line(finding.causes),
+        )
+    console.print(table)
+
+
+def show(console: Console, judged: Judged) -> None:
     """Print the findings with their likely causes, what was not judged, and the sentence."""
-    if verdict.findings:
-        table = Table("step", "rule", "severity", "found", "likely causes")
-        for finding in verdict.findings:
-            table.add_row(
-                str(finding.step),
-                one_line(finding.rule),
-                finding.severity,
-                one_line(finding.message),
-                one_line(finding.causes),
-            )
-        console.print(table)
-    for rule, reason in verdict.not_judged.items():
-        console.print(f"not judged: {rule}: {reason}")
-    console.print(one_line(sentence(log, verdict)))
+    show_findings(console, judged.verdict.findings)
+    for rule, reason in judged.verdict.not_judged.items():
+        could = "could not judge" if rule in judged.unanswered else "not judged"
+        console.print(one_line(f"{could}: {rule}: {reason}"))
+    console.print(one_line(sentence(judged)))
 
 
-def sentence(log: RunLog, verdict: Verdict) -> str:
+def sentence(judged: Judged) -> str:
     """Return the verdict with its denominators."""
+    log, verdict = judged.log, judged.verdict
+    unanswered = ", ".join(judged.unanswered)
+    word = (
+        "BROKEN" if not verdict.is_kept else f"NOT JUDGED ({unanswered})" if unanswered else "kept"
+    )
+    left = ", ".join(verdict.not_judged)
     steps = [step for step, _ in log.curves["loss"]]
     entries = ", ".join(f"{len(points):,} of {name}" for name, points in log.curves.items())
     counts = sum(finding.severity != "info" for finding in verdict.findings)
     every = len(verdict.judged) + len(verdict.not_judged)
     return (
-        f"{Path(log.path).name} ({log.form}): {'kept' if verdict.is_kept else 'BROKEN'}: "
-        f"{many(counts, 'finding')}; "
-        f"{len(verdict.judged)} of {every} rules judged over {entries}, steps {min(steps)}–{max(steps)}"
+        f"{judged.name} ({log.form}): {word}: {many(counts, 'finding')}; "
+        f"{len(verdict.judged)} of {every} rules judged{f' (not {left})' if left else ''} over {entries}, "
+        f"steps {min(steps)}–{max(steps)}"
         + (f"; {log.skipped:,} of {log.rows:,} entries have none of these" if log.skipped else "")
         + "".join(f"; {count:,} of {name} not used" for name, count in log.unused.items())
         + (f"; {log.worded:,} numbers are null or words, and not finite" if log.worded else "")

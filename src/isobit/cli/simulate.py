@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import json
 import shlex
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from isobit import files
 from isobit.cli.options.simulate import WATCHES
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
 from isobit.majority import name_ranks
+from isobit.records import to_json
+from isobit.report.simulate_page import write_simulate_page
 from isobit.simulator.program.script import Script
-from isobit.simulator.sweep import Group, Plan, SeedRun, compare_prints, group_findings, run_seeds
+from isobit.simulator.sweep import (
+    Group,
+    Plan,
+    SeedRun,
+    compare_prints,
+    group_findings,
+    merge_not_judged,
+    run_seeds,
+)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -59,16 +71,27 @@ def run(options: argparse.Namespace) -> int:
             steps.done(f"{title}, seed {finished.seed}: {found} seeds with findings")
     refuse_silent(options, runs)
     groups, departs = group_findings(runs), compare_prints(runs)
+    record = as_record(options, runs, groups, departs)
+    if options.html:
+        page = write_simulate_page(json.loads(to_json(record)), record["provenance"])
+        files.write_text(options.html, page)
     if options.json:
-        say_json(as_record(options, runs, groups, departs))
+        say_json(record)
     else:
         show(make_console(118, soft_wrap=True), options, runs, groups, departs)
     return 1 if groups else 0
 
 
 def refuse_unstarted(options: argparse.Namespace, run: SeedRun) -> None:
-    """Raise if the script fails on every rank before any call of torch.distributed."""
+    """Raise if the script fails on every rank before any call of torch.distributed, or cannot be simulated."""
     for found in run.found:
+        if found.unsupported:
+            raise ArgumentError(
+                expected="a script whose calls the simulator supports",
+                received=f"{found.cause.removeprefix('UnsupportedError: ')}, on {name_ranks(found.ranks)}"
+                + "".join(f" at {lines[0]}" for lines in found.stacks.values() if lines),
+                remedy=found.remedy,
+            )
         if not run.calls and len(found.ranks) == options.ranks and found.cause:
             raise ArgumentError(
                 expected="a script that reaches a call of torch.distributed",
@@ -112,6 +135,7 @@ def as_record(
             for group in groups
         ],
         "calls": runs[0].calls,
+        "not_judged": merge_not_judged(runs),
         "prints_agree": not departs,
         "prints_depart": departs,
         "printed": list(runs[0].printed),
@@ -171,20 +195,25 @@ def show(
             )
         console.print(table)
     for group in groups:
-        console.print(f"{group.kind}: {group.first.text}", markup=False)
+        follows = f" (may follow from: {group.first.follows})" if group.first.follows else ""
+        console.print(f"{group.kind}{follows}: {group.first.text}", markup=False)
         places: dict[tuple[str, ...], list[int]] = {}
         for rank, lines in sorted(group.first.stacks.items()):
             places.setdefault(tuple(lines[:4]), []).append(rank)
         for place, ranks in places.items():
             console.print(f"  {name_ranks(ranks)}: " + " ← ".join(place), markup=False)
+        if group.first.note:
+            console.print(f"  note: {group.first.note}", markup=False)
         if group.first.wrote:
             console.print(f"  wrote: {group.first.wrote}", markup=False)
         console.print(f"  again: {replay_command(options, group)}", markup=False)
-    clean = sum(not run.found for run in runs)
+    clean, skipped = sum(not run.found for run in runs), merge_not_judged(runs)
     console.print(
         f"{len(runs)} seed{'s' * (len(runs) != 1)}, {options.ranks} ranks: {clean} clean, "
-        f"{len(runs) - clean} with findings"
+        f"{len(runs) - clean} with findings; {len(skipped) or 'no'} checks not judged{':' * bool(skipped)}"
     )
+    for name, reason in skipped.items():
+        console.print(f"  not judged: {name}: {reason}", markup=False)
     if clean > 1:
         console.print(
             f"prints differ: {departs}" if departs else f"prints agree over {clean} clean seeds",

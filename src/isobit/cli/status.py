@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.contract_options import FEW, add_place, exit_code, open_workspace, show_invalid
+from isobit.cli.contract_options import (
+    FEW,
+    add_place,
+    exit_code,
+    invalid_that_count,
+    open_workspace,
+    show_invalid,
+)
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.contracts.store.signing import read_public
+from isobit.contracts.store.tree import Broken
 from isobit.contracts.workspace import Workspace
 from isobit.records import RUNGS, ContractStatus
 
@@ -52,35 +61,38 @@ def run(options: argparse.Namespace) -> int:
     if options.require_signature:
         workspace.require([read_public(path) for path in options.require_signature])
     found = workspace.statuses(workspace.choose(ids, options.subject), options.subject)
+    counting = invalid_that_count(options, workspace)
     if options.json:
         origin = provenance_of(options, [status.digest for status in found])
         say_json({"provenance": origin, "contracts": found})
     else:
-        show(found, workspace)
-    return exit_code([*(s.verdict for s in found), *["broken"] * len(workspace.tree.broken)])
+        show(found, workspace, counting)
+    return exit_code([*(s.verdict for s in found), *["broken"] * len(counting)])
 
 
-def show(found: list[ContractStatus], workspace: Workspace) -> None:
+def show(found: list[ContractStatus], workspace: Workspace, counting: Sequence[Broken]) -> None:
     """Print the table, invalid files, and counts."""
     console = make_console(118)
     table = Table("contract", "version", "verdict", "level", "detail")
-    some = found if len(found) <= FEW else [s for s in found if s.verdict != "kept"]
+    # What is shipped as kept and waits to be judged here is counted below; it is no row among the faults.
+    some = found if len(found) <= FEW else [s for s in found if not is_fine(s)]
     for status in some[:FEW]:
         table.add_row(*cells(status))
     if some:
         console.print(table)
     if len(some) > FEW:
         console.print(f"and {len(some) - FEW:,} more that are not kept")
-    show_invalid(console, workspace)
-    verdicts = Counter(s.verdict for s in found)
+    show_invalid(console, workspace, counting)
+    verdicts = Counter(word_of(s) for s in found)
     counts = ", ".join(f"{count:,} {word}" for word, count in verdicts.most_common())
     console.print(f"{len(found):,} contracts: {counts or 'none'}")
     show_rungs(console, "kept", Counter(s.level for s in found if s.verdict == "kept"))
     shipped = [s.shipped for s in found if s.shipped]
     if shipped:
+        kept = sum(one.verdict == "kept" for one in shipped)
         console.print(
-            f"{len(shipped):,} of them have shipped evidence, judged on another machine, which does not count "
-            "here; to judge on this machine: isobit verify isobit"
+            f"shipped evidence: {kept:,} of {len(shipped):,} kept, judged on another machine; not judged on this "
+            "machine: isobit verify isobit"
         )
         show_rungs(
             console, "shipped as kept", Counter(s.level for s in shipped if s.verdict == "kept")
@@ -89,6 +101,19 @@ def show(found: list[ContractStatus], workspace: Workspace) -> None:
     if stale:
         reasons = "; ".join(sorted(set(stale.values())))
         console.print(f"shipped evidence is stale for {len(stale):,}, and ignored: {reasons}")
+
+
+def is_fine(status: ContractStatus) -> bool:
+    """Return whether a contract is kept here, or waits to be judged here and is shipped as kept."""
+    shipped = status.shipped if status.verdict == "not-judged" else None
+    return status.verdict == "kept" or (shipped is not None and shipped.verdict == "kept")
+
+
+def word_of(status: ContractStatus) -> str:
+    """Return the verdict for counts; of what was judged elsewhere alone, that."""
+    if status.verdict == "not-judged" and status.shipped is not None:
+        return "judged elsewhere only"
+    return status.verdict
 
 
 def cells(status: ContractStatus) -> tuple[str, ...]:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import asdict, replace
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from isobit import files
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.script_file import check_script
 from isobit.cli.terminal import make_console, say_json
 from isobit.plain_text import one_line
+from isobit.records import to_json
+from isobit.report.twice_page import write_twice_page
 from isobit.twice.records import Cause, Report
 from isobit.twice.run import run_twice
 
@@ -35,8 +39,14 @@ def run(options: argparse.Namespace) -> int:
             causes=options.causes,
             progress=tell,
         )
+    record = as_record(options, report)
+    if options.html:
+        plain = json.loads(to_json(record))
+        files.write_text(
+            options.html, write_twice_page(plain, sentence(report), record["provenance"])
+        )
     if options.json:
-        say_json(as_record(options, report))
+        say_json(record)
     else:
         show(make_console(140, soft_wrap=True), report)
     return report.exit_code

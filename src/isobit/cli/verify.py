@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -20,6 +21,7 @@ from isobit.cli.contract_options import (
     add_place,
     add_trust,
     exit_code,
+    invalid_that_count,
     show_invalid,
 )
 from isobit.cli.progress import Steps, add_quiet
@@ -39,6 +41,7 @@ from isobit.contracts.options import Options
 from isobit.contracts.store import ladder
 from isobit.contracts.store.facts import Entry
 from isobit.contracts.store.signing import read_private
+from isobit.contracts.store.tree import Broken
 from isobit.contracts.workspace import Workspace, verdict_at
 from isobit.errors import ArgumentError
 from isobit.library.on_gpu.plans import ELSEWHERE
@@ -123,6 +126,7 @@ def run(arguments: argparse.Namespace) -> int:
         for status in workspace.statuses(entries, options.variant, True, options.level)
     ]
     shown = [s for s in statuses if s.id in judged] if arguments.changed else statuses
+    counting = invalid_that_count(arguments, workspace)
     provenance = provenance_of(arguments, [status.digest for status in shown])
     write_reports(arguments, workspace, shown, provenance)
     derived = found_on(workspace, named_ids(arguments, entries)) if arguments.backend else []
@@ -130,11 +134,11 @@ def run(arguments: argparse.Namespace) -> int:
         backend = {"backend": summary(derived, arguments)} if arguments.backend else {}
         say_json({"provenance": provenance, **backend, "contracts": shown})
     else:
-        show(shown, judged, workspace, options.level)
+        show(shown, judged, workspace, options.level, counting)
         if arguments.backend:
             show_backend(make_console(132), derived, arguments)
     verdicts = [verdict_at(status, options.level) for status in statuses]
-    return exit_code([*verdicts, *["broken"] * len(workspace.tree.broken)])
+    return exit_code([*verdicts, *["broken"] * len(counting)])
 
 
 def named_ids(arguments: argparse.Namespace, entries: list[Entry]) -> list[str]:
@@ -217,6 +221,7 @@ def show(
     judged: dict[str, list[ClaimRecord]],
     workspace: Workspace,
     level: int,
+    counting: Sequence[Broken],
 ) -> None:
     """Print claims and contracts that are not kept, and the totals."""
     console = make_console(132)
@@ -245,7 +250,7 @@ def show(
             console.print(
                 "  delete these files if they were written in another environment", markup=False
             )
-    show_invalid(console, workspace)
+    show_invalid(console, workspace, counting)
     claims = [c for s in found for c in s.claims]
     planted = [p for c in claims for p in c.planted]
     console.print(

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from isobit import backends
-from isobit.compiled.compile import Compiler, check_target, specialise
+from isobit.compiled.compile import Compiled, Compiler, Specialised, check_target, specialise
 from isobit.compiled.interpreter import interpreted
 from isobit.compiled.kernel_texts import KernelText
 from isobit.compiled.machine import Buffer, Machine
@@ -29,6 +29,12 @@ _compiling = threading.Lock()
 def compiler_for(target: str) -> Compiler:
     """Return the compiler of a target, which keeps what it has compiled."""
     return Compiler(target, resources=False)
+
+
+def compile_once(target: str, kernel: Any, call: Specialised) -> Compiled:
+    """Return a compiled kernel; one thread compiles at a time."""
+    with _compiling:
+        return compiler_for(target).compile(kernel, call)
 
 
 @dataclass(frozen=True)
@@ -102,8 +108,7 @@ class MachineBackend:
                 remedy='unset TRITON_INTERPRET, or use executing("interpreter")',
             )
         call = specialise(kernel, self.target, args, {**constants, **options})
-        with _compiling:
-            compiled = compiler_for(self.target).compile(kernel, call)
+        compiled = compile_once(self.target, kernel, call)
         buffers: dict[int, Buffer] = {}
         given: list[Buffer | int | float] = []
         for value in call.arguments:

@@ -205,10 +205,12 @@ class Choices:
     Attributes:
         chosen: kernel -> its configuration as text; a kernel that is not in it uses its first one.
         seen: kernel -> texts of its configurations at these sizes.
+        or_first: whether the first one is used where pruning has removed the chosen one; else that is an error.
     """
 
     chosen: Mapping[str, str] = field(default_factory=dict)
     seen: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    or_first: bool = False
 
 
 _lock = threading.Lock()
@@ -261,7 +263,10 @@ def autotuned(choices: Choices) -> Callable[..., Any]:
         name = self.base_fn.__name__
         choices.seen[name] = tuple(describe(each) for each in configurations)
         texts = choices.seen[name]
-        chosen = configurations[texts.index(choices.chosen.get(name, texts[0]))]
+        wanted = choices.chosen.get(name, texts[0])
+        if choices.or_first and wanted not in texts:
+            wanted = texts[0]
+        chosen = configurations[texts.index(wanted)]
         everything = {**self.nargs, **named, **chosen.all_kwargs()}
         if chosen.pre_hook is not None:
             chosen.pre_hook(everything)

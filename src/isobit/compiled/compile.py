@@ -58,7 +58,12 @@ class Specialised:
     @property
     def arguments(self) -> list[Any]:
         """The arguments that the compiled kernel takes: those that are no constants, in their order."""
-        return [v for (n, v) in self.bound.items() if self.signature[n] != "constexpr"]
+        return [self.bound[n] for n in self.names]
+
+    @property
+    def names(self) -> list[str]:
+        """The names of `arguments`."""
+        return [n for n, kind in self.signature.items() if kind != "constexpr"]
 
     def describe(self) -> str:
         """Return constants and options that a reader knows: "BLOCK_M=16 num_warps=4"."""

@@ -16,7 +16,7 @@ import torch
 from isobit.certify_records import KernelFacts
 from isobit.compiled.capture import Choices, Watch, captured, storage_of
 from isobit.compiled.compile import Compiled, Compiler, absent_driver, specialise
-from isobit.compiled.machine import Machine
+from isobit.compiled.machine import Buffer, Machine, Pointer
 from isobit.compiled.storages import (
     AxisOf,
     Fill,
@@ -150,6 +150,7 @@ class Execution:
             made = self.compiler.compile(kernel, call)
             self.launched.append(made)
             given = self.storages.arguments(call.arguments)
+            label_buffers(given, call.names)
             if 0 in size:
                 return
             engine = ENGINE_OF_TARGET[self.compiler.target]
@@ -201,6 +202,14 @@ class Execution:
             halves = places * size // 2
             self.unwritten += int((held.names[halves] == held.first[halves]).sum())
             self.bits.append(held.data[(places * size)[:, None] + np.arange(size)].copy())
+
+
+def label_buffers(given: Sequence[Buffer | Pointer | int | float], names: Sequence[str]) -> None:
+    """Give each buffer the name of the first argument that points into it, for messages."""
+    for name, value in zip(names, given, strict=True):
+        if isinstance(value, (Buffer, Pointer)):
+            buffer = value if isinstance(value, Buffer) else value.buffer
+            buffer.label = buffer.label or name
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from isobit.compiled.compile import Compiler, LaunchError
 from isobit.compiled.configurations import Planned, Surveyed
 from isobit.compiled.execution import Execution, call
 from isobit.compiled.paths import short_path
-from isobit.compiled.refusals import FloatAtomicError, MachineError, RaceError
+from isobit.compiled.refusals import AddressError, FloatAtomicError, MachineError, RaceError
 from isobit.compiled.row_names import Rows, rows_of
 from isobit.compiled.storages import Names
 from isobit.errors import IsobitError
@@ -263,7 +263,8 @@ def leaking(rows: list[int], count: int) -> tuple[str, str]:
 
 def failed(outcome: Outcome, error: IsobitError) -> Outcome:
     """Return the outcome of a configuration that raised an error."""
-    broken = isinstance(error, (RaceError, FloatAtomicError))
+    outside = isinstance(error, AddressError)
+    broken = outside or isinstance(error, (RaceError, FloatAtomicError))
     where, received = "", error.received
     if isinstance(error, MachineError):
         received = received.partition(", at PTX line ")[0]  # `where` has the place
@@ -272,7 +273,7 @@ def failed(outcome: Outcome, error: IsobitError) -> Outcome:
     return replace(
         outcome,
         verdict=BROKEN if broken else REFUSED,
-        reason=received if broken else f"{received} (expected {error.expected})",
+        reason=received if broken and not outside else f"{received} (expected {error.expected})",
         remedy=error.remedy,
         where=where,
     )

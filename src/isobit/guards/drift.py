@@ -6,6 +6,15 @@ median absolute deviation. One value far above is a spike. A CUSUM adds the exce
 spike is not enough) over a slack of 1; when the sum passes 30 the curve has shifted. A falling curve lies below the
 median of its past, so that a healthy run keeps the sum at zero. The median takes over a new level after half a window,
 so that one shift is reported once. A rise slower than that is for `isobit runlog`, which compares with 500 steps ago.
+
+[Note: when a shift is a divergence]
+A shift is a warning: data and batch sizes change, and rewards move. It is a divergence, an error that may stop a run,
+if in the 128 values after it the median of the last 64 lies above a limit that is set when the shift is found. That
+median ignores a spike of up to 31 values from which the run recovers. The limit of a loss is the lowest exponential
+mean plus the largest of: half of it; a tenth of what the run has gained since its first 64 values, so that a loss of
+almost zero may move by many times itself; and 6 robust standard deviations, so that a loss around zero is judged by its
+noise. The limit of a logarithm, as of a gradient norm, is ten times the median before the shift, and at least the level
+of the first 64 values.
 """
 
 from __future__ import annotations
@@ -14,13 +23,15 @@ import math
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
 from isobit.errors import ArgumentError
 
 WINDOW, SPIKE, SLACK, LIMIT, CUT = 128, 12.0, 1.0, 30.0, 4.0
 LEARNING = 64  # values before the first verdict
-DIVERGED = 1.5  # times the lowest exponential mean: from there a shift is an error
 MEAN_WINDOW = 100
+RECENT = 64  # values whose median is the level after a shift
+RISE, LOST, NOISE, FACTOR = 0.5, 0.1, 6.0, 10.0  # see [Note: when a shift is a divergence]
 
 
 @dataclass(frozen=True)
@@ -28,9 +39,9 @@ class Reading:
     """What a detector says of one value.
 
     Attributes:
-        status: "learning", "steady", "spike", "shift" or "nonfinite".
-        severity: "info", "warning" or "error".
-        score: The robust z-score of a spike, the sum of a shift; 0 while learning.
+        status: "learning", "steady", "spike", "shift", "divergence" or "nonfinite".
+        severity: "info", "warning" for a spike or a shift, "error" for a divergence or a number that is not finite.
+        score: The robust z-score of a spike, the sum of a shift, the level of a divergence; 0 while learning.
         mean: The exponential mean of the values so far.
 
     Example:
@@ -46,7 +57,7 @@ class Reading:
 
     @property
     def is_alarm(self) -> bool:
-        """Whether this is a spike, a shift or a number that is not finite."""
+        """Whether this is a spike, a shift, a divergence or a number that is not finite."""
         return self.severity != "info"
 
 
@@ -84,8 +95,10 @@ class Drift:
         self.sorted: list[float] = []
         self.sum = self.mean = 0.0
         self.lowest = math.inf
+        self.start = 0.0  # the exponential mean of the first values
         self.count = self.quiet = 0
         self.above = False
+        self.ceiling: float | None = None  # after a shift, the level from which it is a divergence
 
     def add(self, value: float) -> Reading:
         """Take the next value of the curve.
@@ -98,11 +111,7 @@ class Drift:
         """
         if not math.isfinite(value):
             return Reading("nonfinite", "error", 0.0, self.mean)
-        rate = 1 / min(self.count + 1, MEAN_WINDOW)
-        self.mean += rate * (value - self.mean)
-        self.count += 1
-        if self.count >= LEARNING:
-            self.lowest = min(self.lowest, self.mean)
+        self.average(value)
         seen = math.log(max(value, 1e-300)) if self.log else value
         score = self.score(seen)
         self.learn(seen)
@@ -112,12 +121,37 @@ class Drift:
         self.sum = 0.0 if self.quiet else max(0.0, self.sum + min(score, CUT) - SLACK)
         if self.sum > self.limit:
             total, self.sum, self.quiet = self.sum, 0.0, WINDOW
-            worse = self.mean > DIVERGED * self.lowest > 0
-            return Reading("shift", "error" if worse else "warning", total, self.mean)
+            self.ceiling = self.divergence_limit()
+            return Reading("shift", "warning", total, self.mean)
+        if self.ceiling is not None:
+            level = sorted(islice(reversed(self.values), RECENT))[RECENT // 2]
+            is_over = level > self.ceiling
+            self.ceiling = None if is_over or not self.quiet else self.ceiling
+            if is_over:
+                shown = math.exp(min(level, 700.0)) if self.log else level
+                return Reading("divergence", "error", shown, self.mean)
         first, self.above = not self.above, score > self.spike
         if self.above and first and not self.quiet:  # the first of consecutive ones
             return Reading("spike", "warning", score, self.mean)
         return Reading("steady", "info", score, self.mean)
+
+    def average(self, value: float) -> None:
+        """Put a value into the exponential mean, and note the first mean and the lowest."""
+        self.mean += (value - self.mean) / min(self.count + 1, MEAN_WINDOW)
+        self.count += 1
+        if self.count == LEARNING:
+            self.start = self.mean
+        if self.count >= LEARNING:
+            self.lowest = min(self.lowest, self.mean)
+
+    def divergence_limit(self) -> float:
+        """Return the level from which a shift that was just found is a divergence; see the note above."""
+        middle, spread = median_and_deviation(self.sorted)
+        noise = NOISE * 1.4826 * spread
+        if self.log:
+            return max(middle + max(math.log(FACTOR), noise), math.log(max(self.start, 1e-300)))
+        gained = self.start - self.lowest
+        return self.lowest + max(RISE * abs(self.lowest), LOST * gained, noise)
 
     def score(self, seen: float) -> float:
         """Return the robust z-score of a value against the window."""

@@ -214,6 +214,44 @@ def find_end_of_graph(model: nn.Module, call: ModelCall, without: list[str]) -> 
     return "their results are not used in what gets a gradient"
 
 
+def find_cancelled(model: nn.Module, call: ModelCall, biases: list[str]) -> list[str]:
+    """Return the biases whose gradient of zero is one of cancellation: their module's output does depend on them.
+
+    The gradient of a bias is the sum of its output's gradients. A batch norm, the softmax over keys and a loss of
+    differences make that sum zero. If instead the output of its own module has no derivative by the bias, the graph is
+    cut there, or the bias is multiplied by zero.
+
+    Args:
+        model: The model that was called.
+        call: Its last call.
+        biases: Names of parameters whose gradient is zero, next to others of their module whose gradient is not.
+    """
+    model = unwrapped(model)
+    owners = {name: name.removeprefix("module.").rpartition(".")[0] for name in biases}
+    outputs: dict[str, list[Tensor]] = {}
+
+    def after(name: str, module: nn.Module, output: Any) -> None:
+        if name in owners.values():
+            outputs.setdefault(name, []).extend(t for t in tensors_in(output) if t.requires_grad)
+
+    with torch.enable_grad(), as_it_was(model, call):
+        hooked_call(model, call, lambda name, given: None, after)
+    depends = []
+    for name, owner in owners.items():
+        parameter = model.get_parameter(name.removeprefix("module."))
+        found = outputs.get(owner, [])
+        # Positive, so that they cannot cancel in a sum, and unequal, so that a softmax does not either.
+        seeds = [1 + torch.linspace(0, 1, t.numel()).view_as(t).to(t) for t in found]
+        given = (
+            torch.autograd.grad(found, parameter, seeds, True, allow_unused=True)[0]
+            if found
+            else None
+        )
+        if given is not None and bool(given.count_nonzero()):
+            depends.append(name)
+    return depends
+
+
 def hooked_call(model: nn.Module, call: ModelCall, before: Any, after: Any) -> None:
     """Call the model with hooks on every module; remove them in any case."""
     with ExitStack() as stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from isobit.errors import ArgumentError
 from isobit.parallel.tensor.local_shards import local_shard_of
 
 SHOWN = 4
+# Means or sums of squares in the states of torch's optimizers, which are never negative.
+SQUARES = ("exp_avg_sq", "max_exp_avg_sq", "square_avg", "sum", "exp_inf")
 
 
 def unwrapped_optimizer(optimizer: Any) -> torch.optim.Optimizer:
@@ -105,6 +108,53 @@ def check_state(
                 name = names.get(id(parameter), "a parameter outside the model")
                 yield name, f"{key} is not zero before the first step"
                 break
+
+
+def check_running_state(
+    optimizer: torch.optim.Optimizer, names: dict[int, str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield a rule, a parameter and a sentence for state that no right step leaves.
+
+    A state that is not finite makes every later step so; a negative mean of squares has no square root, and shows that
+    something else wrote into it.
+
+    Args:
+        optimizer: The optimizer, after a step. Of sharded state, this rank's shards are read.
+        names: Parameters by id.
+    """
+    held = [
+        (
+            names.get(id(parameter), "a parameter outside the model"),
+            key,
+            local_shard_of(value).local,
+        )
+        for parameter, state in optimizer.state.items()
+        for key, value in state.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.layout == torch.strided
+    ]
+    held = [(name, key, part) for name, key, part in held if part.numel()]
+    ends = [torch.aminmax(part.detach()) for _, _, part in held]
+    lowest, highest = (read_together([pair[at] for pair in ends]) for at in (0, 1))
+    for (name, key, _), low, high in zip(held, lowest, highest, strict=True):
+        if not (math.isfinite(low) and math.isfinite(high)):
+            yield (
+                "state-nonfinite",
+                name,
+                f"{key} of the optimizer is not finite: from {low} to {high}",
+            )
+        elif key in SQUARES and low < 0:
+            yield (
+                "state-negative",
+                name,
+                f"{key} of the optimizer, a mean of squares, is {low:.6g} somewhere",
+            )
+
+
+def read_together(numbers: Sequence[Tensor]) -> list[float]:
+    """Return tensors of one number each as numbers; those of one device are read at once."""
+    if len({number.device for number in numbers}) == 1:
+        return [float(each) for each in torch.stack([n.double() for n in numbers]).tolist()]
+    return [float(number) for number in numbers]
 
 
 def weights_that_differ(model: nn.Module, saved: Mapping[str, Tensor]) -> Iterator[str]:

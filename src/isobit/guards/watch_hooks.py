@@ -116,12 +116,14 @@ class Watch(StepChecks):
             return
         for handle in self.handles:
             handle.remove()
+        self.course.stop()
         self.handles, self.call, self.sample, self.versions = [], None, None, []
         self.few = []
         try:
             if self.weights_unread:
                 self.step -= 1  # the step that left them so
                 self.check_weights()
+                self.check_moments()
         finally:
             self.step += self.weights_unread
             self.nonfinite_steps += self.wrong
@@ -146,14 +148,19 @@ class Watch(StepChecks):
     ) -> None:
         """Remember the arguments of a training forward."""
         self.called = True
+        if not self.is_replaying:
+            self.course.stop()  # of a forward that raised
         if self.is_training_call(model):
             self.micro_batch += 1
             self.call = ModelCall.of(args, kwargs)
+            if self.looks():
+                self.course.start()
 
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         """Take the loss from the output, and ask to be called when its backward starts."""
         if not self.is_training_call(model):
             return
+        self.course.stop()
         loss = loss_in(output)
         if loss is not None:
             self.losses.append((self.micro_batch, loss.detach()))
@@ -234,6 +241,7 @@ class Watch(StepChecks):
         for micro_batch, loss in self.losses:
             self.judge("loss", float(loss), micro_batch if self.micro_batch > 0 else None)
         self.losses = []
+        self.emit_rates()
         if self.reads_all():
             self.read_all(optimizer)
         if self.agree_to_skip():
@@ -248,6 +256,9 @@ class Watch(StepChecks):
         pairs = [(name, p) for name, p in self.named if id(p) in held and p.requires_grad]
         self.check_gradients([(name, p) for name, p in pairs if p.grad is not None])
         self.few = spread_sample([p for _, p in pairs])
+        if self.step % self.options.every == 0:
+            for metric, block, value in self.course.metrics():
+                self.emitter.metric(metric, value, step=self.step, module=block)
         if self.steps + 1 == self.options.patience:
             self.check_flow([name for name, _ in pairs])
         if not self.wrong and self.measures_update():
@@ -261,17 +272,25 @@ class Watch(StepChecks):
         return self.steps < 2 or self.step % self.options.every == 0
 
     def check_called(self) -> None:
-        """Report a DistributedDataParallel that is not called before the first step, so that it reduces nothing."""
+        """Report a wrapper that is not called before the first step, and a model that is called in evaluation mode."""
         if isinstance(self.model, nn.parallel.DistributedDataParallel) and not self.called:
             self.report(
                 "wrapper-bypassed",
                 "the step follows no call of DistributedDataParallel: the module inside was called, and the gradients "
                 "are not reduced over ranks",
             )
+        elif self.called and not self.model.training and depends_on_mode(self.model):
+            self.report(
+                "eval-mode",
+                "the model is in evaluation mode at its first step: dropout is off, and batch norms use their "
+                "running statistics. model.train() is missing, unless that is meant; the loss in the model's output "
+                "and the module where numbers stop being finite are not seen",
+                severity="warning",
+            )
 
     def agree_to_skip(self) -> bool:
-        """Return whether to skip; ranks with shards of one model decide together."""
-        if not self.options.is_sharded or self.options.policy in ("log", "raise"):
+        """Return whether to skip; the ranks of `group` decide together."""
+        if self.options.group is None or self.options.policy in ("log", "raise"):
             return self.wants_skip
         flag = torch.tensor(float(self.wants_skip), device=self.named[0][1].device)
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.options.group)
@@ -284,6 +303,7 @@ class Watch(StepChecks):
         self.weights_unread = not (self.wrong or self.measures_update())
         if not self.weights_unread:
             self.check_weights()
+            self.check_moments()
         if sample is not None:
             self.check_update(*sample.compare())
         self.check_replicas()
@@ -291,8 +311,19 @@ class Watch(StepChecks):
         self.versions = list(islice(gradient_versions(optimizer), KEPT_VERSIONS)) if looks else []
         self.nonfinite_steps += self.wrong
         self.steps, self.step, self.micro_batch = self.steps + 1, self.step + 1, -1
-        self.wrong = self.wants_skip = False
+        self.wrong = self.wants_skip = self.alarmed = False
+        self.course.sizes = {}
         self.call = None
+
+
+def depends_on_mode(model: nn.Module) -> bool:
+    """Return whether a module computes something else in evaluation mode: a dropout, or a norm of batches."""
+    return any(
+        getattr(module, "p", 0) > 0
+        if isinstance(module, nn.modules.dropout._DropoutNd)
+        else isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats
+        for module in model.modules()
+    )
 
 
 def gradient_versions(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, int, int]]:

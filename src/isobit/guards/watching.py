@@ -38,6 +38,8 @@ def watch(
     group: dist.ProcessGroup | None = None,
     tensor_group: dist.ProcessGroup | None = None,
     sharded: Iterable[str] = (),
+    metrics_every: int = 1,
+    config: Mapping[str, Any] | None = None,
 ) -> Watch:
     """Check every step of a training run. See docs/how-to/watch-a-run.md for what is checked.
 
@@ -50,7 +52,8 @@ def watch(
         sinks: Where events go, as for `Emitter`; None is the logger `isobit.guards`.
         run: The name of the run.
         max_norm: The limit of the global gradient norm after clipping.
-        every: Steps between metrics, and between looks at the weights and at how far they move.
+        every: Steps between looks at the weights, at the optimizer's state and at how far weights move, and between
+            metrics of blocks.
         gradients_every: Steps between looks at all gradients, after the first `patience` steps; between them, 4,096
             elements of 4 gradients are read. None is 4, or 1 with a policy that raises or skips.
         patience: Steps after which a parameter that never had a gradient, or only zeros, is reported.
@@ -61,11 +64,16 @@ def watch(
         other_optimizers: Those that train the rest of the model, each with a watch of its own.
         agree_every: Steps between comparisons of parameters over `group` and `tensor_group`; None compares nothing.
             Every rank of these groups must watch.
-        group: Ranks that have equal parameters, for `agree_every`. With sharded parameters and a policy that skips: all
-            ranks, which then skip together.
+        group: Ranks that have equal parameters, for `agree_every`, and that skip a step together under a policy that
+            skips: with sharded parameters, all ranks. Without it, ranks do not skip for a loss that diverges, which
+            is one rank's own.
         tensor_group: The ranks of a tensor-parallel group, for `agree_every`: what `replicated_tensors` returns is
             compared there.
         sharded: Patterns of names that are sharded by hand, for `replicated_tensors`.
+        metrics_every: Steps between metrics of the loss, the gradient norm (of steps that read all gradients) and the
+            learning rates.
+        config: The configuration of the run, such as a YAML file as it was read: the hyperparameters that it has must
+            be those of every group of this optimizer; a weight decay of 0 is allowed.
 
     Returns:
         The watch, which ends with `close()` or the end of a `with` block.
@@ -97,7 +105,7 @@ def watch(
             remedy="choose one of these",
         )
     looks = gradients_every if gradients_every is not None else 4 if policy == "log" else 1
-    check_counts(max_norm, every, looks, patience, agree_every)
+    check_counts(max_norm, every, looks, patience, agree_every, metrics_every)
     is_sharded = bool(find_shards(model)) or any(map(is_dtensor, model.parameters()))
     if is_sharded and group is None and policy not in ("log", "raise"):
         raise ArgumentError(
@@ -121,23 +129,36 @@ def watch(
         looks,
         weights_from,
         tuple(map(unwrapped_optimizer, other_optimizers)),
+        metrics_every,
+        config,
     )
     emitter = Emitter(sinks, run=run, rank=rank)
     return Watch(model, unwrapped_optimizer(optimizer), options, emitter)
 
 
 def check_counts(
-    max_norm: float | None, every: int, looks: int, patience: int, agree_every: int | None
+    max_norm: float | None,
+    every: int,
+    looks: int,
+    patience: int,
+    agree_every: int | None,
+    metrics_every: int,
 ) -> None:
     """Raise ArgumentError if a number of steps, or the limit of the norm, is not positive."""
-    numbers = {"every": every, "gradients_every": looks, "patience": patience}
+    numbers = {
+        "every": every,
+        "gradients_every": looks,
+        "patience": patience,
+        "metrics_every": metrics_every,
+    }
     if agree_every is not None:
         numbers["agree_every"] = agree_every
     wrong = [f"{name}={number}" for name, number in numbers.items() if number < 1]
     wrong += [f"max_norm={max_norm}"] if max_norm is not None and not max_norm > 0 else []
     if wrong:
         raise ArgumentError(
-            expected="every, gradients_every, patience and agree_every of at least 1, and a positive max_norm",
+            expected="every, gradients_every, metrics_every, patience and agree_every of at least 1, and a positive "
+            "max_norm",
             received=", ".join(wrong),
             remedy="leave out what should not be checked",
         )

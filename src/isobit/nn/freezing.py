@@ -8,10 +8,9 @@ import torch
 
 from isobit.errors import ArgumentError
 from isobit.nn.linear import PACKED, Linear
-from isobit.ops.linear.packed import PackedWeight
+from isobit.ops.linear.packed import PackedWeight, WatchedWeight
 
 ENABLED = "_isobit_state"  # on a model that isobit.enable prepared
-FREEZES = "_isobit_freezes"  # on a frozen layer: how many Frozen hold it
 
 
 class Frozen:
@@ -26,6 +25,7 @@ class Frozen:
 
     def __init__(self) -> None:
         self._layers: list[torch.nn.Linear] = []
+        self._tied: list[torch.nn.Embedding] = []
 
     @property
     def nbytes(self) -> int:
@@ -34,18 +34,23 @@ class Frozen:
 
     def add(self, layer: torch.nn.Linear) -> None:
         """Pack the weight of a layer, or share the form that an earlier `freeze` made."""
-        if PACKED not in layer.__dict__:
-            layer.__dict__[PACKED] = PackedWeight(layer.weight)
-        layer.__dict__[FREEZES] = layer.__dict__.get(FREEZES, 0) + 1
+        hold(layer, PackedWeight)
         self._layers.append(layer)
+
+    def add_tied(self, table: torch.nn.Embedding) -> None:
+        """Watch the table of an embedding that is also the weight of a frozen layer: a write moves it."""
+        hold(table, WatchedWeight)
+        self._tied.append(table)
 
     def thaw(self) -> None:
         """Drop the packed weights; a second call does nothing."""
-        layers, self._layers = self._layers, []
+        layers, self._layers, self._tied = [*self._layers, *self._tied], [], []
         for layer in layers:
-            layer.__dict__[FREEZES] -= 1
-            if not layer.__dict__[FREEZES]:
-                del layer.__dict__[FREEZES], layer.__dict__[PACKED]
+            watched = layer.__dict__[PACKED]
+            watched.holders -= 1
+            if not watched.holders:
+                del layer.__dict__[PACKED]
+                watched.release()
 
     def __enter__(self) -> Frozen:
         return self
@@ -62,15 +67,33 @@ class Frozen:
         return f"Frozen({len(self._layers)} linear layers, {self.nbytes / 2**20:.1f} MiB packed)"
 
 
+def hold(layer: torch.nn.Module, kind: type[WatchedWeight]) -> None:
+    """Watch the weight of a layer, or count one more holder of what an earlier `freeze` made."""
+    if layer.__dict__.get(PACKED) is None:  # a copy of a frozen layer has None
+        layer.__dict__[PACKED] = kind(layer.weight)  # type: ignore[arg-type]
+    layer.__dict__[PACKED].holders += 1
+
+
 def freeze(module: torch.nn.Module) -> Frozen:
     """Pack the weights of linear layers, which makes decoding faster and changes no bits.
 
-    Layers are the isobit.nn.Linear of a module, or all linear layers of a model that isobit.enable prepared; those that
-    share an input (Q, K and V; gate and up) read packed weights where no gradient is taken.
+    Layers are the isobit.nn.Linear of a module, or all linear layers of a model that isobit.enable prepared. They read
+    packed weights where no gradient of the weight is taken.
 
     A later write to a weight through torch (in place, `.data`, a view, a loaded state dict, a NumPy array) is noticed,
     and the weight is packed again at the next call. A write through a raw address (ctypes, a C extension that kept
     `data_ptr()`) is not: thaw before it. The first write to a frozen weight moves it to new memory.
+
+    Other threads may write weights while calls run, as a server does that receives weights during a rollout. Every call
+    that begins after a write has returned reads what was written. A call of a layer that runs while its weight is
+    written in place may read a part of the write, as it may without `freeze`; no later call does. Where a weight is
+    replaced (`module.weight.data = new`, `load_state_dict(..., assign=True)`), each call without gradients reads the
+    old or the new weight, never a mixture. A model has many layers: for tokens of one version of all weights, let no
+    call run during the update. Two threads must not write one weight at once, and where gradients are taken nothing
+    may be written meanwhile. A collective or an operator of your own that writes asynchronously has to end first,
+    unless it writes to `weight.data`.
+
+    A copy of a frozen layer (`copy.deepcopy`, pickle, `torch.save`) is not frozen.
 
     Args:
         module: A module that contains isobit.nn.Linear layers, or an enabled model.
@@ -90,7 +113,8 @@ def freeze(module: torch.nn.Module) -> Frozen:
         ...     torch.equal(layer(x), before)
         True
     """
-    kind = torch.nn.Linear if ENABLED in module.__dict__ else Linear
+    is_enabled = ENABLED in module.__dict__
+    kind = torch.nn.Linear if is_enabled else Linear
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, kind)}
     if not layers:
         raise ArgumentError(
@@ -102,6 +126,10 @@ def freeze(module: torch.nn.Module) -> Frozen:
     try:
         for name, layer in layers.items():
             pack(frozen, name, layer)
+        weights = {id(layer.weight) for layer in layers.values()}
+        for table in module.modules() if is_enabled else ():
+            if isinstance(table, torch.nn.Embedding) and id(table.weight) in weights:
+                frozen.add_tied(table)
     except BaseException:
         frozen.thaw()
         raise

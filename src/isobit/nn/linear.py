@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from isobit.ops.linear.op import linear_with_packed
-from isobit.ops.linear.packed import PackedWeight
+from isobit.ops.linear.packed import Snapshot, WatchedWeight
 from isobit.order.samples import Samples
 
-PACKED = "_isobit_packed"  # on a frozen layer: its PackedWeight
+PACKED = "_isobit_packed"  # on a frozen layer: its PackedWeight; None on a copy of one
 
 
 class Linear(torch.nn.Linear):
@@ -32,13 +34,37 @@ class Linear(torch.nn.Linear):
 
     def forward(self, input: Tensor, samples: Samples | Tensor | None = None) -> Tensor:
         """Compute isobit.linear(input, weight, bias)."""
-        return linear_with_packed(input, self.weight, self.bias, samples, packed_form(self))
+        read = read_weight(self)
+        return linear_with_packed(input, read.weight, self.bias, samples, read.packed)
 
 
-def packed_form(layer: torch.nn.Linear) -> Tensor | None:
-    """Return the packed form of a frozen layer's present weight; None where there is none that may be read."""
-    packed: PackedWeight | None = layer.__dict__.get(PACKED)
-    # A compiled graph packs on the fly: it cannot check whether the weight was written.
-    if packed is None or torch.compiler.is_compiling():
-        return None
-    return packed.current(layer.weight)
+class WeightRead(NamedTuple):
+    """What one call reads of a layer. The caller holds it until the call has ended.
+
+    Attributes:
+        weight: The layer's weight, or a frozen layer's snapshot of it.
+        packed: Its packed form, or None.
+        snapshot: Keeps the memory that the weight had, should another thread write it meanwhile.
+    """
+
+    weight: Tensor
+    packed: Tensor | None = None
+    snapshot: Snapshot | None = None
+
+
+def read_weight(layer: torch.nn.Linear | torch.nn.Embedding) -> WeightRead:
+    """Return what a call reads: the present snapshot of a frozen layer where no gradient is taken, else the weight."""
+    weight = layer.weight
+    watched: WatchedWeight | None = layer.__dict__.get(PACKED)
+    # A compiled graph packs on the fly: it cannot check whether the weight was written. In training a form would be
+    # packed at every step.
+    if (
+        watched is None
+        or torch.compiler.is_compiling()
+        or (torch.is_grad_enabled() and weight.requires_grad)
+    ):
+        return WeightRead(weight)
+    snapshot = watched.current(weight)
+    if snapshot is None:
+        return WeightRead(weight)
+    return WeightRead(snapshot.weight, snapshot.packed, snapshot)

@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Shard as Placement
 
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.file_digests import digest_files, first_damaged
 from isobit.files import write_text
 from isobit.order.plan import VERSION
 from isobit.parallel.collectives.rank_group import is_first_rank
@@ -95,17 +96,18 @@ def save(
             remedy="use a new name for each step",
         )
     groups = [] if optimizer is None else describe_groups(optimizer, names_of(model))
-    record = json.dumps(
-        {"format": FORMAT, "order": VERSION, "step": step, "extra": extra or {}, "groups": groups}
-    )
+    record = {"format": FORMAT, "order": VERSION, "step": step, "extra": extra or {}}
+    record["groups"] = groups
+    json.dumps(record)  # raises before anything is written
     state = state_views(model, optimizer)
     if is_first_rank():
         shutil.rmtree(unfinished, ignore_errors=True)
     wait_for_all()
     with with_or_without_ranks() as no_dist:
         write_folder(state, checkpoint_id=unfinished, no_dist=no_dist)
+    digests = digest_folder(unfinished)
     if is_first_rank():
-        write_text(unfinished / RECORD, record)
+        write_text(unfinished / RECORD, json.dumps({**record, "files": digests}))
         unfinished.rename(target)
     wait_for_all()
 
@@ -131,8 +133,9 @@ def load(
         The step and the extra data.
 
     Raises:
-        ArgumentError: The folder is not a complete checkpoint of this format, it was saved under
-            another version of the order, or the optimizer has other parameter groups.
+        ArgumentError: The folder is not a complete checkpoint of this format, one of its files is
+            missing or changed after it was saved, it was saved under another version of the order,
+            or the optimizer has other parameter groups.
 
     Example: see `save`.
     """
@@ -143,8 +146,9 @@ def load(
             received=str(source),
             remedy="pass an earlier checkpoint; a folder that ends in .partial was never finished",
         )
-    record = json.loads((source / RECORD).read_text())
+    record = read_record(source)
     check_record(record, source, order)
+    check_files(source, record.get("files", {}))
     if optimizer is not None:
         restore_groups(optimizer, names_of(model), record["groups"])
         allocate_state(source, model, optimizer)
@@ -152,6 +156,64 @@ def load(
     with with_or_without_ranks() as no_dist:
         read_folder(state, checkpoint_id=source, no_dist=no_dist)
     return Loaded(int(record["step"]), dict(record["extra"]))
+
+
+def digest_folder(folder: Path) -> dict[str, str]:
+    """Return the digests of all files of a folder; each rank reads those that it wrote."""
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    names = sorted(path.name for path in folder.iterdir())
+    written = {name for r in range(ranks) for name in names if name.startswith(f"__{r}_")}
+    own = [n for n in names if n.startswith(f"__{rank}_") or (rank == 0 and n not in written)]
+    found = dict[str, str]()
+    for part in gather(digest_files(folder, own)):
+        found |= part
+    return found
+
+
+def read_record(source: Path) -> dict[str, Any]:
+    """Read the record of a checkpoint.
+
+    Raises:
+        ArgumentError: It is not JSON, or not a record.
+    """
+    try:
+        record = json.loads((source / RECORD).read_text())
+    except ValueError as error:
+        record = str(error)
+    if not isinstance(record, dict):
+        raise ArgumentError(
+            expected=f"a record of a checkpoint in {RECORD}",
+            received=f"{source / RECORD}: {record!r:.100}",
+            remedy="pass an earlier checkpoint; this one was changed after it was saved",
+        )
+    return record
+
+
+def check_files(source: Path, digests: dict[str, str]) -> None:
+    """Compare the files with their digests, on every rank some of them; all ranks raise the same.
+
+    Checkpoints that were saved before there were digests are not checked.
+
+    Raises:
+        ArgumentError: A file is missing, truncated or changed.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    damaged = gather(first_damaged(source, digests, sorted(digests)[rank::ranks]))
+    if wrong := next(filter(None, damaged), ""):
+        raise ArgumentError(
+            expected="the files that isobit.parallel.checkpoint.save wrote",
+            received=f"{source}: {wrong}",
+            remedy="pass another checkpoint, or copy this one again from where it was saved",
+        )
+
+
+def gather(value: Any) -> list[Any]:
+    """Return the values of all ranks."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def check_record(record: dict[str, Any], source: Path, order: int) -> None:

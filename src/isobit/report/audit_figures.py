@@ -122,6 +122,20 @@ def cumulated(guilty: Sequence[Guilty]) -> list[float | None]:
     return sums
 
 
+def describe_kind(one: Guilty) -> str:
+    """Write what the kind of a difference means, and whether anything reads the result."""
+    error = "this is a bug, not rounding"
+    if one.accuracy.approximation:
+        error = "larger than rounding explains, a bug or an approximation"
+    meaning = {
+        "order": "both results are as accurate as rounding allows",
+        "error": error,
+        "random": "it draws random numbers",
+    }.get(one.kind)
+    text = f"{one.kind}: {meaning}" if meaning else one.kind
+    return f"{text}; nothing in the run reads this result" if one.unread else text
+
+
 def errors_of(one: Guilty, sides: tuple[str, str]) -> str:
     """Write how far both results of an operator are from the reference."""
     found = one.accuracy

@@ -8,6 +8,7 @@ from isobit.audit_records import AxisReport, Guilty
 from isobit.report.audit_figures import (
     changed,
     counted,
+    describe_kind,
     errors_of,
     magnitude,
     percent,
@@ -20,11 +21,6 @@ from isobit.report.order_page import draw_certificate
 from isobit.report.svg import STYLE
 from isobit.reveal.certificate import Certificate
 
-KINDS = {
-    "order": "order: both results are as accurate as rounding allows",
-    "error": "error: this is a bug, not rounding",
-    "random": "random: it draws random numbers",
-}
 HEXADECIMAL = re.compile(r"(?:0x)?([0-9a-fA-F]{1,32})")
 
 
@@ -77,7 +73,7 @@ def show_operator(
     one: Guilty, axis: AxisReport, anchor: str, pictures: OrderPictures, opened: bool
 ) -> str:
     """Return the details of one operator."""
-    tone = "bad" if one.kind == "error" else "warn"
+    tone = "bad" if one.is_error else "warn"
     share = f"{percent(one.share)} of the effect" if one.share is not None else "share not measured"
     head = (
         f"<summary><b>{escape(str(one.place))}</b>"
@@ -94,7 +90,7 @@ def show_operator(
 def facts_of_operator(one: Guilty, axis: AxisReport) -> list[tuple[str, str]]:
     """Return names and values, the latter as HTML."""
     facts = [
-        ("kind", escape(KINDS.get(one.kind, one.kind))),
+        ("kind", escape(describe_kind(one))),
         ("elements that differ", f"{one.elements:,} of {one.of:,}, by at most {_size(one)}"),
         ("first difference", show_bits(one, axis.sides)),
         ("errors", escape(errors_of(one, axis.sides))),

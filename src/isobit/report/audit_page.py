@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from isobit.audit_records import ERROR, Audit
+from isobit.audit_records import Audit
 from isobit.plain_text import plain_json
 from isobit.report import audit_strip
 from isobit.report.audit_figures import counted
@@ -80,9 +80,9 @@ def _choose(audit: Audit) -> list[tuple[int, int]]:
     """Return axis and index of the operators with details: errors first, then by their share."""
     every = [(a, at) for a, axis in enumerate(audit.axes) for at in range(len(axis.guilty))]
 
-    def rank(place: tuple[int, int]) -> tuple[bool, float, tuple[int, int]]:
+    def rank(place: tuple[int, int]) -> tuple[bool, bool, float, tuple[int, int]]:
         one = audit.axes[place[0]].guilty[place[1]]
-        return one.kind != ERROR, -abs(one.share or 0.0), place
+        return not one.is_error, one.unread, -abs(one.share or 0.0), place
 
     return sorted(every, key=rank)[:DETAILED]
 

@@ -7,11 +7,12 @@ import re
 from typing import Any
 from urllib.parse import quote
 
-from isobit.audit_records import ERROR, ORDER, Audit, AxisReport, Guilty
+from isobit.audit_records import ORDER, Audit, AxisReport, Guilty
 from isobit.plain_text import one_line
 from isobit.report.audit_figures import (
     changed,
     depends,
+    describe_kind,
     errors_of,
     percent,
     ulps_of,
@@ -76,9 +77,14 @@ def audit_as_sarif(audit: Audit) -> str:
 
 def level_of(one: Guilty) -> str:
     """Return the level of a guilty operator; an effect that was not measured is not none."""
-    if one.kind == ERROR:
+    if one.is_error:
         return "error"
-    if one.kind == ORDER and one.effect is not None and not one.effect.differ and not one.share:
+    if (
+        (one.kind == ORDER or one.unread)
+        and one.effect is not None
+        and not one.effect.differ
+        and not one.share
+    ):
         return "note"
     return "warning"
 
@@ -111,7 +117,7 @@ def _message(one: Guilty, axis: AxisReport) -> str:
     parts = [
         f"{one.place} {depends(one.axis, 1)}: {one.elements:,} of {one.of:,} elements differ, "
         f"by at most {ulps_of(one)} ulp",
-        "this is a bug, not rounding" if one.kind == ERROR else f"kind: {one.kind}",
+        describe_kind(one),
         f"errors: {errors_of(one, axis.sides)}",
     ]
     if one.effect is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isobit.audit_records import ERROR, RANDOM, Audit, AxisReport, Guilty
+from isobit.audit_records import RANDOM, Audit, AxisReport, Guilty
 from isobit.report.audit_figures import (
     counted,
     cumulated,
@@ -62,16 +62,24 @@ def conclude_axis(axis: AxisReport) -> str:
     """Return the conclusion on one axis in one sentence."""
     if not axis.guilty:
         return _not_guilty(axis)
-    errors = [one for one in axis.guilty if one.kind == ERROR]
+    errors = [one for one in axis.guilty if one.is_error]
     random = [one for one in axis.guilty if one.kind == RANDOM]
     start = f"{_count(axis)} {depends(axis.axis, len(axis.guilty))}"
-    if errors:
-        start = f"This is a bug, not rounding: {_bug(errors, axis)}; {start}"
+    bugs = [one for one in errors if not one.accuracy.approximation]
+    if bugs:
+        start = f"This is a bug, not rounding: {_bug(bugs, errors, axis)}; {start}"
+    elif errors:
+        start = f"A bug or an approximation: {_bug(errors, errors, axis)}; {start}"
     if random:
         whom = f"{len(random):,} of them draw"
         if len(random) == len(axis.guilty):
             whom = "it draws" if len(random) == 1 else "all of them draw"
         start += f" ({whom} random numbers, as a dropout that was left on does)"
+    unread = sum(one.unread for one in axis.guilty)
+    if unread:
+        whom = f"{unread:,} of them" if unread < len(axis.guilty) else "all of them"
+        whom = "it" if len(axis.guilty) == 1 else whom
+        start += f" ({whom} only in a result that nothing in the run reads)"
     return f"{start}; {_effect(axis)}; {_closing(axis)}."
 
 
@@ -81,11 +89,12 @@ def tone(audit: Audit) -> str:
 
 
 def _weight(axis: AxisReport) -> tuple[bool, bool, bool, float, int]:
-    error = any(one.kind == ERROR for one in axis.guilty)
+    error = any(one.is_error for one in axis.guilty)
     differ = axis.effect is not None and axis.effect.differ > 0
     largest = axis.effect.largest if axis.effect is not None else 0.0
     largest = largest if largest == largest else float("inf")  # a NaN is the worst
-    return error, bool(axis.guilty), differ or not _is_clean(axis), largest, len(axis.guilty)
+    read = any(not one.unread for one in axis.guilty)
+    return error, read, differ or not _is_clean(axis), largest, len(axis.guilty)
 
 
 def _is_clean(axis: AxisReport) -> bool:
@@ -134,8 +143,9 @@ def _without(axis: AxisReport) -> str:
     return f"{counted(len(axis.unjudged), 'operator')} {verb} no verdict"
 
 
-def _bug(errors: list[Guilty], axis: AxisReport) -> str:
-    worst = max(errors, key=lambda one: max(one.accuracy.run or 0, one.accuracy.variant or 0))
+def _bug(shown: list[Guilty], errors: list[Guilty], axis: AxisReport) -> str:
+    """Return how large the worst error of `shown` is, and how many more errors there are."""
+    worst = max(shown, key=lambda one: max(one.accuracy.run or 0, one.accuracy.variant or 0))
     run, variant = worst.accuracy.run or 0.0, worst.accuracy.variant or 0.0
     side, error = (axis.sides[0], run) if run >= variant else (axis.sides[1], variant)
     more = f", and {counted(len(errors) - 1, 'other')}" if len(errors) > 1 else ""

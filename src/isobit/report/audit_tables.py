@@ -58,6 +58,7 @@ def _row(cells: Sequence[str], kinds: Mapping[int, str] | None = None) -> str:
 def show_matrix(audit: Audit) -> str:
     """Return the table of axes, with the reason of each that was skipped."""
     rows = [_axis(axis) for axis in audit.axes] + [_skipped(one) for one in audit.skipped]
+    rows += [_skipped(one, "left out") for one in audit.left_out]
     if not rows:
         return '<p class="soft">No axis was audited.</p>'
     note = (
@@ -98,8 +99,8 @@ def _differing(effect: Effect | None) -> str:
     return f'<span class="nowrap">{effect.differ:,} of {effect.numbers:,}</span><br>{what}'
 
 
-def _skipped(one: Skipped) -> str:
-    reason = f'<td colspan="{len(MATRIX) - 1}" class="soft">not audited: {escape(one.reason)}'
+def _skipped(one: Skipped, what: str = "not audited") -> str:
+    reason = f'<td colspan="{len(MATRIX) - 1}" class="soft">{what}: {escape(one.reason)}'
     return f"<tr><td><b>{escape(one.axis)}</b>{reason}"
 
 

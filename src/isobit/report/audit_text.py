@@ -97,6 +97,7 @@ def _matrix(audit: Audit) -> str:
         )
     shown = [_aligned(MATRIX, rows, (1, 2, 3, 5, 6, 7, 8))] if rows else []
     skipped = [one_line(f"{one.axis}: not audited, {one.reason}") for one in audit.skipped]
+    skipped += [one_line(f"{one.axis}: left out, {one.reason}") for one in audit.left_out]
     totals = [one_line(f"{one.axis}: {total_of(one)}") for one in audit.axes if one.not_compared]
     return "\n".join(shown + skipped + totals)
 

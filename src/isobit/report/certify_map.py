@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from isobit.certify_records import BROKEN, Certified, Configuration, Outcome, TargetReport
-from isobit.report.certify_words import ROWS, class_of, counted, letter, name_cause
+from isobit.report.certify_words import (
+    ROWS,
+    class_of,
+    counted,
+    letter,
+    name_cause,
+    number_expressions,
+)
 from isobit.report.markup import escape
 
 COLOURS = 8  # expressions with a colour of their own; the others are grey
@@ -39,8 +46,24 @@ def key(at: int) -> str:
 
 def draw_map(found: Certified) -> str:
     """Return a table of cells per target: row counts along the top, everything else down the side."""
-    maps = "".join(_target(target) for target in found.targets if target.outcomes)
-    return f'<div class="maps">{maps}</div>' if maps else '<p class="soft">Nothing was run.</p>'
+    numbers = number_expressions(found)
+    maps = "".join(_target(target, numbers) for target in found.targets if target.outcomes)
+    if not maps:
+        return '<p class="soft">Nothing was run.</p>'
+    return f'<div class="maps">{maps}</div>{_legend(found, numbers)}'
+
+
+def _legend(found: Certified, numbers: dict[str, int]) -> str:
+    """Return which letter is which expression, on which targets."""
+    lines = []
+    for digest, at in numbers.items():
+        targets = [t.target for t in found.targets if digest in {one.digest for one in t.classes}]
+        on = escape(", ".join(targets))
+        lines.append(f"{key(at)} <code>{escape(digest[:16])}</code> on {on}")
+    if not lines:
+        return ""
+    same = "A letter is an expression: the same letter on two targets is the same expression."
+    return f'<p class="soft">{same} {"; ".join(lines)}</p>'
 
 
 def _side(configuration: Configuration) -> str:
@@ -49,8 +72,11 @@ def _side(configuration: Configuration) -> str:
     return " ".join([*rest, *(chosen for _, chosen in configuration.autotune)])
 
 
-def _target(target: TargetReport) -> str:
-    classes = class_of(target)
+def _target(target: TargetReport, numbers: dict[str, int]) -> str:
+    classes = {
+        label: tuple(numbers[target.classes[at].digest] for at in found)
+        for label, found in class_of(target).items()
+    }
     columns = list(dict.fromkeys(one.configuration.rows for one in target.outcomes))
     sides: dict[str, dict[int | None, Outcome]] = {}
     for one in target.outcomes:

@@ -55,7 +55,7 @@ def describe_order(branch: Branch) -> str:
     return str(as_tree(branch))
 
 
-def draw_expressions(target: TargetReport) -> str:
+def draw_expressions(target: TargetReport, numbers: dict[str, int]) -> str:
     """Draw the orders of a target's expressions, a picture each; "" if none is one sum."""
     chosen = [at for at, one in enumerate(target.classes) if is_drawable(one.tree)][:PICTURES]
     trees = [as_tree(target.classes[at].tree or 0) for at in chosen]
@@ -66,10 +66,12 @@ def draw_expressions(target: TargetReport) -> str:
         OrderPicture(tree, [other for other in made if other is not made[at]])
         for at, tree in enumerate(trees)
     ]
-    return "".join(
-        _panel(f"{letter(place)}: {describe_class(target.classes[place], target)}", tree, picture)
-        for place, tree, picture in zip(chosen, trees, pictures, strict=True)
-    )
+    panels = []
+    for place, tree, picture in zip(chosen, trees, pictures, strict=True):
+        one = target.classes[place]
+        head = f"{letter(numbers[one.digest])}: {describe_class(one, target)}"
+        panels.append(_panel(head, tree, picture))
+    return "".join(panels)
 
 
 def _panel(head: str, tree: Tree, picture: OrderPicture) -> str:

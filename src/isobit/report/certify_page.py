@@ -26,6 +26,7 @@ from isobit.report.certify_words import (
     counted,
     join_notes,
     listed,
+    number_expressions,
     tone,
 )
 from isobit.report.markup import FOOTER_STYLE, as_footer, escape
@@ -77,7 +78,8 @@ def write_certificate_page(found: Certified) -> str:
     """
     groups = [targets for targets in alike(found, exactly=True) if targets[0].classes]
     firsts = [targets[0] for targets in alike(found)]
-    expressions = "".join(_expressions(each, each[0] not in firsts) for each in groups)
+    numbers = number_expressions(found)
+    expressions = "".join(_expressions(each, each[0] not in firsts, numbers) for each in groups)
     return PAGE.format(
         title=escape(f"Certificate of {found.function}"),
         style=PICTURES + audit_template.STYLE + certify_map.STYLE + STYLE + FOOTER_STYLE,
@@ -122,10 +124,10 @@ def _list(notes: list[str]) -> str:
     return f'<ul class="conclusions">{items}</ul>' if items else ""
 
 
-def _expressions(targets: list[TargetReport], repeated: bool) -> str:
+def _expressions(targets: list[TargetReport], repeated: bool, numbers: dict[str, int]) -> str:
     """Return the expressions that targets share; repeated: others have divided their configurations alike."""
     first = targets[0]
-    picture = draw_expressions(first)
+    picture = draw_expressions(first, numbers)
     drawn = f'<div class="orders">{picture}</div>' if picture else ""
     without = ""
     if picture and undrawn(first):
@@ -134,7 +136,7 @@ def _expressions(targets: list[TargetReport], repeated: bool) -> str:
         )
     elif not picture:
         without = '<p class="soft">There is no picture: an element of the output is more than one sum.</p>'
-    parts = "".join(show_parting(one) for one in first.partings[:PARTINGS])
+    parts = "".join(show_parting(one, first, numbers) for one in first.partings[:PARTINGS])
     more = len(first.partings) - PARTINGS
     rest = f'<p class="soft">{counted(more, "more pair")} differ.</p>' if more > 0 else ""
     if parts and len(targets) > 1:
@@ -144,14 +146,15 @@ def _expressions(targets: list[TargetReport], repeated: bool) -> str:
         rest = ""
     names = listed([escape(one.target) for one in targets])
     legend = f'<p class="soft">{LEGEND}</p>' if picture and not repeated else ""
-    return f"<h3>On {names}</h3>{show_classes(first)}{drawn}{legend}{without}{parts}{rest}"
+    return f"<h3>On {names}</h3>{show_classes(first, numbers)}{drawn}{legend}{without}{parts}{rest}"
 
 
 def _covers(found: Certified) -> str:
     return (
         '<p class="lead">The PTX that Triton made for these targets and options, run for these sizes on a CPU; '
         "integers have the values that were passed, floats stand for all values. Equal expressions have equal bits "
-        "for all inputs. Trusted: ptxas, and that names of 62 bits do not collide. Nothing was run on a GPU. "
+        "for all inputs on one target; on two targets, unless an instruction is an approximation of the GPU. "
+        "Trusted: ptxas, and that names of 62 bits do not collide. Nothing was run on a GPU. "
         f"All of it: {COVERS}.</p>"
     )
 

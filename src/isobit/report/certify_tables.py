@@ -18,7 +18,11 @@ from isobit.report.audit_tables import table
 from isobit.report.certify_failures import gather_failures
 from isobit.report.certify_map import key
 from isobit.report.certify_orders import describe_order
-from isobit.report.certify_words import describe_class
+from isobit.report.certify_words import (
+    describe_class,
+    matrix_instructions,
+    number_expressions,
+)
 from isobit.report.markup import escape
 
 MISSING = "–"
@@ -35,16 +39,24 @@ FACTS = (
     "atomics",
     "PTX",
 )
-RUNS = ("configuration", "expression", "names", "rows with equal bits", "instructions", "seconds")
+RUNS = (
+    "configuration",
+    "expression",
+    "names",
+    "rows with equal bits",
+    "matrix instruction",
+    "instructions",
+    "seconds",
+)
 
 
-def show_classes(target: TargetReport) -> str:
+def show_classes(target: TargetReport, numbers: dict[str, int]) -> str:
     """Return the expressions of a target with their configurations."""
     rows, total = [], len(target.outcomes)
-    for at, one in enumerate(target.classes):
+    for one in target.classes:
         order = describe_order(one.tree) if one.tree is not None else one.formula
         rows.append(
-            f"<tr><td>{key(at)}<td>{escape(describe_class(one, target))}"
+            f"<tr><td>{key(numbers[one.digest])}<td>{escape(describe_class(one, target))}"
             f'<td class="figure">{len(one.members):,} of {total:,}'
             f'<td class="name">{escape(order) or MISSING}'
             f'<td class="nowrap"><code>{escape(one.digest[:16])}</code>'
@@ -53,11 +65,12 @@ def show_classes(target: TargetReport) -> str:
     return table(heads, rows)
 
 
-def show_parting(one: Parting) -> str:
-    """Return the first place where two expressions differ, as two cards side by side."""
+def show_parting(one: Parting, target: TargetReport, numbers: dict[str, int]) -> str:
+    """Return the first place where two expressions of a target differ, as two cards side by side."""
+    left, right = (numbers[target.classes[at].digest] for at in (one.left, one.right))
     sides = (
-        (one.left, one.left_configuration.label, one.left_row, one.left_step),
-        (one.right, one.right_configuration.label, one.right_row, one.right_step),
+        (left, one.left_configuration.label, one.left_row, one.left_step),
+        (right, one.right_configuration.label, one.right_row, one.right_step),
     )
     cards = "".join(
         f'<div class="card"><p>{key(at)} <b>{escape(label)}</b> '
@@ -69,7 +82,7 @@ def show_parting(one: Parting) -> str:
     if one.equal_below:
         below = f" The {one.equal_below:,} operations before it are the same."
     return (
-        f"<h3>{key(one.left)} and {key(one.right)} first differ here{where}</h3>"
+        f"<h3>{key(left)} and {key(right)} first differ here{where}</h3>"
         f'<p>{escape(one.detail)}{below}</p><div class="pair">{cards}</div>'
     )
 
@@ -172,17 +185,21 @@ def _rows(axis: int | None, per_row: int) -> str:
 
 def show_runs(found: Certified) -> str:
     """Return every configuration with what was counted, folded away."""
-    rows = []
+    rows, numbers = [], number_expressions(found)
     for target in found.targets:
-        places = {one.digest: at for at, one in enumerate(target.classes)}
-        rows += [_run(one, places) for one in target.outcomes]
+        kinds = {
+            configuration: kind
+            for kind, members in matrix_instructions(target).items()
+            for configuration in members
+        }
+        rows += [_run(one, numbers, kinds.get(one.configuration, "")) for one in target.outcomes]
     if not rows:
         return ""
     inner = table(RUNS, rows, len(rows))
     return f"<details><summary>All {len(rows):,} configurations</summary>{inner}</details>"
 
 
-def _run(one: Outcome, places: dict[str, int]) -> str:
+def _run(one: Outcome, places: dict[str, int], matrix: str) -> str:
     letters = _letters(one, places)
     bits = f"{one.bits_equal:,} of {one.bits_rows:,}" if one.bits_rows else MISSING
     cells: Sequence[str] = (
@@ -190,6 +207,7 @@ def _run(one: Outcome, places: dict[str, int]) -> str:
         letters,
         f"{one.names:,}",
         bits,
+        _instruction(matrix) if matrix else MISSING,
         f"{one.executed:,}",
         f"{one.seconds:.1f}",
     )

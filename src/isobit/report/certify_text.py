@@ -17,6 +17,7 @@ from isobit.report.certify_words import (
     join_notes,
     letter,
     listed,
+    number_expressions,
 )
 
 KERNELS, PARTINGS = 12, 2  # compiled kernels and pairs of expressions that are shown
@@ -57,11 +58,12 @@ def describe_certificate(found: Certified, width: int = 100) -> str:
         one_line(f"Certificate of {found.function}"),
         textwrap.fill(one_line(conclude(found)), width),
     ]
+    numbers = number_expressions(found)
     for targets in alike(found):
         if len(targets[0].classes) > 1:
-            parts.append(_classes(targets))
+            parts.append(_classes(targets, numbers))
             shown = targets[0].partings[:PARTINGS]
-            parts += [_parting(targets[0], one, width) for one in shown]
+            parts += [_parting(targets[0], one, width, numbers) for one in shown]
             more = len(targets[0].partings) - len(shown)
             parts += [f"and {counted(more, 'more pair')}: --html shows them"] if more else []
     parts += _failures(found, width)
@@ -102,14 +104,15 @@ def cut(text: str, room: int) -> str:
     return text if len(text) <= room else f"{text[: room - 1]}…"
 
 
-def _classes(targets: Sequence[TargetReport]) -> str:
+def _classes(targets: Sequence[TargetReport], numbers: dict[str, int]) -> str:
     first = targets[0]
     rows = []
     for at, one in enumerate(first.classes):
-        digests = list(dict.fromkeys(target.classes[at].digest[:8] for target in targets))
+        digests = list(dict.fromkeys(target.classes[at].digest for target in targets))
         order = one.formula if one.tree is None else describe_order(one.tree)
-        cells = (letter(at), describe_class(one, first), f"{len(one.members)}", cut(order, ORDER))
-        rows.append([*cells, " ".join(digests)])
+        letters = ", ".join(letter(numbers[digest]) for digest in digests)
+        cells = (letters, describe_class(one, first), f"{len(one.members)}", cut(order, ORDER))
+        rows.append([*cells, " ".join(digest[:8] for digest in digests)])
     where = one_line(f"On {listed([target.target for target in targets])}")
     heads = ["expression", "configurations", "count", "order of the first element", "digest"]
     if not any(row[3] for row in rows):
@@ -117,19 +120,20 @@ def _classes(targets: Sequence[TargetReport]) -> str:
     return f"{where}: {counted(len(rows), 'expression')}\n{aligned(heads, rows, (2,))}"
 
 
-def _parting(target: TargetReport, one: Parting, width: int) -> str:
-    pair = f"Expressions {letter(one.left)} and {letter(one.right)} on {target.target}"
+def _parting(target: TargetReport, one: Parting, width: int, numbers: dict[str, int]) -> str:
+    left, right = (letter(numbers[target.classes[at].digest]) for at in (one.left, one.right))
+    pair = f"Expressions {left} and {right} on {target.target}"
     where = f" in {one.output}" if one.output else ""
     if one.left_step is None and one.right_step is None:
         return one_line(f"{pair} differ{where}. {one.detail}")
     lines = [one_line(f"{pair} first differ here{where}:")]
     sides = (
-        (one.left, one.left_configuration.label, one.left_row, one.left_step),
-        (one.right, one.right_configuration.label, one.right_row, one.right_step),
+        (left, one.left_configuration.label, one.left_row, one.left_step),
+        (right, one.right_configuration.label, one.right_row, one.right_step),
     )
-    for at, label, row, step in sides:
+    for name, label, row, step in sides:
         said = step.text if step else "no operation here"
-        lines.append(f"  {letter(at)}  " + one_line(f"{label}, row {row}: {said}"))
+        lines.append(f"  {name}  " + one_line(f"{label}, row {row}: {said}"))
         lines += [f"     {line}" for line in _places(step)]
     if one.detail:
         lines.append(

@@ -11,6 +11,7 @@ from isobit.certify_records import Certified, Configuration, ExpressionClass, Ta
 COVERS = "docs/explanation/what-a-certificate-covers.md"
 FEW = 4  # configurations that are listed before "and more"
 ROWS = "rows"
+OUTSIDE = ("a read of ", "a write of ")  # how the reason of an access outside a buffer begins
 TUNED = " tuned to"  # ends the name of what an autotuner picks
 
 
@@ -27,8 +28,14 @@ def listed(words: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
 
 
+def number_expressions(found: Certified) -> dict[str, int]:
+    """Return a number per expression, by its digest: targets that share an expression share its number and letter."""
+    digests = dict.fromkeys(one.digest for one in found.classes)
+    return {digest: at for at, digest in enumerate(digests)}
+
+
 def letter(at: int) -> str:
-    """Return the name of an expression on its target: A to Z, then A2 and so on."""
+    """Return the name of an expression by its number: A to Z, then A2 and so on."""
     return chr(ord("A") + at % 26) + (str(at // 26 + 1) if at >= 26 else "")
 
 
@@ -205,7 +212,63 @@ def _kept(found: Certified) -> list[str]:
         also = f" {same}: the same expression." if same else ""
         each = f"One expression on each target in all {count}:"
         return [f"{each} a row has the same bits in each of a target's, for all inputs.{also}"]
-    return [f"One expression in all {count}: a row has the same bits in each, for all inputs."]
+    approximate = approximations(found)
+    if approximate and len(found.targets) > 1:
+        return [
+            f"The same expression in all {count}; the same bits on each target, for all inputs. Between targets bits "
+            f"may differ: each GPU has its own approximation of {listed(approximate)}."
+        ]
+    several = [
+        listed(sorted(k)) for t in found.targets for c in t.classes if len(k := kinds_of(c, t)) > 1
+    ]
+    model = f", if {several[0]} round alike, as MMA-Sim's model has it" if several else ""
+    return [
+        f"One expression in all {count}: a row has the same bits in each, for all inputs{model}."
+    ]
+
+
+def approximations(found: Certified) -> list[str]:
+    """Return the instructions of the compiled kernels that each GPU approximates in its own way."""
+    kernels = [one for target in found.targets for one in target.kernels]
+    return sorted({opcode for one in kernels for opcode in one.approximate})
+
+
+def matrix_instructions(target: TargetReport) -> dict[str, list[Configuration]]:
+    """Return the kinds of matrix instructions of a target's configurations: "wgmma.mma_async" and so on."""
+    found: dict[str, list[Configuration]] = {}
+    for outcome in target.outcomes:
+        opcodes = {o for at in outcome.kernels for o in target.kernels[at].tensor_core}
+        if opcodes:
+            kinds = " and ".join(sorted({".".join(o.split(".")[:2]) for o in opcodes}))
+            found.setdefault(kinds, []).append(outcome.configuration)
+    return found
+
+
+def matrix_notes(found: Certified) -> list[str]:
+    """Return which matrix instruction each configuration has, and what the equality of several rests on."""
+    notes = []
+    for target in found.targets:
+        kinds = matrix_instructions(target)
+        among = [one.configuration for one in target.outcomes]
+        if len(kinds) == 1:
+            notes.append(f"on {target.target}, matrix products are made by {next(iter(kinds))}")
+        elif kinds:
+            each = "; ".join(f"{k} in {describe_members(m, among)}" for k, m in kinds.items())
+            text = f"on {target.target}, matrix products are made by {each}"
+            if any(len(kinds_of(one, target)) > 1 for one in target.classes):
+                text += (
+                    ". That these instructions give the same bits is a published model of the tensor cores "
+                    "(MMA-Sim), not something that was measured here"
+                )
+            notes.append(text)
+    return notes
+
+
+def kinds_of(one: ExpressionClass, target: TargetReport) -> set[str]:
+    """Return the kinds of matrix instructions that configurations with one expression have."""
+    members = set(one.configurations)
+    kinds = matrix_instructions(target)
+    return {kind for kind, found in kinds.items() if members & set(found)}
 
 
 def _not_kept(found: Certified) -> list[str]:
@@ -225,7 +288,9 @@ def _not_kept(found: Certified) -> list[str]:
     total = count_configurations(found)
     if broken:
         share = f"all {total}" if len(broken) == _total(found) else f"{len(broken)} of {total}"
-        parts.append(f"In {share} the inputs do not fix the result: {_reasons(broken)}")
+        outside = all(one.reason.startswith(OUTSIDE) for one in broken)
+        what = "a kernel leaves its buffers" if outside else "the inputs do not fix the result"
+        parts.append(f"In {share} {what}: {_reasons(broken)}")
     if refused:
         share = f"all {total}" if len(refused) == _total(found) else f"{len(refused)} of {total}"
         parts.append(f"No verdict on {share}: {_reasons(refused)}")
@@ -256,7 +321,7 @@ def tone(found: Certified) -> str:
 def cautions(found: Certified) -> list[str]:
     """Return what a kernel author should look at in the compiled code, though it does not change the verdict."""
     kernels = [one for target in found.targets for one in target.kernels]
-    notes = []
+    notes = matrix_notes(found)
     spilled = sorted({one.kernel for one in kernels if one.spill_bytes})
     if spilled:
         notes.append(

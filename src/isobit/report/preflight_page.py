@@ -26,7 +26,7 @@ code{{font:13px ui-monospace,Menlo,Consolas,monospace}}td.number{{width:auto;fon
 .found td.ranks:not(:empty)::before{{content:"rank "}}}}
 {footer_style}</style>
 <h1>{title}</h1><p class="verdict {tone}">{verdict}</p>
-<h2>What was found</h2>{findings}
+<h2>What was found</h2>{findings}{notes}
 <h2>What was checked</h2><table>{checks}</table>
 {dtypes}{origin}</html>
 """
@@ -44,21 +44,46 @@ def write_preflight_page(
         origin: Where the page comes from.
     """
     findings, judged = report["findings"], report["judged"]
-    every = len(judged) + len(report["not_judged"])
-    verdict = (
-        f"{many(len(findings), 'finding')}; {len(judged)} of {every} checks made, "
-        f"on {many(report['ranks'], 'rank')}, {many(report['steps'], 'step')} and {report['parameters']} parameters"
-    )
     return PAGE.format(
         title=escape(f"Preflight of {name}"),
-        tone="bad" if findings else "good",
-        verdict=escape(verdict),
+        tone="bad" if findings else "mute" if report["not_judged"] else "good",
+        verdict=escape(headline(report)),
         findings=write_findings(findings),
+        notes="".join(f"<p>{escape(note['message'])}</p>" for note in report.get("notes", ())),
         checks=write_checks(judged, report["not_judged"]),
         dtypes=write_dtypes(report["dtypes"]),
         origin=as_footer(origin),
         footer_style=FOOTER_STYLE,
     )
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """Return the verdict in one sentence: what was found, by how many checks of what, and which were not made."""
+    if "headline" in report:
+        return str(report["headline"])
+    made, missed = len(report["judged"]), list(report["not_judged"])
+    found = len(report["findings"])
+    words = f"FOUND: {many(found, 'finding')}" if found else "nothing found"
+    if not found and not missed:
+        words = "clean"
+    counts = [] if report["ranks"] == 1 else [many(report["ranks"], "rank")]
+    counts.append(many(report["steps"], "step"))
+    if report["models"]:
+        counts += [many(report["models"], "model"), many(report["parameters"], "parameter")]
+    sentence = f"{words} by {made} of {made + len(missed)} checks, on {', '.join(counts)}"
+    return sentence + (f"; not judged: {', '.join(missed)}" if missed else "")
+
+
+def in_steps(finding: Mapping[str, Any]) -> str:
+    """Return the steps of a finding; ranges for several in a row."""
+    steps = list(finding.get("steps") or ([] if finding["step"] is None else [finding["step"]]))
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and runs[-1][1] == step - 1:
+            runs[-1][1] = step
+        else:
+            runs.append([step, step])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def many(count: int, noun: str) -> str:
@@ -73,7 +98,7 @@ def write_findings(findings: Any) -> str:
     has_ranks = any(one["ranks"] for one in findings)
     rows = "".join(
         f'<tr><td><code>{escape(one["rule"])}</code><td class="{TONES.get(one["severity"], "mute")}">'
-        f'{escape(one["severity"])}<td class="step">{"" if one["step"] is None else one["step"]}'
+        f'{escape(one["severity"])}<td class="step">{in_steps(one)}'
         + (f'<td class="ranks">{escape(", ".join(map(str, one["ranks"])))}' if has_ranks else "")
         + f"<td>{escape(words_of(one))}"
         for one in sorted(findings, key=lambda one: str(one["severity"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit import files
 from isobit.checkpoints.row_digests import RowDigests
 from isobit.checkpoints.weight_digests import digests_from_json
 from isobit.errors import ArgumentError
-from isobit.rollout.sides import Policy, Scored, Sequence, policy_from
+from isobit.rollout.sides import Policy, Scored, Sequence, is_whole, policy_from
 
 PREVIOUS, WEIGHTS = "previous", "weights"
+LARGEST_FILE = 4 << 30  # bytes
+LARGEST_ID = 2**63 - 1
 
 
 def read(
@@ -156,48 +159,96 @@ def read_jsonl(path: Path) -> Scored:
     """Read one record per line; a record with `weights` or `previous` has digests instead of a sequence."""
     sequences: list[Sequence] = []
     digests: dict[str, dict[str, RowDigests]] = {}
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+    for number, line in enumerate(lines_of(path)):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
-        except ValueError as error:
+            record = json.loads(line, object_pairs_hook=every_key_once)
+            if not isinstance(record, dict):
+                raise unreadable(type(record).__name__)
+            kinds = [kind for kind in (WEIGHTS, PREVIOUS) if kind in record]
+            for kind in kinds:
+                digests[kind] = digests_from_json(json.dumps(record[kind]))
+            if not kinds:
+                sequences.append(read_record(record, str(len(sequences))))
+        except ArgumentError as error:
+            raise ArgumentError(
+                expected=error.expected,
+                received=f"line {number + 1} of {path.name}: {error.received}",
+                remedy=error.remedy,
+            ) from error
+        except (ValueError, RecursionError) as error:
             raise unreadable(f"line {number + 1} of {path.name}: {error}") from error
-        if not isinstance(record, dict):
-            raise unreadable(f"line {number + 1} of {path.name}: {type(record).__name__}")
-        kinds = [kind for kind in (WEIGHTS, PREVIOUS) if kind in record]
-        for kind in kinds:
-            digests[kind] = digests_from_json(json.dumps(record[kind]))
-        if not kinds:
-            sequences.append(read_record(record, str(len(sequences))))
     return Scored(tuple(sequences), digests.get(WEIGHTS), digests.get(PREVIOUS), path.name)
+
+
+def lines_of(path: Path) -> Iterator[str]:
+    """Yield the lines of a regular file; other characters that end a line in a text may be part of one."""
+    data = files.read_bytes(path, LARGEST_FILE)
+    for number, line in enumerate(data.split(b"\n")):
+        try:
+            yield line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise unreadable(f"line {number + 1} of {path.name}: {error}") from error
+
+
+def every_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; raise ValueError for a key that is given twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} twice")
+    return found
 
 
 def read_record(record: Mapping[str, Any], otherwise: str) -> Sequence:
     """Read one sequence from a mapping."""
     if "token_ids" not in record:
         raise unreadable(f"a record without token_ids: {sorted(map(str, record))[:8]}")
+    name = record.get("id", otherwise)
     try:
+        if not isinstance(name, str) and not is_whole(name):
+            raise ValueError("an id is a text or a whole number")
         support = record.get("support")
         return Sequence(
-            str(record.get("id", otherwise)),
+            str(name),
             as_ids(record.get("prompt_token_ids", ())),
             as_ids(record["token_ids"]),
             as_floats(record.get("logprobs")),
-            None if record.get("mask") is None else torch.as_tensor(record["mask"]).bool(),
+            as_mask(record.get("mask")),
             None if record.get("positions") is None else as_ids(record["positions"]),
             as_floats(record.get("rows")),
             None if support is None else tuple(as_ids(s, fill=True) for s in support),
             policy_from(record),
         )
-    except (TypeError, ValueError) as error:
-        raise unreadable(f"record {record.get('id', otherwise)!r}: {error}") from error
+    except ArgumentError:
+        raise
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise unreadable(f"record {str(name)[:80]!r}: {error}") from error
 
 
 def as_ids(values: Any, fill: bool = False) -> tuple[int, ...]:
-    """Return token ids; with `fill` without the -1 that fill a support up."""
-    listed = values.tolist() if hasattr(values, "tolist") else values
-    return tuple(int(v) for v in listed if not (fill and int(v) < 0))
+    """Return token ids or positions; with `fill` without the -1 that fill a support up."""
+    listed = values.tolist() if hasattr(values, "tolist") else list(values)
+    wrong = next((v for v in listed if not is_whole(v)), None)
+    if wrong is not None:
+        raise ValueError(f"{str(wrong)[:40]!r} is no whole number")
+    found = tuple(int(v) for v in listed if not (fill and int(v) < 0))
+    wrong = next((v for v in found if not 0 <= v <= LARGEST_ID), None)
+    if wrong is not None:
+        raise ValueError(f"{str(wrong)[:40]} is no token id or position")
+    return found
+
+
+def as_mask(values: Any) -> Tensor | None:
+    """Return a mask of tokens: True and False, or 1 and 0."""
+    if values is None:
+        return None
+    listed = values.tolist() if hasattr(values, "tolist") else list(values)
+    wrong = next((v for v in listed if isinstance(v, (str, list)) or v not in (0, 1)), None)
+    if wrong is not None:
+        raise ValueError(f"{str(wrong)[:40]!r} in a mask, which has true and false")
+    return torch.tensor([bool(v) for v in listed], dtype=torch.bool)
 
 
 def as_floats(values: Any) -> Tensor | None:
@@ -206,4 +257,9 @@ def as_floats(values: Any) -> Tensor | None:
         return None
     if isinstance(values, Tensor):
         return values.detach().cpu().float()
+    if isinstance(values, (list, tuple)):
+        flat = [v for one in values for v in (one if isinstance(one, (list, tuple)) else (one,))]
+        wrong = next((v for v in flat if isinstance(v, (bool, str))), None)
+        if wrong is not None:
+            raise ValueError(f"{str(wrong)[:40]!r} is no log-probability")
     return torch.as_tensor(values, dtype=torch.float64).float()

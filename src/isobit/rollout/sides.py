@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,6 +77,14 @@ class Sequence:
     def __post_init__(self) -> None:
         """Check that every part has one entry per token."""
         count = len(self.tokens)
+        for name, dims in (("logprobs", 1), ("mask", 1), ("rows", 2)):
+            part = getattr(self, name)
+            if part is not None and part.dim() != dims and part.numel():
+                raise ArgumentError(
+                    expected=f"{name} of sequence {self.id!r} with {dims} dimension{'s' * (dims - 1)}",
+                    received=f"{part.dim()}: {list(part.shape)}",
+                    remedy="write one number per token; rows have the whole vocabulary",
+                )
         for name in ("logprobs", "mask", "positions", "rows", "support"):
             part = getattr(self, name)
             if part is not None and len(part) != count:
@@ -115,9 +124,50 @@ class Scored:
 
 
 def policy_from(values: Mapping[str, object]) -> Policy:
-    """Return a policy from a mapping or vLLM's SamplingParams as one; other keys are left out."""
+    """Return a policy from a mapping or vLLM's SamplingParams as one; other keys are left out.
+
+    Raises:
+        ArgumentError: A value is no number, or not one that the key can have.
+    """
     known = {f.name for f in fields(Policy)}
     found = {name: value for name, value in values.items() if name in known and value is not None}
+    for name, (form, is_right) in FORMS.items():
+        if name in found and not is_right(found[name]):
+            raise ArgumentError(
+                expected=f"{name}: {form}",
+                received=f"{found[name]!r}"[:200],
+                remedy="write what the sampler was given, or leave the key out",
+            )
     if "processors" in found:
-        found["processors"] = tuple(str(one) for one in found["processors"])  # type: ignore[attr-defined]
+        found["processors"] = tuple(found["processors"])  # type: ignore[arg-type]
     return Policy(**found)  # type: ignore[arg-type]
+
+
+def is_number(value: object, low: float, high: float) -> bool:
+    """Return whether a value is a number between two others; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)):
+        return False
+    return bool(low <= value <= high)  # not for a NaN
+
+
+def is_whole(value: object) -> bool:
+    """Return whether a value is a whole number; True and False are none."""
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def are_names(value: object) -> bool:
+    """Return whether a value is a list of texts."""
+    return isinstance(value, (list, tuple)) and all(isinstance(one, str) for one in value)
+
+
+LARGEST = 1e30  # of a temperature
+FORMS: dict[str, tuple[str, Callable[[object], bool]]] = {
+    "temperature": ("a number from 0 on", lambda v: is_number(v, 0, LARGEST)),
+    "top_k": (
+        "a whole number, -1 or 0 for all",
+        lambda v: is_whole(v) and is_number(v, -1, LARGEST),
+    ),
+    "top_p": ("a number from 0 to 1", lambda v: is_number(v, 0, 1)),
+    "normaliser": ("kept or full", lambda v: v in ("kept", "full")),
+    "processors": ("a list of names", are_names),
+}

@@ -22,9 +22,12 @@ FUNCTIONS = (
     "_contextlib.py",
     "overrides.py",  # which calls the function modes of ranks
 )
+DISPATCH = ("_library/", "autograd/", "utils/", "_dynamo/")  # folders of torch that pass calls on
 NOT_USERS = (
     TORCH,
     SIMULATOR,
+    # Functions of torch that `isobit preflight` has replaced, to see their calls.
+    os.path.join(os.path.dirname(SIMULATOR), "guards", "trial_run"),
     os.path.join(INSTALLED, "typing_extensions"),
     "<frozen",
     "<eval_with_key",
@@ -46,6 +49,23 @@ def user_line(frame: FrameType | None) -> str:
     while frame is not None:
         if is_user_file(frame.f_code.co_filename):
             return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return ""
+
+
+def torch_caller(frame: FrameType | None) -> str:
+    """Return the innermost file of torch, below torch's folder, that made a call for the program, or nothing.
+
+    Files that dispatch a call to another file do not count.
+    """
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if is_user_file(path):
+            return ""
+        if path.startswith(TORCH) and not path.endswith(FUNCTIONS):
+            below = path[len(TORCH) + 1 :]
+            if not below.startswith(DISPATCH):
+                return below
         frame = frame.f_back
     return ""
 

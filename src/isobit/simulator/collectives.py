@@ -29,6 +29,9 @@ class Call:
         sources, targets: The tensors of the program that these are, or are shares of: one tensor for 512 shares.
         root: The member at the root, or -1.
         site: The line of the program that made the call.
+        stack: The frames of the program, innermost first.
+        members: The world ranks of the group.
+        torchs_file: The file of torch that made the call for the program, such as that of FSDP.
         clock: When it was made, in virtual microseconds.
         marks, digests: Of the inputs at the time of the call; see `checkers/sent_data.py`.
         sent: The data in transit, if it is not the inputs themselves.
@@ -43,6 +46,9 @@ class Call:
     op: Any = None
     asynchronous: bool = False
     site: str = ""
+    stack: tuple[str, ...] = ()
+    members: tuple[int, ...] = ()
+    torchs_file: str = ""
     clock: int = 0
     marks: list[int | str] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)

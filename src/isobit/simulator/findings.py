@@ -35,6 +35,10 @@ class Findings:
     def stop(self, finding: SimulationError) -> None:
         """Record a finding; if the run is strict, end it with the first finding."""
         self.found.append(finding)
+        self.end()
+
+    def end(self) -> None:
+        """End a strict run with its first finding."""
         if self.strict and self.root is None:
             self.root = self.found[0]
 
@@ -50,6 +54,6 @@ def copy_error(error: IsobitError) -> IsobitError:
         ranks=error.ranks,
         stacks=error.stacks,
     )
-    kept = ("waits", "cycle", "kind")
+    kept = ("waits", "cycle", "kind", "note", "follows")
     vars(copied).update({name: value for name, value in vars(error).items() if name in kept})
     return copied

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isobit.errors import ArgumentError, IsobitError, MismatchError, RankLostError, in_one_line
+from isobit.simulator.checkers.call_site_history import CallSites
 from isobit.simulator.checkers.mismatch import buffer_mismatch, mismatch
 from isobit.simulator.checkers.sent_data import DataWatch
 from isobit.simulator.collectives import FRESH, PLANS, Call, Copies, misfits
@@ -27,6 +28,7 @@ class Network:
         """Start with nothing in transit."""
         self.schedule, self.recorder = schedule, recorder
         self.findings, self.watch = findings, watch
+        self.sites = CallSites()
         self.open: dict[tuple[GroupKey, int], Operation] = {}
         self.mail: dict[tuple[GroupKey, int, int], deque[Message]] = {}
         self.posted: dict[tuple[GroupKey, int, int], list[Receive]] = {}
@@ -62,7 +64,10 @@ class Network:
                     remedy="give the collective tensors and a reduction that torch supports",
                 )
         if isinstance(operation.failure, MismatchError):
+            operation.failure.note = self.sites.before(group.key, operation.number)
             self.findings.stop(operation.failure)  # reported even if the program catches it
+        stacks = {call.rank: call.stack for call in calls}
+        self.sites.note(group.key, operation.number, operation.describe(), stacks)
         latest = max(call.clock for call in calls)
         operation.at = [latest + self.schedule.delay() for _ in calls]
         operation.done = True

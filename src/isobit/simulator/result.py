@@ -24,6 +24,8 @@ class Result:
         findings: What the checkers found.
         clocks: The virtual time of each rank at its end, in microseconds.
         calls: The number of communication calls of all ranks.
+        not_judged: Checks of training that could not be made, by name, with the reason; empty if training was not
+            watched.
 
     Example:
         >>> import torch.distributed as dist
@@ -38,6 +40,7 @@ class Result:
     findings: list[SimulationError] = field(default_factory=list)
     clocks: list[int] = field(default_factory=list)
     calls: int = 0
+    not_judged: dict[str, str] = field(default_factory=dict)
 
     @property
     def digest(self) -> str:
@@ -66,8 +69,14 @@ def conclude(run: Run) -> Result:
         found.extend(orphaned_work(run.ranks))
         found.extend(map(orphaned_message, run.network.unreceived()))
         error = run.recorder.departure
+    elif found and error.kind not in {each.kind for each in found}:
+        error.follows = found[0].kind
+    if run.training is not None:
+        result.not_judged = run.training.not_judged()
     if found and run.findings.strict and error is not found[0]:
         found[0].__cause__ = error  # wrong data was seen before its consequences
+        if error is not None and error.kind not in {each.kind for each in found}:
+            found.append(error)
         error = found[0]
     if error is not None:
         error.result = result

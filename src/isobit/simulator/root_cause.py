@@ -28,13 +28,17 @@ def diagnose(
         if isinstance(waiting, Operation):
             calls = list(waiting.calls.values())
             if len({call.signature() for call in calls}) > 1:
-                return mismatch(waiting, calls)
+                found = mismatch(waiting, calls)
+                found.note = note_of(run, blocked)
+                return found
     stalled = [rank for rank, waiting in blocked.items() if isinstance(waiting, Stalled)]
     failed = run.findings.failed
     gone = sorted(failed or stalled)
     if not gone:
         left = {rank.index: "already returned" for rank in run.ranks if rank.left}
-        return deadlock(blocked, left, stacks, run.findings.lost)
+        stuck = deadlock(blocked, left, stacks, run.findings.lost)
+        stuck.note = note_of(run, blocked)
+        return stuck
     waiters = [rank for rank in blocked if rank not in stalled]
     where = ""
     if waiters:
@@ -46,6 +50,13 @@ def diagnose(
         ranks=gone,
         stacks=stacks,
     )
+
+
+def note_of(run: Run, blocked: Mapping[int, Waiting]) -> str:
+    """Return where the ranks came apart before the collectives that they wait in; see `call_site_history.py`."""
+    waited = [waiting for waiting in blocked.values() if isinstance(waiting, Operation)]
+    notes = (run.network.sites.before(each.group.key, each.number) for each in waited)
+    return next(filter(None, notes), "")
 
 
 def find_origin(error: BaseException | None) -> BaseException | None:

@@ -6,13 +6,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isobit.errors import BusyError, IsobitError, RankFailedError, SimulationError
+from isobit.errors import (
+    BusyError,
+    IsobitError,
+    RankFailedError,
+    SimulationError,
+    UnsupportedError,
+)
 from isobit.simulator.faults import draw_faults
 from isobit.simulator.program.script import Script
 from isobit.simulator.single_rank import compare_with_one
 from isobit.simulator.world import World
 
 WATCHES = ("bits", "reads", "training", "devices")
+TRITON = "site-packages/triton/"  # a part of the paths of its files
 LAST_LINES = 4  # of the error stream of a rank that failed
 
 
@@ -53,6 +60,9 @@ class Found:
         cause: What a rank raised that failed by itself.
         remedy: The remedy, if it raised an error of isobit.
         wrote: The last lines that it wrote to its error stream; argparse prints there what is missing.
+        note: What else was seen, which may have led to it.
+        follows: The kind of another finding of the run that it may follow from.
+        unsupported: Whether a rank called what the simulator does not support: the finding is not the script's.
     """
 
     kind: str
@@ -62,6 +72,9 @@ class Found:
     cause: str = ""
     remedy: str = ""
     wrote: str = ""
+    note: str = ""
+    follows: str = ""
+    unsupported: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +87,7 @@ class SeedRun:
         printed: What each rank printed.
         digest: The digest of the trace.
         calls: The communication calls of all ranks; if there are none, nothing was tested.
+        not_judged: Checks that could not be made, by name, with the reason.
     """
 
     seed: int
@@ -82,6 +96,7 @@ class SeedRun:
     printed: tuple[str, ...]
     digest: str
     calls: int
+    not_judged: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -139,7 +154,29 @@ def run_seed(plan: Plan, seed: int) -> SeedRun:
     printed = tuple(plan.script.output.text(rank, plan.ranks) for rank in range(plan.ranks))
     found = tuple(in_words(error, plan) for error in errors if error.kind not in plan.ignore)
     digest, calls = (result.digest, result.calls) if result else ("", 0)
-    return SeedRun(seed, tuple(map(str, faults)), found, printed, digest, calls)
+    skipped = not_judged(plan, result.not_judged if result else {})
+    return SeedRun(seed, tuple(map(str, faults)), found, printed, digest, calls, skipped)
+
+
+def not_judged(plan: Plan, training: dict[str, str]) -> dict[str, str]:
+    """Return the checks that a run did not make: those of training, and those that the plan leaves out."""
+    skipped = dict(training)
+    for watch in (*WATCHES, "finite"):
+        if watch not in plan.watch:
+            skipped[watch] = "not in --watch"
+    if not plan.one_worker:
+        skipped["weights differ, differs from one worker"] = "these need --one-worker"
+    skipped |= dict.fromkeys(plan.ignore, "--ignore leaves it out")
+    return skipped
+
+
+def merge_not_judged(runs: Sequence[SeedRun]) -> dict[str, str]:
+    """Return what some seed did not judge, with the reason of the first such seed."""
+    merged: dict[str, str] = {}
+    for run in runs:
+        for name, reason in run.not_judged.items():
+            merged.setdefault(name, reason)
+    return merged
 
 
 def accelerator_of(plan: Plan) -> str:
@@ -157,6 +194,9 @@ def dump_folder(plan: Plan, seed: int) -> Path | None:
 def in_words(error: SimulationError, plan: Plan) -> Found:
     """Convert an error into words; for a rank that failed by itself, with the end of its error stream."""
     cause = remedy = wrote = ""
+    unsupported = isinstance(error, RankFailedError) and isinstance(
+        error.__cause__, UnsupportedError
+    )
     if isinstance(error, RankFailedError) and error.__cause__ is not None:
         cause, remedy = (
             error.received,
@@ -165,9 +205,30 @@ def in_words(error: SimulationError, plan: Plan) -> Found:
         wrote = "\n".join(
             plan.script.errors.text(min(error.stacks), plan.ranks).splitlines()[-LAST_LINES:]
         )
+        kernel = triton_call(next(iter(error.stacks.values()), ()))
+        if kernel:
+            unsupported, cause = True, f"a Triton kernel, which needs a GPU, at {kernel}"
+            remedy = "choose the CPU in the script, as by use_cpu=True of transformers and TRL, or leave the kernel out"
     text = error.one_line
     stacks = {rank: tuple(lines) for rank, lines in error.stacks.items()}
-    return Found(error.kind, error.ranks, text, stacks, cause, remedy, wrote)
+    return Found(
+        error.kind,
+        error.ranks,
+        text,
+        stacks,
+        cause,
+        remedy,
+        wrote,
+        error.note,
+        error.follows,
+        unsupported,
+    )
+
+
+def triton_call(stack: Sequence[str]) -> str:
+    """Return the line that launched a Triton kernel, if Triton's own code failed in it."""
+    inside = [TRITON in frame for frame in stack]
+    return stack[inside.index(False)] if inside and inside[0] and not all(inside) else ""
 
 
 def group_findings(runs: Sequence[SeedRun]) -> list[Group]:

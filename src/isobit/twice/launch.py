@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,6 +18,21 @@ from isobit.twice.fixes_by_name import VARIABLES
 
 POLL = 0.1  # seconds
 LAST_LINES = 15
+OTHERWISE = "run it with python first; words after -- go to the script"
+REMEDIES = (  # what a script last wrote, and what helps
+    (
+        re.compile(r"\b(LOCAL_)?(RANK|WORLD_SIZE)\b|\bMASTER_(ADDR|PORT)\b"),
+        "start it as torchrun's only rank: env RANK=0 LOCAL_RANK=0 WORLD_SIZE=1 LOCAL_WORLD_SIZE=1 "
+        "MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 isobit twice …",
+    ),
+    (
+        re.compile(
+            r"not compiled with CUDA|No CUDA GPUs|NVIDIA driver|Torch not compiled with XPU"
+        ),
+        "run it on a machine with the device that it names, or choose the CPU in the script; only isobit simulate and "
+        "preflight --ranks serve devices that are not there",
+    ),
+)
 
 
 @dataclass(frozen=True)
@@ -100,7 +116,7 @@ def failed(job: Job, code: int, lines: str) -> ArgumentError:
     return ArgumentError(
         expected="a script that runs",
         received=f"{how} of {job.script}" + (f", after:\n{lines}" if lines else ""),
-        remedy="run it with python first; words after -- go to the script",
+        remedy=next((r for what, r in REMEDIES if what.search(lines)), OTHERWISE),
     )
 
 

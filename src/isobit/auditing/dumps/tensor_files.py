@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,14 @@ class TensorReader:
         self._contents: Any = None
 
     def keys(self, path: Path) -> list[str]:
-        """Return the names of a file's tensors, or nothing if it has one without a name."""
+        """Return the names of a file's tensors, or nothing if one has none: then they are compared as one entry."""
         if path.suffix == ".safetensors":
             return list(_safetensors(path))
         contents = self._load(path)
         if not isinstance(contents, dict) or "value" in contents:
             return []
-        return [key for key in contents if isinstance(key, str)]
+        named = all(isinstance(key, str) for key in contents)
+        return list(contents) if named else []
 
     def read(self, stored: records.Stored) -> list[tuple[str, Any]]:
         """Return an entry's tensors and plain values, each with its path in the entry."""
@@ -58,6 +60,7 @@ class TensorReader:
             if isinstance(part, dict) and "value" in part:
                 part = part["value"]  # as SGLang's dumper writes it, with "meta" beside it
             found += list(_leaves(part, str(at) if len(parts) > 1 else ""))
+        found = _unique(found)
         for _, one in found:
             _check_size(one)
         return found
@@ -104,6 +107,16 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
         return
     for key, one in parts:
         yield from _leaves(one, f"{path}.{key}" if path else str(key))
+
+
+def _unique(found: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Return unique paths: those that occur twice, as those of 1 and "1" do, get a number."""
+    seen: Counter[str] = Counter()
+    unique = []
+    for path, value in found:
+        seen[path] += 1
+        unique.append((path if seen[path] == 1 else f"{path} ({seen[path]})", value))
+    return unique
 
 
 def _check_size(value: Any) -> None:

@@ -40,7 +40,7 @@ def add_parser(commands: Any) -> None:
         "--vary",
         type=axes,
         metavar="AXIS,AXIS…",
-        help=f"of {', '.join(AXES)} (default: {','.join(DEFAULT_AXES)})",
+        help=f"of {', '.join(AXES)} (default: {','.join(DEFAULT_AXES)}; with --backward without decode)",
     )
     parser.add_argument(
         "--backward", action="store_true", help="audit gradients, too (decode and chunks have none)"

@@ -19,4 +19,7 @@ def add_parser(commands: Any) -> None:
         "dump could be read.",
     )
     parser.add_argument("folder", type=Path, help="a folder with the files of all ranks")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page that needs nothing else"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")

@@ -9,6 +9,9 @@ from typing import Any
 from isobit.cli.dtypes import SHORT, long_dtype
 from isobit.cli.progress import add_quiet
 
+TARGET = "sm_90"
+CONFIGURATIONS = 8
+
 # How each is called. Listed here because their own modules load torch; a test compares.
 LIKE = {
     "attention": "attention(q, k, v, is_causal=True), of [samples, heads, tokens, depth]",
@@ -26,6 +29,20 @@ LIKE = {
     "softmax": "softmax(x), over the last axis",
     "swiglu": "swiglu(gate, up)",
 }
+
+
+def named_sizes(text: str) -> tuple[str, tuple[int, ...]]:
+    """Parse NAME=SIZE,SIZE."""
+    name, _, rest = text.partition("=")
+    try:
+        sizes = tuple(int(size) for size in rest.replace("_", "").split(","))
+    except ValueError:
+        sizes = ()
+    if not name.isidentifier() or not sizes or min(sizes) < 1:
+        raise argparse.ArgumentTypeError(
+            f"expected NAME=SIZE,SIZE as n=4096,32768, received {text}"
+        )
+    return name, sizes
 
 
 def add_parser(commands: Any) -> None:
@@ -66,6 +83,39 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--device", default="cpu", help="where inputs are when the kernel is called (default cpu)"
+    )
+    parser.add_argument(
+        "--target",
+        default=TARGET,
+        metavar="GPU",
+        help=f"the GPU that Triton kernels are compiled for when they run without one (default {TARGET})",
+    )
+    parser.add_argument(
+        "--sizes",
+        action="append",
+        default=[],
+        type=named_sizes,
+        metavar="NAME=SIZE[,SIZE]",
+        help="judge at these sizes of a name instead of the listed ones, as n=4096,32768; may be given again",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="judge at a few small sizes, for a first answer"
+    )
+    parser.add_argument(
+        "--claims",
+        action="extend",
+        default=[],
+        type=lambda text: [name for name in text.split(",") if name],
+        metavar="NAME[,NAME]",
+        help="judge these claims only, as rows,accuracy; may be given again",
+    )
+    parser.add_argument(
+        "--configurations",
+        type=int,
+        default=CONFIGURATIONS,
+        metavar="N",
+        help="how many configurations of each autotuned kernel are compared when it runs without a GPU "
+        f"(default {CONFIGURATIONS})",
     )
     parser.add_argument(
         "--trust",

@@ -50,6 +50,9 @@ def add_parser(commands: Any) -> None:
     add_schedule_options(parser)
     add_check_options(parser)
     add_recorder_option(parser)
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page that needs nothing else"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of tables")
     add_quiet(parser)
 

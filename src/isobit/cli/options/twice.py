@@ -34,5 +34,8 @@ def add_parser(commands: Any) -> None:
         default=True,
         help="run the script again to find the cause",
     )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write a page that needs nothing else"
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
     add_quiet(parser)

@@ -62,7 +62,7 @@ class MemoryAccess(RegisterAccess):
                 AddressError,
                 self.current,
                 expected=f"an address inside {name} ({found.size} bytes)",
-                received=f"byte {far - base} ({size} bytes), active thread number {thread}",
+                received=f"{self.access()} of {size} bytes at byte {far - base}, active thread number {thread}",
                 remedy="check sizes, strides and masks of the launch",
             )
         if size > 1 and (addresses % size).any():
@@ -74,6 +74,11 @@ class MemoryAccess(RegisterAccess):
                 remedy="check the alignment of buffers and tt.divisibility",
             )
         return found
+
+    def access(self) -> str:
+        """Return what the current instruction does with memory."""
+        writes = self.current.opcode.startswith(("st", "red", "cp.reduce"))
+        return "a write" if writes else "a read"
 
     def load(
         self, space: str, addresses: Array, size: int, mask: Array | None

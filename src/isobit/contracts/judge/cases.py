@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -22,6 +22,8 @@ from isobit.contracts.store import ladder
 from isobit.errors import ContractError, EngineError, in_one_line
 
 SECONDS_TO_SHRINK = 20.0
+Progress = Callable[[str, int, int], None]  # what is being judged, how many are done, of how many
+
 # Elements of the arguments up to which a fixed case is judged with and without gradients; L3 draws larger ones too.
 SMALL = 2**16
 # Messages of Triton, and of torch on CUDA, HIP and XPU, if there is no device or no driver.
@@ -35,8 +37,16 @@ class NoDeviceError(EngineError):
     """The subject needs a device that this machine does not have."""
 
 
+def unseen(stage: str, done: int, total: int) -> None:
+    """Show no progress."""
+
+
 def examine(
-    contract: Contract, bound: Bound, thorough: bool, first_only: bool = False
+    contract: Contract,
+    bound: Bound,
+    thorough: bool,
+    first_only: bool = False,
+    progress: Progress = unseen,
 ) -> tuple[Tally, Recipe | None]:
     """Judge L2 on the fixed inputs of a claim; return the counts and the first failing recipe."""
     tally, failing, claim = Tally(), None, bound.claim
@@ -47,7 +57,9 @@ def examine(
     elif claim.relation == "algebra":
         examine_integers(bound, tally, raising=first_only)
     else:
-        for recipe in recipes_of(contract, claim, thorough, first_only):
+        recipes = list(recipes_of(contract, claim, thorough, first_only))
+        for at, recipe in enumerate(recipes):
+            progress(f"{claim.id}, {recipe.words()}", at, len(recipes))
             is_small = Case(recipe, contract.inputs[recipe.inputs]).elements <= SMALL
             run = run_both if first_only or is_small else run_case
             run(contract, bound, recipe, tally, raising=first_only)
@@ -93,7 +105,7 @@ def run_case(
             tally.count(case.rows if bound.claim.relation != "holds" else 1)
         if not all(bits.equal(t, before[name]) for name, t in case.arguments.items()):
             tally.fail("the subject writes to its inputs, so that nothing can be compared")
-    except ContractError:
+    except (ContractError, EngineError):
         raise
     except (Exception, SystemExit) as error:
         check_device(error)
@@ -110,7 +122,8 @@ def check_device(error: BaseException) -> None:
         raise NoDeviceError(
             expected="a device that the subject runs on",
             received=in_one_line(error)[:200],
-            remedy="verify where there is one; for Triton's interpreter set TRITON_INTERPRET=1",
+            remedy="verify where there is one; isobit check runs Triton kernels without a GPU, and for Triton's "
+            "interpreter set TRITON_INTERPRET=1",
         ) from None
 
 

@@ -37,6 +37,11 @@ class Recipe:
     def __str__(self) -> str:
         return json.dumps(asdict(self) | {"sizes": dict(self.sizes)}, separators=(",", ":"))
 
+    def words(self) -> str:
+        """Return dtype and sizes for a reader: "bfloat16, rows 33, n 64"."""
+        sizes = ", ".join(f"{name} {size}" for name, size in self.sizes)
+        return f"{self.dtype}, {sizes}{self.edge and ', ' + self.edge}"
+
     @staticmethod
     def parse(text: str, known: Mapping[str, Inputs]) -> Recipe:
         """Parse the output of `str`."""

@@ -9,7 +9,7 @@ from dataclasses import replace
 from isobit.contracts.judge import static_checks
 from isobit.contracts.judge.binding import bind, find_subject, subject_name
 from isobit.contracts.judge.bound import Bound
-from isobit.contracts.judge.cases import examine, shrink
+from isobit.contracts.judge.cases import Progress, examine, shrink, unseen
 from isobit.contracts.judge.higher_levels import judge_higher_levels
 from isobit.contracts.judge.replay import failure_fields
 from isobit.contracts.judge.sabotage_trials import try_planted
@@ -24,12 +24,15 @@ NOT_REACHED = "not reached in the time given by --seconds"
 
 
 def verify_contract(
-    contract: Contract, options: Options, deadline: float = float("inf")
+    contract: Contract,
+    options: Options,
+    deadline: float = float("inf"),
+    progress: Progress = unseen,
 ) -> Iterator[ClaimRecord]:
     """Judge each claim and yield its record.
 
     An exception inside a claim becomes that claim's verdict. No claim is started after `deadline`
-    (of `time.monotonic()`).
+    (of `time.monotonic()`). `progress` is called for each case and each planted subject of L2.
     """
     checks: Tally | None = None  # of L1, which all claims share
     for claim in contract.claims:
@@ -44,7 +47,7 @@ def verify_contract(
                 if checks is None:
                     subject = find_subject(contract, options)
                     checks = static_checks.check(contract, subject, not options.subject)
-                record = judge_claim(contract, claim, options, empty, checks)
+                record = judge_claim(contract, claim, options, empty, checks, progress)
         except IsobitError as error:
             record = replace(empty, detail=in_one_line(error))
         except (Exception, SystemExit) as error:  # in a predicate, a proof or an import
@@ -54,7 +57,12 @@ def verify_contract(
 
 
 def judge_claim(
-    contract: Contract, claim: Claim, options: Options, empty: ClaimRecord, checks: Tally
+    contract: Contract,
+    claim: Claim,
+    options: Options,
+    empty: ClaimRecord,
+    checks: Tally,
+    progress: Progress = unseen,
 ) -> ClaimRecord:
     """Judge one claim level by level, until the level that it must reach or the first that fails."""
     bound = bind(contract, claim, options)
@@ -64,19 +72,24 @@ def judge_claim(
         return replace(record, compared=checks.compared, differing=checks.differing)
     if required < 2:
         return replace(empty, verdict="kept", level=1, compared=checks.compared, cases=checks.cases)
-    record, tally = judge_fixed_inputs(contract, bound, options, empty)
+    record, tally = judge_fixed_inputs(contract, bound, options, empty, progress)
     if record.verdict != "kept" or required == 2:
         return record
     return judge_higher_levels(contract, bound, options, tally, record)
 
 
 def judge_fixed_inputs(
-    contract: Contract, bound: Bound, options: Options, empty: ClaimRecord
+    contract: Contract,
+    bound: Bound,
+    options: Options,
+    empty: ClaimRecord,
+    progress: Progress = unseen,
 ) -> tuple[ClaimRecord, Tally]:
     """Judge L2: the listed inputs, and every planted wrong subject."""
-    tally, failing = examine(contract, bound, options.thorough)
+    tally, failing = examine(contract, bound, options.thorough, progress=progress)
     record = replace(empty, level=1, **tally.counts())
     if tally.differing:
+        progress(f"{bound.claim.id}: looking for a smaller case", 0, 1)
         smallest = shrink(contract, bound, failing)
         found = failure_fields(contract, bound, options, tally, smallest)
         return replace(record, verdict="broken", at=2, **found), tally
@@ -84,8 +97,11 @@ def judge_fixed_inputs(
     if not tally.compared or not tally.cases or idle:
         detail = f"nothing was compared under {idle[0]}" if idle else "nothing was compared"
         return replace(record, verdict="vacuous", detail=detail), tally
-    planted = tuple(try_planted(contract, bound, options))
-    record = replace(record, planted=planted)
+    planted = []
+    for one in try_planted(contract, bound, options):
+        planted.append(one)
+        progress(f"{bound.claim.id}, planted {one.name}", len(planted), len(planted))
+    record = replace(record, planted=tuple(planted))
     missed = [p for p in planted if not p.caught]
     if missed or not planted:
         detail = "there is no built-in sabotage for it"

@@ -148,9 +148,17 @@ def check_form(header: dict[str, Any]) -> None:
         )
 
 
+def unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Build an object of JSON; raise NotEvidence if a name occurs twice: readers differ in which value they take."""
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise NotEvidence("a name occurs twice in one of its lines")
+    return found
+
+
 def finding_from(lines: Sequence[bytes], digest: str, contract: Contract) -> Finding:
     """Build a finding from the lines of a file: check types, chain and claims, and compute levels."""
-    header, *found = json.loads(b"[%b]" % b",".join(lines))
+    header, *found = json.loads(b"[%b]" % b",".join(lines), object_pairs_hook=unique_names)
     check_form(header)
     if header["digest"] != digest or header["contract"] != contract.id:
         raise NotEvidence("it is about another contract")

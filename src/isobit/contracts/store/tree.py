@@ -156,11 +156,10 @@ class Tree:
             ContractError: There is no such id; the remedy suggests the nearest.
         """
         if id not in self.entries:
-            raise ContractError(
-                expected="the id of a known contract",
-                received=id,
-                remedy=suggest(id, list(self.entries) or ["(there are none)"]),
-            )
+            remedy = suggest(id, list(self.entries) or ["(there are none)"])
+            if self.broken:
+                remedy += f"; or fix {self.broken[0].path}, which is not valid"
+            raise ContractError(expected="the id of a known contract", received=id, remedy=remedy)
         return self.entries[id]
 
     def digest(self, id: str, variant: str = "", on: str = "") -> str:

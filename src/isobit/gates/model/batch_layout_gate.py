@@ -48,13 +48,19 @@ class GateReport:
     """All comparisons of one side: isobit or stock."""
 
     side: str
-    parameters: int
-    trained: int  # parameters that have a gradient
+    parameters: int  # that require a gradient
+    trained: int  # that have one
     rows: tuple[Comparison, ...]
+    frozen: int = 0  # parameters that require no gradient
+
+    @property
+    def differs(self) -> bool:
+        """Whether some number differs; without one, a report that is not kept lacks evidence."""
+        return any(row.differ for row in self.rows)
 
     @property
     def kept(self) -> bool:
-        """Whether every comparison agreed and every parameter has a gradient."""
+        """Whether every comparison agreed and every parameter that is trained has a gradient."""
         return (
             bool(self.rows)
             and all(row.kept for row in self.rows)
@@ -85,10 +91,17 @@ def run_gate(
     rows = [*judge_selected(scorer, samples, scored, progress)]
     rows.append(judge_generated(scorer, samples, progress))
     rows += judge_trained(scorer, trainings, progress)
-    parameters = list(scorer.model.parameters())
+    return report_of(scorer, rows)
+
+
+def report_of(scorer: Scorer, rows: Iterable[Comparison]) -> GateReport:
+    """Return a report with the counts of the last backward; frozen parameters are counted apart."""
+    every = list(scorer.model.parameters())
+    parameters = [p for p in every if p.requires_grad]
     trained = sum(1 for p in parameters if p.grad is not None)
     scorer.model.zero_grad(set_to_none=True)
-    return GateReport(scorer.name, len(parameters), trained, tuple(rows))
+    frozen = len(every) - len(parameters)
+    return GateReport(scorer.name, len(parameters), trained, tuple(rows), frozen)
 
 
 def judge_selected(
@@ -122,7 +135,7 @@ def judge_generated(scorer: Scorer, samples: list[Tensor], progress: Progress) -
 
 def judge_trained(scorer: Scorer, layouts: Layouts, progress: Progress) -> Iterator[Comparison]:
     """Compare loss, gradients and weights after one step in each layout with the first layout."""
-    parameters = dict(scorer.model.named_parameters())
+    parameters = {n: p for n, p in scorer.model.named_parameters() if p.requires_grad}
     losses: list[Tensor] = []
     gradients: dict[str, Tensor] = {}
     digests: dict[str, str] = {}
@@ -172,18 +185,22 @@ def step(parameter: Tensor, gradient: Tensor) -> Tensor:
 def compare(quantity: str, layout: str, pairs: Iterable[tuple[str, Tensor, Tensor]]) -> Comparison:
     """Count the differing elements of pairs (name, reference, this layout)."""
     numbers = differ = tensors = wrong = idle = 0
-    where, aggregates = "", None
+    where, nothing, aggregates = "", "", None
     for name, left, right in pairs:
         difference = None if bits.equal(left, right) else bits.first_difference(left, right)
         numbers += left.numel()
         tensors += 1
-        idle += not bool(right.isfinite().all()) or not bool(right.any())
+        if not bool(right.isfinite().all()) or not bool(right.any()):
+            idle += 1
+            nothing = nothing or f"{name or quantity}: zero everywhere, or not finite".strip()
         if difference is not None:
             wrong += 1
             differ += left.numel() if difference.count is None else difference.count
             where = where or f"{name} {difference}".strip()
         if quantity == "log-probability":
-            aggregates = aggregate(left, right)
+            found = aggregate(left, right)
+            aggregates = found if aggregates is None else max(aggregates, found)
+    where = where or nothing
     return Comparison(quantity, layout, numbers, differ, tensors, wrong, idle, aggregates, where)
 
 

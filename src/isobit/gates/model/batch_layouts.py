@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -118,7 +120,7 @@ def in_order(found: Iterator[tuple[Batch, Tensor]]) -> Tensor:
     by_sample: dict[int, Tensor] = {}
     for batch, values in found:
         by_sample.update(batch.gather(values))
-    return torch.cat([by_sample[i][:-1] for i in range(len(LENGTHS))])
+    return torch.cat([by_sample[i][:-1] for i in sorted(by_sample)])
 
 
 @torch.no_grad()
@@ -128,15 +130,16 @@ def generate_and_score(samples: list[Tensor], scorer: Scorer) -> tuple[Tensor, T
     `generate` runs with left padding and a cache.
     """
     prompts = padded(samples, "left", width=max(LENGTHS))
-    made = scorer.model.generate(
-        prompts.ids,
-        attention_mask=prompts.mask,
-        max_new_tokens=GENERATED,
-        do_sample=False,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
+    with plain_generation(scorer.model):
+        made = scorer.model.generate(
+            prompts.ids,
+            attention_mask=prompts.mask,
+            max_new_tokens=GENERATED,
+            do_sample=False,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
     tokens = made.sequences[:, -GENERATED:]
     rolled = scorer.of_logits(torch.stack(made.logits, dim=1), tokens)
     whole = [torch.cat((sample, tokens[i])) for i, sample in enumerate(samples)]
@@ -144,6 +147,17 @@ def generate_and_score(samples: list[Tensor], scorer: Scorer) -> tuple[Tensor, T
     values = batch.gather(scorer.logprobs(batch, slice(0, batch.ids.shape[1]), None))
     again = torch.stack([values[i][-GENERATED - 1 : -1] for i in range(len(samples))])
     return rolled, again
+
+
+@contextmanager
+def plain_generation(model: Any) -> Iterator[None]:
+    """Ignore a checkpoint's generation settings: an end token would stop a sample, a penalty change its tokens."""
+    own = model.generation_config
+    model.generation_config = library().GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def train(batch: Batch, scorer: Scorer) -> Tensor:

@@ -1,4 +1,4 @@
-"""The four samples of the batch-layout gate, and the batches that contain them."""
+"""The samples of the batch-layout gate, and the batches that contain them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ class Batch:
     positions: Tensor  # [B, T]
     packed: bool  # several samples in one row
     spans: dict[int, tuple[int, int]]  # by sample: its first of the B·T rows, and its length
+    prompt: int = PROMPT  # tokens at the front of each sample that have no label
 
     def gather(self, values: Tensor) -> dict[int, Tensor]:
         """Return the rows of each sample from values of shape [B, T, ...]."""
@@ -40,7 +41,7 @@ class Batch:
         """Return labels [B, T] for transformers: the tokens after the prompt, -100 elsewhere."""
         spread = torch.full_like(self.ids, IGNORED).reshape(-1)
         for start, length in self.spans.values():
-            held = slice(start + PROMPT, start + length)
+            held = slice(start + self.prompt, start + length)
             spread[held] = self.ids.reshape(-1)[held]
         return spread.reshape(self.ids.shape)
 
@@ -53,10 +54,10 @@ class Batch:
         return spread.reshape(self.ids.shape)
 
 
-def draw_samples(vocabulary: int, seed: int = 0) -> list[Tensor]:
-    """Draw the tokens of the four samples."""
+def draw_samples(vocabulary: int, seed: int = 0, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
+    """Draw random tokens for samples of these lengths."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(0, vocabulary, (length,), generator=generator) for length in LENGTHS]
+    return [torch.randint(0, vocabulary, (length,), generator=generator) for length in lengths]
 
 
 def padded(

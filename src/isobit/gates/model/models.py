@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from isobit.errors import ArgumentError
-from isobit.integrations.transformers.package import library
+from isobit.integrations.transformers.package import library, without_bars
 
 SIZES = {
     "hidden_size": 1024,
@@ -67,25 +65,12 @@ def build_model(name: str, dtype: torch.dtype, seed: int = 0) -> Any:
         **sizes, max_position_embeddings=4096, eos_token_id=None
     )
     made = getattr(transformers, f"{family}ForCausalLM")
-    with tempfile.TemporaryDirectory() as folder, without_bars(transformers):
+    with tempfile.TemporaryDirectory() as folder, without_bars():
         torch.manual_seed(seed)
         spread_weights(model := made(config).to(dtype), seed)
         model.save_pretrained(folder)
         del model
         return made.from_pretrained(folder, dtype=dtype).eval()
-
-
-@contextmanager
-def without_bars(transformers: Any) -> Iterator[None]:
-    """Save and load without transformers' progress bars: the command shows its own."""
-    logging = transformers.utils.logging
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def spread_weights(model: torch.nn.Module, seed: int) -> None:

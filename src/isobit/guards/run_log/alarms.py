@@ -4,12 +4,13 @@
 `Drift` compares each value with the 128 before it. The windows of 8 consecutive values share 121 values. Their order
 statistics bound the median and the deviation of all 8 windows, and so each score from above. A sum of bounds is never
 below the sum of scores. Where it is empty, the sum of scores is empty too, and `Drift` would have no memory but its
-window. From such a place on, `Drift` itself runs wherever the bounds allow an alarm. What it finds is what it would
-have found on the whole curve.
+window and its means. From such a place on, `Drift` itself runs wherever the bounds allow an alarm. What it finds is
+what it would have found on the whole curve.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -25,7 +26,7 @@ Floats = npt.NDArray[np.float64]
 
 
 def alarms_of(values: Sequence[float], *, log: bool = False) -> Iterator[tuple[int, Reading]]:
-    """Yield place and reading of every alarm, as `Drift` gives them; the mean of a reading is not that of the curve.
+    """Yield place and reading of every alarm, as `Drift` gives them.
 
     Args:
         values: Finite numbers.
@@ -34,7 +35,7 @@ def alarms_of(values: Sequence[float], *, log: bool = False) -> Iterator[tuple[i
     at, detector = 0, Drift(log=log)
     for start, end in suspects(np.array(values, dtype=np.float64), log):
         if start > at:
-            at, detector = start, primed(values[start - WINDOW : start], log)
+            at, detector = start, primed(values, at, start, detector)
         while at < len(values) and (at < end or is_busy(detector)):
             reading = detector.add(values[at])
             if reading.is_alarm:
@@ -42,18 +43,28 @@ def alarms_of(values: Sequence[float], *, log: bool = False) -> Iterator[tuple[i
             at += 1
 
 
-def primed(values: Sequence[float], log: bool) -> Drift:
-    """Return a detector that remembers a window, and nothing else."""
-    detector = Drift(log=log)
-    for value in values:
-        detector.add(value)
-    detector.sum, detector.quiet, detector.above = 0.0, 0, False
+def primed(values: Sequence[float], at: int, start: int, before: Drift) -> Drift:
+    """Return a detector that remembers the window before `start`, the means of the curve, and nothing else.
+
+    Args:
+        values: The curve.
+        at: How many of its values `before` has taken.
+        start: The next value to judge.
+        before: The detector so far.
+    """
+    for value in values[at:start]:
+        before.average(value)
+    detector = Drift(log=before.log)
+    for value in values[start - WINDOW : start]:
+        detector.learn(math.log(max(value, 1e-300)) if before.log else value)
+    detector.mean, detector.lowest, detector.start = before.mean, before.lowest, before.start
+    detector.count = before.count
     return detector
 
 
 def is_busy(detector: Drift) -> bool:
     """Return whether a detector remembers more than its window."""
-    return detector.sum > 0 or detector.quiet > 0 or detector.above
+    return detector.sum > 0 or detector.quiet > 0 or detector.above  # and so after a shift
 
 
 def suspects(values: Floats, log: bool) -> Iterator[tuple[int, int]]:

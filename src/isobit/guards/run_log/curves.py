@@ -16,6 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from isobit.errors import ArgumentError
+from isobit.plain_text import one_line
 
 NAMES = {
     "loss": (
@@ -35,7 +36,7 @@ NAMES = {
         "grad norm",
         "isobit/grad.norm",
     ),
-    "lr": ("learning_rate", "lr", "train/learning_rate", "train/lr", "learning rate"),
+    "lr": ("learning_rate", "lr", "train/learning_rate", "train/lr", "learning rate", "isobit/lr"),
 }
 STEPS = (
     "step",
@@ -53,8 +54,9 @@ WORDS = {
     "-inf": -math.inf,
     "-infinity": -math.inf,
 }
-CURVE_OF = {name: curve for curve, names in NAMES.items() for name in names}
 KEYS_KEPT = 1000  # sets of keys for which the places of step and curves are remembered
+OTHERS_KEPT = 200  # other keys that are remembered, to name those that may be meant
+SHOWN = 8  # names of columns in a message
 LARGEST_STEP = 2**63
 MEAN_WINDOW = 100  # steps of the exponential mean
 Point = tuple[int, float]
@@ -72,7 +74,7 @@ class RunLog:
         rows: Entries that were read.
         skipped: Entries that are not readable, or have none of the curves.
         numbered: Whether entries have a step; else they are counted.
-        reported: Findings of `watch` that the log has: (step, rule, message).
+        reported: Findings of `watch` that the log has: (step, rule, message, severity).
         resumed: Where the steps of the loss go back: the last step before, and the step that follows it.
         replaced: Entries of all curves that were logged again, and are not judged.
         worded: Numbers that were written as null or as a word such as NaN; they count as not finite.
@@ -82,6 +84,7 @@ class RunLog:
         unused: Numbers under a second name of a curve, by name; the name with the most entries is judged.
         config: The configuration that the log itself has, as MLflow's parameters.
         max_steps: The steps of the whole run, if the log has them.
+        norm_like: Columns that may be a gradient norm by their name, if the log has none under a known name.
     """
 
     path: str
@@ -90,7 +93,7 @@ class RunLog:
     rows: int
     skipped: int
     numbered: bool
-    reported: tuple[tuple[int, str, str], ...] = ()
+    reported: tuple[tuple[int, str, str, str], ...] = ()
     resumed: tuple[tuple[int, int], ...] = ()
     replaced: int = 0
     worded: int = 0
@@ -100,6 +103,7 @@ class RunLog:
     unused: Mapping[str, int] = field(default_factory=dict)
     config: Mapping[str, Any] | None = None
     max_steps: int | None = None
+    norm_like: tuple[str, ...] = ()
 
     @cached_property
     def finite(self) -> Mapping[str, Sequence[Point]]:
@@ -125,7 +129,13 @@ class RunLog:
 
 @dataclass
 class Rows:
-    """Entries while they are read, one at a time: a long log is not kept whole."""
+    """Entries while they are read, one at a time: a long log is not kept whole.
+
+    Attributes:
+        columns: Names of columns by curve, or by "step", that count instead of the usual names; an empty one is none.
+    """
+
+    columns: Mapping[str, str] = field(default_factory=dict)
 
     points: defaultdict[str, list[Point]] = field(
         default_factory=lambda: defaultdict(list)
@@ -139,8 +149,22 @@ class Rows:
     last_step: int = 0
     numbered: bool = True
     has_events: bool = False  # of `watch`
-    reported: list[tuple[int, str, str]] = field(default_factory=list)
+    reported: list[tuple[int, str, str, str]] = field(default_factory=list)
     places: dict[tuple[str, ...], tuple[list[str], list[str]]] = field(default_factory=dict)
+    others: dict[str, None] = field(
+        default_factory=dict
+    )  # keys that are no curve, the first of them
+
+    def __post_init__(self) -> None:
+        self.names = {curve: self.names_of(curve, known) for curve, known in NAMES.items()}
+        self.curve_of = {name: curve for curve, names in self.names.items() for name in names}
+        self.steps = self.names_of("step", STEPS)
+
+    def names_of(self, curve: str, known: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the names of columns that count as a curve."""
+        if curve not in self.columns:
+            return known
+        return (self.columns[curve],) if self.columns[curve] else ()
 
     def add(self, entry: Any) -> None:
         """Take one entry."""
@@ -167,13 +191,24 @@ class Rows:
         self.rows += 1
         kind = entry.get("kind")
         if kind == "finding":  # of `watch`
-            self.reported.append((step, str(entry.get("name")), str(entry.get("message", ""))))
+            module, message = (str(entry.get(key, "")) for key in ("module", "message"))
+            severity = entry.get("severity")
+            self.reported.append(
+                (
+                    step,
+                    str(entry.get("name")),
+                    f"{module}: {message}" if module else message,
+                    severity if severity in ("info", "warning") else "error",
+                )
+            )
             return
         if kind == "metric":
             self.has_events = True
             name = str(entry.get("name"))
             entry = {name: entry.get("value")}
-            names = [name] if name in CURVE_OF else []
+            names = [name] if name in self.curve_of else []
+            if not names and len(self.others) < OTHERS_KEPT:
+                self.others[name] = None
         if not names:
             self.skipped += 1
             return
@@ -201,9 +236,14 @@ class Rows:
     def find_places(self, keys: tuple[str, ...]) -> tuple[list[str], list[str]]:
         """Return which keys of an entry have its step and its curves; entries of one log have few sets of keys."""
         found = (
-            [name for name in STEPS if name in keys],
-            [name for name in CURVE_OF if name in keys],
+            [name for name in self.steps if name in keys],
+            [name for name in self.curve_of if name in keys],
         )
+        for key in keys:
+            if len(self.others) >= OTHERS_KEPT:
+                break
+            if key not in self.curve_of and key not in self.steps:
+                self.others[key] = None
         if len(self.places) < KEYS_KEPT:
             self.places[keys] = found
         return found
@@ -231,17 +271,29 @@ class Rows:
             ArgumentError: If no entry has a loss.
         """
         chosen: dict[str, str] = {}
-        for curve, names in NAMES.items():
+        for curve, names in self.names.items():
             present = [name for name in names if name in self.points]
             if present:  # a Trainer ends its losses with one train_loss, the mean of the run
                 chosen[curve] = max(present, key=lambda name: len(self.points[name]))
         found = {curve: self.points[name] for curve, name in chosen.items()}
+        missing = [
+            f"{curve}={name}"
+            for curve, name in self.columns.items()
+            if name and (curve not in found if curve != "step" else not self.numbered)
+        ]
+        shown = ", ".join(one_line(name)[:60] for name in list(self.others)[:SHOWN]) or "none"
+        if missing:
+            raise ArgumentError(
+                expected=f"a log with the columns that --columns names: {', '.join(missing)}",
+                received=f"{path}: {self.rows} entries, and none has them; other columns: {shown}",
+                remedy="name columns as the log has them",
+            )
         if "loss" not in found:
             raise ArgumentError(
-                expected=f"a log with a loss, called one of {', '.join(NAMES['loss'])}",
-                received=f"{path}: {self.rows} entries, and none has one",
-                remedy="name a JSONL or CSV file of a run, transformers' trainer_state.json, a folder of TensorBoard's "
-                "event files, or a run of MLflow",
+                expected=f"a log with a loss, called one of {', '.join(self.names['loss']) or 'none'}",
+                received=f"{path}: {self.rows} entries, and none has one; other columns: {shown}",
+                remedy="name its column, as --columns loss=NAME; or a JSONL or CSV file of a run, transformers' "
+                "trainer_state.json, a folder of TensorBoard's event files, or a run of MLflow",
             )
         form = "events" if self.has_events else form
         settled_ones = {curve: settled(points, form == "events") for curve, points in found.items()}
@@ -260,8 +312,14 @@ class Rows:
             self.unread_after,
             self.cut,
             {n: len(points) for n, points in self.points.items() if n not in chosen.values()},
+            norm_like=() if "grad_norm" in {**found, **self.columns} else self.norm_like(),
             **more,
         )
+
+    def norm_like(self) -> tuple[str, ...]:
+        """Return the other columns whose name is that of a gradient norm, for a person."""
+        words = [(key, key.lower()) for key in self.others]
+        return tuple(key for key, low in words if "grad" in low and "norm" in low)[:SHOWN]
 
 
 def exponential_mean(points: Sequence[Point], window: int = MEAN_WINDOW) -> list[Point]:

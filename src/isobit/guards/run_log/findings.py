@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+SHOWN = 5  # steps of a finding that are written out
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class LogFinding:
         message: What was found.
         causes: What usually causes it, the most frequent first; empty if a contract says it.
         claim: The claim of training-stability-v1 whose `if_fails` has the causes.
+        steps: Every step concerned, where the finding counts several; the first is `step`.
     """
 
     rule: str
@@ -43,6 +46,7 @@ class LogFinding:
     message: str
     causes: str = ""
     claim: str = ""
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,14 @@ class Verdict:
     def is_kept(self) -> bool:
         """Whether nothing was found that counts."""
         return all(finding.severity == "info" for finding in self.findings)
+
+
+def name_steps(steps: Sequence[int]) -> str:
+    """Return how often something was found and at which steps, the first of them; nothing if it was found once."""
+    if len(steps) < 2:
+        return ""
+    more = ", …" if len(steps) > SHOWN else ""
+    return f"; {len(steps):,} in all, at steps {', '.join(map(str, steps[:SHOWN]))}{more}"
 
 
 class NotJudged(Exception):

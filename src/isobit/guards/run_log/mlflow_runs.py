@@ -11,20 +11,21 @@ from typing import Any
 
 from isobit.errors import ArgumentError
 from isobit.files import read_bytes
-from isobit.guards.run_log.curves import NAMES, Rows, RunLog
+from isobit.guards.run_log.curves import Rows, RunLog
 
 SQLITE = b"SQLite format 3\x00"
 LARGEST_NUMBER = 1.7976931348623157e308  # what MLflow's databases have for infinity
 SHOWN = 5
 
 
-def read_folder(folder: Path, run: str, largest: int) -> RunLog:
+def read_folder(folder: Path, run: str, largest: int, rows: Rows) -> RunLog:
     """Read a run from a folder: the run's own, its experiment's, or `mlruns`.
 
     Args:
         folder: The folder.
         run: The id of the run; needed if there are several.
         largest: Bytes of a file.
+        rows: Where entries are added.
 
     Raises:
         ArgumentError: If there is no run, or several and none is named.
@@ -35,9 +36,9 @@ def read_folder(folder: Path, run: str, largest: int) -> RunLog:
             if not any(part.startswith(".") for part in path.relative_to(folder).parts):  # .trash
                 found[path.parent.name] = path.parent
     home = found[choose(folder, dict.fromkeys(found, ""), run)]
-    rows = Rows()
     for key, file in files_below(home / "metrics"):
-        if not is_curve(key):
+        if key not in rows.curve_of:
+            rows.find_places((key,))
             continue
         for line in read_bytes(file, largest).decode("utf-8", errors="replace").splitlines():
             words = line.split()  # time, value, step
@@ -63,17 +64,13 @@ def files_below(folder: Path) -> list[tuple[str, Path]]:
     return found
 
 
-def is_curve(key: str) -> bool:
-    """Return whether a metric is one of those that are judged."""
-    return any(key in names for names in NAMES.values())
-
-
-def read_database(path: Path, run: str) -> RunLog:
+def read_database(path: Path, run: str, rows: Rows) -> RunLog:
     """Read a run from MLflow's SQLite database, which is opened for reading only.
 
     Args:
         path: The file, such as mlflow.db.
         run: The id or the name of the run; needed if there are several.
+        rows: Where entries are added.
 
     Raises:
         ArgumentError: If it is no database of MLflow, has no run, or several and none is named.
@@ -87,9 +84,10 @@ def read_database(path: Path, run: str) -> RunLog:
                 "SELECT key, value, step, is_nan FROM metrics WHERE run_uuid = ? "
                 "ORDER BY timestamp, rowid"
             )
-            rows = Rows()
             for key, value, step, is_nan in database.execute(query, (chosen,)):
-                if is_curve(str(key)):
+                if str(key) not in rows.curve_of:
+                    rows.find_places((str(key),))
+                else:
                     rows.add({"step": step, str(key): number_from(value, is_nan)})
             query = "SELECT key, value FROM params WHERE run_uuid = ?"
             config = {str(key): value for key, value in database.execute(query, (chosen,))}

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TextIO
 
@@ -17,12 +18,14 @@ from isobit.guards.run_log.curves import Rows, RunLog, number_of
 LARGEST = 2**28  # bytes
 
 
-def read_log(path: Path, run: str = "") -> RunLog:
+def read_log(path: Path, run: str = "", columns: Mapping[str, str] | None = None) -> RunLog:
     """Read one log: JSON lines, CSV, trainer_state.json, events of `watch` or of TensorBoard, a run of MLflow.
 
     Args:
         path: A file, a folder of TensorBoard's event files, a folder or database of MLflow.
         run: Which run of MLflow, by id or name; needed if there are several.
+        columns: Names of columns by "loss", "grad_norm", "lr" or "step", if they are not the usual ones; an empty
+            name states that the log has no such column.
 
     Returns:
         Its curves.
@@ -31,16 +34,16 @@ def read_log(path: Path, run: str = "") -> RunLog:
         ArgumentError: If it has no loss, or several runs and none is named.
         OSError: If it cannot be read, or is larger than 256 MiB.
     """
+    rows = Rows(columns or {})
     if path.is_dir():
         if events := tensorboard_events.event_files(path):
-            return tensorboard_events.read_events(path, events, LARGEST)
-        return mlflow_runs.read_folder(path, run, LARGEST)
+            return tensorboard_events.read_events(path, events, LARGEST, rows)
+        return mlflow_runs.read_folder(path, run, LARGEST, rows)
     data = read_bytes(path, LARGEST)
     if data.startswith(mlflow_runs.SQLITE):
-        return mlflow_runs.read_database(path, run)
+        return mlflow_runs.read_database(path, run, rows)
     if tensorboard_events.is_event_file(data):
-        return tensorboard_events.read_events(path, [path], LARGEST)
-    rows = Rows()
+        return tensorboard_events.read_events(path, [path], LARGEST, rows)
     form, max_steps = add_entries(data, rows)
     return rows.as_log(path, form, max_steps=max_steps)
 

@@ -6,16 +6,18 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import islice, pairwise
+from itertools import pairwise
 
+from isobit.guards.drift import RECENT, Reading
 from isobit.guards.run_log.alarms import alarms_of
 from isobit.guards.run_log.curves import RunLog
-from isobit.guards.run_log.findings import Limits, LogFinding, NotJudged, Verdict
+from isobit.guards.run_log.findings import Limits, LogFinding, NotJudged, Verdict, name_steps
 from isobit.guards.run_log.schedule import follows_schedule
 
 RISE, SPAN = 0.05, 500  # the most that it may rise, over so many steps
 FLAT, FLAT_SPAN = 0.001, 2000  # a mean that falls by less than this share over so many steps
-SHOWN = 5  # spikes of one log
+
+SEVERITIES = ("error", "warning", "info")
 
 Rule = Callable[[RunLog, Limits], Iterator[LogFinding]]
 
@@ -119,6 +121,11 @@ def rising_loss(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
 def norm_limit(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Check FALSIFY-ALBOR-002: the gradient norm after clipping stays below the limit."""
     norms = log.finite.get("grad_norm", ())
+    if not norms and log.norm_like:
+        raise NotJudged(
+            f"the log has no gradient norm under a known name; if {log.norm_like[0]} is one, pass --columns "
+            f"grad_norm={log.norm_like[0]}, and if none is, --columns grad_norm="
+        )
     if not norms:
         raise NotJudged("the log has no gradient norm")
     if limits.norms == "unclipped" or (limits.norms == "auto" and log.form == "trainer_state"):
@@ -142,15 +149,34 @@ def spikes(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
         if name == "loss" and len(points) <= 64:
             raise NotJudged(f"{len(points)} losses, of more than 64 that are needed")
         values = [value for _, value in points]
-        for at, reading in islice(alarms_of(values, log=name == "grad_norm"), SHOWN):
+        found: dict[str, list[tuple[int, float, Reading]]] = {}
+        for at, reading in alarms_of(values, log=name == "grad_norm"):
+            found.setdefault(reading.status, []).append((points[at][0], values[at], reading))
+        for status, alarms in found.items():
+            if is_reported(log, f"{status}-{name}", [step for step, _, _ in alarms]):
+                continue  # by the run's own watch, which may name the module
+            step, value, reading = alarms[0]
+            against = (
+                f"the median of the last {RECENT} entries is {reading.score:.6g}"
+                if status == "divergence"
+                else f"score {reading.score:.1f} against the last 128 entries"
+            )
+            steps = tuple(step for step, _, _ in alarms)
             yield LogFinding(
-                f"{reading.status}-{name}",
-                "warning",
-                points[at][0],
-                f"{name} is {values[at]:.6g}, score {reading.score:.1f} against the last 128 entries",
+                f"{status}-{name}",
+                reading.severity,
+                step,
+                f"{name} is {value:.6g}, {against}{name_steps(steps)}",
                 "a bad batch or a change of data; a learning rate that is too high; for Adam, a beta2 that is too "
                 "large for gradients that change",
+                steps=steps,
             )
+
+
+def is_reported(log: RunLog, rule: str, steps: list[int]) -> bool:
+    """Return whether the run's own watch reported these alarms of a curve."""
+    name = rule.replace("grad_norm", "grad.norm")
+    return {step for step, found, _, _ in log.reported if found == name} >= set(steps)
 
 
 def plateau(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
@@ -239,8 +265,21 @@ def reported(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
     """Pass on what the run's own watch reported."""
     if log.form != "events" and not log.reported:
         raise NotJudged("the log is not one of isobit.guards.watch")
-    for step, rule, message in log.reported:
-        yield LogFinding(f"watch: {rule}", "error", step, message, "see docs/how-to/watch-a-run.md")
+    found: dict[str, list[tuple[int, str, str]]] = {}
+    for step, rule, message, severity in log.reported:
+        found.setdefault(rule, []).append((step, message, severity))
+    for rule, events in found.items():
+        step, message, _ = events[0]
+        steps = tuple(dict.fromkeys(step for step, _, _ in events))
+        worst = min((severity for _, _, severity in events), key=SEVERITIES.index)
+        yield LogFinding(
+            f"watch: {rule}",
+            worst,
+            step,
+            f"{message}{name_steps(steps)}",
+            "see docs/how-to/watch-a-run.md",
+            steps=steps,
+        )
 
 
 RULES: dict[str, Rule] = {

@@ -58,18 +58,18 @@ def is_event_file(data: bytes) -> bool:
     return len(data) >= 12 and int.from_bytes(data[8:12], "little") == masked_crc(data[:8])
 
 
-def read_events(path: Path, files: Sequence[Path], largest: int) -> RunLog:
+def read_events(path: Path, files: Sequence[Path], largest: int, rows: Rows) -> RunLog:
     """Read event files as one log; those of a resumed run follow each other.
 
     Args:
         path: The file or folder that was named.
         files: The files, the oldest first.
         largest: Bytes of a file.
+        rows: Where entries are added.
 
     Raises:
         ArgumentError: If a file is damaged before its last record, or no scalar is a loss.
     """
-    rows = Rows()
     for file in files:
         try:
             for event in records_in(read_bytes(file, largest)):

@@ -18,8 +18,14 @@ from isobit.guards.trial_run.evaluation import (
 from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.loaders import epochs_differ, workers_yield_different_data
 from isobit.guards.trial_run.micro_batches import targets_weigh_the_same
-from isobit.guards.trial_run.observer import Observer
+from isobit.guards.trial_run.observer import IGNORED, Observer
 from isobit.guards.trial_run.optimizers import optimizers_step
+from isobit.guards.trial_run.step_order import (
+    clipping_precedes_the_step,
+    gradients_are_read_once,
+    rates_are_not_zero,
+)
+from isobit.guards.trial_run.training_mode import models_train_in_training_mode
 
 
 def named_parameters(seen: Observer) -> dict[int, tuple[str, torch.Tensor]]:
@@ -59,7 +65,7 @@ def optimizer_has_parameters(seen: Observer) -> Iterator[Found]:
     trainable = {key: name for key, (name, p) in named.items() if p.requires_grad}
     missing = [name for key, name in trainable.items() if key not in held]
     if not named:
-        raise NotJudged("no model with parameters was called in training mode")
+        raise NotJudged("no model with parameters was called in training")
     if not trainable and not trains_something_else(seen, named):
         yield "nothing-trainable", "error", f"none of {len(named)} parameters requires a gradient"
     elif missing:
@@ -126,18 +132,54 @@ def micro_batches_are_parts(seen: Observer) -> Iterator[Found]:
     """Check that the micro-batches of a step are parts of one batch."""
     if len(seen.optimizers) > 1:
         raise NotJudged("several optimizers: a backward may be a loss of its own")
-    return targets_weigh_the_same(seen.losses.calls, seen.rows, seen.losses.unknown)
+    return targets_weigh_the_same(
+        seen.losses.calls, seen.rows, seen.losses.unknown, seen.loaders.taken
+    )
 
 
 def every_optimizer_steps(seen: Observer) -> Iterator[Found]:
     """Check that no optimizer is left out whose parameters have gradients."""
-    names = {key: name for key, (name, _) in named_parameters(seen).items()}
-    return optimizers_step(seen.created, names)
+    return optimizers_step(seen.created, model_names(seen))
+
+
+def batches_have_targets(seen: Observer) -> Iterator[Found]:
+    """Check that every loss has a target that counts.
+
+    A mean over no target is NaN. A sum over none is 0, which a micro-batch may have, but not all of a step.
+    """
+    calls = [call for call in seen.losses.calls if call.classes]
+    if not calls and not any("labels" in call.kwargs for _, call in seen.roots.values()):
+        raise NotJudged("no loss over classes, and no model that is given labels")
+    steps = {call.step for call in calls}
+    empty = {c.step for c in calls if not c.has_targets and c.reduction == "mean"}
+    empty |= {s for s in steps if not any(c.has_targets for c in calls if c.step == s)}
+    for step in sorted(empty | (seen.empty - steps)):
+        yield (
+            "no-targets",
+            "error",
+            f"every label of a batch is {IGNORED} or the index that the loss ignores: there is nothing to learn, and a "
+            "mean over no target is NaN; look at the collator, the mask of the prompt and the truncation",
+            step,
+        )
+
+
+def model_names(seen: Observer) -> dict[int, str]:
+    """Return the names of the models' parameters, by id."""
+    return {key: name for key, (name, _) in named_parameters(seen).items()}
 
 
 CHECKS: dict[str, Callable[[Observer], Iterator[Found]]] = {
     "optimizer has the parameters": optimizer_has_parameters,
     "every optimizer steps": every_optimizer_steps,
+    "models train in training mode": lambda seen: models_train_in_training_mode(
+        seen.roots, seen.in_eval, seen.optimizers
+    ),
+    "gradients are read once": lambda seen: gradients_are_read_once(seen.order, model_names(seen)),
+    "rates are not zero": lambda seen: rates_are_not_zero(seen.order),
+    "clipping precedes the step": lambda seen: clipping_precedes_the_step(
+        seen.order, model_names(seen)
+    ),
+    "batches have targets": batches_have_targets,
     "only trained parameters move": only_trained_parameters_move,
     "batches differ": batches_differ,
     "workers yield different data": lambda seen: workers_yield_different_data(seen.loaders),

@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from isobit.guards.training_config import TrainingConfig, check_training, steps_per_epoch
+from isobit.guards.configured_steps import MINOR, judge_plan, plan_of, read_counts
 from isobit.guards.trial_run.judging import Found, NotJudged
 
-# count -> its names in configurations: our own, transformers', DeepSpeed's, torchtitan's
-NAMES: dict[str, tuple[str, ...]] = {
-    "global_batch_size": ("global_batch_size", "train_batch_size"),
-    "batch_size": (
-        "per_device_train_batch_size",
-        "train_micro_batch_size_per_gpu",
-        "local_batch_size",
-        "batch_size",
-    ),
-    "accumulation": ("gradient_accumulation_steps", "accumulation", "accumulation_steps"),
-    "epochs": ("num_train_epochs", "epochs", "num_epochs"),
-    "max_steps": ("max_steps", "total_num_steps"),
-    "warmup_steps": ("warmup_steps", "warmup_num_steps"),
-}
-LEFT_OUT = ("tokens",)  # a model that is fine-tuned sees few tokens per parameter
-MINOR = ("warmup-short",)
+NEAR = 1e-6  # relative; a rate that is the configured one
 
 
 @dataclass(frozen=True)
@@ -49,29 +33,10 @@ class Counts:
     ranks: int = 1
 
 
-def configured_counts(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the counts of a configuration, also of nested ones; -1, 0 and "auto" are none."""
-    found: dict[str, int] = {}
-    for key, names in NAMES.items():
-        values = [config[name] for name in names if is_count(config.get(name))]
-        if values:
-            found[key] = int(values[0])
-    for inner in config.values():
-        if isinstance(inner, Mapping):
-            found = configured_counts(inner) | found
-    return found
-
-
-def is_count(value: Any) -> bool:
-    """Return whether a value is a whole number above 0."""
-    is_plain = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_plain and 0 < value < math.inf and value == int(value)
-
-
 def counts_are_as_configured(
     found: Counts, config: Mapping[str, Any], declared: int | None = None
 ) -> Iterator[Found]:
-    """Yield findings where counts differ from the configuration, or break a rule of `check_training`.
+    """Yield findings where batch sizes differ from the configuration.
 
     Args:
         found: The counts of the run.
@@ -81,17 +46,13 @@ def counts_are_as_configured(
     Raises:
         NotJudged: If there is nothing to compare.
     """
-    wanted = configured_counts(config)
+    wanted = read_counts(config)
     if declared is not None:
         wanted["global_batch_size"] = declared
     pairs = [
         ("batch_size", "rows in a micro-batch", found.rows),
         ("accumulation", "micro-batches per step", found.accumulation),
-        (
-            "global_batch_size",
-            f"rows per step (ranks: {found.ranks})",
-            found.per_step,
-        ),
+        ("global_batch_size", f"rows per step (ranks: {found.ranks})", found.per_step),
     ]
     judged = 0
     for key, words, value in pairs:
@@ -103,39 +64,64 @@ def counts_are_as_configured(
                     "error",
                     f"expected {key} {wanted[key]}; the run has {value} {words}",
                 )
-    algebra = as_training_config(found, wanted)
-    if algebra is not None:
-        judged += 1
-        for each in check_training(algebra):
-            if each.rule not in LEFT_OUT:
-                yield (
-                    f"config-{each.rule}",
-                    "warning" if each.rule in MINOR else "error",
-                    f"{found.ranks} ranks: expected {each.expected}; received {each.received}; {each.remedy}",
-                )
     if not judged:
-        raise NotJudged("no configuration with batch sizes or steps, or none that the run shows")
+        raise NotJudged("no configuration with batch sizes, or none that the run shows")
 
 
-def as_training_config(found: Counts, wanted: Mapping[str, int]) -> TrainingConfig | None:
-    """Return the run as `check_training` takes it, with the batch of all ranks; None if a count is not known."""
-    if not found.per_step or not found.sequences or not found.accumulation:
-        return None
-    if "epochs" not in wanted:
-        return None
-    # per_step is rows × accumulation × ranks; the rules need only the product.
-    batch = found.per_step // found.accumulation
-    counts = TrainingConfig(
-        sequences=found.sequences,
-        batch_size=batch,
-        accumulation=found.accumulation,
-        epochs=wanted["epochs"],
-        max_steps=wanted.get("max_steps", 1),
-        warmup_steps=wanted.get("warmup_steps", 0),
-        sequence_length=1,
-        parameters=found.parameters,
-    )
-    if "max_steps" in wanted:
-        return counts
-    every = max(1, wanted["epochs"] * steps_per_epoch(counts))
-    return TrainingConfig(**{**vars(counts), "max_steps": every})
+def steps_suffice(
+    found: Counts,
+    config: Mapping[str, Any],
+    peak: Callable[[int], tuple[str, float]] | None = None,
+) -> Iterator[Found]:
+    """Yield findings where the steps of a configuration break a rule of `training_config`, with the run's own counts.
+
+    The rule of tokens is only a note, since a model that is fine-tuned sees few tokens per parameter.
+
+    Args:
+        found: The counts of the run.
+        config: The configuration; sequences that it names count more than the run's.
+        peak: Returns the class and the largest rate of the program's own schedule in a number of steps.
+
+    Raises:
+        NotJudged: If the configuration has no steps, or a rule about steps lacks a count.
+    """
+    if not plan_of(config).has_steps:
+        raise NotJudged("no configuration with epochs, steps or a warm-up")
+    given: dict[str, Any] = {"per_step": found.per_step}
+    if plan_of(config).sequences is None:
+        given["sequences"] = found.sequences
+    if plan_of(config).parameters is None:
+        given["parameters"] = found.parameters
+    plan = plan_of(config, given)
+    judgement = judge_plan(plan)
+    for each in judgement.findings:
+        severity = "warning" if each.rule in MINOR else "error"
+        yield (
+            f"config-{each.rule}",
+            "info" if each.rule == "tokens" else severity,
+            f"{found.ranks} ranks: expected {each.expected}; received {each.received}; {each.remedy}",
+        )
+    is_known = any(each.rule == "peak-reached" for each in judgement.findings)
+    if peak is not None and plan.rate and judgement.steps and not is_known:
+        yield from check_peak(peak, plan.rate, judgement.steps)
+    lacking = {name: why for name, why in judgement.not_judged.items() if name != "tokens"}
+    if lacking:
+        name, why = next(iter(lacking.items()))
+        raise NotJudged(f"{name}: {why}; give --sequences, or epochs and a batch size")
+
+
+def check_peak(
+    peak: Callable[[int], tuple[str, float]], rate: float, steps: int
+) -> Iterator[Found]:
+    """Yield a finding if the program's own schedule does not reach the configured rate."""
+    try:
+        kind, largest = peak(steps)
+    except NotJudged:
+        return  # the rules above have judged the configured schedule
+    if largest < rate * (1 - NEAR):
+        yield (
+            "config-peak-reached",
+            "error",
+            f"the program's {kind} reaches at most {largest:.3g} in the {steps} steps of the run; the configuration's "
+            f"rate is {rate:g}: train for more steps, or shorten the warm-up",
+        )

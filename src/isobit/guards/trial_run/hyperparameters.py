@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from isobit.guards.trial_run.counts import configured_counts
+from isobit.guards.configured_steps import read_counts
 
 # name in an optimizer's groups -> its names in configurations: our own, transformers', DeepSpeed's
 NAMES: dict[str, tuple[str, ...]] = {
@@ -20,6 +20,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "weight_decay": ("weight_decay",),
     "momentum": ("momentum",),
 }
+OWN = ("lr", "weight_decay")  # may be an optimizer's own: Muon next to AdamW has another rate
 LIMIT_NAMES = ("max_norm", "max_grad_norm", "gradient_clipping", "clip_grad_norm", "grad_clip")
 
 
@@ -82,16 +83,21 @@ def is_near(value: float | None, wanted: float) -> bool:
 
 
 def check_hyperparameters(
-    expected: Mapping[str, float], optimizers: list[torch.optim.Optimizer]
+    expected: Mapping[str, float],
+    optimizers: list[torch.optim.Optimizer],
+    config: Mapping[str, Any] | None = None,
 ) -> Iterator[str]:
-    """Yield a sentence for each value that no parameter group, or not every one, has.
+    """Yield a sentence for each value of an optimizer that is not the configuration's.
 
-    A group may have a weight decay of 0: biases and norms often do. A value that an optimizer does not have is not
-    compared: SGD has no eps. If one optimizer has the value, another may have one of its own, but not its default.
+    Every group of every optimizer is compared. A group may have a weight decay of 0: biases and norms often do. A value
+    that an optimizer does not have is not compared: SGD has no eps. If one optimizer has the configured rate or decay,
+    another may have its own, but not its class's default; betas, eps and momentum may be another's own only if the
+    configuration names that value too, in a section of its own.
 
     Args:
         expected: What the configuration says.
         optimizers: Every optimizer of the run.
+        config: The configuration, for values in its other sections.
     """
     reached = {
         name
@@ -99,28 +105,70 @@ def check_hyperparameters(
         for optimizer in optimizers
         if all(is_near(values_in(group).get(name), wanted) for group in optimizer.param_groups)
     }
+    named = {name: values_named(config or {}, name) for name in expected}
     for optimizer in optimizers:
-        kind = type(optimizer).__name__
-        defaults = {  # a subclass may pass options on to torch's class, which names them
-            name: parameter.default
-            for each in reversed(type(optimizer).__mro__)
-            if "__init__" in vars(each)
-            for name, parameter in inspect.signature(vars(each)["__init__"]).parameters.items()
-        }
-        known = values_in({k: v for k, v in defaults.items() if is_number(v) or k == "betas"})
+        known = defaults_of(optimizer)
         groups = [values_in(group) for group in optimizer.param_groups]
         for name, wanted in expected.items():
             held = [group[name] for group in groups if name in group]
             wrong = [value for value in held if not is_near(value, wanted)]
             if name == "weight_decay" and len(wrong) < len(held):
                 wrong = [value for value in wrong if value != 0]
-            is_default = bool(wrong) and known.get(name) == wrong[0]
-            if wrong and (is_default or name not in reached):
+            if name in reached:  # by another optimizer
+                wrong = [v for v in wrong if not any(is_near(v, each) for each in named[name])]
+                if name in OWN:
+                    wrong = [value for value in wrong if is_near(known.get(name), value)]
+            if wrong:
+                is_default = known.get(name) == wrong[0]
                 why = ", whose default that is" if is_default else ""
                 yield (
                     f"{name} is {wanted:g} in the configuration and {wrong[0]:g} in {len(wrong)} of {len(held)} "
-                    f"groups of {kind}{why}"
+                    f"groups of {type(optimizer).__name__}{why}"
                 )
+
+
+def defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return the defaults of an optimizer's class; a subclass may pass options on to one that names them."""
+    found = {
+        name: parameter.default
+        for each in reversed(type(optimizer).__mro__)
+        if "__init__" in vars(each)
+        for name, parameter in inspect.signature(vars(each)["__init__"]).parameters.items()
+    }
+    return values_in({k: v for k, v in found.items() if is_number(v) or k == "betas"})
+
+
+def values_named(config: Mapping[str, Any], name: str) -> list[float]:
+    """Return every value that a configuration has for a hyperparameter, in all its sections."""
+    inner = [each for each in config.values() if isinstance(each, Mapping)]
+    own = expected_values({k: v for k, v in config.items() if not isinstance(v, Mapping)})
+    found = [own[name]] if name in own else []
+    return found + [value for each in inner for value in values_named(each, name)]
+
+
+def name_defaults(
+    expected: Mapping[str, float], optimizers: list[torch.optim.Optimizer]
+) -> Iterator[str]:
+    """Yield a sentence per optimizer with the fields that equal its class's default and no configuration names.
+
+    Args:
+        expected: What the configuration says.
+        optimizers: Every optimizer of the run.
+    """
+    for at, optimizer in enumerate(optimizers):
+        known = defaults_of(optimizer)
+        groups = [values_in(group) for group in optimizer.param_groups]
+        fields = [
+            f"{name} {value:g}"
+            for name, value in known.items()
+            if name not in expected and any(is_near(group.get(name), value) for group in groups)
+        ]
+        if fields:
+            which = f" {at}" if len(optimizers) > 1 else ""
+            yield (
+                f"{type(optimizer).__name__}{which} has its class's default, which no configuration names, in "
+                f"{', '.join(fields)}"
+            )
 
 
 def check_warm_up(
@@ -133,6 +181,6 @@ def check_warm_up(
         config: The configuration.
         peak: Its learning rate.
     """
-    steps = configured_counts(config).get("warmup_steps", 0)
+    steps = read_counts(config).get("warmup_steps", 0)
     if steps > 1 and peak and rates and rates[0] >= peak * (1 - 1e-6):
         yield f"warmup_steps is {steps} in the configuration; the learning rate of step 0 is {rates[0]:g} already"

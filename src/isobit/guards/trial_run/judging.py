@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-Found = tuple[str, str, str]  # rule, severity, message
+# rule, severity, message; and the step, if it is known
+Found = tuple[str, str, str] | tuple[str, str, str, int]
 
 
 class NotJudged(Exception):

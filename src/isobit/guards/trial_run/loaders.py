@@ -45,6 +45,7 @@ class Loaders:
         self.is_mine = is_mine
         self.epochs: dict[int, tuple[DataLoader[Any], list[Epoch]]] = {}
         self.passes: dict[int, tuple[Any, Epoch]] = {}  # by iterator, which is kept alive
+        self.taken: list[dict[int, int]] = [{}]  # per step, the batches taken from each iterator
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -63,6 +64,8 @@ class Loaders:
             batch = following(self)
             if record.is_mine() and id(self) in record.passes:
                 record.note_batch(record.passes[id(self)][1], batch)
+                taken = record.taken[-1]
+                taken[id(self)] = taken.get(id(self), 0) + 1
             return batch
 
         DataLoader.__iter__ = begin  # type: ignore[method-assign]
@@ -73,6 +76,10 @@ class Loaders:
             DataLoader.__iter__ = start  # type: ignore[method-assign]
             loaders._BaseDataLoaderIter.__next__ = following  # type: ignore[method-assign]
             self.passes = {}
+
+    def note_step(self) -> None:
+        """Begin to count the batches of the next step."""
+        self.taken.append({})
 
     def note_start(self, loader: DataLoader[Any], iterator: Any) -> None:
         """Begin an epoch of a loader."""

@@ -49,6 +49,7 @@ class LossCall:
         step: The step of the first optimizer.
         dtype: The dtype of the result.
         shapes: Those of the predictions and the targets, of a function that compares them by element.
+        has_targets: Whether a target counts; False if all have the index that is ignored.
         is_derived: Whether the loss was read from a graph, in which targets have no names.
         backward: Which backward reached it; None before.
         factor: The gradient of the result.
@@ -62,6 +63,7 @@ class LossCall:
     dtype: torch.dtype
     shapes: tuple[torch.Size, torch.Size] | None
     is_derived: bool = False
+    has_targets: bool = True
     backward: int | None = None
     factor: Tensor | None = None
 
@@ -182,6 +184,8 @@ class LossCalls:
         shapes = (prediction.shape, target.shape) if name in BY_ELEMENT else None
         classes = 0 if shapes else prediction.shape[-1 if prediction.ndim == 1 else 1]
         call = LossCall(name, classes, reduction, count, self.step(), result.dtype, shapes)
+        if name in BY_CLASS and not target.is_floating_point():
+            call.has_targets = bool((target != given["ignore_index"]).any())
         result.register_hook(call.take)  # type: ignore[no-untyped-call]
         self.calls.append(call)
 

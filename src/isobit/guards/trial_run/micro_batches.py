@@ -57,14 +57,18 @@ def are_near(values: Iterable[float]) -> bool:
 
 
 def targets_weigh_the_same(
-    losses: list[LossCall], rows: list[list[int]], unknown: str = ""
+    losses: list[LossCall],
+    rows: list[list[int]],
+    unknown: str = "",
+    taken: list[dict[int, int]] | None = None,
 ) -> Iterator[Found]:
-    """Yield a finding if the loss is averaged per micro-batch, over unequal numbers of targets.
+    """Yield a finding if the loss is averaged per micro-batch, over unequal numbers of targets, or not divided.
 
     Args:
         losses: The loss calls of the run.
         rows: Per step, the rows of each call of a model.
         unknown: Why another loss is not among them.
+        taken: Per step, the batches that were taken from each iterator of a DataLoader.
 
     Raises:
         NotJudged: If no step of the run can show it.
@@ -81,15 +85,42 @@ def targets_weigh_the_same(
         if any(call.is_derived for call in calls) and not has_one_call_each(calls, rows[step]):
             reasons.append("the rows of micro-batches are not known, or a backward has several")
             continue
-        for shares in shares_of_step(calls):
+        groups = shares_of_step(calls)
+        for shares in groups:
             reason, wrong = judge(step, shares, set(rows[step]))
             if wrong:
                 yield "per-micro-batch-mean", "error", wrong
                 return
+        for shares in groups[:1]:
+            if is_undivided(shares, rows[step], taken[step] if taken else {}):
+                yield (
+                    "loss-not-divided",
+                    "warning",
+                    f"step {step} adds up the mean losses of {len(shares)} micro-batches, each a batch of the loader, "
+                    f"with the weight 1: its gradients are {len(shares)} times those of their mean; divide the loss by "
+                    f"{len(shares)}",
+                    step,
+                )
+                return
+        for shares in groups:
+            reason, _ = judge(step, shares, set(rows[step]))
             is_judged = is_judged or not reason
             reasons.append(reason)
     if not is_judged:
         raise NotJudged(reasons[1] if len(reasons) > 1 else reasons[0])
+
+
+def is_undivided(shares: list[Share], rows: list[int], taken: dict[int, int]) -> bool:
+    """Return whether a step sums means that accumulation should average.
+
+    Several backward passes may also be several losses, as those of a discriminator. So each must follow a call of the
+    model with a batch of its own, out of one loader.
+    """
+    return (
+        len(shares) > 1
+        and len(shares) == len(rows) == max(taken.values(), default=0)
+        and all(share.count > 1 and are_near((share.total, 1.0)) for share in shares)
+    )
 
 
 def has_one_call_each(calls: list[LossCall], rows: list[int]) -> bool:

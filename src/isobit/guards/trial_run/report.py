@@ -12,11 +12,12 @@ class PreflightFinding:
 
     Attributes:
         rule: The rule, as in docs/how-to/before-you-rent-the-gpus.md.
-        severity: "warning" or "error".
+        severity: "warning" or "error"; "info" of what is no finding.
         message: What was found.
-        step: The step, if it is known.
+        step: The first step, if it is known.
         module: The module or parameter concerned.
         ranks: The ranks concerned, if there are several.
+        steps: All steps in which it was found.
 
     Example:
         >>> from isobit.guards import PreflightFinding
@@ -30,6 +31,7 @@ class PreflightFinding:
     step: int | None = None
     module: str = ""
     ranks: tuple[int, ...] = ()
+    steps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class PreflightReport:
         not_judged: Checks that were not, with the reason.
         dtypes: Calls of modules without submodules, by class and dtype of the output.
         ranks: Simulated ranks; 1 for a program that ran by itself.
+        notes: What is not wrong by itself, such as hyperparameters that nobody has named.
 
     Example:
         >>> from isobit.guards import PreflightReport
@@ -60,6 +63,7 @@ class PreflightReport:
     not_judged: Mapping[str, str] = field(default_factory=dict)
     dtypes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     ranks: int = 1
+    notes: tuple[PreflightFinding, ...] = ()
 
     @property
     def is_clean(self) -> bool:

@@ -8,15 +8,17 @@ from typing import Any
 
 from isobit.errors import ArgumentError
 from isobit.guards.trial_run.checks import CHECKS
-from isobit.guards.trial_run.counts import counts_are_as_configured
+from isobit.guards.trial_run.counts import counts_are_as_configured, steps_suffice
 from isobit.guards.trial_run.declaration import Declaration, check_declaration, read_declaration
 from isobit.guards.trial_run.hyperparameters import (
     check_hyperparameters,
     check_warm_up,
     expected_limit,
     expected_values,
+    name_defaults,
 )
 from isobit.guards.trial_run.judging import Found, NotJudged
+from isobit.guards.trial_run.merging import merge_steps
 from isobit.guards.trial_run.observer import Observer, StepsDone
 from isobit.guards.trial_run.report import PreflightFinding, PreflightReport
 
@@ -25,6 +27,7 @@ CONFIG = "configuration reached the optimizer"
 DECLARED = "parameters are as declared"
 LATER = "later steps"
 COUNTS = "counts are as configured"
+STEPS = "configured steps suffice"
 OF_AN_OPTIMIZER = ("norm-above-limit", "not-zeroed")
 
 
@@ -87,7 +90,20 @@ def preflight(
             received="none: nothing was checked",
             remedy="let it reach optimizer.step() of a torch.optim.Optimizer",
         )
-    return conclude(seen, orders)
+    report = conclude(seen, orders)
+    refuse_unseen(report)
+    return report
+
+
+def refuse_unseen(report: PreflightReport) -> None:
+    """Raise ArgumentError if nothing was found, and no model was seen to find anything in."""
+    if not report.models and not report.findings:
+        raise ArgumentError(
+            expected="a program whose steps train a torch.nn.Module",
+            received=f"{report.steps} steps, and no call of a model with parameters: nothing was checked",
+            remedy="call the model itself, model(x), before each step; a compiled or scripted function, or tensors "
+            "without a module, are not seen",
+        )
 
 
 @dataclass(frozen=True)
@@ -114,6 +130,7 @@ class Orders:
             **CHECKS,
             DECLARED: lambda seen: self.check_declared(seen),
             COUNTS: lambda seen: counts_are_as_configured(seen.counts(), self.config, size),
+            STEPS: lambda seen: steps_suffice(seen.counts(), self.config, seen.peak),
         }
 
     def check_declared(self, seen: Observer) -> Iterator[Found]:
@@ -124,7 +141,7 @@ class Orders:
 
 
 def findings_of(seen: Observer) -> list[PreflightFinding]:
-    """Return what the watches of all optimizers found, by step, each once; with several, the optimizer is named."""
+    """Return what the watches of all optimizers found; with several, the optimizer is named."""
     found: dict[PreflightFinding, None] = {}
     for watch in seen.watches.values():
         for event in watch.findings:
@@ -134,18 +151,30 @@ def findings_of(seen: Observer) -> list[PreflightFinding]:
             found[PreflightFinding(event.name, event.severity, words, event.step, event.module)] = (
                 None
             )
-    return sorted(found, key=lambda each: -1 if each.step is None else each.step)
+    return list(found)
 
 
-def conclude(seen: Observer, orders: Orders, leave_out: tuple[str, ...] = ()) -> PreflightReport:
-    """Make the checks that follow the steps, and collect what the watches found."""
+def conclude(
+    seen: Observer,
+    orders: Orders,
+    leave_out: tuple[str, ...] = (),
+    checks: tuple[str, ...] | None = None,
+) -> PreflightReport:
+    """Make the checks that follow the steps, and collect what the watches found.
+
+    Args:
+        seen: The program.
+        orders: The configuration and the declaration.
+        leave_out: Checks that are not made.
+        checks: The only checks that are made; None for all.
+    """
     found = findings_of(seen)
     judged, skipped = (
         [LIVE if seen.max_norm is None else f"{LIVE}, norm up to {seen.max_norm:g}"],
         {},
     )
     for name, check in orders.checks().items():
-        if name in leave_out:
+        if name in leave_out or (checks is not None and name not in checks):
             continue
         try:
             for each in check(seen):  # what was found before a reason not to judge counts
@@ -155,7 +184,7 @@ def conclude(seen: Observer, orders: Orders, leave_out: tuple[str, ...] = ()) ->
             skipped[name] = str(reason)
     expected = expected_values(orders.config)
     if expected:
-        wrong = check_hyperparameters(expected, seen.optimizers)
+        wrong = check_hyperparameters(expected, seen.optimizers, orders.config)
         found += [PreflightFinding("hyperparameter", "error", message) for message in wrong]
         found += [
             PreflightFinding("no-warm-up", "error", message)
@@ -164,6 +193,12 @@ def conclude(seen: Observer, orders: Orders, leave_out: tuple[str, ...] = ()) ->
         judged.append(f"{CONFIG} ({', '.join(expected)})")
     else:
         skipped[CONFIG] = "no configuration with hyperparameters was given"
+    notes = [each for each in found if each.severity == "info"]
+    notes += [
+        PreflightFinding("default-hyperparameters", "info", message)
+        for message in name_defaults(expected, seen.optimizers)
+    ]
+    found = [each for each in found if each.severity != "info"]
     models = [model for model, _ in seen.roots.values()]
     count = len({id(p) for model in models for p in model.parameters()})
     steps = next(iter(seen.watches.values())).steps
@@ -173,8 +208,9 @@ def conclude(seen: Observer, orders: Orders, leave_out: tuple[str, ...] = ()) ->
         steps,
         len(models),
         count,
-        tuple(found),
+        tuple(merge_steps(found)),
         tuple(judged),
         skipped,
         seen.census.as_record(),
+        notes=tuple(notes),
     )

@@ -10,9 +10,24 @@ from isobit.errors import UnsupportedError
 from isobit.integrations.transformers import modules
 from isobit.integrations.transformers.family import Family, Forward
 from isobit.integrations.transformers.package import library
-from isobit.integrations.transformers.refusals import check_tree, plain_type, refuse, refuse_wrapper
+from isobit.integrations.transformers.refusals import (
+    ELSEWHERE,
+    check_tree,
+    plain_type,
+    refuse,
+    refuse_wrapper,
+)
 
 NAMES = ("Qwen3", "Qwen2", "Llama")
+# What `enable` would have to compute for other architectures: by a part of the name of the model's class, the first
+# that is found.
+MISSING = {
+    "Moe": "a router, and sums over experts",
+    "Mixtral": "a router, and sums over experts",
+    "Gemma": "a gated MLP with gelu, norms that add 1 to their weight, and scaled embeddings",
+    "Phi3": "Q, K and V, and gate and up, in one weight each",
+    "Mistral": "its classes; what it computes is Llama with a window, which isobit.attention(window=…) has",
+}
 # Rotary kinds whose frequencies are constants; the others recompute them from the longest sequence of the batch.
 ROTARY_KINDS = ("default", "linear", "llama3", "yarn", "proportional")
 
@@ -49,10 +64,19 @@ def find_family(model: nn.Module) -> Family:
                 check_tree(model, family)
                 return family
     refuse_wrapper(model)
+    kind = type(model).__name__
+    missing = next((what for part, what in MISSING.items() if part in kind), "its classes")
+    remedy = ELSEWHERE
+    backbone = getattr(model, "model", None)
+    if any(type(backbone).__name__ == f"{name}Model" for name in NAMES):  # another head
+        missing = "its head"
+        remedy = (
+            f"enable the backbone: isobit.enable(model.model), and replace the head; {ELSEWHERE}"
+        )
     raise UnsupportedError(
         expected=f"a supported architecture: {', '.join(f'{name}ForCausalLM, {name}Model' for name in NAMES)}",
-        received=f"{type(model).__module__}.{type(model).__name__}",
-        remedy="use one of these families; others are not supported by this version",
+        received=f"{type(model).__module__}.{kind}; not supported: {missing}",
+        remedy=remedy,
     )
 
 

@@ -126,6 +126,8 @@ def forward_causal(
         )
 
     scored = labels is not None or inputs.get("shift_labels") is not None
+    if scored:
+        refuse_other_loss(module)
     kind = (*kind_of(module, layout, past_key_values, use_cache), scored)
     output = run_checked(require_state(module), module, kind, run, calls_head=not scored)
     wanted = module.config.return_dict if return_dict is None else return_dict
@@ -159,6 +161,13 @@ def layout_of(
             expected="a cache that holds the samples' keys and no more",
             received=type(past_key_values).__name__,
             remedy="use transformers.DynamicCache()",
+        )
+    if tokens.dim() < 2 or 0 in tokens.shape[:2]:
+        name = "input_ids" if input_ids is not None else "inputs_embeds"
+        raise ArgumentError(
+            expected=f"{name} with at least one sample and one token, [batch, tokens]",
+            received=str(list(tokens.shape)),
+            remedy="do not call the model with an empty batch",
         )
     check_place(tokens, attention_mask=attention_mask, position_ids=position_ids)
     refuse_autocast_share(tokens.device)
@@ -200,6 +209,18 @@ def refuse_packed_cache(past_key_values: Any, use_cache: bool | None) -> bool:
             remedy="give each sample its own row of the batch",
         )
     return False
+
+
+def refuse_other_loss(module: Any) -> None:
+    """Raise if the model's loss is not the mean of -log p of the next tokens, which is what labels are scored by."""
+    found = module.loss_function
+    if found is not library("loss.loss_utils").ForCausalLMLoss:
+        refuse(
+            "the loss of a causal language model, where labels are passed: isobit computes it without logits",
+            f"model.loss_function = {getattr(found, '__qualname__', type(found).__name__)}",
+            "call your function with the logits of model(input_ids) without labels, or put the stock loss back: "
+            "model.loss_function = transformers.loss.loss_utils.ForCausalLMLoss",
+        )
 
 
 def refuse_tied_share(module: Any) -> None:
@@ -247,7 +268,8 @@ def require_backbone(module: nn.Module) -> State:
         refuse(
             "calls of the whole model in strict mode: a head computed elsewhere would be of stock operators",
             f"a call of its {type(module).__name__} alone, as trainers make that replace the model's forward",
-            "take log-probabilities from isobit.logprobs(model, …), a loss from model(…, labels=…), hidden states from "
+            "where TRL's trainer calls it, train with isobit.integrations.trl.GRPOTrainer; in a loop of your own, take "
+            "log-probabilities from isobit.logprobs(model, …), a loss from model(…, labels=…), hidden states from "
             "model(…, output_hidden_states=True); or call isobit.enable(model.model) too",
         )
     return state

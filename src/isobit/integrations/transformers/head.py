@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from isobit.errors import UnsupportedError
 from isobit.integrations.transformers.layout import Layout
 from isobit.integrations.transformers.package import library
-from isobit.nn.linear import packed_form
+from isobit.nn.linear import read_weight
 from isobit.ops.arguments import cast_for_autocast
 from isobit.ops.linear.op import linear, linear_fp32
 from isobit.ops.log_softmax.op import log_softmax
@@ -62,15 +62,15 @@ class Logits(torch.autograd.Function):
 
 def logits_of(hidden: Tensor, head: nn.Linear, samples: Samples | None) -> Tensor:
     """Return logits [..., V] in fp32. Their `isobit.log_softmax` equals `isobit.linear_logprob` bit for bit."""
-    tp_group = tp_group_of(head)
-    hidden, weight = cast_for_autocast(hidden, head.weight)
+    tp_group, read = tp_group_of(head), read_weight(head)
+    hidden, weight = cast_for_autocast(hidden, read.weight)
     if tp_group is not None:
         return vocab_logits(hidden, weight, tp_group=tp_group, samples=samples)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         if samples is not None:
             check_share(samples, weight)
         return Logits.apply(hidden, weight, samples)  # type: ignore[no-untyped-call,no-any-return]
-    return linear_fp32(hidden, weight, packed_form(head) if weight is head.weight else None)
+    return linear_fp32(hidden, weight, read.packed if weight is read.weight else None)
 
 
 def keep_rows(hidden: Tensor, layout: Layout, keep: int | Tensor) -> tuple[Tensor, Samples | None]:
@@ -103,8 +103,8 @@ def loss_of(
         "num_items": None if count is None else int(count),
         "samples": layout.samples,
     }
-    tp_group = tp_group_of(head)
-    hidden, weight = cast_for_autocast(hidden, head.weight)
+    tp_group, read = tp_group_of(head), read_weight(head)
+    hidden, weight = cast_for_autocast(hidden, read.weight)
     if tp_group is not None:
         return vocab_cross_entropy(hidden, weight, targets, tp_group=tp_group, **asked)
     return linear_cross_entropy(hidden, weight, targets, **asked)
@@ -120,8 +120,8 @@ def logprobs_of(
 ) -> Tensor:
     """Return log p of each target, [B, T] in fp32; +0 where the target is -100."""
     asked: dict[str, Any] = {"temperature": temperature, "samples": layout.samples}
-    tp_group = tp_group_of(head)
-    hidden, weight = cast_for_autocast(hidden, head.weight)
+    tp_group, read = tp_group_of(head), read_weight(head)
+    hidden, weight = cast_for_autocast(hidden, read.weight)
     if tp_group is not None:
         return vocab_logprob(hidden, weight, targets, tp_group=tp_group, **asked)
     return linear_logprob(hidden, weight, targets, support=support, **asked)
@@ -134,7 +134,8 @@ def keep_of(
     """Return the support as a tensor: that of a Truncation from logits divided by the temperature."""
     if not isinstance(support, Truncation):
         return support
-    hidden, weight = cast_for_autocast(hidden, head.weight)
+    read = read_weight(head)
+    hidden, weight = cast_for_autocast(hidden, read.weight)
     kept = hidden.new_empty((*hidden.shape[:-1], len(weight)), dtype=torch.bool)
     for rows, into in in_chunks(hidden, kept):
         logits = linear_fp32(rows, weight)
@@ -147,7 +148,8 @@ def entropy_of(
     hidden: Tensor, head: nn.Linear, targets: Tensor, temperature: float, support: Tensor | None
 ) -> Tensor:
     """Return −Σ p log p, [B, T] in fp32, in the order of a feature axis; +0 where there is no target."""
-    hidden, weight = cast_for_autocast(hidden, head.weight)
+    read = read_weight(head)
+    hidden, weight = cast_for_autocast(hidden, read.weight)
     kept = None if support is None else kept_of(support, hidden, targets, len(weight))
     found = torch.empty(targets.numel(), 1, dtype=torch.float32)
     ones = torch.ones(1, len(weight))

@@ -14,7 +14,7 @@ from isobit.integrations.transformers.layout import Layout, current_layout, in_f
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.refusals import check_embedding
 from isobit.integrations.transformers.residual import add, fork
-from isobit.nn.linear import packed_form
+from isobit.nn.linear import read_weight
 from isobit.ops.arguments import cast_for_autocast
 from isobit.ops.attention.op import attention_in
 from isobit.ops.embedding.op import embedding
@@ -60,7 +60,8 @@ def forward_linear(module: nn.Linear, x: Tensor) -> Tensor:
     samples, tp_group = current_layout().samples, tp_group_of(module)
     if tp_group is not None:
         return row_linear(x, module.weight, module.bias, tp_group=tp_group, samples=samples)
-    return linear_with_packed(x, module.weight, module.bias, samples, packed_form(module))
+    read = read_weight(module)
+    return linear_with_packed(x, read.weight, module.bias, samples, read.packed)
 
 
 def forward_logits(module: nn.Linear, hidden: Tensor, samples: Samples | None = None) -> Tensor:
@@ -76,7 +77,8 @@ def forward_embedding(module: nn.Embedding, ids: Tensor) -> Tensor:
         return vocab_embedding(
             ids, module.weight, tp_group=tp_group, samples=samples, padding_idx=module.padding_idx
         )
-    return embedding(ids, module.weight, samples=samples, padding_idx=module.padding_idx)
+    read = read_weight(module)
+    return embedding(ids, read.weight, samples=samples, padding_idx=module.padding_idx)
 
 
 def forward_mlp(module: Any, x: Tensor) -> Tensor:
@@ -254,11 +256,11 @@ def share_input(x: Tensor, layers: tuple[nn.Linear, ...], groups: int) -> tuple[
     if not wants_gradient(
         x, *weights
     ):  # else packed forms are not read, and would be packed at every step
-        packed = tuple(packed_form(layer) for layer in layers)
-        if any(form is not None for form in packed):
+        reads = tuple(read_weight(layer) for layer in layers)
+        if any(read.snapshot is not None for read in reads):
             return tuple(
-                linear_with_packed(x, layer.weight, layer.bias, samples, form)
-                for layer, form in zip(layers, packed, strict=True)
+                linear_with_packed(x, read.weight, layer.bias, samples, read.packed)
+                for layer, read in zip(layers, reads, strict=True)
             )
     return linear_group(x, weights, biases, groups=groups, samples=samples)
 

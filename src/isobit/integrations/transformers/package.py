@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
@@ -33,3 +35,16 @@ def check_version(version: str) -> None:
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if not FIRST <= numbers < BEFORE:
         raise UnsupportedError(expected=RANGE, received=f"transformers {version}", remedy=REMEDY)
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Save and load without transformers' progress bars: the caller shows its own."""
+    logging = library("utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

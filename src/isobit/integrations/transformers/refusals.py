@@ -17,9 +17,14 @@ GROUPS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 READ = frozenset(name for group in GROUPS for name in group) | {"act_fn"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 AGAIN = "call isobit.disable(model), change the model, then isobit.enable(model) again"
+# What there is for a model that `enable` does not compute.
+ELSEWHERE = (
+    "isobit.audit(model, inputs), or `isobit audit`, shows for any model what depends on the batch; "
+    "docs/how-to/own-model.md builds other architectures from isobit's operators"
+)
 MERGE = (
     "merge the adapter first: model = peft_model.merge_and_unload(), then isobit.enable(model); "
-    "LoRA itself is not supported yet"
+    f"while an adapter is trained: {ELSEWHERE}"
 )
 
 
@@ -72,8 +77,16 @@ def check_tree(
 
 
 def check_classes(family: Family) -> None:
-    """Raise if a class's forward was replaced for the whole process."""
+    """Raise if a class, or its forward, was replaced for the whole process, as Liger's patches do."""
+    own = (family.model.__module__, nn.Linear.__module__, nn.Embedding.__module__)
     for kind in family.forwards:
+        if kind.__module__ not in own:
+            refuse(
+                f"the classes that {family.model.__module__} defines",
+                f"{kind.__module__}.{kind.__name__} in the place of one of them",
+                "do not patch the classes of transformers where isobit computes them, and make the model before "
+                "others are patched",
+            )
         if kind.forward.__module__ != kind.__module__:
             refuse(
                 f"{kind.__name__}.forward as {kind.__module__} defines it",
@@ -108,7 +121,8 @@ def check_type(name: str, module: nn.Module, family: Family) -> None:
     refuse(
         "modules of the stock architecture",
         where,
-        f"load the model without quantisation and wrappers; if it was replaced later: {AGAIN}",
+        f"load the model without quantisation and wrappers; if it was replaced later: {AGAIN}; for other modules: "
+        f"{ELSEWHERE}",
     )
 
 

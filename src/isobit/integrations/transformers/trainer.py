@@ -8,6 +8,8 @@ the global batch and their order alone.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +17,25 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.file_digests import digest_files, first_damaged
+from isobit.files import write_text
 from isobit.integrations.transformers.state import require_state
+from isobit.order.plan import VERSION
 from isobit.parallel.data.global_batch import GlobalBatch
 from isobit.parallel.data.grad_norm import clip_grad_norm_
 from isobit.parallel.data.gradients import Gradients
 from isobit.parallel.data.sampler import GlobalBatchSampler
+
+# Written last into a checkpoint folder. transformers writes the other files one after another, and resumes without
+# a word from a folder that has weights and no optimizer.
+RECORD = "isobit.json"
+LOADED = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    "optimizer.*",
+    "scheduler.pt",
+    "trainer_state.json",
+)
 
 
 class EpochLoader(DataLoader[Any]):
@@ -140,6 +156,31 @@ class OrderedTrainer(Trainer):
         loss = loss / ranks  # a power of two: exact
         return (loss, *outputs) if return_outputs else loss
 
+    def _resumable(self) -> dict[str, Any]:
+        """Return what a resumed run must have in common with the run that saved, besides weights and optimizer."""
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return {
+            "order": VERSION,
+            "samples of a global batch": self.global_batch.of,
+            "seed of the data": seed,
+            "samples of the dataset": len(self.train_dataset),  # type: ignore[arg-type]
+        }
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Save as transformers does, then write the record that makes the checkpoint complete."""
+        name = f"checkpoint-{self.state.global_step}"
+        folder = Path(self._get_output_dir(trial=trial)) / name
+        if self.args.should_save:
+            (folder / RECORD).unlink(missing_ok=True)  # of a run that saved this step before
+        super()._save_checkpoint(model, trial)
+        if self.args.should_save and not self.args.save_only_model and folder.is_dir():
+            write_record(folder, self._resumable())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Check the checkpoint before anything of it is loaded."""
+        check_resumable(Path(resume_from_checkpoint), self._resumable())
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def _clip_grad_norm(self, model: Any) -> torch.Tensor:
         plain = self.accelerator.unwrap_model(model)
         return clip_grad_norm_(plain, self.args.max_grad_norm)
@@ -162,4 +203,44 @@ def refuse_options(args: Any) -> None:
                 expected="an option that leaves the sum over samples to isobit.parallel.Gradients",
                 received=f"{name}: {value}",
                 remedy="leave it out; for bf16 load the model with from_pretrained(..., dtype=torch.bfloat16)",
+            )
+
+
+def write_record(folder: Path, facts: dict[str, Any]) -> None:
+    """Write what a resumed run must have in common with this one, and digests of the files that it loads."""
+    names = sorted(path.name for pattern in LOADED for path in folder.glob(pattern))
+    record = {"facts": facts, "files": digest_files(folder, names)}
+    write_text(folder / RECORD, json.dumps(record, indent=1))
+
+
+def check_resumable(folder: Path, facts: dict[str, Any]) -> None:
+    """Raise unless a checkpoint is complete, unchanged, and of a run that this one continues bit for bit.
+
+    Raises:
+        ArgumentError: It is not.
+    """
+    try:
+        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
+        saved, files = dict(record["facts"]), dict(record["files"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        whole = sorted(path.parent.name for path in folder.parent.glob(f"checkpoint-*/{RECORD}"))
+        raise ArgumentError(
+            expected=f"a complete checkpoint of OrderedTrainer, whose last file is {RECORD}",
+            received=f"{folder}: {type(error).__name__}",
+            remedy=f"resume from {' or '.join(whole[-3:]) or 'another checkpoint'}; to start a new run from these "
+            "weights, pass the folder to from_pretrained",
+        ) from error
+    if wrong := first_damaged(folder, files, files):
+        raise ArgumentError(
+            expected="the files that OrderedTrainer saved",
+            received=f"{folder}: {wrong}",
+            remedy="resume from another checkpoint",
+        )
+    for name, value in facts.items():
+        if saved.get(name) != value:
+            raise ArgumentError(
+                expected=f"{name}: {saved.get(name)}, as the run that saved {folder.name}",
+                received=f"{name}: {value}",
+                remedy="choose size × accumulation × ranks, seed and data as that run had them; to start a new run "
+                "from its weights, pass the folder to from_pretrained",
             )

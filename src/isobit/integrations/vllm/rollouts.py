@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.integrations.transformers.package import without_bars
 
 ENGINES = ("isobit", "stock")
 SAID = 3000  # characters of the process's messages that an error shows
@@ -68,7 +71,7 @@ class Rollouts:
         self._folder = tempfile.TemporaryDirectory(prefix="isobit-rollouts-")
         self._weights = str(Path(self._folder.name) / "weights")
         self._messages = Path(self._folder.name) / "messages.txt"
-        model.save_pretrained(self._weights)
+        self._save(model)
         command = [str(python), "-m", "isobit.integrations.vllm.serving", self._weights]
         command += [str(model.dtype).removeprefix("torch."), str(max_model_len), engine]
         pipe = subprocess.PIPE
@@ -76,15 +79,20 @@ class Rollouts:
             self._process = subprocess.Popen(
                 command, stdin=pipe, stdout=pipe, stderr=messages, text=True
             )
+        began = time.monotonic()
+        say(
+            f"starting vLLM ({engine}), which takes a minute or more; its messages: {self._messages}"
+        )
         try:
             self._read()  # it is ready, or raises why not
+            say(f"vLLM is ready after {time.monotonic() - began:.0f} s")
         except BaseException:
             self.close()
             raise
 
     def update_weights(self, model: Any) -> None:
         """Give vLLM the model's present weights, and drop the keys that older ones computed."""
-        model.save_pretrained(self._weights)
+        self._save(model)
         self._ask({"weights": self._weights})
 
     def generate(
@@ -145,6 +153,10 @@ class Rollouts:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _save(self, model: Any) -> None:
+        with without_bars():
+            model.save_pretrained(self._weights)
+
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         try:
@@ -171,6 +183,12 @@ class Rollouts:
             received=f"{received}\n{said}".strip(),
             remedy="see the message of vLLM above; start a new Rollouts after an error",
         ) from cause
+
+
+def say(line: str) -> None:
+    """Print a line of progress on the error stream."""
+    sys.stderr.write(f"isobit: {line}\n")
+    sys.stderr.flush()
 
 
 def refuse_rounded_angles(model: Any) -> None:

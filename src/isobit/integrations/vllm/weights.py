@@ -14,7 +14,7 @@ from torch import Tensor
 from isobit.errors import ArgumentError
 from isobit.ops import dispatch
 from isobit.ops.linear.op import linear_fp32, linear_with_packed
-from isobit.ops.linear.packed import PackedWeight
+from isobit.ops.linear.packed import PackedWeight, Snapshot
 
 # vLLM's weights are a subclass of Tensor whose every attribute runs Python; without it a step is faster.
 PLAIN = torch._C.DisableTorchFunctionSubclass
@@ -48,18 +48,21 @@ class PackedLinear:
     def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return x · weightᵀ + bias, with the packed form where memory allows one: the bits are the same."""
         with PLAIN():
-            return linear_with_packed(x, weight, bias, None, self._current(weight))
+            snapshot = self._current(weight)
+            packed = None if snapshot is None else snapshot.packed
+            return linear_with_packed(x, weight, bias, None, packed)
 
     def compute_fp32(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x · weightᵀ in fp32, before it is rounded."""
         with PLAIN():
-            return linear_fp32(x, weight, self._current(weight))
+            snapshot = self._current(weight)
+            return linear_fp32(x, weight, None if snapshot is None else snapshot.packed)
 
     def drop(self) -> None:
         """Free the packed form before the weight is replaced; the next call makes it again."""
         self._earlier, self._packed = self.writes, None
 
-    def _current(self, weight: Tensor) -> Tensor | None:
+    def _current(self, weight: Tensor) -> Snapshot | None:
         if self._weight is not weight:
             self._earlier = self.writes + int(self._weight is not None)
             self._weight, self._packed = weight, None

@@ -132,8 +132,15 @@ class Softmax(Operator):
 
     @staticmethod
     def magnitude(given: Values) -> Tensor:
-        """A rounding of x − max is a relative error of its exponential."""
-        return torch.softmax(given["x"], -1) * spread(given["x"])
+        """A rounding of x − max is a relative error of its exponential; in the divisor they are averaged by y."""
+        x = given["x"]
+        y, distance = torch.softmax(x, -1), x.amax(-1, keepdim=True) - x
+        return y * (1 + distance + (y * distance).sum(-1, keepdim=True))
+
+    @classmethod
+    def summed(cls, given: Values) -> Tensor:
+        """The divisor's error is relative."""
+        return torch.softmax(given["x"], -1)
 
     @staticmethod
     def gradients(given: Values, upstream: Tensor) -> Values:
@@ -159,6 +166,11 @@ class LogSoftmax(Operator):
         """Add |x|, the largest |x| and the logarithm of the sum."""
         x = given["x"]
         return x.abs() + spread(x) + torch.logsumexp(x, -1, keepdim=True).abs()
+
+    @classmethod
+    def summed(cls, given: Values) -> Tensor:
+        """The logarithm makes the sum's relative error absolute."""
+        return torch.ones_like(given["x"])
 
     @staticmethod
     def gradients(given: Values, upstream: Tensor) -> Values:

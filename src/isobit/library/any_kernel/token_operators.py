@@ -97,6 +97,12 @@ class CrossEntropy(Operator):
         targets = targets_of(logits, logits.shape[-1])
         return at_targets(LogSoftmax.magnitude({"x": logits}), targets)
 
+    @classmethod
+    def summed(cls, given: Values) -> Tensor:
+        """Return that of log_softmax at the target."""
+        logits = given["logits"]
+        return at_targets(torch.ones_like(logits), targets_of(logits, logits.shape[-1]))
+
     @staticmethod
     def gradients(given: Values, upstream: Tensor) -> Values:
         """Return the magnitude of log_softmax's gradient, for a gradient at the target."""

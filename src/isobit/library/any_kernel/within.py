@@ -3,12 +3,15 @@
 [Note: the bound of an element]
 A kernel is compared with a reference in fp64 on the same inputs. The error of an element may be
 
-    (s · u₁₆ + (n + c) · u₃₂) · M
+    (s · u₁₆ + c · u₃₂) · M + n · u₃₂ · T
 
 M is the sum of the magnitudes of the terms that are added to the element, so that cancellation is no excuse and no
 fault. n counts the terms of the sums that the element passes: a sum of n terms in fp32, in any order, has an error of
-at most n · u₃₂ · M to first order. c is for the other operations. s counts the values that a kernel may store in the
-inputs' dtype, the result among them; it is 0 in fp32. u is the unit roundoff: 2⁻²⁴ in fp32, 2⁻⁸ in bf16, 2⁻¹¹ in fp16.
+at most n · u₃₂ times the sum of their magnitudes, to first order; T is what that is in the element. It is M unless an
+operator says more: the sum of a softmax enters as a relative error, and its terms are not spread by their exponents. In
+a row of a vocabulary a bound of n · u₃₂ · M would be larger than the error of a sum in bf16. c is for the other
+operations. s counts the values that a kernel may store in the inputs' dtype, the result among them; it is 0 in fp32.
+u is the unit roundoff: 2⁻²⁴ in fp32, 2⁻⁸ in bf16, 2⁻¹¹ in fp16.
 tolerance-table-v1 (isobit/library/tolerances) derives each bound.
 """
 
@@ -50,6 +53,11 @@ class Operator(Planted):
         """Add the magnitudes of the terms of each element of the output."""
         raise NotImplementedError
 
+    @classmethod
+    def summed(cls, given: Values) -> Tensor:
+        """Return T of the note: what the roundings of the output's sums are relative to."""
+        return cls.magnitude(given)
+
     @staticmethod
     def gradients(given: Values, upstream: Tensor) -> Values:
         """Add the magnitudes of the terms of each element of each argument's gradient."""
@@ -87,7 +95,8 @@ class Operator(Planted):
     @classmethod
     def output_bound(cls, dtype: torch.dtype, given: Values) -> Tensor:
         """Return the bound of each element of the output: see [Note: the bound of an element]."""
-        return factor(dtype, cls.FORWARD, cls.sums(given)[0] + cls.OTHER) * cls.magnitude(given)
+        of_sums = factor(torch.float32, 0, cls.sums(given)[0]) * cls.summed(given)
+        return factor(dtype, cls.FORWARD, cls.OTHER) * cls.magnitude(given) + of_sums
 
     @classmethod
     def gradient_bounds(cls, dtype: torch.dtype, given: Values, upstream: Tensor) -> Values:
@@ -97,7 +106,7 @@ class Operator(Planted):
 
 
 def factor(dtype: torch.dtype, stored: int, operations: int) -> float:
-    """Return s · u₁₆ + (n + c) · u₃₂."""
+    """Return s · u₁₆ and u₃₂ times the operations."""
     of_storage = 0.0 if dtype == torch.float32 else stored * ROUNDOFF[dtype]
     return of_storage + operations * ROUNDOFF[torch.float32]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isobit import optim
-from isobit.library.training_stability.program import Model, Program, plan_of
+from isobit.library.training_stability.program import SLOPE, Model, Program, plan_of
 
 Train = Callable[..., Program]
 
@@ -224,6 +224,19 @@ class DeadBranch(WithModel):
             return found
 
 
+class WeightWithoutDerivative(WithModel):
+    """A layer's weight has the right value in the forward and a gradient of zero; its bias learns."""
+
+    class kind(Model):
+        def hidden(self, found: Tensor) -> Tensor:
+            for block in self.blocks:
+                weight: Any = block.weight
+                bias: Any = block.bias
+                kept = weight.detach() + 0 * weight
+                found = nn.functional.leaky_relu(nn.functional.linear(found, kept, bias), SLOPE)
+            return found
+
+
 class UnusedLayer(WithModel):
     """A layer is created and not called."""
 
@@ -293,6 +306,7 @@ weights_only = trains(WeightsOnly)
 state_of_16_bits = trains(StateOf16Bits)
 detached = trains(Detached)
 dead_branch = trains(DeadBranch)
+weight_without_derivative = trains(WeightWithoutDerivative)
 unused_layer = trains(UnusedLayer)
 forgotten_head = trains(ForgottenHead)
 wrong_sign = trains(WrongSign)

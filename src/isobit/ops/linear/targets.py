@@ -22,8 +22,14 @@ Decoder = Callable[[torch.nn.Linear], Callable[[Tensor], Tensor]]
 
 def packed_decoder(layer: torch.nn.Linear) -> Callable[[Tensor], Tensor]:
     """Return the layer's forward pass over its packed weight."""
-    packed = PackedWeight(layer.weight)
-    return lambda x: linear_with_packed(x, layer.weight, None, None, packed.current(layer.weight))
+    watched = PackedWeight(layer.weight)
+
+    def decode(x: Tensor) -> Tensor:
+        snapshot = watched.current(layer.weight)
+        packed = None if snapshot is None else snapshot.packed
+        return linear_with_packed(x, layer.weight, None, None, packed)
+
+    return decode
 
 
 def frozen(

@@ -17,7 +17,9 @@ from isobit.simulator import rank as ranks
 
 # Each kind with the words of a script that ask for it; the first that is found is served.
 KINDS = {
-    "cuda": re.compile(rb"cuda|\bnccl\b|torch\.accelerator|\b(accelerate|transformers|trl)\b"),
+    "cuda": re.compile(
+        rb"cuda|\bnccl\b|torch\.accelerator|\b(accelerate|transformers|trl|lightning)\b"
+    ),
     "xpu": re.compile(rb"xpu|\bxccl\b"),
     "npu": re.compile(rb"\bnpu\b|torch_npu|\bhccl\b"),
 }

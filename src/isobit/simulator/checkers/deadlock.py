@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from isobit.errors import BusyError, DeadlockError
 from isobit.majority import Vote, name_ranks
@@ -54,7 +54,8 @@ def deadlock(
     missing = sorted({rank for ranks in waits.values() for rank in ranks})
     parties = [*places.values(), *([gone] if gone else [])]
     vote = Vote(tuple(sorted((tuple(sorted(p)) for p in parties), key=len, reverse=True)))
-    outside = vote.others if vote.has_majority else ()
+    outside: Sequence[int] = vote.others if vote.has_majority else ()
+    outside = fewer_culprits(outside, places.values(), waits)
     roots = sorted(lost) or without_followers(sorted(outside), waits) or cycle
     roots = roots or without_followers(missing, waits)
     sentences = []
@@ -80,6 +81,24 @@ def deadlock(
     )
     error.waits, error.cycle = waits, cycle
     return error
+
+
+def fewer_culprits(
+    outside: Sequence[int], places: Iterable[Sequence[int]], waits: Mapping[int, Sequence[int]]
+) -> Sequence[int]:
+    """Return the ranks that most members of a subgroup wait for, if they and those members block each other.
+
+    Ranks 4, 5 and 7 wait for rank 6 in a collective of ranks 4–7; rank 6 has skipped it, and waits with all other ranks
+    in one of ranks 0–7. By the majority of all ranks, 4, 5 and 7 would be wrong; one wrong rank explains it too.
+    """
+    found = outside
+    for joined in places:
+        missing = waits[joined[0]]
+        is_majority = len(joined) > len(missing) and set(joined) <= set(outside)
+        is_mutual = all(rank in waits and set(waits[rank]) <= set(joined) for rank in missing)
+        if is_majority and is_mutual and 0 < len(missing) < len(found):
+            found = missing
+    return found
 
 
 def without_followers(ranks: Sequence[int], waits: Mapping[int, Collection[int]]) -> list[int]:

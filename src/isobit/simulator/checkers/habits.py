@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,12 +18,13 @@ from typing import Any
 import torch
 import torch.nn.functional
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data.distributed import DistributedSampler
 
 from isobit.simulator import rank as ranks
 from isobit.simulator.call_sites import user_line
-from isobit.simulator.checkers.step_record import digest, is_constant, plain_gradient
+from isobit.simulator.checkers.step_record import digest, is_constant, local_gradient
 from isobit.simulator.checkers.training_findings import TrainingFinding
 from isobit.simulator.program.replaced import replaced
 
@@ -57,7 +58,9 @@ class Habits:
     sampler: tuple[int, int, int] | None = None  # (sampler, its epoch, number of the iteration)
     iterations: int = 0
     orders: dict[tuple[int, int], int] = field(default_factory=dict)
+    begun: Counter[int] = field(default_factory=Counter)  # epochs of each sampler
     evaluating: bool = False
+    evaluated: bool = False
     awake: str = ""  # where dropout was left on while evaluating
     written: dict[str, str] = field(default_factory=dict)
 
@@ -67,7 +70,7 @@ class Habits:
         if self.passes > 1:
             return
         for parameter, before in self.stepped.values():
-            gradient = plain_gradient(parameter)
+            gradient = local_gradient(parameter)
             if gradient is not None and digest(gradient) == before and not is_zero(gradient):
                 self.kept = name_of(self.roots.values(), parameter)
                 return
@@ -82,7 +85,11 @@ class Habits:
             if self.orders.setdefault((number, epoch), iteration) != iteration:
                 order = epoch
         named = {n: p for m in self.roots.values() for n, p in m.named_parameters()}
-        plain = {n.removeprefix("module."): p for n, p in named.items() if type(p) is nn.Parameter}
+        plain = {
+            n.removeprefix("module."): p
+            for n, p in named.items()
+            if type(p) is nn.Parameter or isinstance(p, DTensor)
+        }
         seen = StepHabits(
             self.kept,
             frozenset(n for n, p in plain.items() if p.requires_grad and p.grad is not None),
@@ -186,6 +193,7 @@ class HabitWatch:
         notes = self.here()
         if notes is not None and sampler.shuffle:
             notes.iterations += 1
+            notes.begun[id(sampler)] += 1
             notes.sampler = (id(sampler), sampler.epoch, notes.iterations)
         return plain(sampler)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from isobit import bits
@@ -36,8 +37,10 @@ class Step:
     Attributes:
         gradients: The digest of each gradient.
         infinite: The first parameter whose gradient is not finite.
-        summed: Whether an all-reduce summed into every gradient.
+        summed: Of each gradient, whether an all-reduce summed into it.
+        varied: Of each gradient that was summed, whether it is more than a constant.
         poisoned: Whether this rank put a number that is not finite into a sum.
+        settings: The numbers of the optimizer's groups, such as the learning rate, in words.
         data: Digests of the batches since the last step.
         masks: Digests of the random state at each dropout since the last step.
         pending: The gradient that is the result of a collective in progress, in words.
@@ -45,14 +48,17 @@ class Step:
         values: The digest of each parameter after the step.
         kept: A copy of each parameter after the step, unless it is large.
         habits: A `StepHabits` of `habits.py`.
+        done: Whether the update was made.
     """
 
     parameters: list[Tensor]
     names: tuple[str, ...]
     gradients: tuple[str, ...]
     infinite: int | None
-    summed: bool
+    summed: tuple[bool, ...]
+    varied: tuple[bool, ...]
     poisoned: bool
+    settings: tuple[tuple[str, str], ...]
     data: tuple[str, ...]
     masks: tuple[str, ...]
     pending: str = ""
@@ -60,6 +66,7 @@ class Step:
     values: tuple[str, ...] = ()
     kept: tuple[Tensor | None, ...] = ()
     habits: Any = None
+    done: bool = False
 
 
 def digest(tensor: Tensor | None) -> str:
@@ -90,6 +97,32 @@ def plain_parameters(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters that are no shards (DTensor is a class of its own)."""
     held = [p for group in optimizer.param_groups for p in group["params"]]
     return [p for p in held if type(p) in (Tensor, nn.Parameter)]
+
+
+def sharded_parameters(optimizer: Optimizer) -> list[DTensor]:
+    """Return the parameters that are shards, as FSDP2 and tensor parallelism make them."""
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    return [p for p in held if isinstance(p, DTensor)]
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    """Return the gradient that this rank holds: of a shard its own part."""
+    gradient = parameter.grad
+    if isinstance(gradient, DTensor):
+        local = gradient._local_tensor
+        return local if type(local) is Tensor else None
+    return plain_gradient(parameter)
+
+
+def settings_of(optimizer: Optimizer) -> tuple[tuple[str, str], ...]:
+    """Return the numbers of each group of an optimizer, such as ("lr", "0.1")."""
+    return tuple(
+        (name if at == 0 else f"{name} of group {at}", str(value))
+        for at, group in enumerate(optimizer.param_groups)
+        for name, value in sorted(group.items())
+        if isinstance(value, (bool, int, float, tuple))
+        or (isinstance(value, Tensor) and name != "params" and value.numel() == 1)
+    )
 
 
 def plain_gradient(parameter: Tensor) -> Tensor | None:

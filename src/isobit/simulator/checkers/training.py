@@ -10,6 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -21,12 +22,19 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
-from isobit.majority import count_votes
+from isobit.majority import count_votes, name_ranks
 from isobit.simulator import probe
 from isobit.simulator import rank as ranks
 from isobit.simulator.call_sites import user_line
+from isobit.simulator.checkers.data_parallel import DataParallel
 from isobit.simulator.checkers.habits import Habits, check_ends, watching_habits
-from isobit.simulator.checkers.replicas import Pair, check_step, check_tensor, find_replicas
+from isobit.simulator.checkers.replicas import (
+    Compared,
+    Pair,
+    check_step,
+    check_tensor,
+    find_replicas,
+)
 from isobit.simulator.checkers.step_copies import StepCopies
 from isobit.simulator.checkers.step_record import (
     Start,
@@ -35,10 +43,13 @@ from isobit.simulator.checkers.step_record import (
     digest,
     is_constant,
     is_finite,
+    local_gradient,
     plain_gradient,
     plain_parameters,
+    settings_of,
+    sharded_parameters,
 )
-from isobit.simulator.checkers.training_findings import TrainingFinding, as_error
+from isobit.simulator.checkers.training_findings import LEADS_TO, TrainingFinding, as_error
 from isobit.simulator.collectives import Call, name_of
 from isobit.simulator.findings import Findings
 from isobit.simulator.memory import memory_of, overlap
@@ -49,6 +60,7 @@ MASKED = (
     Dropout3d,
     AlphaDropout,
 )  # nn.Dropout calls the function, which is watched
+STEPS_AFTER = 100
 LONGEST_DRIFT = 16  # steps that ranks may be apart; beyond, only digests of parameters are kept
 
 
@@ -87,12 +99,15 @@ class Notes:
         """Forget what belongs to the last step."""
         self.data: list[str] = []
         self.masks: list[str] = []
-        self.summed: set[int] = set()
+        self.summed: set[tuple[int, int]] = set()  # (address, number of elements)
         self.poisoned = False
 
 
 class Training:
-    """The notes of all ranks. Only the first finding is reported, since later ones may follow from it.
+    """The notes of all ranks. A finding does not end the run at once: it may have other faults, of later steps too.
+
+    Each kind is reported once, with the ranks of all steps. A finding that may follow from one of an earlier step says
+    so. A run with findings ends `STEPS_AFTER` steps after the first, since wrong numbers may keep a loop from ending.
 
     Args:
         ranks: The number of ranks.
@@ -116,7 +131,14 @@ class Training:
             dict
         )
         self.talked: set[Pair] = set()
-        self.found: TrainingFinding | None = None
+        self.parallel, self.compared = DataParallel(), Compared()
+        self.shards: set[int] = (
+            set()
+        )  # ranks whose optimizers have shards, or tensors of other classes
+        self.reported: dict[
+            str, tuple[int, int, TrainingFinding]
+        ] = {}  # kind: (step, place, finding)
+        self.ends_after: int | None = None  # steps of a rank
 
     @contextmanager
     def installed(self) -> Iterator[None]:
@@ -146,9 +168,10 @@ class Training:
     def note_call(self, call: Call) -> None:
         """Note which tensors a collective sums, and whether a rank sends numbers that are not finite."""
         notes = self.notes[call.rank]
+        self.parallel.note_call(call, notes.depth > 0)
         if call.op is not None and name_of(call.op) in ("SUM", "AVG"):
             if call.kind == "all_reduce":
-                notes.summed.update(tensor.data_ptr() for tensor in call.inputs)
+                notes.summed.update((t.data_ptr(), t.numel()) for t in call.inputs)
             notes.poisoned = notes.poisoned or not all(map(is_finite, call.sources))
 
     def note_message(self, sender: int, receiver: int) -> None:
@@ -183,17 +206,31 @@ class Training:
     @rank_hook
     def _before_step(self, rank: int, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         notes, parameters = self.notes[rank], plain_parameters(optimizer)
+        if self.ends_after is not None and sum(notes.counts.values()) >= self.ends_after:
+            self.findings.end()
+        if len(parameters) < sum(len(group["params"]) for group in optimizer.param_groups):
+            self.shards.add(rank)
         ordinal = notes.ordinals.setdefault(optimizer, len(notes.ordinals))
-        names = tuple(notes.names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters))
         if ordinal not in notes.counts:
             varied = any(not is_constant(p) for p in parameters)
             shapes = tuple(f"{p.dtype}{list(p.shape)}" for p in parameters)
             self.starts[ordinal][rank] = Start(tuple(map(digest, parameters)), shapes, varied)
+        if len(args) < 2 and kwargs.get("closure") is None:
+            self._note_step(rank, optimizer)
+
+    def _note_step(self, rank: int, optimizer: Optimizer) -> None:
+        """Record a step whose gradients are complete: before the update, or after it if a closure computed them."""
+        notes, parameters = self.notes[rank], plain_parameters(optimizer)
+        shards, ordinal = sharded_parameters(optimizer), notes.ordinals[optimizer]
+        names = tuple(
+            notes.names.get(id(p), f"parameter {i}") for i, p in enumerate([*parameters, *shards])
+        )
         if self.copies is not None:
-            self.copies.note_step(rank, notes.counts[ordinal], parameters, names)
+            self.copies.note_step(rank, notes.counts[ordinal], parameters, names[: len(parameters)])
         gradients = [plain_gradient(p) for p in parameters]
-        held = [g for g in gradients if g is not None]
-        infinite = next((i for i, g in enumerate(gradients) if not is_finite(g)), None)
+        local = [*gradients, *map(local_gradient, shards)]
+        infinite = next((i for i, g in enumerate(local) if not is_finite(g)), None)
+        summed = [g is not None and (g.data_ptr(), g.numel()) in notes.summed for g in gradients]
         if getattr(optimizer, "found_inf", None) is not None:  # GradScaler skips such a step
             infinite = None
         self.steps[ordinal, notes.counts[ordinal]][rank] = Step(
@@ -201,13 +238,18 @@ class Training:
             names=names,
             gradients=tuple(map(digest, gradients)),
             infinite=infinite,
-            summed=bool(held) and all(g.data_ptr() in notes.summed for g in held),
+            summed=tuple(summed),
+            varied=tuple(
+                done and g is not None and not is_constant(g)
+                for done, g in zip(summed, gradients, strict=True)
+            ),
             poisoned=notes.poisoned,
+            settings=settings_of(optimizer),
             data=tuple(notes.data),
             masks=tuple(notes.masks),
-            pending=_owned_by_pending(names, gradients),
+            pending=_owned_by_pending(names, local),
             site=user_line(sys._getframe()),
-            habits=self.habits[rank].note_step(parameters, gradients),
+            habits=self.habits[rank].note_step([*parameters, *shards], local),
         )
         notes.clear()
 
@@ -217,25 +259,31 @@ class Training:
             return
         ordinal = self.notes[rank].ordinals[optimizer]
         key = ordinal, self.notes[rank].counts[ordinal]
+        if rank not in self.steps[key]:
+            self._note_step(rank, optimizer)
         self.notes[rank].counts[ordinal] += 1
         step = self.steps[key][rank]
         step.values = tuple(map(digest, step.parameters))
         drifted = len(self.steps) > LONGEST_DRIFT
         step.kept = tuple(None if drifted else copy_if_small(p) for p in step.parameters)
+        step.done = True
         if len(self.steps[key]) == self.ranks and all(
-            note.values for note in self.steps[key].values()
+            note.done for note in self.steps[key].values()
         ):
             self._check_step(key)
 
     def _check_step(self, key: tuple[int, int]) -> None:
-        if key in self.checked or self.found:
+        if key in self.checked:
             return
         self.checked.add(key)
         ordinal, count = key
-        complete = {rank: step for rank, step in self.steps[key].items() if step.values}
+        complete = {rank: step for rank, step in self.steps[key].items() if step.done}
         before = self.steps.get((ordinal, count - 1))
-        for finding in check_step(complete, self.starts[ordinal], count, before, self.talked):
-            self._report(finding)
+        starts = self.starts[ordinal]
+        for finding in check_step(
+            complete, starts, key, before, self.talked, self.parallel, self.compared
+        ):
+            self._report(finding, count)
         for old in [old for old in self.steps if old[0] == ordinal and old[1] < count]:
             del self.steps[old]
 
@@ -243,8 +291,10 @@ class Training:
     def _before_forward(self, rank: int, module: nn.Module, inputs: Any) -> None:
         notes = self.notes[rank]
         notes.depth += 1
+        self.parallel.note_module(module)
         if notes.depth == 1:
             self.habits[rank].evaluating = not module.training
+            self.habits[rank].evaluated |= not module.training
             if module.training:
                 self.habits[rank].roots[id(module)] = module
         if notes.depth == 1 and module not in notes.seen:
@@ -302,11 +352,89 @@ class Training:
                 text = f"{name} differs when the model is evaluated after {count} steps: {vote}"
                 self._report(TrainingFinding("buffers differ", vote.suspects, text))
 
-    def _report(self, finding: TrainingFinding | None) -> None:
-        if finding is None or self.found is not None or finding.kind in self.ignore:
+    def _report(self, finding: TrainingFinding | None, step: int | None = None) -> None:
+        """Report a finding, or add its ranks to the one of its kind.
+
+        Args:
+            finding: The finding, if there is one.
+            step: The number of the step; None for what belongs to none.
+        """
+        if finding is None or finding.kind in self.ignore:
             return
-        self.found = finding
-        self.findings.stop(as_error(finding))
+        earlier = self.reported.get(finding.kind)
+        if earlier is not None:
+            self._merge(finding, *earlier)
+            return
+        at = max((s for s, _, _ in self.reported.values()), default=0) + 1 if step is None else step
+        follows = finding.follows or next(
+            (
+                kind
+                for kind in LEADS_TO.get(finding.kind, ())
+                if kind in self.reported and self.reported[kind][0] < at
+            ),
+            "",
+        )
+        finding = replace(finding, follows=follows)
+        self.reported[finding.kind] = (at, len(self.findings.found), finding)
+        self.findings.note(as_error(finding))
+        if self.ends_after is None:
+            steps = max(sum(notes.counts.values()) for notes in self.notes)
+            self.ends_after = steps + STEPS_AFTER
+
+    def _merge(self, finding: TrainingFinding, at: int, place: int, first: TrainingFinding) -> None:
+        """Add ranks that did the same thing later; a difference spreads to other ranks, which are not to blame."""
+        more = sorted(set(finding.ranks) - set(first.ranks))
+        if not more or finding.kind in LEADS_TO or self.findings.root is not None:
+            return
+        merged = replace(
+            first,
+            ranks=tuple(sorted({*first.ranks, *more})),
+            text=f"{first.text}; {name_ranks(more)}: {finding.text}",
+            sites={**finding.sites, **first.sites},
+        )
+        self.reported[finding.kind] = (at, place, merged)
+        self.findings.found[place] = as_error(merged)
+
+    def not_judged(self) -> dict[str, str]:
+        """Return which checks of training could not be made on some ranks, each with the reason."""
+        stepped = [rank for rank, notes in enumerate(self.notes) if notes.counts]
+        if not stepped:
+            return {"training": "no optimizer of torch made a step"}
+        found, compared = {}, self.compared
+        alone = [rank for rank in stepped if rank not in compared.replicas]
+        sharded = [rank for rank in alone if rank in self.shards]
+        other = [rank for rank in alone if rank not in self.shards]
+        if sharded:
+            found["start, gradients and updates"] = (
+                f"{name_ranks(sharded)} have shards; probe.same compares what they gather"
+            )
+        if other and self.ranks > 1:
+            reason = f"{name_ranks(other)}: no other rank starts with the same parameters"
+            found["start, gradients and updates" + " of others" * bool(sharded)] = reason
+        reasons = self._unfed([rank for rank in stepped if rank not in compared.fed])
+        if reasons and self.ranks > 1:
+            found["data alike"] = "; ".join(reasons)
+        if max(max(notes.counts.values(), default=0) for notes in self.notes) < 2:
+            found["gradients kept, not updated"] = "one step was made, and these show in the second"
+        if not any(max(habits.begun.values(), default=0) > 1 for habits in self.habits):
+            found["order repeated"] = "no DistributedSampler that shuffles began a second epoch"
+        if not any(habits.evaluated for habits in self.habits):
+            found["buffers differ, dropout on"] = "no model was evaluated"
+        return found
+
+    def _unfed(self, ranks: Sequence[int]) -> list[str]:
+        """Return why the batches of ranks were not compared, in words."""
+        one_batch = [rank for rank in ranks if rank in self.compared.one_batch]
+        sharing = [rank for rank in ranks if rank in self.compared.sharing - set(one_batch)]
+        rest = [rank for rank in ranks if rank not in {*one_batch, *sharing}]
+        reasons = []
+        if one_batch:
+            reasons.append(f"{name_ranks(one_batch)} had one batch at every step")
+        if sharing:
+            reasons.append(f"{name_ranks(sharing)} exchange activations, and may share a batch")
+        if rest:
+            reasons.append(f"{name_ranks(rest)} are not known to be data parallel to another rank")
+        return reasons
 
 
 def _owned_by_pending(names: Sequence[str], gradients: Sequence[Tensor | None]) -> str:

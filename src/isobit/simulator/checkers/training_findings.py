@@ -25,7 +25,7 @@ WORDS = {  # kind: (what was expected, remedy)
         "reduce the statistics over ranks, or broadcast the buffers before evaluating",
     ),
     "data alike": (
-        "replicas that train on different batches",
+        "data-parallel ranks that train on different batches",
         "give the sampler the rank and the number of ranks",
     ),
     "random numbers alike": (
@@ -76,6 +76,47 @@ WORDS = {  # kind: (what was expected, remedy)
 }
 
 
+# Which kinds of an earlier step may have led to a finding: then it may not be a fault of its own.
+LEADS_TO = {
+    "gradients differ": (
+        "start differs",
+        "update differs",
+        "buffers differ",
+        "pending",
+        "not finite",
+    ),
+    "update differs": (
+        "start differs",
+        "gradients differ",
+        "buffers differ",
+        "pending",
+        "not finite",
+    ),
+    "buffers differ": (
+        "start differs",
+        "gradients differ",
+        "update differs",
+        "pending",
+        "not finite",
+    ),
+    "tensors differ": (
+        "start differs",
+        "gradients differ",
+        "update differs",
+        "buffers differ",
+        "pending",
+        "not finite",
+    ),
+    "not finite": (
+        "gradients kept",
+        "pending",
+        "start differs",
+        "gradients differ",
+        "update differs",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class TrainingFinding:
     """Something wrong with training.
@@ -85,12 +126,14 @@ class TrainingFinding:
         ranks: The ranks to blame.
         text: What was found.
         sites: The line where each of these ranks made the step.
+        follows: The kind of another finding that it may follow from.
     """
 
     kind: str
     ranks: tuple[int, ...]
     text: str
     sites: Mapping[int, str] = field(default_factory=dict)
+    follows: str = ""
 
 
 def as_error(finding: TrainingFinding) -> SimulationError:
@@ -104,5 +147,5 @@ def as_error(finding: TrainingFinding) -> SimulationError:
         ranks=finding.ranks,
         stacks={rank: [site] for rank, site in finding.sites.items() if site},
     )
-    error.kind = finding.kind
+    error.kind, error.follows = finding.kind, finding.follows
     return error

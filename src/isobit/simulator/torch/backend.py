@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
-from isobit.simulator.call_sites import user_line
+from isobit.simulator.call_sites import torch_caller, user_line, user_stack
 from isobit.simulator.collectives import Call
 from isobit.simulator.operations import Group, Receive
 from isobit.simulator.rank import current
@@ -91,6 +91,8 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
     ) -> PendingWork:
         rank = current()
         self.number += 1
+        caller = sys._getframe(1)
+        stack = tuple(user_stack(caller))
         call = Call(
             rank.index,
             kind,
@@ -99,7 +101,10 @@ class RankGroup(TorchProcessGroup):  # type: ignore[misc]
             root,
             op,
             asynchronous=is_asynchronous(options),
-            site=user_line(sys._getframe(1)),
+            site=stack[0] if stack else "",
+            stack=stack,
+            members=self.group.members,
+            torchs_file=torch_caller(caller),
             sources=sources or [],
             targets=targets or [],
         )

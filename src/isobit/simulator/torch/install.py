@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+import torch.distributed.rpc as rpc
 import torch.multiprocessing
 
 from isobit.errors import MismatchError, UnsupportedError
@@ -163,6 +164,21 @@ class Ended:
         return True
 
 
+def init_rpc_of(plain: Any) -> Any:
+    """Return a replacement for `torch.distributed.rpc.init_rpc`, whose agents wait in C++ for other processes."""
+
+    def init_rpc(*args: Any, **options: Any) -> Any:
+        if not ranks.inside():
+            return plain(*args, **options)
+        raise UnsupportedError(
+            expected="communication by process groups of torch.distributed",
+            received="torch.distributed.rpc, which isobit.simulator does not support",
+            remedy="simulate the parts of the script that use collectives, send and recv, and test RPC with torchrun",
+        )
+
+    return init_rpc
+
+
 def spawn_of(plain: Any) -> Any:
     """Return a replacement for `torch.multiprocessing.spawn`: each rank runs the function of the process of its number.
 
@@ -270,6 +286,11 @@ def installed(run: Run) -> Iterator[None]:
             *(
                 replaced(torch.multiprocessing, name, spawn_of(vars(torch.multiprocessing)[name]))
                 for name in ("spawn", "start_processes")
+            ),
+            *(
+                replaced(rpc, name, init_rpc_of(vars(rpc)[name]))
+                for name in ("init_rpc",)
+                if rpc.is_available()
             ),
             replaced(signal, "signal", signal_of(signal.signal)),
             replaced(signal, "alarm", alarm_of(signal.alarm, 0)),

@@ -1,0 +1,86 @@
+"""`isobit profile`: where a step's time goes, from traces of torch.profiler. Does not load torch."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from isobit.errors import ArgumentError
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "profile",
+        help="say where a training step's time goes, from traces of torch.profiler",
+        description="Read traces that torch.profiler exported, one per rank, and account for every nanosecond of every "
+        "step: compute, exposed communication, copies, and idle time with its reason. The parts add up to the step. "
+        "Reads Chrome JSON, also gzipped, tar archives and folders, of CUDA, ROCm and CPU; needs no GPU. "
+        "Two runs are compared brick by brick: the differences add up to that of the step. "
+        "Exit 0: nothing found, or compared; 1: findings; 2: could not read.",
+        epilog="example: isobit profile trace_rank0.json trace_rank1.json --html profile.html",
+    )
+    parser.add_argument(
+        "traces",
+        nargs="+",
+        type=Path,
+        metavar="TRACE",
+        help="a trace, a tar archive or a folder of traces; one per rank of one run",
+    )
+    parser.add_argument(
+        "--compare",
+        action="store_true",
+        help="compare two runs brick by brick; this is the default for two traces, or two folders, that are not "
+        "different ranks of one run",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write the report of one run to this file"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Profile the traces and print what they show."""
+    from isobit.cli.provenance import provenance_of
+    from isobit.cli.terminal import say, say_json
+    from isobit.files import write_text
+    from isobit.profiling.api import are_one_run, profile_traces
+    from isobit.profiling.comparing import compare_profiles
+    from isobit.profiling.reading.trace import read_traces
+    from isobit.profiling.report.page import write_profile_page
+    from isobit.profiling.report.text import lines_of, lines_of_comparison
+
+    if options.compare and len(options.traces) != 2:
+        raise ArgumentError(
+            expected="two traces or folders to compare",
+            received=f"{len(options.traces)}",
+            remedy="isobit profile --compare before.json after.json",
+        )
+    sides = [read_traces([path]) for path in options.traces]
+    every = [trace for side in sides for trace in side]
+    if options.compare or (len(sides) == 2 and not are_one_run(every)):
+        if options.html:
+            raise ArgumentError(
+                expected="--html with the traces of one run",
+                received="two runs to compare",
+                remedy="use --json, or profile each run by itself with --html",
+            )
+        difference = compare_profiles(*(profile_traces(side) for side in sides))
+        if options.json:
+            origin = provenance_of(options, difference.digests)
+            say_json({"provenance": origin, "comparison": difference})
+        else:
+            for line in lines_of_comparison(difference):
+                say(line)
+        return 0
+    found = profile_traces(every)
+    origin = provenance_of(options, [rank.digest for rank in found.ranks])
+    if options.html:
+        write_text(options.html, write_profile_page(found, origin))
+    if options.json:
+        say_json({"provenance": origin, "profile": found})
+    else:
+        for line in lines_of(found):
+            say(line)
+    return found.exit_code

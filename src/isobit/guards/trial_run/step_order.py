@@ -1,0 +1,206 @@
+"""Record which gradients optimizers have read, at which rates, and what was clipped when.
+
+[Note: gradients that were read]
+After a step, the gradient of each parameter is remembered by identity and version, without being kept alive. If the
+same gradient is seen again, unchanged, nothing was added to it: a second optimizer that reads it applies one gradient
+twice, and clipping it changes what no optimizer will read. A backward in between changes the version, and clearing
+replaces the tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad
+from torch.utils.weak import TensorWeakRef
+
+from isobit.guards.optimizer_checks import name_some, parameters_of
+from isobit.guards.trial_run.judging import Found, NotJudged
+
+CLIPPING = ("clip_grad_norm_", "clip_grad_value_")
+
+
+class StepOrder:
+    """Steps and clippings of a program, in their order, recorded while `recording` is open.
+
+    Args:
+        is_mine: Whether the current thread is the program's.
+
+    Attributes:
+        rates: By optimizer, the largest learning rate of its groups, per step.
+        read: By id of a parameter, the optimizer that read its gradient last, the gradient, and its version.
+        twice: Parameters, by id, whose gradient a second optimizer read, with both classes.
+        late: Parameters, by id, whose gradient was clipped after the step that read it, and not before.
+        clips: Calls that clip.
+    """
+
+    def __init__(self, is_mine: Callable[[], bool]) -> None:
+        self.is_mine = is_mine
+        self.rates: dict[torch.optim.Optimizer, list[float]] = {}
+        self.read: dict[int, tuple[torch.optim.Optimizer, TensorWeakRef, int]] = {}
+        self.twice: dict[int, tuple[str, str]] = {}
+        self.late: dict[int, None] = {}
+        self.clipped: set[int] = set()  # since the last step
+        self.clipped_in_time: set[int] = set()  # before the step that read the gradient
+        self.clips = 0
+        self.inside: list[torch.optim.Optimizer] = []  # steps in progress: optimizers wrap others
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Replace the functions of torch that clip gradients by ones that also record."""
+        with ExitStack() as stack:
+            for name in CLIPPING:
+                plain = getattr(clip_grad, name)
+                for module in (clip_grad, torch.nn.utils):
+                    stack.callback(setattr, module, name, getattr(module, name))
+                    setattr(module, name, self.noted(plain))
+            yield
+
+    def noted(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that clips, and notes what."""
+
+        @functools.wraps(plain)
+        def clip(parameters: Any, limit: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self.is_mine():
+                return plain(parameters, limit, *args, **kwargs)
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            if math.isfinite(float(limit)):  # an infinite limit only measures
+                self.note_clipping(given)
+            return plain(given, limit, *args, **kwargs)
+
+        return clip
+
+    def note_clipping(self, parameters: list[Tensor]) -> None:
+        """Note that the gradients of these parameters are about to be clipped."""
+        self.clips += 1
+        for parameter in parameters:
+            if not self.was_read(parameter):
+                self.clipped.add(id(parameter))
+            elif id(parameter) not in self.clipped_in_time:
+                self.late[id(parameter)] = None
+
+    def was_read(self, parameter: Tensor) -> bool:
+        """Return whether an optimizer has read the gradient that a parameter has now."""
+        _, kept, version = self.read.get(id(parameter), (None, lambda: None, -1))
+        grad = own_gradient(parameter)
+        return grad is not None and bool(grad._version == version) and kept() is grad
+
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note the rate of a step, and gradients that another optimizer has read before."""
+        if optimizer in self.inside:  # its last step has failed
+            del self.inside[self.inside.index(optimizer) :]
+        is_wrapped = any(shares(optimizer, outer) for outer in self.inside)
+        self.inside.append(optimizer)
+        if is_wrapped:
+            return  # one step of an optimizer that calls another
+        rates = [float(group.get("lr", math.nan)) for group in optimizer.param_groups]
+        self.rates.setdefault(optimizer, []).append(max(rates, default=math.nan))
+        for parameter in parameters_of(optimizer):
+            if self.was_read(parameter):
+                first = self.read[id(parameter)][0]
+                if first is not optimizer:
+                    kinds = type(first).__name__, type(optimizer).__name__
+                    self.twice.setdefault(id(parameter), kinds)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remember the gradients that a step has read."""
+        if self.inside and self.inside[-1] is optimizer:
+            self.inside.pop()
+        if any(shares(optimizer, outer) for outer in self.inside):
+            return
+        for parameter in parameters_of(optimizer):
+            grad = own_gradient(parameter)
+            if grad is None:
+                continue
+            self.read[id(parameter)] = optimizer, TensorWeakRef(grad), grad._version
+            if id(parameter) in self.clipped:
+                self.clipped_in_time.add(id(parameter))
+            else:
+                self.clipped_in_time.discard(id(parameter))
+            self.clipped.discard(id(parameter))
+
+
+def own_gradient(parameter: Tensor) -> Tensor | None:
+    """Return the gradient of a parameter; of a sharded one this rank's shard, whose version its additions change."""
+    # to_local() makes a new tensor at each call, and identity is what counts here.
+    grad: Tensor | None = getattr(parameter.grad, "_local_tensor", parameter.grad)
+    return grad
+
+
+def shares(one: torch.optim.Optimizer, other: torch.optim.Optimizer) -> bool:
+    """Return whether two optimizers have a parameter in common."""
+    return not {id(p) for p in parameters_of(one)}.isdisjoint(id(p) for p in parameters_of(other))
+
+
+def gradients_are_read_once(seen: StepOrder, names: dict[int, str]) -> Iterator[Found]:
+    """Yield a finding if two optimizers step with the same gradients of the same parameters.
+
+    Args:
+        seen: The steps.
+        names: Parameters of the models that were called, by id.
+
+    Raises:
+        NotJudged: If one optimizer steps.
+    """
+    if len(seen.rates) < 2:
+        raise NotJudged("one optimizer steps")
+    if seen.twice:
+        which = [names.get(key, "a parameter outside the models") for key in seen.twice]
+        first, second = next(iter(seen.twice.values()))
+        yield (
+            "stepped-twice",
+            "error",
+            f"{len(which)} parameters are updated by {first} and again by {second} with the same gradients: "
+            f"{name_some(which)}; give each parameter to one optimizer",
+        )
+
+
+def rates_are_not_zero(seen: StepOrder) -> Iterator[Found]:
+    """Yield a finding for each optimizer whose rates are all 0 after its first step.
+
+    A first step at 0, as warm-ups have it, a rate that falls to 0 in its last step, and groups that have 0 beside
+    others that do not, are allowed.
+
+    Raises:
+        NotJudged: If no optimizer with a learning rate took three steps.
+    """
+    judged = 0
+    for optimizer, rates in seen.rates.items():
+        if len(rates) < 3 or any(map(math.isnan, rates)):
+            continue
+        judged += 1
+        if not any(rates[1:]):
+            first = 0 if not rates[0] else 1
+            yield (
+                "rate-zero",
+                "error",
+                f"the learning rate of {type(optimizer).__name__} is 0 in steps {first} to {len(rates) - 1}: they move "
+                "nothing; look at the schedule, and at how often it is stepped",
+                first,
+            )
+    if not judged:
+        raise NotJudged("no optimizer with a learning rate took three steps")
+
+
+def clipping_precedes_the_step(seen: StepOrder, names: dict[int, str]) -> Iterator[Found]:
+    """Yield a finding if gradients are clipped after the step that read them, and not before it.
+
+    Raises:
+        NotJudged: If nothing was clipped by a function of torch.
+    """
+    if not seen.clips:
+        raise NotJudged("nothing was clipped by torch.nn.utils in these steps")
+    if seen.late:
+        which = [names.get(key, "a parameter outside the models") for key in seen.late]
+        yield (
+            "clipped-after-step",
+            "error",
+            f"the gradients of {len(which)} parameters are clipped after the optimizer has read them: "
+            f"{name_some(which)}; clip between backward() and step()",
+        )

@@ -1,0 +1,160 @@
+"""Profile the traces of one run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from isobit.errors import ArgumentError
+from isobit.profiling.account import Books
+from isobit.profiling.bounds import machine_of
+from isobit.profiling.bricks import blocks_of, bricks_of
+from isobit.profiling.collectives import match
+from isobit.profiling.comparing import compare_profiles
+from isobit.profiling.findings import find_all
+from isobit.profiling.lateness import blamed, causes_of, judge
+from isobit.profiling.reading.trace import Trace, read_traces
+from isobit.profiling.records import Account, Comparison, Profile, RankProfile
+from isobit.profiling.replay import Replay
+from isobit.profiling.steps import Step, steps_of
+from isobit.profiling.timeline import covered, union
+
+
+def profile(paths: Iterable[str | Path]) -> Profile:
+    """Account for every nanosecond of every step in the traces of one run.
+
+    Args:
+        paths: Traces of torch.profiler, one per rank: Chrome JSON, also gzipped, folders of them, or tar archives.
+
+    Returns:
+        Where the time of each rank and step went. The parts of a step add up to it in integer nanoseconds.
+
+    Raises:
+        ArgumentError: If a file is no trace, or two traces are of one rank.
+        OSError: If a file cannot be read.
+
+    Example:
+        >>> from isobit.profiling import profile
+        >>> profile(["trace_rank0.json", "trace_rank1.json"]).ranks[1].whole.parts  # doctest: +SKIP
+        {'compute': 110421537, 'exposed communication': 64187021, 'idle: data loader': 274010932}
+    """
+    return profile_traces(read_traces(Path(path) for path in paths))
+
+
+def compare(left: str | Path, right: str | Path) -> Comparison:
+    """Compare two runs brick by brick.
+
+    Args:
+        left: A trace, or a folder or archive of the traces of one run.
+        right: That of the other run.
+
+    Returns:
+        The time of each brick and each reason of idle time in both. Their differences add up to that of the step.
+
+    Raises:
+        ArgumentError: If a file is no trace.
+        OSError: If a file cannot be read.
+
+    Example:
+        >>> from isobit.profiling import compare
+        >>> compare("before.json", "after.json").rows[0]  # doctest: +SKIP
+        Row(kind='kernel', operator='aten::mm', ...)
+    """
+    return compare_profiles(profile([left]), profile([right]))
+
+
+def are_one_run(traces: Sequence[Trace]) -> bool:
+    """Whether traces are of different ranks of one world, and so of one run as far as they say."""
+    worlds = {trace.world for trace in traces}
+    return len({trace.rank for trace in traces}) == len(traces) and len(worlds) == 1
+
+
+def profile_traces(traces: Sequence[Trace]) -> Profile:
+    """Profile traces that were read."""
+    traces = in_order(traces)
+    world = max(trace.world for trace in traces) or len(traces)
+    steps = {trace.rank: steps_of(trace) for trace in traces}
+    books = {trace.rank: Books(trace) for trace in traces}
+    ranks = tuple(profile_rank(trace, books[trace.rank], steps[trace.rank]) for trace in traces)
+    found = with_collectives(Profile(ranks=ranks, world=world), traces, books, steps)
+    return replace(found, findings=find_all(found, traces, books, steps))
+
+
+def with_collectives(
+    profile: Profile,
+    traces: Sequence[Trace],
+    books: dict[int, Books],
+    steps: dict[int, tuple[Step, ...]],
+) -> Profile:
+    """Add what the collectives of all ranks show."""
+    matched = match(traces, steps, profile.world)
+    if matched is None:
+        return profile
+    collectives = judge(matched, books, steps)
+    waited_for = blamed(collectives)
+    apart = [m for m, one in zip(matched.meetings, collectives, strict=True) if one.apart]
+    replay = Replay(matched, apart, steps)
+    return replace(
+        profile,
+        collectives=collectives,
+        waited_for=waited_for,
+        causes={rank: causes_of(collectives, rank) for rank in waited_for},
+        savings={rank: replay.saved(rank) for rank in waited_for},
+        notes=tuple(matched.notes),
+    )
+
+
+def in_order(traces: Sequence[Trace]) -> list[Trace]:
+    """Return traces by rank; each must be of another rank of one world."""
+    if not traces:
+        raise ArgumentError(
+            expected="at least one trace",
+            received="none",
+            remedy="name a trace or a folder of traces",
+        )
+    counts = Counter(trace.rank for trace in traces)
+    twice = [rank for rank, count in counts.items() if count > 1]
+    if twice:
+        names = [trace.name for trace in traces if trace.rank == twice[0]]
+        raise ArgumentError(
+            expected="one trace per rank of one run",
+            received=f"{counts[twice[0]]} traces of rank {twice[0]}: {', '.join(names[:3])}",
+            remedy="name the traces of one recording; a rank is in the trace's distributedInfo, or else in its name "
+            "as rank3 or worker3",
+        )
+    worlds = {trace.world for trace in traces if trace.world}
+    if len(worlds) > 1:
+        raise ArgumentError(
+            expected="traces of one run",
+            received=f"traces of runs on {' and '.join(map(str, sorted(worlds)))} ranks",
+            remedy="name the traces of one run",
+        )
+    return sorted(traces, key=lambda trace: trace.rank)
+
+
+def profile_rank(trace: Trace, books: Books, steps: Sequence[Step]) -> RankProfile:
+    """Profile one trace."""
+    accounts = tuple(books.account(step) for step in steps)
+    machine = None if trace.on_cpu else machine_of(trace.gpu)
+    return RankProfile(
+        name=trace.name,
+        digest=trace.digest,
+        rank=trace.rank,
+        device="CPU" if trace.on_cpu else trace.gpu or "a GPU without a name",
+        whole=Account.of_all(accounts),
+        steps=accounts,
+        bricks=bricks_of(books, steps),
+        blocks=blocks_of(trace, steps),
+        peaks=machine.source if machine is not None else "",
+        outside=work_outside(trace, steps),
+        notes=tuple(trace.notes),
+    )
+
+
+def work_outside(trace: Trace, steps: Sequence[Step]) -> int:
+    """Return the nanoseconds of device work outside of every step."""
+    busy = union((event.start, event.end) for event in trace.device)
+    inside = sum(covered(busy, step.start, step.end) for step in steps)
+    return sum(end - start for start, end in busy) - inside

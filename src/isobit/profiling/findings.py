@@ -1,0 +1,261 @@
+"""Findings: what costs time, with its evidence as slices, its cost and a remedy.
+
+A rule looks at the accounts, bricks and collectives of a profile. Each has a limit below which it is silent, given as a
+share of the steps; costs are measured where nothing was predicted, and by replay where it is said.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from isobit.profiling import account as causes
+from isobit.profiling.account import Books
+from isobit.profiling.bounds import PRODUCTS
+from isobit.profiling.order_names import order_of
+from isobit.profiling.reading.trace import Trace
+from isobit.profiling.records import Brick, Collective, Finding, Profile, RankProfile, Slice
+from isobit.profiling.steps import Step
+
+HOST = (causes.LAUNCHING, causes.OPERATORS, causes.PYTHON, causes.OPTIMIZER)
+MOST_SLICES = 3
+# Limits: shares of the steps, or of the device's time where a brick is judged.
+LOADER, HOST_BOUND, WAITS, ALLOCATOR, COMPILING = 0.05, 0.25, 0.02, 0.01, 0.01
+MOVING, WAITING, UNKNOWN, NOT_STARTED = 0.10, 0.10, 0.10, 0.20
+PAGEABLE, LOW, CASTS, LAYOUTS, PRODUCTS_IN_FP32, ORDER = 0.005, 0.05, 0.05, 0.05, 0.05, 0.01
+OF_BOUND = 0.25  # a brick below this share of its bound is slow
+SHORT_CALL = 20_000  # ns; below this the launch, not the bound, sets the time
+
+REMEDIES = {
+    "data-loader": "give the DataLoader workers (num_workers, persistent_workers, pin_memory), or prepare data before",
+    "host-bound": "launch fewer, larger kernels: torch.compile, CUDA graphs, fused optimizers, a larger batch",
+    "host-waits": "do not read values of the device inside the step (.item(), print, tolist); log every n steps",
+    "allocator": "keep shapes constant, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+    "not-started": "it waits for an event, another device or work that is not in the trace: look at what came before",
+    "compiling": "record after warm-up; if it repeats, TORCH_LOGS=recompiles names the guard that fails",
+    "slow-rank": "look at the named cause on that rank first; the network is not the reason",
+    "exposed-communication": "overlap with compute (buckets, prefetch), or send less (dtype, sharding)",
+    "communication-unknown": "record all ranks: one rank cannot tell waiting from moving",
+    "pageable-copies": "use pinned memory (pin_memory=True) and non_blocking=True",
+    "low-share-of-bound": "another layout, a fused kernel or another backend may be faster at these shapes",
+    "casts": "keep one dtype through the block: look for .float(), norms in fp32 and autocast boundaries",
+    "layout-copies": "avoid .contiguous() and permutes between layouts; keep one memory format",
+    "fp32-products": "run these products in the dtype of the others: look for modules outside of autocast",
+    "order-dependent": "isobit audit shows which results depend on it; isobit.enable computes in one order",
+}
+
+
+def find_all(
+    profile: Profile,
+    traces: Sequence[Trace],
+    books: dict[int, Books],
+    steps: dict[int, tuple[Step, ...]],
+) -> tuple[Finding, ...]:
+    """Return the findings of all ranks, the costliest first, then what costs no time."""
+    found = list(of_collectives(profile))
+    for rank, trace in zip(profile.ranks, traces, strict=True):
+        where = (books[rank.rank], steps[rank.rank])
+        found += of_accounts(profile, rank, *where)
+        found += of_bricks(rank, trace)
+    found.sort(key=lambda one: (one.severity != "warning", -one.ns, one.rank, one.rule))
+    return tuple(one_per_rule(found))
+
+
+def one_per_rule(found: Sequence[Finding]) -> Iterator[Finding]:
+    """Yield the costliest finding of each rule, which says on how many other ranks the rule has one.
+
+    Slow bricks are told apart by what they are.
+    """
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for one in found:
+        detail = one.detail if one.rule in ("low-share-of-bound", "order-dependent") else ""
+        groups.setdefault((one.rule, detail), []).append(one)
+    for first, *others in groups.values():
+        ranks = {one.rank for one in others} - {first.rank}
+        also = f" (also on {len(ranks)} other ranks)" if ranks else ""
+        yield replace(first, detail=first.detail + also)
+
+
+def finding(
+    rule: str,
+    rank: int,
+    ns: int,
+    total: int,
+    detail: str,
+    evidence: Sequence[Slice] = (),
+    severity: str = "warning",
+    cost: str = "measured",
+) -> Finding:
+    """Return a finding with the remedy of its rule."""
+    share = ns / total if total else 0.0
+    return Finding(rule, severity, rank, ns, share, detail, tuple(evidence), REMEDIES[rule], cost)
+
+
+def of_accounts(
+    profile: Profile, rank: RankProfile, books: Books, steps: Sequence[Step]
+) -> Iterator[Finding]:
+    """Yield findings about where the time of a rank's steps went."""
+    whole = rank.whole
+    number = len(rank.steps)
+
+    def judge(rule: str, names: Sequence[str], limit: float, words: str) -> Iterator[Finding]:
+        ns = sum(whole.parts.get(name, 0) for name in names)
+        if whole.total and ns >= limit * whole.total:
+            detail = f"{words}: {ns / number / 1e6:,.3f} ms per step"
+            yield finding(rule, rank.rank, ns, whole.total, detail, longest(books, steps, names))
+
+    yield from judge("data-loader", (causes.LOADING,), LOADER, "the step waits for the data loader")
+    if rank.device != "CPU":
+        yield from judge(
+            "host-bound", HOST, HOST_BOUND, "the device is idle while the host prepares launches"
+        )
+        yield from judge(
+            "host-waits", (causes.WAITS,), WAITS, "the device is idle after the host waited for it"
+        )
+        yield from judge(
+            "allocator",
+            (causes.ALLOCATING,),
+            ALLOCATOR,
+            "the device is idle while memory is allocated",
+        )
+        yield from judge(
+            "not-started", (causes.QUEUED,), NOT_STARTED, "work was launched and did not start"
+        )
+    yield from judge("compiling", (causes.COMPILING,), COMPILING, "the step compiles")
+    if not profile.collectives and profile.world > len(profile.ranks):
+        words = "communication that nothing hides; how much of it is waiting for other ranks cannot be told"
+        yield from judge("communication-unknown", (causes.EXPOSED,), UNKNOWN, words)
+
+
+def of_collectives(profile: Profile) -> Iterator[Finding]:
+    """Yield findings about waiting for a rank, and about moving data."""
+    apart = [one for one in profile.collectives if one.apart]
+    total = sum(rank.whole.total for rank in profile.ranks)
+    waiting = sum(one.waiting for one in apart)
+    if total and waiting >= WAITING * total:
+        rank, ns = most_waited_for(apart)
+        parts = profile.causes.get(rank, {})
+        words = ", ".join(
+            f"{cause} {late / 1e6:,.3f}" for cause, late in list(parts.items())[:3] if late > 0
+        )
+        saved = profile.savings.get(rank)
+        detail = f"all ranks wait, {ns / waiting:.0%} of it for rank {rank}, which is late by (ms): {words}"
+        if saved is not None:
+            detail += f"; as the other ranks it would save {saved / 1e6:,.3f} ms"
+        late = sorted((one for one in apart if one.last == rank), key=lambda one: -one.lateness.ns)
+        evidence = [slice_of(one) for one in late[:MOST_SLICES]]
+        yield finding(
+            "slow-rank", rank, waiting, total, detail, evidence, cost="measured, saving by replay"
+        )
+    # What compute hides is no cost; waiting is counted above.
+    exposed = sum(rank.whole.parts.get(causes.EXPOSED, 0) for rank in profile.ranks)
+    moving = min(sum(one.moving for one in apart), exposed - waiting)
+    if total and moving >= MOVING * total:
+        detail = "data move after all ranks have arrived, and nothing hides it"
+        yield finding("exposed-communication", profile.ranks[0].rank, moving, total, detail)
+
+
+def most_waited_for(collectives: Sequence[Collective]) -> tuple[int, int]:
+    """Return the rank that the others waited for longest, and how long."""
+    waited: Counter[int] = Counter()
+    for one in collectives:
+        waited[one.last] += one.waiting
+    return waited.most_common(1)[0]
+
+
+def slice_of(one: Collective) -> Slice:
+    """Return a collective as evidence: how long the last rank was late."""
+    name = f"{one.name} number {one.number} of {one.step or 'no step'}: {one.lateness.cause}"
+    return Slice(rank=one.last, start=one.at, ns=one.lateness.ns, name=name)
+
+
+def longest(books: Books, steps: Sequence[Step], names: Sequence[str]) -> list[Slice]:
+    """Return the longest pieces of these causes."""
+    pieces = [
+        (end - start, start, cause)
+        for step in steps
+        for start, end, cause in books.timeline.pieces(step.start, step.end)
+        if cause in names
+    ]
+    pieces.sort(reverse=True)
+    rank = books.trace.rank
+    return [
+        Slice(rank=rank, start=start, ns=ns, name=cause)
+        for ns, start, cause in pieces[:MOST_SLICES]
+    ]
+
+
+def of_bricks(rank: RankProfile, trace: Trace) -> Iterator[Finding]:
+    """Yield findings about what the device computes and copies."""
+    total = rank.device_time
+    if not total or rank.device == "CPU":
+        return
+    kernels = [brick for brick in rank.bricks if brick.kind == "kernel"]
+    slow = [
+        b
+        for b in kernels
+        if b.of_bound is not None
+        and b.of_bound < OF_BOUND
+        and b.ns >= LOW * total
+        and b.ns >= SHORT_CALL * b.calls
+    ]
+    for brick in slow:
+        detail = f"{describe(brick)} runs at {brick.of_bound:.0%} of its bound by {brick.bound_by}"
+        yield finding(
+            "low-share-of-bound", rank.rank, brick.ns - brick.bound, total, detail, cost="at most"
+        )
+    copies = [b for b in kernels if b.operator == "aten::copy_"]
+    yield from together(
+        "casts", rank, [b for b in copies if " " in b.dtypes], CASTS, "copies change the dtype"
+    )
+    same = [b for b in copies if " " not in b.dtypes and b.dtypes]
+    yield from together(
+        "layout-copies", rank, same, LAYOUTS, "copies keep dtype and device, and change the layout"
+    )
+    products = [b for b in kernels if b.operator in PRODUCTS]
+    halves = sum(b.ns for b in products if b.dtypes in ("Half", "BFloat16"))
+    wide = [b for b in products if b.dtypes == "float"]
+    if halves > sum(b.ns for b in wide):
+        yield from together(
+            "fp32-products", rank, wide, PRODUCTS_IN_FP32, "products in fp32 in a 16-bit model"
+        )
+    pageable = [b for b in rank.bricks if b.kind == "transfer" and "Pageable" in b.operator]
+    ns = sum(b.ns for b in pageable)
+    if ns >= PAGEABLE * rank.whole.total:
+        number, size = sum(b.slices for b in pageable), sum(b.bytes for b in pageable)
+        detail = f"{number / len(rank.steps):,.0f} copies per step from or to pageable memory, {size:,} bytes in all"
+        yield finding("pageable-copies", rank.rank, ns, rank.whole.total, detail)
+    yield from of_orders(rank, trace)
+
+
+def together(
+    rule: str, rank: RankProfile, bricks: Sequence[Brick], limit: float, words: str
+) -> Iterator[Finding]:
+    """Yield one finding about several bricks, if they take long enough together."""
+    ns = sum(brick.ns for brick in bricks)
+    if bricks and ns >= limit * rank.device_time:
+        detail = f"{words}: {sum(b.calls for b in bricks):,} calls, most in {describe(bricks[0])}"
+        yield finding(rule, rank.rank, ns, rank.device_time, detail, cost="at most")
+
+
+def of_orders(rank: RankProfile, trace: Trace) -> Iterator[Finding]:
+    """Yield which kernels add in an order that depends on something; this costs no time."""
+    found: Counter[str] = Counter()
+    for event in trace.device:
+        if event.kind == "kernel" and (order := order_of(event.name)):
+            found[order] += event.duration
+    total = sum(event.duration for event in trace.device)
+    for order, ns in found.most_common():
+        if ns >= ORDER * total and not order.startswith("cannot be told"):
+            detail = f"kernels whose names say how they add: {order}"
+            said = finding(
+                "order-dependent", rank.rank, 0, total, detail, severity="info", cost="none"
+            )
+            yield replace(said, share=ns / total)
+
+
+def describe(brick: Brick) -> str:
+    """Return operator, shapes and module of a brick."""
+    where = f" in {brick.module}" if brick.module else ""
+    return f"{brick.operator} {brick.shapes}{where}".strip()

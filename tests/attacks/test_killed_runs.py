@@ -1,0 +1,148 @@
+"""A run that is killed anywhere in a step or a checkpoint resumes at another layout with the bits of a whole run.
+
+What was half written is never loaded: a folder has its name only when it is complete, and every file has a digest.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isobit import ArgumentError
+from isobit.parallel import checkpoint
+from isobit.simulator import World
+from tests.attacks import killed_run
+from tests.attacks.small_net import Net
+
+WORKER = Path(killed_run.__file__)
+ROOT = WORKER.parents[2]
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """The digest of a run on one rank that nobody stopped."""
+    return killed_run.train(None, 1, 1)
+
+
+def run_and_kill(folder, ranks, micro_batches, place):
+    """Start the ranks, wait until all have ended, and return their exit codes and the newest checkpoint."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # A rank whose peer is gone must not wait for minutes.
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    words = [str(ranks), str(folder / "store"), str(folder), str(micro_batches), place]
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(rank), *words],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(ranks)
+    ]
+    codes = []
+    try:
+        for one in started:
+            printed, _ = one.communicate(timeout=240)
+            assert printed == b"", "a rank finished its run although another was killed"
+            codes.append(one.returncode)
+    finally:
+        for one in started:
+            one.kill()
+    found = [p for p in folder.glob("step-*") if not p.name.endswith(".partial")]
+    return codes, max(found, key=lambda p: p.name)
+
+
+def resumed(newest, ranks, micro_batches, levels=False):
+    """The digests of all simulated ranks that resume from a checkpoint."""
+
+    def rank(_):
+        return killed_run.train(None, ranks, micro_batches, resume=newest, levels=levels)
+
+    return set(World(ranks).run(rank).values)
+
+
+PLACES = [
+    pytest.param(2, 2, "exchange"),
+    pytest.param(2, 1, "data file", marks=pytest.mark.full),
+    pytest.param(1, 4, "record"),
+    pytest.param(2, 2, "micro-batch", marks=pytest.mark.full),
+    pytest.param(2, 2, "metadata", marks=pytest.mark.full),
+    pytest.param(2, 2, "record", marks=pytest.mark.full),
+    pytest.param(2, 2, "rename", marks=pytest.mark.full),
+]
+
+
+@pytest.mark.parametrize(("ranks", "micro_batches", "place"), PLACES)
+def test_a_killed_run_resumes_at_another_layout(tmp_path, whole, ranks, micro_batches, place):
+    codes, newest = run_and_kill(tmp_path, ranks, micro_batches, place)
+    assert -signal.SIGKILL in codes
+    assert 0 not in codes
+    assert newest.name == "step-2"  # the third was not finished
+    assert resumed(newest, 4, 2) == {whole}
+    assert resumed(newest, 4, 1, levels=True) == {whole}
+    assert killed_run.train(None, 1, 8, resume=newest) == whole
+    if (half := tmp_path / "step-3.partial").exists() and place != "rename":
+        with pytest.raises(ArgumentError, match="never finished"):
+            checkpoint.load(half, Net(killed_run.torch.float32))
+    # The next run saves over what was left.
+    assert killed_run.train(tmp_path, 1, 2, resume=newest) == whole
+    assert (tmp_path / "step-4").is_dir()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    killed_run.train(folder, 1, 1)
+    return folder / "step-2"
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGE = {
+    "a flipped bit": lambda p: flip(next(p.glob("*.distcp"))),
+    "a flipped bit of the metadata": lambda p: flip(p / ".metadata"),
+    "half a file": lambda p: os.truncate(next(p.glob("*.distcp")), 100),
+    "an empty file": lambda p: os.truncate(next(p.glob("*.distcp")), 0),
+    "a missing file": lambda p: next(p.glob("*.distcp")).unlink(),
+    "a file of another step": lambda p: shutil.copy(
+        next((p.parent / "other").glob("*.distcp")), next(p.glob("*.distcp"))
+    ),
+    "half a record": lambda p: os.truncate(p / "isobit.json", 20),
+    "a record that is a list": lambda p: (p / "isobit.json").write_text("[]"),
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_refused_on_every_rank(saved, tmp_path, damage, ranks):
+    shutil.copytree(saved, folder := tmp_path / "damaged")
+    shutil.copytree(saved.with_name("step-3"), tmp_path / "other")
+    DAMAGE[damage](folder)
+
+    def load(_):
+        net = Net(killed_run.torch.float32)
+        before = killed_run.bits.digest(net)
+        with pytest.raises(ArgumentError, match="remedy"):
+            checkpoint.load(folder, net)
+        return before == killed_run.bits.digest(net)
+
+    assert all(World(ranks).run(load).values)
+
+
+def test_a_checkpoint_without_digests_is_loaded(saved, tmp_path, whole):
+    """As one that an older version saved."""
+    shutil.copytree(saved, folder := tmp_path / "older")
+    record = json.loads((folder / "isobit.json").read_text())
+    assert set(record.pop("files")) == {".metadata", "__0_0.distcp"}
+    (folder / "isobit.json").write_text(json.dumps(record))
+    assert killed_run.train(None, 1, 1, resume=folder) == whole
