@@ -15,7 +15,7 @@ from rich.table import Table
 
 from benchmarks.linear import geomean
 from isobit import bits
-from isobit.machine import thread_count
+from isobit.foundation.machine import thread_count
 from isobit.ops.adamw import portable
 from isobit.optim import AdamW, get_total_norm
 

@@ -11,8 +11,8 @@ from rich.table import Table
 
 import isobit
 from benchmarks.audit_models import NAMES, build
-from isobit.audit_records import DEFAULT_AXES
-from isobit.machine import thread_count
+from isobit.auditing.records import DEFAULT_AXES
+from isobit.foundation.machine import thread_count
 
 FORWARD, BACKWARD = "forward", "forward and backward"
 KEPT = {FORWARD: len(NAMES), BACKWARD: 6}  # audits that must be complete

@@ -8,10 +8,10 @@ from rich.console import Console
 from rich.table import Table
 
 import isobit
-from isobit.audit_records import DEFAULT_AXES
+from isobit.auditing.records import DEFAULT_AXES
+from isobit.foundation.machine import thread_count
 from isobit.gates.model.batches import draw_samples, padded
 from isobit.gates.model.models import build_model
-from isobit.machine import thread_count
 
 
 def run(quick, threads, dtypes):

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.distributed.flight_recorder.fr_trace import main as fr_trace
 
-from isobit.autopsy.examine import examine
+from isobit.simulator.autopsy.examine import examine
 from tests.autopsy.hangs import HANGS, record
 
 

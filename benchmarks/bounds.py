@@ -18,7 +18,7 @@ from rich.table import Table
 
 import isobit
 from isobit import bits
-from isobit.machine import thread_count
+from isobit.foundation.machine import thread_count
 
 SOURCE = """
 #include <stdint.h>

@@ -20,7 +20,7 @@ from benchmarks.judged_kernels import records_of
 from isobit.cli.check import chosen
 from isobit.cli.options.check import LIKE
 from isobit.contracts.options import Options
-from isobit.records import ClaimRecord, Planted
+from isobit.foundation.records import ClaimRecord, Planted
 
 CLAIMS = (
     "call", "rows", "rows-of-the-gradient", "storage", "accuracy", "gradients", "decode-is-prefill",

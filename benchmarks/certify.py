@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from isobit.compiled.compile import Compiler, specialise
+from isobit.certifying.running.compile import Compiler, specialise
 from isobit.ops.linear import triton_products as linear
 from isobit.order.plan import ATTENTION_CHUNK
 from tests.compiled.attention_cases import attention_case, decode_against_prefill

@@ -18,7 +18,7 @@ from rich.table import Table
 import isobit
 from benchmarks.kernel_launches import SHORT
 from benchmarks.records import ROOT
-from isobit.compiled import executing
+from isobit.certifying import executing
 from isobit.ops.gpu.executors import prepare
 from isobit.ops.linear import triton as linear
 from isobit.ops.portable.hard_inputs import wide_values

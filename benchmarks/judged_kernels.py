@@ -1,9 +1,9 @@
 """The records of a kernel, as `isobit check` makes them; one that cannot be called is a row of its own."""
 
-from isobit.cli.kernel_call import first_call
 from isobit.contracts.judge.verify import verify_contract
 from isobit.errors import IsobitError, in_one_line
-from isobit.records import ClaimRecord
+from isobit.foundation.records import ClaimRecord
+from isobit.library.any_kernel.kernel_call import first_call
 
 
 def records_of(contract, options, like):

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from blake3 import blake3
 
-from isobit.files import write_text
+from isobit.foundation.files import write_text
 
 ROOT = Path(__file__).parents[1]
 SIMULATOR = (

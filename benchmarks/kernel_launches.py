@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 
 import isobit
-from isobit import backends
-from isobit.compiled.compile import Specialised, specialise
+from isobit.certifying.running.compile import Specialised, specialise
+from isobit.foundation import backends
 from isobit.order.engines import ENGINE_OF_TARGET
 
 SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -8,8 +8,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 
 from benchmarks.records import ROOT
-from isobit.compiled.compile import AMD_TARGETS, SHARED_LIMIT, gpu_target, source_of
-from isobit.compiled.static_facts import resources_of
+from isobit.certifying.judging.static_facts import resources_of
+from isobit.certifying.running.compile import AMD_TARGETS, SHARED_LIMIT, gpu_target, source_of
 
 # Bytes of the LDS that one program may have: AMD's instruction set guides of CDNA3, CDNA4 and RDNA3.
 LDS_LIMIT = {"gfx942": 64 << 10, "gfx950": 160 << 10, "gfx1100": 64 << 10}

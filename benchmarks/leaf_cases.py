@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from isobit.compiled import leaf
+from isobit.certifying.names import leaf
 
 TORCH = {
     "bf16": torch.bfloat16,

@@ -20,7 +20,7 @@ from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
-from isobit.machine import thread_count
+from isobit.foundation.machine import thread_count
 
 # (K, N) of the linear layers of two models; Q, K and V are one layer, gate and up another.
 QWEN3_06B = {

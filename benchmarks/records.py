@@ -13,8 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from isobit.machine import fingerprint
-from isobit.native import pairs_bf16
+from isobit.foundation.machine import fingerprint
+from isobit.foundation.native import pairs_bf16
 from isobit.order.plan import VERSION
 
 ROOT = Path(__file__).parents[1]

@@ -16,8 +16,8 @@ from rich.table import Table
 
 import isobit
 from benchmarks.kernel_launches import Recording
-from isobit import backends
-from isobit.compiled.compile import specialise
+from isobit.certifying.running.compile import specialise
+from isobit.foundation import backends
 from isobit.order.engines import ENGINE_OF_TARGET
 from isobit.order.plan import FeaturePlan
 from tests.gpu.generic_kernels import run_call

@@ -18,7 +18,7 @@ import isobit
 from benchmarks.adamw import alternate
 from benchmarks.linear import geomean
 from isobit import bits
-from isobit.machine import thread_count
+from isobit.foundation.machine import thread_count
 
 SHAPES = ((8, 128), (4096, 64), (1024, 1024))
 WIDE = {"softmax": (8, 151936), "log_softmax": (8, 151936)}  # a vocabulary

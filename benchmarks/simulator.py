@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from isobit.machine import thread_count
+from isobit.foundation.machine import thread_count
 from isobit.simulator import World
 
 LIMITS = {"all-reduce": (256, 6.0), "tensor parallel": (64, 10.0)}

@@ -10,9 +10,9 @@ from transformers import DynamicCache
 
 import isobit
 from benchmarks.model import CONTEXT, draw, is_green
+from isobit.foundation.machine import flushes_subnormals, thread_count
 from isobit.gates.model.models import build_model
 from isobit.integrations.transformers.state import require_state
-from isobit.machine import flushes_subnormals, thread_count
 
 LIMIT = 0.005  # of a decode step
 

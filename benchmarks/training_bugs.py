@@ -9,8 +9,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from isobit.foundation.majority import name_ranks
 from isobit.guards import preflight
-from isobit.majority import name_ranks
 from isobit.simulator import World
 from tests.guards.bugs import CATALOGUE
 from tests.guards.right import ALONE, NEEDS, TOGETHER

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.preflight_ranks import preflight_ranks
+from isobit.guards.trial_run.ranks import preflight_ranks
 from tests.guards.usual_faults import FAULTS, SCRIPTS
 
 QUICK = ("ddp_loop", "fsdp2_loop")

@@ -1,4 +1,4 @@
-// Shows whether these kernels and torch use the same OpenMP runtime; isobit/native.py calls this
+// Shows whether these kernels and torch use the same OpenMP runtime; isobit/foundation/native.py calls this
 // after loading.
 #include <omp.h>
 

@@ -23,7 +23,7 @@ from isobit.contracts.store.shipped import FILE, Origin, ShippedEvidence, export
 from isobit.contracts.store.sources import installed_version
 from isobit.contracts.store.tree import Tree, library
 from isobit.contracts.workspace import Workspace
-from isobit.processor import cpu_name
+from isobit.foundation.processor import cpu_name
 
 ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / "build" / "evidence"

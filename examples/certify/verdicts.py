@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import isobit
-from isobit.report.certify_words import count_configurations, find_causes, listed, name_cause
+from isobit.certifying.report.words import count_configurations, find_causes, listed, name_cause
 
 HERE = Path(__file__).parent
 TARGETS = ("sm_80", "sm_90", "sm_100")

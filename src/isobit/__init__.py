@@ -1,6 +1,6 @@
 """Bitwise-consistent training and inference for PyTorch, with the proof attached."""
 
-from isobit.lazy import attach
+from isobit.foundation.lazy import attach
 
 __version__ = "0.1.0"
 

@@ -1,5 +1,5 @@
 from isobit import bits as bits
-from isobit import compiled as compiled
+from isobit import certifying as certifying
 from isobit import errors as errors
 from isobit import gates as gates
 from isobit import guards as guards
@@ -14,7 +14,7 @@ from isobit import rollout as rollout
 from isobit import sampling as sampling
 from isobit import simulator as simulator
 from isobit.auditing.api import audit as audit
-from isobit.compiled.api import certify as certify
+from isobit.certifying.api import certify as certify
 from isobit.errors import AgreementError as AgreementError
 from isobit.errors import ArgumentError as ArgumentError
 from isobit.errors import ContractError as ContractError

@@ -10,7 +10,7 @@ from blake3 import blake3
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from isobit.errors import ArgumentError
-from isobit.records import Difference
+from isobit.foundation.records import Difference
 
 __all__ = ["as_integers", "digest", "equal", "first_difference", "ulp_distance"]
 

@@ -12,7 +12,7 @@ from isobit.cli import main
 from isobit.contracts.store.evidence import Evidence
 from isobit.contracts.store.evidence_file import Finding
 from isobit.contracts.workspace import Workspace
-from isobit.records import ClaimRecord, Planted
+from isobit.foundation.records import ClaimRecord, Planted
 from tests.attacks.judged_place import CONTRACT, PLANTED, places
 
 

@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import grad
 
-from isobit import machine
+from isobit.foundation import machine
 from isobit.ops import dispatch
 from tests.attacks.operators import digests, force_portable
 
@@ -140,7 +140,7 @@ def test_a_module_that_another_thread_imports_is_waited_for(tmp_path, monkeypatc
     package = tmp_path / "slowly"
     package.mkdir()
     (package / "__init__.py").write_text(
-        "from isobit.lazy import attach\n"
+        "from isobit.foundation.lazy import attach\n"
         "__getattr__, __dir__, __all__, HOMES = attach(__name__, __file__)\n"
     )
     (package / "__init__.pyi").write_text("from slowly.home import operator as operator\n")

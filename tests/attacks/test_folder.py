@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from isobit.errors import ContractError
-from isobit.trusted_folder import guarded_path, serve_folder
+from isobit.foundation.trusted_folder import guarded_path, serve_folder
 
 PLANTED = (
     *(

@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from isobit.checkpoints.compare import compare_checkpoints
-from isobit.checkpoints.distributed import is_inside
 from isobit.cli import main
+from isobit.comparing.checkpoints.compare import compare_checkpoints
+from isobit.comparing.checkpoints.distributed import is_inside
 from isobit.errors import ArgumentError
 
 READABLE = (ArgumentError, OSError)

@@ -4,11 +4,11 @@ import os
 
 import pytest
 
-from isobit import files
 from isobit.cli import main
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.store.opened_files import ABSENT, hash_file
 from isobit.errors import ContractError
+from isobit.foundation import files
 from tests.attacks.judged_place import places
 
 COMMANDS = ["status"], ["lint"], ["verify", "--level", "L2"]

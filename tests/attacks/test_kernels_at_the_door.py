@@ -9,8 +9,8 @@ import pytest
 
 from isobit.cli import main
 from isobit.cli.check import chosen
-from isobit.cli.kernel_call import first_call
 from isobit.contracts.options import Options
+from isobit.library.any_kernel.kernel_call import first_call
 
 SOURCE = """
 import torch

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import isobit
-from isobit import isolation, machine
+from isobit.foundation import isolation, machine
 from tests.attacks.operators import FEATURES, ROWS, digests, draw, force_portable
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from isobit.cli.main import main
 from isobit.contracts.pytest_items import ClaimItem, NotKept
-from isobit.plain_text import one_line, plain, plain_json
+from isobit.foundation.plain_text import one_line, plain, plain_json
 
 EVIL = "\x1b[31mred\x1b[0m\x1b]0;pwned\x07\x1b[2J\x9b5m\x85\u202eevil\u2066\u200b\x7f\x08[bold]b[/nope][link=file:///x]"
 SHOWN = "redevil[bold]b[/nope][link=file:///x]"

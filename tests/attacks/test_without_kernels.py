@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import isobit
-from isobit import native
 from isobit.cli import main
 from isobit.errors import PortableWarning
+from isobit.foundation import native
 from isobit.ops import dispatch
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import isobit
-from isobit import native
+from isobit.foundation import native
 from isobit.ops import dispatch
 
 ROOT = Path(__file__).parents[2]

@@ -3,8 +3,8 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from isobit.auditing.call import Call
-from isobit.auditing.order_targets import reveal_both
+from isobit.auditing.orders.order_targets import reveal_both
+from isobit.auditing.replay.call import Call
 
 NAMES = ("batch of 8", "alone")
 DTYPES = (torch.float32, torch.bfloat16)

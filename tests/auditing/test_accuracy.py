@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from isobit.audit_records import ERROR, ORDER, RANDOM
-from isobit.auditing.accuracy import explain
-from isobit.auditing.call import Call
-from isobit.auditing.sensitivity import sensitivity
+from isobit.auditing.judging.accuracy import explain
+from isobit.auditing.judging.sensitivity import sensitivity
+from isobit.auditing.records import ERROR, ORDER, RANDOM
+from isobit.auditing.replay.call import Call
 
 
 @torch.library.custom_op("tested::row_sum", mutates_args=())

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 import isobit
-from isobit.audit_records import AXES
+from isobit.auditing.records import AXES
+from isobit.auditing.report.json import audit_from_json
 from isobit.auditing.script_capture import capture_call
 from isobit.auditing.subjects import read_samples
 from isobit.cli.main import main
 from isobit.errors import ArgumentError
-from isobit.report.audit_json import audit_from_json
 
 
 class SplitByRows(nn.Module):

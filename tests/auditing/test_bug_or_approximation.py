@@ -13,11 +13,11 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import isobit
-from isobit.audit_records import ERROR
-from isobit.auditing.accuracy import explain
-from isobit.auditing.call import Call
-from isobit.report.audit_json import audit_as_json, audit_from_json
-from isobit.report.audit_sentence import conclude
+from isobit.auditing.judging.accuracy import explain
+from isobit.auditing.records import ERROR
+from isobit.auditing.replay.call import Call
+from isobit.auditing.report.json import audit_as_json, audit_from_json
+from isobit.auditing.report.sentence import conclude
 
 ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 

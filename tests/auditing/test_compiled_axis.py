@@ -9,8 +9,8 @@ from torch import nn
 
 import isobit
 from isobit.auditing.auditor import Wishes
-from isobit.auditing.axes import NotApplicableError
-from isobit.auditing.compiled_axis import CompiledAudit
+from isobit.auditing.axes.axes import NotApplicableError
+from isobit.auditing.axes.compiled_axis import CompiledAudit
 from isobit.auditing.inputs import as_inputs
 
 

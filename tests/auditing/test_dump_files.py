@@ -7,13 +7,13 @@ from argparse import Namespace
 import pytest
 import torch
 
-from isobit.auditing.dumps import compare_dumps
-from isobit.auditing.dumps.debug_text import read_debug_text
-from isobit.auditing.dumps.load import read_tags
-from isobit.auditing.dumps.values import compare_values
 from isobit.cli.audit_dumps import run_dumps
+from isobit.comparing.dumps import compare_dumps
+from isobit.comparing.dumps.debug_text import read_debug_text
+from isobit.comparing.dumps.load import read_tags
+from isobit.comparing.dumps.values import compare_values
 from isobit.errors import ArgumentError
-from isobit.files import write_text
+from isobit.foundation.files import write_text
 
 
 def numbers(*shape, seed=0):

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from isobit import bits
-from isobit.auditing.dumps import compare_dumps, save_debug_log
-from isobit.auditing.dumps.align import align
-from isobit.auditing.dumps.debug_text import read_debug_text
-from isobit.auditing.dumps.records import Entry
-from isobit.auditing.dumps.sequences import matching
 from isobit.cli.audit_dumps import SHOWN, run_dumps
+from isobit.comparing.dumps import compare_dumps, save_debug_log
+from isobit.comparing.dumps.align import align
+from isobit.comparing.dumps.debug_text import read_debug_text
+from isobit.comparing.dumps.records import Entry
+from isobit.comparing.dumps.sequences import matching
 from isobit.errors import ArgumentError
 from tests.auditing.dumped_runs import make, plant, watch, write_log
 
@@ -206,7 +206,7 @@ def test_lengths_that_do_not_match_are_explained(tmp_path, capsys):
 
 def test_a_group_with_another_number_of_calls_is_not_paired_by_number():
     def calls(*shapes):
-        from isobit.auditing.dumps.records import Output
+        from isobit.comparing.dumps.records import Output
 
         return [
             Entry("m", "aten::mm", at, at, outputs=(Output("f32", shape),))

@@ -8,7 +8,7 @@ from torch import nn
 
 import isobit
 from isobit import bits
-from isobit.auditing import collectives
+from isobit.auditing.axes import collectives
 
 SIZES = {
     "hidden_size": 128,

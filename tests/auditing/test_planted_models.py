@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from two_runs import both_runs
 
 from isobit import bits
-from isobit.audit_records import AXES, ERROR, ORDER
+from isobit.auditing.records import AXES, ERROR, ORDER
 from isobit.library.audit.clean import MODELS
 from isobit.library.audit.plants import PLANTS
 from isobit.library.audit.plants.plant import hidden

@@ -6,14 +6,14 @@ import time
 
 import pytest
 
-from isobit.auditing.server.completions import Completions
-from isobit.auditing.server.prompts import random_prompts, read_prompts
-from isobit.auditing.server.running import audit_server
 from isobit.cli.audit_server import run_server
+from isobit.comparing.server.completions import Completions
+from isobit.comparing.server.page import write_server_page
+from isobit.comparing.server.prompts import random_prompts, read_prompts
+from isobit.comparing.server.records import AXES, ServerAudit, Variant
+from isobit.comparing.server.running import audit_server
 from isobit.errors import ArgumentError, ServerError
-from isobit.http_json import Server, read_key
-from isobit.report.server_page import write_server_page
-from isobit.server_records import AXES, ServerAudit, Variant
+from isobit.foundation.http_json import Server, read_key
 from tests.auditing.fake_completions import EXTRAS, FakeServer, ask_for, reply
 
 PROMPTS = random_prompts(8, 6, 0)

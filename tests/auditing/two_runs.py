@@ -2,7 +2,7 @@
 
 import torch
 
-from isobit.machine import thread_count
+from isobit.foundation.machine import thread_count
 
 
 def both_runs(model, inputs, axis, sample=0, backward=False):

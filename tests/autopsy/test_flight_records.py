@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 
-from isobit.autopsy.examine import examine
 from isobit.cli.main import main
 from isobit.errors import ArgumentError
+from isobit.simulator.autopsy.examine import examine
 from tests.autopsy.hangs import HANGS, record
 from tests.autopsy.written_dumps import PAIR, call, write
 

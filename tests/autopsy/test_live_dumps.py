@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from isobit.autopsy.examine import examine
+from isobit.simulator.autopsy.examine import examine
 
 SCRIPT = """
 import os, sys, threading, time

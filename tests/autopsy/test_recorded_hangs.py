@@ -2,7 +2,7 @@
 
 import pytest
 
-from isobit.autopsy.examine import examine
+from isobit.simulator.autopsy.examine import examine
 from tests.autopsy.hangs import HANGS, record
 
 

@@ -10,9 +10,9 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file, save_model
 
 import isobit
-from isobit.checkpoints import compare, names
-from isobit.checkpoints.compare import compare_checkpoints
 from isobit.cli import main
+from isobit.comparing.checkpoints import compare, names
+from isobit.comparing.checkpoints.compare import compare_checkpoints
 from tests.checkpoints.made_checkpoints import (
     flip_one_bit,
     fuse,

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from isobit.checkpoints.compare import compare_checkpoints
+from isobit.comparing.checkpoints.compare import compare_checkpoints
 from isobit.simulator import World
 
 WHOLE = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from isobit import ArgumentError
-from isobit.checkpoints.row_digests import digest_rows, join_digests, parts_of
-from isobit.checkpoints.weight_digests import (
+from isobit.comparing.checkpoints.row_digests import digest_rows, join_digests, parts_of
+from isobit.comparing.checkpoints.weight_digests import (
     compare_weights,
     digest_weights,
     digests_from_json,

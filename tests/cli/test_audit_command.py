@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from isobit.auditing.blame import BY
+from isobit.auditing.judging.blame import BY
 from isobit.cli.main import main
 from isobit.cli.options.audit import BLAMES
 

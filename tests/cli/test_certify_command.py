@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from isobit import files
 from isobit.cli import certify as command
 from isobit.cli.main import build_parser, main
 from isobit.errors import UnsupportedError
+from isobit.foundation import files
 from tests.report import fake_certificates as fakes
 
 KERNELS = """
@@ -231,9 +231,9 @@ def test_a_real_kernel_from_the_command_line(folder, capsys):
 
 
 def test_options_state_the_defaults_of_the_engine():
+    from isobit.certifying.api import TARGETS
+    from isobit.certifying.judging.configurations import ROWS
     from isobit.cli.options import certify as options
-    from isobit.compiled.api import TARGETS
-    from isobit.compiled.configurations import ROWS
 
     assert options.ROWS == ROWS
     assert options.TARGETS == TARGETS

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from isobit import native
 from isobit.cli import main
+from isobit.foundation import native
 from isobit.ops import dispatch
 from isobit.ops.linear import attest
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 import isobit
+from isobit.certifying.running.backends import InterpreterBackend, MachineBackend, compiler_for
+from isobit.certifying.running.compile import specialise
 from isobit.cli import doctor_device, main
 from isobit.cli.devices import Device
-from isobit.compiled.backends import InterpreterBackend, MachineBackend, compiler_for
-from isobit.compiled.compile import specialise
+from isobit.foundation.records import Attestation
 from isobit.ops.gpu import attestation, launching
 from isobit.order.engines import TENSOR_CORES, tensor_core
-from isobit.records import Attestation
 from isobit.reveal.tensor_core import reveal_tensor_core
 
 FEW = ["doctor", "--device", "sm_90", "--operators", "silu", "rotary", "-q"]
@@ -68,7 +68,7 @@ def test_the_wrong_tensor_core_is_seen_by_every_operator_that_multiplies(monkeyp
     """Attention and log-probabilities in 16 bits are not taken for kept by what was compared in fp32."""
     for engine, kept in (("tc25x16", True), ("tc24x8", False)):
         monkeypatch.setattr(attestation, "ENGINE_OF_TARGET", {"sm_90": engine})
-        with isobit.compiled.executing("interpreter", target="sm_90"):
+        with isobit.certifying.executing("interpreter", target="sm_90"):
             found = attestation.attest_operator(operator, torch.bfloat16, torch.device("cpu"))
         assert found.kept is kept, found.detail
         assert found.engine == engine
@@ -138,7 +138,7 @@ def card(monkeypatch):
         text = compiler_for("sm_90").compile(kernel, call).ptx
         return {"ptx": changes[0](text) if changes else text, "cubin": b""}
 
-    monkeypatch.setattr("isobit.compiled.card.run_on_card", run)
+    monkeypatch.setattr("isobit.certifying.running.card.run_on_card", run)
     return changes
 
 
@@ -175,7 +175,7 @@ def test_amd_has_no_machine_to_compare_with(monkeypatch, capsys, card):
 
 
 def test_a_kernel_without_a_text_is_not_attested(monkeypatch, capsys, card):
-    monkeypatch.setattr("isobit.compiled.card.run_on_card", lambda *given: {"cubin": b""})
+    monkeypatch.setattr("isobit.certifying.running.card.run_on_card", lambda *given: {"cubin": b""})
     assert main.main(["doctor", "--device", "cuda", "--operators", "silu", "-q"]) == 1
     assert "0 of 3 kept" in capsys.readouterr().out
     assert card == []

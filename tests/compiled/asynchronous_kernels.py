@@ -9,10 +9,10 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from isobit.compiled import names
-from isobit.compiled.leaf import multiply_accumulate, rule_of
-from isobit.compiled.machine import Buffer, Machine, TensorArgument
-from isobit.compiled.ptx import parse
+from isobit.certifying.machine import Buffer, Machine, TensorArgument
+from isobit.certifying.names import names
+from isobit.certifying.names.leaf import multiply_accumulate, rule_of
+from isobit.certifying.ptx import parse
 
 ENGINE = "tc25x16"
 DTYPES = {"bf16": "bf16", "fp16": "f16", "fp32": "tf32"}

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import torch
 
-from isobit.compiled.plan.attention import Head, Seen
-from isobit.compiled.plan.attention_backward import HeadGrads
+from isobit.certifying.plan.attention import Head, Seen
+from isobit.certifying.plan.attention_backward import HeadGrads
 from isobit.ops.attention import triton_backward, triton_forward
 from isobit.ops.attention.tiles import tile_of
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK

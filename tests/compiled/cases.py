@@ -9,10 +9,10 @@ import numpy as np
 import torch
 
 import isobit
-from isobit.compiled import names
-from isobit.compiled.plan import operators
-from isobit.compiled.plan.domain import Names, Values
-from isobit.compiled.plan.operators import Arithmetic
+from isobit.certifying.names import names
+from isobit.certifying.plan import operators
+from isobit.certifying.plan.domain import Names, Values
+from isobit.certifying.plan.operators import Arithmetic
 from isobit.ops.linear import triton_products as linear
 from isobit.ops.linear.triton_weight_grad import weight_grad
 from isobit.ops.rms_norm.triton import normalise_rows

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from isobit.compiled.refusals import DataBranchError, RaceError
+from isobit.certifying.running.refusals import DataBranchError, RaceError
 from tests.compiled import wrong_kernels
 from tests.compiled.cases import judge, linear_case, rms_norm_case
 from tests.compiled.running import Launch, Session, draw, raw

@@ -13,7 +13,7 @@ from random import Random
 
 import numpy as np
 
-from isobit.compiled.refusals import MachineError, PtxSyntaxError
+from isobit.certifying.running.refusals import MachineError, PtxSyntaxError
 from tests.compiled.attention_cases import attention_case
 from tests.compiled.cases import (
     judge,

@@ -7,11 +7,11 @@ from functools import cache
 import numpy as np
 import torch
 
-from isobit.compiled import names as nm
-from isobit.compiled.compile import Compiler, specialise
-from isobit.compiled.leaf import ENGINE_OF_TARGET
-from isobit.compiled.machine import Buffer, Machine
-from isobit.compiled.ptx import parse
+from isobit.certifying.machine import Buffer, Machine
+from isobit.certifying.names import names as nm
+from isobit.certifying.names.leaf import ENGINE_OF_TARGET
+from isobit.certifying.ptx import parse
+from isobit.certifying.running.compile import Compiler, specialise
 
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
 

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from isobit.compiled.machine import Buffer, Machine
-from isobit.compiled.ptx import parse
+from isobit.certifying.machine import Buffer, Machine
+from isobit.certifying.ptx import parse
 
 THREADS = 32
 KINDS = {16: np.uint16, 32: np.uint32, 64: np.uint64}

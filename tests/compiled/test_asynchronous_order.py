@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from isobit.compiled.machine.matrix_descriptors import tcgen05_descriptor, wgmma_descriptor
-from isobit.compiled.machine.mbarriers import Arrival, Mbarriers
-from isobit.compiled.machine.reconvergence import meeting_points
-from isobit.compiled.ptx import parse
+from isobit.certifying.machine.matrix_descriptors import tcgen05_descriptor, wgmma_descriptor
+from isobit.certifying.machine.mbarriers import Arrival, Mbarriers
+from isobit.certifying.machine.reconvergence import meeting_points
+from isobit.certifying.ptx import parse
 from isobit.errors import UnsupportedError
 
 

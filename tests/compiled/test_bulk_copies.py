@@ -3,10 +3,15 @@
 import numpy as np
 import pytest
 
-from isobit.compiled.machine import Buffer, Machine
-from isobit.compiled.machine.tensor_maps import TensorMap
-from isobit.compiled.ptx import parse
-from isobit.compiled.refusals import BarrierWaitError, OpcodeError, PtxSyntaxError, RaceError
+from isobit.certifying.machine import Buffer, Machine
+from isobit.certifying.machine.tensor_maps import TensorMap
+from isobit.certifying.ptx import parse
+from isobit.certifying.running.refusals import (
+    BarrierWaitError,
+    OpcodeError,
+    PtxSyntaxError,
+    RaceError,
+)
 from isobit.errors import ArgumentError
 from tests.compiled import asynchronous_kernels as kernels
 

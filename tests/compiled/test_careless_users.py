@@ -5,7 +5,7 @@ import threading
 import pytest
 
 import isobit
-from isobit.certify_records import BROKEN, EXECUTED, REFUSED
+from isobit.certifying.records import BROKEN, EXECUTED, REFUSED
 from isobit.errors import ArgumentError
 from tests.compiled import careless_subjects as careless
 from tests.compiled import certify_subjects as subjects

@@ -4,8 +4,8 @@ import json
 import os
 
 import isobit
-from isobit.compiled.paths import PACKAGE, short_path
-from isobit.compiled.recorded_run import written
+from isobit.certifying.judging.paths import PACKAGE, short_path
+from isobit.certifying.running.recorded_run import written
 from tests.compiled import careless_subjects as careless
 from tests.compiled import certify_subjects as subjects
 
@@ -13,7 +13,7 @@ from tests.compiled import certify_subjects as subjects
 def test_paths_are_short(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert short_path(str(tmp_path / "a" / "b.py")) == "a/b.py"
-    assert short_path(os.path.join(PACKAGE, "compiled", "api.py")) == "isobit/compiled/api.py"
+    assert short_path(os.path.join(PACKAGE, "compiled", "api.py")) == "isobit/certifying/api.py"
     assert short_path("/env/lib/site-packages/triton/language/core.py") == "triton/language/core.py"
     assert short_path("/elsewhere/kernels.py") == "kernels.py"
     assert short_path("kernels.py") == "kernels.py"

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import isobit
-from isobit.certify_records import BROKEN, EXECUTED, REFUSED
+from isobit.certifying.records import BROKEN, EXECUTED, REFUSED
 from isobit.errors import ArgumentError
 from tests.compiled import certify_subjects as subjects
 

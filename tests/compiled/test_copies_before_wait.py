@@ -11,9 +11,9 @@ import pytest
 import triton
 import triton.language as tl
 
-from isobit.compiled.machine import Buffer, Machine
-from isobit.compiled.ptx import parse
-from isobit.compiled.refusals import RaceError
+from isobit.certifying.machine import Buffer, Machine
+from isobit.certifying.ptx import parse
+from isobit.certifying.running.refusals import RaceError
 from tests.compiled import asynchronous_kernels as kernels
 
 SIZE = 64

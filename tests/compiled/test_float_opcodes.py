@@ -6,9 +6,9 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from isobit.compiled import arithmetic as ar
-from isobit.compiled import names as nm
-from isobit.compiled.refusals import OpcodeError
+from isobit.certifying.names import arithmetic as ar
+from isobit.certifying.names import names as nm
+from isobit.certifying.running.refusals import OpcodeError
 from tests.compiled.snippets import names_of, run, values
 
 A, B, C = (values(seed) for seed in range(3))

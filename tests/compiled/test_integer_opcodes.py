@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from isobit.compiled import names as nm
+from isobit.certifying.names import names as nm
 from tests.compiled.snippets import run
 
 RNG = np.random.default_rng(7)

@@ -19,8 +19,8 @@ from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, 
 from triton.runtime.jit import JITFunction
 
 import isobit
-from isobit.compiled import interpret, interpreted
-from isobit.compiled.fma import fused_multiply_add
+from isobit.certifying import interpret, interpreted
+from isobit.certifying.names.fma import fused_multiply_add
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.order.engines import tensor_core
 from isobit.order.evaluate import add_fp32, fma_fp32
@@ -266,7 +266,7 @@ def test_a_thread_without_a_context_keeps_stock_behaviour():
 UNDER_TRITON_INTERPRET = """
 import numpy as np, torch
 from tests.compiled import test_interpreter as t
-from isobit.compiled import interpreted
+from isobit.certifying import interpreted
 for dtype in (torch.bfloat16, torch.float32):
     stock = t.run(dtype, precision="ieee")[2]
     with interpreted("tc25x16"):

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from isobit.compiled import names as nm
-from isobit.compiled.leaf import multiply_accumulate, rule_of
-from isobit.compiled.machine import Buffer, Machine
-from isobit.compiled.ptx import parse
+from isobit.certifying.machine import Buffer, Machine
+from isobit.certifying.names import names as nm
+from isobit.certifying.names.leaf import multiply_accumulate, rule_of
+from isobit.certifying.ptx import parse
 
 pytest.importorskip("triton")
 from tests.compiled.triton_kernels import compiled, matmul, row_sum, softmax

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.leaf import compare
 from benchmarks.leaf_cases import INSTRUCTIONS, KINDS, ROWS, draw
-from isobit.compiled import leaf
+from isobit.certifying.names import leaf
 from isobit.errors import ArgumentError, UnsupportedError
 from isobit.order.engines import TENSOR_CORES, tensor_core
 

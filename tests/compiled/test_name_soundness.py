@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from isobit.compiled import names as nm
-from isobit.compiled.maxima import maximum
-from isobit.compiled.refusals import DataBranchError
+from isobit.certifying.names import names as nm
+from isobit.certifying.names.maxima import maximum
+from isobit.certifying.running.refusals import DataBranchError
 from tests.compiled.snippets import names_of, run, values
 
 DIFFERENT = {

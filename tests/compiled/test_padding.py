@@ -8,7 +8,7 @@ given as -0; runs start from +0. CDNA3 has -0, and padding makes it +0: there th
 import numpy as np
 import pytest
 
-from isobit.compiled.leaf import fused_sum
+from isobit.certifying.names.leaf import fused_sum
 from isobit.order.engines import TENSOR_CORES
 
 ENGINES = [name for name in TENSOR_CORES if "bf16" in TENSOR_CORES[name]]

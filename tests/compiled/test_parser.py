@@ -2,8 +2,8 @@
 
 import pytest
 
-from isobit.compiled.ptx import Address, Immediate, Pair, Register, Vector, parse
-from isobit.compiled.refusals import PtxSyntaxError
+from isobit.certifying.ptx import Address, Immediate, Pair, Register, Vector, parse
+from isobit.certifying.running.refusals import PtxSyntaxError
 from tests.compiled.snippets import text
 
 BODY = """

@@ -5,9 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from isobit.compiled.machine import Buffer, Machine
-from isobit.compiled.ptx import parse
-from isobit.compiled.refusals import RaceError
+from isobit.certifying.machine import Buffer, Machine
+from isobit.certifying.ptx import parse
+from isobit.certifying.running.refusals import RaceError
 from tests.compiled.snippets import run, text, values
 
 X = np.arange(64, dtype=np.float32)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from isobit.compiled.machine import Buffer, Machine
-from isobit.compiled.ptx import parse
-from isobit.compiled.refusals import (
+from isobit.certifying.machine import Buffer, Machine
+from isobit.certifying.ptx import parse
+from isobit.certifying.running.refusals import (
     AddressError,
     DataAddressError,
     DataBranchError,

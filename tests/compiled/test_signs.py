@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from isobit.compiled import arithmetic, names
+from isobit.certifying.names import arithmetic, names
 
 SPECIAL = np.array(
     [

@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from isobit.compiled.machine import tensor_memory
-from isobit.compiled.refusals import (
+from isobit.certifying.machine import tensor_memory
+from isobit.certifying.running.refusals import (
     BarrierWaitError,
     DivergentBranchError,
     MachineError,

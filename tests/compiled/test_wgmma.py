@@ -2,7 +2,7 @@
 
 import pytest
 
-from isobit.compiled.refusals import DivergentBranchError, OpcodeError, RaceError
+from isobit.certifying.running.refusals import DivergentBranchError, OpcodeError, RaceError
 from tests.compiled import asynchronous_kernels as kernels
 
 SMALL = (90, "bf16", 64, 64, 32, 160)  # target, type, BM, BN, BK, K: five steps of the loop

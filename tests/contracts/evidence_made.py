@@ -5,7 +5,7 @@ from pathlib import Path
 from isobit.contracts.language.contract import Claim, Contract, Obligation, ProofPlan
 from isobit.contracts.store.evidence import Evidence
 from isobit.contracts.store.evidence_file import Finding
-from isobit.records import ClaimRecord, Planted, Proof
+from isobit.foundation.records import ClaimRecord, Planted, Proof
 
 DIGEST = "0123456789abcdef" * 2
 PLANTED = "one ulp off"

@@ -99,7 +99,7 @@ def test_a_million_records(tmp_path, capsys):
 
 def quickly(evidence: Evidence, finding: Finding) -> None:
     """As Evidence.write, without waiting for the disk: these need not survive anything."""
-    from isobit import files
+    from isobit.foundation import files
 
     keep = files.write_text
     files.write_text = lambda path, text: path.write_text(text) and None

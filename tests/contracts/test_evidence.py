@@ -87,7 +87,7 @@ import sys
 from pathlib import Path
 from isobit.contracts.store.evidence import Evidence
 from isobit.contracts.store.evidence_file import Finding
-from isobit.records import ClaimRecord
+from isobit.foundation.records import ClaimRecord
 home, start = Path(sys.argv[1]), int(sys.argv[2])
 evidence = Evidence(home)
 for number in range(start, 200):

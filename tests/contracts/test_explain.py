@@ -10,7 +10,7 @@ from isobit.contracts.authoring.explain import explain, say_claim, say_sizes
 from isobit.contracts.language.load import load_contract, parse_contract
 from isobit.contracts.language.schema import RELATIONS
 from isobit.contracts.store.tree import find_contracts, library
-from isobit.records import ClaimRecord, ContractStatus, Planted, Proof
+from isobit.foundation.records import ClaimRecord, ContractStatus, Planted, Proof
 
 HEAD = """
 id: c-v1

@@ -8,8 +8,8 @@ import pytest
 from blake3 import blake3
 
 from isobit.contracts.store.evidence import Evidence, chain
+from isobit.foundation.records import Planted, Proof
 from isobit.order.plan import VERSION
-from isobit.records import Planted, Proof
 from tests.contracts.evidence_made import CONTRACT, DIGEST, PLANTED, finding, read, record
 
 

@@ -17,7 +17,7 @@ from isobit.contracts.language.load import json_schema, parse_contract
 from isobit.contracts.store import ladder
 from isobit.contracts.store.evidence_file import LINE
 from isobit.errors import ContractError
-from isobit.records import ClaimRecord
+from isobit.foundation.records import ClaimRecord
 from tests.contracts.test_contract_schema import accepts
 
 CAUSES = "A sum in fp16 <b>; look at [red]the last axis[/red] first"

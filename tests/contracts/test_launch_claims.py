@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import isobit
-from isobit import launches, native
 from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
+from isobit.foundation import launches, native
 from isobit.library.linear import planted
 
 HERE = "tests.contracts.test_launch_claims"

@@ -16,7 +16,7 @@ TRAP = "trust_trap_package"
 SUBJECT = "trust_good_package"
 GOOD = """
 import torch
-from isobit.records import Proof
+from isobit.foundation.records import Proof
 def subject(x): return x * 0.5
 def exact(x): return x * 0.5
 def other(x): return x * 0.5
@@ -210,7 +210,7 @@ def test_what_is_trusted_is_found(packages):
 
 
 @pytest.mark.parametrize(
-    "reference", ["isobit.machine:os.system", "isobit.ops.dispatch:import_module"]
+    "reference", ["isobit.foundation.machine:os.system", "isobit.ops.dispatch:import_module"]
 )
 def test_other_packages_are_not_reached_through_trusted_ones(reference):
     with pytest.raises(ContractError):

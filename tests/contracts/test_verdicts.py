@@ -166,7 +166,7 @@ def speaks_of_drivers(x):
 
 
 def test_a_proof_that_fails_says_where():
-    from isobit.records import Proof
+    from isobit.foundation.records import Proof
 
     assert "at L4" not in differ_of(judge())
     broken = replace(

@@ -133,7 +133,7 @@ def test_a_planted_subject_that_raises_is_not_caught_by_algebra():
     [
         "isobit.contracts.judge.transforms:LAYOUTS.popitem",
         "isobit:import_module",
-        "isobit.files:os",
+        "isobit.foundation.files:os",
     ],
 )
 def test_neither_tables_nor_foreign_code_are_reached_through_a_trusted_package(reference):

@@ -1,6 +1,6 @@
 """Contract files and records of evidence for tests of folders of contracts."""
 
-from isobit.records import ClaimRecord, Planted
+from isobit.foundation.records import ClaimRecord, Planted
 
 
 def text_of(id: str, depends_on=(), subject="json:f", title="t", claims=("c",)) -> str:

@@ -16,6 +16,7 @@ import pytest
 from isobit.cli.main import main
 from isobit.errors import ArgumentError, SimulationError, UnsupportedError
 from isobit.gates.training import launcher, rank_layout_gate, rank_layouts, worker
+from isobit.gates.training import picture as curve_picture
 from isobit.gates.training.launcher import Job, run_job
 from isobit.gates.training.rank_layout_gate import judge, run_jobs
 from isobit.gates.training.rank_layouts import RankLayout
@@ -23,7 +24,6 @@ from isobit.gates.training.workload import WORKLOADS
 from isobit.order.tree import Counter
 from isobit.parallel import checkpoint
 from isobit.parallel.data import partial_gradients
-from isobit.report import curve_picture
 
 LAYOUTS = ("1x1x1", "2x2x1", "fsdp2:2x1x1")
 SVG = "{http://www.w3.org/2000/svg}"

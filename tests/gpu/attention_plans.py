@@ -1,15 +1,15 @@
-"""Calls of attention, and attention and its gradient by isobit.compiled.plan, in bits, over a target's tensor core."""
+"""Calls of attention; attention and its gradient by isobit.certifying.plan, in bits, over a target's tensor core."""
 
 import numpy as np
 import torch
 
 import isobit
 from isobit import bits
-from isobit.compiled.leaf import ENGINE_OF_TARGET
-from isobit.compiled.plan.attention import Head, Seen
-from isobit.compiled.plan.attention_backward import HeadGrads
-from isobit.compiled.plan.domain import Values
-from isobit.compiled.plan.operators import Arithmetic
+from isobit.certifying.names.leaf import ENGINE_OF_TARGET
+from isobit.certifying.plan.attention import Head, Seen
+from isobit.certifying.plan.attention_backward import HeadGrads
+from isobit.certifying.plan.domain import Values
+from isobit.certifying.plan.operators import Arithmetic
 from isobit.ops.portable.elementary import log_positive
 from isobit.order.plan import ATTENTION_CHUNK
 

@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from isobit import backends
-from isobit.compiled.compile import Compiler, specialise
-from isobit.compiled.machine import Buffer, Machine
+from isobit.certifying.machine import Buffer, Machine
+from isobit.certifying.running.compile import Compiler, specialise
+from isobit.foundation import backends
 from isobit.ops.gpu.elementary import round_once
 from isobit.ops.gpu.sums import add_dot, merge_columns
 from isobit.order.engines import ENGINE_OF_TARGET

@@ -3,9 +3,9 @@
 import ast
 from pathlib import Path
 
-from isobit.compiled.compile import Compiler, specialise
-from isobit.compiled.leaf import ENGINE_OF_TARGET
-from isobit.compiled.static_facts import _STATEMENT, count_open_products
+from isobit.certifying.judging.static_facts import _STATEMENT, count_open_products
+from isobit.certifying.names.leaf import ENGINE_OF_TARGET
+from isobit.certifying.running.compile import Compiler, specialise
 
 OPS = Path(__file__).parents[2] / "src" / "isobit" / "ops"
 SOURCES = sorted([*OPS.glob("gpu/*.py"), *OPS.glob("*/triton*.py")])

@@ -11,7 +11,7 @@ from unittest import mock
 import numpy as np
 import torch
 
-from isobit.compiled.leaf import multiply_accumulate
+from isobit.certifying.names.leaf import multiply_accumulate
 from isobit.ops import dispatch
 from isobit.ops.attention import portable as attention
 from isobit.ops.portable import sums

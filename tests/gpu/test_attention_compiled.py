@@ -7,7 +7,7 @@ import isobit
 from isobit import bits
 
 pytest.importorskip("triton")
-from isobit.compiled import executing
+from isobit.certifying import executing
 from isobit.ops.attention import portable, tiles
 from isobit.ops.attention import triton as executor
 from tests.gpu import planted_attention

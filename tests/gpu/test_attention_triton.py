@@ -6,11 +6,11 @@ import torch
 import isobit
 from isobit import bits
 from isobit.errors import UnsupportedError
-from isobit.launches import record_launches
+from isobit.foundation.launches import record_launches
 from isobit.ops.attention import portable
 
 pytest.importorskip("triton")
-from isobit.compiled import executing
+from isobit.certifying import executing
 from isobit.ops.attention import triton as executor
 from tests.gpu.attention_plans import SamplePlan, draw, problem, same, with_grads
 from tests.sweeps import mostly_full

@@ -17,9 +17,10 @@ from torch._subclasses import FakeTensorMode
 pytest.importorskip("triton")
 
 import isobit
-import isobit.compiled
-from isobit import ArgumentError, UnsupportedError, backends
-from isobit.launches import Launch, record_launches
+import isobit.certifying
+from isobit import ArgumentError, UnsupportedError
+from isobit.foundation import backends
+from isobit.foundation.launches import Launch, record_launches
 from isobit.ops.exact_sum.op import exact_state
 from isobit.ops.gpu import executors
 from isobit.ops.linear import partial
@@ -43,13 +44,13 @@ class Recording:
 
 def test_contexts_nest_and_end():
     assert backends.chosen() is None
-    with isobit.compiled.executing("interpreter", target="sm_80") as outer:
+    with isobit.certifying.executing("interpreter", target="sm_80") as outer:
         assert backends.chosen() is outer
         assert (outer.target, outer.engine) == ("sm_80", "tc24x8")
-        with isobit.compiled.executing("machine") as inner:
+        with isobit.certifying.executing("machine") as inner:
             assert backends.chosen() is inner
             assert inner.engine == "tc25x16"
-        with pytest.raises(KeyError), isobit.compiled.executing("machine"):
+        with pytest.raises(KeyError), isobit.certifying.executing("machine"):
             raise KeyError
         assert backends.chosen() is outer
     assert backends.chosen() is None
@@ -72,7 +73,7 @@ def test_another_thread_has_no_backend():
 
 
 def test_a_launch_names_the_executor():
-    with record_launches() as seen, isobit.compiled.executing("interpreter"):
+    with record_launches() as seen, isobit.certifying.executing("interpreter"):
         isobit.rms_norm(X, W)
     isobit.rms_norm(X, W)
     assert seen[0] == Launch("rms_norm", "triton", "float32", (3, 24))
@@ -100,7 +101,7 @@ def test_an_empty_call_launches_nothing():
 def test_an_operator_without_an_executor_is_refused_by_name(monkeypatch):
     monkeypatch.delitem(executors._modules, "silu")
     with (
-        isobit.compiled.executing("interpreter"),
+        isobit.certifying.executing("interpreter"),
         pytest.raises(UnsupportedError, match="silu, which"),
     ):
         isobit.silu(X)
@@ -125,18 +126,24 @@ def test_an_operator_without_an_executor_is_refused_by_name(monkeypatch):
 )
 def test_paths_of_the_cpu_are_refused_under_a_backend(call):
     call()
-    with isobit.compiled.executing("interpreter"), pytest.raises(UnsupportedError, match="backend"):
+    with (
+        isobit.certifying.executing("interpreter"),
+        pytest.raises(UnsupportedError, match="backend"),
+    ):
         call()
 
 
 def test_fp64_is_refused():
-    with isobit.compiled.executing("interpreter"), pytest.raises(UnsupportedError, match="float64"):
+    with (
+        isobit.certifying.executing("interpreter"),
+        pytest.raises(UnsupportedError, match="float64"),
+    ):
         isobit.silu(X.double())
 
 
 def test_backward_outside_of_the_context_is_refused():
     x = X.clone().requires_grad_()
-    with isobit.compiled.executing("interpreter"):
+    with isobit.certifying.executing("interpreter"):
         y = isobit.silu(x)
     with pytest.raises(UnsupportedError, match="forward and backward within"):
         y.backward(torch.ones_like(y))
@@ -147,13 +154,13 @@ def test_backward_outside_of_the_context_is_refused():
 )
 def test_wrong_choices_are_refused(given):
     kind, options = given
-    with pytest.raises(ArgumentError), isobit.compiled.executing(kind, **options):
+    with pytest.raises(ArgumentError), isobit.certifying.executing(kind, **options):
         pass
 
 
 def test_the_machine_checks_races_and_data_on_request():
     expected = isobit.softmax(X)
-    with isobit.compiled.executing("machine", check=True):
+    with isobit.certifying.executing("machine", check=True):
         assert isobit.bits.equal(isobit.softmax(X), expected)
 
 
@@ -172,7 +179,7 @@ def test_tensors_on_a_gpu_go_to_the_executor_or_are_refused():
 def test_compiled_code_follows_a_backend_that_is_chosen_later():
     function = torch.compile(lambda x: isobit.silu(x) + 1, backend="eager")
     expected = function(X)
-    with isobit.compiled.executing("interpreter"):
+    with isobit.certifying.executing("interpreter"):
         assert isobit.bits.equal(function(X), expected)
     with backends.use(Recording()) as backend:
         function(X)

@@ -11,9 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from isobit import launches
+from isobit.certifying.running.backends import executing
 from isobit.cli import main
-from isobit.compiled.backends import executing
 from isobit.contracts.judge import run
 from isobit.contracts.judge.recipes import Case, fixed_recipes
 from isobit.contracts.judge.trusted_code import resolve
@@ -21,6 +20,7 @@ from isobit.contracts.options import Options
 from isobit.contracts.store.tree import library
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ArgumentError, ContractError
+from isobit.foundation import launches
 from isobit.library.on_gpu.derive import planted_in, reason_against
 from isobit.library.on_gpu.plans import ELSEWHERE, PLANS, PLANTS_LEFT_OUT, Plan
 from isobit.library.on_gpu.tree import BackendWorkspace

@@ -146,7 +146,7 @@ def test_a_card_is_watched_anew_after_the_cpu():
     with torch.no_grad():
         score(model)
         first = set(state.watched)
-        with isobit.compiled.executing("interpreter", target="sm_90"):
+        with isobit.certifying.executing("interpreter", target="sm_90"):
             score(model, IDS[:1, :1])
         assert len(first) == 1
         assert len(state.watched) == 2

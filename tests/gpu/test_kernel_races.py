@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import isobit
-from isobit.compiled import backends, executing
-from isobit.compiled.refusals import RaceError
+from isobit.certifying import executing
+from isobit.certifying.running import backends
+from isobit.certifying.running.refusals import RaceError
 from isobit.ops.attention import tiles
 from tests.sweeps import mostly_full
 

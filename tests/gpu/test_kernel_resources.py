@@ -14,7 +14,7 @@ import isobit
 from benchmarks import kernel_resources
 from benchmarks.kernel_launches import Recording, empty
 from benchmarks.kernel_resources import measure, read_assembly
-from isobit import backends
+from isobit.foundation import backends
 from isobit.ops.gpu.executors import prepare
 from isobit.ops.gpu.launching import run
 from isobit.ops.linear import tiles

@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from isobit import backends
+from isobit.foundation import backends
 from isobit.ops.gpu.launching import run
 from tests.gpu import wrong_kernels
 from tests.gpu.kernel_rules import INTEGER_SUMS, SOURCES, Reading, broken_rules, kernels_of

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-import isobit.compiled
+import isobit.certifying
 from isobit import bits
 from isobit.errors import UnsupportedError
 from isobit.library.on_gpu.twins import source
@@ -59,7 +59,7 @@ def moved(numbers, dtype):
 
 def by_kernel(given, numbers, kind="interpreter", target="sm_90"):
     executors.prepare("adamw", given[0].dtype)
-    with isobit.compiled.executing(kind, target=target):
+    with isobit.certifying.executing(kind, target=target):
         return torch.ops.isobit.triton_adamw(*given, *numbers)
 
 
@@ -123,7 +123,7 @@ def test_a_wrong_step_is_found(change):
 @pytest.mark.parametrize("maximize", [False, True])
 def test_training_has_the_bits_of_the_cpu(dtype, maximize):
     expected = trained(dtype, maximize=maximize)
-    with isobit.compiled.executing("interpreter"):
+    with isobit.certifying.executing("interpreter"):
         found = trained(dtype, maximize=maximize)
     assert len(found) == len(expected) == 18
     assert all(map(bits.equal, found, expected))
@@ -135,7 +135,7 @@ def test_options_without_a_kernel_are_refused_before_anything_changes(option):
     p.grad = torch.ones_like(p)
     optimizer = AdamW([p], **{option: True})
     with (
-        isobit.compiled.executing("interpreter"),
+        isobit.certifying.executing("interpreter"),
         pytest.raises(UnsupportedError, match=f"without {option}"),
     ):
         optimizer.step()
@@ -153,7 +153,7 @@ def test_norms_and_clipped_gradients_have_the_bits_of_the_cpu(dtype):
         return [clip_grad_norm_(given, 1.0), *(p.grad for p in given)]
 
     expected = found()
-    with isobit.compiled.executing("interpreter"):
+    with isobit.certifying.executing("interpreter"):
         assert all(map(bits.equal, found(), expected))
 
 
@@ -162,14 +162,14 @@ def test_norms_and_clipped_gradients_have_the_bits_of_the_cpu(dtype):
 )
 def test_norms_of_special_values(values):
     x = torch.tensor(values)
-    with isobit.compiled.executing("interpreter"):
+    with isobit.certifying.executing("interpreter"):
         found = get_total_norm(x)
     assert bits.equal(found, get_total_norm(x))
 
 
 @of_dtypes
 def test_it_is_attested(dtype):
-    with isobit.compiled.executing("interpreter"):
+    with isobit.certifying.executing("interpreter"):
         found = attest_operator("adamw", dtype, torch.device("cpu"))
     assert (found.kept, found.checks) == (True, 1)
 
@@ -179,12 +179,12 @@ def test_a_wrong_kernel_is_not_attested():
     wrong = source(
         "isobit.ops.adamw.triton", ("tl.sqrt_rn(square)", "tl.sqrt_rn(square * 1.0000001)")
     )
-    with isobit.compiled.executing("interpreter"), wrong():
+    with isobit.certifying.executing("interpreter"), wrong():
         found = attest_operator("adamw", torch.float32, torch.device("cpu"))
     assert (found.kept, "AdamW's step" in found.detail) == (False, True)
 
 
 def test_digits_of_the_norm_are_attested():
-    with isobit.compiled.executing("interpreter"):
+    with isobit.certifying.executing("interpreter"):
         found = attest_operator("exact_sum", torch.bfloat16, torch.device("cpu"))
     assert (found.kept, found.checks) == (True, 1)

@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 import isobit
-import isobit.compiled
+import isobit.certifying
 from isobit.ops.gpu import executors
 from isobit.ops.portable.hard_inputs import wide_values
 from tests.gpu.operator_calls import DTYPES, ODD, SMALL, TARGETS, differences
@@ -67,7 +67,7 @@ def test_gradients_of_a_share_are_not_rounded(dtype):
     x, grad = (wide_values((12, 9), dtype, generator) for _ in range(2))
     weight, scales = wide_values((9,), dtype, generator), torch.rand(12, generator=generator)
     spans, ids = torch.tensor([[0, 5], [5, 7]]), torch.arange(12) % 4
-    with isobit.compiled.executing("interpreter"):
+    with isobit.certifying.executing("interpreter"):
         isobit.rms_norm(x, weight), isobit.embedding(ids, x)  # registers the executors
         found = [
             torch.ops.isobit.triton_rms_norm_backward(grad, x, weight, scales, spans, False, 8)[1],
@@ -94,13 +94,13 @@ def test_strided_inputs_have_the_same_bits():
     }
     for call in calls.values():
         expected = call(wide[:, :, ::2])
-        with isobit.compiled.executing("interpreter"):
+        with isobit.certifying.executing("interpreter"):
             assert isobit.bits.equal(call(wide[:, :, ::2]), expected)
 
 
 def test_a_row_has_the_same_bits_alone():
     x, weight = torch.randn(37, 300), torch.randn(300)
-    with isobit.compiled.executing("interpreter"):
+    with isobit.certifying.executing("interpreter"):
         many, one = isobit.rms_norm(x, weight), isobit.rms_norm(x[20:21], weight)
     assert isobit.bits.equal(many[20:21], one)
 
@@ -112,7 +112,7 @@ def test_flushed_subnormals_do_not_reach_the_backends():
     try:
         found = []
         for kind in ("interpreter", "machine"):
-            with isobit.compiled.executing(kind):
+            with isobit.certifying.executing(kind):
                 found.append(isobit.swiglu(x, torch.ones(2, 8)))
     finally:
         torch.set_flush_denormal(False)
@@ -122,5 +122,8 @@ def test_flushed_subnormals_do_not_reach_the_backends():
 
 
 def test_an_unknown_id_is_refused():
-    with isobit.compiled.executing("interpreter"), pytest.raises(isobit.ArgumentError, match="ids"):
+    with (
+        isobit.certifying.executing("interpreter"),
+        pytest.raises(isobit.ArgumentError, match="ids"),
+    ):
         isobit.embedding(torch.tensor([5]), torch.ones(5, 2))

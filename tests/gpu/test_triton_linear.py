@@ -14,8 +14,8 @@ from isobit.errors import UnsupportedError
 from isobit.ops.portable.hard_inputs import wide_values
 
 pytest.importorskip("triton")
-from isobit.compiled import executing
-from isobit.compiled.backends import compiler_for
+from isobit.certifying import executing
+from isobit.certifying.running.backends import compiler_for
 from isobit.ops.gpu.executors import prepare
 from isobit.ops.linear import triton as executor
 from isobit.order.plan import FeaturePlan
@@ -54,7 +54,7 @@ def linear_inputs(dtype, rows, columns, extent):
 
 def check(target, inputs, function, expected):
     y, found, opcodes = run_named(target, inputs, function)
-    from isobit.compiled.leaf import ENGINE_OF_TARGET
+    from isobit.certifying.names.leaf import ENGINE_OF_TARGET
 
     want = Plan(inputs, ENGINE_OF_TARGET[target])(expected)
     assert count_differences(y, found, want) == (0, 0)

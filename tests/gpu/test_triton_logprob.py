@@ -12,11 +12,11 @@ import torch
 import isobit
 
 pytest.importorskip("triton")
-from isobit.compiled import executing
-from isobit.compiled.leaf import ENGINE_OF_TARGET
-from isobit.compiled.plan import operators
-from isobit.compiled.plan.domain import Values
-from isobit.compiled.plan.operators import Arithmetic
+from isobit.certifying import executing
+from isobit.certifying.names.leaf import ENGINE_OF_TARGET
+from isobit.certifying.plan import operators
+from isobit.certifying.plan.domain import Values
+from isobit.certifying.plan.operators import Arithmetic
 from isobit.ops.logprob import portable
 from isobit.ops.logprob import triton as executor
 from isobit.ops.portable.elementary import exp_nonpositive

@@ -7,12 +7,12 @@ import torch
 pytest.importorskip("triton")
 
 import isobit
-from isobit import backends
-from isobit.compiled import names
-from isobit.compiled.leaf import ENGINE_OF_TARGET
-from isobit.compiled.plan import gradients
-from isobit.compiled.plan.domain import Names
-from isobit.compiled.plan.operators import Arithmetic
+from isobit.certifying.names import names
+from isobit.certifying.names.leaf import ENGINE_OF_TARGET
+from isobit.certifying.plan import gradients
+from isobit.certifying.plan.domain import Names
+from isobit.certifying.plan.operators import Arithmetic
+from isobit.foundation import backends
 from isobit.ops.gpu import executors
 from tests.compiled.running import Launch, Session, draw
 from tests.gpu.operator_calls import TARGETS

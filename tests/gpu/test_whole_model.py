@@ -43,7 +43,7 @@ def test_a_model_trains_with_the_bits_of_the_cpu(kind, sizes, tokens):
     model = make_model(sizes)
     ids = torch.randint(0, sizes["vocab_size"], (3, tokens))
     expected, gradients = train(model, ids)
-    with isobit.compiled.executing(kind, target="sm_90"):
+    with isobit.certifying.executing(kind, target="sm_90"):
         found, compiled = train(model, ids)
         alone, _ = train(model, ids[2:])
     assert bits.equal(found, expected)
@@ -64,7 +64,7 @@ def test_a_model_in_bf16_trains_in_the_order_of_the_tensor_core(kind, sizes, tok
     ids = torch.randint(0, sizes["vocab_size"], (3, tokens))
     with tensor_core_order("tc25x16"):
         expected, gradients = train(model, ids)
-    with isobit.compiled.executing(kind, target="sm_90"):
+    with isobit.certifying.executing(kind, target="sm_90"):
         found, compiled = train(model, ids)
         with torch.no_grad():  # all of them by compiled code, one by the interpreter
             places = range(3 if kind == "machine" else 1)
@@ -104,5 +104,5 @@ def test_a_wrong_kernel_is_seen(monkeypatch):
     with torch.no_grad():
         expected = isobit.logprobs(model, ids)
         monkeypatch.setattr(triton, "run", wrong)
-        with isobit.compiled.executing("interpreter", target="sm_90"):
+        with isobit.certifying.executing("interpreter", target="sm_90"):
             assert not bits.equal(isobit.logprobs(model, ids), expected)

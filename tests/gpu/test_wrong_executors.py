@@ -14,9 +14,9 @@ import torch
 pytest.importorskip("triton")
 
 import isobit
-import isobit.compiled
-from isobit import backends
-from isobit.compiled.backends import MachineBackend
+import isobit.certifying
+from isobit.certifying.running.backends import MachineBackend
+from isobit.foundation import backends
 from isobit.ops.gpu import executors, norm_grads, ordered_rows
 from isobit.ops.portable.hard_inputs import wide_values
 from isobit.order.plan import Leaf
@@ -52,7 +52,7 @@ def changed(name, tmp_path, old, new):
 
 
 def forward(module, name, *given):
-    with isobit.compiled.executing("interpreter"):
+    with isobit.certifying.executing("interpreter"):
         return getattr(module, f"triton_{name}")(*given)
 
 

@@ -6,7 +6,7 @@
 import math
 import random
 
-from isobit.guards.drift import Drift
+from isobit.guards.live.drift import Drift
 
 STEPS, AT = 1500, 900
 

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from isobit.guards.drift import Drift
+from isobit.guards.live.drift import Drift
 
 STEPS, AT = 2000, 1200
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import pytest
 
 from isobit import ArgumentError
-from isobit.cli.preflight_ranks import preflight_ranks, without_same_cause
 from isobit.guards.trial_run.counts import Counts, counts_are_as_configured, steps_suffice
 from isobit.guards.trial_run.judging import NotJudged
 from isobit.guards.trial_run.merging import merge_ranks
+from isobit.guards.trial_run.ranks import preflight_ranks, without_same_cause
 from isobit.guards.trial_run.report import PreflightFinding
 
 SCRIPT = """

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from isobit import ArgumentError, bits
 from isobit.guards import rank_agreement
-from isobit.guards.comparison import Finding, compare_copies
-from isobit.guards.replica import is_finite
+from isobit.guards.live.comparison import Finding, compare_copies
+from isobit.guards.live.replica import is_finite
 from isobit.library.rank_agreement.claims import flip_bit
 from tests.guards.gloo_ranks import FLIPS, RANKS, ROOT, found_by_ranks
 

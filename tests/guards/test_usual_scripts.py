@@ -5,7 +5,7 @@ Each is run as one process and on two simulated ranks. `python -m benchmarks usu
 
 import pytest
 
-from isobit.cli.preflight_ranks import preflight_ranks
+from isobit.guards.trial_run.ranks import preflight_ranks
 from tests.guards.usual_faults import FAULTS, NEEDS, SCRIPTS
 from tests.sweeps import mostly_full
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from isobit import GuardError, bits
 from isobit.guards import sinks, watch
-from isobit.guards.block_course import BlockCourse, blocks_of
+from isobit.guards.live.block_course import BlockCourse, blocks_of
 from isobit.guards.run_log.findings import Limits
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import judge_log
@@ -84,7 +84,7 @@ def test_policies_act_on_a_divergence():
 
 def test_one_of_several_ranks_does_not_skip_alone(monkeypatch):
     """Its replicas may not see the divergence of its loss."""
-    monkeypatch.setattr("isobit.guards.step_checks.is_one_of_many", lambda: True)
+    monkeypatch.setattr("isobit.guards.live.step_checks.is_one_of_many", lambda: True)
     guard = follow(DIVERGING[0](random.Random(0))[AT - 200 : AT + 80], "skip")
     assert guard.findings[-1].name == "divergence-loss"
     assert guard.skipped_steps == 0

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from isobit import ArgumentError, GuardError
 from isobit.guards import watch
-from isobit.guards.gradient_checks import SAMPLED_ELEMENTS
+from isobit.guards.live.gradient_checks import SAMPLED_ELEMENTS
 from tests.guards.watched_programs import batch, net
 
 BAD = 13  # past the first 10 steps, and no multiple of 4

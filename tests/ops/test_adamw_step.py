@@ -11,7 +11,7 @@ import torch
 
 import isobit.optim
 from isobit import bits
-from isobit.machine import thread_count
+from isobit.foundation.machine import thread_count
 from isobit.ops import dispatch
 from isobit.ops.adamw import portable, step
 from isobit.ops.portable.hard_inputs import wide_values

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from isobit import ArgumentError, UnsupportedError, bits, launches
+from isobit import ArgumentError, UnsupportedError, bits
+from isobit.foundation import launches
 from isobit.ops import dispatch
 from isobit.ops.gelu.op import gelu
 from isobit.ops.rotary.op import rotary

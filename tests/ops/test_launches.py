@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import isobit
-from isobit import launches, native
-from isobit.launches import Launch, record_launches
+from isobit.foundation import launches, native
+from isobit.foundation.launches import Launch, record_launches
 from isobit.ops import dispatch
 from isobit.ops.softmax.op import softmax
 

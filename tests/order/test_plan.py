@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isobit import native
+from isobit.foundation import native
 from isobit.order.plan import FEATURE_CAP, FEATURE_UNIT, LEAF, FeaturePlan, count_segments
 from isobit.order.samples import Samples
 

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import isobit
-from isobit import native
 from isobit.errors import AgreementError
-from isobit.majority import count_votes, name_ranks
+from isobit.foundation import native
+from isobit.foundation.majority import count_votes, name_ranks
 from isobit.ops import dispatch
 from isobit.parallel import ColumnParallelLinear, GlobalBatch, Gradients, same_environment
 from isobit.simulator import World

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import isobit
-from isobit.lazy import read_stub
+from isobit.foundation.lazy import read_stub
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]

@@ -14,7 +14,7 @@ UNFINISHED = ()
 NAMESPACES = (
     "isobit",
     "isobit.bits",
-    "isobit.compiled",
+    "isobit.certifying",
     "isobit.guards",
     "isobit.nn",
     "isobit.optim",

@@ -4,7 +4,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 import isobit
-from isobit.audit_records import (
+from isobit.auditing.records import (
     Accuracy,
     Audit,
     AxisReport,
@@ -16,7 +16,7 @@ from isobit.audit_records import (
     Skipped,
     Unjudged,
 )
-from isobit.records import Provenance
+from isobit.foundation.records import Provenance
 from tests.reveal.kernels import blocks, chain, pairs, stripes, target_of
 
 ORIGIN = Provenance(

@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from isobit.certify_records import (
+from isobit.certifying.records import (
     BROKEN,
     REFUSED,
     Certified,
@@ -16,8 +16,8 @@ from isobit.certify_records import (
     TargetReport,
     TensorRead,
 )
+from isobit.foundation.records import Provenance
 from isobit.order.addition import chain
-from isobit.records import Provenance
 
 ORIGIN = Provenance(
     isobit="0.1.0",

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from isobit.audit_records import Accuracy, FirstDifference, Place, Skipped
+from isobit.auditing.records import Accuracy, FirstDifference, Place, Skipped
+from isobit.auditing.report.json import OrderSummary, audit_as_json, audit_from_json
+from isobit.auditing.report.sarif import audit_as_sarif
 from isobit.errors import ArgumentError
-from isobit.report.audit_json import OrderSummary, audit_as_json, audit_from_json
-from isobit.report.audit_sarif import audit_as_sarif
 from tests.report import fake_audits as fakes
 
 

@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 import pytest
 
 import isobit
-from isobit.audit_records import AXES, FirstDifference, Place, Skipped, Unjudged
-from isobit.report.audit_json import audit_from_json
-from isobit.report.audit_layers import COLUMNS, families_of, in_words, layers_of, level_of
-from isobit.report.audit_operator import show_bits
-from isobit.report.audit_page import DETAILED, write_audit_page
-from isobit.report.audit_strip import draw_strip
+from isobit.auditing.records import AXES, FirstDifference, Place, Skipped, Unjudged
+from isobit.auditing.report.json import audit_from_json
+from isobit.auditing.report.layers import COLUMNS, families_of, in_words, layers_of, level_of
+from isobit.auditing.report.operator import show_bits
+from isobit.auditing.report.page import DETAILED, write_audit_page
+from isobit.auditing.report.strip import draw_strip
 from tests.report import fake_audits as fakes
 from tests.reveal.kernels import chain, target_of
 

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from isobit.audit_records import Accuracy, Place, Skipped, Unjudged
-from isobit.report.audit_figures import magnitude, percent, ratio
-from isobit.report.audit_sentence import conclude, conclude_axis, tone
-from isobit.report.audit_text import describe_audit
+from isobit.auditing.records import Accuracy, Place, Skipped, Unjudged
+from isobit.auditing.report.figures import magnitude, percent, ratio
+from isobit.auditing.report.sentence import conclude, conclude_axis, tone
+from isobit.auditing.report.text import describe_audit
 from tests.report import fake_audits as fakes
 
 UNJUDGED = (Unjudged(Place("aten::sort"), "batch", "rows are sorted by expert"),)

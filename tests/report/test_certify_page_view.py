@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from isobit.certify_records import EXECUTED
-from isobit.report import certify_map
-from isobit.report.certify_failures import gather_failures
-from isobit.report.certify_page import write_certificate_page
-from isobit.report.certify_words import conclude
+from isobit.certifying.records import EXECUTED
+from isobit.certifying.report import map as certify_map
+from isobit.certifying.report.failures import gather_failures
+from isobit.certifying.report.page import write_certificate_page
+from isobit.certifying.report.words import conclude
 from tests.report import fake_certificates as fakes
 
 

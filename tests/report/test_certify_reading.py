@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from isobit.certifying.report.json import certificate_as_json, certificate_from_json
+from isobit.certifying.report.page import write_certificate_page
+from isobit.certifying.report.text import describe_certificate
 from isobit.errors import ArgumentError
 from isobit.order.addition import chain, digest
-from isobit.report.certify_json import certificate_as_json, certificate_from_json
-from isobit.report.certify_page import write_certificate_page
-from isobit.report.certify_text import describe_certificate
 from tests.report import fake_certificates as fakes
 
 

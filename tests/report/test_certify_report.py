@@ -7,13 +7,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from isobit.certify_records import Configuration, ExpressionClass, Step
+from isobit.certifying.records import Configuration, ExpressionClass, Step
+from isobit.certifying.report.json import certificate_as_json
+from isobit.certifying.report.orders import as_tree, describe_order, gather_steps, is_drawable
+from isobit.certifying.report.page import write_certificate_page
+from isobit.certifying.report.text import describe_certificate
+from isobit.certifying.report.words import conclude, counted, describe_members, find_causes, letter
 from isobit.order.addition import chain, digest
-from isobit.report.certify_json import certificate_as_json
-from isobit.report.certify_orders import as_tree, describe_order, gather_steps, is_drawable
-from isobit.report.certify_page import write_certificate_page
-from isobit.report.certify_text import describe_certificate
-from isobit.report.certify_words import conclude, counted, describe_members, find_causes, letter
 from tests.report import fake_certificates as fakes
 from tests.report.test_audit_page import Outline
 

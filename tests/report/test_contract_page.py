@@ -10,10 +10,17 @@ import pytest
 
 from isobit.contracts.authoring.explain import explain
 from isobit.contracts.language.load import parse_contract
+from isobit.contracts.report import graph as contract_graph
+from isobit.contracts.report.page import draw_contracts
 from isobit.contracts.store import ladder
-from isobit.records import ClaimRecord, ContractStatus, Planted, Proof, Provenance, Section
-from isobit.report import contract_graph
-from isobit.report.contract_page import draw_contracts
+from isobit.foundation.records import (
+    ClaimRecord,
+    ContractStatus,
+    Planted,
+    Proof,
+    Provenance,
+    Section,
+)
 from isobit.report.junit_sarif import as_junit, as_sarif
 
 HOSTILE = "<script>alert('x')</script>\"onload=\"&]]>"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from test_served_weights import NEW, OLD, fused, trained
 
-from isobit.checkpoints.weight_digests import RPC, digests_from_json, digests_to_json
+from isobit.comparing.checkpoints.weight_digests import RPC, digests_from_json, digests_to_json
 from isobit.errors import ArgumentError, ServerError
 from isobit.rollout import check_weights, compare_weights, digest_weights, send_weights
 from tests.auditing.fake_completions import FakeServer, reply

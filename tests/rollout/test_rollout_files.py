@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from isobit import ArgumentError, bits
-from isobit.checkpoints.weight_digests import digest_weights, digests_to_json
 from isobit.cli.main import main
+from isobit.comparing.checkpoints.weight_digests import digest_weights, digests_to_json
 from isobit.rollout import Policy, compare, read
 
 TOKENS = [[5, 6, 7, 8, 9], [3, 1, 4, 1, 5]]

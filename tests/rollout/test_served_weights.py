@@ -4,7 +4,7 @@ right weights are equal, under fused names."""
 import pytest
 import torch
 
-from isobit.checkpoints.weight_digests import RPC, digests_to_json
+from isobit.comparing.checkpoints.weight_digests import RPC, digests_to_json
 from isobit.errors import ArgumentError, ServerError
 from isobit.rollout import compare_weights, digest_weights, served_weights
 from tests.auditing.fake_completions import FakeServer, reply

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from isobit import majority
 from isobit.errors import ArgumentError, TrainingError
-from isobit.majority import count_votes
+from isobit.foundation import majority
+from isobit.foundation.majority import count_votes
 from isobit.simulator import World, compare_with_one, probe
 from isobit.simulator.checkers.replicas import find_replicas
 from isobit.simulator.checkers.step_record import Start

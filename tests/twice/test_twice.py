@@ -6,9 +6,9 @@ import os
 import pytest
 
 from isobit.cli import main
+from isobit.comparing.runs.records import OPERATOR, SCALAR
+from isobit.comparing.runs.run import run_twice
 from isobit.errors import ArgumentError
-from isobit.twice.records import OPERATOR, SCALAR
-from isobit.twice.run import run_twice
 from tests.sweeps import mostly_full
 from tests.twice.planted_scripts import PLANTED, write
 

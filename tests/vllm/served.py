@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 from benchmarks import vllm as rollouts
 from isobit.errors import ServerError
-from isobit.http_json import Server
+from isobit.foundation.http_json import Server
 
 SETTINGS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",

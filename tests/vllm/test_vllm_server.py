@@ -11,10 +11,11 @@ import transformers
 
 import isobit
 from benchmarks import vllm as rollouts
-from isobit.auditing.server.completions import EXACT
 from isobit.cli.main import main
+from isobit.comparing.server.completions import EXACT
+from isobit.comparing.server.records import AXES
 from isobit.errors import ServerError
-from isobit.http_json import Server
+from isobit.foundation.http_json import Server
 from isobit.rollout import (
     check_weights,
     compare_weights,
@@ -22,7 +23,6 @@ from isobit.rollout import (
     send_weights,
     served_weights,
 )
-from isobit.server_records import AXES
 from tests.vllm.served import ISOBIT, STOCK, make_prompts, serve
 
 pytestmark = [

@@ -8,20 +8,20 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from isobit.audit_records import AXES, DEFAULT_AXES, WITHOUT_BACKWARD, AxisReport, Skipped
 from isobit.auditing.auditor import AxisAudit, Progress, Wishes
-from isobit.auditing.axes import AXES_BY_NAME, NotApplicableError
-from isobit.auditing.axes import batch as batch_axis
-from isobit.auditing.blame import BY
-from isobit.auditing.compiled_axis import CompiledAudit
+from isobit.auditing.axes.axes import AXES_BY_NAME, NotApplicableError
+from isobit.auditing.axes.axes import batch as batch_axis
+from isobit.auditing.axes.compiled_axis import CompiledAudit
+from isobit.auditing.axes.data_parallel_axis import data_parallel
+from isobit.auditing.axes.gradients import Backward
+from isobit.auditing.axes.tensor_parallel_axis import tensor_parallel
+from isobit.auditing.axes.variation import Variation
 from isobit.auditing.compiled_code import check_eager
-from isobit.auditing.data_parallel_axis import data_parallel
-from isobit.auditing.gradients import Backward
 from isobit.auditing.inputs import Batch, Inputs, as_inputs
-from isobit.auditing.model_state import check_initialized, left_as_it_was
-from isobit.auditing.report import Report, origin_of
-from isobit.auditing.tensor_parallel_axis import tensor_parallel
-from isobit.auditing.variation import Variation
+from isobit.auditing.judging.blame import BY
+from isobit.auditing.records import AXES, DEFAULT_AXES, WITHOUT_BACKWARD, AxisReport, Skipped
+from isobit.auditing.replay.model_state import check_initialized, left_as_it_was
+from isobit.auditing.result import Report, origin_of
 from isobit.errors import ArgumentError
 
 CACHED = "a cached call has no backward pass; audit it without backward"

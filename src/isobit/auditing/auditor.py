@@ -12,23 +12,23 @@ from typing import Any
 from torch import Tensor, nn
 
 from isobit import bits
-from isobit.audit_records import AxisReport, Effect, Guilty, Unjudged
-from isobit.auditing.blame import Blame, as_records, rank
+from isobit.auditing.axes.outcomes import Outcomes
+from isobit.auditing.axes.row_watching import RowWatcher
+from isobit.auditing.axes.variation import SEED, Variation, same_start
 from isobit.auditing.compiled_code import NOT_WATCHED, compiled_module, run_eagerly
-from isobit.auditing.effects import Quantity, check_effect, measure, outputs_of
-from isobit.auditing.exactness import is_exact
-from isobit.auditing.findings import Finding
-from isobit.auditing.labels import MIXED
-from isobit.auditing.order_pictures import add_orders
-from isobit.auditing.outcomes import Outcomes
-from isobit.auditing.places import Places
-from isobit.auditing.playing import Keeper, Kept, Player
-from isobit.auditing.recording import Key, Recorder
-from isobit.auditing.remedies import remedy_for
-from isobit.auditing.row_watching import RowWatcher
-from isobit.auditing.substituting import Substituter
-from isobit.auditing.variation import SEED, Variation, same_start
-from isobit.auditing.watching import SameWatcher, Watcher
+from isobit.auditing.judging.blame import Blame, as_records, rank
+from isobit.auditing.judging.effects import Quantity, check_effect, measure, outputs_of
+from isobit.auditing.judging.findings import Finding
+from isobit.auditing.judging.remedies import remedy_for
+from isobit.auditing.labels.labels import MIXED
+from isobit.auditing.orders.order_pictures import add_orders
+from isobit.auditing.records import AxisReport, Effect, Guilty, Unjudged
+from isobit.auditing.replay.exactness import is_exact
+from isobit.auditing.replay.places import Places
+from isobit.auditing.replay.playing import Keeper, Kept, Player
+from isobit.auditing.replay.recording import Key, Recorder
+from isobit.auditing.replay.substituting import Substituter
+from isobit.auditing.replay.watching import SameWatcher, Watcher
 
 Progress = Callable[[str, int, int], None]
 QUICK = 0.2  # seconds of a run that is timed three times

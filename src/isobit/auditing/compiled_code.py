@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from isobit.auditing.axes import NotApplicableError
+from isobit.auditing.axes.axes import NotApplicableError
 
 NOT_WATCHED = (
     "compiled code is not watched, its eager form is: audit the model as it is before torch.compile, and what "

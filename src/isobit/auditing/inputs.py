@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobit.auditing.call import without_rows
+from isobit.auditing.replay.call import without_rows
 from isobit.errors import ArgumentError
 
 Batch = Tensor | Mapping[str, Any] | Sequence[Any]

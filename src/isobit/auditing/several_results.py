@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from isobit.audit_records import ERROR, Accuracy
-from isobit.auditing.call import without_rows
-from isobit.auditing.findings import Comparison, Finding, merge
+from isobit.auditing.judging.findings import Comparison, Finding, merge
+from isobit.auditing.records import ERROR, Accuracy
+from isobit.auditing.replay.call import without_rows
 
 
 @dataclass(eq=False)

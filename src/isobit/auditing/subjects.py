@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobit import files
 from isobit.auditing.inputs import Inputs, as_inputs
 from isobit.errors import ArgumentError
+from isobit.foundation import files
 from isobit.integrations.transformers.package import library
 
 LARGEST_FILE = 1 << 30  # bytes of samples

@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 
-from isobit import files
-from isobit.audit_records import AXES, Audit
 from isobit.auditing.api import audit
 from isobit.auditing.inputs import Inputs, as_inputs
+from isobit.auditing.records import AXES, Audit
+from isobit.auditing.report.json import audit_as_json
+from isobit.auditing.report.page import write_audit_page
+from isobit.auditing.report.sarif import audit_as_sarif
+from isobit.auditing.report.text import describe_audit
 from isobit.auditing.script_capture import capture_call
 from isobit.auditing.subjects import (
     batch_of,
@@ -27,13 +30,10 @@ from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import say
 from isobit.errors import ArgumentError
+from isobit.foundation import files
+from isobit.foundation.trusted_folder import serve_folder
 from isobit.gates.model.models import MODELS, build_model
 from isobit.integrations.transformers.enabling import enable
-from isobit.report.audit_json import audit_as_json
-from isobit.report.audit_page import write_audit_page
-from isobit.report.audit_sarif import audit_as_sarif
-from isobit.report.audit_text import describe_audit
-from isobit.trusted_folder import serve_folder
 
 SHAPE = (8, 24)  # samples and tokens
 PICTURES = 3  # orders that a page shows unless --orders says otherwise

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Column, Table
 
-from isobit.auditing.dumps.compare import compare_dumps
-from isobit.auditing.dumps.records import ALIGNMENTS, DumpComparison, PlaceDifference
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.terminal import make_console, say_json
+from isobit.comparing.dumps.compare import compare_dumps
+from isobit.comparing.dumps.records import ALIGNMENTS, DumpComparison, PlaceDifference
 
 SHOWN = 20  # rows of a table and names of a list; --json has all
 COMPARED = {

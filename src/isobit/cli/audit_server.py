@@ -9,18 +9,18 @@ import secrets
 
 from rich.table import Table
 
-from isobit import files
-from isobit.auditing.server.completions import Completions
-from isobit.auditing.server.prompts import Prompt, random_prompts, read_prompts
-from isobit.auditing.server.running import audit_server
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
+from isobit.comparing.server.completions import Completions
+from isobit.comparing.server.page import write_server_page
+from isobit.comparing.server.prompts import Prompt, random_prompts, read_prompts
+from isobit.comparing.server.records import AXES, ServerAudit
+from isobit.comparing.server.running import audit_server
 from isobit.errors import ArgumentError
-from isobit.http_json import Server, check_key, read_key
-from isobit.plain_text import one_line
-from isobit.report.server_page import write_server_page
-from isobit.server_records import AXES, ServerAudit
+from isobit.foundation import files
+from isobit.foundation.http_json import Server, check_key, read_key
+from isobit.foundation.plain_text import one_line
 
 SHAPE = (16, 160)  # prompts, and words of the longest
 # Options of other audits: their values would be ignored.

@@ -9,14 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from isobit import files
-from isobit.autopsy.examine import Autopsy, Last, examine
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.majority import name_ranks
-from isobit.plain_text import one_line
-from isobit.records import to_json
-from isobit.report.autopsy_page import write_autopsy_page
+from isobit.foundation import files
+from isobit.foundation.majority import name_ranks
+from isobit.foundation.plain_text import one_line
+from isobit.foundation.records import to_json
+from isobit.simulator.autopsy.examine import Autopsy, Last, examine
+from isobit.simulator.autopsy.page import write_autopsy_page
 
 FRAMES = 4  # of a stack that are printed
 MOST_SHOWN = 12  # lines of each kind; --json has all

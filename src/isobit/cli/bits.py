@@ -10,13 +10,13 @@ from typing import TypeVar
 from rich.console import Console
 from rich.table import Table
 
-from isobit.checkpoints.compare import compare_checkpoints
-from isobit.checkpoints.records import Comparison, TensorResult
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.plain_text import one_line
-from isobit.records import Difference
+from isobit.comparing.checkpoints.compare import compare_checkpoints
+from isobit.comparing.checkpoints.records import Comparison, TensorResult
+from isobit.foundation.plain_text import one_line
+from isobit.foundation.records import Difference
 
 T = TypeVar("T")
 

@@ -11,17 +11,17 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from typing import Any
 
-from isobit import files
-from isobit.certify_records import Certified
+from isobit.certifying import certify
+from isobit.certifying.records import Certified
+from isobit.certifying.report.json import certificate_as_json
+from isobit.certifying.report.page import write_certificate_page
+from isobit.certifying.report.text import describe_certificate
 from isobit.cli.named_code import load_module
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import say
-from isobit.compiled import certify
 from isobit.errors import ArgumentError, in_one_line
-from isobit.report.certify_json import certificate_as_json
-from isobit.report.certify_page import write_certificate_page
-from isobit.report.certify_text import describe_certificate
+from isobit.foundation import files
 
 ADAPTER = "def certified(rows): x = torch.randn(rows, 256); out = torch.empty_like(x); kernel[grid](x, out); return out"
 

@@ -15,20 +15,20 @@ from rich.table import Table
 from torch import Tensor
 
 from isobit.auditing.subjects import read_samples
+from isobit.certifying import executing
 from isobit.cli.devices import Device, find_device
 from isobit.cli.named_model import load_model
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.compiled import executing
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.foundation.machine import fingerprint
 from isobit.gates.model.batch_layout_gate import Comparison, GateReport, count_steps, run_gate
 from isobit.gates.model.batches import LENGTHS, draw_samples
 from isobit.gates.model.models import MODELS
 from isobit.gates.model.scorers import IsobitScorer, Scorer, StockScorer
 from isobit.gates.model.sweep import Sweep, run_sweep
 from isobit.integrations.transformers.enabling import enabled
-from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
 
 # Models that compiled code, run on a CPU, gets through in minutes.

@@ -12,11 +12,7 @@ from pathlib import Path
 
 import torch
 
-from isobit import files
 from isobit.cli.contract_options import exit_code
-from isobit.cli.kernel_call import first_call
-from isobit.cli.kernel_run import KernelRun, running_kernels
-from isobit.cli.kernel_sizes import only_used, sizes_in_words, with_few_sizes, with_given_sizes
 from isobit.cli.options.check import TARGET
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
@@ -29,13 +25,22 @@ from isobit.contracts.judge.verify import verify_contract
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.options import Options
+from isobit.contracts.report.page import draw_contracts
 from isobit.contracts.store import ladder
 from isobit.contracts.store.tree import library
 from isobit.errors import ArgumentError, EngineError, in_one_line
-from isobit.plain_text import one_line
-from isobit.records import ClaimRecord, ContractStatus, Section
-from isobit.report.contract_page import draw_contracts
-from isobit.trusted_folder import serve_folder
+from isobit.foundation import files
+from isobit.foundation.plain_text import one_line
+from isobit.foundation.records import ClaimRecord, ContractStatus, Section
+from isobit.foundation.trusted_folder import serve_folder
+from isobit.library.any_kernel.kernel_call import first_call
+from isobit.library.any_kernel.kernel_run import KernelRun, running_kernels
+from isobit.library.any_kernel.kernel_sizes import (
+    only_used,
+    sizes_in_words,
+    with_few_sizes,
+    with_given_sizes,
+)
 
 LEVEL = 2
 DTYPES = ("float32", "bfloat16", "float16")
@@ -222,7 +227,7 @@ def judge_autotuned(
     """Compare the configurations of kernels that are autotuned."""
     if how.machine is None or not how.autotuned:
         return
-    from isobit.cli.kernel_configurations import judge_configurations
+    from isobit.library.any_kernel.kernel_configurations import judge_configurations
 
     record, words = judge_configurations(
         contract, options, how.machine, arguments.configurations, steps.within

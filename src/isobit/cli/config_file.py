@@ -11,8 +11,8 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from isobit.errors import ArgumentError
-from isobit.files import read_bytes
-from isobit.plain_text import one_line
+from isobit.foundation.files import read_bytes
+from isobit.foundation.plain_text import one_line
 
 LARGEST = 2**24  # bytes of a configuration
 MOST_VALUES = 100_000  # aliases of YAML may stand for many more than the file has

@@ -13,8 +13,8 @@ from isobit.contracts.store.ladder import UNSETTLED
 from isobit.contracts.store.tree import Broken, library
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError
-from isobit.plain_text import one_line
-from isobit.trusted_folder import serve_folder
+from isobit.foundation.plain_text import one_line
+from isobit.foundation.trusted_folder import serve_folder
 
 FEW = 40  # the most rows that are shown
 LIBRARY = "isobit"  # among ids and paths: the contracts of isobit's own operators

@@ -12,15 +12,15 @@ from isobit.cli.progress import Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
-from isobit.files import write_text
+from isobit.foundation.files import write_text
+from isobit.foundation.machine import fingerprint
+from isobit.foundation.records import Provenance
 from isobit.gates.training.launcher import Job
+from isobit.gates.training.picture import draw_curves
 from isobit.gates.training.rank_layout_gate import Outcome, RankLayoutVerdict, judge, run_jobs
 from isobit.gates.training.rank_layouts import RankLayout, check_layout, layout_grid
 from isobit.gates.training.workload import find_workload
-from isobit.machine import fingerprint
 from isobit.order.plan import VERSION
-from isobit.records import Provenance
-from isobit.report.curve_picture import draw_curves
 
 
 def run(options: argparse.Namespace) -> int:

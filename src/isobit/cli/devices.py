@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from isobit.compiled.card import ptxas_version
-from isobit.compiled.compile import TARGETS, triton_package
+from isobit.certifying.running.card import ptxas_version
+from isobit.certifying.running.compile import TARGETS, triton_package
 from isobit.contracts.language.grammar import suggest
 from isobit.errors import ArgumentError, EngineError
 

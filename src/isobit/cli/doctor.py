@@ -8,15 +8,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from isobit import native
 from isobit.cli import doctor_device
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
-from isobit.machine import fingerprint
+from isobit.foundation import native
+from isobit.foundation.machine import fingerprint
+from isobit.foundation.records import Attestation, Fingerprint
 from isobit.ops import dispatch
 from isobit.order.plan import VERSION
-from isobit.records import Attestation, Fingerprint
 
 
 def run(options: argparse.Namespace) -> int:

@@ -14,21 +14,21 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from isobit import backends, files
+from isobit.certifying.running.backends import MachineBackend
+from isobit.certifying.running.card import CardBackend
+from isobit.certifying.running.kernel_texts import KernelText, distinct
 from isobit.cli.devices import Device, find_device
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say, say_json
-from isobit.compiled.backends import MachineBackend
-from isobit.compiled.card import CardBackend
-from isobit.compiled.kernel_texts import KernelText, distinct
 from isobit.contracts.language.grammar import suggest
 from isobit.errors import ArgumentError, in_one_line
+from isobit.foundation import backends, files
+from isobit.foundation.records import Attestation, to_json
 from isobit.ops.gpu.attestation import PRODUCTS, attest_operator
 from isobit.ops.gpu.executors import DTYPES, OPERATORS
 from isobit.ops.gpu.leaf import OPERANDS, expected_engine, reveal_leaf
 from isobit.order.plan import VERSION
-from isobit.records import Attestation, to_json
 from isobit.reveal.tensor_core import FoundLeaf
 
 

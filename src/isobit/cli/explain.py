@@ -8,7 +8,7 @@ from typing import Any
 from isobit.cli.contract_options import open_workspace
 from isobit.cli.terminal import make_console
 from isobit.contracts.authoring.explain import explain
-from isobit.plain_text import one_line, plain
+from isobit.foundation.plain_text import one_line, plain
 
 
 def add_parser(commands: Any) -> None:

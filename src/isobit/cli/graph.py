@@ -6,11 +6,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from isobit import files
 from isobit.cli.contract_options import add_place, open_workspace
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import say
-from isobit.report.contract_graph import FORMATS, draw
+from isobit.contracts.report.graph import FORMATS, draw
+from isobit.foundation import files
 
 
 def add_parser(commands: Any) -> None:

@@ -10,7 +10,7 @@ from isobit.cli.terminal import say, say_json
 from isobit.contracts.authoring.lint import lint
 from isobit.contracts.language.load import json_schema
 from isobit.errors import ContractError, in_one_line
-from isobit.plain_text import one_line
+from isobit.foundation.plain_text import one_line
 
 
 def add_parser(commands: Any) -> None:

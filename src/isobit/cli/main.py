@@ -10,7 +10,7 @@ from importlib import import_module
 from isobit import __version__
 from isobit.cli.terminal import PlainParser, say, say_error, stop_writing
 from isobit.errors import IsobitError
-from isobit.trusted_folder import guarded_path
+from isobit.foundation.trusted_folder import guarded_path
 
 KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.errors import ArgumentError, in_one_line
-from isobit.trusted_folder import serve_folder
+from isobit.foundation.trusted_folder import serve_folder
 
 
 def load_module(name: str, trust: list[str]) -> Any:

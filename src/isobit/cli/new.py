@@ -6,12 +6,12 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from isobit import files
 from isobit.cli.contract_options import open_workspace
 from isobit.cli.terminal import say
 from isobit.contracts.authoring.scaffold import scaffold
 from isobit.contracts.authoring.stubs import write_stubs
 from isobit.errors import ArgumentError
+from isobit.foundation import files
 
 
 def add_parser(commands: Any) -> None:

@@ -12,7 +12,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from isobit import files
 from isobit.cli import preflight_config
 from isobit.cli.config_file import read_config
 from isobit.cli.options.simulate import at_least_one
@@ -21,10 +20,11 @@ from isobit.cli.provenance import provenance_of
 from isobit.cli.script_file import check_script
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
+from isobit.foundation import files
+from isobit.foundation.plain_text import one_line
 from isobit.guards import trial_run
 from isobit.guards.configured_steps import plan_of
-from isobit.plain_text import one_line
-from isobit.report.preflight_page import write_preflight_page
+from isobit.guards.trial_run.page import write_preflight_page
 
 LAST_LINES = 15
 COUNTS = {  # which a configuration may lack
@@ -38,7 +38,7 @@ STEPS = "configured steps suffice"  # as in isobit.guards.trial_run.run, which l
 DEVICES = re.compile(rb"\bcuda\b|\bnccl\b|\bxpu\b|\bxccl\b|\bnpu\b|\bhccl\b|accelerator=.gpu")
 # Run by path: the caller's process needs no torch.
 script_program = Path(trial_run.__file__).with_name("script.py")
-ranks_program = Path(__file__).with_name("preflight_ranks.py")
+ranks_program = Path(trial_run.__file__).with_name("ranks.py")
 
 
 def add_parser(commands: Any) -> None:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from isobit import files
 from isobit.cli.config_file import read_config
 from isobit.cli.preflight_output import show_report
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
+from isobit.foundation import files
+from isobit.foundation.plain_text import one_line
 from isobit.guards.configured_steps import MINOR, Judgement, Plan, judge_plan, plan_of
-from isobit.plain_text import one_line
-from isobit.report.preflight_page import many, write_preflight_page
+from isobit.guards.trial_run.page import many, write_preflight_page
 
 SUFFIXES = (".yaml", ".yml", ".json", ".toml")
 # count of a plan -> the option that gives it

@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from isobit.majority import name_ranks
-from isobit.plain_text import one_line
-from isobit.report.preflight_page import headline, in_steps
+from isobit.foundation.majority import name_ranks
+from isobit.foundation.plain_text import one_line
+from isobit.guards.trial_run.page import headline, in_steps
 
 
 def show_report(console: Console, name: str, report: dict[str, Any]) -> None:

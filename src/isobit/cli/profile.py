@@ -44,7 +44,7 @@ def run(options: argparse.Namespace) -> int:
     """Profile the traces and print what they show."""
     from isobit.cli.provenance import provenance_of
     from isobit.cli.terminal import say, say_json
-    from isobit.files import write_text
+    from isobit.foundation.files import write_text
     from isobit.profiling.api import are_one_run, profile_traces
     from isobit.profiling.comparing import compare_profiles
     from isobit.profiling.reading.trace import read_traces

@@ -17,7 +17,7 @@ from rich.progress import (
 )
 
 from isobit.cli.terminal import make_console, say
-from isobit.plain_text import one_line
+from isobit.foundation.plain_text import one_line
 
 SELDOM = 5.0  # seconds between lines of commands whose steps are short
 

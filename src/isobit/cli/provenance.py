@@ -10,8 +10,8 @@ from collections.abc import Iterable
 
 from isobit import __version__
 from isobit.contracts.store.sources import hash_text, installed_version, machine
-from isobit.processor import cpu_name
-from isobit.records import Provenance
+from isobit.foundation.processor import cpu_name
+from isobit.foundation.records import Provenance
 
 
 def provenance_of(options: argparse.Namespace, judged: Iterable[str]) -> Provenance:

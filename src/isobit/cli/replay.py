@@ -33,10 +33,10 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Judge the case, and print the counts and the first difference."""
-    from isobit.cli.kernel_run import running_kernels
     from isobit.contracts.judge.binding import named_function
     from isobit.contracts.judge.replay import replay
     from isobit.contracts.store.sources import is_interpreted
+    from isobit.library.any_kernel.kernel_run import running_kernels
 
     id, _, name = options.claim.partition("/")
     options.which = [options.file] if options.file else [id]  # isobit's own ids are always known

@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from isobit import files
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError, IsobitError, RevealError, in_one_line
+from isobit.foundation import files
+from isobit.foundation.trusted_folder import serve_folder
 from isobit.ops.linear.targets import TARGETS, expected_order
 from isobit.order.addition import digest
-from isobit.report.order_page import draw_certificate, write_page
 from isobit.reveal import certify, targets
 from isobit.reveal.certificate import Certificate
+from isobit.reveal.report.page import draw_certificate, write_page
 from isobit.reveal.target import Progress as Told
-from isobit.trusted_folder import serve_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 STOCK: dict[str, Callable[..., Any]] = {

@@ -8,14 +8,14 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from isobit import files
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.plain_text import one_line
-from isobit.report.rollout_page import write_rollout_page
-from isobit.rollout.comparing import compare
-from isobit.rollout.reading import LARGEST_FILE
-from isobit.rollout_records import RolloutReport
+from isobit.comparing.rollouts.comparing import compare
+from isobit.comparing.rollouts.page import write_rollout_page
+from isobit.comparing.rollouts.reading import LARGEST_FILE
+from isobit.comparing.rollouts.records import RolloutReport
+from isobit.foundation import files
+from isobit.foundation.plain_text import one_line
 
 
 def run(options: argparse.Namespace) -> int:

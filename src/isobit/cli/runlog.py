@@ -17,18 +17,18 @@ from isobit.cli.terminal import make_console, say_json
 from isobit.contracts.language.load import load_contract
 from isobit.contracts.store.tree import library
 from isobit.errors import ArgumentError
-from isobit.files import write_text
+from isobit.foundation.files import write_text
+from isobit.foundation.plain_text import one_line
+from isobit.foundation.records import Provenance
 from isobit.guards.run_log.curves import NAMES, RunLog
 from isobit.guards.run_log.findings import Limits, LogFinding, Verdict
+from isobit.guards.run_log.page import Section, write_run_page
+from isobit.guards.run_log.picture import Mark, draw_run
 from isobit.guards.run_log.readers import read_log
 from isobit.guards.run_log.rules import judge_log
 from isobit.guards.run_log.same import Sameness, compare_logs
 from isobit.guards.run_log.schedule import schedule_in
-from isobit.plain_text import one_line
-from isobit.records import Provenance
-from isobit.report.preflight_page import many
-from isobit.report.run_page import Section, write_run_page
-from isobit.report.run_picture import Mark, draw_run
+from isobit.guards.trial_run.page import many
 
 
 def add_parser(commands: Any) -> None:

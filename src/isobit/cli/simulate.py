@@ -10,15 +10,15 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from isobit import files
 from isobit.cli.options.simulate import WATCHES
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
-from isobit.majority import name_ranks
-from isobit.records import to_json
-from isobit.report.simulate_page import write_simulate_page
+from isobit.foundation import files
+from isobit.foundation.majority import name_ranks
+from isobit.foundation.records import to_json
+from isobit.simulator.page import write_simulate_page
 from isobit.simulator.program.script import Script
 from isobit.simulator.sweep import (
     Group,

@@ -23,7 +23,7 @@ from isobit.cli.terminal import make_console, say_json
 from isobit.contracts.store.signing import read_public
 from isobit.contracts.store.tree import Broken
 from isobit.contracts.workspace import Workspace
-from isobit.records import RUNGS, ContractStatus
+from isobit.foundation.records import RUNGS, ContractStatus
 
 
 def add_parser(commands: Any) -> None:

@@ -13,8 +13,8 @@ from rich.segment import Segment
 from rich.text import Text
 
 from isobit.errors import ContractError, IsobitError, SimulationError
-from isobit.plain_text import plain
-from isobit.records import to_json
+from isobit.foundation.plain_text import plain
+from isobit.foundation.records import to_json
 
 
 class PlainConsole(Console):

@@ -10,16 +10,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from isobit import files
 from isobit.cli.progress import SELDOM, Steps
 from isobit.cli.provenance import provenance_of
 from isobit.cli.script_file import check_script
 from isobit.cli.terminal import make_console, say_json
-from isobit.plain_text import one_line
-from isobit.records import to_json
-from isobit.report.twice_page import write_twice_page
-from isobit.twice.records import Cause, Report
-from isobit.twice.run import run_twice
+from isobit.comparing.runs.page import write_twice_page
+from isobit.comparing.runs.records import Cause, Report
+from isobit.comparing.runs.run import run_twice
+from isobit.foundation import files
+from isobit.foundation.plain_text import one_line
+from isobit.foundation.records import to_json
 
 WORDS = {True: "YES", False: "no", None: "not known"}
 

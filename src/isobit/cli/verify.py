@@ -14,7 +14,6 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
-from isobit import files
 from isobit.cli.contract_options import (
     FEW,
     LIBRARY,
@@ -38,16 +37,17 @@ from isobit.cli.verify_backend import (
 from isobit.contracts.authoring.explain import explain
 from isobit.contracts.language.schema import LEVELS
 from isobit.contracts.options import Options
+from isobit.contracts.report.page import draw_contracts
 from isobit.contracts.store import ladder
 from isobit.contracts.store.facts import Entry
 from isobit.contracts.store.signing import read_private
 from isobit.contracts.store.tree import Broken
 from isobit.contracts.workspace import Workspace, verdict_at
 from isobit.errors import ArgumentError
+from isobit.foundation import files
+from isobit.foundation.plain_text import one_line
+from isobit.foundation.records import ClaimRecord, ContractStatus, Provenance
 from isobit.library.on_gpu.plans import ELSEWHERE
-from isobit.plain_text import one_line
-from isobit.records import ClaimRecord, ContractStatus, Provenance
-from isobit.report.contract_page import draw_contracts
 from isobit.report.junit_sarif import as_junit, as_sarif
 
 

@@ -73,7 +73,7 @@ def on_backend(options: argparse.Namespace) -> Iterator[None]:
     if not options.backend:
         yield
         return
-    from isobit.compiled.backends import executing
+    from isobit.certifying.running.backends import executing
 
     with executing(options.backend, target=options.target):
         yield

@@ -16,9 +16,9 @@ from isobit.contracts.options import Options
 from isobit.contracts.store.ladder import unlinked
 from isobit.contracts.workspace import Workspace
 from isobit.errors import ContractError
-from isobit.plain_text import plain
-from isobit.records import ClaimRecord
-from isobit.trusted_folder import serve_folder
+from isobit.foundation.plain_text import plain
+from isobit.foundation.records import ClaimRecord
+from isobit.foundation.trusted_folder import serve_folder
 
 
 class ContractFile(pytest.File):

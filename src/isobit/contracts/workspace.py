@@ -19,7 +19,7 @@ from isobit.contracts.store.shipped import ShippedEvidence
 from isobit.contracts.store.sources import INTERPRET, engine_variables, machine
 from isobit.contracts.store.tree import HOME, Tree
 from isobit.errors import ContractError, IsobitError, in_one_line
-from isobit.records import ClaimRecord, ContractStatus
+from isobit.foundation.records import ClaimRecord, ContractStatus
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

@@ -4,6 +4,6 @@
 trains one run in every layout of ranks and micro-batches.
 """
 
-from isobit.lazy import attach
+from isobit.foundation.lazy import attach
 
 __getattr__, __dir__, __all__, HOMES = attach(__name__, __file__)

@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any, TextIO
 
 from isobit.errors import ArgumentError
-from isobit.guards.events import LOGGER, Event
+from isobit.guards.live.events import LOGGER, Event
 
 __all__ = [
     "JsonLines",

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from isobit.contracts.judge.proofs.intervals import depth_of, load_arb
+from isobit.foundation.records import Proof
 from isobit.library.certificates import feature_order
 from isobit.ops import dispatch
-from isobit.records import Proof
 
 ENGINE = "interval bounds over the certified order"
 U = 2.0**-24  # the unit roundoff of fp32

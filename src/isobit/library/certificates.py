@@ -8,11 +8,11 @@ from typing import Any
 
 from isobit.contracts.judge.transforms import THREADS
 from isobit.errors import RevealError, in_one_line
-from isobit.machine import thread_count
+from isobit.foundation.machine import thread_count
+from isobit.foundation.records import Proof
 from isobit.order.addition import Branch, digest
 from isobit.order.evaluate import expected_tree, feature_segments
 from isobit.order.samples import Samples
-from isobit.records import Proof
 from isobit.reveal.self_check import check_revealing
 from isobit.reveal.targets.tensor_target import TensorTarget
 from isobit.reveal.transcript import Transcripts

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.transforms import LAYOUTS, THREADS
-from isobit.machine import thread_count
+from isobit.foundation.machine import thread_count
 from isobit.order.samples import Samples
 
 # Unequal, one empty, one longer than a leaf of 256 tokens, one odd and longer than 512.

@@ -12,7 +12,7 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.errors import ArgumentError, IsobitError
-from isobit.machine import thread_count
+from isobit.foundation.machine import thread_count
 
 Subject = Callable[..., Tensor]  # the function that a contract judges
 Predicate = Callable[[Any, Case, Tally], None]

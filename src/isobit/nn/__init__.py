@@ -5,6 +5,6 @@ dict; SwiGLU, which has none, names its layers as Llama does. Every forward also
 of its operator.
 """
 
-from isobit.lazy import attach
+from isobit.foundation.lazy import attach
 
 __getattr__, __dir__, __all__, HOMES = attach(__name__, __file__)

@@ -21,11 +21,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from isobit import backends, native
 from isobit.errors import PortableWarning, UnsupportedError
-from isobit.isolation import run_apart
+from isobit.foundation import backends, native
+from isobit.foundation.isolation import run_apart
+from isobit.foundation.records import Attestation
 from isobit.ops.constants_of_graphs import constant_in_graphs
-from isobit.records import Attestation
 
 T = TypeVar("T")
 
@@ -170,7 +170,7 @@ def refuse_chosen() -> None:
         raise UnsupportedError(
             expected="functions with a Triton executor while a backend is chosen",
             received=f"one that only the CPU's executors serve, while {backend} is chosen",
-            remedy="call it outside of isobit.compiled.executing",
+            remedy="call it outside of isobit.certifying.executing",
         )
 
 

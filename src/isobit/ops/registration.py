@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 
-from isobit import backends, launches
-from isobit.isolation import keeping_subnormals
+from isobit.foundation import backends, launches
+from isobit.foundation.isolation import keeping_subnormals
 from isobit.ops import dispatch
 from isobit.ops.derivatives import check_derivatives, refuse_second_order, refuse_vmap
 from isobit.ops.gpu import executors
@@ -122,8 +122,8 @@ def launch(
 
     Args:
         name: The operator's name, without `portable_`.
-        sizes: The sizes of the call, for `isobit.launches.record_launches`, or a function of the first argument that
-            returns them.
+        sizes: The sizes of the call, for `isobit.foundation.launches.record_launches`, or a function of the first
+            argument that returns them.
         given: The operator's arguments.
         dtype: The dtype that chooses the executor; by default that of the first argument.
 

@@ -4,6 +4,6 @@ Data parallelism: `GlobalBatch`, `Gradients`, `LossMeter`. Tensor parallelism: `
 `RowwiseParallel`, `VocabParallel`. Collectives: `all_reduce`, `reduce_scatter`, `all_gather`.
 """
 
-from isobit.lazy import attach
+from isobit.foundation.lazy import attach
 
 __getattr__, __dir__, __all__, HOMES = attach(__name__, __file__)

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from isobit import __version__
 from isobit.errors import AgreementError
-from isobit.majority import count_votes, name_ranks
+from isobit.foundation.majority import count_votes, name_ranks
 from isobit.ops import dispatch
 from isobit.ops.gpu.targets import engine_on_gpu
 from isobit.order.plan import VERSION

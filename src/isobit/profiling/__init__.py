@@ -3,6 +3,6 @@
 `profile(paths)` in `api.py` does all of it. Neither reading nor reporting imports torch.
 """
 
-from isobit.lazy import attach
+from isobit.foundation.lazy import attach
 
 __getattr__, __dir__, __all__, HOMES = attach(__name__, __file__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from isobit.records import Provenance
+from isobit.foundation.records import Provenance
 from isobit.report.markup import FOOTER_STYLE, as_footer, escape
 
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">

@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from xml.sax import saxutils
 
-from isobit.plain_text import one_line, plain
-from isobit.records import ClaimRecord, ContractStatus, Provenance
+from isobit.foundation.plain_text import one_line, plain
+from isobit.foundation.records import ClaimRecord, ContractStatus, Provenance
 from isobit.report.markup import escape, facts_of
 
 SARIF = "https://json.schemastore.org/sarif-2.1.0.json"

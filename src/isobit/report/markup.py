@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import html
+from collections.abc import Sequence
 
-from isobit.plain_text import plain
-from isobit.records import Provenance
+from isobit.foundation.plain_text import plain
+from isobit.foundation.records import Provenance
+
+SHOWN = 30  # rows of a table that are visible before it is unfolded
 
 
 def escape(text: str) -> str:
@@ -59,3 +62,13 @@ FOOTER_STYLE = (
     ".origin{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;margin:0}"
     ".origin dt{opacity:.7}.origin dd{margin:0;overflow-wrap:anywhere}"
 )
+
+
+def table(heads: Sequence[str], rows: Sequence[str], shown: int = SHOWN) -> str:
+    """Return a table; the rows after the first ones are folded away."""
+    head = f"<tr>{''.join(f'<th>{name}' for name in heads)}</tr>"
+    text = f'<div class="wide"><table>{head}{"".join(rows[:shown])}</table></div>'
+    if len(rows) > shown:
+        rest = f'<div class="wide"><table>{head}{"".join(rows[shown:])}</table></div>'
+        text += f"<details><summary>{len(rows) - shown:,} more</summary>{rest}</details>"
+    return text

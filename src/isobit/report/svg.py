@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isobit.records import Provenance
+from isobit.foundation.records import Provenance
 from isobit.report.markup import as_metadata, escape
 
 # For light and dark pages. Blue: in all orders; violet: in some; orange: in one only.

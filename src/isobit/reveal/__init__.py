@@ -3,6 +3,6 @@
 `order` reveals one sum, `certify` compares many configurations of it, `targets` wraps sums inside torch functions.
 """
 
-from isobit.lazy import attach
+from isobit.foundation.lazy import attach
 
 __getattr__, __dir__, __all__, HOMES = attach(__name__, __file__)

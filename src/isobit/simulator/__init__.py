@@ -8,6 +8,6 @@ Start a run: `World`, `spawn`, `run_script`, `replay`. Inject faults: `Die`, `St
 `PlantNaN`, `draw_faults`. Check data: `same_on_all_ranks`, `compare_with_one`, `probe`.
 """
 
-from isobit.lazy import attach
+from isobit.foundation.lazy import attach
 
 __getattr__, __dir__, __all__, HOMES = attach(__name__, __file__)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from isobit.files import write_bytes
+from isobit.foundation.files import write_bytes
 from isobit.simulator.call_sites import user_stack
 from isobit.simulator.collectives import Call
 from isobit.simulator.operations import Group, GroupKey, Message, Operation, Receive

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from isobit.errors import IsobitError
-from isobit.majority import name_ranks
+from isobit.foundation.majority import name_ranks
 from isobit.simulator.collectives import Call, Copies
 
 GroupKey = tuple[str, int, tuple[int, ...]]

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Mapping
 
 from isobit.errors import IsobitError, RankFailedError, RankLostError, SimulationError
-from isobit.majority import name_ranks
+from isobit.foundation.majority import name_ranks
 from isobit.simulator.call_sites import is_user_file
 from isobit.simulator.checkers.deadlock import deadlock
 from isobit.simulator.checkers.mismatch import group_mismatches, mismatch

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 from typing import Any
 
-from isobit.audit_records import AXES, DEFAULT_AXES
+from isobit.auditing.records import AXES, DEFAULT_AXES
 from isobit.cli.contract_options import add_trust
 from isobit.cli.dtypes import long_dtype
 from isobit.cli.options.audit_server import add_server
 from isobit.cli.progress import add_quiet
-from isobit.server_records import AXES as SERVER_AXES
+from isobit.comparing.server.records import AXES as SERVER_AXES
 
 # Listed here because their own module loads torch; a test compares.
 BLAMES = ("auto", "one", "class", "layer", "bisect")

@@ -8,27 +8,12 @@ from typing import Any
 
 from isobit.cli.dtypes import SHORT, long_dtype
 from isobit.cli.progress import add_quiet
+from isobit.library.any_kernel.signatures import LIKE
 
 TARGET = "sm_90"
 CONFIGURATIONS = 8
 
 # How each is called. Listed here because their own modules load torch; a test compares.
-LIKE = {
-    "attention": "attention(q, k, v, is_causal=True), of [samples, heads, tokens, depth]",
-    "cross_entropy": "cross_entropy(logits, targets), a loss per row, 0 where a target is -100",
-    "embedding": "embedding(ids, weight)",
-    "gelu": "gelu(x)",
-    "gqa": "gqa(q, k, v, is_causal=True), of [samples, heads, tokens, depth], fewer heads in k and v",
-    "layer_norm": "layer_norm(x, weight, bias), eps = 1e-5",
-    "linear": "linear(x, weight, bias)",
-    "log_softmax": "log_softmax(x), over the last axis",
-    "logprob": "logprob(hidden, weight, targets), 0 where a target is -100",
-    "rms_norm": "rms_norm(x, weight), eps = 1e-6",
-    "rope": "rope(x, cos, sin), x of [samples, heads, tokens, depth], cos and sin of [samples, tokens, depth]",
-    "silu": "silu(x)",
-    "softmax": "softmax(x), over the last axis",
-    "swiglu": "swiglu(gate, up)",
-}
 
 
 def named_sizes(text: str) -> tuple[str, tuple[int, ...]]:

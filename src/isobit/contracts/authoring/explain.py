@@ -8,7 +8,7 @@ from dataclasses import replace
 from isobit.contracts.language.contract import Claim, Contract, Equation, Inputs, Obligation, Params
 from isobit.contracts.language.sabotage_names import default_sabotage
 from isobit.contracts.store.ladder import contract_level, contract_verdict
-from isobit.records import RUNGS, ClaimRecord, ContractStatus, Section
+from isobit.foundation.records import RUNGS, ClaimRecord, ContractStatus, Section
 
 ENGINES = {
     "enumeration": "enumeration of every case",

@@ -13,7 +13,7 @@ from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.options import Options
 from isobit.contracts.store import ladder
-from isobit.records import ClaimRecord
+from isobit.foundation.records import ClaimRecord
 
 
 def judge_higher_levels(

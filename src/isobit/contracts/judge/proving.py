@@ -16,7 +16,7 @@ from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Contract, Inputs
 from isobit.contracts.options import Options
 from isobit.errors import ContractError, EngineError, RevealError, in_one_line
-from isobit.records import Planted, Proof
+from isobit.foundation.records import Planted, Proof
 
 PATTERNS = 2**16
 
@@ -52,7 +52,7 @@ def run_proof(contract: Contract, bound: Bound) -> Proof:
         found = bound.code[plan.by](bound.wrap(bound.subject))
         if not isinstance(found, Proof):
             raise ContractError(
-                expected=f"{plan.by} to return isobit.records.Proof",
+                expected=f"{plan.by} to return isobit.foundation.records.Proof",
                 received=type(found).__name__,
                 remedy="return Proof(engine, covers, cases, failure)",
             )

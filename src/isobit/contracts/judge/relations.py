@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from isobit import native
 from isobit.contracts.judge.bound import UPSTREAM, Bound, gradient, only_tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import TRANSFORMS, Arguments
-from isobit.launches import record_launches
+from isobit.foundation import native
+from isobit.foundation.launches import record_launches
 
 
 def invariant(bound: Bound, case: Case, tally: Tally) -> None:

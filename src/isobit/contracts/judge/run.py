@@ -18,7 +18,7 @@ from isobit.contracts.store.facts import Entry
 from isobit.contracts.store.opened_files import OpenedFiles
 from isobit.contracts.store.tree import Tree
 from isobit.errors import ArgumentError, ContractError
-from isobit.records import ClaimRecord
+from isobit.foundation.records import ClaimRecord
 
 NO_LAUNCH = "the subject launches no kernel on the backend"
 
@@ -58,7 +58,7 @@ def refuse_processes(jobs: int) -> None:
     """Raise for several processes while a backend is chosen: it is chosen in this process alone."""
     if jobs == 1 or "torch" not in sys.modules:
         return  # whoever chooses a backend has imported torch
-    from isobit import backends
+    from isobit.foundation import backends
 
     if backends.chosen() is not None:
         raise ArgumentError(
@@ -80,8 +80,8 @@ def judge_contract(
     contract: Contract, options: Options, deadline: float = float("inf")
 ) -> Iterator[ClaimRecord]:
     """Judge one contract. Torch is imported only when the first record is requested."""
-    from isobit import backends
     from isobit.contracts.judge.verify import verify_contract
+    from isobit.foundation import backends
 
     records, backend = verify_contract(contract, options, deadline), backends.chosen()
     if backend is None:
@@ -99,7 +99,7 @@ def launches_kernels(contract: Contract, options: Options) -> bool:
     """Return whether the subject launches a kernel on the chosen backend; one that raises is left to the claims."""
     from isobit.contracts.judge.binding import find_subject
     from isobit.contracts.judge.recipes import Case, fixed_recipes
-    from isobit.launches import record_launches
+    from isobit.foundation.launches import record_launches
 
     name = contract.claims[0].inputs[0]
     case = Case(next(fixed_recipes(name, contract.inputs[name])), contract.inputs[name])
@@ -166,7 +166,7 @@ def engine_in_use() -> str:
     """Return the engine that runs bf16 here and torch's instruction set, as loaded in this process."""
     import torch
 
-    from isobit import backends, native
+    from isobit.foundation import backends, native
 
     bf16 = "amx" if native.pairs_bf16() else "chain"
     cpu = f"bf16 {bf16}, torch {torch.backends.cpu.get_cpu_capability()}"

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit import bits, native
+from isobit import bits
 from isobit.contracts.judge.compiled_code import one_more_product
 from isobit.contracts.language.sabotage_names import LIBRARY_NAMES
+from isobit.foundation import native
 
 Function = Callable[..., Any]
 

@@ -13,7 +13,7 @@ from isobit.contracts.language.contract import Contract
 from isobit.contracts.language.sabotage_names import default_sabotage, for_transform
 from isobit.contracts.options import Options
 from isobit.errors import in_one_line
-from isobit.records import Planted
+from isobit.foundation.records import Planted
 
 
 def try_planted(contract: Contract, bound: Bound, options: Options) -> Iterator[Planted]:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from isobit import bits, native
+from isobit import bits
 from isobit.contracts.judge.cases import check_device
 from isobit.contracts.judge.recipes import Case, fixed_recipes
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.language.contract import Contract
 from isobit.errors import EngineError, in_one_line
+from isobit.foundation import native
 
 TESTS = ("test_schema", "test_autograd_registration", "test_faketensor")
 

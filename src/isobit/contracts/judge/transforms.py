@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.machine import thread_count
+from isobit.foundation.machine import thread_count
 
 Arguments = dict[str, Tensor]
 Run = Callable[[Arguments], Tensor]

@@ -9,7 +9,7 @@ from types import ModuleType
 from typing import Any
 
 from isobit.errors import ContractError, in_one_line
-from isobit.trusted_folder import serve_folder
+from isobit.foundation.trusted_folder import serve_folder
 
 OURS = ("isobit",)
 # Modules of isobit that run programs, serve folders or write files: contracts may not name them.
@@ -17,11 +17,11 @@ FORBIDDEN = (
     "cli",
     "contracts.judge.trusted_code",
     "contracts.pytest_items",
-    "files",
-    "native",
+    "foundation.files",
+    "foundation.native",
+    "foundation.trusted_folder",
     "pytest_plugin",
     "simulator",
-    "trusted_folder",
 )
 
 

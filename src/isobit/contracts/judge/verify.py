@@ -18,7 +18,7 @@ from isobit.contracts.language.contract import Claim, Contract
 from isobit.contracts.options import Options
 from isobit.contracts.store.ladder import level_number, with_causes
 from isobit.errors import IsobitError, in_one_line
-from isobit.records import ClaimRecord
+from isobit.foundation.records import ClaimRecord
 
 NOT_REACHED = "not reached in the time given by --seconds"
 

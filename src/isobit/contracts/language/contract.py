@@ -8,8 +8,8 @@ from typing import Any
 
 Params = Mapping[str, Any]
 # What judges compiled code: certifies a function, and plants a fault in it.
-CERTIFY = "isobit.compiled.api:certify"
-PLANT = "isobit.compiled.planted:one_more_product"
+CERTIFY = "isobit.certifying.api:certify"
+PLANT = "isobit.certifying.judging.planted:one_more_product"
 
 
 @dataclass(frozen=True)

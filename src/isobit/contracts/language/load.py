@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from isobit import files
 from isobit.contracts.language.contract import Claim, Contract
 from isobit.contracts.language.grammar import Key, RecordOf
 from isobit.contracts.language.schema import (
@@ -23,6 +22,7 @@ from isobit.contracts.language.schema import (
 )
 from isobit.contracts.language.yaml_text import MAX_BYTES, read_yaml
 from isobit.errors import ContractError
+from isobit.foundation import files
 
 # Relations that draw tensors.
 DRAWING = frozenset(RELATIONS) - {"refuses", "algebra", "certified"}

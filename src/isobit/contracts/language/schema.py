@@ -217,7 +217,7 @@ PROOF = RecordOf(
             "a wrong subject for which the proof must fail: built-in name or package:function",
             True,
         ),
-        "by": Key(REFERENCE, "(subject) -> isobit.records.Proof"),
+        "by": Key(REFERENCE, "(subject) -> isobit.foundation.records.Proof"),
         "inputs": Key(NAME, "for enumeration: inputs whose every value is tried"),
     },
     "a proof",

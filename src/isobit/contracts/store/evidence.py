@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from blake3 import blake3
 
-from isobit import files
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.store import ladder, opened_files, signing
 from isobit.contracts.store.evidence_file import (
@@ -22,7 +21,8 @@ from isobit.contracts.store.evidence_file import (
     read_chain,
     read_plain,
 )
-from isobit.records import ClaimRecord
+from isobit.foundation import files
+from isobit.foundation.records import ClaimRecord
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (

@@ -27,8 +27,8 @@ from isobit.contracts.language.contract import Claim, Contract
 from isobit.contracts.language.sabotage_names import planted_names
 from isobit.contracts.store import ladder, opened_files
 from isobit.contracts.store.sources import machine
+from isobit.foundation.records import ClaimRecord, Planted, Proof
 from isobit.order.plan import VERSION
-from isobit.records import ClaimRecord, Planted, Proof
 
 FORM = 3
 UNORDERED_FORM = 2  # without the version of the order, which was 1

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from isobit import files
 from isobit.contracts.language.contract import Claim, Contract, Obligation, ProofPlan
 from isobit.contracts.language.sabotage_names import planted_names
 from isobit.contracts.language.schema import LEVELS
 from isobit.contracts.store.ladder import level_number, required_level, unlinked
 from isobit.contracts.store.sources import ROOT, hash_text
+from isobit.foundation import files
 
 FILE = "facts.json"
 # Facts are valid while the code that computes them is the same.

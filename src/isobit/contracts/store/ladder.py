@@ -9,7 +9,7 @@ from typing import Any
 
 from isobit.contracts.language.contract import Claim, Contract
 from isobit.contracts.language.schema import LEVELS
-from isobit.records import ClaimRecord
+from isobit.foundation.records import ClaimRecord
 
 ENOUGH_INPUTS = 10_000
 

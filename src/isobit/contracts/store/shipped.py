@@ -23,7 +23,6 @@ from typing import Any
 
 from blake3 import blake3
 
-from isobit import files
 from isobit.contracts.store import ladder
 from isobit.contracts.store.evidence import Evidence, merge_records
 from isobit.contracts.store.evidence_file import (
@@ -37,7 +36,8 @@ from isobit.contracts.store.facts import Entry
 from isobit.contracts.store.opened_files import ABSENT
 from isobit.contracts.store.sources import ROOT, hash_text
 from isobit.contracts.store.tree import Tree, library
-from isobit.records import Shipped
+from isobit.foundation import files
+from isobit.foundation.records import Shipped
 
 FILE = library() / "evidence.json"
 FORM = 1

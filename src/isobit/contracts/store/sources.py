@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from isobit.contracts.store.python_imports import imports_of, lazy_names, stub_names
 from isobit.errors import ContractError
-from isobit.trusted_folder import find_in_folder
+from isobit.foundation.trusted_folder import find_in_folder
 
 ROOT = Path(__file__).parents[2]  # isobit's own package
 FLAGS = ("fma", "avx2", "avx512f", "avx512_bf16", "amx_bf16", "amx_tile", "amx_int8", "avx512_fp16")

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from isobit import files
 from isobit.contracts.language.contract import Contract
 from isobit.contracts.language.grammar import suggest
 from isobit.contracts.language.load import decode, load_contract, parse_contract
@@ -24,6 +23,7 @@ from isobit.contracts.store.facts import (
 )
 from isobit.contracts.store.sources import ROOT, Sources, executor_digest, hash_text, machine
 from isobit.errors import ContractError
+from isobit.foundation import files
 
 SKIPPED = frozenset({"node_modules", "__pycache__", "build", "dist", "site-packages"})
 HOME = ".isobit"

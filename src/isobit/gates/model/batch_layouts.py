@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from isobit.foundation.machine import thread_count
 from isobit.gates.model.batches import (
     CHUNK,
     LENGTHS,
@@ -23,7 +24,6 @@ from isobit.gates.model.batches import (
 )
 from isobit.gates.model.scorers import Scorer
 from isobit.integrations.transformers.package import library
-from isobit.machine import thread_count
 
 GENERATED = 6
 

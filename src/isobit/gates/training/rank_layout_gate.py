@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from isobit.files import write_text
+from isobit.foundation.files import write_text
 from isobit.gates.training.code_digest import code_digest
 from isobit.gates.training.launcher import Job, run_job
 from isobit.gates.training.rank_layouts import RankLayout

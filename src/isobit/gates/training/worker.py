@@ -10,7 +10,7 @@ from isobit.gates.training.train_isobit import train
 from isobit.gates.training.train_stock import train_stock
 from isobit.gates.training.training_curve import Curve, digest_of, read_curve
 from isobit.gates.training.workload import find_dtype, find_workload, make_model
-from isobit.guards.agreement import rank_agreement
+from isobit.guards.live.agreement import rank_agreement
 
 
 def run_rank(

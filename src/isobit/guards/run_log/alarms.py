@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from isobit.guards.drift import CUT, LIMIT, SLACK, SPIKE, WINDOW, Drift, Reading
+from isobit.guards.live.drift import CUT, LIMIT, SLACK, SPIKE, WINDOW, Drift, Reading
 
 TOGETHER = 8  # values whose windows are bounded together
 SHARED = WINDOW - TOGETHER + 1  # values that all of their windows have

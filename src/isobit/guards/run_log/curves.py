@@ -16,7 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from isobit.errors import ArgumentError
-from isobit.plain_text import one_line
+from isobit.foundation.plain_text import one_line
 
 NAMES = {
     "loss": (

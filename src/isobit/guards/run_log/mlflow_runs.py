@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from isobit.errors import ArgumentError
-from isobit.files import read_bytes
+from isobit.foundation.files import read_bytes
 from isobit.guards.run_log.curves import Rows, RunLog
 
 SQLITE = b"SQLite format 3\x00"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TextIO
 
 from isobit.errors import ArgumentError
-from isobit.files import read_bytes
+from isobit.foundation.files import read_bytes
 from isobit.guards.run_log import mlflow_runs, tensorboard_events
 from isobit.guards.run_log.curves import Rows, RunLog, number_of
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
-from isobit.guards.drift import RECENT, Reading
+from isobit.guards.live.drift import RECENT, Reading
 from isobit.guards.run_log.alarms import alarms_of
 from isobit.guards.run_log.curves import RunLog
 from isobit.guards.run_log.findings import Limits, LogFinding, NotJudged, Verdict, name_steps
@@ -143,7 +143,7 @@ def norm_limit(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
 
 
 def spikes(log: RunLog, limits: Limits) -> Iterator[LogFinding]:
-    """Find where the loss, or the logarithm of the norm, leaves its course; see isobit.guards.drift."""
+    """Find where the loss, or the logarithm of the norm, leaves its course; see isobit.guards.live.drift."""
     for name in ("loss", "grad_norm"):
         points = log.finite.get(name, ())
         if name == "loss" and len(points) <= 64:

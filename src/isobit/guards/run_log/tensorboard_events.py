@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from isobit.errors import ArgumentError
-from isobit.files import read_bytes
+from isobit.foundation.files import read_bytes
 from isobit.guards.run_log.curves import Rows, RunLog
 
 NAME = "*.tfevents.*"

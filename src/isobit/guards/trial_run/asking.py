@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isobit import bits
-from isobit.guards.module_replay import ModelCall, as_it_was, hooked_call
+from isobit.guards.live.module_replay import ModelCall, as_it_was, hooked_call
 from isobit.guards.trial_run.judging import NotJudged
 from isobit.guards.trial_run.readable import readable_tensors
 

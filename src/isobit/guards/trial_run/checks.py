@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 
 from isobit import bits
-from isobit.guards.module_replay import unwrapped
-from isobit.guards.optimizer_checks import name_some, parameters_of
+from isobit.guards.live.module_replay import unwrapped
+from isobit.guards.live.optimizer_checks import name_some, parameters_of
 from isobit.guards.trial_run.dtype_census import dtypes_are_as_asked
 from isobit.guards.trial_run.evaluation import (
     a_sample_alone_is_as_among_others,

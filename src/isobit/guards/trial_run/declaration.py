@@ -11,8 +11,8 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.errors import ArgumentError
-from isobit.guards.module_replay import unwrapped
-from isobit.guards.optimizer_checks import name_some, parameters_of
+from isobit.guards.live.module_replay import unwrapped
+from isobit.guards.live.optimizer_checks import name_some, parameters_of
 from isobit.guards.trial_run.hyperparameters import LIMIT_NAMES, NAMES, is_number
 from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.observer import Observer

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from isobit.guards.module_replay import tensors_in
+from isobit.guards.live.module_replay import tensors_in
 from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.loss_calls import LossCall
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from isobit import bits
-from isobit.guards.module_replay import ModelCall, tensors_in, unwrapped
+from isobit.guards.live.module_replay import ModelCall, tensors_in, unwrapped
 from isobit.guards.trial_run.asking import ask, difference, outputs_of, tensors_of_call
 from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.observer import Observer, batch_axis

@@ -19,10 +19,11 @@ from torch.optim.optimizer import (
 )
 
 from isobit import bits
-from isobit.guards.emitter import Emitter
-from isobit.guards.module_replay import ModelCall, tensors_in, unwrapped
-from isobit.guards.optimizer_checks import parameters_of
-from isobit.guards.step_checks import Options
+from isobit.guards.live.emitter import Emitter
+from isobit.guards.live.module_replay import ModelCall, tensors_in, unwrapped
+from isobit.guards.live.optimizer_checks import parameters_of
+from isobit.guards.live.step_checks import Options
+from isobit.guards.live.watch_hooks import Watch
 from isobit.guards.trial_run.counts import Counts
 from isobit.guards.trial_run.dtype_census import DtypeCensus
 from isobit.guards.trial_run.first_forward import FirstForward
@@ -35,7 +36,6 @@ from isobit.guards.trial_run.saved_files import SavedFiles
 from isobit.guards.trial_run.schedules import Schedules
 from isobit.guards.trial_run.step_order import StepOrder
 from isobit.guards.trial_run.training_mode import EvalCall
-from isobit.guards.watch_hooks import Watch
 
 LARGEST = 2**24  # elements of a tensor whose digest is taken
 MOST_EVAL_CALLS = 64  # of a step that are kept until it is known whether they belong to training

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.guards.optimizer_checks import name_some, parameters_of
+from isobit.guards.live.optimizer_checks import name_some, parameters_of
 from isobit.guards.trial_run.judging import Found, NotJudged
 
 LONGEST = 8  # times the steps of a trial that a run goes on for an optimizer that steps seldom

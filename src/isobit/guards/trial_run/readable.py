@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from isobit.guards.module_replay import tensors_in
+from isobit.guards.live.module_replay import tensors_in
 
 
 def can_digest(tensor: Tensor) -> bool:

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from isobit import bits
 from isobit.errors import ArgumentError
-from isobit.guards.module_replay import unwrapped
-from isobit.guards.optimizer_checks import name_some
+from isobit.foundation.plain_text import one_line
+from isobit.guards.live.module_replay import unwrapped
+from isobit.guards.live.optimizer_checks import name_some
 from isobit.guards.trial_run.judging import Found, NotJudged
 from isobit.guards.trial_run.readable import can_digest
 from isobit.guards.trial_run.report import PreflightFinding
-from isobit.plain_text import one_line
 
 PREFIXES = ("module.", "_orig_mod.", "model.")
 DEPTH = 3  # of dictionaries in a file

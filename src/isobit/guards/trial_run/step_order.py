@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 from torch.utils.weak import TensorWeakRef
 
-from isobit.guards.optimizer_checks import name_some, parameters_of
+from isobit.guards.live.optimizer_checks import name_some, parameters_of
 from isobit.guards.trial_run.judging import Found, NotJudged
 
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_")

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from isobit.guards.module_replay import ModelCall, unwrapped
-from isobit.guards.optimizer_checks import parameters_of
+from isobit.guards.live.module_replay import ModelCall, unwrapped
+from isobit.guards.live.optimizer_checks import parameters_of
 from isobit.guards.trial_run.asking import outputs_of
 from isobit.guards.trial_run.judging import Found, NotJudged
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning.pytorch import Callback
 
-from isobit.guards.watch_hooks import Watch
-from isobit.guards.watching import watch
+from isobit.guards.live.watch_hooks import Watch
+from isobit.guards.live.watching import watch
 
 
 class WatchCallback(Callback):

@@ -1,5 +1,5 @@
 """Run Hugging Face transformers models with isobit's operators."""
 
-from isobit.lazy import attach
+from isobit.foundation.lazy import attach
 
 __getattr__, __dir__, __all__, HOMES = attach(__name__, __file__)

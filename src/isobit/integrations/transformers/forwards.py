@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from isobit import backends
 from isobit.errors import ArgumentError, UnsupportedError
+from isobit.foundation import backends
+from isobit.foundation.machine import flushes_subnormals
 from isobit.integrations.transformers import modules
 from isobit.integrations.transformers.accumulation import warn_at_backward
 from isobit.integrations.transformers.head import keep_rows, loss_of
@@ -17,7 +18,6 @@ from isobit.integrations.transformers.layout import Layout, in_force, read_layou
 from isobit.integrations.transformers.package import library
 from isobit.integrations.transformers.refusals import refuse, refuse_flushing
 from isobit.integrations.transformers.state import State, find_owner, find_state, require_state
-from isobit.machine import flushes_subnormals
 from isobit.ops.share import share_in_force
 
 Output = TypeVar("Output")

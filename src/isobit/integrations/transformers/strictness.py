@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from isobit.errors import UnsupportedError
+from isobit.foundation.machine import flushes_subnormals
 from isobit.integrations.transformers.coverage import Coverage, Observer, observe, walk_gradients
 from isobit.integrations.transformers.escapes import Escapes
 from isobit.integrations.transformers.operator_table import find_reason
 from isobit.integrations.transformers.refusals import refuse_flushing
 from isobit.integrations.transformers.structure import is_hooked
-from isobit.machine import flushes_subnormals
 
 Output = TypeVar("Output")
 

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.file_digests import digest_files, first_damaged
-from isobit.files import write_text
+from isobit.foundation.file_digests import digest_files, first_damaged
+from isobit.foundation.files import write_text
 from isobit.integrations.transformers.state import require_state
 from isobit.order.plan import VERSION
 from isobit.parallel.data.global_batch import GlobalBatch

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from isobit.guards.watch_hooks import Watch
-from isobit.guards.watching import watch
+from isobit.guards.live.watch_hooks import Watch
+from isobit.guards.live.watching import watch
 
 
 class WatchCallback(TrainerCallback):

@@ -1,5 +1,5 @@
 """TRL's GRPOTrainer with rollouts and scores in one order of addition. Needs `pip install trl datasets`."""
 
-from isobit.lazy import attach
+from isobit.foundation.lazy import attach
 
 __getattr__, __dir__, __all__, HOMES = attach(__name__, __file__)

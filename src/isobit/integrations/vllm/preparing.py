@@ -27,6 +27,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+from isobit.foundation.machine import flushes_subnormals
 from isobit.integrations.transformers.refusals import refuse_flushing
 from isobit.integrations.transformers.strictness import Strictness
 from isobit.integrations.vllm import modules
@@ -37,7 +38,6 @@ from isobit.integrations.vllm.attention import (
 )
 from isobit.integrations.vllm.refusals import ARCHITECTURES, refuse
 from isobit.integrations.vllm.weights import Generation, PackedLinear
-from isobit.machine import flushes_subnormals
 
 STATE = "_isobit_state"
 LINEARS = (QKVParallelLinear, MergedColumnParallelLinear, RowParallelLinear)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from isobit.checkpoints.weight_digests import digest_weights, digests_to_json
+from isobit.comparing.checkpoints.weight_digests import digest_weights, digests_to_json
 
 
 def digest_served(model: nn.Module) -> str:

@@ -1,6 +1,6 @@
 """The backend `isobit` of vLLM's weight transfer: a checkpoint in a folder, with the digests of what was sent.
 
-See [Note: a checked transfer] in isobit.rollout.transferring. vLLM's own backends need GPUs.
+See [Note: a checked transfer] in isobit.comparing.rollouts.transferring. vLLM's own backends need GPUs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,12 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
 
-from isobit.checkpoints.readers import read_checkpoint
-from isobit.checkpoints.weight_digests import compare_weights, digest_weights, digests_from_json
+from isobit.comparing.checkpoints.readers import read_checkpoint
+from isobit.comparing.checkpoints.weight_digests import (
+    compare_weights,
+    digest_weights,
+    digests_from_json,
+)
 from isobit.errors import ArgumentError
 
 SHOWN = 3  # tensors that an error names

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
+from isobit.foundation.records import Proof
 from isobit.library.certificates import Question, prove_orders
 from isobit.ops.portable.rounding import settle_nans
 from isobit.order.addition import Branch
 from isobit.order.tree import merge
 from isobit.parallel.collectives.elementwise_add import add_rows, add_two
 from isobit.parallel.collectives.recursive_halving import bit_reversed_spans, halving_rounds
-from isobit.records import Proof
 from isobit.reveal.targets.tensor_target import TensorTarget
 
 Subject = Callable[[Tensor], Tensor]  # [elements, ranks] -> [elements]

@@ -10,6 +10,7 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.errors import UnsupportedError
+from isobit.foundation.machine import thread_count
 from isobit.library import stock
 from isobit.library.attention.planted import portable_attention
 from isobit.library.attention.proofs import error_bound, share_bound
@@ -21,7 +22,6 @@ from isobit.library.placements import (
     rows_of,
 )
 from isobit.library.subjects import Subject, must_raise, on_one_thread
-from isobit.machine import thread_count
 from isobit.ops.attention import portable
 from isobit.order.plan import ATTENTION_BLOCK
 from isobit.order.samples import Samples

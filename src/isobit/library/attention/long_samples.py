@@ -10,9 +10,9 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
+from isobit.foundation.machine import thread_count
 from isobit.library.attention.planted import portable_attention
 from isobit.library.subjects import Subject, on_one_thread
-from isobit.machine import thread_count
 from isobit.order.plan import ATTENTION_CHUNK
 from isobit.order.samples import Samples
 

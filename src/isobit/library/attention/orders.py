@@ -9,6 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from isobit.foundation.records import Proof
 from isobit.library.certificates import Configuration, Question, prove_orders
 from isobit.library.subjects import Subject
 from isobit.ops import dispatch
@@ -17,7 +18,6 @@ from isobit.order.addition import Branch, chain
 from isobit.order.evaluate import leaf_tree
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK, LANES
 from isobit.order.samples import Samples
-from isobit.records import Proof
 from isobit.reveal.targets.products import backward_of
 from isobit.reveal.targets.rows import softmax as denominator
 from isobit.reveal.targets.tensor_target import TensorTarget

@@ -11,6 +11,7 @@ from isobit import bits
 from isobit.contracts.judge.proofs import smt
 from isobit.contracts.judge.proofs.intervals import depth_of, load_arb
 from isobit.contracts.judge.recipes import draw_values
+from isobit.foundation.records import Proof
 from isobit.library.attention.orders import expected_order, prove_queries
 from isobit.library.bounds import EXP_ERROR, U, prove_bound
 from isobit.library.subjects import Subject
@@ -18,7 +19,6 @@ from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.ops.portable.sums import multiply_add
 from isobit.order.plan import ATTENTION_BLOCK, ATTENTION_CHUNK
 from isobit.order.tree import merge
-from isobit.records import Proof
 
 BOUNDED = (1, 64, 65, 200, 1024, 4096, 32768)
 # What the proofs must stay within: (keys, limit), and for errors the depth and the largest Σ|q·k|·scale.

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.audit_records import ERROR, ORDER, Accuracy, Audit, AxisReport
-from isobit.auditing import auditor, axes, outcomes, replay, watching
-from isobit.auditing.findings import Comparison
+from isobit.auditing import auditor
+from isobit.auditing.axes import axes, outcomes
+from isobit.auditing.judging.findings import Comparison
+from isobit.auditing.records import ERROR, ORDER, Accuracy, Audit, AxisReport
+from isobit.auditing.replay import replay, watching
 from isobit.library.audit.subject import Question, audited
 from isobit.library.subjects import replaced
 

@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from isobit.audit_records import Audit, AxisReport
+from isobit.auditing.records import Audit, AxisReport
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.library.audit.clean import MODELS, CleanModel

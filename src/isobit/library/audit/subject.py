@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from isobit.audit_records import Audit
 from isobit.auditing.api import audit
+from isobit.auditing.records import Audit
 from isobit.library.audit.plants import PLANTS
 from isobit.library.audit.plants.plant import Inputs, Plant
 

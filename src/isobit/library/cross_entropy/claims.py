@@ -11,13 +11,13 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import LAYOUTS, THREADS
+from isobit.foundation.machine import thread_count
 from isobit.library import refused_calls
 from isobit.library.bounds import U
 from isobit.library.log_softmax.proofs import bound_of, reach_of
 from isobit.library.logprob.error_bounds import logits_error
 from isobit.library.logprob.scored import Score, drawn_targets, gradients, targets_of
 from isobit.library.subjects import refuses_each
-from isobit.machine import thread_count
 from isobit.ops.exact_sum.op import exact_state, round_state
 from isobit.ops.logprob.loss import linear_cross_entropy
 from isobit.ops.logprob.op import IGNORED, linear_logprob

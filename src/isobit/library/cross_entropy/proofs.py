@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.contracts.judge.recipes import draw_values
+from isobit.foundation.records import Proof
 from isobit.library.certificates import prove_orders
 from isobit.library.cross_entropy.claims import Loss, exact_sum_of
 from isobit.library.log_softmax.proofs import prove_log_bound
@@ -18,7 +19,6 @@ from isobit.library.logprob.scored import gradients
 from isobit.ops.logprob import portable
 from isobit.ops.logprob.op import IGNORED
 from isobit.order.samples import Samples
-from isobit.records import Proof
 
 ENGINE = "enumeration of the real kernel"
 ERROR_LIMIT = (300, 3.2e-5)  # (vocabulary, limit): for one token, what the proof must stay within

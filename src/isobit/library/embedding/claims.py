@@ -14,6 +14,7 @@ from isobit import bits
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import THREADS
+from isobit.foundation.records import Proof
 from isobit.library import refused_calls
 from isobit.library.certificates import Question, on_all_threads, prove_orders, token_order
 from isobit.library.gradients import gradients
@@ -28,7 +29,6 @@ from isobit.library.subjects import must_raise
 from isobit.ops.embedding import portable
 from isobit.ops.embedding.op import embedding
 from isobit.order.samples import Samples
-from isobit.records import Proof
 from isobit.reveal import targets
 
 Lookup = Callable[..., Tensor]

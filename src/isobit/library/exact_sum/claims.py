@@ -10,9 +10,9 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import strided
+from isobit.foundation.machine import thread_count
 from isobit.library import stock
 from isobit.library.subjects import Subject
-from isobit.machine import thread_count
 from isobit.ops.exact_sum import portable
 from isobit.ops.exact_sum.op import exact_state, exact_sum, round_state
 from isobit.order.exact_sum import exact_sum as defined_fp64

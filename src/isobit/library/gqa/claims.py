@@ -9,10 +9,10 @@ from torch import Tensor
 
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
+from isobit.foundation.machine import thread_count
 from isobit.library.attention.claims import all_four
 from isobit.library.attention.subject import attention
 from isobit.library.subjects import Subject, on_one_thread
-from isobit.machine import thread_count
 
 
 @on_one_thread

@@ -12,9 +12,9 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import THREADS
+from isobit.foundation.machine import thread_count
 from isobit.library.attention.subject import attention
 from isobit.library.subjects import must_raise, on_one_thread
-from isobit.machine import thread_count
 from isobit.ops.attention.cache import KVCache, Sequence
 
 PIECES = (1, 7, 64, 3, 100, 1, 1, 70)

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from isobit.contracts.judge.transforms import THREADS
+from isobit.foundation.records import Proof
 from isobit.library.certificates import Configuration, Question, on_all_threads, prove_orders
 from isobit.library.linear.implementations import LinearLayer, layer_of
 from isobit.library.subjects import Subject
 from isobit.ops.linear.targets import TARGETS, expected_order
-from isobit.records import Proof
 from isobit.reveal.targets.tensor_target import TensorTarget
 
 # (K, N) of the linear layers of a model of 0.6 billion parameters; Q, K and V are one layer, gate and up another.

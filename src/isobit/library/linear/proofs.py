@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from isobit.contracts.judge.recipes import cancel, draw_values
+from isobit.foundation.records import Proof
 from isobit.library import bounds
 from isobit.library.bounds import error_factor, sum_depth
 from isobit.library.linear.implementations import layer_of
@@ -16,7 +17,6 @@ from isobit.library.linear.orders import DTYPES, prove, question
 from isobit.library.subjects import Subject
 from isobit.order.plan import FEATURE_CAP, FeaturePlan
 from isobit.order.tree import Counter, Node, merge
-from isobit.records import Proof
 
 Pair = Any
 EXTENTS = (512, 1024, 4096)

@@ -12,13 +12,13 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import LAYOUTS, THREADS
+from isobit.foundation.machine import thread_count
 from isobit.library import refused_calls
 from isobit.library.bounds import error_factor
 from isobit.library.gradients import forward_and_gradients
 from isobit.library.linear.implementations import input_grad_by
 from isobit.library.placements import SAMPLE_LENGTHS, put_among_random
 from isobit.library.subjects import refuses_each
-from isobit.machine import thread_count
 from isobit.ops.linear import partial
 from isobit.ops.linear.group import interleave, linear_group
 from isobit.ops.linear.op import linear

@@ -8,11 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from isobit.foundation.records import Proof
 from isobit.library.certificates import Question, feature_order, prove_orders
 from isobit.library.linear_group.claims import Group, Grouped
 from isobit.ops import dispatch
 from isobit.ops.linear.group import interleave
-from isobit.records import Proof
 from isobit.reveal.targets.tensor_target import TensorTarget
 
 SHAPES = ((128, 64, 64), (512, 256, 256))  # rows of three weights: queries, keys and values

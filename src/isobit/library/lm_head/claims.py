@@ -12,12 +12,12 @@ from torch import Tensor
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
 from isobit.contracts.judge.transforms import LAYOUTS, THREADS
+from isobit.foundation.machine import thread_count
 from isobit.library import refused_calls
 from isobit.library import stock as stock_functions
 from isobit.library.logprob import planted
 from isobit.library.logprob.scored import Score, drawn_targets
 from isobit.library.subjects import refuses_each
-from isobit.machine import thread_count
 from isobit.ops.linear.op import linear, linear_fp32
 from isobit.ops.log_softmax.op import log_softmax
 from isobit.ops.logprob.op import linear_logprob

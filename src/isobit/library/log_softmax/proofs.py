@@ -12,6 +12,7 @@ from isobit import bits
 from isobit.contracts.judge.proofs import smt
 from isobit.contracts.judge.proofs.intervals import depth_of, load_arb
 from isobit.contracts.judge.recipes import draw_values
+from isobit.foundation.records import Proof
 from isobit.library.bounds import EXP_ERROR, U, prove_bound
 from isobit.library.certificates import Question, feature_order, prove_orders
 from isobit.library.softmax.proofs import BOUNDED, prove_rising
@@ -22,7 +23,6 @@ from isobit.ops.portable.log_sum_exp import sum_pairs
 from isobit.order.evaluate import expected_tree
 from isobit.order.plan import FeaturePlan
 from isobit.order.tree import merge
-from isobit.records import Proof
 from isobit.reveal import targets
 from isobit.reveal.targets.tensor_target import TensorTarget
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.contracts.judge.recipes import draw_values
+from isobit.foundation.records import Proof
 from isobit.library.certificates import Question, feature_order, prove_orders, token_order
 from isobit.library.log_softmax import proofs
 from isobit.library.logprob.claims import TEMPERATURE
@@ -20,7 +21,6 @@ from isobit.ops.logprob import portable
 from isobit.ops.logprob.op import IGNORED
 from isobit.ops.portable.elementary import exp_nonpositive, log_positive
 from isobit.order.samples import Samples
-from isobit.records import Proof
 from isobit.reveal.targets.products import backward_of
 from isobit.reveal.targets.rows import log_or_nothing
 from isobit.reveal.targets.tensor_target import TensorTarget

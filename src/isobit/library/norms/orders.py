@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isobit.contracts.judge.transforms import THREADS
+from isobit.foundation.records import Proof
 from isobit.library.certificates import (
     Question,
     feature_order,
@@ -24,7 +25,6 @@ from isobit.order.evaluate import leaf_tree
 from isobit.order.plan import FEATURE_CAP, LEAF, SAMPLE_CAP
 from isobit.order.samples import Samples
 from isobit.order.tree import merge_items
-from isobit.records import Proof
 from isobit.reveal import targets
 from isobit.reveal.targets.products import backward_of
 from isobit.reveal.targets.tensor_target import TensorTarget

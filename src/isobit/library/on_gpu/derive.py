@@ -1,8 +1,8 @@
 """Derive from a contract what a backend can be held to: claims that apply, small cases, wrong Triton kernels.
 
 [Note: a contract on a backend]
-The claims of a contract are about an operator, not about an executor. A backend (`isobit.compiled.executing`) runs the
-same calls by the Triton executor, and the same relations and predicates judge the results. Four things differ:
+The claims of a contract are about an operator, not about an executor. A backend (`isobit.certifying.executing`) runs
+the same calls by the Triton executor, and the same relations and predicates judge the results. Four things differ:
 
 - What has no meaning there is left out by name, with a reason, and counted apart: thread counts, partial sums, packed
   weights, ranks, and refusals, which the same Python makes before an executor is chosen.

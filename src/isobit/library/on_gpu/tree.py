@@ -14,7 +14,7 @@ from isobit.contracts.workspace import Workspace
 from isobit.library.on_gpu.derive import Derived, derive
 
 # What runs the kernels and the twins. Plans are not among them: what they make of a contract is in its digest.
-BACKENDS = "isobit.compiled.backends:executing"
+BACKENDS = "isobit.certifying.running.backends:executing"
 OWN = ("isobit.library.on_gpu.claims:linear_samples", "isobit.library.on_gpu.twins:twin")
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from isobit import bits
 from isobit.contracts.judge.recipes import Case
 from isobit.contracts.judge.tally import Tally
-from isobit.guards.comparison import Finding, Findings, compare_copies
+from isobit.guards.live.comparison import Finding, Findings, compare_copies
 
 Copy = Mapping[str, Tensor]
 Subject = Callable[[Sequence[Copy]], Findings]

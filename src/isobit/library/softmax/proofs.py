@@ -13,13 +13,13 @@ from isobit.contracts.judge.proofs import smt
 from isobit.contracts.judge.proofs.intervals import depth_of, load_arb
 from isobit.contracts.judge.recipes import draw_values
 from isobit.contracts.judge.transforms import THREADS
+from isobit.foundation.records import Proof
 from isobit.library.bounds import EXP_ERROR, U, prove_bound
 from isobit.library.certificates import Question, feature_order, on_all_threads, prove_orders
 from isobit.library.subjects import Subject
 from isobit.ops.portable.elementary import exp_nonpositive
 from isobit.ops.softmax import portable
 from isobit.order.tree import merge
-from isobit.records import Proof
 from isobit.reveal import targets
 from isobit.reveal.targets.tensor_target import TensorTarget
 

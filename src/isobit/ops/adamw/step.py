@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from isobit import launches
+from isobit.foundation import launches
 from isobit.ops import dispatch
 from isobit.ops.adamw import portable
 from isobit.ops.adamw.portable import Numbers

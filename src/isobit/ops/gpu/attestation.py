@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from isobit.errors import EngineError, in_one_line
-from isobit.isolation import run_apart
+from isobit.foundation.isolation import run_apart
+from isobit.foundation.records import Attestation
 from isobit.ops.attesting import calls_on
 from isobit.ops.constants_of_graphs import constant_in_graphs
 from isobit.ops.gpu import executors
 from isobit.order.engines import ENGINE_OF_TARGET
-from isobit.records import Attestation
 
 PRODUCTS = ("linear", "attention", "logprob")
 

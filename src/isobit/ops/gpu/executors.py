@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit import backends
 from isobit.errors import EngineError, UnsupportedError
+from isobit.foundation import backends
 from isobit.ops.constants_of_graphs import constant_in_graphs
 
 # Folders of isobit.ops.
@@ -109,7 +109,7 @@ def prepare(name: str, dtype: torch.dtype) -> bool:
         raise UnsupportedError(
             expected=f"an operator with a Triton executor: {', '.join(OPERATORS)}",
             received=f"{name}, which has none",
-            remedy="call it with tensors on the CPU, outside of isobit.compiled.executing",
+            remedy="call it with tensors on the CPU, outside of isobit.certifying.executing",
         )
     if dtype not in DTYPES:
         raise UnsupportedError(

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from isobit import backends
 from isobit.errors import UnsupportedError
+from isobit.foundation import backends
 from isobit.ops.gpu.targets import target_of_device
 
 
@@ -54,7 +54,7 @@ def check_gpu(device: torch.device) -> None:
         raise UnsupportedError(
             expected="tensors on a GPU, or a chosen backend",
             received=f"tensors on {device} for a Triton executor, and no backend",
-            remedy="call forward and backward within isobit.compiled.executing(...), or move tensors to a GPU",
+            remedy="call forward and backward within isobit.certifying.executing(...), or move tensors to a GPU",
         )
 
 

@@ -6,15 +6,16 @@ from importlib import import_module
 
 import torch
 
-from isobit import bits, native
+from isobit import bits
 from isobit.errors import RevealError, in_one_line
+from isobit.foundation import native
+from isobit.foundation.records import Attestation
 from isobit.ops.attesting import Call
 from isobit.ops.linear import portable
 from isobit.ops.portable.hard_inputs import spans_and_samples, wide_values
 from isobit.order.addition import digest
 from isobit.order.engines import tensor_core
 from isobit.order.evaluate import ENGINES, by_leaf, evaluate, expected_tree, feature_segments
-from isobit.records import Attestation
 from isobit.reveal.targets import products
 from isobit.reveal.targets.tensor_target import TensorTarget
 from isobit.reveal.tree import reveal

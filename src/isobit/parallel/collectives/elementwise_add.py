@@ -24,7 +24,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from isobit import bits, machine, native
+from isobit import bits
+from isobit.foundation import machine, native
 from isobit.ops.portable.rounding import settle_nans
 
 # torch's grain size: an addition of no more elements starts no threads.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit import launches
+from isobit.foundation import launches
 from isobit.ops import dispatch
 from isobit.ops.arguments import cast_for_autocast, check_tensors
 from isobit.ops.derivatives import refuse_second_order

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from isobit import launches
 from isobit.errors import ArgumentError
+from isobit.foundation import launches
 from isobit.ops import dispatch
 from isobit.ops.arguments import check_tensors
 from isobit.ops.derivatives import refuse_second_order

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from isobit.files import open_regular
+from isobit.foundation.files import open_regular
 from isobit.profiling.reading.json_stream import refuse
 
 CHUNK = 1 << 20

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from isobit.foundation.records import Provenance
 from isobit.profiling.records import Account, Brick, Collective, Finding, Profile
 from isobit.profiling.report.text import many, milliseconds, share
-from isobit.records import Provenance
 from isobit.report.markup import FOOTER_STYLE, as_footer, escape
 
 MOST_RANKS, MOST_BRICKS, MOST_COLLECTIVES, MOST_FINDINGS = 64, 30, 40, 30

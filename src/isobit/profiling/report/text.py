@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from isobit.plain_text import one_line
+from isobit.foundation.plain_text import one_line
 from isobit.profiling.records import Account, Comparison, Profile, RankProfile
 
 MOST_RANKS = 8  # lines of ranks; --json has all

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from isobit.majority import count_votes, name_ranks
+from isobit.foundation.majority import count_votes, name_ranks
 from isobit.simulator.operations import GroupKey
 
 Stacks = Mapping[

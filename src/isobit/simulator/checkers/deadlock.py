@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from isobit.errors import BusyError, DeadlockError
-from isobit.majority import Vote, name_ranks
+from isobit.foundation.majority import Vote, name_ranks
 from isobit.simulator.schedule import Waiting
 
 

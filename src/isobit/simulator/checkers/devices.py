@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isobit.errors import DeviceError
-from isobit.majority import name_ranks
+from isobit.foundation.majority import name_ranks
 from isobit.simulator.rank import Rank
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isobit import bits
 from isobit.errors import DivergenceError
-from isobit.majority import count_votes, name_ranks
+from isobit.foundation.majority import count_votes, name_ranks
 from isobit.simulator.call_sites import user_line
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from isobit.errors import MismatchError
-from isobit.majority import Vote, count_votes, name_ranks
+from isobit.foundation.majority import Vote, count_votes, name_ranks
 from isobit.simulator.collectives import Call
 from isobit.simulator.operations import Message, Operation, Receive
 

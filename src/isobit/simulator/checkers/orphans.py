@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from isobit.errors import OrphanError
-from isobit.majority import name_ranks
+from isobit.foundation.majority import name_ranks
 from isobit.simulator.operations import Message
 from isobit.simulator.rank import Rank
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from isobit.majority import count_votes, name_ranks
+from isobit.foundation.majority import count_votes, name_ranks
 from isobit.simulator.checkers.data_parallel import DataParallel, connect
 from isobit.simulator.checkers.habits import check_habits
 from isobit.simulator.checkers.step_record import Start, Step, describe_difference, digest

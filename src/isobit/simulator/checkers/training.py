@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
 from torch.utils._pytree import tree_leaves
 
-from isobit.majority import count_votes, name_ranks
+from isobit.foundation.majority import count_votes, name_ranks
 from isobit.simulator import probe
 from isobit.simulator import rank as ranks
 from isobit.simulator.call_sites import user_line

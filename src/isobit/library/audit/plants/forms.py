@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from isobit.audit_records import ERROR
+from isobit.auditing.records import ERROR
 from isobit.library.audit.plants import sums
 from isobit.library.audit.plants.plant import (
     WIDTH,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobit.audit_records import ERROR, ORDER
+from isobit.auditing.records import ERROR, ORDER
 from isobit.library.audit.plants import sums
 from isobit.library.audit.plants.plant import (
     WIDTH,

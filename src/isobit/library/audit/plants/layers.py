@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isobit.audit_records import ERROR
+from isobit.auditing.records import ERROR
 from isobit.library.audit.plants import sums
 from isobit.library.audit.plants.plant import (
     Net,

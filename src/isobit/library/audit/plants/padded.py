@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from isobit.audit_records import ERROR
+from isobit.auditing.records import ERROR
 from isobit.library.audit.plants import sums
 from isobit.library.audit.plants.plant import Plant, operator, padded_hidden, planted_in_net
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from isobit.audit_records import ORDER
+from isobit.auditing.records import ORDER
 from isobit.ops.linear.op import linear
 from isobit.ops.silu.op import silu
 

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from isobit.audit_records import ERROR
+from isobit.auditing.records import ERROR
 from isobit.library.audit.plants import sums
 from isobit.library.audit.plants.plant import (
     WIDTH,

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from isobit.audit_records import ERROR, RANDOM
+from isobit.auditing.records import ERROR, RANDOM
 from isobit.library.audit.plants import sums
 from isobit.library.audit.plants.layers import halved
 from isobit.library.audit.plants.plant import (

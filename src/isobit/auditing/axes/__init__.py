@@ -1,0 +1,1 @@
+"""What a model is run with: batches, padding, decoding, compilation, ranks; and what came out."""

@@ -1,0 +1,1 @@
+"""Which rows of a tensor belong to which sample, followed through operators that move rows."""

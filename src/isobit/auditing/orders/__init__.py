@@ -1,0 +1,1 @@
+"""In which order a guilty operator adds, revealed for a picture."""

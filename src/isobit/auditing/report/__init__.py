@@ -1,0 +1,1 @@
+"""An audit as text, HTML, JSON and SARIF; from records only, without torch."""

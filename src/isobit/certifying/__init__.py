@@ -1,0 +1,5 @@
+"""Compiled GPU code, executed and compared without a GPU."""
+
+from isobit.foundation.lazy import attach
+
+__getattr__, __dir__, __all__, HOMES = attach(__name__, __file__)

@@ -1,0 +1,1 @@
+"""Compare the names of all configurations, and say where two expressions differ."""

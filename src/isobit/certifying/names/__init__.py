@@ -1,0 +1,1 @@
+"""Names of expressions: equal names mean equal bits for all inputs."""

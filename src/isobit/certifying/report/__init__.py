@@ -1,0 +1,1 @@
+"""A certificate as text, HTML and JSON; from records only, without torch."""

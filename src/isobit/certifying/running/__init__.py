@@ -1,0 +1,1 @@
+"""Compile the kernels that a function launches, and execute them without a GPU."""

@@ -1,0 +1,101 @@
+"""Run Triton executors on a GPU and keep the texts of their kernels, each beside what the PTX machine runs for it.
+
+A certificate and every comparison in the PTX machine are about a PTX text. They hold for a GPU where Triton's runtime
+gives that GPU the same text; ptxas is trusted from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from isobit.certifying.judging.static_facts import ptx_digest
+from isobit.certifying.running.backends import compiler_for
+from isobit.certifying.running.compile import TARGETS, CompileError, LaunchError, specialise
+from isobit.certifying.running.kernel_texts import KernelText
+from isobit.errors import UnsupportedError
+from isobit.order.engines import ENGINE_OF_TARGET
+
+TEXTS = ("ptx", "amdgcn")  # what Triton keeps of a kernel, by vendor
+
+
+@dataclass(frozen=True)
+class CardBackend:
+    """Runs kernels by Triton's runtime, as without a backend, and keeps their texts.
+
+    Attributes:
+        target: The GPU, such as "sm_90".
+        texts: One per launch.
+    """
+
+    target: str
+    texts: list[KernelText] = field(default_factory=list, compare=False)
+
+    @property
+    def kind(self) -> str:
+        """The name of this backend."""
+        return "card"
+
+    @property
+    def engine(self) -> str:
+        """The arithmetic of the target's matrix products; "" if it is not known."""
+        return ENGINE_OF_TARGET.get(self.target, "")
+
+    def launch(
+        self,
+        kernel: Any,
+        grid: tuple[int, ...],
+        args: Sequence[Any],
+        constants: Mapping[str, Any],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Run one kernel on the GPU of its tensors."""
+        given = {**constants, **options}
+        texts = run_on_card(kernel, grid, args, given)
+        text = next((texts[kind] for kind in TEXTS if kind in texts), None)
+        if text is None:
+            raise UnsupportedError(
+                expected=f"the text of {kernel.__name__}: one of {', '.join(TEXTS)}",
+                received=f"a compiled kernel with {', '.join(texts) or 'nothing'}",
+                remedy="report it with the version of Triton; its code cannot be compared",
+            )
+        self.texts.append(self.beside_machine(kernel, args, given, text))
+
+    def beside_machine(
+        self, kernel: Any, args: Sequence[Any], given: Mapping[str, Any], text: str
+    ) -> KernelText:
+        """Return a text with the digest of what is compiled for the machine from the same call."""
+        if self.target not in TARGETS:
+            return KernelText(kernel.__name__, "", ptx_digest(text), "")
+        call = specialise(kernel, self.target, args, given)
+        try:
+            known = compiler_for(self.target).compile(kernel, call).facts.digest
+        except (CompileError, LaunchError):
+            known = ""
+        return KernelText(kernel.__name__, call.describe(), ptx_digest(text), known)
+
+
+def run_on_card(
+    kernel: Any, grid: tuple[int, ...], args: Sequence[Any], given: Mapping[str, Any]
+) -> Mapping[str, Any]:
+    """Launch a kernel by Triton's runtime, and return the texts of the compiled kernel."""
+    device = next(arg.device for arg in args if isinstance(arg, torch.Tensor))
+    with torch.cuda.device(device):
+        made = kernel[grid](*args, **given)
+    return made.asm  # type: ignore[no-any-return]
+
+
+def ptxas_version(target: str) -> str:
+    """Return what Triton's ptxas for a target says of itself; "" if there is none to ask."""
+    if target not in TARGETS:
+        return ""
+    from triton.backends.nvidia import compiler
+
+    try:
+        said = compiler.get_ptxas_version(int(target.removeprefix("sm_")))
+    except Exception:  # no such tool, or one that does not run
+        return ""
+    return str(said).strip().splitlines()[-1]

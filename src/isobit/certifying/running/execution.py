@@ -1,0 +1,317 @@
+"""Run a function once: a pilot that only looks at launches, or an execution of every launch in the machine."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from isobit.certifying.machine import Buffer, Machine, Pointer
+from isobit.certifying.records import KernelFacts
+from isobit.certifying.running.capture import Choices, Watch, captured, storage_of
+from isobit.certifying.running.compile import Compiled, Compiler, absent_driver, specialise
+from isobit.certifying.running.storages import (
+    AxisOf,
+    Fill,
+    Names,
+    Storages,
+    element_places,
+    layout_of,
+    read_halves,
+)
+from isobit.errors import ArgumentError, IsobitError, UnsupportedError
+from isobit.order.engines import ENGINE_OF_TARGET
+
+Function = Callable[..., Any]
+SEED = 0
+HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))  # isobit's own package
+
+
+class FunctionError(ArgumentError):
+    """An error that the user's function raised, with its place."""
+
+
+@dataclass
+class View:
+    """A tensor that a pilot saw as an argument: the facts from which names are made."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    argument: str
+    content: torch.Tensor | None = None
+
+
+@dataclass
+class Pilot:
+    """Receives launches and only notes their tensors.
+
+    Attributes:
+        views: storage key -> its views, in the sequence of their first use.
+        outputs: shapes and dtypes of what the function returned.
+        launches: names of the kernels that it launched.
+    """
+
+    watch: Watch | None = None
+    views: dict[str, list[View]] = field(default_factory=dict)
+    outputs: list[tuple[tuple[int, ...], torch.dtype]] = field(default_factory=list)
+    launches: list[str] = field(default_factory=list)
+    outside: dict[int, str] = field(default_factory=dict)
+    alive: list[torch.Tensor] = field(default_factory=list)
+    layouts: set[tuple[Any, ...]] = field(default_factory=set)
+    choices: Choices = field(default_factory=Choices)
+
+    def launch(
+        self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        """Note the tensors of a launch."""
+        self.launches.append(kernel.__name__)
+        given = dict(zip(kernel.arg_names, arguments, strict=False)) | named
+        assert self.watch is not None
+        for name, value in given.items():
+            if not isinstance(value, torch.Tensor):
+                continue
+            self.alive.append(value)
+            key = self.watch.key_of(storage_of(value), self.outside)
+            layout = (key, storage_of(value), *layout_of(value))
+            if layout not in self.layouts and value.numel():
+                self.layouts.add(layout)
+                with _without_modes():
+                    copy = value.detach().clone()
+                text = f"{name} of {kernel.__name__}"
+                views = self.views.setdefault(key, [])
+                views.append(View(tuple(value.shape), value.dtype, text, copy))
+
+    def knows(self, storage: int) -> bool:
+        """Return False: a pilot does not judge."""
+        return False
+
+    def wrote(self, storage: int) -> bool:
+        """Return False: a pilot does not judge."""
+        return False
+
+
+@dataclass
+class Execution:
+    """Receives launches and executes them; afterwards it has the names and bits of the outputs.
+
+    Attributes:
+        names: one array [elements] per output, in the order of its index.
+        bits: one array of bytes [elements, element size] per output.
+        unwritten: elements of the outputs that no kernel wrote.
+        machines: the machine and the kernel of each launch, if they record.
+    """
+
+    compiler: Compiler
+    axis_of: AxisOf
+    labels: Sequence[int]
+    nonce: int = 0
+    record: bool = False
+    fill: Fill = lambda key, number, tensor: None
+    argument_of: Callable[[str, int], str] = lambda key, number: key
+    storages: Storages | None = None
+    launched: list[Compiled] = field(default_factory=list)
+    machines: list[tuple[Machine, Compiled]] = field(default_factory=list)
+    executed: int = 0
+    remarks: list[str] = field(default_factory=list)  # of the machine
+    approximate: set[str] = field(default_factory=set)  # opcodes without the hardware's bits
+    seconds: float = 0.0
+    names: list[Names] = field(default_factory=list)
+    bits: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    unwritten: int = 0
+    choices: Choices = field(default_factory=Choices)
+
+    @property
+    def facts(self) -> list[KernelFacts]:
+        """The static facts of each launch."""
+        return [one.facts for one in self.launched]
+
+    def attach(self, watch: Watch) -> None:
+        """Begin a run."""
+        labels = np.asarray(self.labels, dtype=np.uint64)
+        self.storages = Storages(watch, self.axis_of, labels, self.nonce, self.fill)
+        self.storages.argument_of = self.argument_of if self.record else None
+
+    def launch(
+        self, kernel: Any, grid: Any, arguments: tuple[Any, ...], named: dict[str, Any]
+    ) -> None:
+        """Compile and execute a launch; buffers are written in place."""
+        assert self.storages is not None
+        with _without_modes():
+            call = specialise(kernel, self.compiler.target, arguments, named)
+            size = grid(call.bound) if callable(grid) else grid
+            size = (size,) if isinstance(size, int) else tuple(int(each) for each in size)
+            made = self.compiler.compile(kernel, call)
+            self.launched.append(made)
+            given = self.storages.arguments(call.arguments)
+            label_buffers(given, call.names)
+            if 0 in size:
+                return
+            engine = ENGINE_OF_TARGET[self.compiler.target]
+            machine = Machine(made.program, engine=engine, names=True, record=self.record)
+            machine.run((*size, 1, 1)[:3], given, shared_bytes=made.shared_bytes)
+            self.executed += machine.executed
+            self.remarks += [
+                f"{made.name}: {what}, at {at}"
+                for what, at in machine.facts.items()
+                # A sum alone cannot be fused: static facts count the products that can be.
+                if "ptxas may fuse" not in what
+            ]
+            self.approximate |= machine.approximate
+            if self.record:
+                self.machines.append((machine, made))
+
+    def knows(self, storage: int) -> bool:
+        """Tell whether a storage was an argument of a launch."""
+        return self.storages is not None and self.storages.knows(storage)
+
+    def wrote(self, storage: int) -> bool:
+        """Tell whether a kernel wrote a storage."""
+        return self.storages is not None and self.storages.wrote(storage)
+
+    def read(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Read the names and bits of the outputs."""
+        assert self.storages is not None
+        if not any(tensor.numel() for tensor in outputs):
+            raise UnsupportedError(
+                expected="outputs with at least one element",
+                received=", ".join(str(list(tensor.shape)) for tensor in outputs),
+                remedy="choose sizes that are not zero",
+            )
+        for number, tensor in enumerate(outputs):
+            storage = storage_of(tensor)
+            if tensor.numel() and not self.storages.wrote(storage):
+                raise UnsupportedError(
+                    expected="outputs that a kernel wrote",
+                    received=f"output {number}, {list(tensor.shape)}: no kernel wrote it",
+                    remedy="return the tensor that the kernel stores to; it needs at least one launch",
+                )
+            if not tensor.numel():
+                self.names.append(np.zeros(0, dtype=np.uint64))
+                self.bits.append(np.zeros((0, tensor.element_size()), dtype=np.uint8))
+                continue
+            held = self.storages.held[storage]
+            places, size = element_places(tensor), tensor.element_size()
+            self.names.append(read_halves(held.names, places, size))
+            halves = places * size // 2
+            self.unwritten += int((held.names[halves] == held.first[halves]).sum())
+            self.bits.append(held.data[(places * size)[:, None] + np.arange(size)].copy())
+
+
+def label_buffers(given: Sequence[Buffer | Pointer | int | float], names: Sequence[str]) -> None:
+    """Give each buffer the name of the first argument that points into it, for messages."""
+    for name, value in zip(names, given, strict=True):
+        if isinstance(value, (Buffer, Pointer)):
+            buffer = value if isinstance(value, Buffer) else value.buffer
+            buffer.label = buffer.label or name
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    with _disable_current_modes():
+        yield
+
+
+def call(
+    function: Function, given: Mapping[str, Any], receiver: Pilot | Execution, target: str
+) -> tuple[torch.Tensor, ...]:
+    """Call a function with its launches sent to a receiver; return the tensors that it returned.
+
+    Raises:
+        FunctionError: If the function raises an error of its own, or returns something that is no tensor.
+    """
+    watch = Watch(receiver)
+    if isinstance(receiver, Pilot):
+        receiver.watch = watch
+    else:
+        receiver.attach(watch)
+    began = time.perf_counter()
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+            absent_driver(target),
+            captured(receiver, receiver.choices),
+            watch,
+        ):
+            torch.manual_seed(SEED)
+            found = function(**given)
+        outputs = as_outputs(function, found)
+        if isinstance(receiver, Pilot):
+            receiver.outputs = [(tuple(t.shape), t.dtype) for t in outputs]
+        else:
+            receiver.read(outputs)
+        return outputs
+    except IsobitError:
+        raise
+    except (Exception, SystemExit) as error:  # its exit code is not the verdict
+        if is_internal(error):
+            raise
+        raise function_error(function, error) from error
+    finally:
+        if isinstance(receiver, Execution):
+            receiver.seconds = time.perf_counter() - began
+            if receiver.storages is not None:
+                receiver.storages.restore()
+
+
+def as_outputs(function: Function, found: Any) -> tuple[torch.Tensor, ...]:
+    """Return what a function returned as a tuple of tensors."""
+    outputs = (found,) if isinstance(found, torch.Tensor) else found
+    if not isinstance(outputs, (tuple, list)) or not outputs:
+        outputs = (None,)
+    if not all(isinstance(each, torch.Tensor) for each in outputs):
+        raise FunctionError(
+            expected=f"{name_of(function)} to return a tensor, or a tuple of tensors",
+            received=describe_returned(found),
+            remedy="return the tensor, or a tuple of the tensors, that the kernels write",
+        )
+    return tuple(outputs)
+
+
+def describe_returned(found: Any) -> str:
+    """Return the type of what a function returned, and of what is in it."""
+    name = type(found).__name__
+    if isinstance(found, (tuple, list)):
+        return f"a {name} of {', '.join(type(each).__name__ for each in found[:6]) or 'nothing'}"
+    return name
+
+
+def function_error(function: Function, error: BaseException) -> FunctionError:
+    """Return an error that names the line of the user's code where it was raised."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
+    where = f" at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno}" if frames else ""
+    first = (str(error).strip().splitlines() or [""])[0]
+    remedy = "mend the function; it must run on a machine without a GPU"
+    if "CUDA" in str(error) or "cuda" in str(error) or "NVIDIA" in str(error):
+        remedy = (
+            'make tensors on the CPU, without device="cuda" or .cuda(): nothing runs on a GPU here'
+        )
+    return FunctionError(
+        expected=f"{name_of(function)} to run",
+        received=f"{type(error).__name__}{where}: {first}",
+        remedy=remedy,
+    )
+
+
+def is_internal(error: BaseException) -> bool:
+    """Tell whether isobit's own code raised an error: a fault of isobit, not of the function."""
+    last = traceback.extract_tb(error.__traceback__)[-1].filename
+    return os.path.abspath(last).startswith(HOME + os.sep)
+
+
+def _is_users(file: str) -> bool:
+    return not os.path.abspath(file).startswith(HOME + os.sep) and "site-packages" not in file
+
+
+def name_of(function: Function) -> str:
+    """Return a function's name."""
+    return str(getattr(function, "__name__", type(function).__name__))

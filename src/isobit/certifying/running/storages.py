@@ -1,0 +1,271 @@
+"""The memory of one run: storages of torch as buffers of the machine, every element with a name.
+
+[Note: names of inputs]
+An element of a float input is named by its tensor (its number in the sequence of creation, which does not depend on
+sizes), the label of its row, and its index without the row. With one label for all rows, equal rows have equal names
+wherever they are. With different labels, a value that came from another row shows. Integers are named by their value:
+the certificate takes them as they are. Memory that nobody has initialised gets names of its own in every run, so that
+a result that depends on it never equals another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from isobit.certifying.judging.row_axes import RowAxis
+from isobit.certifying.machine import Buffer, Pointer
+from isobit.certifying.names import names
+from isobit.certifying.running.capture import Watch, storage_of
+from isobit.errors import UnsupportedError
+
+Names = names.Names
+ALIGNED = 256  # bytes
+# (key of the storage, number of the view, tensor) -> the axis of rows
+AxisOf = Callable[[str, int, torch.Tensor], RowAxis | None]
+Fill = Callable[[str, int, torch.Tensor], None]
+
+
+@dataclass
+class Held:
+    """One storage: its bytes, the names of its halves now and at the start, and which elements have one."""
+
+    tensor: torch.Tensor  # keeps the storage alive
+    key: str
+    data: np.ndarray[Any, np.dtype[np.uint8]]
+    names: Names
+    first: Names
+    named: np.ndarray[Any, np.dtype[np.bool_]]  # per byte
+    before: bytes | None  # the content of a storage from outside, which is put back
+    uninitialised: bool = False
+    buffer: Buffer | None = None  # of the current launch
+
+    @property
+    def written(self) -> bool:
+        """Whether a kernel stored something here."""
+        return not np.array_equal(self.names, self.first)
+
+
+@dataclass(frozen=True)
+class NamedView:
+    """A float input whose elements were named: for descriptions of expressions."""
+
+    argument: str
+    shape: tuple[int, ...]
+    axis: RowAxis | None
+    names: Names
+
+
+@dataclass
+class Storages:
+    """All storages that kernels of one run were given."""
+
+    watch: Watch
+    axis_of: AxisOf
+    labels: np.ndarray[Any, np.dtype[np.uint64]]  # of every row
+    nonce: int = 0
+    fill: Fill = lambda key, number, tensor: None
+    argument_of: Callable[[str, int], str] | None = None  # given if expressions are described
+    named_views: list[NamedView] = field(default_factory=list)
+    integers: list[list[bytes]] = field(default_factory=list)  # per integer input: content by row
+    held: dict[int, Held] = field(default_factory=dict)
+    views: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)  # by key, as they come
+    outside: dict[int, str] = field(default_factory=dict)
+
+    def knows(self, storage: int) -> bool:
+        """Tell whether a storage was an argument of a launch."""
+        return storage in self.held
+
+    def wrote(self, storage: int) -> bool:
+        """Tell whether a kernel wrote a storage."""
+        return storage in self.held and self.held[storage].written
+
+    def arguments(self, values: Sequence[Any]) -> list[Buffer | Pointer | int | float]:
+        """Return the arguments of a launch; views of one storage are pointers into one buffer."""
+        self.start_launch()
+        starts: dict[int, list[int]] = {}
+        for value in values:
+            if isinstance(value, torch.Tensor) and value.numel():
+                starts.setdefault(storage_of(value), []).append(first_byte(value))
+        # A buffer of several views begins at a multiple of what vector accesses are aligned to.
+        first = {
+            storage: found[0] if len(set(found)) == 1 else min(found) // ALIGNED * ALIGNED
+            for storage, found in starts.items()
+        }
+        return [
+            self.buffer(value, first.get(storage_of(value), 0))
+            if isinstance(value, torch.Tensor)
+            else value
+            for value in values
+        ]
+
+    def buffer(self, tensor: torch.Tensor, begin: int) -> Buffer | Pointer:
+        """Return a tensor's first element in the buffer that begins at a byte of its storage; elements are named."""
+        if not tensor.numel():
+            return Buffer(np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.uint64))
+        held = self.hold(tensor)
+        self.name_view(held, tensor)
+        start = first_byte(tensor)
+        if start % 2:
+            raise UnsupportedError(
+                expected="tensors that begin at an even byte of their memory",
+                received=f"a view of {list(tensor.shape)} that begins at byte {start}",
+                remedy="pass a tensor of its own, such as view.clone()",
+            )
+        if held.buffer is None:
+            held.buffer = Buffer(held.data[begin:], held.names[begin // 2 :])
+        return held.buffer if start == begin else Pointer(held.buffer, start - begin)
+
+    def start_launch(self) -> None:
+        """Forget the buffers of the launch before: a launch is ordered after it, so no race joins the two."""
+        for held in self.held.values():
+            held.buffer = None
+
+    def hold(self, tensor: torch.Tensor) -> Held:
+        """Return the record of a tensor's storage."""
+        storage = storage_of(tensor)
+        if storage not in self.held:
+            key = self.watch.key_of(storage, self.outside)
+            whole = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+            data = whole.numpy()
+            empty = key.startswith("scratch") and storage not in self.watch.filled
+            if empty:
+                data[:] = 0xFF  # NaN, so that a kernel that reads it gives no plausible number
+            before = None if storage in self.watch.made else data.tobytes()
+            halves = self.anonymous(key, (len(data) + 1) // 2, empty)
+            self.held[storage] = Held(
+                tensor,
+                key,
+                data,
+                halves,
+                halves.copy(),
+                np.zeros(len(data), dtype=bool),
+                before,
+                uninitialised=empty,
+            )
+        return self.held[storage]
+
+    def anonymous(self, key: str, count: int, empty: bool) -> Names:
+        """Return names of halves by their place in the storage, for elements that no view names."""
+        salt = f" run {self.nonce}" if empty else ""
+        operation = names.tag(f"input {key}{salt} by place")
+        return np.asarray(names.VALUE | names.mix(operation, np.arange(count, dtype=np.uint64)))
+
+    def name_view(self, held: Held, tensor: torch.Tensor) -> None:
+        """Name the elements of a view that have no name yet; what a kernel has written keeps its name."""
+        layout = (storage_of(tensor), *layout_of(tensor))
+        views = self.views.setdefault(held.key, [])
+        if layout in views or held.uninitialised or not tensor.numel():
+            return
+        number = len(views)
+        views.append(layout)
+        size = tensor.element_size()
+        places = element_places(tensor)
+        kept = held.names == held.first  # what a kernel has written keeps its name
+        fresh = ~held.named[places * size] & kept[places * size // 2]
+        if not fresh.any():
+            return
+        self.fill(held.key, number, tensor)
+        places = places[fresh]
+        if (made := self.symbols(held, tensor, number)) is not None:
+            write_halves(held.names, places, made[fresh], size)
+        else:
+            raw = held.data[: len(held.data) // 2 * 2].view(np.uint16)
+            halves = np.unique((places * size)[:, None] + np.arange(0, size, 2)) // 2
+            halves = halves[halves < len(raw)]
+            held.names[halves] = names.fixed_half(raw[halves])
+        halves = np.unique(((places * size)[:, None] + np.arange(size)) // 2)
+        held.first[halves] = held.names[halves]
+        held.named[(places * size)[:, None] + np.arange(size)] = True
+
+    def symbols(self, held: Held, tensor: torch.Tensor, number: int) -> Names | None:
+        """Return the names of a tensor's elements, or None if each is to be named by its value."""
+        try:
+            found = self.axis_of(held.key, number, tensor)
+            if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+                made = self.element_names(f"{held.key} view {number}", tensor, found)
+                if self.argument_of is not None:
+                    argument = self.argument_of(held.key, number)
+                    self.named_views.append(NamedView(argument, tuple(tensor.shape), found, made))
+                return made
+            if found is not None:
+                rows = tensor.movedim(found.axis, 0).reshape(len(self.labels), -1)
+                self.integers.append([row.numpy().tobytes() for row in rows])
+            return None
+        except UnsupportedError:
+            # Scratch that torch filled with one number has that number, whatever its shape.
+            if self.watch.is_constant(storage_of(tensor)) or not tensor.dtype.is_floating_point:
+                return None
+            raise
+
+    def element_names(self, label: str, tensor: torch.Tensor, found: RowAxis | None) -> Names:
+        """Return the names of a float tensor's elements, flat in the order of its own index."""
+        bits = 8 * tensor.element_size()
+        parts: list[Any] = [names.tag(f"input {label} of {bits} bits")]
+        axes = tensor.dim()
+        for axis, length in enumerate(tensor.shape):
+            index = np.arange(length, dtype=np.uint64)
+            shape = [1] * axes
+            shape[axis] = length
+            if found is not None and axis == found.axis:
+                row = index // np.uint64(found.per_row)
+                parts.append(self.labels[row.astype(np.int64)].reshape(shape))
+                index = index % np.uint64(found.per_row)
+            parts.append(index.reshape(shape))
+        made = names.mix(*parts)
+        return np.broadcast_to(made, tuple(tensor.shape)).reshape(-1)
+
+    def restore(self) -> None:
+        """Put back the content of storages that the function did not make."""
+        for held in self.held.values():
+            if held.before is not None:
+                held.data[:] = np.frombuffer(held.before, dtype=np.uint8)
+
+
+def first_byte(tensor: torch.Tensor) -> int:
+    """Return the byte of its storage where a tensor begins."""
+    return int(tensor.storage_offset()) * tensor.element_size()
+
+
+def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Return what tells two views of one storage apart."""
+    return tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype
+
+
+def element_places(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the place of every element in its storage, in elements, flat in the order of the tensor's index."""
+    places = np.full((1,) * tensor.dim(), tensor.storage_offset(), dtype=np.int64)
+    for axis, (length, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        shape = [1] * tensor.dim()
+        shape[axis] = length
+        places = places + (np.arange(length, dtype=np.int64) * stride).reshape(shape)
+    return places.reshape(-1)
+
+
+def write_halves(
+    halves: Names, places: np.ndarray[Any, np.dtype[np.int64]], made: Names, size: int
+) -> None:
+    """Write the names of elements of `size` bytes into the names of halves."""
+    if size == 4:
+        halves[2 * places], halves[2 * places + 1] = names.split(made)
+    elif size == 2:
+        halves[places] = names.half16(made)
+    elif size == 1:
+        halves[places // 2] = names.half16(made)
+    else:
+        for part in range(size // 2):
+            halves[places * (size // 2) + part] = names.VALUE | names.mix(made, np.uint64(part))
+
+
+def read_halves(halves: Names, places: np.ndarray[Any, np.dtype[np.int64]], size: int) -> Names:
+    """Return one name per element from the names of its halves."""
+    if size == 4:
+        return names.join(halves[2 * places], halves[2 * places + 1])
+    if size <= 2:
+        return names.value16(halves[places * size // 2])
+    parts = [halves[places * (size // 2) + part] for part in range(size // 2)]
+    return names.mix(*parts)

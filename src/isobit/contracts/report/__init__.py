@@ -1,0 +1,1 @@
+"""Contracts and their evidence as pages, graphs, JUnit and SARIF; without torch."""

@@ -1,0 +1,1 @@
+"""What every room uses and no user names: files, records, text, the machine, lazy names."""

@@ -1,0 +1,1 @@
+"""Checks of a run while it trains: losses, gradients, weights, optimizer state, replicas."""

@@ -1,0 +1,139 @@
+"""The report of a preflight as a self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from isobit.foundation.records import Provenance
+from isobit.report.markup import FOOTER_STYLE, as_footer, escape
+
+PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>{title}</title><style>
+:root{{color-scheme:light dark;--good:#237a4b;--bad:#b3261e;--warn:#a1470c;--mute:#6b7280}}
+@media (prefers-color-scheme:dark){{:root{{--good:#5cc08a;--bad:#f2837b;--warn:#f08a4b;--mute:#9aa3b2}}}}
+body{{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem}}
+h1{{font-size:1.5rem;margin-bottom:.2rem}}h2{{font-size:1.1rem;margin:2rem 0 .5rem}}.verdict{{font-size:1.1rem}}
+table{{border-collapse:collapse;width:100%}}td,th{{text-align:left;padding:.35rem .8rem .35rem 0;vertical-align:top;
+border-bottom:1px solid #8884;white-space:nowrap}}th{{font-weight:500;color:var(--mute)}}
+.good{{color:var(--good)}}.bad{{color:var(--bad)}}.warn{{color:var(--warn)}}.mute{{color:var(--mute)}}
+td:last-child{{white-space:normal;overflow-wrap:anywhere;width:100%;min-width:14rem}}.wide{{overflow-x:auto}}
+code{{font:13px ui-monospace,Menlo,Consolas,monospace}}td.number{{width:auto;font-variant-numeric:tabular-nums}}
+@media (max-width:640px){{td:first-child{{white-space:normal}}.found tr:first-child{{display:none}}
+.found tr{{display:flex;flex-wrap:wrap;border-bottom:1px solid #8884}}.found td{{border:0;padding-bottom:.1rem}}
+.found td:last-child{{flex-basis:100%;min-width:0;padding-bottom:.35rem}}
+.found td.step:not(:empty)::before{{content:"step "}}
+.found td.ranks:not(:empty)::before{{content:"rank "}}}}
+{footer_style}</style>
+<h1>{title}</h1><p class="verdict {tone}">{verdict}</p>
+<h2>What was found</h2>{findings}{notes}
+<h2>What was checked</h2><table>{checks}</table>
+{dtypes}{origin}</html>
+"""
+TONES = {"error": "bad", "warning": "warn"}
+
+
+def write_preflight_page(
+    name: str, report: Mapping[str, Any], origin: Provenance | None = None
+) -> str:
+    """Return the page of one preflight.
+
+    Args:
+        name: The script.
+        report: A PreflightReport as a dictionary.
+        origin: Where the page comes from.
+    """
+    findings, judged = report["findings"], report["judged"]
+    return PAGE.format(
+        title=escape(f"Preflight of {name}"),
+        tone="bad" if findings else "mute" if report["not_judged"] else "good",
+        verdict=escape(headline(report)),
+        findings=write_findings(findings),
+        notes="".join(f"<p>{escape(note['message'])}</p>" for note in report.get("notes", ())),
+        checks=write_checks(judged, report["not_judged"]),
+        dtypes=write_dtypes(report["dtypes"]),
+        origin=as_footer(origin),
+        footer_style=FOOTER_STYLE,
+    )
+
+
+def headline(report: Mapping[str, Any]) -> str:
+    """Return the verdict in one sentence: what was found, by how many checks of what, and which were not made."""
+    if "headline" in report:
+        return str(report["headline"])
+    made, missed = len(report["judged"]), list(report["not_judged"])
+    found = len(report["findings"])
+    words = f"FOUND: {many(found, 'finding')}" if found else "nothing found"
+    if not found and not missed:
+        words = "clean"
+    counts = [] if report["ranks"] == 1 else [many(report["ranks"], "rank")]
+    counts.append(many(report["steps"], "step"))
+    if report["models"]:
+        counts += [many(report["models"], "model"), many(report["parameters"], "parameter")]
+    sentence = f"{words} by {made} of {made + len(missed)} checks, on {', '.join(counts)}"
+    return sentence + (f"; not judged: {', '.join(missed)}" if missed else "")
+
+
+def in_steps(finding: Mapping[str, Any]) -> str:
+    """Return the steps of a finding; ranges for several in a row."""
+    steps = list(finding.get("steps") or ([] if finding["step"] is None else [finding["step"]]))
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and runs[-1][1] == step - 1:
+            runs[-1][1] = step
+        else:
+            runs.append([step, step])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def many(count: int, noun: str) -> str:
+    """Return a number and its noun."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def write_findings(findings: Any) -> str:
+    """Return the table of findings, errors first."""
+    if not findings:
+        return "<p>Nothing.</p>"
+    has_ranks = any(one["ranks"] for one in findings)
+    rows = "".join(
+        f'<tr><td><code>{escape(one["rule"])}</code><td class="{TONES.get(one["severity"], "mute")}">'
+        f'{escape(one["severity"])}<td class="step">{in_steps(one)}'
+        + (f'<td class="ranks">{escape(", ".join(map(str, one["ranks"])))}' if has_ranks else "")
+        + f"<td>{escape(words_of(one))}"
+        for one in sorted(findings, key=lambda one: str(one["severity"]))
+    )
+    head = f"<tr><th>rule<th>severity<th>step{'<th>ranks' if has_ranks else ''}<th>found"
+    return f'<div class="wide"><table class="found">{head}{rows}</table></div>'
+
+
+def words_of(finding: Mapping[str, Any]) -> str:
+    """Return the message of a finding after its module."""
+    module = f"{finding['module']}: " if finding["module"] else ""
+    return f"{module}{finding['message']}"
+
+
+def write_checks(judged: Any, skipped: Mapping[str, str]) -> str:
+    """Return the rows of the checks that were made, and of those that were not, with the reason."""
+    made = "".join(f'<tr><td>{escape(name)}<td class="good">made' for name in judged)
+    return made + "".join(
+        f'<tr><td>{escape(name)}<td class="mute">not made: {escape(reason)}'
+        for name, reason in skipped.items()
+    )
+
+
+def write_dtypes(dtypes: Mapping[str, Mapping[str, int]]) -> str:
+    """Return the table of dtypes: calls by class of module."""
+    if not dtypes:
+        return ""
+    kinds = sorted({dtype for counts in dtypes.values() for dtype in counts})
+    rows = "".join(
+        f"<tr><td><code>{escape(name)}</code>"
+        + "".join(f'<td class="number">{counts.get(kind, 0):,}' for kind in kinds)
+        for name, counts in sorted(dtypes.items())
+    )
+    head = "".join(f"<th>{escape(kind)}" for kind in kinds)
+    return (
+        '<h2>Dtypes</h2><p class="mute">Calls in training, by module and dtype of the output.</p>'
+        f'<div class="wide"><table><tr><th>module{head}{rows}</table></div>'
+    )

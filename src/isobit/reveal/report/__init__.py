@@ -1,0 +1,1 @@
+"""A revealed order as a picture and a page; without torch."""
