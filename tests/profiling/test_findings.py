@@ -154,6 +154,12 @@ def test_a_slow_rank_is_first_and_its_cause_is_said(tmp_path):
     ]
 
 
+def test_a_rank_that_is_late_once_is_not_slow(tmp_path):
+    found = profiled(run_of(delays=[(2, 1, "loader", 400)]), tmp_path)
+    assert found.waited_for == {2: 800_000}
+    assert "slow-rank" not in [one.rule for one in found.findings]
+
+
 def test_moving_data_is_a_finding_of_its_own(tmp_path):
     """The run moves 100 µs of 480; without a late rank that is all that it costs."""
     found = profiled(run_of(), tmp_path)

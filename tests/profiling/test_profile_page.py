@@ -9,8 +9,16 @@ from tests.profiling.test_ranks import profiled, run_of
 
 
 def test_the_report_has_findings_ranks_collectives_and_bricks(tmp_path):
-    page = write_profile_page(profiled(run_of(delays=[(2, 1, "loader", 400)]), tmp_path))
-    for words in ("What costs time", "Where the steps went", "Ranks and collectives", "Bricks of rank 0", "slow-rank"):
+    page = write_profile_page(
+        profiled(run_of(delays=[(2, step, "loader", 400) for step in range(3)]), tmp_path)
+    )
+    for words in (
+        "What costs time",
+        "Where the steps went",
+        "Ranks and collectives",
+        "Bricks of rank 0",
+        "slow-rank",
+    ):
         assert words in page
     assert page.count('<div class="rank">') == 3
     assert not re.search(r"https?://|<script|<link|@import|url\(", page)
@@ -37,7 +45,13 @@ def test_names_of_a_trace_are_text(tmp_path, capsys):
 def test_two_runs_have_no_report(tmp_path, capsys):
     for name in ("a.json", "b.json"):
         one_step().write(tmp_path / name)
-    words = ["profile", str(tmp_path / "a.json"), str(tmp_path / "b.json"), "--html", str(tmp_path / "c.html")]
+    words = [
+        "profile",
+        str(tmp_path / "a.json"),
+        str(tmp_path / "b.json"),
+        "--html",
+        str(tmp_path / "c.html"),
+    ]
     assert main(words) == 2
     assert "two runs to compare" in capsys.readouterr().err
     assert not (tmp_path / "c.html").exists()
