@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from isobit.profiling.account import (
@@ -260,6 +261,7 @@ def words_of_shapes(dims: Any) -> str:
     return text if len(text) <= LONGEST_SHAPES else text[: LONGEST_SHAPES - 1] + "…"
 
 
+@lru_cache(maxsize=1 << 16)  # a trace has few names
 def short(name: str) -> str:
     """Return a kernel's name without its arguments and most of its template."""
     bare = re.sub(r"^void ", "", name)
