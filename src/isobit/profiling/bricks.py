@@ -26,6 +26,7 @@ from isobit.profiling.timeline import tiles
 
 NO_OPERATOR = "launched before the trace, or by no operator"
 LONGEST_SHAPES = 120
+LARGEST_MESSAGE = 1 << 60  # elements
 
 
 class Growing:
@@ -251,7 +252,8 @@ def message_words(event: Event) -> str:
     """Return elements and dtype of a collective, where recorded."""
     if event.message is not None:
         elements, dtype = event.message.get("In msg nelems"), event.message.get("dtype")
-        return f"{elements:,} {str(dtype)[:20]}" if type(elements) is int else ""
+        known = type(elements) is int and 0 <= elements < LARGEST_MESSAGE
+        return f"{elements:,} {str(dtype)[:20]}" if known else ""
     return words_of_shapes(event.dims) if event.dims is not None else ""
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import exp, log
 from statistics import median_low
 
 from isobit.profiling import account as causes
@@ -26,6 +27,7 @@ LOADER, HOST_BOUND, WAITS, ALLOCATOR, COMPILING = 0.05, 0.25, 0.02, 0.01, 0.01
 MOVING, WAITING, UNKNOWN, NOT_STARTED = 0.10, 0.10, 0.10, 0.20
 PAGEABLE, LOW, CASTS, LAYOUTS, PRODUCTS_IN_FP32, ORDER = 0.005, 0.05, 0.05, 0.05, 0.05, 0.01
 OF_BOUND = 0.25  # a brick below this share of its bound is slow
+CLEAR, BY_CHANCE = 0.25, 0.05  # a wait that needs no statistics; and the probability for the others
 SHORT_CALL = 20_000  # ns; below this the launch, not the bound, sets the time
 
 REMEDIES = {
@@ -135,7 +137,8 @@ def of_collectives(profile: Profile) -> Iterator[Finding]:
     total = sum(rank.whole.total for rank in profile.ranks)
     waiting = sum(one.waiting for one in apart)
     rank, ns = most_waited_for(apart)
-    if usual_share(profile, apart, rank) >= WAITING:
+    usual = usual_share(profile, apart, rank)
+    if usual >= WAITING and (usual >= CLEAR or chance(apart, rank) < BY_CHANCE):
         parts = profile.causes.get(rank, {})
         words = ", ".join(
             f"{cause} {late / 1e6:,.3f}" for cause, late in list(parts.items())[:3] if late > 0
@@ -180,6 +183,23 @@ def usual_share(profile: Profile, collectives: Sequence[Collective], rank: int) 
             totals[step.step] += step.total
     shares = [waits[step] / total for step, total in totals.items() if total]
     return median_low(shares) if shares else 0.0
+
+
+def chance(collectives: Sequence[Collective], rank: int) -> float:
+    """Return an upper bound (Chernoff's) of the probability that some rank is last as often, if all were equally fast.
+
+    With two ranks and four collectives nothing can be told from who is last: one in eight runs has the same rank last
+    in all of them. Then only a wait that is long by itself is a finding.
+    """
+    trials = [one for one in collectives if one.waiting]
+    ranks = len(trials[0].waits) if trials else 0
+    often = sum(one.last == rank for one in trials) / len(trials) if trials else 0.0
+    if not trials or often * ranks <= 1:
+        return 1.0
+    apart = often * log(often * ranks)
+    if often < 1:
+        apart += (1 - often) * log((1 - often) * ranks / (ranks - 1))
+    return min(1.0, ranks * exp(-len(trials) * apart))
 
 
 def slice_of(one: Collective) -> Slice:
