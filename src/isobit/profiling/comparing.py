@@ -66,7 +66,7 @@ def notes_of(left: Profile, right: Profile) -> list[str]:
         notes.append(
             f"{len(before - after)} of {len(before)} kernels of matrix products in A are not in B, which has "
             f"{len(after)}: "
-            "they may add in a different order, and results differ in bits; isobit audit compares them"
+            "they may add in a different order, so that bits differ; isobit audit compares them"
         )
     return notes
 
