@@ -257,3 +257,23 @@ def test_bricks_are_all_of_the_device_time():
     (trace,) = read_traces([CORPUS / "vit_H100.json.gz"])
     (rank,) = profile([CORPUS / "vit_H100.json.gz"]).ranks
     assert rank.device_time == sum(event.duration for event in trace.device)
+
+
+# TraceLens' own reference for this trace (tests/traces/compare_test_e2e/reference/mi300_perf_report_csvs/GEMM.csv at
+# 87031cd): shapes, mean TFLOP/s, µs of all kernels.
+TRACELENS = [
+    ("aten::mm", "[8944,1024] × [1024,2816]", 466.8243, 5308.273),
+    ("aten::addmm", "[1024] × [8944,1024] × [1024,1024]", 457.6051, 2954.763),
+    ("aten::mm", "[8944,2816] × [2816,1024]", 521.8667, 2374.795),
+    ("aten::mm", "[8944,1024] × [1024,1024]", 459.5800, 980.549),
+]
+
+
+@pytest.mark.skipif(not CORPUS.exists(), reason="public traces are not there")
+def test_products_run_as_fast_as_tracelens_says():
+    (rank,) = profile([CORPUS / "qwen0.5b_MI300X.json.gz"]).ranks
+    found = {(brick.operator, brick.shapes): brick for brick in rank.bricks}
+    for operator, shapes, rate, time in TRACELENS:
+        brick = found[operator, shapes]
+        assert brick.ns == pytest.approx(time * 1000, abs=1)
+        assert brick.of_bound * machine_of(rank.device).bf16 == pytest.approx(rate, rel=0.005)

@@ -66,6 +66,25 @@ def test_a_planted_change_is_the_first_row_that_is_work(change, tmp_path):
         assert (first.left_kernels, first.right_kernels) == (("sgemm_128",), ("other_gemm",))
 
 
+def test_other_kernels_of_products_are_said(tmp_path):
+    found = compared(tmp_path, run(), run(swap=True))
+    assert [
+        note
+        for note in found.notes
+        if note.startswith("1 of 2 kernels of matrix products in A are not in B")
+    ]
+    assert compared(tmp_path, run(), run(copy=True)).notes == ()
+
+
+@pytest.mark.skipif(not CORPUS.exists(), reason="public traces are not there")
+def test_decode_and_prefill_of_a_server_use_other_kernels_for_every_projection():
+    """Qwen3-8B on SGLang: the same weights, and no kernel of a product in common."""
+    names = ("decode", "prefill")
+    found = compare(*(CORPUS / f"sglang_qwen3-8b_MI300X_{name}.json.gz" for name in names))
+    (note,) = found.notes
+    assert note.startswith("5 of 5 kernels of matrix products in A are not in B, which has 4")
+
+
 def test_equal_runs_differ_in_nothing(tmp_path):
     assert {row.right - row.left for row in compared(tmp_path, run(), run()).rows} == {0}
 

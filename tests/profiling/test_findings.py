@@ -154,6 +154,23 @@ def test_a_slow_rank_is_first_and_its_cause_is_said(tmp_path):
     ]
 
 
+def test_a_rank_that_is_late_once_is_not_slow(tmp_path):
+    found = profiled(run_of(delays=[(2, 1, "loader", 400)]), tmp_path)
+    assert found.waited_for == {2: 800_000}
+    assert "slow-rank" not in [one.rule for one in found.findings]
+
+
+def test_a_wait_of_a_tenth_needs_more_steps_than_three(tmp_path):
+    """With three ranks, one of them is the last in three steps by chance in one run of nine."""
+    for steps, wanted in ((3, False), (6, True)):
+        found = profiled(
+            run_of(steps=steps, delays=[(2, step, "loader", 130) for step in range(steps)]),
+            tmp_path,
+        )
+        assert 0.10 < found.waited_for[2] / sum(rank.whole.total for rank in found.ranks) < 0.25
+        assert ("slow-rank" in [one.rule for one in found.findings]) is wanted
+
+
 def test_moving_data_is_a_finding_of_its_own(tmp_path):
     """The run moves 100 µs of 480; without a late rank that is all that it costs."""
     found = profiled(run_of(), tmp_path)

@@ -9,7 +9,9 @@ from tests.profiling.test_ranks import profiled, run_of
 
 
 def test_the_report_has_findings_ranks_collectives_and_bricks(tmp_path):
-    page = write_profile_page(profiled(run_of(delays=[(2, 1, "loader", 400)]), tmp_path))
+    page = write_profile_page(
+        profiled(run_of(delays=[(2, step, "loader", 400) for step in range(3)]), tmp_path)
+    )
     for words in (
         "What costs time",
         "Where the steps went",

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,8 @@ from isobit.profiling.api import profile
 from isobit.profiling.reading import json_stream, sources
 from isobit.profiling.reading.json_stream import JsonStream, nanoseconds
 from isobit.profiling.reading.trace import read_traces
+from isobit.profiling.report.page import write_profile_page
+from isobit.profiling.report.text import lines_of
 from tests.profiling.synthetic import CORPUS, Chrome, one_step
 
 WHOLE = {
@@ -228,6 +231,77 @@ def test_crossing_and_nested_slices_cost_linear_time(tmp_path):
     begin = time.process_time()
     assert len(profile([tmp_path / "t.json"]).ranks[0].steps) == 20_000
     assert time.process_time() - begin < 20  # n² takes minutes
+
+
+VALUES = [
+    None,
+    True,
+    "",
+    "a",
+    "NaN",
+    -1,
+    0,
+    1,
+    2**70,
+    10**400,
+    1.5,
+    -0.5,
+    1e300,
+    [],
+    [[]],
+    [1, [2]],
+    {},
+    {"a": 1},
+    "[0, 1]",
+    "\udc80\x1b[2J",
+]
+
+
+def mutated(draw, chromes):
+    """Replace some fields of some events, and of headers, by values of other kinds."""
+    for chrome in chromes:
+        for _ in range(draw.randint(0, 4)):
+            event = draw.choice(chrome.events)
+            target = draw.choice(
+                [event, event["args"] if isinstance(event.get("args"), dict) else event]
+            )
+            fields = [
+                *target,
+                "Input Dims",
+                "Input type",
+                "Process Group Ranks",
+                "correlation",
+                "Concrete Inputs",
+            ]
+            target[draw.choice(fields)] = draw.choice(VALUES)
+        if draw.random() < 0.3:
+            name = draw.choice(["distributedInfo", "deviceProperties", "baseTimeNanoseconds"])
+            chrome.header[name] = draw.choice(
+                [*VALUES, {"rank": draw.choice(VALUES), "world_size": draw.choice(VALUES)}]
+            )
+    return chromes
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_field_of_another_kind_is_an_error_of_ours(seed, tmp_path):
+    """A trace is profiled, or refused as no trace: nothing else is raised."""
+    from tests.profiling.test_ranks import run_of
+
+    draw = random.Random(seed)
+    profiled = 0
+    for number in range(60):
+        chromes = mutated(draw, [one_step()] if number % 2 else run_of(ranks=2, steps=2))
+        for rank, chrome in enumerate(chromes):
+            chrome.write(tmp_path / f"rank{rank}.json")
+        paths = [tmp_path / f"rank{rank}.json" for rank in range(len(chromes))]
+        try:
+            found = profile(paths)
+        except ArgumentError:
+            continue
+        profiled += 1
+        assert list(lines_of(found))
+        assert write_profile_page(found)
+    assert profiled > 20
 
 
 def test_two_traces_of_one_rank_are_refused(tmp_path):

@@ -61,6 +61,7 @@ FLASH = re.compile(r"aten::(_flash_attention|_efficient_attention)_(forward|back
 SDPA = re.compile(
     r"aten::_scaled_dot_product_(?:flash|efficient|cudnn|fused)\w*?(_backward)?|aten::scaled_dot_product_attention"
 )
+MOST_DIMENSIONS, LARGEST_SIZE = 16, 1 << 40  # so that no product is too large for a float
 OPAQUE = re.compile(r"OpaqueType<(\d{1,2})u?>")
 
 
@@ -234,7 +235,11 @@ def written(name: str, tensors: list[Any]) -> int:
 
 def is_shape(value: Any) -> bool:
     """Whether a recorded size is that of one tensor; that of a list of tensors is a list of lists."""
-    return isinstance(value, list) and bool(value) and all(type(size) is int for size in value)
+    return (
+        isinstance(value, list)
+        and 0 < len(value) <= MOST_DIMENSIONS
+        and all(type(size) is int and size < LARGEST_SIZE for size in value)
+    )
 
 
 def whole(shape: Any) -> list[int]:

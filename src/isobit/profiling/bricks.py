@@ -6,6 +6,7 @@ import re
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 from isobit.profiling.account import (
@@ -25,6 +26,7 @@ from isobit.profiling.timeline import tiles
 
 NO_OPERATOR = "launched before the trace, or by no operator"
 LONGEST_SHAPES = 120
+LARGEST_MESSAGE = 1 << 60  # elements
 
 
 class Growing:
@@ -250,7 +252,8 @@ def message_words(event: Event) -> str:
     """Return elements and dtype of a collective, where recorded."""
     if event.message is not None:
         elements, dtype = event.message.get("In msg nelems"), event.message.get("dtype")
-        return f"{elements:,} {str(dtype)[:20]}" if type(elements) is int else ""
+        known = type(elements) is int and 0 <= elements < LARGEST_MESSAGE
+        return f"{elements:,} {str(dtype)[:20]}" if known else ""
     return words_of_shapes(event.dims) if event.dims is not None else ""
 
 
@@ -260,6 +263,7 @@ def words_of_shapes(dims: Any) -> str:
     return text if len(text) <= LONGEST_SHAPES else text[: LONGEST_SHAPES - 1] + "…"
 
 
+@lru_cache(maxsize=1 << 16)  # a trace has few names
 def short(name: str) -> str:
     """Return a kernel's name without its arguments and most of its template."""
     bare = re.sub(r"^void ", "", name)

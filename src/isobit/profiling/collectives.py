@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from isobit.profiling.steps import Step
 
 MESSAGES = re.compile(r"send|recv|p2p", re.I)
 ALL_WAIT_FOR_ALL = re.compile(r"all_?reduce|all_?gather|reduce_?scatter|all_?to_?all|barrier", re.I)
+MOST_LEVELS = 64  # from a launch up to its annotation
 MEMBERS = re.compile(r"\[(\d{1,7}(?:, ?\d{1,7})*)\]")
 
 
@@ -110,7 +112,9 @@ def is_message(event: Event) -> bool:
     if event.kind == "note":
         return bool(MESSAGES.match(event.name.split(":", 1)[1].strip()))
     host = event.launch
-    while host is not None:
+    for _ in range(MOST_LEVELS):
+        if host is None:
+            break
         if host.kind == "note" and host.name.startswith("nccl:"):
             return bool(MESSAGES.match(host.name[5:].strip()))
         host = host.parent
@@ -120,7 +124,8 @@ def is_message(event: Event) -> bool:
 def step_name(event: Event, steps: Sequence[Step]) -> str:
     """Return the step in which a collective was launched, or else started."""
     at = event.launch.start if event.launch is not None else event.start
-    return next((step.name for step in reversed(steps) if step.start <= at < step.end), "")
+    index = bisect_right(steps, at, key=lambda step: step.start) - 1
+    return steps[index].name if index >= 0 and at < steps[index].end else ""
 
 
 def group_of(event: Event) -> str:

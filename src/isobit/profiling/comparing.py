@@ -7,9 +7,11 @@ integers, multiplied by the other run's number of steps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 
 from isobit.profiling.records import Comparison, Profile, RankProfile, Row
+
+PRODUCT = re.compile(r"gemm|^Cijk_|nvjet|cutlass|wmma|gemv", re.I)
 
 
 def compare_profiles(left: Profile, right: Profile) -> Comparison:
@@ -52,10 +54,23 @@ def walls_of(
     return found
 
 
-def notes_of(left: Profile, right: Profile) -> Sequence[str]:
-    """Say what the comparison leaves out."""
-    return [
+def notes_of(left: Profile, right: Profile) -> list[str]:
+    """Say what the comparison leaves out, and whether products use other kernels."""
+    notes = [
         f"of the {side} run rank {profile.ranks[0].rank} is compared, of {len(profile.ranks)} ranks"
         for side, profile in (("first", left), ("second", right))
         if len(profile.ranks) > 1
     ]
+    before, after = product_kernels(left.ranks[0]), product_kernels(right.ranks[0])
+    if before - after and after:
+        notes.append(
+            f"{len(before - after)} of {len(before)} kernels of matrix products in A are not in B, which has "
+            f"{len(after)}: "
+            "they may add in a different order, so that bits differ; isobit audit compares them"
+        )
+    return notes
+
+
+def product_kernels(rank: RankProfile) -> set[str]:
+    """Return the names of a rank's kernels of matrix products."""
+    return {name for brick in rank.bricks for name in brick.kernels if PRODUCT.search(name)}

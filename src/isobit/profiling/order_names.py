@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,7 @@ FAMILIES = (
 )
 
 
+@lru_cache(maxsize=1 << 16)  # a trace has few names
 def order_of(kernel: str) -> str:
     """Return what is known of the order of addition of a kernel, or nothing."""
     return next((family.order for family in FAMILIES if family.pattern.search(kernel)), "")

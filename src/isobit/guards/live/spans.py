@@ -21,7 +21,8 @@ class Spans:
     A step lasts from its first forward to the end of the optimizer's step, a micro-batch from its forward to the next
     one or to the step, so that it includes its backward. Blocks and operators are forwards. A block is a module of an
     outermost `ModuleList`, or a child of a model that has none; an operator is a module without modules inside. Only
-    the depths that are asked for have hooks. On a GPU, a span measures the time until work is queued.
+    the depths that are asked for have hooks. On a GPU, a span measures the time until work is queued;
+    what the device does is in a trace of torch.profiler, which `isobit profile` reads.
 
     Args:
         model: The model that the training loop calls.

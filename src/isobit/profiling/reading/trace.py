@@ -26,6 +26,7 @@ MOST_EVENTS = 20_000_000  # that are kept; about 10 GB
 LONGEST_NAME = 2000
 DEEPEST_PATH = 64  # modules
 MOST_RANKS = 1 << 20
+LARGEST_COPY = 1 << 50  # bytes
 
 DEVICE = {
     "kernel": "kernel",
@@ -266,7 +267,7 @@ class Builder:
         )
         event.device = event.thread[0]
         size = args.get("bytes")
-        event.size = size if type(size) is int and size >= 0 else 0
+        event.size = size if type(size) is int and 0 <= size < LARGEST_COPY else 0
         if "Collective name" in args:
             event.message = args
         self.device.append(event)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from isobit.foundation.plain_text import one_line
 from isobit.profiling.records import Account, Comparison, Profile, RankProfile
 
-MOST_RANKS = 8  # lines of ranks; --json has all
-MOST_BRICKS = 5
-MOST_LATE = 3
+MOST_RANKS = 3  # the longest; --html and --json have all
+MOST_BRICKS = 3
+MOST_LATE = 1
 MOST_ROWS = 7
-MOST_FINDINGS = 4
-SMALL_PART = 0.01  # parts below this share are added up as "other"
+MOST_FINDINGS = 3
+SMALL_PART = 0.02  # parts below this share are added up as "other"
 
 
 def lines_of(profile: Profile) -> Iterator[str]:
@@ -23,14 +23,15 @@ def lines_of(profile: Profile) -> Iterator[str]:
         f"{len(profile.ranks)} of {many(profile.world, 'rank')}, {one_line(first.device)}, "
         f"{many(steps, 'step')} of {milliseconds(first.whole.total // steps)} ms on average"
     )
-    for rank in profile.ranks[:MOST_RANKS]:
+    shown = sorted(profile.ranks, key=lambda rank: -rank.whole.total)[:MOST_RANKS]
+    for rank in shown:
         yield f"rank {rank.rank}: {sentence_of(rank.whole)}"
-    if len(profile.ranks) > MOST_RANKS:
-        yield f"… and {len(profile.ranks) - MOST_RANKS} more ranks; --json has all"
+    if len(profile.ranks) > len(shown):
+        yield f"… and {many(len(profile.ranks) - len(shown), 'shorter rank')}; --html and --json have all"
     yield from lines_of_ranks(profile)
     yield from lines_of_bricks(first)
     yield from lines_of_findings(profile)
-    for rank in profile.ranks[:MOST_RANKS]:
+    for rank in shown:
         if rank.outside:
             yield (
                 f"note: rank {rank.rank}: {milliseconds(rank.outside)} ms of device work are outside of every step"
@@ -98,16 +99,16 @@ def lines_of_ranks(profile: Profile) -> Iterator[str]:
 
 
 def lines_of_findings(profile: Profile) -> Iterator[str]:
-    """Yield the costliest findings, with their first evidence and the remedy."""
+    """Yield the costliest findings with their remedies."""
     for one in profile.findings[:MOST_FINDINGS]:
-        cost = f" {one.cost} {milliseconds(one.ns)} ms, {one.share:.1%}" if one.ns else ""
-        yield f"{one.severity} {one.rule}, rank {one.rank}:{cost}; {one_line(one.detail)}"
-        for found in one.evidence[:1]:
-            yield f"  longest: {one_line(found.name)}, {milliseconds(found.ns)} ms at {found.start:,} ns"
+        cost = f"{one.cost} {milliseconds(one.ns)} ms, {one.share:.1%}"
+        if not one.ns:
+            cost = f"{one.share:.1%} of the device time"
+        yield f"{one.severity} {one.rule}, rank {one.rank}: {cost}; {one_line(one.detail)}"
         yield f"  remedy: {one.remedy}"
     more = len(profile.findings) - MOST_FINDINGS
     if more > 0:
-        yield f"… and {many(more, 'more finding')}; --json has all"
+        yield f"… and {many(more, 'more finding')}; --html and --json have all"
     if not profile.findings:
         yield "no finding"
 
