@@ -121,3 +121,21 @@ def test_parameters_that_diverge():
 
 def test_parameters_that_agree():
     World(3).run(lambda rank: same_on_all_ranks(torch.nn.LayerNorm(4)))
+
+
+def test_results_of_one_call_in_the_same_memory():
+    def body(rank, outputs):
+        dist.all_gather(outputs(rank, dist.get_world_size()), torch.full((2,), float(rank)))
+
+    def repeated_on_rank_1(rank, size):
+        return [torch.empty(2)] * size if rank == 1 else [torch.empty(2) for _ in range(size)]
+
+    wrong = partial(body, outputs=repeated_on_rank_1)
+    expect(PendingError, [1], wrong, match="results 0 and 1 in the same memory")
+    for right in (
+        lambda _, size: [torch.empty(2) for _ in range(size)],
+        lambda _, size: list(torch.empty(size, 2).unbind()),
+    ):
+        assert not World(3).run(partial(body, outputs=right)).findings
+    empty = World(3).run(lambda rank: dist.all_gather([torch.empty(0)] * 3, torch.empty(0)))
+    assert not empty.findings

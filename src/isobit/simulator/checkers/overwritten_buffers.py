@@ -54,6 +54,22 @@ def changed_early(operation: Operation, call: Call) -> PendingError:
     )
 
 
+def find_shared_output(call: Call, what: str) -> PendingError | None:
+    """Report two results of one call that would be written to the same memory, as `[torch.empty(2)] * n` has."""
+    seen: dict[int, int] = {}
+    for at, output in enumerate(call.outputs):
+        first = seen.setdefault(output.data_ptr(), at) if output.numel() else at
+        if first != at:
+            return PendingError(
+                expected=f"memory of its own for each result of {what} on rank {call.rank}",
+                received=f"results {first} and {at} in the same memory: one overwrites the other",
+                remedy="allocate them one by one: [torch.empty_like(x) for _ in range(world_size)]",
+                ranks=[call.rank],
+                stacks={call.rank: list(call.stack) or [call.site]},
+            )
+    return None
+
+
 def overwritten(
     rank: int, what: str, site: str, tensor: Tensor, at: int, stack: Sequence[str]
 ) -> PendingError:

@@ -16,6 +16,7 @@ from isobit.simulator.call_sites import called_by_torch, user_stack
 from isobit.simulator.checkers.overwritten_buffers import (
     Snapshot,
     find_change,
+    find_shared_output,
     overwritten,
     take_snapshot,
 )
@@ -38,6 +39,8 @@ def begin(run: Run, group: Group, member: int, number: int, call: Call) -> Pendi
     if call.asynchronous:
         rank.schedule.pause(current_strand())
     call.clock = rank.clock
+    if call.root in (-1, member) and (shared := find_shared_output(call, call.kind)):
+        rank.findings.note(shared)
     if call.asynchronous and run.settings.poison:
         poison_outputs(call, member)
     operation = run.network.join(group, member, number, call, lost)
