@@ -15,7 +15,7 @@ from isobit.foundation.files import write_text
 ROOT = Path(__file__).parents[1]
 SIMULATOR = (
     "src/isobit/simulator",
-    *(f"src/isobit/{name}.py" for name in ("bits", "errors", "majority")),
+    *(f"src/isobit/{name}.py" for name in ("bits", "errors", "foundation/majority")),
 )
 
 
