@@ -1,5 +1,4 @@
-// Shows whether these kernels and torch use the same OpenMP runtime; isobit/foundation/native.py calls this
-// after loading.
+// Shows whether these kernels and torch use the same OpenMP runtime. Called after loading.
 #include <omp.h>
 
 namespace at {
