@@ -29,7 +29,8 @@ for path in sys.argv[1:]:
     ctypes.CDLL(path)
 import torch, isobit
 from isobit.cli.main import main
-from isobit import errors, native
+from isobit import errors
+from isobit.foundation import native
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     x = torch.arange(24, dtype=torch.float32).reshape(2, 12) / 7

@@ -129,11 +129,19 @@ def test_atomics_on_floats_are_broken():
     assert found.exit_code == 1
 
 
+def test_an_access_outside_a_buffer_is_broken():
+    found = certify(subjects.out_of_bounds, rows=(1, 3))
+    outcome = only_target(found).outcomes[0]
+    assert outcome.verdict == BROKEN
+    assert "address inside" in outcome.reason
+    assert "certify_subjects.py" in outcome.where
+    assert found.exit_code == 1
+
+
 @pytest.mark.parametrize(
     ("function", "said", "line"),
     [
         (subjects.data_branch, "float data", "certify_subjects.py"),
-        (subjects.out_of_bounds, "address inside", "certify_subjects.py"),
         (subjects.torch_between, "aten::sum", ""),
         (subjects.changes_input, "aten::mul_", ""),
         (subjects.not_written, "no kernel wrote it", ""),

@@ -16,6 +16,8 @@ ALLOWED = {
     "judge": "language store options",
     "authoring": "language store",
     "workspace": "judge store options",
+    "report": "",
+    "pytest_items": "judge language options store workspace",
 }
 
 

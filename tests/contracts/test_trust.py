@@ -50,10 +50,10 @@ claims:
     [
         "cli.main:main",
         "contracts.judge.trusted_code:resolve",
-        "files:write_text",
+        "foundation.files:write_text",
         "simulator:World",
         "simulator.script:Script",
-        "trusted_folder:serve_folder",
+        "foundation.trusted_folder:serve_folder",
     ],
 )
 def test_contracts_may_not_name_code_that_acts_on_the_machine(name):

@@ -213,7 +213,7 @@ import sys, torch, isobit
 isobit.rms_norm(torch.randn(2, 8), torch.ones(8))
 assert "isobit.ops.rms_norm.triton" not in sys.modules, "imported for a call on the CPU"
 sys.modules["triton"] = None
-from isobit import backends
+from isobit.foundation import backends
 class Nothing:
     target, engine = "sm_90", "tc25x16"
 with backends.use(Nothing()):
