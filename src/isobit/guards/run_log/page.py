@@ -16,9 +16,10 @@ PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewp
 body{{font:15px/1.5 ui-sans-serif,system-ui,sans-serif;max-width:980px;margin:2rem auto;padding:0 1rem}}
 h1{{font-size:1.5rem;margin-bottom:.2rem}}h2{{font-size:1.1rem;margin:2rem 0 .5rem;overflow-wrap:anywhere}}
 table{{border-collapse:collapse;width:100%}}td,th{{text-align:left;padding:.35rem .8rem .35rem 0;vertical-align:top;
-border-bottom:1px solid #8884;overflow-wrap:anywhere}}th{{font-weight:500;color:var(--mute)}}
+border-bottom:1px solid #8884;overflow-wrap:break-word}}th{{font-weight:500;color:var(--mute);white-space:nowrap}}
 .good{{color:var(--good)}}.bad{{color:var(--bad)}}.warn{{color:var(--warn)}}.mute{{color:var(--mute)}}
 .wide{{overflow-x:auto}}.wide svg{{max-width:100%;height:auto}}td.number{{font-variant-numeric:tabular-nums}}
+td:nth-child(n+5){{min-width:14rem}}
 code{{font:13px ui-monospace,Menlo,Consolas,monospace;white-space:nowrap}}
 {footer_style}</style>
 <h1>{title}</h1>{sections}{origin}</html>
