@@ -29,7 +29,7 @@ from isobit.certifying.report.words import (
     tone,
 )
 from isobit.foundation.plain_text import plain_json
-from isobit.report import style as audit_template
+from isobit.report import style
 from isobit.report.markup import FOOTER_STYLE, as_footer, escape
 from isobit.report.svg import STYLE as PICTURES
 
@@ -83,7 +83,7 @@ def write_certificate_page(found: Certified) -> str:
     expressions = "".join(_expressions(each, each[0] not in firsts, numbers) for each in groups)
     return PAGE.format(
         title=escape(f"Certificate of {found.function}"),
-        style=PICTURES + audit_template.STYLE + certify_map.STYLE + STYLE + FOOTER_STYLE,
+        style=PICTURES + style.STYLE + certify_map.STYLE + STYLE + FOOTER_STYLE,
         about=_about(found),
         tone=tone(found),
         conclusion=escape(conclude(found)),
