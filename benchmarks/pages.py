@@ -1,8 +1,8 @@
 """`python -m benchmarks pages`: write the records of runs into the pages, between their markers.
 
 A page has `<!-- record: NAME -->` and `<!-- /record -->`; what is between them is written here;
-`NAME summary` shows only the record's last table. README.md
-has `<!-- cost -->`, a table of ratios to stock that is computed from the same records.
+`NAME summary` shows only the record's last table, and `NAME data` a link to the record instead of
+its tables. README.md has `<!-- cost -->`, a table of ratios to stock that is computed from the same records.
 """
 
 import json
@@ -13,7 +13,7 @@ import textwrap
 from benchmarks.records import RECORDS, ROOT
 
 RESULTS = ROOT / "docs" / "results"
-MARK = re.compile(r"(<!-- record: ([\w-]+)( summary)? -->\n).*?(<!-- /record -->)", re.DOTALL)
+MARK = re.compile(r"(<!-- record: ([\w-]+)( summary| data)? -->\n).*?(<!-- /record -->)", re.DOTALL)
 COST = re.compile(r"(<!-- cost -->\n).*?(<!-- /cost -->)", re.DOTALL)
 
 
@@ -32,7 +32,7 @@ def main(words: list[str]) -> int:
 
 def render(text: str) -> str:
     """Return a page with the text between its markers replaced."""
-    text = MARK.sub(lambda found: found[1] + show(load(found[2]), bool(found[3])) + found[4], text)
+    text = MARK.sub(lambda found: found[1] + show(found[2], (found[3] or "").strip()) + found[4], text)
     return COST.sub(lambda found: found[1] + show_cost() + found[2], text)
 
 
@@ -40,13 +40,23 @@ def load(name: str) -> dict:
     return json.loads((RECORDS / f"{name}.json").read_text())
 
 
-def show(record: dict, is_summary: bool = False) -> str:
-    """Return a record as Markdown: the command and where it ran, its tables or the last one, then its lines."""
+def show(name: str, mode: str = "") -> str:
+    """Return a record as Markdown: the command and where it ran, its tables, then its lines.
+
+    Mode "summary" shows the last table only; "data" shows a link and the last line.
+    """
+    record = load(name)
     blocks = [f"```bash\n{record['command']}\n```", provenance(record)]
-    tables = record["tables"][-1:] if is_summary else record["tables"]
-    blocks += [as_table(table["header"], table["rows"]) for table in tables]
-    if record["lines"]:
-        blocks.append("\n".join(["```text", *record["lines"], "```"]))
+    tables, lines = record["tables"], record["lines"]
+    if mode == "data":
+        rows = " and ".join(str(len(table["rows"])) for table in tables)
+        blocks.append(f"All {rows} rows: [{name}.json](records/{name}.json).")
+        lines = lines[-1:]
+    else:
+        shown = tables[-1:] if mode == "summary" else tables
+        blocks += [as_table(table["header"], table["rows"]) for table in shown]
+    if lines:
+        blocks.append("\n".join(["```text", *lines, "```"]))
     return "\n".join(f"{block}\n" for block in blocks)
 
 
