@@ -1,4 +1,4 @@
-"""`isobit status`: show the status of contracts from existing evidence. Runs and imports nothing."""
+"""`isobit contract status`: show the status of contracts from existing evidence. Runs and imports nothing."""
 
 from __future__ import annotations
 
@@ -30,13 +30,12 @@ def add_parser(commands: Any) -> None:
     """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "status",
-        help="show the status of contracts from existing evidence",
         description="Read contracts and evidence; run nothing, import neither torch nor the code they name. "
         "Contracts of isobit that were not judged on this machine are shown with the evidence that is shipped in the "
         "wheel, if there is any for the installed code. "
         "Exit 0: all kept; 1: something is broken, void, vacuous, unbound or waived; 2: something could not run, was "
         "not judged on this machine, or not up to the required level.",
-        epilog="example: isobit status isobit",
+        epilog="example: isobit contract status isobit",
     )
     add_place(parser)
     parser.add_argument(
@@ -50,7 +49,7 @@ def add_parser(commands: Any) -> None:
         action="append",
         default=[],
         metavar="PUBKEY",
-        help="count only evidence that the holder of this Ed25519 key judged (a file; may be given several times)",
+        help="count only evidence that the holder of this Ed25519 key judged (a file; repeatable)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON records instead of a table")
 

@@ -1,18 +1,19 @@
-"""`isobit twice`: run a training script twice and name the first difference and its cause."""
+"""`isobit compare runs`: run a training script twice and name the first difference and its cause."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.progress import SELDOM, Steps
+from isobit.cli.arguments import at_least_one, check_script
+from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
-from isobit.cli.script_file import check_script
 from isobit.cli.terminal import make_console, say_json
 from isobit.comparing.runs.page import write_twice_page
 from isobit.comparing.runs.records import Cause, Report
@@ -22,6 +23,36 @@ from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import to_json
 
 WORDS = {True: "YES", False: "no", None: "not known"}
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "runs",
+        description="Run a script twice in fresh processes, with the same interpreter, environment and arguments, and "
+        "compare every operator's results, losses, gradients, parameters and optimizer state, bit for bit. If they "
+        "differ, name step, tensor and operator, and run the script again with one suspect fixed at a time (seeds, "
+        "PYTHONHASHSEED, clocks, threads). Exit 0: equal; 1: the runs differ; 2: could not run.",
+        epilog="arguments after -- are passed to the script: isobit compare runs train.py --steps 10 -- --lr 0.1",
+    )
+    parser.add_argument("script", type=Path, help="a script that trains; it is run")
+    parser.add_argument(
+        "--steps",
+        type=at_least_one,
+        default=5,
+        help="optimizer steps after which each run ends (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--causes",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run the script again to find the cause",
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="write an HTML report that needs nothing else"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
+    add_quiet(parser)
 
 
 def run(options: argparse.Namespace) -> int:

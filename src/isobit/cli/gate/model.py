@@ -1,4 +1,4 @@
-"""`isobit chain`: compare a whole model in every layout of one batch, isobit's and stock's, bit for bit."""
+"""`isobit gate model`: compare a whole model in every layout of one batch, isobit's and stock's, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,36 +7,158 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import cycle, islice
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
-from isobit.auditing.subjects import read_samples
-from isobit.certifying import executing
-from isobit.cli.devices import Device, find_device
-from isobit.cli.named_model import load_model
-from isobit.cli.progress import SELDOM, Steps
+from isobit.cli.arguments import add_trust, long_dtype
+from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError, UnsupportedError
-from isobit.foundation.machine import fingerprint
-from isobit.gates.model.batch_layout_gate import Comparison, GateReport, count_steps, run_gate
-from isobit.gates.model.batches import LENGTHS, draw_samples
-from isobit.gates.model.models import MODELS
-from isobit.gates.model.scorers import IsobitScorer, Scorer, StockScorer
-from isobit.gates.model.sweep import Sweep, run_sweep
-from isobit.integrations.transformers.enabling import enabled
 from isobit.order.plan import VERSION
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from isobit.gates.model.batch_layout_gate import Comparison, GateReport
+    from isobit.gates.model.scorers import Scorer
+    from isobit.gates.model.sweep import Sweep
+    from isobit.library.on_gpu.devices import Device
+
 
 # Models that compiled code, run on a CPU, gets through in minutes.
 SMALLEST = ("qwen3-micro", "qwen3-tiny", "qwen2-tiny", "llama-tiny")
 
+# Listed here because their own module loads torch; a test compares.
+MODELS = (
+    "qwen3-0.6b",
+    "qwen3-small",
+    "qwen2-small",
+    "llama-small",
+    "qwen3-tiny",
+    "qwen2-tiny",
+    "qwen3-micro",
+    "llama-tiny",
+)
+MOST = 10_000  # numbers of one range
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "model",
+        description="Compare raw bits of a model across layouts of a batch: every selected log-probability, the loss, "
+        "every parameter's gradient and every weight after one AdamW step. Stock PyTorch runs through the same gate; "
+        "only isobit's result decides. With --batch, --pad, --lengths, --inputs or --seeds, also sweep batch size and "
+        "padding, forward and backward. Exit 0: kept; 1: broken; 2: could not run.",
+        epilog="examples: isobit gate model --model qwen3-tiny --dtype bf16; isobit gate model --model my-checkpoint "
+        "--batch 1..8 --pad 0,1,64; isobit gate model --model my_models.py:make --lengths 5,9,300; "
+        "isobit gate model --device sm_90",
+    )
+    parser.add_argument(
+        "--model",
+        metavar="NAME|FOLDER|FACTORY",
+        help=f"{', '.join(MODELS)}, which are built with random weights; a folder or hub id that transformers loads; "
+        "or FILE.py:function or package.module:function, which returns a model (default: qwen3-small; qwen3-micro "
+        "where compiled code is run on this CPU)",
+    )
+    add_sweep(parser)
+    parser.add_argument(
+        "--device",
+        metavar="NAME",
+        help="run on a GPU: cuda or cuda:1 on a card, or a target such as sm_90, whose compiled code is run on this "
+        "CPU, with a micro or tiny model, in fewer layouts and without stock",
+    )
+    parser.add_argument(
+        "--interpreted",
+        action="store_true",
+        help="with a target, run kernels in Triton's interpreter instead of compiled code",
+    )
+    parser.add_argument(
+        "--dtype",
+        type=long_dtype("float32", "bfloat16"),
+        metavar="fp32|bf16",
+        help="load the model in this dtype (default: its own; fp32 for a model that is built)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="of weights and tokens (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--stock",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="run stock through the same gate",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON record instead of a table"
+    )
+    add_trust(parser)
+    add_quiet(parser)
+
+
+def add_sweep(parser: argparse.ArgumentParser) -> None:
+    """Add the options that sweep batch size and padding; each alone starts a sweep with the others' defaults."""
+    parser.add_argument(
+        "--batch", type=numbers, metavar="N,N…|A..B", help="batch sizes to sweep (default: 1..4)"
+    )
+    parser.add_argument(
+        "--pad",
+        type=numbers,
+        metavar="N,N…|A..B",
+        help="tokens of padding beyond the longest sample of a batch, on either side (default: 0,1,7,64)",
+    )
+    parser.add_argument(
+        "--lengths",
+        type=lengths,
+        metavar="N,N…|FILE",
+        help="tokens of each sample, or a file of such numbers (default: 11,16,13,19, repeated to fill a batch)",
+    )
+    parser.add_argument(
+        "--inputs",
+        type=Path,
+        metavar="FILE.jsonl",
+        help='instead of random tokens: one sample per line, {"prompt": text} or {"input_ids": [numbers]}',
+    )
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="how many sets of random tokens to draw (default: 1)"
+    )
+
+
+def lengths(text: str) -> tuple[int, ...]:
+    """Read lengths from the command line, or from a file of numbers; a length may occur several times."""
+    path = Path(text)
+    if path.is_file():
+        text = ",".join(path.read_text(encoding="utf-8").replace(",", " ").split())
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() and len(part) <= 12 for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"expected lengths such as 5,9,300, or a file of them: {text[:60]!r}"
+        )
+    return tuple(int(part) for part in parts)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Read `1,2,8` or `1..8`; both may be mixed."""
+    found: list[int] = []
+    for part in text.split(","):
+        low, dots, high = part.strip().partition("..")
+        if not low.isdecimal() or (dots and not high.isdecimal()) or len(low + high) > 12:
+            raise argparse.ArgumentTypeError(f"expected numbers such as 1,2,8 or 1..8: {text!r}")
+        if dots and not 0 <= int(high) - int(low) < MOST:
+            raise argparse.ArgumentTypeError(f"expected a rising range below {MOST:,}: {text!r}")
+        found += range(int(low), int(high) + 1) if dots else [int(low)]
+    return tuple(dict.fromkeys(found))
+
 
 def run(options: argparse.Namespace) -> int:
     """Run the gate and print it. The exit code is 0 if isobit's results are the same in all layouts."""
+    from isobit.foundation.machine import fingerprint
+    from isobit.library.on_gpu.devices import find_device
+
     device = find_device(options.device) if options.device else None
     check_options(options, device)
     ours, stock = go(options, device)
@@ -95,6 +217,8 @@ def check_options(options: argparse.Namespace, device: Device | None) -> None:
 
 def backend_of(options: argparse.Namespace, device: Device | None) -> AbstractContextManager[Any]:
     """Return what runs kernels for the length of a block: nothing but torch's device, unless it is virtual."""
+    from isobit.certifying import executing
+
     if device is None or not device.is_virtual:
         return nullcontext()
     return executing("interpreter" if options.interpreted else "machine", target=device.target)
@@ -102,6 +226,15 @@ def backend_of(options: argparse.Namespace, device: Device | None) -> AbstractCo
 
 def go(options: argparse.Namespace, device: Device | None) -> tuple[GateReport, GateReport | None]:
     """Run isobit's side, and stock's if required, with a progress bar."""
+    import torch
+
+    from isobit.cli.named_model import load_model
+    from isobit.gates.model.batch_layout_gate import count_steps, run_gate
+    from isobit.gates.model.batches import draw_samples
+    from isobit.gates.model.models import vocabulary_of
+    from isobit.gates.model.scorers import IsobitScorer, StockScorer
+    from isobit.gates.model.sweep import run_sweep
+
     few = device is not None and device.is_virtual
     place = device.place if device else torch.device("cpu")
     dtype = None if options.dtype is None else getattr(torch, options.dtype)
@@ -132,41 +265,6 @@ def go(options: argparse.Namespace, device: Device | None) -> tuple[GateReport, 
         return ours, judge(StockScorer(model)) if options.stock else None
 
 
-def vocabulary_of(model: Any) -> int:
-    """Return the number of tokens that a model knows.
-
-    Raises:
-        ArgumentError: If it is not a language model of transformers with trainable parameters.
-    """
-    config: Any = getattr(model, "config", None)
-    size = (
-        getattr(config.get_text_config(), "vocab_size", 0)
-        if hasattr(config, "get_text_config")
-        else 0
-    )
-    if not size or not hasattr(model, "generate"):
-        raise ArgumentError(
-            expected="a causal language model of transformers",
-            received=f"{type(model).__module__}.{type(model).__name__}",
-            remedy="isobit audit names the operators of any model that depend on the batch; "
-            "docs/how-to/own-model.md builds a model from isobit's operators",
-        )
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ArgumentError(
-            expected="parameters that require a gradient",
-            received="a model whose parameters are all frozen",
-            remedy="call model.requires_grad_(True): gradients are compared, too",
-        )
-    kinds = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
-    if other := sorted(kinds - {"float32", "bfloat16"}):
-        raise ArgumentError(
-            expected="parameters in fp32 or bf16: a step of AdamW in fp16 is not finite",
-            received=", ".join(other),
-            remedy="--dtype bf16 or --dtype fp32",
-        )
-    return int(size)
-
-
 @contextmanager
 def supported(name: str, model: Any) -> Iterator[None]:
     """Enable a model for a block; for a model that is not supported, also name the command that takes any model.
@@ -174,6 +272,9 @@ def supported(name: str, model: Any) -> Iterator[None]:
     Raises:
         UnsupportedError: What `isobit.enable` does not support, or a stock operator that ran.
     """
+    from isobit.gates.model.models import MODELS
+    from isobit.integrations.transformers.enabling import enabled
+
     try:
         with enabled(model):
             yield
@@ -201,6 +302,10 @@ def find_sweep(
     Raises:
         ArgumentError: If the numbers do not fit each other, or a token is not in the vocabulary.
     """
+    from isobit.auditing.subjects import read_samples
+    from isobit.gates.model.batches import LENGTHS, draw_samples
+    from isobit.gates.model.sweep import Sweep
+
     given = (options.batch, options.pad, options.lengths, options.inputs, options.seeds)
     if all(one is None for one in given):
         return None, []

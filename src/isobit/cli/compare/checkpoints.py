@@ -1,19 +1,19 @@
-"""`isobit bits`: compare two checkpoints tensor by tensor, bit for bit."""
+"""`isobit compare checkpoints`: compare two checkpoints tensor by tensor, bit for bit."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.progress import SELDOM, Steps
+from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
-from isobit.comparing.checkpoints.compare import compare_checkpoints
 from isobit.comparing.checkpoints.records import Comparison, TensorResult
 from isobit.foundation.plain_text import one_line
 from isobit.foundation.records import Difference
@@ -21,8 +21,39 @@ from isobit.foundation.records import Difference
 T = TypeVar("T")
 
 
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "checkpoints",
+        description="Compare two checkpoints: safetensors or torch.save files, folders of them with or without an "
+        "index, folders of torch.distributed.checkpoint, folders per rank. Whole and sharded, fused and split, "
+        "wrapped and plain names are mapped, and every mapping is reported. Nothing in a file is run. "
+        "Exit 0: equal; 1: something differs; 2: could not read, or no tensor in common.",
+        epilog="example: isobit compare checkpoints before/model.safetensors after/",
+    )
+    parser.add_argument("left", type=Path, metavar="A", help="a checkpoint: a file or a folder")
+    parser.add_argument("right", type=Path, metavar="B", help="the checkpoint to compare it with")
+    parser.add_argument(
+        "--common",
+        action="store_true",
+        help="compare what both have; names that only one has are listed and do not decide",
+    )
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=20,
+        help="rows to print per list; 0 for all (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON record with every tensor's digests"
+    )
+    add_quiet(parser)
+
+
 def run(options: argparse.Namespace) -> int:
     """Compare and print. The exit code is 0 if equal, 1 if something differs, 2 if nothing was compared."""
+    from isobit.comparing.checkpoints.compare import compare_checkpoints
+
     title = f"{options.left} and {options.right}"
     with Steps(title, quiet=options.quiet, every=SELDOM) as steps:
 

@@ -1,4 +1,7 @@
-"""The devices that `doctor` and `chain` take by name: a card, or a GPU whose compiled code is run on this CPU."""
+"""The devices that `isobit doctor` and `isobit gate model` take by name.
+
+A card, or a GPU whose compiled code is run on this CPU.
+"""
 
 from __future__ import annotations
 

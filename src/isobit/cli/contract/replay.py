@@ -1,13 +1,13 @@
-"""`isobit replay`: judge one case of one claim again, as a broken verdict printed it."""
+"""`isobit contract replay`: judge one case of one claim again, as a broken verdict printed it."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Any
 
-from isobit.cli.contract_options import add_trust
+from isobit.cli.arguments import add_trust
+from isobit.cli.contract_options import add_backend, on_backend, open_chosen
 from isobit.cli.terminal import say
-from isobit.cli.verify_backend import add_backend, on_backend, open_chosen
 from isobit.contracts.options import Options
 from isobit.errors import ContractError, IsobitError, in_one_line
 
@@ -16,7 +16,6 @@ def add_parser(commands: Any) -> None:
     """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "replay",
-        help="run one claim again on one case",
         description="Judge CONTRACT/CLAIM on one case, or on all of its fixed cases. Exit codes: 0: kept; 1: broken.",
         epilog="isobit verify prints the command for each broken claim",
     )

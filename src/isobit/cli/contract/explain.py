@@ -1,4 +1,4 @@
-"""`isobit explain`: print one contract in words: its equations, its claims, and the evidence for each."""
+"""`isobit contract explain`: print one contract in words: its equations, its claims, and the evidence for each."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ def add_parser(commands: Any) -> None:
     """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "explain",
-        help="print what a contract promises and the evidence for it",
         description="Print the equations, the obligations, the claims and their evidence. Nothing is run.",
-        epilog="example: isobit explain softmax-kernel-v1",
+        epilog="example: isobit contract explain softmax-kernel-v1",
     )
     parser.add_argument("which", nargs=1, metavar="ID|PATH", help="a contract")
     parser.add_argument(

@@ -1,17 +1,18 @@
-"""`isobit audit --dumps A B`: compare dumps of two runs, and name the first and all places that differ."""
+"""`isobit compare dumps A B`: compare dumps of two runs, and name the first and all places that differ."""
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from isobit.cli.progress import SELDOM, Steps
+from isobit.cli.progress import SELDOM, Steps, add_quiet
 from isobit.cli.terminal import make_console, say_json
-from isobit.comparing.dumps.compare import compare_dumps
 from isobit.comparing.dumps.records import ALIGNMENTS, DumpComparison, PlaceDifference
 
 SHOWN = 20  # rows of a table and names of a list; --json has all
@@ -22,25 +23,37 @@ COMPARED = {
 }
 
 
-def run_dumps(options: argparse.Namespace) -> int:
-    """Print what differs between `options.dumps`. The exit code is 0 if no difference was seen.
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "dumps",
+        description="Compare the tensors that two runs dumped: DebugMode logs, files of SGLang's dumper, or tensor "
+        "files. Entries are aligned by name or by order; the first difference and all others are named. "
+        "Exit 0: no difference seen; 1: the dumps differ; 2: could not read, or too little could be compared to say.",
+        epilog="example: isobit compare dumps prefill.log decode.log --rows common",
+    )
+    parser.add_argument("left", type=Path, metavar="A", help="a dump: a file or a folder")
+    parser.add_argument("right", type=Path, metavar="B", help="the dump to compare it with")
+    parser.add_argument(
+        "--rows",
+        choices=("all", "common"),
+        default="all",
+        help="where one side has more rows, compare all (they differ) or the common ones (default: %(default)s)",
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON record instead of text")
+    add_quiet(parser)
 
-    Args:
-        options: `dumps`, two paths; `rows`, "all" or "common"; `json` and `quiet`.
 
-    Returns:
-        0 if no difference was seen, 1 if the dumps differ, 2 if too little could be compared to say.
+def run(options: argparse.Namespace) -> int:
+    """Print what differs. The exit code is 0 if no difference was seen, 2 if too little was compared to say."""
+    from isobit.comparing.dumps.compare import compare_dumps
 
-    Raises:
-        ArgumentError: If a dump cannot be read.
-    """
-    left, right = options.dumps
     title = "comparing dumps"
     with Steps(title, quiet=options.quiet, every=SELDOM) as steps:
         found = compare_dumps(
-            left,
-            right,
-            rows=options.rows or "all",
+            options.left,
+            options.right,
+            rows=options.rows,
             progress=lambda done, total: steps.at(title, done, total),
         )
     if options.json:

@@ -1,4 +1,4 @@
-"""`isobit lint`: report problems of contract files with line and remedy; `--schema` prints the format."""
+"""`isobit contract lint`: report problems of contract files with line and remedy; `--schema` prints the format."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ def add_parser(commands: Any) -> None:
     """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "lint",
-        help="check contract files without running them",
         description="Load every contract and check every name in it. Report obligations without a claim, claims "
         "without sabotage, missing code, circular dependencies and expired waivers. The code is not imported.",
-        epilog="example: isobit lint my-kernel-v1.contract.yaml",
+        epilog="example: isobit contract lint my-kernel-v1.contract.yaml",
     )
     add_place(parser)
     parser.add_argument(

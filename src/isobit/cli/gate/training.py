@@ -1,30 +1,87 @@
-"""`isobit curve`: run one training in every layout of ranks and micro-batches, and compare the results."""
+"""`isobit gate training`: run one training in every layout of ranks and micro-batches, and compare the results."""
 
 from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
-from isobit.cli.progress import Steps
+from isobit.cli.arguments import long_dtype
+from isobit.cli.progress import Steps, add_quiet
 from isobit.cli.provenance import provenance_of
 from isobit.cli.terminal import make_console, say_json
 from isobit.errors import ArgumentError
 from isobit.foundation.files import write_text
-from isobit.foundation.machine import fingerprint
 from isobit.foundation.records import Provenance
-from isobit.gates.training.launcher import Job
 from isobit.gates.training.picture import draw_curves
-from isobit.gates.training.rank_layout_gate import Outcome, RankLayoutVerdict, judge, run_jobs
-from isobit.gates.training.rank_layouts import RankLayout, check_layout, layout_grid
-from isobit.gates.training.workload import find_workload
 from isobit.order.plan import VERSION
+
+if TYPE_CHECKING:
+    from isobit.gates.training.launcher import Job
+    from isobit.gates.training.rank_layout_gate import Outcome, RankLayoutVerdict
+    from isobit.gates.training.rank_layouts import RankLayout
+
+
+# Listed here because their own modules load torch; a test compares.
+WORKLOADS = ("small", "tiny", "whole")
+DTYPES = ("bfloat16", "float32")
+TRANSPORTS = ("simulator", "gloo")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command's options."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "training",
+        description="Train a Qwen3-architecture model with AdamW and clipping on a global batch of unequal samples: "
+        "data-parallel ranks × micro-batches × tensor-parallel ranks, DDP and FSDP2, in the simulator or as processes "
+        "under torchrun. Every layout must give the same loss curve and the same digests of weights, gradients and "
+        "optimizer. Exit 0: kept; 1: broken; 2: could not run.",
+    )
+    parser.add_argument(
+        "--workload", default="small", choices=WORKLOADS, help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        default=["float32"],
+        type=long_dtype(*DTYPES),
+        metavar="fp32|bf16",
+        help="default: fp32",
+    )
+    parser.add_argument(
+        "--transport", default="simulator", choices=TRANSPORTS, help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        metavar="[ENGINE:]DATAxMICROxTENSOR",
+        help="these, instead of the whole grid",
+    )
+    parser.add_argument(
+        "--stock", action="store_true", help="also run stock PyTorch, in the same layouts"
+    )
+    parser.add_argument(
+        "--keep", type=Path, metavar="FILE", help="write outcomes to it, and go on where it stopped"
+    )
+    parser.add_argument("--picture", type=Path, metavar="SVG", help="draw how far losses differ")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON record instead of a table"
+    )
+    add_quiet(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Run all layouts. The exit code is 0 if isobit's results are the same in all of them."""
+    from isobit.foundation.machine import fingerprint
+    from isobit.gates.training.launcher import Job
+    from isobit.gates.training.rank_layout_gate import judge, run_jobs
+    from isobit.gates.training.rank_layouts import check_layout, layout_grid
+    from isobit.gates.training.workload import find_workload
+
     workload = find_workload(options.workload)
     layouts = (
         [read_layout(text) for text in options.layouts]
@@ -74,6 +131,8 @@ def run(options: argparse.Namespace) -> int:
 
 def read_layout(text: str) -> RankLayout:
     """Parse `2x4x1` or `ddp:2x4x1`."""
+    from isobit.gates.training.rank_layouts import RankLayout
+
     engine, _, sizes = text.rpartition(":")
     numbers = sizes.split("x")
     if len(numbers) != 3 or not all(part.isdecimal() for part in numbers):

@@ -1,4 +1,4 @@
-"""`isobit new`: write a contract for a function, or code for a contract; both to be completed by hand."""
+"""`isobit contract new`: write a contract for a function, or code for a contract; both to be completed by hand."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ def add_parser(commands: Any) -> None:
     """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "new",
-        help="write a first contract for a function, or a first function for a contract",
         description="--from: read the source of a function, without importing it, and write NAME.contract.yaml here. "
         "--code: write NAME.py with a function that raises, and test_NAME.py with a failing test per claim.",
-        epilog="examples: isobit new my-kernel-v1 --from my_package.ops:my_kernel; "
-        "isobit new my_norm --code any-rms-norm-v1",
+        epilog="examples: isobit contract new my-kernel-v1 --from my_package.ops:my_kernel; "
+        "isobit contract new my_norm --code any-rms-norm-v1",
     )
     parser.add_argument(
         "name",

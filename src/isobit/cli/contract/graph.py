@@ -1,4 +1,4 @@
-"""`isobit graph`: draw which contracts depend on which, with the status of each."""
+"""`isobit contract graph`: draw which contracts depend on which, with the status of each."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ def add_parser(commands: Any) -> None:
     """Add the command's options."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "graph",
-        help="draw contracts and their dependencies",
         description="Draw contracts and their dependencies, coloured by status. The code they name is not imported.",
-        epilog="example: isobit graph isobit --format svg --out graph.svg",
+        epilog="example: isobit contract graph isobit --format svg --out graph.svg",
     )
     add_place(parser)
     parser.add_argument("--format", choices=tuple(FORMATS), default="text", help="(default text)")
