@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from isobit.auditing.judging.blame import BY
+from isobit.cli.audit import BLAMES
 from isobit.cli.main import main
-from isobit.cli.options.audit import BLAMES
 
 FACTORY = """
 import torch, isobit

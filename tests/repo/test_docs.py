@@ -98,14 +98,14 @@ def commands():
 
 def test_commands_in_pages_parse():
     """Every `isobit` line of a shell block has a command and options that exist."""
-    from isobit.cli.main import build_parser
+    from isobit.cli.main import parse
 
     lines = list(commands())
     assert len(lines) > 10
     for page, line in lines:
         try:
             words = shlex.split(line.partition(" -- ")[0], comments=True)
-            build_parser().parse_args(words)
+            parse(words)
         except SystemExit:
             pytest.fail(f"{page}: isobit {line}")
 

@@ -114,7 +114,7 @@ def value(text: str) -> Any:
 
 def run(options: argparse.Namespace) -> int:
     """Certify a function's kernels, and print the certificate."""
-    from isobit.certifying import certify
+    from isobit.certifying.api import certify
 
     check_paths(options)
     title = f"certifying {options.function}"

@@ -194,7 +194,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def replay_of(record: ClaimRecord, device: str, target: str, folder: str) -> str:
-    """Return the command that judges a case again; none for another device, as `replay` calls on the CPU."""
+    """Return the command that judges a case again; none for another device, as `contract replay` calls on the CPU."""
     if not record.replay or device != "cpu":
         return ""
     command = record.replay + f" --target {target}" * (target != TARGET)

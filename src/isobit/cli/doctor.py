@@ -51,12 +51,12 @@ def add_parser(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the findings. The exit code is 0 if attested native kernels serve."""
+    if options.device:
+        return run_device(options)
     from isobit.foundation import native
     from isobit.foundation.machine import fingerprint
     from isobit.ops import dispatch
 
-    if options.device:
-        return run_device(options)
     if options.record or options.operators:
         raise ArgumentError(
             expected="--device with --record or --operators",
@@ -157,7 +157,7 @@ def run_device(options: argparse.Namespace) -> int:
     if options.json:
         say_json(record)
     else:
-        show(device, found)
+        show_device(device, found)
     return 0 if found.kept else 1
 
 

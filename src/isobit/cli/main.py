@@ -24,24 +24,24 @@ KEPT, BROKEN, COULD_NOT_RUN = 0, 1, 2
 # What a user wants to do, and the commands for it. A command's module has its name; those of a group are in a folder.
 GROUPS: dict[str, dict[str, str]] = {
     "find what differs, and where it comes from": {
-        "doctor": "show the machine and its engines, and attest the kernels' order",
-        "audit": "name the operators that make a model depend on the batch, ranked by effect",
-        "reveal": "show the order in which a kernel adds, and whether its configurations share it",
-        "compare": "compare two checkpoints, dumps, runs or rollouts, or a server's answers",
-        "profile": "show where a training step's time goes, from traces of torch.profiler",
+        "doctor": "show this machine's engines, and attest its kernels",
+        "audit": "name the operators that make a model depend on the batch",
+        "reveal": "show the order in which a kernel adds, per configuration",
+        "compare": "compare checkpoints, dumps, runs, rollouts or a server's answers",
+        "profile": "show where a step's time goes, from traces of torch.profiler",
     },
     "prove what kernels, models and training runs compute": {
-        "certify": "prove that a Triton kernel has one order in all configurations, without a GPU",
-        "check": "judge any kernel: accurate, and independent of the batch, forward and backward",
-        "gate": "compare raw bits of a model, or of a training run, in every layout",
+        "certify": "prove that a Triton kernel has one order, without a GPU",
+        "check": "judge any kernel: is it accurate and independent of the batch?",
+        "gate": "compare bits of a model or a training run in every layout",
         "verify": "judge contracts, and keep the evidence",
         "contract": "show, explain, check, draw, write and replay contracts",
     },
     "find what is wrong with a training run or a distributed program": {
-        "preflight": "run the first steps of a training script and report what is wrong with them",
-        "simulate": "run a torchrun script on simulated ranks under many schedules",
+        "preflight": "run a training script's first steps and report what is wrong",
+        "simulate": "run a torchrun script on simulated ranks, in many schedules",
         "autopsy": "explain a hang from the dumps of torch's flight recorder",
-        "runlog": "judge the log of a training run: NaN, spikes, norms, steps, learning rates",
+        "runlog": "judge a training run's log: NaN, spikes, norms, learning rates",
     },
 }
 # Commands that have commands of their own.
@@ -156,7 +156,8 @@ def with_new_names(words: list[str]) -> list[str]:
     if words and words[0] in OLD_NAMES:
         new = OLD_NAMES[words[0]]
         if words[0] == "rollout" and "compare" in rest:
-            old, _ = ["rollout", "compare"], rest.remove("compare")
+            old = ["rollout", "compare"]
+            rest.remove("compare")
     elif old == ["audit"]:
         for option, command in (("--dumps", "compare dumps"), ("--server", "compare server")):
             at = next((i for i, w in enumerate(own) if w.partition("=")[0] == option), None)
@@ -175,15 +176,25 @@ def with_new_names(words: list[str]) -> list[str]:
     return [*new.split(), *rest]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command line and return its exit code."""
-    words = with_new_names(list(sys.argv[1:] if arguments is None else arguments))
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Parse a command line; `command` is the command as it is written, `passed_on` the arguments of a script.
+
+    Raises:
+        SystemExit: With 2 and the usage on the error stream; with 0 after `--help` and `--version`.
+    """
+    words = list(words)
     command = " ".join(words[:2] if words[:1] and words[0] in SUBCOMMANDS else words[:1])
-    # Arguments after -- are those of the script that is run.
     cut = words.index("--") if command in RUN_SCRIPTS and "--" in words else len(words)
     known = argparse.Namespace(passed_on=words[cut + 1 :], words=words)
     options = build_parser(command).parse_args(words[:cut], known)
     options.command = command
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code."""
+    options = parse(with_new_names(list(sys.argv[1:] if arguments is None else arguments)))
+    command: str = options.command
     try:
         # A script starts its processes as `python script.py` would.
         with guarded_path(processes=command not in RUN_SCRIPTS):

@@ -1,7 +1,7 @@
 """Load the public names of a package when they are first used.
 
 The names are listed once, in the package's `__init__.pyi`: type checkers and documentation tools read that file, and so
-does this module. `import isobit` and `isobit status` do not import torch.
+does this module. `import isobit` and `isobit contract status` do not import torch.
 """
 
 # Under `python -m isobit` the current folder is on the search path while this module is imported, so
