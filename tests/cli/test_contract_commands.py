@@ -207,7 +207,7 @@ def test_a_library_contract_replays_in_any_folder(tmp_path, monkeypatch, capsys)
     """verify prints the command where no contract file is needed, so it runs there too."""
     monkeypatch.chdir(tmp_path)
     assert run("verify", "silu-kernel-v1", "--subject", "stock", "--level", "L2", "--quiet") == 1
-    command = re.search(r"isobit (replay silu-kernel-v1/.*)", capsys.readouterr().out)[1]
+    command = re.search(r"isobit (contract replay silu-kernel-v1/.*)", capsys.readouterr().out)[1]
     assert run(*shlex.split(command)) == 1
     assert "differ" in capsys.readouterr().out
 

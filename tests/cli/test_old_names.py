@@ -14,31 +14,49 @@ version: "1"
 title: "x"
 """
 RECORD = {"id": "a", "token_ids": [1, 2], "logprobs": [-0.5, -1.5]}
-# old words -> new words; {tmp} is a folder with the files below.
+# old words -> new words, and the exit code of both; {tmp} is a folder with the files below.
 PAIRS = {
-    "bits {tmp}/a.pt {tmp}/b.pt -q": "compare checkpoints {tmp}/a.pt {tmp}/b.pt -q",
-    "bits {tmp}/a.pt {tmp}/a.pt -q": "compare checkpoints {tmp}/a.pt {tmp}/a.pt -q",
-    "bits {tmp}/a.pt {tmp}/none.pt -q": "compare checkpoints {tmp}/a.pt {tmp}/none.pt -q",
-    "twice {tmp}/train.py --steps 1 --no-causes -q": "compare runs {tmp}/train.py --steps 1 --no-causes -q",
-    "twice {tmp}/none.py -q -- --lr 1": "compare runs {tmp}/none.py -q -- --lr 1",
-    "rollout compare {tmp}/r.jsonl {tmp}/r.jsonl": "compare rollouts {tmp}/r.jsonl {tmp}/r.jsonl",
-    "rollout --limit 1 compare {tmp}/r.jsonl {tmp}/t.jsonl": "compare rollouts --limit 1 {tmp}/r.jsonl {tmp}/t.jsonl",
-    "audit --dumps {tmp}/da {tmp}/db -q": "compare dumps {tmp}/da {tmp}/db -q",
-    "audit -q --dumps {tmp}/da {tmp}/da --rows common": "compare dumps -q {tmp}/da {tmp}/da --rows common",
-    "audit --server http://127.0.0.1:9 -q": "compare server http://127.0.0.1:9 -q",
-    "audit --server=http://127.0.0.1:9 --model m -q": "compare server http://127.0.0.1:9 --model m -q",
-    "chain --model none.py:f -q": "gate model --model none.py:f -q",
-    "chain --model qwen3-micro --no-stock -q": "gate model --model qwen3-micro --no-stock -q",
-    "curve --workload tiny --layouts 1x1x1 2x1x1 -q": "gate training --workload tiny --layouts 1x1x1 2x1x1 -q",
-    "curve --layouts nothing -q": "gate training --layouts nothing -q",
-    "status softmax-kernel-v1": "contract status softmax-kernel-v1",
-    "status {tmp}/broken.contract.yaml": "contract status {tmp}/broken.contract.yaml",
-    "explain softmax-kernel-v1": "contract explain softmax-kernel-v1",
-    "explain none-v1": "contract explain none-v1",
-    "lint {tmp}/broken.contract.yaml": "contract lint {tmp}/broken.contract.yaml",
-    "graph softmax-kernel-v1": "contract graph softmax-kernel-v1",
-    "new made-v1 --from none:f": "contract new made-v1 --from none:f",
-    "replay softmax-kernel-v1/none": "contract replay softmax-kernel-v1/none",
+    "bits {tmp}/a.pt {tmp}/b.pt -q": ("compare checkpoints {tmp}/a.pt {tmp}/b.pt -q", 1),
+    "bits {tmp}/a.pt {tmp}/a.pt -q": ("compare checkpoints {tmp}/a.pt {tmp}/a.pt -q", 0),
+    "bits {tmp}/a.pt {tmp}/none.pt -q": ("compare checkpoints {tmp}/a.pt {tmp}/none.pt -q", 2),
+    "twice {tmp}/train.py --steps 1 --no-causes -q": (
+        "compare runs {tmp}/train.py --steps 1 --no-causes -q",
+        0,
+    ),
+    "twice {tmp}/none.py -q -- --lr 1": ("compare runs {tmp}/none.py -q -- --lr 1", 2),
+    "rollout compare {tmp}/r.jsonl {tmp}/r.jsonl": (
+        "compare rollouts {tmp}/r.jsonl {tmp}/r.jsonl",
+        0,
+    ),
+    "rollout --limit 1 compare {tmp}/r.jsonl {tmp}/t.jsonl": (
+        "compare rollouts --limit 1 {tmp}/r.jsonl {tmp}/t.jsonl",
+        1,
+    ),
+    "audit --dumps {tmp}/da {tmp}/db -q": ("compare dumps {tmp}/da {tmp}/db -q", 1),
+    "audit -q --dumps {tmp}/da {tmp}/da --rows common": (
+        "compare dumps -q {tmp}/da {tmp}/da --rows common",
+        0,
+    ),
+    "audit --server http://127.0.0.1:9 -q": ("compare server http://127.0.0.1:9 -q", 2),
+    "audit --server=http://127.0.0.1:9 --model m -q": (
+        "compare server http://127.0.0.1:9 --model m -q",
+        2,
+    ),
+    "chain --model none.py:f -q": ("gate model --model none.py:f -q", 2),
+    "chain --model qwen3-micro --no-stock -q": ("gate model --model qwen3-micro --no-stock -q", 0),
+    "curve --workload tiny --layouts 1x1x1 2x1x1 -q": (
+        "gate training --workload tiny --layouts 1x1x1 2x1x1 -q",
+        0,
+    ),
+    "curve --layouts nothing -q": ("gate training --layouts nothing -q", 2),
+    "status softmax-kernel-v1": ("contract status softmax-kernel-v1", 2),
+    "status {tmp}/broken.contract.yaml": ("contract status {tmp}/broken.contract.yaml", 1),
+    "explain softmax-kernel-v1": ("contract explain softmax-kernel-v1", 0),
+    "explain none-v1": ("contract explain none-v1", 2),
+    "lint {tmp}/broken.contract.yaml": ("contract lint {tmp}/broken.contract.yaml", 1),
+    "graph softmax-kernel-v1": ("contract graph softmax-kernel-v1", 0),
+    "new made-v1 --from none:f": ("contract new made-v1 --from none:f", 2),
+    "replay softmax-kernel-v1/none": ("contract replay softmax-kernel-v1/none", 2),
 }
 
 
@@ -83,10 +101,12 @@ LONG = ("twice {tmp}/train.py", "chain --model qwen3-micro", "curve --workload t
 def test_an_old_name_does_what_the_new_one_does(old, folder, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     code, out, err = run(old, folder, capsys)
-    new_code, new_out, new_err = run(PAIRS[old], folder, capsys)
+    words, expected = PAIRS[old]
+    new_code, new_out, new_err = run(words, folder, capsys)
     assert (code, out) == (new_code, new_out)
+    assert code == expected, new_err
     warning, _, rest = err.partition("\n")
-    new = " ".join(PAIRS[old].split()[:2])
+    new = " ".join(words.split()[:2])
     assert warning.startswith(f"isobit: warning: `isobit {old.split()[0]}")
     assert warning.endswith(
         f"is now `isobit {new}`; the old name will be removed in the next release"

@@ -8,7 +8,6 @@ import sys
 
 import pytest
 import torch
-from tests.cli.test_gate_model_device import enabled_with
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import isobit
@@ -18,6 +17,7 @@ from isobit.gates.model.batches import draw_samples
 from isobit.gates.model.scorers import IsobitScorer, StockScorer
 from isobit.gates.model.sweep import Sweep, run_sweep, windows_of
 from isobit.integrations.transformers import enabling, modules
+from tests.cli.test_gate_model_device import enabled_with
 
 SIZES = {
     "hidden_size": 64,

@@ -30,7 +30,6 @@ def add_parser(commands: Any) -> None:
         "Exit 0: equal; 1: something differs; 2: could not read, or nothing to compare.",
         epilog="example: isobit compare rollouts rollout.jsonl trainer.jsonl --html mismatch.html",
     )
-    parser.add_argument("action", choices=("compare",), help="what to do")
     parser.add_argument("rollout", type=Path, help="what the engine computed: a JSONL file")
     parser.add_argument("trainer", type=Path, help="what the trainer computed: a JSONL file")
     parser.add_argument(
