@@ -20,7 +20,7 @@ for size in (1, 2, 4):
     partials, stock = [], torch.zeros_like(whole)
     for first in range(0, 8, size):
         rows = slice(starts[first], starts[first + size])
-        share = Samples.packed(lengths[first : first + size], first=first, of=8)
+        share = Samples.packed(lengths[first : first + size], first=first, total=8)
         partials.append(partial.weight_grad(grad[rows], x[rows], share))
         stock += grad[rows].t() @ x[rows]
     print(

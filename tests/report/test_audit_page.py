@@ -105,7 +105,7 @@ def hostile():
     texts = {"shapes": (HOSTILE, HOSTILE), "remedy": HOSTILE, "why_no_order": HOSTILE}
     effect = replace(fakes.effect_of(), quantity=HOSTILE)
     one = fakes.guilty_of(place, HOSTILE, 1.0, first=first, effect=effect, **texts)
-    orders = isobit.reveal.certify(
+    orders = isobit.reveal.compare_orders(
         lambda name: target_of(chain(range(3)), 3) if name == HOSTILE else max,
         [HOSTILE, "other"],
         3,

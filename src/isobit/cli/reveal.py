@@ -22,7 +22,7 @@ from isobit.errors import ArgumentError, IsobitError, RevealError, in_one_line
 from isobit.foundation import files
 from isobit.foundation.trusted_folder import serve_folder
 from isobit.order.addition import digest
-from isobit.reveal.certificate import Certificate
+from isobit.reveal.certificate import OrderComparison
 from isobit.reveal.report.page import draw_certificate, write_page
 from isobit.reveal.target import Progress as Told
 
@@ -100,7 +100,7 @@ def add_parser(commands: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the orders found. The exit code is 0 if all configurations have one order."""
     from isobit.ops.linear.targets import expected_order
-    from isobit.reveal import certify
+    from isobit.reveal import compare_orders
 
     check_options(options)
     with ExitStack() as stack:
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> int:
             redirect_stdout(sys.stderr)
         )  # what a kernel prints is not part of the record
         made = guarded(target, options.k, dtype_of(options))
-        certificate = certify(
+        certificate = compare_orders(
             made, configurations, arithmetic=not options.order_only, progress=report
         )
     expected = None
@@ -303,7 +303,7 @@ def progress_bar(title: str, quiet: bool) -> Iterator[Told]:
         yield report
 
 
-def show(certificate: Certificate, title: str, defined: bool | None) -> None:
+def show(certificate: OrderComparison, title: str, defined: bool | None) -> None:
     """Print the orders as a table."""
     console = make_console(118)
     table = Table(

@@ -11,22 +11,32 @@ from importlib import import_module
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from typing import Any
 
 
 def attach(
-    package: str, file: str
+    package: str, file: str, renamed: "Mapping[str, str] | None" = None
 ) -> "tuple[Callable[[str], Any], Callable[[], list[str]], list[str], dict[str, str]]":
     """Return `__getattr__`, `__dir__`, `__all__` and {name: module} for a package that lists its names in a stub.
 
     Args:
         package: The package's `__name__`.
         file: The package's `__file__`; the stub is read from the same folder.
+        renamed: {old name: new name} of the last release. They work, with a DeprecationWarning, and are not listed.
     """
     homes = read_stub(file + "i")
 
     def __getattr__(name: str) -> "Any":
+        if renamed and name in renamed:
+            import warnings
+
+            warnings.warn(
+                f"{package}.{name} is now {package}.{renamed[name]}; the old name will be removed in the next release",
+                DeprecationWarning,
+                stacklevel=2,
+            )
+            return __getattr__(renamed[name])
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         home = homes[name]
