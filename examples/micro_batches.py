@@ -4,7 +4,7 @@ import torch
 
 import isobit
 from isobit import Samples, bits
-from isobit.ops.linear import partial
+from isobit.parallel import partial
 
 torch.manual_seed(0)
 lengths = [11, 16, 13, 19, 7, 300, 1, 40]

@@ -52,5 +52,5 @@ def test_malformed_samples_are_refused():
         Samples.padded([5], width=4)
     with pytest.raises(ArgumentError, match="'left' or 'right'"):
         Samples.padded([5], width=8, side="centre")
-    with pytest.raises(ArgumentError, match="`of`"):
+    with pytest.raises(ArgumentError, match="`total`"):
         Samples.packed([5], first=2)

@@ -120,7 +120,8 @@ def test_no_public_parameter_is_called_of():
         except ValueError:  # a builtin without one
             continue
         seen += 1
-        assert "of" not in parameters, name
+        # A record that isobit makes: so many of `of` differ; its fields are keys of JSON.
+        assert "of" not in parameters or name == "isobit.rollout.Finding", name
     assert seen > 150
 
 

@@ -47,6 +47,8 @@ def attach(
         module = sys.modules.get(home)
         if module is None or module.__spec__ is None or module.__spec__._initializing:  # type: ignore[attr-defined]
             module = import_module(home)
+        if not hasattr(module, name):  # a module of another package
+            return import_module(f"{home}.{name}")
         return getattr(module, name)
 
     def __dir__() -> "list[str]":

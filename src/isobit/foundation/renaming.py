@@ -53,10 +53,10 @@ def keeps_old_attribute(old: str, new: str) -> Callable[[Class], Class]:
     return decorate
 
 
-def warn_renamed(old: str, new: str, where: str) -> None:
-    """Warn the caller of the function that calls this one."""
+def warn_renamed(old: str, new: str, where: str, level: int = 3) -> None:
+    """Warn the caller of the function that calls this one, or one further up."""
     warnings.warn(
         f"{old} of {where} is now {new}; the old name will be removed in the next release",
         DeprecationWarning,
-        stacklevel=3,
+        stacklevel=level,
     )

@@ -18,7 +18,7 @@ from isobit.errors import ArgumentError
 
 POLL = 0.1  # seconds
 LAST_LINES = 15
-OTHERWISE = "run it with python first; words after -- go to the script"
+OTHERWISE = "run it with python first; arguments after -- are passed to the script"
 REMEDIES = (  # what a script last wrote, and what helps
     (
         re.compile(r"\b(LOCAL_)?(RANK|WORLD_SIZE)\b|\bMASTER_(ADDR|PORT)\b"),
